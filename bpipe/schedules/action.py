@@ -1,0 +1,128 @@
+"""One thing a rank does: an operation on a microbatch of a stage, written the way the field writes it (`2F0`)."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from typing import NamedTuple
+
+from bpipe.errors import PlanError
+
+__all__ = ["Action", "Channel", "Op", "Purpose"]
+
+
+class Op(str, Enum):
+    """An operation. Transfers start with their own name and complete with their `WAIT_` twin."""
+
+    F = "F"  # forward
+    B = "B"  # full backward
+    I = "I"  # noqa: E741  input half of the backward, the field's name for it
+    W = "W"  # weight half of the backward
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    EVICT = "EVICT"  # hand saved bytes to the acceptor
+    LOAD = "LOAD"  # get them back
+    ACCEPT = "ACCEPT"  # the acceptor's end of an EVICT
+    RETURN = "RETURN"  # the acceptor's end of a LOAD
+    WAIT_SEND_F = "WAIT_SEND_F"
+    WAIT_RECV_F = "WAIT_RECV_F"
+    WAIT_SEND_B = "WAIT_SEND_B"
+    WAIT_RECV_B = "WAIT_RECV_B"
+    WAIT_EVICT = "WAIT_EVICT"
+    WAIT_LOAD = "WAIT_LOAD"
+    WAIT_ACCEPT = "WAIT_ACCEPT"
+    WAIT_RETURN = "WAIT_RETURN"
+
+    __hash__ = str.__hash__  # Enum's own is a Python call, and plans hash millions of operations
+    __str__ = str.__str__
+
+
+COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
+BACKWARD = frozenset({Op.B, Op.I})  # what needs the gradient of a stage's outputs
+SERVED = frozenset({Op.ACCEPT, Op.WAIT_ACCEPT, Op.RETURN, Op.WAIT_RETURN})
+
+WAIT_OF = {op: Op["WAIT_" + op.value] for op in Op if "WAIT_" + op.value in Op.__members__}
+START_OF = {wait: start for start, wait in WAIT_OF.items()}
+
+
+class Purpose(str, Enum):
+    """What a channel carries."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    EVICT = "evict"
+    RETURN = "return"
+
+    __hash__ = str.__hash__
+
+
+class Channel(NamedTuple):
+    """A first-in-first-out queue from one rank to another, for one purpose."""
+
+    purpose: Purpose
+    src: int
+    dst: int
+
+
+SENDS = {
+    Op.SEND_F: Purpose.FORWARD,
+    Op.SEND_B: Purpose.BACKWARD,
+    Op.EVICT: Purpose.EVICT,
+    Op.RETURN: Purpose.RETURN,
+}
+RECEIVES = {
+    Op.RECV_F: Purpose.FORWARD,
+    Op.RECV_B: Purpose.BACKWARD,
+    Op.ACCEPT: Purpose.EVICT,
+    Op.LOAD: Purpose.RETURN,
+}
+
+# A message is named on each end after the stage that handles it there: stage 1 sends `1SEND_F0`, stage 2 gets `2RECV_F0`.
+RECEIVER_OF = {Op.SEND_F: (Op.RECV_F, 1), Op.SEND_B: (Op.RECV_B, -1), Op.EVICT: (Op.ACCEPT, 0), Op.RETURN: (Op.LOAD, 0)}
+
+
+class Action(NamedTuple):
+    """An operation on one microbatch of one stage; `peer` is the rank at the other end of a transfer.
+
+    Example:
+        >>> str(Action(Op.EVICT, 0, 3, peer=7))
+        '0EVICT3'
+        >>> Action.parse("0EVICT3@7").peer
+        7
+    """
+
+    op: Op
+    stage: int
+    microbatch: int
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op.value}{self.microbatch}"
+
+    @classmethod
+    def parse(cls, text: str) -> Action:
+        """Read `2F0`, or `2EVICT0@5` with the peer's rank behind the @.
+
+        Raises:
+            PlanError: the text is no action.
+        """
+        match = _PATTERN.fullmatch(text.strip())
+        if match is None:
+            raise PlanError(f"{text!r} is no action: expected a stage, an operation and a microbatch, such as 2F0 or 2EVICT0@5")
+        stage, op, microbatch, peer = match.groups()
+        return cls(Op(op), int(stage), int(microbatch), None if peer is None else int(peer))
+
+    def channel(self, rank: int) -> Channel:
+        """The channel that this transfer, seen from `rank`, uses.
+
+        Raises:
+            KeyError: the action is no start of a transfer.
+        """
+        peer = -1 if self.peer is None else self.peer
+        return Channel(SENDS[self.op], rank, peer) if self.op in SENDS else Channel(RECEIVES[self.op], peer, rank)
+
+
+_OPS = "|".join(sorted((op.value for op in Op), key=len, reverse=True))
+_PATTERN = re.compile(rf"(\d{{1,9}})({_OPS})(\d{{1,9}})(?:@(\d{{1,9}}))?", re.ASCII)

@@ -1,0 +1,151 @@
+"""The communicate pass: give every computation the transfers that bring its inputs and carry its outputs away.
+
+At the boundary before each computation, in this order: send what the last one made; post the receive of the computation
+after this one, so that it arrives while this one runs; complete older sends; complete and start evictions and loads; and
+complete this computation's own receive.
+
+    SEND_F2  RECV_B1  WAIT_SEND_F1  WAIT_EVICT0 ... EVICT1  WAIT_RECV_B0  B0
+
+A send is completed once the next one of its channel has started, before its microbatch has been evicted or runs backward,
+but not before its receive has completed in one global order of the computations (`order.clock`). All lists are
+projections of that order, so they cannot deadlock; `verify` proves it of the result all the same.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from bpipe.errors import PlanError
+from bpipe.schedules.action import BACKWARD, COMPUTE, WAIT_OF, Action, Op
+from bpipe.schedules.order import RESULT, clock
+from bpipe.schedules.plan import Plan
+
+__all__: list[str] = []
+
+Moment = tuple[int, int]  # place in the global order: (time, rank)
+
+
+class _Sent(NamedTuple):
+    """A send under way: when its receive has completed, and the boundary by which it should be complete."""
+
+    action: Action
+    received: Moment
+    due: int
+
+
+def communicate(plan: Plan) -> Plan:
+    """Insert sends and receives into a plan of computations, with or without evictions.
+
+    Neighbouring stages on one rank hand their tensors over without a transfer.
+
+    Raises:
+        PlanError: the computations wait for each other in a circle.
+    """
+    lanes = [plan.compute(rank) for rank in range(plan.num_ranks)]
+    moments = {
+        (RESULT[action.op], action.stage, action.microbatch): (start, rank)
+        for rank, (lane, starts) in enumerate(zip(lanes, clock(lanes, plan.num_stages)))
+        for action, start in zip(lane, starts)
+    }
+    return replace(plan, actions=tuple(_Lane(plan, rank, moments).emit() for rank in range(plan.num_ranks)))
+
+
+def sent_by(plan: Plan, action: Action) -> Action | None:
+    """The send that follows a computation, if its result goes to another rank."""
+    if action.op is Op.F and action.stage + 1 < plan.num_stages:
+        return _remote(plan, action, Op.SEND_F, action.stage + 1)
+    if action.op in BACKWARD and action.stage:
+        return _remote(plan, action, Op.SEND_B, action.stage - 1)
+    return None
+
+
+def received_by(plan: Plan, action: Action) -> Action | None:
+    """The receive that a computation needs, if its input comes from another rank."""
+    if action.op is Op.F and action.stage:
+        return _remote(plan, action, Op.RECV_F, action.stage - 1)
+    if action.op in BACKWARD and action.stage + 1 < plan.num_stages:
+        return _remote(plan, action, Op.RECV_B, action.stage + 1)
+    return None
+
+
+def _remote(plan: Plan, action: Action, op: Op, other_stage: int) -> Action | None:
+    peer = plan.stage_ranks[other_stage]
+    return None if peer == plan.stage_ranks[action.stage] else Action(op, action.stage, action.microbatch, peer)
+
+
+class _Lane:
+    """One rank's list: its computations, and the transfers at the boundary before each of them."""
+
+    def __init__(self, plan: Plan, rank: int, moments: dict[tuple[Op, int, int], Moment]) -> None:
+        self.moments = moments
+        self.steps: list[Action] = []
+        self.before: list[list[Action]] = [[]]  # evictions and loads at each boundary
+        for action in plan.actions[rank]:
+            if action.op in COMPUTE:
+                self.steps.append(action)
+                self.before.append([])
+            else:
+                self.before[-1].append(action)
+        self.sends = [sent_by(plan, step) for step in self.steps]
+        self.receives = [received_by(plan, step) for step in self.steps]
+        self.completed = self._completions()
+
+    def emit(self) -> tuple[Action, ...]:
+        lane = self.receives[:1]
+        for index, moves in enumerate(self.before):
+            lane += self.sends[max(index - 1, 0) : index]
+            lane += self.receives[index + 1 : index + 2]
+            lane += self.completed.get(index, ())
+            lane += moves
+            if index < len(self.steps):
+                lane += [_completion(self.receives[index]), self.steps[index]]
+        return tuple(action for action in lane if action is not None)
+
+    def _completions(self) -> dict[int, list[Action | None]]:
+        """The completions of sends, by boundary."""
+        moments = [self.moments[RESULT[step.op], step.stage, step.microbatch] for step in self.steps]
+        completed: dict[int, list[Action | None]] = defaultdict(list)
+        for sent in self._sends():
+            boundary = sent.due
+            while boundary < len(moments) and moments[boundary] <= sent.received:
+                boundary += 1
+            completed[boundary].append(_completion(sent.action))
+        return completed
+
+    def _sends(self) -> Iterator[_Sent]:
+        end = len(self.steps)
+        evicted = {a[1:3]: i for i, moves in enumerate(self.before) for a in moves if a.op is Op.WAIT_EVICT}
+        backward = {step[1:3]: i for i, step in enumerate(self.steps) if step.op in BACKWARD}
+        following: dict[tuple[Op, int | None], int] = {}
+        for index, send in reversed(list(enumerate(self.sends))):
+            if send is not None:
+                channel, microbatch = (send.op, send.peer), send[1:3]
+                due = following.get(channel, end)
+                if send.op is Op.SEND_F:
+                    due = min(due, evicted.get(microbatch, end), backward.get(microbatch, end))
+                following[channel] = index + 1
+                yield _Sent(send, self._received(send), due)
+
+    def _received(self, send: Action) -> Moment:
+        """When the computation that uses what was sent runs."""
+        result, stage = (Op.F, send.stage + 1) if send.op is Op.SEND_F else (Op.B, send.stage - 1)
+        moment = self.moments.get((result, stage, send.microbatch))
+        if moment is None:
+            raise PlanError(f"{send} carries what no computation of stage {stage} uses")
+        return moment
+
+
+def _completion(start: Action | None) -> Action | None:
+    return None if start is None else Action(WAIT_OF[start.op], *start[1:])
+
+
+def forward_only(plan: Plan) -> Plan:
+    """The forwards of a plan in their order, for evaluation; to be communicated anew."""
+    forwards = tuple(tuple(a for a in plan.compute(rank) if a.op is Op.F) for rank in range(plan.num_ranks))
+    none: Sequence[None] = (None,) * plan.num_ranks
+    return replace(
+        plan, name=f"{plan.name}/forward", actions=forwards, served=((),) * plan.num_ranks, slots=tuple(none), has_backward=False
+    )

@@ -1,0 +1,21 @@
+"""GPipe (Huang et al., arXiv 1811.06965): all forwards, then all backwards.
+
+p = 4 stages, m = 4 microbatches, a column a forward's time; a backward takes two:
+
+rank 0 | F0 F1 F2 F3 .. .. .. .. .. .. .. .. B0 b0 B1 b1 B2 b2 B3 b3
+rank 1 | .. F0 F1 F2 F3 .. .. .. .. .. B0 b0 B1 b1 B2 b2 B3 b3 .. ..
+rank 2 | .. .. F0 F1 F2 F3 .. .. B0 b0 B1 b1 B2 b2 B3 b3 .. .. .. ..
+rank 3 | .. .. .. F0 F1 F2 F3 B0 b0 B1 b1 B2 b2 B3 b3 .. .. .. .. ..
+"""
+
+from __future__ import annotations
+
+from bpipe.schedules.action import Action, Op
+
+__all__: list[str] = []
+
+
+def order(num_stages: int, num_microbatches: int) -> list[list[Action]]:
+    """The forwards and backwards of each rank: peak m microbatches on each."""
+    microbatches = range(num_microbatches)
+    return [[Action(op, x, i) for op in (Op.F, Op.B) for i in microbatches] for x in range(num_stages)]

@@ -1,0 +1,69 @@
+"""Plans as text a person reads: a grid over time, and an excerpt that points at one action."""
+
+from __future__ import annotations
+
+from bpipe.schedules.action import COMPUTE, Action, Op
+from bpipe.schedules.order import UNITS, clock
+from bpipe.schedules.plan import Plan
+
+__all__: list[str] = []
+
+EITHER_SIDE = 5
+
+
+def rows(plan: Plan) -> list[str]:
+    """One line a rank, a column a forward's time: `F0`, `B0 b0` for the two units of a backward, `..` for idle.
+
+    With several stages on a rank the stage is written too (`4F0`). Under a rank that evicts, `>3` stands where the eviction
+    of microbatch 3 starts and `<3` where its load does.
+    """
+    lanes = [plan.compute(rank) for rank in range(plan.num_ranks)]
+    starts = clock(lanes, plan.num_stages)
+    several = plan.num_stages > plan.num_ranks
+    length = max((start + UNITS[a.op] for lane, times in zip(lanes, starts) for a, start in zip(lane, times)), default=0)
+    grid: list[tuple[str, list[str]]] = []
+    for rank, (lane, times) in enumerate(zip(lanes, starts)):
+        cells, moves = [".."] * length, [""] * length
+        for action, start in zip(lane, times):
+            name = f"{action.stage if several else ''}{action.op}{action.microbatch}"
+            cells[start : start + UNITS[action.op]] = [name, name.lower()][: UNITS[action.op]]
+        for column, text in _moves(plan.actions[rank], times):
+            moves[min(column, length - 1)] += text
+        grid.append((f"rank {rank}", cells))
+        if any(moves):
+            grid.append(("", moves))
+    width = max((len(cell) for _, cells in grid for cell in cells), default=2)
+    label = max(len(name) for name, _ in grid)
+    return [f"{name:<{label}} | " + " ".join(f"{cell:<{width}}" for cell in cells).rstrip() for name, cells in grid]
+
+
+def _moves(actions: tuple[Action, ...], starts: list[int]) -> list[tuple[int, str]]:
+    """Where evictions and loads start: the column of the computation that follows."""
+    moves, done = [], 0
+    for action in actions:
+        if action.op in COMPUTE:
+            done += 1
+        elif action.op in (Op.EVICT, Op.LOAD):
+            mark = ">" if action.op is Op.EVICT else "<"
+            moves.append((starts[min(done, len(starts) - 1)], f"{mark}{action.microbatch}"))
+    return moves
+
+
+def draw(plan: Plan) -> str:
+    """The grid under a line that names the plan and its peaks."""
+    budget = "" if all(k is None for k in plan.slots) else f", budget {' '.join('-' if k is None else str(k) for k in plan.slots)}"
+    peaks = " ".join(map(str, plan.peak_slots))
+    head = f"{plan.name}: {plan.num_stages} stages, {plan.num_microbatches} microbatches, peak slots {peaks}{budget}"
+    return "\n".join([head, *rows(plan)])
+
+
+def excerpt(plan: Plan, rank: int, served: bool, position: int) -> str:
+    """A few actions of one lane around a position, one a line, the one at it marked."""
+    lane = (plan.served if served else plan.actions)[rank]
+    first = max(position - EITHER_SIDE, 0)
+    lines = [f"rank {rank}{', served' if served else ''}:"]
+    for index, action in enumerate(lane[first : position + EITHER_SIDE + 1], start=first):
+        lines.append(f"  {index:>5} {action!s:<16}{'' if action.peer is None else f'peer {action.peer}':<10}".rstrip())
+        if index == position:
+            lines[-1] += "   <-- ERROR HERE"
+    return "\n".join(lines)

@@ -1,0 +1,138 @@
+"""The plan: what every rank does, in which order, and within which memory. The one description of a schedule."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from bpipe.schedules.action import COMPUTE, Action, Op
+
+__all__ = ["Plan"]
+
+Size = Callable[[Action], int]
+
+# When an action takes memory (before it runs) and when it gives it back (after it ran).
+TAKES = frozenset({Op.F, Op.LOAD, Op.ACCEPT})
+GIVES = frozenset({Op.B, Op.W, Op.WAIT_EVICT, Op.WAIT_RETURN})
+
+
+def occupancy(actions: Iterable[Action], size: Size = lambda action: 1) -> Iterator[int]:
+    """Yield what is occupied while each action runs: slots, or whatever unit `size(action)` counts in."""
+    live = 0
+    for action in actions:
+        if action.op in TAKES:
+            live += size(action)
+        yield live
+        if action.op in GIVES:
+            live -= size(action)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A schedule, complete: verified, executed, drawn and simulated as it stands.
+
+    Args:
+        name: the rule that made it.
+        num_microbatches: m, the microbatches of a step.
+        stage_ranks: the rank that holds each stage.
+        actions: one list a rank, the compute lane: forwards, backwards, transfers and their completions.
+        served: one list a rank, the acceptor's lane: the actions for one peer are a chain, served whatever the rank computes.
+        slots: the budget of each rank in microbatches of one stage; None where there is none.
+        has_backward: False for evaluation, where only forwards run.
+
+    Example:
+        >>> from bpipe.schedules import build
+        >>> build("balanced_1f1b", num_stages=4, num_microbatches=8).peak_slots
+        (3, 3, 2, 3)
+    """
+
+    name: str
+    num_microbatches: int
+    stage_ranks: tuple[int, ...]
+    actions: tuple[tuple[Action, ...], ...]
+    served: tuple[tuple[Action, ...], ...]
+    slots: tuple[int | None, ...]
+    has_backward: bool = True
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stage_ranks)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.actions)
+
+    def compute(self, rank: int) -> list[Action]:
+        """The forwards and backwards of a rank, in order."""
+        return [action for action in self.actions[rank] if action.op in COMPUTE]
+
+    def chains(self, rank: int) -> dict[int, tuple[Action, ...]]:
+        """The acceptor's lane of a rank, one chain for each evictor that it serves."""
+        peers = sorted({action.peer for action in self.served[rank] if action.peer is not None})
+        return {peer: tuple(a for a in self.served[rank] if a.peer == peer) for peer in peers}
+
+    def rooms(self, rank: int) -> dict[int, int]:
+        """The slots a rank reserves for each evictor it serves: the most it ever keeps of it, transfers in flight included."""
+        return {peer: max(occupancy(chain), default=0) for peer, chain in self.chains(rank).items()}
+
+    @property
+    def peak_slots(self) -> tuple[int, ...]:
+        """The most slots each rank occupies: its own microbatches and the rooms it reserves for guests.
+
+        A forward takes its slot when it starts, a backward gives it back when it ends, and a transfer in flight counts
+        at both ends.
+        """
+        own = (max(occupancy(actions), default=0) for actions in self.actions)
+        return tuple(peak + sum(self.rooms(rank).values()) for rank, peak in enumerate(own))
+
+    def evicted(self, rank: int) -> list[tuple[int, int]]:
+        """The (stage, microbatch) pairs that a rank evicts, in order."""
+        return [(a.stage, a.microbatch) for a in self.actions[rank] if a.op is Op.EVICT]
+
+    def fingerprint(self) -> str:
+        """A short hash of everything the plan says, equal on two ranks exactly when they will run the same plan."""
+        return hashlib.sha256(self.to_text().encode()).hexdigest()[:32]
+
+    def to_text(self) -> str:
+        """Write the plan as lines that `Plan.from_text` reads back unchanged."""
+        from bpipe.schedules.text import to_text
+
+        return to_text(self)
+
+    @classmethod
+    def from_text(cls, text: str) -> Plan:
+        """Read what `to_text` wrote.
+
+        Raises:
+            PlanError: the text is no plan. That it is a sound one is for `verify` to say.
+        """
+        from bpipe.schedules.text import from_text
+
+        return from_text(text)
+
+    def to_csv(self) -> str:
+        """Write the compute lane as torch.distributed.pipelining's `compute_comms` CSV: a row a rank, waits dropped.
+
+        Raises:
+            PlanError: the plan evicts, which that format cannot say; `to_text` can.
+        """
+        from bpipe.schedules.text import to_csv
+
+        return to_csv(self)
+
+    @classmethod
+    def from_csv(cls, text: str, name: str = "csv") -> Plan:
+        """Read such a CSV: the order of the computations is kept, transfers and their completions are placed anew.
+
+        Raises:
+            PlanError: the text is no such CSV, or its order of computations is no pipeline schedule.
+        """
+        from bpipe.schedules.text import from_csv
+
+        return from_csv(text, name)
+
+    def __str__(self) -> str:
+        from bpipe.schedules.grid import draw
+
+        return draw(self)

@@ -1,0 +1,117 @@
+"""Plans as files: our own text, which says everything, and the CSV that torch.distributed.pipelining reads."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+
+from bpipe.errors import PlanError
+from bpipe.schedules.action import COMPUTE, START_OF, Action, Op
+from bpipe.schedules.communicate import communicate
+from bpipe.schedules.plan import Plan
+
+__all__: list[str] = []
+
+HEADER = re.compile(
+    r"bpipe-plan 1 name=(?P<name>\S+) microbatches=(?P<microbatches>\d{1,9}) "
+    r"stage_ranks=(?P<stage_ranks>\d{1,9}(?:,\d{1,9})*) slots=(?P<slots>[\d,-]+) backward=(?P<backward>[01])",
+    re.ASCII,
+)
+
+SHARDING = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)")  # torch writes it; FSDP does it by itself where nothing says when
+
+
+def to_text(plan: Plan) -> str:
+    """A header, then one line a rank and lane. A neighbour as peer is implied by the placement, any other peer is written."""
+    slots = ",".join("-" if k is None else str(k) for k in plan.slots)
+    lines = [
+        f"bpipe-plan 1 name={plan.name} microbatches={plan.num_microbatches} "
+        f"stage_ranks={','.join(map(str, plan.stage_ranks))} slots={slots} backward={int(plan.has_backward)}"
+    ]
+    for kind, lanes in (("rank", plan.actions), ("serve", plan.served)):
+        for rank, lane in enumerate(lanes):
+            lines.append(" ".join([f"{kind} {rank}:", *(_write(action, plan.stage_ranks) for action in lane)]))
+    return "\n".join(lines) + "\n"
+
+
+def from_text(text: str) -> Plan:
+    """Read `to_text`'s lines."""
+    head, *lines = text.splitlines() or [""]
+    match = HEADER.fullmatch(head)
+    if match is None:
+        raise PlanError(f"no plan: the first line is {head[:80]!r}, expected 'bpipe-plan 1 name=... microbatches=...'")
+    stage_ranks = tuple(map(int, match["stage_ranks"].split(",")))
+    try:
+        slots = tuple(None if k == "-" else int(k) for k in match["slots"].split(","))
+    except ValueError as error:
+        raise PlanError(f"no plan: slots={match['slots']!r} is no list of numbers and '-'") from error
+    lanes: dict[str, list[tuple[Action, ...]]] = {"rank": [], "serve": []}
+    for number, line in enumerate(lines, start=2):
+        start, _, words = line.partition(":")
+        kind, _, rank = start.partition(" ")
+        if kind not in lanes or rank != str(len(lanes[kind])):
+            raise PlanError(f"no plan: line {number} starts {line[:40]!r}, expected 'rank N:' or 'serve N:' in ascending order")
+        lanes[kind].append(tuple(_read(word, stage_ranks) for word in words.split()))
+    return Plan(
+        name=match["name"],
+        num_microbatches=int(match["microbatches"]),
+        stage_ranks=stage_ranks,
+        actions=tuple(lanes["rank"]),
+        served=tuple(lanes["serve"]),
+        slots=slots,
+        has_backward=match["backward"] == "1",
+    )
+
+
+def _write(action: Action, stage_ranks: tuple[int, ...]) -> str:
+    return str(action) if action.peer == _implied_peer(action, stage_ranks) else f"{action}@{action.peer}"
+
+
+def _read(word: str, stage_ranks: tuple[int, ...]) -> Action:
+    action = Action.parse(word)
+    return action if action.peer is not None else action._replace(peer=_implied_peer(action, stage_ranks))
+
+
+_NEIGHBOUR = {Op.SEND_F: 1, Op.RECV_B: 1, Op.RECV_F: -1, Op.SEND_B: -1}
+
+
+def _implied_peer(action: Action, stage_ranks: tuple[int, ...]) -> int | None:
+    offset = _NEIGHBOUR.get(START_OF.get(action.op, action.op))
+    if offset is None or not 0 <= action.stage + offset < len(stage_ranks):
+        return None
+    return stage_ranks[action.stage + offset]
+
+
+def to_csv(plan: Plan) -> str:
+    """A row a rank; starts of transfers only, since torch waits where it needs to."""
+    if any(plan.served):
+        raise PlanError(f"{plan.name} evicts, which torch.distributed.pipelining's CSV cannot say: use to_text()")
+    rows = [[str(action) for action in lane if action.op not in START_OF] for lane in plan.actions]
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(rows)
+    return out.getvalue()
+
+
+def from_csv(text: str, name: str) -> Plan:
+    """Keep a CSV's computations and place the transfers anew."""
+    try:
+        cells = list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise PlanError(f"no schedule: the text is no CSV, {error}") from error
+    rows = [[Action.parse(cell) for cell in row if cell.strip() and not SHARDING.fullmatch(cell.strip())] for row in cells]
+    lanes = tuple(tuple(action for action in row if action.op in COMPUTE) for row in rows)
+    owners = {action.stage: rank for rank, lane in enumerate(lanes) for action in lane}
+    if sorted(owners) != list(range(len(owners))) or not owners:
+        raise PlanError(f"no schedule: stages {sorted(owners)} have computations, expected 0 to {max(owners, default=0)}")
+    return communicate(
+        Plan(
+            name=name,
+            num_microbatches=1 + max(action.microbatch for lane in lanes for action in lane),
+            stage_ranks=tuple(owners[stage] for stage in range(len(owners))),
+            actions=lanes,
+            served=((),) * len(lanes),
+            slots=(None,) * len(lanes),
+            has_backward=any(action.op is not Op.F for lane in lanes for action in lane),
+        )
+    )
