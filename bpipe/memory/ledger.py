@@ -1,0 +1,88 @@
+"""The ledger: bytes live, evicted and held on a rank, action by action, and the peak that the plan predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from bpipe.memory.stash import Contents
+from bpipe.memory.storages import Held
+from bpipe.schedules import Action, Op
+from bpipe.schedules.plan import occupancy
+
+__all__: list[str] = []
+
+Key = tuple[int, int]  # stage, microbatch
+
+
+class Footprint(NamedTuple):
+    """The bytes one microbatch takes on one stage."""
+
+    own_bytes: int  # given back by its backward
+    movable_bytes: int  # of these, what an eviction frees
+
+
+class Ledger:
+    """What one step keeps on one rank.
+
+    Microbatches that were followed are entered with their own bytes; those that the plan leaves alone with the bytes of the
+    measured microbatch of their stage and shapes.
+    """
+
+    def __init__(self) -> None:
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.slots = 0
+        self.peak_slots = 0
+        self.evicted_bytes = 0
+        self.loaded_bytes = 0
+        self.footprints: dict[Key, Footprint] = {}
+        self.held: dict[int, Held] = {}  # shared storages, each once
+        self._away: dict[Key, int] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(held.num_bytes for held in self.held.values())
+
+    def forward(self, key: Key, footprint: Footprint, shared: Mapping[int, Held]) -> None:
+        """A microbatch ran forward and keeps its footprint."""
+        self.footprints[key] = footprint
+        self.held.update(shared)
+        self._change(footprint.own_bytes, 1)
+
+    def backward(self, key: Key) -> None:
+        """A microbatch ran backward and gave its memory back."""
+        self._change(-self.footprints[key].own_bytes, -1)
+
+    def evicted(self, key: Key, num_bytes: int) -> None:
+        """A microbatch's bytes have left."""
+        self._away[key] = num_bytes
+        self.evicted_bytes += num_bytes
+        self._change(-num_bytes, -1)
+
+    def loading(self, key: Key) -> None:
+        """Memory for a microbatch's return was allocated."""
+        num_bytes = self._away.pop(key)
+        self.loaded_bytes += num_bytes
+        self._change(num_bytes, 1)
+
+    def _change(self, num_bytes: int, slots: int) -> None:
+        self.live_bytes += num_bytes
+        self.slots += slots
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.peak_slots = max(self.peak_slots, self.slots)
+
+
+def footprint_of(contents: Contents) -> Footprint:
+    """The bytes that a look at a microbatch found."""
+    return Footprint(contents.own_bytes, contents.movable_bytes)
+
+
+def predicted_peak_bytes(actions: Iterable[Action], footprints: Mapping[Key, Footprint]) -> int:
+    """The most bytes a rank's own microbatches occupy: a scan of its list, in bytes instead of slots."""
+
+    def size(action: Action) -> int:
+        footprint = footprints[action.stage, action.microbatch]
+        return footprint.movable_bytes if action.op in (Op.WAIT_EVICT, Op.LOAD) else footprint.own_bytes
+
+    return max(occupancy(actions, size), default=0)

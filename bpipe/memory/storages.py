@@ -1,0 +1,61 @@
+"""Storages under tensors: who owns them, their bytes, and which of them may move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+
+__all__: list[str] = []
+
+Storage = torch.UntypedStorage
+
+
+def storages_of(tensor: torch.Tensor) -> Iterator[Storage]:
+    """Yield the storages that hold a tensor's data, those inside a wrapper subclass (such as DTensor) included."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None:
+        for name in flatten()[0]:
+            yield from storages_of(getattr(tensor, name))
+    elif tensor.layout is torch.strided:
+        yield tensor.untyped_storage()
+
+
+def keys_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """The identities of the storages under some tensors."""
+    return {storage._cdata for tensor in tensors for storage in storages_of(tensor)}
+
+
+def as_bytes(storage: Storage, start: int = 0, length: int | None = None) -> torch.Tensor:
+    """A uint8 tensor [length] over a part of a storage: no copy. Never `.numpy()` it: that pins the storage's size for good."""
+    length = storage.nbytes() - start if length is None else length
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (length,))
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a dense tensor in the order of its memory, as a uint8 tensor: no copy."""
+    return as_bytes(tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size())
+
+
+def owners(storage: Storage) -> int:
+    """How many tensors own a storage; the Python object through which we ask is not counted."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) - _WRAPPER  # type: ignore[attr-defined]
+
+
+def _calibrate() -> int:
+    tensor = torch.empty(1)
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]
+
+
+_WRAPPER = _calibrate()
+
+
+class Held(NamedTuple):
+    """A saved storage that cannot move, and why."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    num_bytes: int
+    reason: str
