@@ -1,0 +1,110 @@
+"""What all ranks must agree on before a step's first transfer, as a record of fixed size from each."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from bpipe.errors import AgreementError, CommError
+
+__all__: list[str] = []
+
+MOST_STAGES = 64  # on one rank
+NOTHING = 0xFFFF
+RECORD = struct.Struct(f"<6sH16s16sBQII16s{MOST_STAGES}H256s")
+MAGIC = b"bpipe\1"
+
+
+class Record(NamedTuple):
+    """What one rank is about to run."""
+
+    version: str
+    fingerprint: str  # of the plan: 32 hexadecimal digits
+    is_training: bool
+    step: int
+    num_stages: int
+    num_microbatches: int
+    signature: bytes  # 16 bytes: a hash of the shapes and dtypes of this rank's inputs
+    stages: tuple[int, ...]  # that this rank holds
+    refusal: str  # why this rank cannot run the step; empty if it can
+
+    def pack(self) -> bytes:
+        padded = self.stages + (NOTHING,) * (MOST_STAGES - len(self.stages))
+        return RECORD.pack(
+            MAGIC,
+            len(self.stages),
+            self.version.encode()[:16],
+            bytes.fromhex(self.fingerprint),
+            self.is_training,
+            self.step,
+            self.num_stages,
+            self.num_microbatches,
+            self.signature,
+            *padded,
+            self.refusal.encode()[:256],
+        )
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Record:
+        """Read what `pack` wrote.
+
+        Raises:
+            CommError: the bytes are no record.
+        """
+        if len(data) != RECORD.size:
+            raise CommError(f"an agreement record has {len(data)} bytes, expected {RECORD.size}")
+        magic, count, version, fingerprint, is_training, step, num_stages, num_microbatches, signature, *rest = RECORD.unpack(data)
+        if magic != MAGIC or count > MOST_STAGES:
+            raise CommError(f"no agreement record of this version of bpipe: it starts {data[:8]!r}")
+        return cls(
+            version=_text(version),
+            fingerprint=fingerprint.hex(),
+            is_training=bool(is_training),
+            step=step,
+            num_stages=num_stages,
+            num_microbatches=num_microbatches,
+            signature=signature,
+            stages=tuple(rest[:count]),
+            refusal=_text(rest[-1]),
+        )
+
+
+def _text(data: bytes) -> str:
+    return data.rstrip(b"\0").decode(errors="replace")
+
+
+# What is compared, in the order in which a difference explains the ones after it.
+COMPARED: dict[str, Callable[[Record], object]] = {
+    "bpipe's version": lambda record: record.version,
+    "train or eval": lambda record: "train" if record.is_training else "eval",
+    "the number of stages": lambda record: record.num_stages,
+    "the number of microbatches": lambda record: record.num_microbatches,
+    "the plan": lambda record: record.fingerprint,
+    "the number of the step": lambda record: record.step,
+}
+
+
+def check(records: Sequence[Record]) -> None:
+    """Raise unless all ranks are about to run the same, and together hold each stage once.
+
+    Raises:
+        AgreementError: names what differs, both values and both ranks; all ranks raise the same.
+    """
+    for rank, record in enumerate(records):
+        if record.refusal:
+            raise AgreementError(f"rank {rank} cannot run this step: {record.refusal}")
+    for what, value in COMPARED.items():
+        for rank, record in enumerate(records):
+            if value(record) != value(records[0]):
+                raise AgreementError(f"the ranks disagree on {what}: rank 0 has {value(records[0])}, rank {rank} has {value(record)}")
+    owner: dict[int, int] = {}
+    for rank, record in enumerate(records):
+        for stage in record.stages:
+            if stage in owner:
+                raise AgreementError(f"stage {stage} is on two ranks, {owner[stage]} and {rank}: give each its own stage_index")
+            owner[stage] = rank
+    missing = sorted(set(range(records[0].num_stages)) - set(owner))
+    if missing:
+        held = ", ".join(f"rank {rank}: {list(record.stages)}" for rank, record in enumerate(records))
+        raise AgreementError(f"no rank holds stage {missing[0]} of {records[0].num_stages} ({held})")

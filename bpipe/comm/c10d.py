@@ -1,0 +1,252 @@
+"""Channels over torch.distributed process groups: NCCL, gloo, and gloo through pinned memory for tensors on CUDA.
+
+A pipeline makes groups of its own over the user's store, under a token that only its ranks know. So nothing of an earlier
+pipeline, one that failed included, can be mistaken for a message of this one; and `torch.distributed.new_group` would
+depend on which groups each rank happens to have closed (a name used twice never connects).
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bpipe.comm.header import FIRST, total_length
+from bpipe.comm.transport import Transfer, Transport
+from bpipe.errors import CommError, ConfigurationError
+from bpipe.schedules import Channel, Purpose
+
+__all__: list[str] = []
+
+PAYLOAD_TAGS = {purpose: tag for tag, purpose in enumerate(Purpose, start=1)}
+HEADER_TAGS = {purpose: tag + len(Purpose) for purpose, tag in PAYLOAD_TAGS.items()}
+ASIDE = frozenset({Purpose.EVICT, Purpose.RETURN})
+TOKEN_BYTES = 16
+
+
+class C10dTransport(Transport):
+    """One rank's end of a pipeline over a process group.
+
+    Two gloo groups carry what the host must see: one the records and headers between stages, one those of evictions, which
+    the acceptor reads in threads of its own. On CPU they carry the tensors too. With NCCL each channel has a communicator
+    of two ranks, so that no order between channels can be wrong.
+
+    Args:
+        group: the pipeline's process group; None for the default one.
+        device: where the stage computes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        if not dist.is_initialized():
+            raise ConfigurationError(
+                "torch.distributed is not initialised: call torch.distributed.init_process_group (under torchrun) first, "
+                "or give the stages group=Loopback(n).rank(i) to run all ranks in this process"
+            )
+        self.device = device
+        self.group = dist.group.WORLD if group is None else group
+        self.rank = dist.get_rank(self.group)
+        self.size = dist.get_world_size(self.group)
+        self._group_ranks: Sequence[int] = ()
+        self._nccl: dict[Channel, Any] = {}
+        self._staging = _Staging(device) if device.type == "cuda" and not self._has_nccl() else None
+        self._is_open = False
+
+    def _has_nccl(self) -> bool:
+        return "nccl" in str(dist.get_backend_config(self.group))
+
+    def _open(self) -> None:
+        self._store = dist.PrefixStore(f"bpipe/{self._shared_token()}", dist.distributed_c10d._get_default_store())
+        self._timeout = _timeout_of(self.group)
+        self._between = self._gloo("between")
+        self._aside = self._gloo("aside")
+        self._is_open = True
+
+    def _shared_token(self) -> str:
+        token = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8)
+        if self._has_nccl() and self.device.type == "cuda":
+            token = token.to(self.device)
+        dist.broadcast(token, group=self.group, group_src=0)
+        return bytes(token.tolist()).hex()
+
+    def _gloo(self, name: str) -> Any:
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), self.rank, self.size, self._timeout)
+
+    def agree(self, record: bytes) -> list[bytes]:
+        if not self._is_open:
+            self._open()
+        mine = _to_tensor(record)
+        gathered = [torch.empty_like(mine) for _ in range(self.size)]
+        self._between.allgather([gathered], [mine]).wait()
+        return [bytes(tensor.tolist()) for tensor in gathered]
+
+    def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int]) -> None:
+        self._group_ranks = group_ranks
+        if self.device.type != "cuda" or self._staging is not None:
+            return
+        for channel in channels:
+            ends = [group_ranks[channel.src], group_ranks[channel.dst]]
+            if self.rank in ends and channel not in self._nccl:
+                self._nccl[channel] = self._communicator(channel, ends.index(self.rank))
+
+    def _communicator(self, channel: Channel, end: int) -> Any:
+        name = f"{channel.purpose.value}/{channel.src}/{channel.dst}"
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        communicator = dist.ProcessGroupNCCL(dist.PrefixStore(name, self._store), end, 2, options)
+        with torch.cuda.device(self.device):
+            probe = torch.zeros(1, device=self.device)
+            (communicator.send([probe], 1, 0) if end == 0 else communicator.recv([probe], 0, 0)).wait()
+        return communicator
+
+    def send(self, channel: Channel, tensors: Sequence[torch.Tensor], header: bytes | None = None) -> Transfer:
+        peer = self._group_ranks[channel.dst]
+        works = [] if header is None else self._send_header(channel, peer, header)
+        filled = [tensor for tensor in tensors if tensor.numel()]
+        if channel in self._nccl:
+            return _Works(works + [self._nccl[channel].send([tensor], 1, 0) for tensor in filled], filled)
+        gloo, tag = self._gloo_for(channel), PAYLOAD_TAGS[channel.purpose]
+        if self._staging is not None:
+            return self._staging.send(channel, filled, works, lambda tensor: gloo.send([tensor], peer, tag))
+        return _Works(works + [gloo.send([tensor], peer, tag) for tensor in filled], filled)
+
+    def receive(self, channel: Channel, tensors: Sequence[torch.Tensor]) -> Transfer:
+        peer = self._group_ranks[channel.src]
+        filled = [tensor for tensor in tensors if tensor.numel()]
+        if channel in self._nccl:
+            return _Works([self._nccl[channel].recv([tensor], 0, 0) for tensor in filled], filled)
+        gloo, tag = self._gloo_for(channel), PAYLOAD_TAGS[channel.purpose]
+        if self._staging is not None:
+            return self._staging.receive(channel, filled, lambda tensor: gloo.recv([tensor], peer, tag))
+        return _Works([gloo.recv([tensor], peer, tag) for tensor in filled], filled)
+
+    def _gloo_for(self, channel: Channel) -> Any:
+        return self._aside if channel.purpose in ASIDE else self._between
+
+    def _send_header(self, channel: Channel, peer: int, header: bytes) -> list[Any]:
+        gloo, tag = self._gloo_for(channel), HEADER_TAGS[channel.purpose]
+        parts = [_to_tensor(header[:FIRST].ljust(FIRST, b"\0")), *([_to_tensor(header[FIRST:])] if len(header) > FIRST else [])]
+        return [_Works([gloo.send([part], peer, tag)], [part]) for part in parts]
+
+    def receive_header(self, channel: Channel) -> bytes:
+        peer = self._group_ranks[channel.src]
+        gloo, tag = self._gloo_for(channel), HEADER_TAGS[channel.purpose]
+        first = torch.empty(FIRST, dtype=torch.uint8)
+        gloo.recv([first], peer, tag).wait()
+        data = bytes(first.numpy())
+        missing = total_length(data) - FIRST
+        if missing > 0:
+            rest = torch.empty(missing, dtype=torch.uint8)
+            gloo.recv([rest], peer, tag).wait()
+            data += bytes(rest.numpy())
+        return data
+
+    def close(self) -> None:
+        if self._staging is not None:
+            self._staging.close()
+        for communicator in self._nccl.values():
+            communicator.abort()
+        self._nccl.clear()
+        if self._is_open:
+            self._is_open = False
+            del self._between, self._aside
+
+
+def _to_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _timeout_of(group: Any) -> timedelta:
+    """The timeout that the user gave their group."""
+    backend = group._get_backend(torch.device("cpu" if "gloo" in str(dist.get_backend_config(group)) else "cuda"))
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else timedelta(minutes=30)
+
+
+class _Works:
+    """Posted works and their tensors, kept until all have been waited for: dropping a gloo work loses its message."""
+
+    def __init__(self, works: list[Any], tensors: Sequence[torch.Tensor]) -> None:
+        self._works = works
+        self._tensors: Sequence[torch.Tensor] = tensors
+
+    def wait(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise CommError(f"a transfer failed: {error}") from error
+        self._works.clear()
+        self._tensors = ()
+
+
+class _Staging:
+    """CUDA tensors over gloo: through pinned host memory, on a stream of their own.
+
+    A channel's transfers run one after the other in its own thread, because gloo may read the host's copy only once the
+    device has written it. The thread runs none of the user's code.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._threads: dict[Channel, ThreadPoolExecutor] = {}
+
+    def _submit(self, channel: Channel, job: Callable[[], torch.cuda.Event]) -> Future[torch.cuda.Event]:
+        if channel not in self._threads:
+            self._threads[channel] = ThreadPoolExecutor(1, f"bpipe-{channel.purpose.value}")
+        return self._threads[channel].submit(job)
+
+    def send(self, channel: Channel, tensors: Sequence[torch.Tensor], works: list[Any], post: Callable[[torch.Tensor], Any]) -> Transfer:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
+            copied = self._stream.record_event()
+
+        def job() -> torch.cuda.Event:
+            copied.synchronize()
+            for work in [*works, *map(post, copies)]:
+                work.wait()
+            return copied
+
+        return _Staged(self._submit(channel, job), tensors)
+
+    def receive(self, channel: Channel, tensors: Sequence[torch.Tensor], post: Callable[[torch.Tensor], Any]) -> Transfer:
+        allocated = torch.cuda.current_stream(self._device).record_event()
+
+        def job() -> torch.cuda.Event:
+            copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+            for work in [post(copy) for copy in copies]:
+                work.wait()
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(allocated)
+                for tensor, copy in zip(tensors, copies):
+                    tensor.copy_(copy, non_blocking=True)
+                return self._stream.record_event()
+
+        return _Staged(self._submit(channel, job), tensors)
+
+    def close(self) -> None:
+        for thread in self._threads.values():
+            thread.shutdown(wait=False, cancel_futures=True)
+        self._threads.clear()
+
+
+class _Staged:
+    """A transfer through pinned memory: the host waits for the network, the current stream for the copy."""
+
+    def __init__(self, future: Future[torch.cuda.Event], tensors: Sequence[torch.Tensor]) -> None:
+        self._future = future
+        self._tensors: Sequence[torch.Tensor] = tensors
+
+    def wait(self) -> None:
+        try:
+            copied = self._future.result()
+        except RuntimeError as error:
+            raise CommError(f"a transfer failed: {error}") from error
+        torch.cuda.current_stream().wait_event(copied)
+        self._tensors = ()

@@ -1,0 +1,252 @@
+"""All ranks of a pipeline in one process and one thread, for notebooks, for tests and for one GPU.
+
+Nothing here waits: a `Loopback` runs the actions of all ranks in one order that `linearise` proves possible, so that
+whatever an action waits for has already happened.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from bpipe.comm.transport import Transfer, Transport
+from bpipe.errors import CommError, ConfigurationError
+from bpipe.schedules import Action, Channel, Plan
+from bpipe.schedules.order import linearise
+
+if TYPE_CHECKING:
+    from bpipe.runtime import Run
+    from bpipe.schedule import Schedule
+
+__all__ = ["Loopback", "LoopbackGroup"]
+
+
+class LoopbackGroup(NamedTuple):
+    """The place of one rank in a `Loopback`: what a stage takes as its `group`."""
+
+    loopback: Loopback
+    rank: int
+
+
+class Loopback:
+    """A pipeline's ranks, all in this process, run one action at a time.
+
+    Each rank has a random number state of its own, which starts where the global one stands when the `Loopback` is made:
+    as if every process had called `torch.manual_seed` with the same seed. On CUDA each rank also has a stream of its own.
+
+    Args:
+        num_ranks: ranks in the pipeline.
+
+    Example:
+        >>> import bpipe
+        >>> from torch import nn
+        >>> loopback = bpipe.Loopback(2)
+        >>> stages = [bpipe.PipelineStage(nn.Linear(4, 4), i, 2, "cpu", group=loopback.rank(i)) for i in range(2)]
+        >>> schedules = [bpipe.OneFOneB(stage, 4, loss_fn=nn.functional.mse_loss) for stage in stages]
+        >>> loopback.step(schedules, torch.randn(8, 4), target=torch.randn(8, 4)).shape
+        torch.Size([8, 4])
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        if num_ranks < 1:
+            raise ConfigurationError(f"num_ranks={num_ranks}: give a whole number of at least 1")
+        self.num_ranks = num_ranks
+        self._random = [_RandomState() for _ in range(num_ranks)]
+        self._streams: dict[tuple[int, torch.device], torch.cuda.Stream] = {}
+        self._orders: dict[Plan, list[tuple[int, Action]]] = {}
+        self.wires = Wires()
+
+    def rank(self, rank: int) -> LoopbackGroup:
+        """The `group` of the stages of one rank."""
+        if not 0 <= rank < self.num_ranks:
+            raise ConfigurationError(f"rank {rank} of a loopback of {self.num_ranks}")
+        return LoopbackGroup(self, rank)
+
+    def manual_seed(self, seed: int, rank: int | None = None) -> None:
+        """Seed the random numbers of one rank, or of all."""
+        for index in range(self.num_ranks) if rank is None else (rank,):
+            self._random[index].seed(seed)
+
+    def step(self, schedules: Sequence[Schedule], *args: Any, **kwargs: Any) -> Any:
+        """Run one training step of all ranks: `schedules[r].step(*args, **kwargs)` on each rank r.
+
+        Args:
+            schedules: one a rank, in the order of the ranks.
+            args: what every rank's `step` gets; positional arguments reach the first stage, as there.
+            kwargs: likewise; `target` and `losses` are used by the last stage.
+
+        Returns:
+            The last stage's outputs.
+        """
+        return self._run(schedules, lambda schedule: schedule._begin_step(*args, **kwargs))
+
+    def eval(self, schedules: Sequence[Schedule], *args: Any, **kwargs: Any) -> Any:
+        """Evaluate on all ranks: `schedules[r].eval(*args, **kwargs)` on each rank r."""
+        return self._run(schedules, lambda schedule: schedule._begin_eval(*args, **kwargs))
+
+    def _run(self, schedules: Sequence[Schedule], begin: Callable[[Schedule], Any]) -> Any:
+        if len(schedules) != self.num_ranks:
+            raise ConfigurationError(f"{len(schedules)} schedules for {self.num_ranks} ranks: give one a rank")
+        for rank, schedule in enumerate(schedules):
+            if schedule.group != LoopbackGroup(self, rank):
+                raise ConfigurationError(f"schedule {rank} is not on rank {rank} of this loopback")
+        with ExitStack() as guards:
+            for schedule in schedules:
+                guards.enter_context(schedule._guarded())
+            started = time.perf_counter()
+            steps = [begin(schedule) for schedule in schedules]
+            runs = [schedule._agreed(step, [step.record for step in steps]) for schedule, step in zip(schedules, steps)]
+            with ExitStack() as breaking:
+                for schedule in schedules:
+                    breaking.enter_context(schedule._breaking())
+                self._execute(runs)
+            results = [schedule._finish(step, run, started) for schedule, step, run in zip(schedules, steps, runs)]
+            return next((result for result, run in zip(results, runs) if run.holds_last_stage), None)
+
+    def _execute(self, runs: Sequence[Run]) -> None:
+        self.wires = Wires()
+        plan = runs[0].plan
+        if plan not in self._orders:
+            self._orders[plan] = linearise(plan)[0]
+        group_ranks = {run.rank: group_rank for group_rank, run in enumerate(runs)}
+        for plan_rank, action in self._orders[plan]:
+            group_rank = group_ranks[plan_rank]
+            with self._as_rank(group_rank, runs[group_rank].device):
+                runs[group_rank].execute(action)
+
+    @contextmanager
+    def _as_rank(self, rank: int, device: torch.device) -> Iterator[None]:
+        with self._random[rank].active(device):
+            if device.type != "cuda":
+                yield
+                return
+            key = (rank, device)
+            if key not in self._streams:
+                self._streams[key] = torch.cuda.Stream(device)
+                self._streams[key].wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(self._streams[key]):
+                yield
+
+
+class _RandomState:
+    """A rank's own random number state, put in place while its actions run."""
+
+    def __init__(self) -> None:
+        self._cpu = torch.get_rng_state()
+        self._cuda: dict[torch.device, torch.Tensor] = {}
+
+    def seed(self, seed: int) -> None:
+        self._cpu = torch.Generator().manual_seed(seed).get_state()
+        self._cuda = {device: torch.Generator(device).manual_seed(seed).get_state() for device in self._cuda}
+
+    @contextmanager
+    def active(self, device: torch.device) -> Iterator[None]:
+        on_cuda = device.type == "cuda"
+        global_cpu = torch.get_rng_state()
+        global_cuda = torch.cuda.get_rng_state(device) if on_cuda else None
+        torch.set_rng_state(self._cpu)
+        if on_cuda:
+            torch.cuda.set_rng_state(self._cuda.get(device, global_cuda), device)
+        try:
+            yield
+        finally:
+            self._cpu = torch.get_rng_state()
+            torch.set_rng_state(global_cpu)
+            if on_cuda and global_cuda is not None:
+                self._cuda[device] = torch.cuda.get_rng_state(device)
+                torch.cuda.set_rng_state(global_cuda, device)
+
+
+class _Posted:
+    """One end of a copy; done once the other end was posted too."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors: Sequence[torch.Tensor] = tensors
+        self.ready = _event(tensors)
+        self.copied: torch.cuda.Event | None = None
+        self.is_done = False
+
+    def wait(self) -> None:
+        if not self.is_done:
+            raise CommError("a loopback transfer is waited for before its other end was posted; drive schedules with Loopback.step")
+        if self.copied is not None:
+            torch.cuda.current_stream().wait_event(self.copied)
+        self.tensors = ()
+
+
+def _event(tensors: Sequence[torch.Tensor]) -> torch.cuda.Event | None:
+    if not any(tensor.is_cuda for tensor in tensors):
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+class Wires:
+    """The queues of all channels of one pipeline in a loopback."""
+
+    def __init__(self) -> None:
+        self.headers: dict[Channel, deque[bytes]] = defaultdict(deque)
+        self._sends: dict[Channel, deque[_Posted]] = defaultdict(deque)
+        self._receives: dict[Channel, deque[_Posted]] = defaultdict(deque)
+        self._streams: dict[Channel, torch.cuda.Stream] = {}
+
+    def post(self, channel: Channel, posted: _Posted, *, sends: bool) -> _Posted:
+        (self._sends if sends else self._receives)[channel].append(posted)
+        while self._sends[channel] and self._receives[channel]:
+            self._copy(channel, self._sends[channel].popleft(), self._receives[channel].popleft())
+        return posted
+
+    def _copy(self, channel: Channel, sent: _Posted, received: _Posted) -> None:
+        sizes = [[tensor.numel() for tensor in end.tensors] for end in (sent, received)]
+        if sizes[0] != sizes[1]:
+            raise CommError(f"{channel}: messages of {sizes[0]} bytes were sent and {sizes[1]} received")
+        if received.ready is None or sent.ready is None:
+            self._copy_tensors(sent, received)
+        else:
+            stream = self._streams.setdefault(channel, torch.cuda.Stream())
+            with torch.cuda.stream(stream):
+                stream.wait_event(sent.ready)
+                stream.wait_event(received.ready)
+                self._copy_tensors(sent, received)
+                sent.copied = received.copied = torch.cuda.Event()
+                sent.copied.record()
+        sent.is_done = received.is_done = True
+
+    @staticmethod
+    def _copy_tensors(sent: _Posted, received: _Posted) -> None:
+        for target, source in zip(received.tensors, sent.tensors):
+            target.copy_(source, non_blocking=True)
+
+
+class LoopbackTransport(Transport):
+    """One rank's end in a loopback."""
+
+    def __init__(self, loopback: Loopback, device: torch.device) -> None:
+        self.device = device
+        self._loopback = loopback
+
+    def agree(self, record: bytes) -> list[bytes]:
+        raise CommError("the ranks of a loopback agree inside Loopback.step")
+
+    def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int]) -> None:
+        """Nothing to open."""
+
+    def send(self, channel: Channel, tensors: Sequence[torch.Tensor], header: bytes | None = None) -> Transfer:
+        if header is not None:
+            self._loopback.wires.headers[channel].append(header)
+        return self._loopback.wires.post(channel, _Posted(tensors), sends=True)
+
+    def receive(self, channel: Channel, tensors: Sequence[torch.Tensor]) -> Transfer:
+        return self._loopback.wires.post(channel, _Posted(tensors), sends=False)
+
+    def receive_header(self, channel: Channel) -> bytes:
+        return self._loopback.wires.headers[channel].popleft()
+
+    def close(self) -> None:
+        """Nothing to give back."""

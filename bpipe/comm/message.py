@@ -1,0 +1,124 @@
+"""What a stage hands to the next one: a nest of tensors and plain values, taken apart and put together again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from bpipe.errors import CommError, StageError
+
+__all__: list[str] = []
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+class TensorMeta(NamedTuple):
+    """All that the receiver must know of a tensor before its bytes come; `shape` and `stride` in elements."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def __str__(self) -> str:
+        grad = ", requires grad" if self.requires_grad else ""
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{grad}"
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def new(self, device: torch.device) -> torch.Tensor:
+        """An uninitialised tensor of this kind."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+
+class Layout(NamedTuple):
+    """What is agreed about a message: its nest, as JSON with a "T" for each tensor, and its tensors. None: not there."""
+
+    nest: str
+    tensors: tuple[TensorMeta | None, ...]
+
+    def __str__(self) -> str:
+        return f"{self.nest} of ({', '.join(map(str, self.tensors))})"
+
+
+def take_apart(value: Any, where: str) -> tuple[str, list[torch.Tensor]]:
+    """Split a stage's output into its nest and its tensors.
+
+    Args:
+        value: tensors, None, bool, int, float, str, and tuples, lists and dicts of these.
+        where: the stage and microbatch, for messages.
+
+    Raises:
+        StageError: there is something in it that cannot be sent.
+    """
+    tensors: list[torch.Tensor] = []
+
+    def walk(part: Any, path: str) -> Any:
+        if isinstance(part, torch.Tensor):
+            _check_sendable(part, path, where)
+            tensors.append(part)
+            return "T"
+        if type(part) in (tuple, list):
+            return {type(part).__name__: [walk(item, f"{path}[{i}]") for i, item in enumerate(part)]}
+        if type(part) is dict and all(type(key) in (str, int) for key in part):
+            return {"dict": [[key, walk(item, f"{path}[{key!r}]")] for key, item in part.items()]}
+        if type(part) in PLAIN:
+            return {"value": part}
+        raise StageError(
+            f"{where} returned a {type(part).__module__}.{type(part).__qualname__} at {path}, which cannot be sent to the next stage. "
+            "Return tensors, None, bool, int, float, str, and tuples, lists and dicts (keys: str or int) of these."
+        )
+
+    return json.dumps(walk(value, "output")), tensors
+
+
+def _check_sendable(tensor: torch.Tensor, path: str, where: str) -> None:
+    if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
+        raise StageError(
+            f"{where} returned a tensor at {path} that cannot be sent: layout {tensor.layout}, device {tensor.device}"
+            f"{', quantized' if tensor.is_quantized else ''}. Return a plain strided tensor."
+        )
+
+
+def put_together(nest: str, tensors: Sequence[Any]) -> Any:
+    """The inverse of `take_apart`.
+
+    Raises:
+        CommError: the nest is none, or asks for another number of tensors.
+    """
+    remaining: Iterator[Any] = iter(tensors)
+
+    def build(part: Any) -> Any:
+        if part == "T":
+            return next(remaining)
+        ((kind, content),) = part.items()
+        if kind == "value" and type(content) in PLAIN:
+            return content
+        if kind == "dict":
+            return {key: build(item) for key, item in content}
+        return {"tuple": tuple, "list": list}[kind](build(item) for item in content)
+
+    try:
+        value = build(json.loads(nest))
+        rest = list(remaining)
+    except (ValueError, AttributeError, TypeError, KeyError, RuntimeError, RecursionError) as error:
+        raise CommError(f"a message describes no output of a stage: {nest[:200]}") from error
+    if rest:
+        raise CommError(f"a message has {len(rest)} tensors more than its description: {nest[:200]}")
+    return value
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself where its memory has no gaps and no overlaps, in whatever order of strides, else a contiguous copy."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return tensor if torch.ops.aten.is_non_overlapping_and_dense(tensor) else tensor.contiguous()
+
+
+def meta_of(tensor: torch.Tensor, *, requires_grad: bool) -> TensorMeta:
+    """The meta of a dense tensor."""
+    return TensorMeta(tuple(tensor.shape), tensor.stride(), tensor.dtype, requires_grad)

@@ -1,0 +1,53 @@
+"""What the runtime asks of a transport: post and wait. It knows no backend."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from bpipe.schedules import Channel
+
+__all__: list[str] = []
+
+
+class Transfer(Protocol):
+    """A transfer under way. Until `wait` returns, its tensors belong to it."""
+
+    def wait(self) -> None:
+        """Return once the caller may read what arrived, or free or overwrite what was sent.
+
+        Blocks the host on CPU; on CUDA it makes the current stream wait instead, where the backend allows it.
+        """
+
+
+class Transport(ABC):
+    """One rank's end of the channels of a pipeline."""
+
+    device: torch.device
+
+    @abstractmethod
+    def agree(self, record: bytes) -> list[bytes]:
+        """Collective over the pipeline: exchange records of equal length; return them by rank of the group. Blocks."""
+
+    @abstractmethod
+    def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int]) -> None:
+        """Collective: open channels, in one order on all ranks. `group_ranks` gives the group's rank of each of the plan's."""
+
+    @abstractmethod
+    def send(self, channel: Channel, tensors: Sequence[torch.Tensor], header: bytes | None = None) -> Transfer:
+        """Post a send of uint8 tensors, behind a header if there is one. Returns at once."""
+
+    @abstractmethod
+    def receive(self, channel: Channel, tensors: Sequence[torch.Tensor]) -> Transfer:
+        """Post a receive into uint8 tensors of the very sizes that are sent. Returns at once."""
+
+    @abstractmethod
+    def receive_header(self, channel: Channel) -> bytes:
+        """Wait for the next header of a channel. Blocks the host."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give groups and threads back. Not collective."""
