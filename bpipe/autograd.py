@@ -1,0 +1,73 @@
+"""A stage's forward and backward as pieces of one graph, cut so that autograd alone owns what it saved.
+
+A leaf input would be owned by its AccumulateGrad node, and an output by whoever keeps it for the backward. So a stage is
+entered through a function that takes aliases and boxes the incoming gradients, and left with the edge of each output
+instead of the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+__all__: list[str] = []
+
+
+class Box:
+    """The gradients of a stage's inputs, once its backward has run; None where an input was not used."""
+
+    def __init__(self, size: int) -> None:
+        self.gradients: list[torch.Tensor | None] = [None] * size
+
+
+class _Entry(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, box: Box, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.box = box
+        ctx.set_materialize_grads(False)
+        return tuple(map(_alias, tensors))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.box.gradients[:] = gradients
+        return (None,) * (2 + len(gradients))
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, and no view of the tensor: the stage may change its input in place."""
+    storage, offset = tensor.untyped_storage(), tensor.storage_offset()
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, offset, tensor.shape, tensor.stride())
+
+
+def enter(tensors: Sequence[torch.Tensor], requires_grad: Sequence[bool]) -> tuple[list[torch.Tensor], Box]:
+    """Make received tensors the inputs of a stage.
+
+    Args:
+        tensors: what arrived; the caller drops them.
+        requires_grad: which of them need a gradient.
+
+    Returns:
+        The inputs, and the box in which the gradients of those that need one will be.
+    """
+    differentiable = [tensor for tensor, needed in zip(tensors, requires_grad) if needed]
+    box = Box(len(differentiable))
+    if not differentiable:
+        return list(tensors), box
+    anchor = torch.empty(0, requires_grad=True)
+    entered = iter(_Entry.apply(box, anchor, *differentiable))
+    return [next(entered) if needed else tensor for tensor, needed in zip(tensors, requires_grad)], box
+
+
+def edges_of(tensors: Sequence[torch.Tensor]) -> list[GradientEdge]:
+    """Where the gradients of those tensors that need one enter the graph."""
+    return [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
+
+
+def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Run a stage's backward from the edges whose gradient is there."""
+    pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
+    if pairs:
+        torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])

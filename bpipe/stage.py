@@ -1,0 +1,91 @@
+"""One partition of a model and its place in a pipeline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bpipe.errors import ConfigurationError
+
+__all__ = ["PipelineStage"]
+
+
+class PipelineStage:
+    """A stage: any `nn.Module`, its index, and the group of ranks that its pipeline runs on.
+
+    The arguments are torch.distributed.pipelining's. Nothing is run, moved or wrapped here: parameters on the meta device
+    may be initialised later, and `stage.submod` may be replaced until the first step.
+
+    The module gets the positional arguments of the schedule's `step` on the first stage, the previous stage's output on
+    the others (a tuple or list as several arguments), and the keyword arguments that `step` is given on its own rank. It may return
+    tensors, None, numbers, strings, and tuples, lists and dicts of these.
+
+    Args:
+        submod: the partition.
+        stage_index: its place, 0 to num_stages - 1.
+        num_stages: stages in the pipeline.
+        device: where it computes and receives; by default where its parameters are.
+        group: the process group of the pipeline's ranks (None: the default group), or a rank of a `Loopback`.
+
+    Raises:
+        ConfigurationError: an index outside the pipeline, or no module.
+
+    Example:
+        >>> from torch import nn
+        >>> stage = PipelineStage(nn.Linear(8, 8), stage_index=0, num_stages=4, device="cpu")
+        >>> stage.is_first, stage.is_last
+        (True, False)
+    """
+
+    def __init__(
+        self,
+        submod: torch.nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device | str | None = None,
+        group: Any = None,
+    ) -> None:
+        if not isinstance(submod, torch.nn.Module):
+            raise ConfigurationError(f"a stage wraps an nn.Module, got {type(submod).__qualname__}")
+        if not isinstance(num_stages, int) or num_stages < 1:
+            raise ConfigurationError(f"num_stages={num_stages!r}: give a whole number of at least 1")
+        if not isinstance(stage_index, int) or not 0 <= stage_index < num_stages:
+            raise ConfigurationError(f"stage_index={stage_index!r}: with {num_stages} stages it is 0 to {num_stages - 1}")
+        self.submod = submod
+        self.stage_index = stage_index
+        self.num_stages = num_stages
+        self.device = torch.device(device) if device is not None else _device_of(submod)
+        self.group = group
+
+    @classmethod
+    def adopt(cls, stage: Any) -> PipelineStage:
+        """Take a stage as it is, or torch.distributed.pipelining's as one of ours, which shares its module.
+
+        Raises:
+            ConfigurationError: it is neither.
+        """
+        if isinstance(stage, cls):
+            return stage
+        try:
+            return cls(stage.submod, stage.stage_index, stage.num_stages, stage.device, stage.group)
+        except AttributeError as error:
+            raise ConfigurationError(f"a schedule runs a PipelineStage, got {type(stage).__qualname__}") from error
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage_index == self.num_stages - 1
+
+    def __repr__(self) -> str:
+        return f"PipelineStage({type(self.submod).__name__}, {self.stage_index} of {self.num_stages}, {self.device})"
+
+
+def _device_of(module: torch.nn.Module) -> torch.device:
+    parameter = next(module.parameters(), None)
+    if parameter is not None and parameter.device.type == "meta":
+        raise ConfigurationError("the module's parameters are on the meta device: say with device= where the stage will run")
+    return torch.device("cpu") if parameter is None else parameter.device
