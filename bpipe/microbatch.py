@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
 
-from bpipe.errors import ConfigurationError
+from bpipe.errors import ConfigurationError, StageError
 
 __all__: list[str] = []
 
@@ -31,15 +31,29 @@ def split(value: Any, spec: Any, num_microbatches: int, what: str) -> list[Any]:
         ConfigurationError: a tensor's size along its dimension is no positive multiple of m, or the spec does not fit.
     """
     leaves, tree = tree_flatten(value)
-    specs = [None] * len(leaves) if spec is None else tree_flatten(spec, is_leaf=_is_spec)[0]
-    if len(specs) != len(leaves):
-        raise ConfigurationError(f"{what}: a chunk spec of {len(specs)} entries for {len(leaves)} values")
+    specs = [None] * len(leaves) if spec is None else list(_specs_for(value, spec, what))
     columns = [_cut(leaf, leaf_spec, spec is not None, num_microbatches, what) for leaf, leaf_spec in zip(leaves, specs)]
     return [tree_unflatten([column[i] for column in columns], tree) for i in range(num_microbatches)]
 
 
-def _is_spec(value: Any) -> bool:
-    return value is None or hasattr(value, "split_dim") or type(value).__name__ in ("_Replicate", "_CustomReducer")
+def _specs_for(value: Any, spec: Any, what: str) -> Iterator[Any]:
+    """Yield the spec of each leaf of a nest: by key in dicts, whatever their order, and by place in tuples and lists."""
+    if isinstance(value, dict) and isinstance(spec, dict) and value.keys() == spec.keys():
+        for key, part in value.items():
+            yield from _specs_for(part, spec[key], what)
+    elif isinstance(value, (tuple, list)) and isinstance(spec, (tuple, list)) and len(value) == len(spec):
+        for part, part_spec in zip(value, spec):
+            yield from _specs_for(part, part_spec, what)
+    elif tree_is_leaf(value) and not isinstance(spec, (tuple, list, dict)):
+        yield spec
+    else:
+        raise ConfigurationError(f"{what}: {_outline(value)} has the spec {_outline(spec)}: give one for each value, nested alike")
+
+
+def _outline(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: ...' for key in value)}}}"
+    return f"{type(value).__qualname__} of {len(value)}" if isinstance(value, (tuple, list)) else type(value).__qualname__
 
 
 def _cut(leaf: Any, spec: Any, is_specified: bool, m: int, what: str) -> Sequence[Any]:
@@ -47,7 +61,7 @@ def _cut(leaf: Any, spec: Any, is_specified: bool, m: int, what: str) -> Sequenc
     if not isinstance(leaf, torch.Tensor) or dim is None:
         return [leaf] * m
     if leaf.ndim == 0 or not -leaf.ndim <= dim < leaf.ndim:
-        raise ConfigurationError(f"{what} of shape {list(leaf.shape)} has no dimension {dim} to cut: give a chunk spec that repeats it")
+        raise ConfigurationError(f"{what} of shape {list(leaf.shape)} has no dimension {dim} to cut: give a spec that repeats it")
     size = leaf.shape[dim]
     if size < m or size % m:
         raise ConfigurationError(
@@ -62,16 +76,25 @@ def merge(outputs: Sequence[Any], spec: Any = None) -> Any:
 
     Tensors without dimensions are stacked. A spec with `reduce_fn` and `init_value` (torch's reducers) folds instead;
     values that are no tensors are those of the first microbatch.
+
+    Raises:
+        ConfigurationError: the spec does not fit.
+        StageError: the outputs do not fit together.
     """
-    flat = [tree_flatten(output) for output in outputs]
-    tree = flat[0][1]
-    specs = [None] * tree.num_leaves if spec is None else tree_flatten(spec, is_leaf=_is_spec)[0]
-    if len(specs) != tree.num_leaves:
-        raise ConfigurationError(f"output_merge_spec: {len(specs)} entries for {tree.num_leaves} outputs")
-    return tree_unflatten([_join([leaves[i] for leaves, _ in flat], leaf_spec) for i, leaf_spec in enumerate(specs)], tree)
+    flat, trees = zip(*map(tree_flatten, outputs))
+    specs = [None] * len(flat[0]) if spec is None else list(_specs_for(outputs[0], spec, "the output"))
+    try:
+        if any(tree != trees[0] for tree in trees):
+            raise TypeError(f"one is {trees[0]}, another {next(tree for tree in trees if tree != trees[0])}")
+        return tree_unflatten([_join(column, leaf_spec) for column, leaf_spec in zip(zip(*flat), specs)], trees[0])
+    except (TypeError, IndexError, RuntimeError) as error:
+        raise StageError(
+            f"the outputs of the microbatches do not fit together: {error}. "
+            "Make them alike, give an output_merge_spec, or pass return_outputs=False and use them in loss_fn"
+        ) from error
 
 
-def _join(parts: list[Any], spec: Any) -> Any:
+def _join(parts: tuple[Any, ...], spec: Any) -> Any:
     if hasattr(spec, "reduce_fn"):
         value = spec.init_value
         for part in parts:
@@ -95,7 +118,8 @@ def describe(value: Any) -> str:
 
 def _describe_leaf(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
-        return f"{leaf.dtype}{tuple(leaf.shape)}{leaf.requires_grad}"
+        layout = leaf.stride() if leaf.layout is torch.strided else leaf.layout
+        return f"{leaf.dtype}{tuple(leaf.shape)}{layout}{leaf.requires_grad}"
     return repr(leaf) if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf).__qualname__
 
 

@@ -67,7 +67,6 @@ class Graph:
 
     edges: list[GradientEdge]
     box: Box
-    loss_gradient: torch.Tensor | None = None
 
 
 Loss = Callable[..., torch.Tensor]
@@ -126,26 +125,6 @@ class Run:
         self._landing: dict[tuple[Op, int, int], list[Any]] = {}
         self._transfers: dict[tuple[Op, int, int], Transfer] = {}
         self._leaving: dict[tuple[Op, int, int], list[torch.Tensor]] = {}
-        self._methods: dict[Op, Callable[[Action], None]] = {
-            Op.F: self._forward,
-            Op.B: self._backward,
-            Op.SEND_F: self._send,
-            Op.SEND_B: self._send,
-            Op.RECV_F: self._receive,
-            Op.RECV_B: self._receive,
-            Op.EVICT: self._evict,
-            Op.LOAD: self._load,
-            Op.ACCEPT: self._accept,
-            Op.RETURN: self._return,
-            Op.WAIT_SEND_F: self._wait_send,
-            Op.WAIT_SEND_B: self._wait_send,
-            Op.WAIT_RECV_F: self._wait_receive,
-            Op.WAIT_RECV_B: self._wait_receive,
-            Op.WAIT_EVICT: self._wait_evict,
-            Op.WAIT_LOAD: self._wait_load,
-            Op.WAIT_ACCEPT: self._wait,
-            Op.WAIT_RETURN: self._wait_return,
-        }
 
     @property
     def holds_last_stage(self) -> bool:
@@ -154,7 +133,7 @@ class Run:
     def execute(self, action: Action) -> None:
         """Do one action of the compute lane or the served lane."""
         try:
-            self._methods[action.op](action)
+            _METHODS[action.op](self, action)
         except Exception as error:
             error.add_note(
                 f"bpipe: rank {self.rank}, stage {action.stage}, microbatch {action.microbatch}, action {action}, step {self.step}"
@@ -211,7 +190,7 @@ class Run:
         if loss is not None:
             self.losses.append(loss.detach())
             if self.plan.has_backward:
-                self._graphs[key] = Graph(edges_of([loss]), box, torch.full_like(loss.detach(), self._loss_scale))
+                self._graphs[key] = Graph(edges_of([loss]), box)
         if self._keeps_outputs:
             self.outputs.append(_detached(output))
 
@@ -227,10 +206,10 @@ class Run:
     def _backward(self, action: Action) -> None:
         key = (action.stage, action.microbatch)
         graph = self._graphs.pop(key)
-        if graph.loss_gradient is not None:
-            gradients: list[torch.Tensor | None] = [graph.loss_gradient]
+        if self._stages[action.stage].is_last:
+            gradients: list[torch.Tensor | None] = [torch.full_like(self.losses[action.microbatch], self._loss_scale)]
         else:
-            gradients = self._arrived.pop(action[:3])[1]
+            gradients = self._arrived.pop((Op.B, *key))[1]
         run_backward(graph.edges, gradients)
         del gradients
         self._stashes.pop(key, None)
@@ -356,6 +335,7 @@ class Run:
         stash = self._stashes[key]
         bundle = self._bundles[key] = Bundle(self._look(stash).movable, stash.name)
         data = header.pack_eviction(Subject(self.step, *key), bundle.message_sizes)
+        stash.mark(away=True)
         self._transfers[action[:3]] = self._transport.send(action.channel(self.rank), bundle.messages(), data)
 
     def _wait_evict(self, action: Action) -> None:
@@ -363,7 +343,6 @@ class Run:
         self._wait(action)
         bundle = self._bundles[key]
         bundle.empty()
-        self._stashes[key].mark(away=True)
         self.ledger.evicted(key, bundle.num_bytes)
 
     def _load(self, action: Action) -> None:
@@ -408,6 +387,29 @@ class Run:
         result = call()
         self.waited_s[op] += time.perf_counter() - start
         return result
+
+
+# A table beside the class, not bound methods in each run: those would be a cycle, and keep a step's tensors until collected.
+_METHODS: dict[Op, Callable[[Run, Action], None]] = {
+    Op.F: Run._forward,
+    Op.B: Run._backward,
+    Op.SEND_F: Run._send,
+    Op.SEND_B: Run._send,
+    Op.RECV_F: Run._receive,
+    Op.RECV_B: Run._receive,
+    Op.EVICT: Run._evict,
+    Op.LOAD: Run._load,
+    Op.ACCEPT: Run._accept,
+    Op.RETURN: Run._return,
+    Op.WAIT_SEND_F: Run._wait_send,
+    Op.WAIT_SEND_B: Run._wait_send,
+    Op.WAIT_RECV_F: Run._wait_receive,
+    Op.WAIT_RECV_B: Run._wait_receive,
+    Op.WAIT_EVICT: Run._wait_evict,
+    Op.WAIT_LOAD: Run._wait_load,
+    Op.WAIT_ACCEPT: Run._wait,
+    Op.WAIT_RETURN: Run._wait_return,
+}
 
 
 def _detached(value: Any) -> Any:

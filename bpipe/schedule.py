@@ -64,6 +64,8 @@ class Schedule:
         kwargs_chunk_spec: likewise for each keyword argument.
         output_merge_spec: along which dimensions the outputs are put together; default 0.
         scale_grads: scale the loss of each microbatch by 1/m, so that gradients are those of the mean and steps accumulate.
+        slots: the most microbatches a rank may hold, one number or one for each rank (None: no limit); ranks with more evict.
+            Default: no limit, but ceil((p+2)/2) for `BalancedOneFOneB`.
 
     Raises:
         ConfigurationError: arguments that cannot work together, or no process group.
@@ -81,7 +83,7 @@ class Schedule:
         kwargs_chunk_spec: dict[str, Any] | None = None,
         output_merge_spec: Any = None,
         scale_grads: bool = True,
-        **options: Any,
+        slots: int | Sequence[int | None] | None = None,
     ) -> None:
         stages = [PipelineStage.adopt(one) for one in (stage if isinstance(stage, (list, tuple)) else [stage])]
         if not stages or len(stages) > MOST_STAGES:
@@ -89,8 +91,8 @@ class Schedule:
         self._stages = {one.stage_index: one for one in stages}
         self._loss_fn = loss_fn
         self._specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        self.plan = build(self.rule, stages[0].num_stages, n_microbatches, slots=slots)
         self._loss_scale = 1.0 / n_microbatches if scale_grads else 1.0
-        self.plan = build(self.rule, stages[0].num_stages, n_microbatches, **options)
         self._check_placement()
         self._plans = {is_training: _Proven(p, p.fingerprint()) for is_training, p in ((True, self.plan), (False, forward_plan(self.plan)))}
         self.group = stages[0].group
@@ -397,27 +399,10 @@ class BalancedOneFOneB(Schedule):
     Every rank holds at most `slots` microbatches, by default ceil((p+2)/2), guests and transfers in flight included. The
     gradients are `OneFOneB`'s to the bit.
 
-    Args:
-        slots: the budget in microbatches, one number or one for each rank.
-
-    Further arguments, methods and errors are `Schedule`'s.
+    Arguments, methods and errors are `Schedule`'s.
     """
 
     rule = "balanced_1f1b"
-
-    def __init__(
-        self,
-        stage: Any,
-        n_microbatches: int,
-        loss_fn: Callable[..., torch.Tensor] | None = None,
-        args_chunk_spec: tuple[Any, ...] | None = None,
-        kwargs_chunk_spec: dict[str, Any] | None = None,
-        output_merge_spec: Any = None,
-        scale_grads: bool = True,
-        slots: int | Sequence[int | None] | None = None,
-    ) -> None:
-        specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
-        super().__init__(stage, n_microbatches, loss_fn, *specs, scale_grads=scale_grads, slots=slots)
 
 
 def _transport_for(group: Any, device: torch.device, num_ranks: int) -> Transport:

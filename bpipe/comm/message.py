@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ class TensorMeta(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def new(self, device: torch.device) -> torch.Tensor:
         """An uninitialised tensor of this kind."""
@@ -57,31 +58,34 @@ def take_apart(value: Any, where: str) -> tuple[str, list[torch.Tensor]]:
         StageError: there is something in it that cannot be sent.
     """
     tensors: list[torch.Tensor] = []
+    return json.dumps(_describe(value, "output", where, tensors)), tensors
 
-    def walk(part: Any, path: str) -> Any:
-        if isinstance(part, torch.Tensor):
-            _check_sendable(part, path, where)
-            tensors.append(part)
-            return "T"
-        if type(part) in (tuple, list):
-            return {type(part).__name__: [walk(item, f"{path}[{i}]") for i, item in enumerate(part)]}
-        if type(part) is dict and all(type(key) in (str, int) for key in part):
-            return {"dict": [[key, walk(item, f"{path}[{key!r}]")] for key, item in part.items()]}
-        if type(part) in PLAIN:
-            return {"value": part}
-        raise StageError(
-            f"{where} returned a {type(part).__module__}.{type(part).__qualname__} at {path}, which cannot be sent to the next stage. "
-            "Return tensors, None, bool, int, float, str, and tuples, lists and dicts (keys: str or int) of these."
-        )
 
-    return json.dumps(walk(value, "output")), tensors
+def _describe(part: Any, path: str, where: str, tensors: list[torch.Tensor]) -> Any:
+    """What a part of a nest looks like; its tensors are appended. No closure: a recursive one would keep them alive."""
+    if isinstance(part, torch.Tensor):
+        _check_sendable(part, path, where)
+        tensors.append(part)
+        return "T"
+    if type(part) in (tuple, list):
+        return {type(part).__name__: [_describe(item, f"{path}[{i}]", where, tensors) for i, item in enumerate(part)]}
+    if type(part) is dict and all(type(key) in (str, int) for key in part):
+        return {"dict": [[key, _describe(item, f"{path}[{key!r}]", where, tensors)] for key, item in part.items()]}
+    if type(part) in PLAIN:
+        return {"value": part}
+    raise StageError(
+        f"{where} returned a {type(part).__module__}.{type(part).__qualname__} at {path}, which cannot be sent to the next stage. "
+        "Return tensors, None, bool, int, float, str, and tuples, lists and dicts (keys: str or int) of these."
+    )
 
 
 def _check_sendable(tensor: torch.Tensor, path: str, where: str) -> None:
-    if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.is_quantized:
+    is_wrapper = hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "trigger_wait")  # such as a DTensor
+    is_special = tensor.is_quantized or tensor.is_nested or is_wrapper or tensor.device.type == "meta"
+    if is_special or tensor.layout is not torch.strided:
         raise StageError(
-            f"{where} returned a tensor at {path} that cannot be sent: layout {tensor.layout}, device {tensor.device}"
-            f"{', quantized' if tensor.is_quantized else ''}. Return a plain strided tensor."
+            f"{where} returned a tensor at {path} that cannot be sent: a {type(tensor).__qualname__}, layout {tensor.layout}, "
+            f"device {tensor.device}{', quantized' if tensor.is_quantized else ''}. Return a plain strided tensor."
         )
 
 
@@ -91,31 +95,34 @@ def put_together(nest: str, tensors: Sequence[Any]) -> Any:
     Raises:
         CommError: the nest is none, or asks for another number of tensors.
     """
-    remaining: Iterator[Any] = iter(tensors)
-
-    def build(part: Any) -> Any:
-        if part == "T":
-            return next(remaining)
-        ((kind, content),) = part.items()
-        if kind == "value" and type(content) in PLAIN:
-            return content
-        if kind == "dict":
-            return {key: build(item) for key, item in content}
-        return {"tuple": tuple, "list": list}[kind](build(item) for item in content)
-
+    remaining = iter(tensors)
     try:
-        value = build(json.loads(nest))
+        value = _build(json.loads(nest), remaining)
         rest = list(remaining)
-    except (ValueError, AttributeError, TypeError, KeyError, RuntimeError, RecursionError) as error:
+    except (ValueError, AttributeError, TypeError, KeyError, StopIteration, RuntimeError, RecursionError) as error:
         raise CommError(f"a message describes no output of a stage: {nest[:200]}") from error
     if rest:
         raise CommError(f"a message has {len(rest)} tensors more than its description: {nest[:200]}")
     return value
 
 
+def _build(part: Any, remaining: Iterator[Any]) -> Any:
+    if part == "T":
+        return next(remaining)
+    ((kind, content),) = part.items()
+    if kind == "value" and type(content) in PLAIN:
+        return content
+    if kind == "dict":
+        return {key: _build(item, remaining) for key, item in content}
+    return {"tuple": tuple, "list": list}[kind]([_build(item, remaining) for item in content])
+
+
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself where its memory has no gaps and no overlaps, in whatever order of strides, else a contiguous copy."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
+    tensor = tensor.detach()
+    if hasattr(tensor, "trigger_wait"):  # an AsyncCollectiveTensor has no bytes of its own
+        tensor = tensor.trigger_wait()
+    tensor = tensor.resolve_conj().resolve_neg()
     return tensor if torch.ops.aten.is_non_overlapping_and_dense(tensor) else tensor.contiguous()
 
 

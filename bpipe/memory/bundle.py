@@ -17,70 +17,70 @@ SMALL = 64 * 1024  # bytes: below this, one message of copies is cheaper than a 
 class Bundle:
     """Storages that leave together and come back together.
 
-    A large storage is a message of its own, sent from where it lies; the small ones share the last message.
+    A large storage is a message of its own, sent from where it lies. The small ones move into one shared message, and out of
+    it again, so that they take their memory once at any time.
 
     Args:
-        storages: each with the number of its owners, all of them saved tensors.
+        storages: each with the number of its owners, all of them saved tensors. One that has more, because a send that
+            ends before `empty` still reads it, is sent from where it lies too.
         name: the microbatch, for messages, such as "microbatch 3 of stage 0".
 
     Example:
         >>> tensor = torch.arange(3.0)
         >>> bundle = Bundle([(tensor.untyped_storage(), 1)], "microbatch 0 of stage 0")
-        >>> [len(message) for message in bundle.messages()]
-        [12]
+        >>> [len(message) for message in bundle.messages()], tensor.untyped_storage().nbytes()
+        ([12], 0)
     """
 
     def __init__(self, storages: Sequence[tuple[Storage, int]], name: str) -> None:
         self._name = name
-        ordered = sorted(storages, key=lambda entry: entry[0].nbytes() < SMALL)  # stable: large ones first
-        self._storages = [storage for storage, _ in ordered]
-        self._owners = [count for _, count in ordered]
-        self._sizes = [storage.nbytes() for storage in self._storages]
-        self._num_large = sum(size >= SMALL for size in self._sizes)
+        is_small = [storage.nbytes() < SMALL and owners(storage) == count for storage, count in storages]
+        self._large = [entry for entry, small in zip(storages, is_small) if not small]
+        self._small = [storage for (storage, _), small in zip(storages, is_small) if small]
+        self._large_sizes = [storage.nbytes() for storage, _ in self._large]
+        self._small_sizes = [storage.nbytes() for storage in self._small]
 
     @property
     def num_bytes(self) -> int:
-        return sum(self._sizes)
+        return sum(self.message_sizes)
 
     @property
     def message_sizes(self) -> list[int]:
         """Bytes of each message."""
-        large, small = self._sizes[: self._num_large], self._sizes[self._num_large :]
-        return [*large, *([sum(small)] if small else [])]
+        return [*self._large_sizes, *([sum(self._small_sizes)] if self._small else [])]
 
     def messages(self) -> list[torch.Tensor]:
-        """The bytes to send, uint8 [size] each."""
-        large, small = self._views()
-        return [*large, *([torch.cat(small)] if small else [])]
+        """The bytes to send, uint8 [size] each; the small storages are empty from now on."""
+        shared = [torch.cat([as_bytes(storage) for storage in self._small])] if self._small else []
+        for storage in self._small:
+            storage.resize_(0)
+        return [*(as_bytes(storage) for storage, _ in self._large), *shared]
 
     def empty(self) -> None:
-        """Free the storages; the bytes must have arrived.
+        """Free the large storages too; the bytes must have arrived.
 
         Raises:
             SavedTensorError: somebody took hold of a storage since its eviction began.
         """
-        for storage, expected in zip(self._storages, self._owners):
+        for storage, expected in self._large:
             if owners(storage) > expected:
                 raise SavedTensorError(
                     f"{owners(storage) - expected} tensors took hold of saved memory of {self._name} while it was being evicted"
                 )
-        for storage in self._storages:
+        for storage, _ in self._large:
             storage.resize_(0)
 
     def refill(self) -> list[torch.Tensor]:
-        """Give the storages memory again and return where to receive the messages, uint8 [size] each."""
-        for storage, size in zip(self._storages, self._sizes):
+        """Give the large storages memory again and return where to receive the messages, uint8 [size] each."""
+        for (storage, _), size in zip(self._large, self._large_sizes):
             storage.resize_(size)
-        large, small = self._views()
-        return [*large, *([small[0].new_empty(self.message_sizes[-1])] if small else [])]
+        device = self._small[0].device if self._small else None
+        shared = [torch.empty(sum(self._small_sizes), dtype=torch.uint8, device=device)] if self._small else []
+        return [*(as_bytes(storage) for storage, _ in self._large), *shared]
 
     def scatter(self, messages: Sequence[torch.Tensor]) -> None:
-        """Copy what arrived in the shared message to the small storages it belongs to."""
-        _, small = self._views()
-        if small:
-            for view, part in zip(small, messages[-1].split(self._sizes[self._num_large :])):
-                view.copy_(part)
-
-    def _views(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        views = [as_bytes(storage) for storage in self._storages]
-        return views[: self._num_large], views[self._num_large :]
+        """Give the small storages their memory and their bytes, from the shared message."""
+        if self._small:
+            for storage, part in zip(self._small, messages[-1].split(self._small_sizes)):
+                storage.resize_(part.numel())
+                as_bytes(storage).copy_(part)

@@ -38,6 +38,7 @@ class Ledger:
         self.loaded_bytes = 0
         self.footprints: dict[Key, Footprint] = {}
         self.held: dict[int, Held] = {}  # shared storages, each once
+        self.foreign: list[Held] = []  # what is saved and no activation: parameters, buffers, the user's batch
         self._away: dict[Key, int] = {}
 
     @property

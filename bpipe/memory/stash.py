@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from bpipe.errors import SavedTensorError
-from bpipe.memory.storages import Held, Storage, owners, storages_of
+from bpipe.memory.storages import Held, Storage, keys_of, owners, storages_of
 
 __all__: list[str] = []
 
@@ -113,6 +113,7 @@ class Stash:
                 storages[storage._cdata] = storage
                 aliases[storage._cdata] += 1
                 example.setdefault(storage._cdata, saved.tensor)
+        parameters = keys_of(saved.tensor for saved in alive if isinstance(saved.tensor, torch.nn.Parameter))
         kept, sent = _count(ours), _count(leaving)
         contents = Contents()
         for key, storage in storages.items():
@@ -120,8 +121,8 @@ class Stash:
                 continue
             others = owners(storage) - aliases[key] - kept[key] - sent[key]
             held = Held(tuple(example[key].shape), example[key].dtype, storage.nbytes(), "")
-            if key in self._foreign:
-                contents.foreign.append(held._replace(reason=self._foreign[key]))
+            if key in self._foreign or key in parameters:
+                contents.foreign.append(held._replace(reason=self._foreign.get(key, "a parameter")))
             elif others:
                 contents.shared[key] = held._replace(reason=f"owned by {others} more tensor{'s' * (others > 1)} outside the graph")
             elif kept[key] or not storage.resizable():

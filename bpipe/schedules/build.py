@@ -59,10 +59,10 @@ def build(
         >>> print(build("balanced_1f1b", 4, 4))
         balanced_1f1b: 4 stages, 4 microbatches, peak slots 3 3 2 2, budget 3 3 3 3
         rank 0 | F0 F1 F2 F3 .. .. .. .. .. .. B0 b0 .. B1 b1 .. B2 b2 .. B3 b3
-               |       >1                            <1
-        rank 1 | .. F0 F1 F2 .. .. .. .. B0 b0 F3 B1 b1 .. B2 b2 .. B3 b3
-        rank 2 | .. .. F0 F1 .. .. B0 b0 F2 B1 b1 F3 B2 b2 .. B3 b3
-        rank 3 | .. .. .. F0 B0 b0 F1 B1 b1 F2 B2 b2 F3 B3 b3
+               |       >1                               <1
+        rank 1 | .. F0 F1 F2 .. .. .. .. B0 b0 F3 B1 b1 .. B2 b2 .. B3 b3 .. ..
+        rank 2 | .. .. F0 F1 .. .. B0 b0 F2 B1 b1 F3 B2 b2 .. B3 b3 .. .. .. ..
+        rank 3 | .. .. .. F0 B0 b0 F1 B1 b1 F2 B2 b2 F3 B3 b3 .. .. .. .. .. ..
     """
     if name not in _ORDERS:
         near = get_close_matches(str(name), _ORDERS, n=1)

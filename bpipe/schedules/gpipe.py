@@ -2,10 +2,10 @@
 
 p = 4 stages, m = 4 microbatches, a column a forward's time; a backward takes two:
 
-rank 0 | F0 F1 F2 F3 .. .. .. .. .. .. .. .. B0 b0 B1 b1 B2 b2 B3 b3
-rank 1 | .. F0 F1 F2 F3 .. .. .. .. .. B0 b0 B1 b1 B2 b2 B3 b3 .. ..
-rank 2 | .. .. F0 F1 F2 F3 .. .. B0 b0 B1 b1 B2 b2 B3 b3 .. .. .. ..
-rank 3 | .. .. .. F0 F1 F2 F3 B0 b0 B1 b1 B2 b2 B3 b3 .. .. .. .. ..
+rank 0 | F0 F1 F2 F3 .. .. .. .. .. .. .. .. .. B0 b0 B1 b1 B2 b2 B3 b3
+rank 1 | .. F0 F1 F2 F3 .. .. .. .. .. .. B0 b0 B1 b1 B2 b2 B3 b3 .. ..
+rank 2 | .. .. F0 F1 F2 F3 .. .. .. B0 b0 B1 b1 B2 b2 B3 b3 .. .. .. ..
+rank 3 | .. .. .. F0 F1 F2 F3 B0 b0 B1 b1 B2 b2 B3 b3 .. .. .. .. .. ..
 """
 
 from __future__ import annotations

@@ -1,0 +1,92 @@
+"""Start the ranks of a test as processes: one helper, 0.3 s for four, because a fork server has torch loaded already."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import pickle
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT_S = 60.0
+
+
+class RankError(AssertionError):
+    """A rank raised; the message has its traceback."""
+
+
+def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, expect_errors: bool = False, timeout_s: float = TIMEOUT_S) -> list[Any]:
+    """Call `function(rank, *args)` in `num_ranks` processes joined by gloo on the loopback address, one thread each.
+
+    Returns:
+        What each rank returned; with `expect_errors`, the exception of a rank that raised, in its place.
+
+    Raises:
+        RankError: a rank raised (without `expect_errors`), died, or did not end in time.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "bpipe.schedule", "bpipe.comm.c10d"])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ends: list[Connection] = []
+    processes = []
+    for rank in range(num_ranks):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_main, args=(theirs, function, rank, num_ranks, store.port, timeout_s, args), daemon=True)
+        process.start()
+        theirs.close()
+        ends.append(ours)
+        processes.append(process)
+    try:
+        results = [_result(end, rank, timeout_s) for rank, end in enumerate(ends)]
+    finally:
+        for process in processes:
+            process.join(5 if all(not isinstance(r, RankError) for r in locals().get("results", [])) else 0.1)
+            if process.is_alive():
+                process.kill()
+                process.join()
+    failures = [result for result in results if isinstance(result, BaseException)]
+    if failures and not expect_errors:
+        raise RankError("\n".join(str(getattr(error, "rank_traceback", error)) for error in failures))
+    return results
+
+
+def _result(end: Connection, rank: int, timeout_s: float) -> Any:
+    if not wait([end], timeout_s + 10):
+        return RankError(f"rank {rank} did not end within {timeout_s + 10} s")
+    try:
+        return pickle.loads(end.recv_bytes())
+    except EOFError:
+        return RankError(f"rank {rank} died without a word")
+
+
+def _main(end: Connection, function: Callable[..., Any], rank: int, size: int, port: int, timeout_s: float, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+        result = function(rank, *args)
+    except BaseException as error:
+        error.rank_traceback = f"rank {rank}:\n{traceback.format_exc()}"  # type: ignore[attr-defined]
+        result = error
+    end.send_bytes(_pickled(result))
+    end.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _pickled(result: Any) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        pickle.dump(result, buffer)
+    except Exception:
+        text = getattr(result, "rank_traceback", repr(result))
+        return pickle.dumps(RankError(f"{type(result).__name__}: {result}\n{text}"))
+    return buffer.getvalue()

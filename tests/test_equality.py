@@ -1,0 +1,57 @@
+"""Losses, outputs and gradients equal plain 1F1B's and a single process's, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.models import KINDS, as_rank, assert_same, in_loopback, joined, single_process
+from tests.ranks import run_ranks
+
+import bpipe
+
+SCHEDULES = {"gpipe": bpipe.GPipe, "1f1b": bpipe.OneFOneB, "balanced": bpipe.BalancedOneFOneB}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("p, m", [(1, 3), (2, 2), (4, 8), (5, 3), (8, 10)])
+def test_loopback_equals_a_single_process(kind, p, m):
+    if kind == "frozen" and p == 1:
+        pytest.skip("one frozen stage trains nothing")
+    reference = single_process(kind, p, m)
+    for schedule in SCHEDULES.values():
+        assert_same(in_loopback(kind, p, m, schedule), reference)
+
+
+def test_balance_really_evicts_in_these_tests():
+    stats = in_loopback("transformer", 8, 10, bpipe.BalancedOneFOneB).stats
+    assert [bool(s["evicted_bytes"]) for s in stats] == [True, True, True, False, False, False, False, False]
+    assert all(s["loaded_bytes"] == s["evicted_bytes"] for s in stats)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_four_processes_equal_a_single_one(kind):
+    reference = single_process(kind, 4, 8)
+    for schedule in (bpipe.OneFOneB, bpipe.BalancedOneFOneB):
+        assert_same(joined(run_ranks(as_rank, 4, kind, 4, 8, schedule, 2, {})), reference)
+
+
+@pytest.mark.parametrize("p, m", [(1, 2), (2, 4), (3, 5), (6, 12)])
+def test_other_numbers_of_processes(p, m):
+    reference = single_process("transformer", p, m)
+    for schedule in SCHEDULES.values():
+        assert_same(joined(run_ranks(as_rank, p, "transformer", p, m, schedule, 2, {})), reference)
+
+
+def test_a_budget_for_each_rank_of_any_schedule():
+    reference = single_process("transformer", 2, 6)
+    results = joined(run_ranks(as_rank, 2, "transformer", 2, 6, bpipe.GPipe, 2, {"slots": (4, 9)}))
+    assert_same(results, reference)
+    assert [s["peak_slots"] for s in results.stats] == [4, 9]

@@ -1,0 +1,159 @@
+"""The memory a plan predicts is the memory it uses, by a count that is independent of the ledger; and it stays flat."""
+
+from __future__ import annotations
+
+import gc
+import resource
+from typing import Any
+
+import pytest
+import torch
+from tests.models import Block, mse
+from tests.ranks import run_ranks
+from tests.storages import StorageCount
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+import bpipe
+import bpipe.runtime
+from bpipe.schedules import Op, Purpose
+from bpipe.schedules.action import SERVED
+
+
+class Watched:
+    """Steps of a schedule during which live storages are counted after every action of this rank's compute lane."""
+
+    def __init__(self, schedule: bpipe.Schedule, module: nn.Module) -> None:
+        self.schedule, self.module = schedule, module
+        self.peak = 0
+        self._count = StorageCount()
+        self._between_stages: dict[int, list[torch.Tensor]] = {}
+        schedule._observer = self._after
+        self._watch_transport(schedule._transport)
+
+    def _watch_transport(self, transport: Any) -> None:
+        """Messages between stages are no activations while they travel; nor is an input before its forward runs."""
+        for name in ("send", "receive"):
+            original = getattr(transport, name)
+
+            def post(channel: Any, tensors: Any, *rest: Any, original: Any = original) -> Any:
+                transfer = original(channel, tensors, *rest)
+                if channel.purpose in (Purpose.FORWARD, Purpose.BACKWARD):
+                    self._between_stages[id(transfer)] = list(tensors)
+                    wait = transfer.wait
+                    transfer.wait = lambda: (wait(), self._between_stages.pop(id(transfer)))
+                return transfer
+
+            setattr(transport, name, post)
+        receive_header = transport.receive_header
+
+        def uncounted(channel: Any) -> bytes:
+            with _disable_current_modes():
+                return receive_header(channel)
+
+        transport.receive_header = uncounted
+
+    def _after(self, rank: int, action: Any) -> None:
+        if action.op in SERVED:
+            return  # another thread's; the rooms it fills are counted
+        is_last = action.stage == self.schedule.plan.num_stages - 1
+        if action.op in (Op.B, Op.WAIT_RECV_F, Op.WAIT_RECV_B) or (action.op is Op.F and not is_last):
+            return  # a result or an input that the action right behind this one takes away
+        travelling = [tensor for tensors in self._between_stages.values() for tensor in tensors]
+        parameters = list(self.module.parameters())
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        known = [*travelling, *parameters, *gradients, *self.module.buffers(), *self.batch, *self.losses]
+        self.peak = max(self.peak, self._count.live_bytes(without=known))
+
+    def step(self, x: torch.Tensor, target: torch.Tensor) -> None:
+        self.peak, self.losses, self.batch = 0, [], (x, target)
+        loss_fn, serve = self.schedule._loss_fn, bpipe.runtime.Server.run
+
+        def remembered(*loss_args: Any) -> torch.Tensor:
+            loss = loss_fn(*loss_args)
+            self.losses.append(loss.detach())
+            return loss
+
+        def counted(server: Any) -> None:
+            with self._count.mode():
+                serve(server)
+
+        self.schedule._loss_fn, bpipe.runtime.Server.run = remembered, counted
+        with self._count.mode():
+            self.schedule.step(x, target=target, return_outputs=False)
+        self.schedule._loss_fn, bpipe.runtime.Server.run = loss_fn, serve
+
+
+def stage_of_a_language_model(rank: int, p: int, width: int) -> nn.Module:
+    torch.manual_seed(rank)
+    blocks = [Block(width, 4, 0.0) for _ in range(2)]
+    first = [nn.Embedding(256, width)] if rank == 0 else []
+    last = [nn.LayerNorm(width), nn.Linear(width, 256)] if rank == p - 1 else []
+    return nn.Sequential(*first, *blocks, *last)
+
+
+def next_byte(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def measure(rank: int, p: int, m: int, schedule: str) -> tuple[float, float, float]:
+    module = stage_of_a_language_model(rank, p, 64)
+    watched = Watched(getattr(bpipe, schedule)(bpipe.PipelineStage(module, rank, p, "cpu"), m, loss_fn=next_byte), module)
+    text = torch.randint(256, (2 * m, 65), generator=torch.Generator().manual_seed(3))
+    for _ in range(3):
+        watched.step(text[:, :-1].contiguous(), target=text[:, 1:].contiguous())
+    stats = watched.schedule.stats
+    return watched.peak, stats["peak_bytes"], stats["predicted_peak_bytes"]
+
+
+@pytest.mark.parametrize("schedule", ["OneFOneB", "BalancedOneFOneB", "GPipe"])
+@pytest.mark.parametrize("p, m", [(4, 8), (5, 7)])
+def test_counted_peak_equals_the_predicted_one(p, m, schedule):
+    for counted, entered, predicted in run_ranks(measure, p, p, m, schedule):
+        assert counted == entered == predicted
+
+
+def count_over_steps(rank: int, p: int, num_steps: int) -> list[tuple[int, float]]:
+    module = stage_of_a_language_model(rank, p, 32)
+    schedule = bpipe.BalancedOneFOneB(bpipe.PipelineStage(module, rank, p, "cpu"), 2 * p, loss_fn=next_byte)
+    text = torch.randint(256, (2 * p, 17), generator=torch.Generator().manual_seed(3))
+    counts = []
+    for step in range(1, num_steps + 1):
+        if step in (3, num_steps):
+            gc.collect()
+            gc.disable()  # what a step leaves behind must be gone without the collector
+        schedule.step(text[:, :-1], target=text[:, 1:], return_outputs=False)
+        if step in (3, num_steps):
+            counts.append((live_tensors(), resident_bytes()))
+            gc.enable()
+    return counts
+
+
+def live_tensors() -> int:
+    """Bytes of the storages under all tensors that Python knows."""
+    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t.layout is torch.strided}.values())
+
+
+def resident_bytes() -> float:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize()
+
+
+def test_memory_is_flat_over_steps():
+    for (live_early, resident_early), (live_late, resident_late) in run_ranks(count_over_steps, 4, 4, 200):
+        assert live_late == live_early
+        assert resident_late <= resident_early * 1.01
+
+
+def peak_of(rank: int, p: int, m: int) -> int:
+    module = stage_of_a_language_model(rank, p, 32)
+    watched = Watched(bpipe.OneFOneB(bpipe.PipelineStage(module, rank, p, "cpu"), m, loss_fn=next_byte), module)
+    text = torch.randint(256, (m, 17), generator=torch.Generator().manual_seed(3))
+    for _ in range(2):
+        watched.step(text[:, :-1].contiguous(), target=text[:, 1:].contiguous())
+    return watched.peak
+
+
+def test_peak_does_not_grow_with_the_number_of_microbatches():
+    assert run_ranks(peak_of, 4, 4, 16) == run_ranks(peak_of, 4, 4, 64)
