@@ -57,7 +57,7 @@ def enter(tensors: Sequence[torch.Tensor], requires_grad: Sequence[bool]) -> tup
     if not differentiable:
         return list(tensors), box
     anchor = torch.empty(0, requires_grad=True)
-    entered = iter(_Entry.apply(box, anchor, *differentiable))
+    entered = iter(_Entry.apply(box, anchor, *differentiable))  # type: ignore[no-untyped-call]
     return [next(entered) if needed else tensor for tensor, needed in zip(tensors, requires_grad)], box
 
 

@@ -84,8 +84,9 @@ def merge(outputs: Sequence[Any], spec: Any = None) -> Any:
     flat, trees = zip(*map(tree_flatten, outputs))
     specs = [None] * len(flat[0]) if spec is None else list(_specs_for(outputs[0], spec, "the output"))
     try:
-        if any(tree != trees[0] for tree in trees):
-            raise TypeError(f"one is {trees[0]}, another {next(tree for tree in trees if tree != trees[0])}")
+        other = next((output for output, tree in zip(outputs, trees) if tree != trees[0]), None)
+        if other is not None:
+            raise TypeError(f"one is {_outline(outputs[0])}, another {_outline(other)}")
         return tree_unflatten([_join(column, leaf_spec) for column, leaf_spec in zip(zip(*flat), specs)], trees[0])
     except (TypeError, IndexError, RuntimeError) as error:
         raise StageError(

@@ -18,12 +18,17 @@ from bpipe.comm.loopback import Loopback, LoopbackGroup, LoopbackTransport
 from bpipe.comm.transport import Transport
 from bpipe.errors import ConfigurationError, PipelineBrokenError
 from bpipe.memory.guests import Rooms
-from bpipe.memory.ledger import Ledger, predicted_peak_bytes
-from bpipe.runtime import Inputs, Layouts, Memory, Run, Server
-from bpipe.schedules import Action, Channel, Op, Plan, build
+from bpipe.memory.ledger import Ledger
+from bpipe.runtime.compute import Job
+from bpipe.runtime.evictions import Memory
+from bpipe.runtime.messages import Layouts
+from bpipe.runtime.run import Observer, Run
+from bpipe.runtime.serve import Server
+from bpipe.schedules import Channel, Plan, build
 from bpipe.schedules.action import RECEIVES, SENDS
 from bpipe.schedules.build import forward_plan
 from bpipe.stage import PipelineStage
+from bpipe.stats import stats_of
 
 __all__ = ["BalancedOneFOneB", "GPipe", "OneFOneB", "Schedule"]
 
@@ -42,11 +47,8 @@ class _Step(NamedTuple):
 
     record: bytes
     plan: Plan
-    inputs: Inputs
-    descriptions: list[str]
+    job: Job
     losses: list[torch.Tensor] | None
-    loss_kwargs: dict[str, Any]
-    returns_outputs: bool
     is_training: bool
 
 
@@ -94,7 +96,9 @@ class Schedule:
         self.plan = build(self.rule, stages[0].num_stages, n_microbatches, slots=slots)
         self._loss_scale = 1.0 / n_microbatches if scale_grads else 1.0
         self._check_placement()
-        self._plans = {is_training: _Proven(p, p.fingerprint()) for is_training, p in ((True, self.plan), (False, forward_plan(self.plan)))}
+        self._plans = {
+            is_training: _Proven(p, p.fingerprint()) for is_training, p in ((True, self.plan), (False, forward_plan(self.plan)))
+        }
         self.group = stages[0].group
         if self.group is None and self.plan.num_ranks == 1 and not torch.distributed.is_initialized():
             self.group = Loopback(1).rank(0)
@@ -103,10 +107,11 @@ class Schedule:
         self._group_ranks: list[int] = []
         self._memory = Memory()
         self._learned: OrderedDict[tuple[bool, tuple[bytes, ...]], Layouts] = OrderedDict()
+        self._side_streams: dict[int, torch.cuda.Stream] = {}
         self._num_steps = 0
         self._is_running = False
         self._broken: BaseException | None = None
-        self._observer: Callable[[int, Action], None] | None = None
+        self._observer: Observer | None = None
         self._finalizer = weakref.finalize(self, _close, self._transport, self._memory)
         self.stats: dict[str, float] = {}
         self.ledger = Ledger()
@@ -204,19 +209,29 @@ class Schedule:
         target_mbs: list[Any] | None = None,
         **kwargs: Any,
     ) -> _Step:
-        inputs = Inputs(
-            self._presplit(arg_mbs, args, "arg_mbs") or self._split(args, 0, "an argument", ()),
-            self._presplit(kwarg_mbs, kwargs, "kwarg_mbs") or self._split(kwargs, 1, "a keyword argument", {}),
-            self._presplit(target_mbs, target, "target_mbs") or self._split_target(target),
-        )
-        if is_training and self.plan.num_stages - 1 in self._stages and inputs.targets is None:
-            raise ConfigurationError("the last stage has a loss_fn and got no target: pass target= (or target_mbs=) to step() there")
+        arg_mbs = self._presplit(arg_mbs, args, "arg_mbs") or self._split(args, 0, "an argument", ())
+        kwarg_mbs = self._presplit(kwarg_mbs, kwargs, "kwarg_mbs") or self._split(kwargs, 1, "a keyword argument", {})
+        target_mbs = self._presplit(target_mbs, target, "target_mbs") or self._split_target(target)
+        holds_last_stage = self.plan.num_stages - 1 in self._stages
+        if is_training and holds_last_stage and target_mbs is None:
+            raise ConfigurationError(
+                "the last stage has a loss_fn and got no target: pass target= (or target_mbs=) to step() there"
+            )
         if losses is not None and not isinstance(losses, list):
             raise ConfigurationError(f"losses is filled in place and must be a list, got {type(losses).__qualname__}")
-        descriptions = inputs.descriptions()
-        record = self._record(is_training, mb.digest(descriptions)).pack()
-        plan = self._plans[is_training].plan
-        return _Step(record, plan, inputs, descriptions, losses, loss_kwargs or {}, return_outputs, is_training)
+        parts = zip(arg_mbs, kwarg_mbs, target_mbs or [None] * len(arg_mbs))
+        job = Job(
+            args=arg_mbs,
+            kwargs=kwarg_mbs,
+            targets=target_mbs,
+            descriptions=[mb.describe(part) for part in parts],
+            loss_fn=self._loss_fn,
+            loss_kwargs=loss_kwargs or {},
+            loss_scale=self._loss_scale,
+            keeps_outputs=return_outputs and holds_last_stage,
+        )
+        record = self._record(is_training, mb.digest(job.descriptions)).pack()
+        return _Step(record, self._plans[is_training].plan, job, losses, is_training)
 
     def _presplit(self, given: list[Any] | None, whole: Any, name: str) -> list[Any] | None:
         if given is None:
@@ -268,15 +283,10 @@ class Schedule:
             step=self._num_steps,
             stages=self._stages,
             transport=self._transport,
-            inputs=step.inputs,
-            descriptions=step.descriptions,
+            job=step.job,
             layouts=layouts,
             is_learning=is_learning,
             memory=self._memory,
-            loss_fn=self._loss_fn,
-            loss_kwargs=step.loss_kwargs,
-            loss_scale=self._loss_scale,
-            keeps_outputs=step.returns_outputs,
             observer=self._observer,
         )
 
@@ -292,13 +302,11 @@ class Schedule:
 
     def _finish(self, step: _Step, run: Run, started: float) -> Any:
         self._num_steps += 1
-        self.ledger = run.ledger
-        self.stats = _stats(run, self._memory, time.perf_counter() - started)
+        self.ledger = run.evictions.ledger
+        self.stats = stats_of(run, self._memory.guest_bytes, time.perf_counter() - started)
         if run.holds_last_stage and step.losses is not None:
-            step.losses[:] = run.losses
-        if not run.outputs:
-            return None
-        return mb.merge(run.outputs, self._specs[2])
+            step.losses[:] = run.compute.losses
+        return mb.merge(run.compute.outputs, self._specs[2]) if run.compute.outputs else None
 
     # Driving them
 
@@ -316,7 +324,9 @@ class Schedule:
     def _run_alone(self, begin: Callable[[], _Step]) -> Any:
         loopback: Loopback = self.group.loopback
         if loopback.num_ranks > 1:
-            raise ConfigurationError("on a Loopback, call loopback.step(schedules, ...) and loopback.eval(schedules, ...) for all ranks")
+            raise ConfigurationError(
+                "on a Loopback, call loopback.step(schedules, ...) and loopback.eval(schedules, ...) for all ranks"
+            )
         return loopback._run([self], lambda schedule: begin())
 
     def _begin_or_refuse(self, begin: Callable[[], _Step]) -> _Step:
@@ -329,20 +339,19 @@ class Schedule:
             raise
 
     def _execute(self, run: Run) -> None:
-        chains = run.plan.chains(run.rank).values()
-        servers = [Server(run, chain, self._side_stream()) for chain in chains]
+        chains = run.plan.chains(run.rank)
+        servers = [Server(run.execute, chain, self._side_stream(evictor)) for evictor, chain in chains.items()]
         for action in run.plan.actions[run.rank]:
             run.execute(action)
         for server in servers:
             server.finish()
 
-    def _side_stream(self) -> torch.cuda.Stream | None:
+    def _side_stream(self, evictor: int) -> torch.cuda.Stream | None:
+        """The stream on which an evictor's rooms live and its transfers run; the same in every step."""
         device = self._transport.device
-        if device.type != "cuda":
-            return None
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        return stream
+        if device.type == "cuda" and evictor not in self._side_streams:
+            self._side_streams[evictor] = torch.cuda.Stream(device)
+        return self._side_streams.get(evictor)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
@@ -426,31 +435,6 @@ def _check_size(size: int, num_ranks: int) -> None:
 def _channels(plan: Plan) -> list[Channel]:
     lanes = [(rank, lane) for lanes in (plan.actions, plan.served) for rank, lane in enumerate(lanes)]
     return sorted({action.channel(rank) for rank, lane in lanes for action in lane if action.op in SENDS or action.op in RECEIVES})
-
-
-def _stats(run: Run, memory: Memory, seconds: float) -> dict[str, float]:
-    """The numbers of a step, plain enough for any logger."""
-    ledger, waited = run.ledger, run.waited_s
-    always = memory.guest_bytes + ledger.held_bytes
-    rooms = sum(run.plan.rooms(run.rank).values())
-    predicted = predicted_peak_bytes(run.plan.actions[run.rank], run.predicted) if run.plan.has_backward else 0
-    return {
-        "step": run.step,
-        "step_s": seconds,
-        "peak_bytes": ledger.peak_bytes + always,
-        "predicted_peak_bytes": predicted + always,
-        "peak_slots": ledger.peak_slots + rooms,
-        "predicted_peak_slots": run.plan.peak_slots[run.rank] if run.plan.has_backward else 0,
-        "evicted_bytes": ledger.evicted_bytes,
-        "loaded_bytes": ledger.loaded_bytes,
-        "held_bytes": ledger.held_bytes,
-        "guest_bytes": memory.guest_bytes,
-        "wait_forward_s": waited[Op.WAIT_RECV_F],
-        "wait_backward_s": waited[Op.WAIT_RECV_B],
-        "wait_send_s": waited[Op.WAIT_SEND_F] + waited[Op.WAIT_SEND_B],
-        "wait_evict_s": waited[Op.WAIT_EVICT],
-        "wait_load_s": waited[Op.WAIT_LOAD],
-    }
 
 
 def _close(transport: Transport, memory: Memory) -> None:

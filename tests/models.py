@@ -213,18 +213,28 @@ def in_loopback(kind: str, num_stages: int, m: int, schedule: type[bpipe.Schedul
     return result
 
 
-def as_rank(rank: int, kind: str, num_stages: int, m: int, schedule: type[bpipe.Schedule], steps: int, options: dict[str, Any]) -> Result:
+def as_rank(
+    rank: int,
+    kind: str,
+    num_stages: int,
+    m: int,
+    schedule: type[bpipe.Schedule],
+    steps: int,
+    options: dict[str, Any],
+    device: str = "cpu",
+) -> Result:
     """One rank's part of the same over a process group."""
-    module, result = modules_of(kind, num_stages)[rank], Result()
+    module, result = modules_of(kind, num_stages)[rank].to(device), Result()
     torch.manual_seed(1)
-    pipeline = schedule(bpipe.PipelineStage(module, rank, num_stages, "cpu"), m, loss_fn=mse, **options)
+    pipeline = schedule(bpipe.PipelineStage(module, rank, num_stages, device), m, loss_fn=mse, **options)
     for step in range(steps):
-        x, y = batch_of(kind, 2 * m, step)
+        x, y = (part.to(device) for part in batch_of(kind, 2 * m, step))
         result.outputs = flat(pipeline.step(x, target=y, losses=result.losses))
-    result.stats = [pipeline.stats]
-    gradients, buffers = state_of(module)
+    gradients, buffers = state_of(module.cpu())
     result.gradients.append(gradients)
     result.buffers.append(buffers)
+    result.losses, result.outputs = [loss.cpu() for loss in result.losses], [output.cpu() for output in result.outputs]
+    result.stats = [pipeline.stats]
     pipeline.close()
     return result
 

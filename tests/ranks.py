@@ -22,7 +22,9 @@ class RankError(AssertionError):
     """A rank raised; the message has its traceback."""
 
 
-def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, expect_errors: bool = False, timeout_s: float = TIMEOUT_S) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], num_ranks: int, *args: Any, expect_errors: bool = False, timeout_s: float = TIMEOUT_S
+) -> list[Any]:
     """Call `function(rank, *args)` in `num_ranks` processes joined by gloo on the loopback address, one thread each.
 
     Returns:
@@ -66,7 +68,9 @@ def _result(end: Connection, rank: int, timeout_s: float) -> Any:
         return RankError(f"rank {rank} died without a word")
 
 
-def _main(end: Connection, function: Callable[..., Any], rank: int, size: int, port: int, timeout_s: float, args: tuple[Any, ...]) -> None:
+def _main(
+    end: Connection, function: Callable[..., Any], rank: int, size: int, port: int, timeout_s: float, args: tuple[Any, ...]
+) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models import Recurrent, mse
-from tests.ranks import run_ranks
 from torch import nn
 
 import bpipe
 from bpipe.errors import AgreementError, BPipeError, BudgetError, ConfigurationError, PipelineBrokenError, StageError
+from tests.models import Recurrent, mse
+from tests.ranks import run_ranks
 
 WIDTH = 8
 
@@ -101,7 +101,9 @@ def test_a_stage_that_returns_something_unsendable(value, message):
 
     loopback = bpipe.Loopback(2)
     modules = [Odd(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
-    schedules = [bpipe.OneFOneB(bpipe.PipelineStage(module, i, 2, "cpu", loopback.rank(i)), 2, mse) for i, module in enumerate(modules)]
+    schedules = [
+        bpipe.OneFOneB(bpipe.PipelineStage(module, i, 2, "cpu", loopback.rank(i)), 2, mse) for i, module in enumerate(modules)
+    ]
     with pytest.raises(StageError, match=re.escape(message)):
         loopback.step(schedules, torch.randn(2, WIDTH), target=torch.randn(2, WIDTH))
 
@@ -120,10 +122,14 @@ class GrowingOutput(nn.Linear):
 def test_an_output_that_changes_shape_is_refused_by_the_sender():
     loopback = bpipe.Loopback(2)
     modules = [GrowingOutput(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
-    schedules = [bpipe.OneFOneB(bpipe.PipelineStage(module, i, 2, "cpu", loopback.rank(i)), 2, mse) for i, module in enumerate(modules)]
+    schedules = [
+        bpipe.OneFOneB(bpipe.PipelineStage(module, i, 2, "cpu", loopback.rank(i)), 2, mse) for i, module in enumerate(modules)
+    ]
     x = torch.randn(2, WIDTH)
     loopback.step(schedules, x, target=x)
-    with pytest.raises(StageError, match=re.escape("agreed \"T\" of (float32[1, 8], requires grad), got \"T\" of (float32[2, 8], requires grad)")):
+    with pytest.raises(
+        StageError, match=re.escape('agreed "T" of (float32[1, 8], requires grad), got "T" of (float32[2, 8], requires grad)')
+    ):
         loopback.step(schedules, x, target=x)
 
 
@@ -199,8 +205,14 @@ def disagree(rank: int, what: str) -> str:
         ("plan", ["the plan: rank 0 has"] * 2),
         ("mode", ["train or eval: rank 0 has train, rank 1 has eval"] * 2),
         ("duplicate stage", ["stage 0 is on two ranks, 0 and 1"] * 2),
-        ("batch", ["ConfigurationError: an argument of shape [5, 8]", "AgreementError: rank 0 cannot run this step: ConfigurationError"]),
-        ("target", ["AgreementError: rank 1 cannot run this step: ConfigurationError", "ConfigurationError: the last stage has a loss_fn"]),
+        (
+            "batch",
+            ["ConfigurationError: an argument of shape [5, 8]", "AgreementError: rank 0 cannot run this step: ConfigurationError"],
+        ),
+        (
+            "target",
+            ["AgreementError: rank 1 cannot run this step: ConfigurationError", "ConfigurationError: the last stage has a loss_fn"],
+        ),
     ],
 )
 def test_disagreement_is_refused_on_every_rank(what, messages):

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.ranks import run_ranks
 from torch import nn
 
 import bpipe
+from tests.ranks import run_ranks
 
 FORWARD_S, BACKWARD_S, SAVED_BYTES = 0.1, 0.2, 32 * 1024**2
 PAIRS_OF_STEPS = 3

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models import Block, mse
-from tests.ranks import run_ranks
-from tests.storages import StorageCount
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 import bpipe
-import bpipe.runtime
+import bpipe.runtime.serve
 from bpipe.schedules import Op, Purpose
 from bpipe.schedules.action import SERVED
+from tests.models import Block
+from tests.ranks import run_ranks
+from tests.storages import StorageCount
 
 
 class Watched:
@@ -67,7 +67,7 @@ class Watched:
 
     def step(self, x: torch.Tensor, target: torch.Tensor) -> None:
         self.peak, self.losses, self.batch = 0, [], (x, target)
-        loss_fn, serve = self.schedule._loss_fn, bpipe.runtime.Server.run
+        loss_fn, serve = self.schedule._loss_fn, bpipe.runtime.serve.Server.run
 
         def remembered(*loss_args: Any) -> torch.Tensor:
             loss = loss_fn(*loss_args)
@@ -78,10 +78,10 @@ class Watched:
             with self._count.mode():
                 serve(server)
 
-        self.schedule._loss_fn, bpipe.runtime.Server.run = remembered, counted
+        self.schedule._loss_fn, bpipe.runtime.serve.Server.run = remembered, counted
         with self._count.mode():
             self.schedule.step(x, target=target, return_outputs=False)
-        self.schedule._loss_fn, bpipe.runtime.Server.run = loss_fn, serve
+        self.schedule._loss_fn, bpipe.runtime.serve.Server.run = loss_fn, serve
 
 
 def stage_of_a_language_model(rank: int, p: int, width: int) -> nn.Module:

@@ -76,7 +76,7 @@ def test_wheel_has_the_package_and_nothing_else(packages: dict[str, Path]) -> No
     ours = {str(path.relative_to(ROOT)) for path in (ROOT / "bpipe").rglob("*.py")} | {"bpipe/py.typed"}
     assert {name for name in names if ".dist-info/" not in name} == ours
     assert any(name.endswith("/LICENSE") for name in names)
-    assert "Requires-Python: >=3.10" in metadata
+    assert "Requires-Python: >=3.11" in metadata
     assert "Requires-Dist: torch>=2.11" in metadata
     assert "License-Expression: Apache-2.0" in metadata
 

@@ -97,14 +97,16 @@ def check(records: Sequence[Record]) -> None:
     for what, value in COMPARED.items():
         for rank, record in enumerate(records):
             if value(record) != value(records[0]):
-                raise AgreementError(f"the ranks disagree on {what}: rank 0 has {value(records[0])}, rank {rank} has {value(record)}")
+                raise AgreementError(
+                    f"the ranks disagree on {what}: rank 0 has {value(records[0])}, rank {rank} has {value(record)}"
+                )
     owner: dict[int, int] = {}
     for rank, record in enumerate(records):
         for stage in record.stages:
             if stage in owner:
                 raise AgreementError(f"stage {stage} is on two ranks, {owner[stage]} and {rank}: give each its own stage_index")
             owner[stage] = rank
-    missing = sorted(set(range(records[0].num_stages)) - set(owner))
-    if missing:
+    missing = next((stage for stage in range(records[0].num_stages) if stage not in owner), None)
+    if missing is not None:
         held = ", ".join(f"rank {rank}: {list(record.stages)}" for rank, record in enumerate(records))
-        raise AgreementError(f"no rank holds stage {missing[0]} of {records[0].num_stages} ({held})")
+        raise AgreementError(f"no rank holds stage {missing} of {records[0].num_stages} ({held})")

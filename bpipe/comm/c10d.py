@@ -8,8 +8,9 @@ depend on which groups each rank happens to have closed (a name used twice never
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +28,17 @@ PAYLOAD_TAGS = {purpose: tag for tag, purpose in enumerate(Purpose, start=1)}
 HEADER_TAGS = {purpose: tag + len(Purpose) for purpose, tag in PAYLOAD_TAGS.items()}
 ASIDE = frozenset({Purpose.EVICT, Purpose.RETURN})
 TOKEN_BYTES = 16
+
+
+@contextmanager
+def _transferring() -> Iterator[None]:
+    """Turn a backend's errors into ours."""
+    try:
+        yield
+    except CommError:
+        raise
+    except RuntimeError as error:
+        raise CommError(f"a transfer failed: {error}") from error
 
 
 class C10dTransport(Transport):
@@ -76,6 +88,7 @@ class C10dTransport(Transport):
     def _gloo(self, name: str) -> Any:
         return dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), self.rank, self.size, self._timeout)
 
+    @_transferring()
     def agree(self, record: bytes) -> list[bytes]:
         if not self._is_open:
             self._open()
@@ -84,6 +97,7 @@ class C10dTransport(Transport):
         self._between.allgather([gathered], [mine]).wait()
         return [bytes(tensor.tolist()) for tensor in gathered]
 
+    @_transferring()
     def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int]) -> None:
         self._group_ranks = group_ranks
         if self.device.type != "cuda" or self._staging is not None:
@@ -97,12 +111,13 @@ class C10dTransport(Transport):
         name = f"{channel.purpose.value}/{channel.src}/{channel.dst}"
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        communicator = dist.ProcessGroupNCCL(dist.PrefixStore(name, self._store), end, 2, options)
+        communicator: Any = dist.ProcessGroupNCCL(dist.PrefixStore(name, self._store), end, 2, options)
         with torch.cuda.device(self.device):
             probe = torch.zeros(1, device=self.device)
             (communicator.send([probe], 1, 0) if end == 0 else communicator.recv([probe], 0, 0)).wait()
         return communicator
 
+    @_transferring()
     def send(self, channel: Channel, tensors: Sequence[torch.Tensor], header: bytes | None = None) -> Transfer:
         peer = self._group_ranks[channel.dst]
         works = [] if header is None else self._send_header(channel, peer, header)
@@ -114,6 +129,7 @@ class C10dTransport(Transport):
             return self._staging.send(channel, filled, works, lambda tensor: gloo.send([tensor], peer, tag))
         return _Works(works + [gloo.send([tensor], peer, tag) for tensor in filled], filled)
 
+    @_transferring()
     def receive(self, channel: Channel, tensors: Sequence[torch.Tensor]) -> Transfer:
         peer = self._group_ranks[channel.src]
         filled = [tensor for tensor in tensors if tensor.numel()]
@@ -132,6 +148,7 @@ class C10dTransport(Transport):
         parts = [_to_tensor(header[:FIRST].ljust(FIRST, b"\0")), *([_to_tensor(header[FIRST:])] if len(header) > FIRST else [])]
         return [_Works([gloo.send([part], peer, tag)], [part]) for part in parts]
 
+    @_transferring()
     def receive_header(self, channel: Channel) -> bytes:
         peer = self._group_ranks[channel.src]
         gloo, tag = self._gloo_for(channel), HEADER_TAGS[channel.purpose]
@@ -174,12 +191,10 @@ class _Works:
         self._works = works
         self._tensors: Sequence[torch.Tensor] = tensors
 
+    @_transferring()
     def wait(self) -> None:
-        try:
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            raise CommError(f"a transfer failed: {error}") from error
+        for work in self._works:
+            work.wait()
         self._works.clear()
         self._tensors = ()
 
@@ -201,11 +216,13 @@ class _Staging:
             self._threads[channel] = ThreadPoolExecutor(1, f"bpipe-{channel.purpose.value}")
         return self._threads[channel].submit(job)
 
-    def send(self, channel: Channel, tensors: Sequence[torch.Tensor], works: list[Any], post: Callable[[torch.Tensor], Any]) -> Transfer:
+    def send(
+        self, channel: Channel, tensors: Sequence[torch.Tensor], works: list[Any], post: Callable[[torch.Tensor], Any]
+    ) -> Transfer:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
-            copied = self._stream.record_event()
+            copied: torch.cuda.Event = self._stream.record_event()
 
         def job() -> torch.cuda.Event:
             copied.synchronize()
@@ -226,7 +243,8 @@ class _Staging:
                 self._stream.wait_event(allocated)
                 for tensor, copy in zip(tensors, copies):
                     tensor.copy_(copy, non_blocking=True)
-                return self._stream.record_event()
+                arrived: torch.cuda.Event = self._stream.record_event()
+            return arrived
 
         return _Staged(self._submit(channel, job), tensors)
 
@@ -243,10 +261,8 @@ class _Staged:
         self._future = future
         self._tensors: Sequence[torch.Tensor] = tensors
 
+    @_transferring()
     def wait(self) -> None:
-        try:
-            copied = self._future.result()
-        except RuntimeError as error:
-            raise CommError(f"a transfer failed: {error}") from error
+        copied = self._future.result()
         torch.cuda.current_stream().wait_event(copied)
         self._tensors = ()

@@ -12,6 +12,7 @@ The first FIRST bytes travel as one message of that fixed size; what does not fi
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from collections.abc import Sequence
@@ -34,10 +35,29 @@ ABSENT = 255
 
 DTYPES: tuple[torch.dtype, ...] = tuple(
     getattr(torch, name)
-    for name in (
-        "float32 float64 float16 bfloat16 complex64 complex128 complex32 uint8 int8 int16 int32 int64 bool "
-        "uint16 uint32 uint64 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
-    ).split()
+    for name in [
+        "float32",
+        "float64",
+        "float16",
+        "bfloat16",
+        "complex64",
+        "complex128",
+        "complex32",
+        "uint8",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "bool",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+    ]
     if hasattr(torch, name)
 )
 CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
@@ -83,7 +103,9 @@ def unpack_layout(data: bytes, expected: Subject) -> Layout:
             if dims > MAX_DIMS or requires_grad > 1:
                 raise ValueError(f"{dims} dimensions, gradient flag {requires_grad}")
             numbers = struct.unpack_from(f"<{2 * dims}q", body, offset + 3)
-            metas.append(None if code == ABSENT else _checked(TensorMeta(numbers[:dims], numbers[dims:], DTYPES[code], bool(requires_grad))))
+            metas.append(
+                None if code == ABSENT else _checked(TensorMeta(numbers[:dims], numbers[dims:], DTYPES[code], bool(requires_grad)))
+            )
             offset += 3 + 16 * dims
         return Layout(body[offset:].decode(), tuple(metas))
     except (struct.error, IndexError, ValueError) as error:
@@ -91,7 +113,8 @@ def unpack_layout(data: bytes, expected: Subject) -> Layout:
 
 
 def _checked(meta: TensorMeta) -> TensorMeta:
-    if min(meta.shape + meta.stride, default=0) < 0 or meta.num_bytes > 2**48:
+    most_bytes = math.prod(size or 1 for size in meta.shape) * meta.dtype.itemsize  # torch multiplies before it sees a zero
+    if min(meta.shape + meta.stride, default=0) < 0 or most_bytes > 2**48:
         raise ValueError(f"shape {meta.shape}, strides {meta.stride}")
     spans = sorted((stride, size) for size, stride in zip(meta.shape, meta.stride) if size != 1)
     expected = 1

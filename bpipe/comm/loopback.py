@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from bpipe.schedules import Action, Channel, Plan
 from bpipe.schedules.order import linearise
 
 if TYPE_CHECKING:
-    from bpipe.runtime import Run
+    from bpipe.runtime.run import Run
     from bpipe.schedule import Schedule
 
 __all__ = ["Loopback", "LoopbackGroup"]
@@ -69,7 +69,7 @@ class Loopback:
 
     def manual_seed(self, seed: int, rank: int | None = None) -> None:
         """Seed the random numbers of one rank, or of all."""
-        for index in range(self.num_ranks) if rank is None else (rank,):
+        for index in range(self.num_ranks) if rank is None else (self.rank(rank).rank,):
             self._random[index].seed(seed)
 
     def step(self, schedules: Sequence[Schedule], *args: Any, **kwargs: Any) -> Any:
@@ -114,23 +114,25 @@ class Loopback:
         if plan not in self._orders:
             self._orders[plan] = linearise(plan)[0]
         group_ranks = {run.rank: group_rank for group_rank, run in enumerate(runs)}
-        for plan_rank, action in self._orders[plan]:
-            group_rank = group_ranks[plan_rank]
-            with self._as_rank(group_rank, runs[group_rank].device):
-                runs[group_rank].execute(action)
+        with self._joined_streams(runs):
+            for plan_rank, action in self._orders[plan]:
+                group_rank = group_ranks[plan_rank]
+                device = runs[group_rank].device
+                with self._random[group_rank].active(device), self._on_stream(group_rank, device):
+                    runs[group_rank].execute(action)
 
     @contextmanager
-    def _as_rank(self, rank: int, device: torch.device) -> Iterator[None]:
-        with self._random[rank].active(device):
-            if device.type != "cuda":
-                yield
-                return
-            key = (rank, device)
-            if key not in self._streams:
-                self._streams[key] = torch.cuda.Stream(device)
-                self._streams[key].wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(self._streams[key]):
-                yield
+    def _joined_streams(self, runs: Sequence[Run]) -> Iterator[None]:
+        """On CUDA: the ranks' streams start after what the caller has queued, and the caller's goes on after theirs."""
+        on_cuda = [(rank, run.device) for rank, run in enumerate(runs) if run.device.type == "cuda"]
+        for key in on_cuda:
+            self._streams.setdefault(key, torch.cuda.Stream(key[1])).wait_stream(torch.cuda.current_stream(key[1]))
+        yield
+        for key in on_cuda:
+            torch.cuda.current_stream(key[1]).wait_stream(self._streams[key])
+
+    def _on_stream(self, rank: int, device: torch.device) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._streams[rank, device]) if device.type == "cuda" else nullcontext()
 
 
 class _RandomState:
@@ -139,27 +141,35 @@ class _RandomState:
     def __init__(self) -> None:
         self._cpu = torch.get_rng_state()
         self._cuda: dict[torch.device, torch.Tensor] = {}
+        self._seed: int | None = None
 
     def seed(self, seed: int) -> None:
         self._cpu = torch.Generator().manual_seed(seed).get_state()
-        self._cuda = {device: torch.Generator(device).manual_seed(seed).get_state() for device in self._cuda}
+        self._cuda.clear()
+        self._seed = seed
 
     @contextmanager
     def active(self, device: torch.device) -> Iterator[None]:
-        on_cuda = device.type == "cuda"
-        global_cpu = torch.get_rng_state()
-        global_cuda = torch.cuda.get_rng_state(device) if on_cuda else None
-        torch.set_rng_state(self._cpu)
-        if on_cuda:
-            torch.cuda.set_rng_state(self._cuda.get(device, global_cuda), device)
+        with self._swapped_on_cuda(device) if device.type == "cuda" else nullcontext():
+            outside = torch.get_rng_state()
+            torch.set_rng_state(self._cpu)
+            try:
+                yield
+            finally:
+                self._cpu = torch.get_rng_state()
+                torch.set_rng_state(outside)
+
+    @contextmanager
+    def _swapped_on_cuda(self, device: torch.device) -> Iterator[None]:
+        outside = torch.cuda.get_rng_state(device)
+        if device not in self._cuda:
+            self._cuda[device] = outside if self._seed is None else torch.Generator(device).manual_seed(self._seed).get_state()
+        torch.cuda.set_rng_state(self._cuda[device], device)
         try:
             yield
         finally:
-            self._cpu = torch.get_rng_state()
-            torch.set_rng_state(global_cpu)
-            if on_cuda and global_cuda is not None:
-                self._cuda[device] = torch.cuda.get_rng_state(device)
-                torch.cuda.set_rng_state(global_cuda, device)
+            self._cuda[device] = torch.cuda.get_rng_state(device)
+            torch.cuda.set_rng_state(outside, device)
 
 
 class _Posted:

@@ -28,11 +28,15 @@ def pair_adjacent(num_stages: int, ranks_per_node: int) -> list[int]:
         [0, 1, 6, 7, 2, 3, 4, 5]
     """
     if ranks_per_node < 1 or num_stages % ranks_per_node:
-        raise ConfigurationError(f"{num_stages} stages do not fill nodes of {ranks_per_node} ranks: choose a divisor of {num_stages}")
+        raise ConfigurationError(
+            f"{num_stages} stages do not fill nodes of {ranks_per_node} ranks: choose a divisor of {num_stages}"
+        )
     if ranks_per_node == num_stages:
         return list(range(num_stages))
     if ranks_per_node % 2:
-        raise ConfigurationError(f"a node of {ranks_per_node} ranks would split a pair of stages: choose an even number of ranks a node")
+        raise ConfigurationError(
+            f"a node of {ranks_per_node} ranks would split a pair of stages: choose an even number of ranks a node"
+        )
     q = ranks_per_node // 2
     order: list[int] = []
     for node in range(num_stages // ranks_per_node):

@@ -30,23 +30,25 @@ def keys_of(tensors: Iterable[torch.Tensor]) -> set[int]:
 def as_bytes(storage: Storage, start: int = 0, length: int | None = None) -> torch.Tensor:
     """A uint8 tensor [length] over a part of a storage: no copy. Never `.numpy()` it: that pins the storage's size for good."""
     length = storage.nbytes() - start if length is None else length
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (length,))
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (length,), (1,))
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a dense tensor in the order of its memory, as a uint8 tensor: no copy."""
-    return as_bytes(tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size(), tensor.numel() * tensor.element_size())
+    return as_bytes(
+        tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.element_size(), tensor.numel() * tensor.element_size()
+    )
 
 
 def owners(storage: Storage) -> int:
     """How many tensors own a storage; the Python object through which we ask is not counted."""
-    return int(torch._C._storage_Use_Count(storage._cdata)) - _WRAPPER  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(storage._cdata)) - _WRAPPER
 
 
 def _calibrate() -> int:
     tensor = torch.empty(1)
     storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
 _WRAPPER = _calibrate()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from enum import Enum
+from enum import StrEnum
 from typing import NamedTuple
 
 from bpipe.errors import PlanError
@@ -11,7 +11,7 @@ from bpipe.errors import PlanError
 __all__ = ["Action", "Channel", "Op", "Purpose"]
 
 
-class Op(str, Enum):
+class Op(StrEnum):
     """An operation. Transfers start with their own name and complete with their `WAIT_` twin."""
 
     F = "F"  # forward
@@ -36,7 +36,6 @@ class Op(str, Enum):
     WAIT_RETURN = "WAIT_RETURN"
 
     __hash__ = str.__hash__  # Enum's own is a Python call, and plans hash millions of operations
-    __str__ = str.__str__
 
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
@@ -47,7 +46,7 @@ WAIT_OF = {op: Op["WAIT_" + op.value] for op in Op if "WAIT_" + op.value in Op._
 START_OF = {wait: start for start, wait in WAIT_OF.items()}
 
 
-class Purpose(str, Enum):
+class Purpose(StrEnum):
     """What a channel carries."""
 
     FORWARD = "forward"

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 from bpipe.errors import BudgetError, ConfigurationError
 from bpipe.schedules.action import BACKWARD, WAIT_OF, Action, Op
@@ -74,7 +75,9 @@ def _check_arguments(plan: Plan, budgets: tuple[int | None, ...], pairs: tuple[i
     if rule not in _RULES:
         raise ConfigurationError(f"rule={rule!r}: choose one of {', '.join(map(repr, _RULES))}")
     if len(budgets) != plan.num_ranks or any(k is not None and (not isinstance(k, int) or k < 1) for k in budgets):
-        raise ConfigurationError(f"slots={_show(budgets)}: give one number of at least 1, or one for each of {plan.num_ranks} ranks")
+        raise ConfigurationError(
+            f"slots={_show(budgets)}: give one number of at least 1, or one for each of {plan.num_ranks} ranks"
+        )
     if len(pairs) != plan.num_ranks or any(acceptor not in ranks for acceptor in pairs):
         raise ConfigurationError(f"pairs={pairs}: name one acceptor, a rank from 0 to {plan.num_ranks - 1}, for each rank")
 
@@ -130,6 +133,16 @@ class _Moves:
         self.load[load].append(victim)
         self.wait_load[wait_load].append(victim)
 
+    def load_during_backwards(self, occupied: list[int], budget: int) -> None:
+        """Start loads that would run in an idle moment one backward earlier where the budget has room.
+
+        A rank that never waits has no idle moments in its ending, and would see the whole transfer.
+        """
+        for step in sorted(self.load):
+            if self.steps[step] is None and occupied[step - 1] < budget:
+                occupied[step - 1] += 1
+                self.load[step - 1] += self.load.pop(step)
+
     def emit(self, actions: Sequence[Action], acceptor: int) -> tuple[Action, ...]:
         """The rank's list with the transfers in it.
 
@@ -174,11 +187,13 @@ def _fewest(actions: Sequence[Action], budget: int) -> _Moves | str:
                 return f"occupies {occupied} at {action} and has nothing that it could evict in time"
             victim = max(candidates, key=backward.__getitem__)
             moves.add(live.pop(victim), evict=start, wait_evict=t, load=backward[victim] - 1, wait_load=backward[victim])
+            change[t] -= 1
             change[backward[victim] - 1] += 1
-            freed -= 1
             occupied -= 1
+            freed -= 1
         if action is not None and action.op in BACKWARD:
             live.pop(action[1:3], None)
+    moves.load_during_backwards([own + extra for own, extra in zip(_step_occupancy(steps), accumulate(change))], budget)
     return moves
 
 
@@ -208,7 +223,9 @@ def _eager(actions: Sequence[Action], budget: int) -> _Moves | str:
         return f"evicts {remote[0][0].stage}F{remote[0][0].microbatch} and has no backward left during which to load it"
     lane = moves.emit(actions, acceptor=-1)
     peak = max(occupancy(lane))
-    late = [str(a) for i, a in enumerate(lane) if a.op is Op.WAIT_LOAD and any(b.op in BACKWARD and b[1:3] == a[1:3] for b in lane[:i])]
+    late = [
+        str(a) for i, a in enumerate(lane) if a.op is Op.WAIT_LOAD and any(b.op in BACKWARD and b[1:3] == a[1:3] for b in lane[:i])
+    ]
     if peak > budget or late:
         return f"evicting eagerly occupies {peak}" + (f" and loads too late at {late[0]}" if late else "")
     return moves

@@ -60,7 +60,9 @@ def clock(lanes: Sequence[Sequence[Action]], num_stages: int) -> list[list[int]]
             free[rank] = end[result] = start + UNITS[action.op]
             if result in waiting:
                 runnable.extend(waiting.pop(result))
-    stuck = [f"rank {rank} before {lane[len(done)]}" for rank, (done, lane) in enumerate(zip(starts, lanes)) if len(done) < len(lane)]
+    stuck = [
+        f"rank {rank} before {lane[len(done)]}" for rank, (done, lane) in enumerate(zip(starts, lanes)) if len(done) < len(lane)
+    ]
     if stuck:
         raise PlanError(f"no order of the computations works: {', '.join(stuck)} wait for each other")
     return starts

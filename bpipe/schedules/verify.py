@@ -120,7 +120,7 @@ def _belongs(index: _Index) -> Iterator[Finding]:
 
 def _expected_place(index: _Index, action: Action) -> tuple[int, int | None]:
     """The rank on which an action belongs, and the rank at its other end."""
-    op, stage, microbatch, peer = action
+    op, stage, microbatch, _ = action
     ranks, owner = index.plan.stage_ranks, index.plan.stage_ranks[stage]
     if op in COMPUTE:
         return owner, None
@@ -281,7 +281,10 @@ def _affordable(index: _Index) -> Iterator[Finding]:
         occupied = enumerate(occupancy(plan.actions[rank]))
         over = next(((i, own) for i, own in occupied if budget is not None and own + rooms > budget), None)
         if over is not None:
-            yield (rank, False, over[0]), f"rank {rank} occupies {over[1]} slots and {rooms} rooms for guests of a budget of {budget}"
+            yield (
+                (rank, False, over[0]),
+                f"rank {rank} occupies {over[1]} slots and {rooms} rooms for guests of a budget of {budget}",
+            )
         if budget is not None and rooms > budget:
             yield None, f"rank {rank} reserves {rooms} rooms for guests of a budget of {budget}"
 

@@ -1,0 +1,171 @@
+"""Forwards and backwards of the stages on a rank. The user's code runs here, in the caller's thread, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+from torch.utils._pytree import tree_map_only
+
+from bpipe import microbatch as mb
+from bpipe.autograd import Box, edges_of, enter, run_backward
+from bpipe.comm.message import Layout, dense, meta_of, put_together, take_apart
+from bpipe.errors import StageError
+from bpipe.memory.storages import keys_of
+from bpipe.runtime.evictions import Evictions, Key
+from bpipe.runtime.traffic import Place, Traffic
+from bpipe.schedules import Action, Op
+from bpipe.stage import PipelineStage
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the user wants of one step.
+
+    Args:
+        args: the first stage's positional arguments, by microbatch.
+        kwargs: the keyword arguments of this rank's stages, by microbatch.
+        targets: by microbatch, or None.
+        descriptions: what each microbatch looks like.
+        loss_fn: called as `loss_fn(output, target, **loss_kwargs)` on the last stage, or None.
+        loss_scale: the gradient with which the backward of each microbatch's loss starts.
+        keeps_outputs: whether the last stage's outputs are returned.
+    """
+
+    args: Sequence[tuple[Any, ...]]
+    kwargs: Sequence[dict[str, Any]]
+    targets: Sequence[Any] | None
+    descriptions: Sequence[str]
+    loss_fn: Callable[..., torch.Tensor] | None
+    loss_kwargs: Mapping[str, Any]
+    loss_scale: float
+    keeps_outputs: bool
+
+
+@dataclass
+class Graph:
+    """What is kept of a microbatch between its forward and its backward, besides what autograd saved."""
+
+    edges: list[GradientEdge]
+    box: Box
+
+
+class Compute:
+    """The computations of one rank during one step.
+
+    Args:
+        stages: the stages on this rank by index.
+        job: what the user wants.
+        traffic: where inputs arrive and results leave.
+        has_backward: whether graphs are built.
+    """
+
+    def __init__(self, stages: Mapping[int, PipelineStage], job: Job, traffic: Traffic, *, has_backward: bool) -> None:
+        self.losses: list[torch.Tensor] = []
+        self.outputs: list[Any] = []
+        self._stages, self._job, self._traffic, self._has_backward = stages, job, traffic, has_backward
+        self._graphs: dict[Key, Graph] = {}
+
+    def kept(self) -> list[torch.Tensor]:
+        """The tensors that the step will return to the user."""
+        return mb.tensors_in([self.outputs, self.losses])
+
+    def find_foreign(self) -> dict[int, str]:
+        """Storages that are no activations, and what they are."""
+        foreign = dict.fromkeys(keys_of(mb.tensors_in([self._job.args, self._job.kwargs, self._job.targets])), "the step's batch")
+        for stage in self._stages.values():
+            foreign |= dict.fromkeys(keys_of(stage.submod.buffers()), "a buffer")
+            foreign |= dict.fromkeys(keys_of(stage.submod.parameters()), "a parameter")
+        return foreign
+
+    def forward(self, action: Action, evictions: Evictions) -> None:
+        stage, key = self._stages[action.stage], action[1:3]
+        args, box, shapes = self._arguments(action)
+        stash = evictions.follow(key, shapes) if self._has_backward else None
+        with torch.set_grad_enabled(self._has_backward), stash.capture() if stash is not None else nullcontext():
+            output = stage.submod(*args, **self._job.kwargs[action.microbatch])
+            del args
+            loss = self._loss(output, action.microbatch) if stage.is_last else None
+        if stage.is_last:
+            self._finish_microbatch(output, loss, box, key)
+        else:
+            self._hand_on(output, box, key)
+        del output, loss
+        if self._has_backward:
+            evictions.after_forward(key, shapes, stash)
+
+    def _arguments(self, action: Action) -> tuple[tuple[Any, ...], Box, str]:
+        """The positional arguments of a forward, the box for their gradients, and what they look like."""
+        shapes = self._job.descriptions[action.microbatch]
+        if action.stage == 0:
+            return self._job.args[action.microbatch], Box(0), shapes
+        layout, arrived = self._traffic.arrived.pop(action[:3])
+        tensors = [tensor for tensor in arrived if tensor is not None]
+        needs_gradient = [meta.requires_grad and self._has_backward for meta in layout.tensors if meta is not None]
+        entered, box = enter(tensors, needs_gradient)
+        value = put_together(layout.nest, entered)
+        return tuple(value) if isinstance(value, (tuple, list)) else (value,), box, f"{shapes} {layout}"
+
+    def _loss(self, output: Any, microbatch: int) -> torch.Tensor | None:
+        if self._job.loss_fn is None or self._job.targets is None:
+            return None
+        loss = self._job.loss_fn(output, self._job.targets[microbatch], **self._job.loss_kwargs)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            seen = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__qualname__
+            raise StageError(f"loss_fn returned {seen} for microbatch {microbatch}: return one number, such as loss.mean()")
+        if self._has_backward and not loss.requires_grad:
+            raise StageError(
+                f"the loss of microbatch {microbatch} needs no gradient, so nothing would be trained: "
+                "return a loss that depends on the output, and keep something trainable"
+            )
+        return loss
+
+    def _finish_microbatch(self, output: Any, loss: torch.Tensor | None, box: Box, key: Key) -> None:
+        if loss is not None:
+            self.losses.append(loss.detach())
+            if self._has_backward:
+                self._graphs[key] = Graph(edges_of([loss]), box)
+        if self._job.keeps_outputs:
+            self.outputs.append(tree_map_only(torch.Tensor, torch.Tensor.detach, output))
+
+    def _hand_on(self, output: Any, box: Box, key: Key) -> None:
+        """Take a stage's output apart for the next one, and keep the edges for the backward."""
+        stage, microbatch = key
+        nest, tensors = take_apart(output, f"stage {stage}, microbatch {microbatch}")
+        if self._has_backward:
+            self._graphs[key] = Graph(edges_of(tensors), box)
+        sent = [dense(tensor) for tensor in tensors]
+        layout = Layout(nest, tuple(meta_of(t, requires_grad=tensor.requires_grad) for t, tensor in zip(sent, tensors)))
+        self._pass((Op.SEND_F, *key), (Op.F, stage + 1, microbatch), layout, sent)
+
+    def backward(self, action: Action, evictions: Evictions) -> None:
+        key = action[1:3]
+        graph = self._graphs.pop(key)
+        if self._stages[action.stage].is_last:
+            gradients: list[torch.Tensor | None] = [torch.full_like(self.losses[action.microbatch], self._job.loss_scale)]
+        else:
+            gradients = self._traffic.arrived.pop((Op.B, *key))[1]
+        run_backward(graph.edges, gradients)
+        del gradients
+        evictions.after_backward(key)
+        if action.stage:
+            self._hand_back(graph.box, key)
+
+    def _hand_back(self, box: Box, key: Key) -> None:
+        stage, microbatch = key
+        sent = [None if gradient is None else dense(gradient) for gradient in box.gradients]
+        layout = Layout("", tuple(None if gradient is None else meta_of(gradient, requires_grad=False) for gradient in sent))
+        self._pass((Op.SEND_B, *key), (Op.B, stage - 1, microbatch), layout, sent)
+
+    def _pass(self, send: Place, use: Place, layout: Layout, tensors: Sequence[torch.Tensor | None]) -> None:
+        """Leave a stage's result for its send, or at once for the neighbouring stage on this rank."""
+        if use[1] in self._stages:
+            self._traffic.arrived[use] = (layout, list(tensors))
+        else:
+            self._traffic.outgoing[send] = (layout, list(tensors))

@@ -1,0 +1,88 @@
+"""Sends and receives between stages: what is agreed about each message, and what is checked before it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+
+import torch
+
+from bpipe.comm import header
+from bpipe.comm.message import Layout
+from bpipe.errors import StageError
+from bpipe.memory.storages import bytes_of
+from bpipe.runtime.traffic import Traffic
+from bpipe.schedules import Action, Op, Purpose
+from bpipe.schedules.action import START_OF, WAIT_OF
+
+__all__: list[str] = []
+
+Layouts = MutableMapping[tuple[Purpose, int, int], Layout]  # by purpose, stage before the boundary, microbatch
+
+
+class Messages:
+    """The messages between the stages of one rank and their neighbours, during one step.
+
+    The first step with new input shapes learns the layouts, from headers that travel before the tensors; from then on
+    receives are posted ahead, and senders check that nothing changed.
+
+    Args:
+        traffic: this rank's transfers.
+        layouts: what is agreed, or empty and to be filled when `is_learning`.
+    """
+
+    def __init__(self, traffic: Traffic, layouts: Layouts, *, is_learning: bool) -> None:
+        self._traffic, self._layouts, self._is_learning = traffic, layouts, is_learning
+        self._landing: dict[tuple[Op, int, int], tuple[Layout, list[torch.Tensor | None]]] = {}
+
+    def send(self, action: Action) -> None:
+        layout, tensors = self._traffic.outgoing.pop(action[:3])
+        boundary = self._boundary(action)
+        data = None
+        if self._is_learning:
+            self._layouts[boundary] = layout
+            data = header.pack_layout(self._traffic.subject(action.stage, action.microbatch), layout)
+        elif layout != self._layouts[boundary]:
+            raise _changed(action, self._layouts[boundary], layout)
+        views = [bytes_of(tensor) for tensor in tensors if tensor is not None]
+        self._traffic.posted(action, self._traffic.transport.send(self._traffic.channel(action), views, data), views)
+
+    def receive(self, action: Action) -> None:
+        if not self._is_learning:
+            self._post(action, self._layouts[self._boundary(action)])
+
+    def complete_receive(self, action: Action) -> None:
+        start = action._replace(op=START_OF[action.op])
+        if self._is_learning:
+            self._post(start, self._learn(start))
+        self._traffic.wait(action)
+        use = Op.F if start.op is Op.RECV_F else Op.B
+        self._traffic.arrived[use, action.stage, action.microbatch] = self._landing.pop(start[:3])
+
+    def _boundary(self, action: Action) -> tuple[Purpose, int, int]:
+        upstream = action.stage - (action.op in (Op.SEND_B, Op.RECV_F))
+        return self._traffic.channel(action).purpose, upstream, action.microbatch
+
+    def _post(self, action: Action, layout: Layout) -> None:
+        transport = self._traffic.transport
+        tensors = [None if meta is None else meta.new(transport.device) for meta in layout.tensors]
+        views = [bytes_of(tensor) for tensor in tensors if tensor is not None]
+        self._landing[action[:3]] = (layout, tensors)
+        self._traffic.posted(action, transport.receive(self._traffic.channel(action), views))
+
+    def _learn(self, start: Action) -> Layout:
+        """Read the header that says what is about to come."""
+        channel = self._traffic.channel(start)
+        data = self._traffic.timed(WAIT_OF[start.op], lambda: self._traffic.transport.receive_header(channel))
+        sender = start.stage + (-1 if start.op is Op.RECV_F else 1)
+        layout = header.unpack_layout(data, self._traffic.subject(sender, start.microbatch))
+        self._layouts[self._boundary(start)] = layout
+        return layout
+
+
+def _changed(action: Action, agreed: Layout, layout: Layout) -> StageError:
+    what = "output" if action.op is Op.SEND_F else "gradient of the input"
+    return StageError(
+        f"stage {action.stage}, microbatch {action.microbatch}: the {what} changed although this step's inputs look like "
+        f"an earlier step's: agreed {agreed}, got {layout}. Shapes must follow from the shapes of the inputs; send what varies as a tensor of "
+        "fixed shape, with a mask or a length."
+    )

@@ -1,0 +1,80 @@
+"""The acceptor's side: take microbatches in, keep them, and return them, whatever this rank computes meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+
+import torch
+
+from bpipe.comm import header
+from bpipe.errors import CommError
+from bpipe.memory.guests import Rooms
+from bpipe.runtime.traffic import Traffic
+from bpipe.schedules import Action
+
+__all__: list[str] = []
+
+
+class Acceptor:
+    """The guests of one rank during one step.
+
+    Args:
+        traffic: this rank's transfers.
+        rooms: where guests are kept, by evictor.
+    """
+
+    def __init__(self, traffic: Traffic, rooms: Mapping[int, Rooms]) -> None:
+        self._traffic, self._rooms = traffic, rooms
+        self._guests: dict[tuple[int, int], list[torch.Tensor]] = {}
+
+    def accept(self, action: Action) -> None:
+        channel, guest = self._traffic.channel(action), action[1:3]
+        data = self._traffic.transport.receive_header(channel)
+        sizes = header.unpack_eviction(data, self._traffic.subject(*guest))
+        parts = self._guests[guest] = self._rooms[channel.src].take(guest, sizes)
+        self._traffic.posted(action, self._traffic.transport.receive(channel, parts))
+
+    def give_back(self, action: Action) -> None:
+        parts = self._guests.pop(action[1:3])
+        self._traffic.posted(action, self._traffic.transport.send(self._traffic.channel(action), parts))
+
+    def complete_return(self, action: Action) -> None:
+        self._traffic.wait(action)
+        assert action.peer is not None
+        self._rooms[action.peer].leave(action[1:3])
+
+
+class Server(threading.Thread):
+    """Serves one evictor during a step. Runs none of the user's code.
+
+    Args:
+        execute: does one action.
+        chain: the actions for this evictor, in order.
+        stream: on CUDA, the stream of this evictor's rooms and transfers.
+    """
+
+    def __init__(self, execute: Callable[[Action], None], chain: Sequence[Action], stream: torch.cuda.Stream | None) -> None:
+        super().__init__(name=f"bpipe-serve-{chain[0].peer}", daemon=True)
+        self._execute, self._chain, self._stream = execute, chain, stream
+        self._error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+                for action in self._chain:
+                    self._execute(action)
+        except BaseException as error:
+            self._error = error
+
+    def finish(self) -> None:
+        """Wait until the evictor has everything back.
+
+        Raises:
+            CommError: serving failed; the original error is its cause.
+        """
+        self.join()
+        if self._error is not None:
+            raise CommError(f"serving rank {self._chain[0].peer} failed: {self._error}") from self._error

@@ -1,0 +1,71 @@
+"""The transfers under way on a rank, the tensors they carry, and the time spent waiting for them."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+
+from bpipe.comm.header import Subject
+from bpipe.comm.message import Layout
+from bpipe.comm.transport import Transfer, Transport
+from bpipe.schedules import Action, Channel, Op
+from bpipe.schedules.action import START_OF
+
+__all__: list[str] = []
+
+Place = tuple[Op, int, int]  # an operation on a microbatch of a stage
+Mail = tuple[Layout, list[torch.Tensor | None]]  # a message's layout and tensors
+
+T = TypeVar("T")
+
+
+class Traffic:
+    """One rank's transfers during one step.
+
+    Args:
+        transport: posts and waits.
+        rank: this rank in the plan.
+        step: the number of the step.
+    """
+
+    def __init__(self, transport: Transport, rank: int, step: int) -> None:
+        self.transport, self.rank, self.step = transport, rank, step
+        self.arrived: dict[Place, Mail] = {}  # for a forward or backward that is about to run
+        self.outgoing: dict[Place, Mail] = {}  # for a send that is about to be posted
+        self.waited_s: dict[Op, float] = defaultdict(float)
+        self._under_way: dict[Place, tuple[Transfer, Sequence[torch.Tensor]]] = {}
+
+    def channel(self, action: Action) -> Channel:
+        return action.channel(self.rank)
+
+    def subject(self, stage: int, microbatch: int) -> Subject:
+        """What a header of this step is about."""
+        return Subject(self.step, stage, microbatch)
+
+    def posted(self, action: Action, transfer: Transfer, tensors: Sequence[torch.Tensor] = ()) -> None:
+        """Remember a transfer, and tensors that it sends from where they lie."""
+        self._under_way[action[:3]] = (transfer, tensors)
+
+    def wait(self, completion: Action) -> None:
+        """Wait for the transfer that an action completes, and let go of its tensors."""
+        start = (START_OF[completion.op], completion.stage, completion.microbatch)
+        self.timed(completion.op, self._under_way[start][0].wait)
+        del self._under_way[start]
+
+    def timed(self, op: Op, call: Callable[[], T]) -> T:
+        """Make a call that may block, and count its seconds for an operation."""
+        start = time.perf_counter()
+        result = call()
+        self.waited_s[op] += time.perf_counter() - start
+        return result
+
+    def holds(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors between stages that the pipeline itself holds now."""
+        for _, tensors in (*self.outgoing.values(), *self.arrived.values()):
+            yield from (tensor for tensor in tensors if tensor is not None)
+        for _, sent in self._under_way.values():
+            yield from sent
