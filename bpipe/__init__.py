@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from bpipe._version import __version__
 
 if TYPE_CHECKING:
-    from bpipe.comm.loopback import Loopback
     from bpipe.comm.placement import pair_adjacent
+    from bpipe.loopback import Loopback
     from bpipe.schedule import BalancedOneFOneB, GPipe, OneFOneB, Schedule
     from bpipe.stage import PipelineStage
 
@@ -30,7 +30,7 @@ __all__ = [
 _HOMES = {
     "BalancedOneFOneB": "bpipe.schedule",
     "GPipe": "bpipe.schedule",
-    "Loopback": "bpipe.comm.loopback",
+    "Loopback": "bpipe.loopback",
     "OneFOneB": "bpipe.schedule",
     "PipelineStage": "bpipe.stage",
     "Schedule": "bpipe.schedule",

@@ -14,9 +14,10 @@ import torch
 from bpipe import microbatch as mb
 from bpipe._version import __version__
 from bpipe.comm.agreement import MOST_STAGES, Record, check
-from bpipe.comm.loopback import Loopback, LoopbackGroup, LoopbackTransport
+from bpipe.comm.loopback import LoopbackTransport
 from bpipe.comm.transport import Transport
 from bpipe.errors import ConfigurationError, PipelineBrokenError
+from bpipe.loopback import Loopback, LoopbackGroup
 from bpipe.memory.guests import Rooms
 from bpipe.memory.ledger import Ledger
 from bpipe.runtime.compute import Job
@@ -417,7 +418,7 @@ class BalancedOneFOneB(Schedule):
 def _transport_for(group: Any, device: torch.device, num_ranks: int) -> Transport:
     if isinstance(group, LoopbackGroup):
         _check_size(group.loopback.num_ranks, num_ranks)
-        return LoopbackTransport(group.loopback, device)
+        return LoopbackTransport(group.loopback.wires, device)
     from bpipe.comm.c10d import C10dTransport
 
     transport = C10dTransport(group, device)

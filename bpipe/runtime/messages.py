@@ -83,6 +83,6 @@ def _changed(action: Action, agreed: Layout, layout: Layout) -> StageError:
     what = "output" if action.op is Op.SEND_F else "gradient of the input"
     return StageError(
         f"stage {action.stage}, microbatch {action.microbatch}: the {what} changed although this step's inputs look like "
-        f"an earlier step's: agreed {agreed}, got {layout}. Shapes must follow from the shapes of the inputs; send what varies as a tensor of "
-        "fixed shape, with a mask or a length."
+        f"an earlier step's: agreed {agreed}, got {layout}. Shapes must follow from the shapes of the inputs; "
+        "send what varies as a tensor of fixed shape, with a mask or a length."
     )

@@ -1,0 +1,167 @@
+"""All ranks of a pipeline in one process and one thread, for notebooks, for tests and for one GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from bpipe.comm.loopback import Wires
+from bpipe.errors import ConfigurationError
+from bpipe.runtime.run import Run
+from bpipe.schedules import Action, Plan
+from bpipe.schedules.order import linearise
+
+if TYPE_CHECKING:
+    from bpipe.schedule import Schedule
+
+__all__ = ["Loopback", "LoopbackGroup"]
+
+
+class LoopbackGroup(NamedTuple):
+    """The place of one rank in a `Loopback`: what a stage takes as its `group`."""
+
+    loopback: Loopback
+    rank: int
+
+
+class Loopback:
+    """A pipeline's ranks, all in this process, run one action at a time.
+
+    Each rank has a random number state of its own, which starts where the global one stands when the `Loopback` is made:
+    as if every process had called `torch.manual_seed` with the same seed. On CUDA each rank also has a stream of its own.
+
+    Args:
+        num_ranks: ranks in the pipeline.
+
+    Example:
+        >>> import bpipe
+        >>> from torch import nn
+        >>> loopback = bpipe.Loopback(2)
+        >>> stages = [bpipe.PipelineStage(nn.Linear(4, 4), i, 2, "cpu", group=loopback.rank(i)) for i in range(2)]
+        >>> schedules = [bpipe.OneFOneB(stage, 4, loss_fn=nn.functional.mse_loss) for stage in stages]
+        >>> loopback.step(schedules, torch.randn(8, 4), target=torch.randn(8, 4)).shape
+        torch.Size([8, 4])
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        if num_ranks < 1:
+            raise ConfigurationError(f"num_ranks={num_ranks}: give a whole number of at least 1")
+        self.num_ranks = num_ranks
+        self._random = [_RandomState() for _ in range(num_ranks)]
+        self._streams: dict[tuple[int, torch.device], torch.cuda.Stream] = {}
+        self._orders: dict[Plan, list[tuple[int, Action]]] = {}
+        self.wires = Wires()
+
+    def rank(self, rank: int) -> LoopbackGroup:
+        """The `group` of the stages of one rank."""
+        if not 0 <= rank < self.num_ranks:
+            raise ConfigurationError(f"rank {rank} of a loopback of {self.num_ranks}")
+        return LoopbackGroup(self, rank)
+
+    def manual_seed(self, seed: int, rank: int | None = None) -> None:
+        """Seed the random numbers of one rank, or of all."""
+        for index in range(self.num_ranks) if rank is None else (self.rank(rank).rank,):
+            self._random[index].seed(seed)
+
+    def step(self, schedules: Sequence[Schedule], *args: Any, **kwargs: Any) -> Any:
+        """Run one training step of all ranks: `schedules[r].step(*args, **kwargs)` on each rank r.
+
+        Args:
+            schedules: one a rank, in the order of the ranks.
+            args: what every rank's `step` gets; positional arguments reach the first stage, as there.
+            kwargs: likewise; `target` and `losses` are used by the last stage.
+
+        Returns:
+            The last stage's outputs.
+        """
+        return self._run(schedules, lambda schedule: schedule._begin_step(*args, **kwargs))
+
+    def eval(self, schedules: Sequence[Schedule], *args: Any, **kwargs: Any) -> Any:
+        """Evaluate on all ranks: `schedules[r].eval(*args, **kwargs)` on each rank r."""
+        return self._run(schedules, lambda schedule: schedule._begin_eval(*args, **kwargs))
+
+    def _run(self, schedules: Sequence[Schedule], begin: Callable[[Schedule], Any]) -> Any:
+        if len(schedules) != self.num_ranks:
+            raise ConfigurationError(f"{len(schedules)} schedules for {self.num_ranks} ranks: give one a rank")
+        for rank, schedule in enumerate(schedules):
+            if schedule.group != LoopbackGroup(self, rank):
+                raise ConfigurationError(f"schedule {rank} is not on rank {rank} of this loopback")
+        with ExitStack() as guards:
+            for schedule in schedules:
+                guards.enter_context(schedule._guarded())
+            started = time.perf_counter()
+            steps = [begin(schedule) for schedule in schedules]
+            runs = [schedule._agreed(step, [step.record for step in steps]) for schedule, step in zip(schedules, steps)]
+            with ExitStack() as breaking:
+                for schedule in schedules:
+                    breaking.enter_context(schedule._breaking())
+                self._execute(runs)
+            results = [schedule._finish(step, run, started) for schedule, step, run in zip(schedules, steps, runs)]
+            return next((result for result, run in zip(results, runs) if run.holds_last_stage), None)
+
+    def _execute(self, runs: Sequence[Run]) -> None:
+        self.wires.clear()
+        plan = runs[0].plan
+        if plan not in self._orders:
+            self._orders[plan] = linearise(plan)[0]
+        group_ranks = {run.rank: group_rank for group_rank, run in enumerate(runs)}
+        with self._joined_streams(runs):
+            for plan_rank, action in self._orders[plan]:
+                group_rank = group_ranks[plan_rank]
+                device = runs[group_rank].device
+                with self._random[group_rank].active(device), self._on_stream(group_rank, device):
+                    runs[group_rank].execute(action)
+
+    @contextmanager
+    def _joined_streams(self, runs: Sequence[Run]) -> Iterator[None]:
+        """On CUDA: the ranks' streams start after what the caller has queued, and the caller's goes on after theirs."""
+        on_cuda = [(rank, run.device) for rank, run in enumerate(runs) if run.device.type == "cuda"]
+        for key in on_cuda:
+            self._streams.setdefault(key, torch.cuda.Stream(key[1])).wait_stream(torch.cuda.current_stream(key[1]))
+        yield
+        for key in on_cuda:
+            torch.cuda.current_stream(key[1]).wait_stream(self._streams[key])
+
+    def _on_stream(self, rank: int, device: torch.device) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._streams[rank, device]) if device.type == "cuda" else nullcontext()
+
+
+class _RandomState:
+    """A rank's own random number state, put in place while its actions run."""
+
+    def __init__(self) -> None:
+        self._cpu = torch.get_rng_state()
+        self._cuda: dict[torch.device, torch.Tensor] = {}
+        self._seed: int | None = None
+
+    def seed(self, seed: int) -> None:
+        self._cpu = torch.Generator().manual_seed(seed).get_state()
+        self._cuda.clear()
+        self._seed = seed
+
+    @contextmanager
+    def active(self, device: torch.device) -> Iterator[None]:
+        with self._swapped_on_cuda(device) if device.type == "cuda" else nullcontext():
+            outside = torch.get_rng_state()
+            torch.set_rng_state(self._cpu)
+            try:
+                yield
+            finally:
+                self._cpu = torch.get_rng_state()
+                torch.set_rng_state(outside)
+
+    @contextmanager
+    def _swapped_on_cuda(self, device: torch.device) -> Iterator[None]:
+        outside = torch.cuda.get_rng_state(device)
+        if device not in self._cuda:
+            self._cuda[device] = outside if self._seed is None else torch.Generator(device).manual_seed(self._seed).get_state()
+        torch.cuda.set_rng_state(self._cuda[device], device)
+        try:
+            yield
+        finally:
+            self._cuda[device] = torch.cuda.get_rng_state(device)
+            torch.cuda.set_rng_state(outside, device)
