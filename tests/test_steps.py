@@ -232,7 +232,7 @@ def test_the_ledger_says_what_cannot_move_and_why():
     assert "owned by 1 more tensor" in held.reason
     assert {h.reason for h in ledger.foreign} == {"the step's batch"}
     assert {h.reason for h in schedules[1].ledger.foreign} == {"a parameter"}
-    assert schedules[0].stats["evicted_bytes"] > 0
+    assert schedules[0].stats["evicted_bytes"] == 0  # nothing else was saved on the first stage
 
 
 def test_a_stage_s_module_may_be_replaced_before_the_first_step():
