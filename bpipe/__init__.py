@@ -27,6 +27,8 @@ __all__ = [
     "pair_adjacent",
 ]
 
+OLDEST_TORCH = (2, 11)
+
 _HOMES = {
     "BalancedOneFOneB": "bpipe.schedule",
     "GPipe": "bpipe.schedule",
@@ -37,11 +39,26 @@ _HOMES = {
     "pair_adjacent": "bpipe.comm.placement",
 }
 
+_NEED_NO_TORCH = frozenset({"pair_adjacent"})
+
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'bpipe' has no attribute {name!r}")
+    if name not in _NEED_NO_TORCH:
+        _check_torch()
     return getattr(import_module(_HOMES[name]), name)
+
+
+def _check_torch() -> None:
+    """Say clearly when torch is too old, instead of failing somewhere inside."""
+    import torch
+
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise ImportError(
+            f"bpipe needs torch {oldest} or newer, and this is torch {torch.__version__}: pip install 'torch>={oldest}'"
+        )
 
 
 def __dir__() -> list[str]:

@@ -10,7 +10,7 @@ __all__ = ["pair_adjacent"]
 def pair_adjacent(num_stages: int, ranks_per_node: int) -> list[int]:
     """The stage that each rank should hold, so that stages x and p-1-x share a node.
 
-    Kim et al. (ICML 2023), section 3.4, in the closed form of FACTS.md: with n nodes and q = p/(2n), node j holds stages
+    Pair-adjacent assignment (Kim et al., ICML 2023), in closed form: with n nodes and q = p/(2n), node j holds stages
     jq..(j+1)q-1 and their mirrors. Neighbouring stages then cross nodes twice as often (PipeOffload, appendix C).
 
     Args:

@@ -20,6 +20,8 @@ __all__: list[str] = []
 
 Key = tuple[int, int]  # stage, microbatch
 
+REMEMBERED_KINDS = 1024  # of microbatches, by stage and shapes
+
 
 @dataclass
 class Memory:
@@ -27,6 +29,12 @@ class Memory:
 
     profile: dict[tuple[int, str], tuple[Footprint, Mapping[int, Held]]] = field(default_factory=dict)  # by stage and shapes
     rooms: dict[int, Rooms] = field(default_factory=dict)  # by evictor
+
+    def learn(self, kind: tuple[int, str], footprint: Footprint, shared: Mapping[int, Held]) -> None:
+        """Remember the first microbatch of a kind, and forget the oldest kind when there are too many."""
+        self.profile.setdefault(kind, (footprint, shared))
+        if len(self.profile) > REMEMBERED_KINDS:
+            del self.profile[next(iter(self.profile))]
 
     @property
     def guest_bytes(self) -> int:
@@ -76,7 +84,7 @@ class Evictions:
             self.ledger.forward(key, *self._memory.profile[kind])
         else:
             contents = stash.contents(self._kept(), self._traffic.holds())
-            self._memory.profile.setdefault(kind, (footprint_of(contents), contents.shared))
+            self._memory.learn(kind, footprint_of(contents), contents.shared)
             self.ledger.forward(key, footprint_of(contents), contents.shared)
             self.ledger.foreign = contents.foreign
             if key in self._evicted:

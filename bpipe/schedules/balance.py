@@ -1,8 +1,8 @@
 """The balance pass: evict what is not needed soon to a rank with room, and load it back in time.
 
 A rank with more microbatches than its budget (BPipe, Kim et al., ICML 2023) is decided from its own list of computations
-alone, without timing (shared rule and proof by exhaustion: FACTS.md, "Placing evictions without knowing times"). Between
-two consecutive backwards the list gets an idle moment, because that is where a real pipeline waits and a transfer fits.
+alone, without timing: `tests/schedules/test_balance.py` shows by exhaustion that the budget holds. Between two consecutive
+backwards the list gets an idle moment, because that is where a real pipeline waits and a transfer fits.
 
     occupied      before the first step t that has more than k:
     F0 F1 F2 F3   evict the microbatch whose backward is furthest away: start before t-1, wait before t,
@@ -31,7 +31,10 @@ MIRROR = {
 
 
 def default_slots(num_stages: int) -> int:
-    """ceil((p+2)/2): what every rank holds at most when p stages are balanced in pairs (BPipe; derived in FACTS.md)."""
+    """ceil((p+2)/2): what every rank holds at most when p stages are balanced in pairs (Kim et al., ICML 2023).
+
+    Stages x and p-1-x hold (p-x) + (x+1) = p+1 microbatches at their peaks, and one in flight counts at both ends.
+    """
     return (num_stages + 3) // 2
 
 

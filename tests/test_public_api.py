@@ -1,0 +1,73 @@
+"""The public names and signatures: a change here is a change for every user."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.distributed import pipelining
+
+import bpipe
+from bpipe import schedules
+
+SCHEDULE = "(stage, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads, slots)"
+SIGNATURES = {
+    "BalancedOneFOneB": SCHEDULE,
+    "GPipe": SCHEDULE,
+    "Loopback": "(num_ranks)",
+    "OneFOneB": SCHEDULE,
+    "PipelineStage": "(submod, stage_index, num_stages, device, group)",
+    "Schedule": SCHEDULE,
+    "pair_adjacent": "(num_stages, ranks_per_node)",
+}
+
+
+def parameters(function) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def test_names_and_signatures():
+    assert bpipe.__all__ == sorted([*SIGNATURES, "__version__"])
+    assert {name: f"({', '.join(parameters(getattr(bpipe, name)))})" for name in SIGNATURES} == SIGNATURES
+    assert schedules.__all__ == ["Action", "Channel", "Op", "Plan", "Purpose", "build", "finish", "names", "verify"]
+    assert dir(bpipe) == bpipe.__all__
+
+
+def test_a_changed_import_is_enough():
+    """Everything that torch's classes and methods take has the same name and place here."""
+    ours, theirs = parameters(bpipe.OneFOneB), parameters(pipelining.Schedule1F1B)
+    assert ours[: len(theirs)] == theirs
+    shared = [name for name in parameters(pipelining.PipelineStage) if name in ("stage_index", "num_stages", "device", "group")]
+    assert [name for name in parameters(bpipe.PipelineStage) if name != "submod"] == shared
+    for method in ("step", "eval"):
+        ours, theirs = (set(parameters(getattr(owner, method))) for owner in (bpipe.OneFOneB, pipelining.Schedule1F1B))
+        assert theirs <= ours
+
+
+def test_unknown_names_and_old_torch(monkeypatch):
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        bpipe.Nothing  # noqa: B018
+    monkeypatch.setattr(torch, "__version__", "2.10.0+cpu")
+    with pytest.raises(ImportError, match=r"bpipe needs torch 2\.11 or newer, and this is torch 2\.10\.0\+cpu"):
+        bpipe.OneFOneB  # noqa: B018
+
+
+def test_importing_bpipe_loads_no_torch():
+    code = "import sys, bpipe, bpipe.schedules; bpipe.pair_adjacent(4, 2); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def modules():
+    return [importlib.import_module(info.name) for info in pkgutil.walk_packages(bpipe.__path__, "bpipe.")]
+
+
+@pytest.mark.parametrize("module", modules(), ids=lambda module: module.__name__)
+def test_examples_in_docstrings_run(module):
+    assert hasattr(module, "__all__") or module.__name__ == "bpipe._version"
+    assert doctest.testmod(module).failed == 0
