@@ -1,0 +1,41 @@
+# Every target that needs Python packages makes .venv first, from setup.py; nothing is installed outside it.
+
+PYTHON ?= python3
+STAGES ?= 4
+VENV := .venv
+READY := $(VENV)/.ready
+PATHS := bpipe tests examples benchmarks setup.py
+
+# Processes of one machine talk over its loopback interface, by address: no name is looked up.
+LOOPBACK := $(if $(filter Darwin,$(shell uname)),lo0,lo)
+TORCHRUN := $(VENV)/bin/torchrun --nnodes 1 --nproc-per-node $(STAGES) \
+	--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1
+
+.DEFAULT_GOAL := help
+.PHONY: help train test lint clean
+
+help: ## Show this help
+	@echo "usage: make <target>"
+	@sed -n 's/^\([a-z]*\): .*## /  \1|/p' $(firstword $(MAKEFILE_LIST)) | awk -F '|' '{ printf "%-9s %s\n", $$1, $$2 }'
+
+train: $(READY) ## Train a language model over STAGES=4 processes with balanced memory, for STEPS=... steps
+	@GLOO_SOCKET_IFNAME=$${GLOO_SOCKET_IFNAME:-$(LOOPBACK)} OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
+		$(TORCHRUN) examples/train_gpt.py $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+
+test: $(READY) ## Run all tests; ruff and mypy are among them
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(READY) ## Check style and types only
+	$(VENV)/bin/ruff check $(wildcard $(PATHS))
+	$(VENV)/bin/mypy
+
+clean: ## Remove what builds and tests leave; .venv and runs/ stay
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(READY): setup.py pyproject.toml
+	@echo "Making $(VENV): PyTorch, bpipe and its tools. The first time takes some minutes."
+	@$(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test,examples]'
+	@touch $@

@@ -1,0 +1,170 @@
+"""Ways to damage a plan: each takes one and a source of randomness, and gives another, or None where it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from random import Random
+
+from bpipe.schedules import Action, Op, Plan
+
+Mutation = Callable[[Plan, Random], Plan | None]
+Lane = tuple[Action, ...]
+
+
+def lanes(plan: Plan) -> list[Lane]:
+    """Every lane, computing ones first."""
+    return [*plan.actions, *plan.served]
+
+
+def with_lanes(plan: Plan, changed: dict[int, Lane]) -> Plan:
+    """The plan with some of `lanes(plan)` changed, by index."""
+    new = [changed.get(index, lane) for index, lane in enumerate(lanes(plan))]
+    return replace(plan, actions=tuple(new[: plan.num_ranks]), served=tuple(new[plan.num_ranks :]))
+
+
+def pick(plan: Plan, random: Random) -> tuple[int, int]:
+    """A random lane with something in it, each lane as likely, and a position there."""
+    index = random.choice([index for index, lane in enumerate(lanes(plan)) if lane])
+    return index, random.randrange(len(lanes(plan)[index]))
+
+
+def rewritten(plan: Plan, index: int, at: int, action: Action) -> Plan:
+    lane = lanes(plan)[index]
+    return with_lanes(plan, {index: (*lane[:at], action, *lane[at + 1 :])})
+
+
+def dropped(plan: Plan, random: Random) -> Plan | None:
+    index, at = pick(plan, random)
+    lane = lanes(plan)[index]
+    return with_lanes(plan, {index: lane[:at] + lane[at + 1 :]})
+
+
+def duplicated(plan: Plan, random: Random) -> Plan | None:
+    index, at = pick(plan, random)
+    lane, to = lanes(plan)[index], random.randrange(len(lanes(plan)[index]) + 1)
+    return with_lanes(plan, {index: (*lane[:to], lane[at], *lane[to:])})
+
+
+def moved(plan: Plan, random: Random) -> Plan | None:
+    index, at = pick(plan, random)
+    return at_other_place(plan, index, at, random.randrange(len(lanes(plan)[index])))
+
+
+def at_other_place(plan: Plan, index: int, at: int, to: int) -> Plan:
+    rest = list(lanes(plan)[index])
+    rest.insert(to, rest.pop(at))
+    return with_lanes(plan, {index: tuple(rest)})
+
+
+def swapped(plan: Plan, random: Random) -> Plan | None:
+    index, at = pick(plan, random)
+    return exchanged(plan, index, at, random.randrange(len(lanes(plan)[index])))
+
+
+def exchanged(plan: Plan, index: int, one: int, other: int) -> Plan:
+    lane = list(lanes(plan)[index])
+    lane[one], lane[other] = lane[other], lane[one]
+    return with_lanes(plan, {index: tuple(lane)})
+
+
+def reordered_on_both_ends(plan: Plan, random: Random) -> Plan | None:
+    """Exchange two microbatches in everything that one stage does with an operation, and with its twins elsewhere."""
+    index, at = pick(plan, random)
+    action = lanes(plan)[index][at]
+    other = random.randrange(plan.num_microbatches)
+    names = {action.microbatch: other, other: action.microbatch}
+    ops = random.choice([{Op.F, Op.B, Op.I, Op.W}, {op for op in Op if ("EVICT" in op) or ("ACCEPT" in op)}, {*Op}])
+    stages = random.choice([{action.stage}, {action.stage, action.stage + 1}, {*range(plan.num_stages)}])
+
+    def renamed(a: Action) -> Action:
+        return a._replace(microbatch=names.get(a.microbatch, a.microbatch)) if a.op in ops and a.stage in stages else a
+
+    return with_lanes(plan, {i: tuple(map(renamed, lane)) for i, lane in enumerate(lanes(plan))})
+
+
+def repeered(plan: Plan, random: Random) -> Plan | None:
+    index, at = pick(plan, random)
+    action = lanes(plan)[index][at]
+    peers = [peer for peer in (None, *range(-1, plan.num_ranks + 1)) if peer != action.peer]
+    return rewritten(plan, index, at, action._replace(peer=random.choice(peers))) if action.peer is not None else None
+
+
+def repeered_on_one_end(plan: Plan, random: Random) -> Plan | None:
+    """Send all of a rank's evictions to another rank, which nobody told."""
+    evictors = [rank for rank in range(plan.num_ranks) if plan.evicted(rank)]
+    if not evictors or plan.num_ranks < 3:
+        return None
+    rank = random.choice(evictors)
+    acceptor = random.choice([r for r in range(plan.num_ranks) if r != rank and rank not in plan.chains(r)] or [-1])
+    moves = {Op.EVICT, Op.WAIT_EVICT, Op.LOAD, Op.WAIT_LOAD}
+    return with_lanes(plan, {rank: tuple(a._replace(peer=acceptor) if a.op in moves else a for a in plan.actions[rank])})
+
+
+def relabelled(plan: Plan, random: Random) -> Plan | None:
+    index, at = pick(plan, random)
+    action = lanes(plan)[index][at]
+    changes = (
+        [action._replace(microbatch=i) for i in range(-1, plan.num_microbatches + 1)]
+        + [action._replace(stage=s) for s in range(-1, plan.num_stages + 1)]
+        + [action._replace(op=op) for op in Op]
+    )
+    return rewritten(plan, index, at, random.choice([change for change in changes if change != action]))
+
+
+def on_other_lane(plan: Plan, random: Random) -> Plan | None:
+    """Move an action to another rank, or between a rank's compute lane and its served one."""
+    index, at = pick(plan, random)
+    to = random.choice([i for i in range(2 * plan.num_ranks) if i != index])
+    lane, other = lanes(plan)[index], lanes(plan)[to]
+    place = random.randrange(len(other) + 1)
+    return with_lanes(plan, {index: lane[:at] + lane[at + 1 :], to: (*other[:place], lane[at], *other[place:])})
+
+
+def lanes_exchanged(plan: Plan, random: Random) -> Plan | None:
+    index = random.randrange(2 * plan.num_ranks)
+    other = random.randrange(2 * plan.num_ranks)
+    return with_lanes(plan, {index: lanes(plan)[other], other: lanes(plan)[index]})
+
+
+def cut_off(plan: Plan, random: Random) -> Plan | None:
+    index, at = pick(plan, random)
+    return with_lanes(plan, {index: lanes(plan)[index][:at]})
+
+
+def budget_lowered(plan: Plan, random: Random) -> Plan | None:
+    """One slot less than a rank occupies."""
+    rank = random.randrange(plan.num_ranks)
+    return replace(plan, slots=tuple(peak - 1 if r == rank else k for r, (k, peak) in enumerate(zip(plan.slots, plan.peak_slots))))
+
+
+def stage_elsewhere(plan: Plan, random: Random) -> Plan | None:
+    stage, rank = random.randrange(plan.num_stages), random.randrange(plan.num_ranks)
+    ranks = tuple(rank if s == stage else r for s, r in enumerate(plan.stage_ranks))
+    return replace(plan, stage_ranks=ranks) if ranks != plan.stage_ranks else None
+
+
+def microbatches_miscounted(plan: Plan, random: Random) -> Plan | None:
+    return replace(plan, num_microbatches=plan.num_microbatches + random.choice([-1, 1]))
+
+
+def direction_mistaken(plan: Plan, random: Random) -> Plan | None:
+    return replace(plan, has_backward=not plan.has_backward)
+
+
+# No plan survives one of these.
+STRUCTURAL: tuple[Mutation, ...] = (
+    dropped,
+    duplicated,
+    repeered,
+    repeered_on_one_end,
+    relabelled,
+    on_other_lane,
+    cut_off,
+    budget_lowered,
+    stage_elsewhere,
+    microbatches_miscounted,
+    direction_mistaken,
+)
+# Some of these do no harm: whether one does is for the replay to say.
+ORDERING: tuple[Mutation, ...] = (moved, swapped, reordered_on_both_ends, lanes_exchanged)

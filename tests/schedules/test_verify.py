@@ -1,0 +1,223 @@
+"""The verifier against an independent replay: every plan that does harm is refused, and every generated one is sound."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bpipe.errors import PlanError
+from bpipe.schedules import Action, Op, Plan, build, finish, one_f_one_b, verify
+from bpipe.schedules.order import linearise
+from tests.schedules import mutations
+from tests.schedules.mutations import ORDERING, STRUCTURAL, Mutation, lanes
+from tests.schedules.replay import occupied, replay
+from tests.schedules.strategies import computations, plans, split
+
+MUTANTS = 12  # of each plan
+
+
+def refused(plan: Plan) -> bool:
+    try:
+        verify(plan)
+    except PlanError:
+        return True
+    return False
+
+
+# Sound plans.
+
+
+@given(plans())
+@settings(max_examples=200)
+def test_generated_plans_verify_and_run(plan: Plan) -> None:
+    verify(plan)
+    assert occupied(plan) == plan.peak_slots
+    assert all(budget is None or peak <= budget for peak, budget in zip(plan.peak_slots, plan.slots))
+
+
+@given(plans())
+def test_one_order_of_everything(plan: Plan) -> None:
+    """It is each lane in its order: a plan is a projection of it."""
+    order, stuck = linearise(plan)
+    assert not stuck
+    assert len(order) == sum(map(len, lanes(plan)))
+    for rank in range(plan.num_ranks):
+        mine = [action for r, action in order if r == rank]
+        assert [action for action in mine if action in set(plan.actions[rank])] == list(plan.actions[rank])
+        for peer, chain in plan.chains(rank).items():
+            assert [action for action in mine if action.peer == peer and action in set(chain)] == list(chain)
+
+
+# Damaged plans.
+
+
+@given(plans(), st.sampled_from(STRUCTURAL), st.randoms(use_true_random=False))
+@settings(max_examples=400)
+def test_structural_mutations_are_caught(plan: Plan, mutation: Mutation, random: Random) -> None:
+    mutant = mutation(plan, random)
+    if mutant is not None:
+        assert replay(mutant) is not None
+        assert refused(mutant)
+
+
+@given(plans(), st.lists(st.sampled_from(ORDERING * 3 + STRUCTURAL), min_size=1, max_size=3), st.randoms(use_true_random=False))
+@settings(max_examples=200)
+def test_harmful_mutations_are_caught(plan: Plan, chosen: list[Mutation], random: Random) -> None:
+    for _ in range(MUTANTS):
+        mutant = plan
+        for mutation in chosen:
+            if mutant.num_microbatches and any(lanes(mutant)):
+                mutant = mutation(mutant, random) or mutant
+        harm = replay(mutant)
+        assert harm is None or refused(mutant), harm
+
+
+def reorderings(plan: Plan) -> Iterator[Plan]:
+    """Each action at each other place of its lane, and each two actions of a lane exchanged."""
+    for index, lane in enumerate(lanes(plan)):
+        for one in range(len(lane)):
+            for other in range(len(lane)):
+                yield mutations.at_other_place(plan, index, one, other)
+                if one < other:
+                    yield mutations.exchanged(plan, index, one, other)
+
+
+def exact(plan: Plan) -> Plan:
+    """Finished, with budgets that leave no slot unused."""
+    return finish(replace(plan, slots=plan.peak_slots))
+
+
+def unlimited(plan: Plan) -> Plan:
+    return replace(plan, slots=(None,) * plan.num_ranks)
+
+
+SMALL: dict[str, Callable[[], Plan]] = {
+    "fits": lambda: build("1f1b", 2, 4, slots=(2, 1)),
+    "no room to spare": lambda: build("gpipe", 2, 5, slots=(3, 7)),
+    "an acceptor busy itself": lambda: build("gpipe", 3, 4, slots=(3, 4, 5)),
+    "eager": lambda: build("balanced_1f1b", 4, 4, rule="eager"),
+    "evictions without a budget": lambda: unlimited(build("gpipe", 2, 5, slots=(3, 7))),
+    "halves": lambda: exact(computations([split(lane, frozenset({1}), 0) for lane in one_f_one_b.order(2, 3)], (0, 1))),
+    "two stages on a rank": lambda: finish(computations(one_f_one_b.order(4, 2), (0, 1, 1, 0))),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_no_harmful_reordering_is_missed(name: str) -> None:
+    """Every one of them, thousands a plan; and the verifier is not so strict that it refuses what does no harm.
+
+    It does refuse an output still on its way when its microbatch runs backward, whether or not the budget has the slot.
+    """
+    plan = SMALL[name]()
+    assert replay(plan) is None
+    verdicts = Counter((replay(mutant) is not None, refused(mutant)) for mutant in reorderings(plan) if mutant != plan)
+    assert verdicts[True, False] == 0
+    assert verdicts[True, True] > 500
+    assert verdicts[False, False] > verdicts[False, True]
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_no_dropped_or_doubled_action_is_missed(name: str) -> None:
+    plan = SMALL[name]()
+    for index, lane in enumerate(lanes(plan)):
+        for at in range(len(lane)):
+            for changed in (lane[:at] + lane[at + 1 :], lane[: at + 1] + lane[at:]):
+                mutant = mutations.with_lanes(plan, {index: changed})
+                assert replay(mutant)
+                assert refused(mutant)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_budget_lowered_by_one(rank: int) -> None:
+    plan = build("balanced_1f1b", 4, 8)
+    slots = tuple(peak - (r == rank) for r, peak in enumerate(plan.peak_slots))
+    verify(replace(plan, slots=plan.peak_slots))
+    with pytest.raises(PlanError, match=rf"rank {rank} occupies \d slots and \d rooms for guests of a budget of {slots[rank]}"):
+        verify(replace(plan, slots=slots))
+
+
+def test_the_replay_knows_every_harm() -> None:
+    """Else the tests above would show little."""
+    seen: Counter[str] = Counter()
+    random = Random(0)
+    for plan in [*(make() for make in SMALL.values()), build("balanced_1f1b", 5, 7)]:
+        for mutation in STRUCTURAL + ORDERING:
+            for _ in range(60):
+                mutant = mutation(plan, random)
+                seen[(replay(mutant) or "none").split(":")[0] if mutant else "none"] += 1
+    known = {"missing token", "wrong token", "out of order", "undone", "started twice", "never started", "wrong lane", "misplaced"}
+    assert {"budget", "deadlock", "channel to itself", *known} <= set(seen)
+
+
+# What a violation says.
+
+
+def test_every_violation_is_reported_at_once_with_the_place_of_the_first() -> None:
+    plan = build("1f1b", 2, 3)
+    first, second = list(plan.actions[0]), list(plan.actions[1])
+    first.remove(Action(Op.F, 0, 2))
+    second.append(Action(Op.B, 1, 0))
+    with pytest.raises(PlanError) as raised:
+        verify(replace(plan, actions=(tuple(first), tuple(second))))
+    message = str(raised.value)
+    assert "1B0 stands a second time" in message.splitlines()[0]
+    assert "0F2 is missing" in message
+    marked = [line.split() for line in message.splitlines() if line.endswith("<-- ERROR HERE")]
+    assert marked == [[str(len(second) - 1), "1B0", "<--", "ERROR", "HERE"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [
+        (lambda plan: replace(plan, stage_ranks=()), "shape"),
+        (lambda plan: replace(plan, stage_ranks=(0, 1, 2, 4)), "shape"),
+        (lambda plan: replace(plan, served=plan.served[:3]), "shape"),
+        (lambda plan: replace(plan, slots=()), "shape"),
+        (lambda plan: replace(plan, num_microbatches=0), "shape"),
+        (lambda plan: replace(plan, actions=((), (), (), ())), "shape"),
+        (lambda plan: replace(plan, served=((), (), (), plan.served[3][::-1])), "ordered"),
+        (lambda plan: replace(plan, served=(plan.served[3], (), (), ())), "belongs"),
+        (lambda plan: replace(plan, slots=(3, 3, 2, 2)), "affordable"),
+        (lambda plan: replace(plan, actions=(plan.actions[0][1:], *plan.actions[1:])), "complete"),
+    ],
+)
+def test_a_violation_names_its_rule(change, rule: str) -> None:
+    with pytest.raises(PlanError, match=rf"(?m)^  {rule}: "):
+        verify(change(build("balanced_1f1b", 4, 8)))
+
+
+# What it costs.
+
+
+@pytest.mark.slow
+def test_planning_is_quick_and_linear() -> None:
+    """In process time, and the best of a few runs: a busy machine only ever adds."""
+
+    def seconds(num_microbatches: int) -> float:
+        began = time.process_time()
+        plan = build("balanced_1f1b", 64, num_microbatches)
+        elapsed = time.process_time() - began
+        assert max(plan.peak_slots) == 33
+        return elapsed
+
+    few = min(seconds(256) for _ in range(2))
+    for _ in range(4):
+        many = seconds(1024)
+        if many < min(5, 8 * few):  # four times as many microbatches: linear is 4, quadratic 16
+            return
+    pytest.fail(f"64 stages: {few:.2f} s for 256 microbatches, {many:.2f} s for 1024")
+
+
+def test_schedules_import_no_torch() -> None:
+    code = "import bpipe.schedules as s, sys; s.build('balanced_1f1b', 4, 8); assert not {'torch', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": os.pathsep.join(sys.path)})
