@@ -11,6 +11,7 @@ backwards the list gets an idle moment, because that is where a real pipeline wa
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -63,9 +64,8 @@ def balance(plan: Plan, *, slots: int | Sequence[int | None], pairs: Sequence[in
     lacking = _attempt(plan, budgets, pairs, rule)
     if isinstance(lacking, Plan):
         return lacking
-    more = 1
-    while not isinstance(_attempt(plan, _raised(budgets, more), pairs, rule), Plan):
-        more += 1
+    tries = range(1, 1 + 2 * max(plan.peak_slots))
+    more = tries[bisect_left(tries, True, key=lambda n: isinstance(_attempt(plan, _raised(budgets, n), pairs, rule), Plan))]
     enough = _raised(budgets, more)
     raise BudgetError(
         f"{_show(budgets)} slots are too few for {plan.name} with {plan.num_stages} stages and {plan.num_microbatches} "

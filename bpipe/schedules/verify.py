@@ -142,26 +142,43 @@ _FORWARD_PEER = {
 }
 
 
+EVICTION = frozenset({Op.EVICT, Op.WAIT_EVICT, Op.LOAD, Op.WAIT_LOAD}) | SERVED
+
+
 def _complete(index: _Index) -> Iterator[Finding]:
     """Every microbatch runs forward and backward on every stage, with the transfers its neighbours need."""
     plan, places = index.plan, index.places
-    evictions = (Op.EVICT, Op.WAIT_EVICT, Op.LOAD, Op.WAIT_LOAD, Op.ACCEPT, Op.WAIT_ACCEPT, Op.RETURN, Op.WAIT_RETURN)
+    bits = {op: 1 << i for i, op in enumerate(Op)}
+    present: dict[tuple[int, int], int] = defaultdict(int)
+    for op, stage, microbatch in places:
+        present[stage, microbatch] |= bits[op]
     for stage in range(plan.num_stages):
-        first, last = Action(Op.F, stage, 0), Action(Op.B, stage, 0)
-        transfers = [t for t in (received_by(plan, first), sent_by(plan, first)) if t is not None]
-        if plan.has_backward:
-            transfers += [t for t in (received_by(plan, last), sent_by(plan, last)) if t is not None]
-        always = {Op.F, *(t.op for t in transfers), *(WAIT_OF[t.op] for t in transfers)}
+        accepted = {sum(bits[op] for op in ops) for ops in _complete_sets(plan, stage)}
         for microbatch in range(plan.num_microbatches):
-            required = set(always)
-            if plan.has_backward:
-                required |= {Op.I, Op.W} if (Op.I, stage, microbatch) in places or (Op.W, stage, microbatch) in places else {Op.B}
-            if any((op, stage, microbatch) in places for op in evictions):
-                required |= set(evictions)
-            for op in Op:
-                if (op in required) is not ((op, stage, microbatch) in places):
-                    here = places.get((op, stage, microbatch)) or places.get((Op.F, stage, microbatch))
-                    yield here, f"{stage}{op}{microbatch} is {'missing' if op in required else 'not part of this plan'}"
+            if present[stage, microbatch] not in accepted:
+                yield from _lacking(index, stage, microbatch)
+
+
+def _complete_sets(plan: Plan, stage: int) -> list[frozenset[Op]]:
+    """The sets of operations that make a microbatch of a stage complete: with a whole or a split backward, evicted or not."""
+    backwards = (frozenset({Op.B}), frozenset({Op.I, Op.W})) if plan.has_backward else (frozenset[Op](),)
+    return [_required(plan, stage, backward) | moved for backward in backwards for moved in (frozenset[Op](), EVICTION)]
+
+
+def _required(plan: Plan, stage: int, backward: frozenset[Op]) -> frozenset[Op]:
+    computations = [Action(op, stage, 0) for op in (Op.F, *backward)]
+    transfers = [t.op for c in computations for t in (received_by(plan, c), sent_by(plan, c)) if t is not None]
+    return frozenset({Op.F, *backward, *transfers, *(WAIT_OF[op] for op in transfers)})
+
+
+def _lacking(index: _Index, stage: int, microbatch: int) -> Iterator[Finding]:
+    """What a microbatch misses or has too much of, compared with the complete set that fits it best."""
+    there = frozenset(op for op in Op if (op, stage, microbatch) in index.places)
+    nearest = min(_complete_sets(index.plan, stage), key=lambda ops: len(ops ^ there))
+    here = index.places.get((Op.F, stage, microbatch))
+    for op in sorted(nearest ^ there):
+        where = index.places.get((op, stage, microbatch), here)
+        yield where, f"{stage}{op}{microbatch} is {'missing' if op in nearest else 'not part of this plan'}"
 
 
 # What must stand before what in the lane of one microbatch of one stage.
