@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from bpipe.comm.loopback import Wires
-from bpipe.errors import ConfigurationError
+from bpipe.errors import ConfigurationError, PipelineBrokenError
 from bpipe.runtime.run import Run
 from bpipe.schedules import Action, Plan
 from bpipe.schedules.order import linearise
@@ -53,7 +53,8 @@ class Loopback:
         self.num_ranks = num_ranks
         self._random = [_RandomState() for _ in range(num_ranks)]
         self._streams: dict[tuple[int, torch.device], torch.cuda.Stream] = {}
-        self._orders: dict[Plan, list[tuple[int, Action]]] = {}
+        self._order: tuple[Plan | None, list[tuple[int, Action]]] = (None, [])
+        self._is_running = False
         self.wires = Wires()
 
     def rank(self, rank: int) -> LoopbackGroup:
@@ -90,7 +91,11 @@ class Loopback:
         for rank, schedule in enumerate(schedules):
             if schedule.group != LoopbackGroup(self, rank):
                 raise ConfigurationError(f"schedule {rank} is not on rank {rank} of this loopback")
+        if self._is_running:
+            raise PipelineBrokenError("a step of this loopback was called from inside another one: one step at a time")
         with ExitStack() as guards:
+            self._is_running = True
+            guards.callback(setattr, self, "_is_running", False)
             for schedule in schedules:
                 guards.enter_context(schedule._guarded())
             started = time.perf_counter()
@@ -106,11 +111,11 @@ class Loopback:
     def _execute(self, runs: Sequence[Run]) -> None:
         self.wires.clear()
         plan = runs[0].plan
-        if plan not in self._orders:
-            self._orders[plan] = linearise(plan)[0]
+        if self._order[0] is not plan:
+            self._order = (plan, linearise(plan)[0])
         group_ranks = {run.rank: group_rank for group_rank, run in enumerate(runs)}
         with self._joined_streams(runs):
-            for plan_rank, action in self._orders[plan]:
+            for plan_rank, action in self._order[1]:
                 group_rank = group_ranks[plan_rank]
                 device = runs[group_rank].device
                 with self._random[group_rank].active(device), self._on_stream(group_rank, device):

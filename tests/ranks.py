@@ -76,6 +76,7 @@ def _main(
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+        dist.barrier()  # all are connected: none may leave before
         result = function(rank, *args)
     except BaseException as error:
         error.rank_traceback = f"rank {rank}:\n{traceback.format_exc()}"  # type: ignore[attr-defined]

@@ -52,7 +52,7 @@ def same(ones: Any, others: Any) -> bool:
 
 
 @given(st.integers(1, 4).flatmap(lambda m: st.tuples(st.just(m), cut_nests(m))))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_what_is_cut_fits_together_again(case: tuple[int, tuple[Any, Any]]) -> None:
     m, (value, spec) = case
     parts = split(value, spec, m, "an argument")

@@ -27,7 +27,7 @@ def pair_adjacent(num_stages: int, ranks_per_node: int) -> list[int]:
         >>> pair_adjacent(8, 4)
         [0, 1, 6, 7, 2, 3, 4, 5]
     """
-    if ranks_per_node < 1 or num_stages % ranks_per_node:
+    if num_stages < 1 or ranks_per_node < 1 or num_stages % ranks_per_node:
         raise ConfigurationError(
             f"{num_stages} stages do not fill nodes of {ranks_per_node} ranks: choose a divisor of {num_stages}"
         )

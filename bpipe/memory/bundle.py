@@ -18,7 +18,7 @@ class Bundle:
     """Storages that leave together and come back together.
 
     A large storage is a message of its own, sent from where it lies. The small ones move into one shared message, and out of
-    it again, so that they take their memory once at any time.
+    it again, so that between actions they take their memory once.
 
     Args:
         storages: each with the number of its owners, all of them saved tensors. One that has more, because a send that
@@ -65,7 +65,8 @@ class Bundle:
         for storage, expected in self._large:
             if owners(storage) > expected:
                 raise SavedTensorError(
-                    f"{owners(storage) - expected} tensors took hold of saved memory of {self._name} while it was being evicted"
+                    f"something took hold of saved memory of {self._name} while it was being evicted: {owners(storage)} owners, "
+                    f"expected {expected}. Keep no tensor of a stage's forward elsewhere once that forward has ended."
                 )
         for storage, _ in self._large:
             storage.resize_(0)

@@ -30,7 +30,11 @@ class Rooms:
     def take(self, guest: tuple[int, int], sizes: list[int]) -> list[torch.Tensor]:
         """Give a (stage, microbatch) a room and return its parts, uint8 [size] each."""
         total = sum(sizes)
-        self._free = [room if room.numel() >= total else _touched(total, room.device) for room in self._free]
+        for index, room in enumerate(self._free):
+            if room.numel() < total:
+                self._free[index] = room.new_empty(0)
+                del room  # the old room's memory is given back before the new one takes its own
+                self._free[index] = _touched(total, self._free[index].device)
         room = self._taken[guest] = self._free.pop()
         return list(room[:total].split(sizes)) if sizes else []
 

@@ -6,6 +6,7 @@ goes. A storage may move if the saved tensors are its only owners: then nobody c
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from bpipe.errors import SavedTensorError
-from bpipe.memory.storages import Held, Storage, keys_of, owners, storages_of
+from bpipe.memory.storages import Held, Storage, owners, shares_parts, storages_of
 
 __all__: list[str] = []
 
@@ -22,18 +23,48 @@ __all__: list[str] = []
 class Saved:
     """What a saved-tensor hook hands to autograd: an alias of the tensor, and its version when it was saved."""
 
-    __slots__ = ("__weakref__", "tensor", "version")
+    __slots__ = ("__weakref__", "is_no_alias", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor if isinstance(tensor, torch.nn.Parameter) else tensor.detach()
         self.version = tensor._version
+        self.is_no_alias = shares_parts(self.tensor, tensor)
+
+
+class _Group:
+    """The saved tensors of one storage."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self.saved: list[Saved] = []
+
+    @property
+    def python_references(self) -> int:
+        """References to the Python object of the storage, of which torch makes only one: ours, and the user's if there are."""
+        return sys.getrefcount(self.storage)
+
+    def others(self) -> int:
+        """Owners besides the saved tensors."""
+        return owners(self.storage) - len(self.saved) + self.python_references - _ONLY_OURS
+
+    def held(self, reason: str) -> Held:
+        tensor = self.saved[0].tensor
+        return Held(tuple(tensor.shape), tensor.dtype, self.storage.nbytes(), reason)
+
+
+def _calibrate() -> int:
+    tensor = torch.empty(1)
+    return _Group(tensor.untyped_storage()).python_references
+
+
+_ONLY_OURS = _calibrate()  # with a tensor that owns the storage too: torch may keep a reference of its own then
 
 
 @dataclass
 class Contents:
     """The storages of a microbatch: those that may move, in the order of their saving, and those that cannot."""
 
-    movable: list[tuple[Storage, int]] = field(default_factory=list)  # each with the number of its saved tensors
+    movable: list[tuple[Storage, int]] = field(default_factory=list, repr=False)  # each with the number of its saved tensors
     fixed_bytes: int = 0  # this microbatch's alone, and yet not movable
     shared: dict[int, Held] = field(default_factory=dict)  # owned by others too, by storage
     foreign: list[Held] = field(default_factory=list)  # parameters, buffers and the user's batch: not activations
@@ -103,37 +134,39 @@ class Stash:
         Raises:
             SavedTensorError: a saved tensor was modified in place.
         """
-        alive = [saved for ref in self._saved if (saved := ref()) is not None]
-        storages: dict[int, Storage] = {}
-        aliases: Counter[int] = Counter()
-        example: dict[int, torch.Tensor] = {}
-        for saved in alive:
-            self._check_unchanged(saved)
-            for storage in storages_of(saved.tensor):
-                storages[storage._cdata] = storage
-                aliases[storage._cdata] += 1
-                example.setdefault(storage._cdata, saved.tensor)
-        parameters = keys_of(saved.tensor for saved in alive if isinstance(saved.tensor, torch.nn.Parameter))
         kept, sent = _count(ours), _count(leaving)
         contents = Contents()
-        for key, storage in storages.items():
-            if not storage.nbytes():
-                continue
-            others = owners(storage) - aliases[key] - kept[key] - sent[key]
-            held = Held(tuple(example[key].shape), example[key].dtype, storage.nbytes(), "")
-            if key in self._foreign or key in parameters:
-                contents.foreign.append(held._replace(reason=self._foreign.get(key, "a parameter")))
+        for key, group in self._groups().items():
+            others = group.others() - kept[key] - sent[key]
+            if reason := self._foreign.get(key) or ("a parameter" if _has_parameter(group) else None):
+                contents.foreign.append(group.held(reason))
+            elif any(saved.is_no_alias for saved in group.saved):
+                contents.shared[key] = group.held("inside a tensor subclass whose detach() makes no alias")
             elif others:
-                contents.shared[key] = held._replace(reason=f"owned by {others} more tensor{'s' * (others > 1)} outside the graph")
-            elif kept[key] or not storage.resizable():
-                contents.fixed_bytes += storage.nbytes()
+                contents.shared[key] = group.held(f"owned {others} more time{'s' * (others > 1)} outside the graph")
+            elif kept[key] or not group.storage.resizable():
+                contents.fixed_bytes += group.storage.nbytes()
             else:
-                contents.movable.append((storage, aliases[key]))
+                contents.movable.append((group.storage, len(group.saved)))
         return contents
+
+    def _groups(self) -> dict[int, _Group]:
+        """What is saved and not yet freed, by storage, in the order of saving; nothing that was modified."""
+        groups: dict[int, _Group] = {}
+        for saved in [saved for ref in self._saved if (saved := ref()) is not None]:
+            self._check_unchanged(saved)
+            for storage in storages_of(saved.tensor):
+                if storage.nbytes():
+                    groups.setdefault(storage._cdata, _Group(storage)).saved.append(saved)
+        return groups
 
     def mark(self, *, away: bool) -> None:
         """Say whether the movable storages are empty."""
         self._is_away = away
+
+
+def _has_parameter(group: _Group) -> bool:
+    return any(isinstance(saved.tensor, torch.nn.Parameter) for saved in group.saved)
 
 
 def _count(tensors: Iterable[torch.Tensor]) -> Counter[int]:

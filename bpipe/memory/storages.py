@@ -22,6 +22,12 @@ def storages_of(tensor: torch.Tensor) -> Iterator[Storage]:
         yield tensor.untyped_storage()
 
 
+def shares_parts(alias: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether a wrapper subclass and its alias hold the very same inner tensors, so that owners can't be told by counting."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    return flatten is not None and any(getattr(alias, name) is getattr(tensor, name) for name in flatten()[0])
+
+
 def keys_of(tensors: Iterable[torch.Tensor]) -> set[int]:
     """The identities of the storages under some tensors."""
     return {storage._cdata for tensor in tensors for storage in storages_of(tensor)}

@@ -1,0 +1,125 @@
+"""What ranks must agree on: read back as written, and every difference named with both values and ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bpipe.comm.agreement import COMPARED, MAGIC, MOST_STAGES, NOTHING, RECORD, Record, check
+from bpipe.errors import AgreementError, BPipeError, CommError
+
+RECORDS = st.builds(
+    Record,
+    version=st.text("0123456789.abcdev+", max_size=16),
+    fingerprint=st.text("0123456789abcdef", min_size=32, max_size=32),
+    is_training=st.booleans(),
+    step=st.integers(0, 2**64 - 1),
+    num_stages=st.integers(0, 2**32 - 1),
+    num_microbatches=st.integers(0, 2**32 - 1),
+    signature=st.binary(min_size=16, max_size=16),
+    stages=st.lists(st.integers(0, NOTHING - 1), max_size=MOST_STAGES).map(tuple),
+    refusal=st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=60),
+)
+BASE = Record("1.0", "ab" * 16, True, 3, 3, 8, bytes(16), (0,), "")
+
+
+def ranks(**changes: Any) -> list[Record]:
+    """Three ranks that agree, but for what the last one changes."""
+    return [BASE, BASE._replace(stages=(1,)), BASE._replace(stages=(2,))._replace(**changes)]
+
+
+@given(RECORDS)
+@settings(max_examples=100)
+def test_round_trip(record: Record) -> None:
+    data = record.pack()
+    assert len(data) == RECORD.size
+    assert Record.unpack(data) == record
+
+
+@given(st.text(min_size=100, max_size=400))
+@settings(max_examples=50)
+def test_long_refusals_are_cut(refusal: str) -> None:
+    seen = Record.unpack(BASE._replace(refusal=refusal).pack()).refusal
+    assert len(seen) >= 64
+    assert refusal.startswith(seen.rstrip("\ufffd\0")) or "\0" in refusal
+
+
+@given(st.binary(max_size=700) | st.binary(min_size=RECORD.size, max_size=RECORD.size))
+@settings(max_examples=100)
+def test_random_bytes(data: bytes) -> None:
+    with pytest.raises(CommError):
+        Record.unpack(data)
+
+
+@given(RECORDS, st.integers(0, RECORD.size - 1), st.integers(1, 255), st.booleans())
+@settings(max_examples=200)
+def test_damaged_records_are_records_or_errors(record: Record, place: int, flip: int, is_cut: bool) -> None:
+    data = bytearray(record.pack())
+    data[place] ^= flip
+    if place < len(MAGIC) or is_cut:
+        with pytest.raises(CommError):
+            Record.unpack(bytes(data[:place] if is_cut else data))
+        return
+    try:
+        seen = Record.unpack(bytes(data))
+        check([seen])
+    except BPipeError:
+        return
+    assert seen.stages
+
+
+def test_ranks_that_agree() -> None:
+    check(ranks())
+    check(ranks(signature=b"x" * 16))  # each rank has inputs of its own
+    check([BASE._replace(stages=(2, 0)), BASE._replace(stages=(1,))])
+
+
+CHANGES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "bpipe's version": ({"version": "1.1"}, "1.0", "1.1"),
+    "train or eval": ({"is_training": False}, "train", "eval"),
+    "the number of stages": ({"num_stages": 4}, "3", "4"),
+    "the number of microbatches": ({"num_microbatches": 16}, "8", "16"),
+    "the plan": ({"fingerprint": "cd" * 16}, "ab" * 16, "cd" * 16),
+    "the number of the step": ({"step": 4}, "3", "4"),
+}
+
+
+def test_every_compared_field_is_tried() -> None:
+    assert list(CHANGES) == list(COMPARED)
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_differences_are_named(what: str) -> None:
+    change, mine, theirs = CHANGES[what]
+    with pytest.raises(AgreementError, match=f"^the ranks disagree on {what}: rank 0 has {mine}, rank 2 has {theirs}$"):
+        check(ranks(**change))
+
+
+def test_the_difference_that_explains_the_others_comes_first() -> None:
+    with pytest.raises(AgreementError, match="the number of microbatches"):
+        check(ranks(num_microbatches=16, fingerprint="cd" * 16, step=9))
+
+
+def test_duplicate_stage() -> None:
+    with pytest.raises(AgreementError, match=r"^stage 1 is on two ranks, 1 and 2: give each its own stage_index$"):
+        check(ranks(stages=(1,)))
+
+
+def test_missing_stage() -> None:
+    message = r"^no rank holds stage 2 of 3 \(rank 0: \[0\], rank 1: \[1\], rank 2: \[\]\)$"
+    with pytest.raises(AgreementError, match=message):
+        check(ranks(stages=()))
+
+
+def test_a_record_of_four_billion_stages_costs_nothing() -> None:
+    with pytest.raises(AgreementError, match="no rank holds stage 1 of 4294967295"):
+        check([BASE._replace(num_stages=2**32 - 1)])
+
+
+def test_refusal_comes_before_everything() -> None:
+    refusing = ranks(refusal="ValueError: no target", step=9, stages=())
+    with pytest.raises(AgreementError, match=r"^rank 2 cannot run this step: ValueError: no target$"):
+        check(refusing)

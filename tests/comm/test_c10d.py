@@ -1,0 +1,212 @@
+"""Channels over gloo, between processes."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bpipe.comm.c10d import C10dTransport
+from bpipe.comm.header import FIRST, FIXED, Subject, pack_eviction, total_length
+from bpipe.comm.transport import Transfer
+from bpipe.errors import CommError, ConfigurationError
+from bpipe.schedules import Channel, Purpose
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+SUBJECT = Subject(0, 0, 0)
+CHANNELS = [
+    Channel(Purpose.FORWARD, 0, 1),
+    Channel(Purpose.BACKWARD, 1, 0),
+    Channel(Purpose.EVICT, 0, 1),
+    Channel(Purpose.RETURN, 1, 0),
+    Channel(Purpose.EVICT, 1, 0),
+    Channel(Purpose.RETURN, 0, 1),
+]
+
+
+def opened(group: Any = None, group_ranks: tuple[int, ...] = (0, 1), kind: type[C10dTransport] = C10dTransport) -> C10dTransport:
+    transport = kind(group, CPU)
+    transport.agree(b"hello")
+    transport.connect(CHANNELS, group_ranks)
+    return transport
+
+
+def wait(transfers: list[Transfer]) -> None:
+    for transfer in transfers:
+        transfer.wait()
+
+
+def contents(channel: Channel, index: int, size: int) -> torch.Tensor:
+    """What message `index` of a channel says, different from its neighbours'."""
+    return torch.full((size,), (7 * index + 31 * CHANNELS.index(channel)) % 251, dtype=torch.uint8)
+
+
+def exchange(transport: C10dTransport, sizes: list[int]) -> int:
+    """Send a message of each size on every channel at once, receive all of them, and count those that are as expected."""
+    sent = [
+        transport.send(channel, [contents(channel, index, size)])
+        for index, size in enumerate(sizes)
+        for channel in CHANNELS
+        if channel.src == transport.rank
+    ]
+    received = {
+        (channel, index): torch.empty(size, dtype=torch.uint8)
+        for channel in reversed(CHANNELS)
+        if channel.dst == transport.rank
+        for index, size in enumerate(sizes)
+    }
+    wait([transport.receive(channel, [tensor]) for (channel, _), tensor in received.items()])
+    wait(sent)
+    return sum(torch.equal(tensor, contents(channel, index, tensor.numel())) for (channel, index), tensor in received.items())
+
+
+def many_messages(rank: int) -> int:
+    sizes = [random.Random(0).choice([0, 1, 100, 4096, 300_000]) for _ in range(40)]
+    return exchange(opened(), sizes)
+
+
+def test_each_channel_is_first_in_first_out_and_on_its_own() -> None:
+    assert run_ranks(many_messages, 2) == [40 * 3, 40 * 3]
+
+
+def large_messages(rank: int) -> int:
+    return exchange(opened(), [16 * 1024**2])
+
+
+def test_large_messages_both_ways_at_once() -> None:
+    assert run_ranks(large_messages, 2) == [3, 3]
+
+
+LENGTHS = [0, 1, (FIRST - FIXED.size) // 8, (FIRST - FIXED.size) // 8 + 1, 1000, 65535]
+
+
+def headers_of_many_lengths(rank: int) -> list[bool]:
+    """Headers and payloads of one channel keep their order, and headers overtake nothing."""
+    transport = opened()
+    channel = Channel(Purpose.EVICT, 0, 1)
+    headers = [pack_eviction(SUBJECT, list(range(count))) for count in LENGTHS]
+    if rank == 0:
+        wait([transport.send(channel, [torch.full((5,), i, dtype=torch.uint8)], header) for i, header in enumerate(headers)])
+        return []
+    results = []
+    for index, header in enumerate(headers):
+        data = transport.receive_header(channel)
+        payload = torch.empty(5, dtype=torch.uint8)
+        transport.receive(channel, [payload]).wait()
+        results.append(data[: total_length(data)] == header and payload.tolist() == [index] * 5)
+    return results
+
+
+def test_headers_of_any_length() -> None:
+    assert FIXED.size + 8 * LENGTHS[2] <= FIRST < FIXED.size + 8 * LENGTHS[3]
+    assert run_ranks(headers_of_many_lengths, 2)[1] == [True] * len(LENGTHS)
+
+
+def several_tensors(rank: int) -> list[list[int]]:
+    transport = opened()
+    channel = Channel(Purpose.FORWARD, 0, 1)
+    messages = [[], [b""], [b"", b"ab", b""], [b"cde", b"", b"f"]]
+    if rank == 0:
+        wait([transport.send(channel, [torch.tensor(list(part), dtype=torch.uint8) for part in parts]) for parts in messages])
+        return []
+    received = [[torch.empty(len(part), dtype=torch.uint8) for part in parts] for parts in messages]
+    wait([transport.receive(channel, parts) for parts in received])
+    return [[tensor.tolist() for tensor in parts] for parts in received]
+
+
+def test_empty_tensors_and_messages() -> None:
+    expected = [[], [b""], [b"", b"ab", b""], [b"cde", b"", b"f"]]
+    assert run_ranks(several_tensors, 2)[1] == [[list(part) for part in parts] for parts in expected]
+
+
+def records(rank: int) -> list[bytes]:
+    transport = C10dTransport(None, CPU)
+    first = transport.agree(bytes([rank]) * 300)
+    return [part[:2] for part in first + transport.agree(b"step" + bytes([rank]))]
+
+
+def test_records_come_by_rank() -> None:
+    expected = [b"\0\0", b"\1\1", b"\2\2", b"st", b"st", b"st"]
+    assert run_ranks(records, 3) == [expected] * 3
+
+
+class Late(C10dTransport):
+    """Joins its groups late, when the other rank has looked for it already."""
+
+    def _gloo(self, name: str) -> Any:
+        time.sleep(0.1)
+        return super()._gloo(name)
+
+
+def pipelines_in_succession(rank: int) -> list[int]:
+    """Rank 0 closes each of its pipelines, rank 1 none, and a receive that never came true is left behind in each."""
+    kept, counts = [], []
+    for _ in range(3):
+        transport = opened(kind=C10dTransport if rank else Late)
+        counts.append(exchange(transport, [10, 1000]))
+        transport.receive(CHANNELS[1 - rank], [torch.empty(10, dtype=torch.uint8)])
+        kept.append(transport)
+        if rank == 0:
+            transport.close()
+    return counts
+
+
+def test_pipelines_in_succession_do_not_hear_each_other() -> None:
+    assert run_ranks(pipelines_in_succession, 2) == [[6, 6, 6]] * 2
+
+
+def subgroup(rank: int) -> list[int]:
+    """The plan's rank 0 is the last of a group of two out of three processes."""
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        return []
+    transport = opened(group, (1, 0))
+    channel = Channel(Purpose.FORWARD, 0, 1)
+    if rank == 2:
+        transport.send(channel, [torch.arange(3, dtype=torch.uint8)]).wait()
+        return [transport.rank, transport.size]
+    received = torch.empty(3, dtype=torch.uint8)
+    transport.receive(channel, [received]).wait()
+    return received.tolist()
+
+
+def test_groups_within_the_world_and_ranks_in_any_order() -> None:
+    assert run_ranks(subgroup, 3) == [[], [0, 1, 2], [1, 2]]
+
+
+def leaves(rank: int) -> str:
+    transport = opened()
+    if rank:
+        return "gone"
+    try:
+        transport.receive(Channel(Purpose.BACKWARD, 1, 0), [torch.empty(9, dtype=torch.uint8)]).wait()
+    except CommError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_peer_that_leaves_is_an_error() -> None:
+    first, _ = run_ranks(leaves, 2)
+    assert first.startswith("a transfer failed: ")
+
+
+def closes_twice(rank: int) -> bool:
+    fresh, transport = C10dTransport(None, CPU), opened()
+    for _ in range(2):
+        fresh.close()
+        transport.close()
+    return True
+
+
+def test_close_more_than_once_and_before_opening() -> None:
+    assert run_ranks(closes_twice, 1) == [True]
+
+
+def test_without_a_process_group() -> None:
+    with pytest.raises(ConfigurationError, match=r"call torch.distributed.init_process_group .* or give the stages group=Loopback"):
+        C10dTransport(None, CPU)

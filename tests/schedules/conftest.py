@@ -1,6 +1,0 @@
-"""Hypothesis, set for two busy cores: no deadline for one example, no store of earlier failures."""
-
-from hypothesis import HealthCheck, settings
-
-settings.register_profile("schedules", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("schedules")
