@@ -36,6 +36,7 @@ class Loopback:
 
     Args:
         num_ranks: ranks in the pipeline.
+        own_random_state: False to draw from the global random numbers on all ranks.
 
     Example:
         >>> import bpipe
@@ -47,10 +48,11 @@ class Loopback:
         torch.Size([8, 4])
     """
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, *, own_random_state: bool = True) -> None:
         if num_ranks < 1:
             raise ConfigurationError(f"num_ranks={num_ranks}: give a whole number of at least 1")
         self.num_ranks = num_ranks
+        self._own_random_state = own_random_state
         self._random = [_RandomState() for _ in range(num_ranks)]
         self._streams: dict[tuple[int, torch.device], torch.cuda.Stream] = {}
         self._order: tuple[Plan | None, list[tuple[int, Action]]] = (None, [])
@@ -79,11 +81,15 @@ class Loopback:
         Returns:
             The last stage's outputs.
         """
-        return self._run(schedules, lambda schedule: schedule._begin_step(*args, **kwargs))
+        from bpipe.schedule import call_of
+
+        return self._run(schedules, lambda schedule: schedule._begin_step(call_of(*args, **kwargs)))
 
     def eval(self, schedules: Sequence[Schedule], *args: Any, **kwargs: Any) -> Any:
         """Evaluate on all ranks: `schedules[r].eval(*args, **kwargs)` on each rank r."""
-        return self._run(schedules, lambda schedule: schedule._begin_eval(*args, **kwargs))
+        from bpipe.schedule import call_of
+
+        return self._run(schedules, lambda schedule: schedule._begin_eval(call_of(*args, **kwargs)))
 
     def _run(self, schedules: Sequence[Schedule], begin: Callable[[Schedule], Any]) -> Any:
         if len(schedules) != self.num_ranks:
@@ -118,7 +124,7 @@ class Loopback:
             for plan_rank, action in self._order[1]:
                 group_rank = group_ranks[plan_rank]
                 device = runs[group_rank].device
-                with self._random[group_rank].active(device), self._on_stream(group_rank, device):
+                with self._random_numbers(group_rank, device), self._on_stream(group_rank, device):
                     runs[group_rank].execute(action)
 
     @contextmanager
@@ -130,6 +136,9 @@ class Loopback:
         yield
         for key in on_cuda:
             torch.cuda.current_stream(key[1]).wait_stream(self._streams[key])
+
+    def _random_numbers(self, rank: int, device: torch.device) -> AbstractContextManager[Any]:
+        return self._random[rank].active(device) if self._own_random_state else nullcontext()
 
     def _on_stream(self, rank: int, device: torch.device) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._streams[rank, device]) if device.type == "cuda" else nullcontext()

@@ -43,6 +43,35 @@ class _Proven(NamedTuple):
     fingerprint: str
 
 
+class _Call(NamedTuple):
+    """What a user gave to `step` or `eval`."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+    losses: list[torch.Tensor] | None
+    return_outputs: bool
+    loss_kwargs: dict[str, Any] | None
+    arg_mbs: list[Any] | None
+    kwarg_mbs: list[Any] | None
+    target_mbs: list[Any] | None
+
+
+def call_of(
+    *args: Any,
+    target: Any = None,
+    losses: list[torch.Tensor] | None = None,
+    return_outputs: bool = True,
+    loss_kwargs: dict[str, Any] | None = None,
+    arg_mbs: list[Any] | None = None,
+    kwarg_mbs: list[Any] | None = None,
+    target_mbs: list[Any] | None = None,
+    **kwargs: Any,
+) -> _Call:
+    """Take the arguments of `step` or `eval` apart."""
+    return _Call(args, kwargs, target, losses, return_outputs, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs)
+
+
 class _Step(NamedTuple):
     """A step that this rank is ready for."""
 
@@ -102,7 +131,7 @@ class Schedule:
         }
         self.group = stages[0].group
         if self.group is None and self.plan.num_ranks == 1 and not torch.distributed.is_initialized():
-            self.group = Loopback(1).rank(0)
+            self.group = Loopback(1, own_random_state=False).rank(0)
         self._transport = _transport_for(self.group, stages[0].device, self.plan.num_ranks)
         self._plan_rank = self.plan.stage_ranks[stages[0].stage_index]
         self._group_ranks: list[int] = []
@@ -160,19 +189,8 @@ class Schedule:
             StageError: the module or the loss returned something that cannot be used.
             CommError: a transfer failed. The pipeline is broken then, as after any error inside a step.
         """
-        return self._run(
-            lambda: self._begin_step(
-                *args,
-                target=target,
-                losses=losses,
-                return_outputs=return_outputs,
-                loss_kwargs=loss_kwargs,
-                arg_mbs=arg_mbs,
-                kwarg_mbs=kwarg_mbs,
-                target_mbs=target_mbs,
-                **kwargs,
-            )
-        )
+        call = _Call(args, kwargs, target, losses, return_outputs, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs)
+        return self._run(lambda: self._begin_step(call))
 
     def eval(self, *args: Any, target: Any = None, losses: list[torch.Tensor] | None = None, **kwargs: Any) -> Any:
         """Run the forwards alone, without a graph; the losses too where a target is given.
@@ -180,39 +198,30 @@ class Schedule:
         Takes what `step` takes, and returns what it returns. Collective over the pipeline; blocks the host. Modules are
         left in train or eval mode as they are.
         """
-        return self._run(lambda: self._begin_eval(*args, target=target, losses=losses, **kwargs))
+        call = call_of(*args, target=target, losses=losses, **kwargs)
+        return self._run(lambda: self._begin_eval(call))
 
     def close(self) -> None:
         """Give groups, threads and the guests' memory back; also happens when the schedule is garbage collected."""
+        if self._broken is not None:
+            self._broken = self._broken.with_traceback(None)  # its frames keep the step's tensors alive
         self._finalizer()
 
     # A step in its phases, which a loopback runs for all ranks side by side
 
-    def _begin_step(self, *args: Any, **options: Any) -> _Step:
+    def _begin_step(self, call: _Call) -> _Step:
         if self._loss_fn is not None and not torch.is_grad_enabled():
             raise ConfigurationError("step() trains, and gradients are off here (torch.no_grad): use eval()")
-        return self._begin(args, is_training=self._loss_fn is not None, **options)
+        return self._begin(call, is_training=self._loss_fn is not None)
 
-    def _begin_eval(self, *args: Any, **options: Any) -> _Step:
-        return self._begin(args, is_training=False, **options)
+    def _begin_eval(self, call: _Call) -> _Step:
+        return self._begin(call, is_training=False)
 
-    def _begin(
-        self,
-        args: tuple[Any, ...],
-        *,
-        is_training: bool,
-        target: Any = None,
-        losses: list[torch.Tensor] | None = None,
-        return_outputs: bool = True,
-        loss_kwargs: dict[str, Any] | None = None,
-        arg_mbs: list[tuple[Any, ...]] | None = None,
-        kwarg_mbs: list[dict[str, Any]] | None = None,
-        target_mbs: list[Any] | None = None,
-        **kwargs: Any,
-    ) -> _Step:
-        arg_mbs = self._presplit(arg_mbs, args, "arg_mbs") or self._split(args, 0, "an argument", ())
-        kwarg_mbs = self._presplit(kwarg_mbs, kwargs, "kwarg_mbs") or self._split(kwargs, 1, "a keyword argument", {})
-        target_mbs = self._presplit(target_mbs, target, "target_mbs") or self._split_target(target)
+    def _begin(self, call: _Call, *, is_training: bool) -> _Step:
+        args, kwargs, target, losses, return_outputs, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs = call
+        arg_mbs = self._presplit(arg_mbs, args, "arg_mbs", tuple) or self._split(args, 0, "an argument", ())
+        kwarg_mbs = self._presplit(kwarg_mbs, kwargs, "kwarg_mbs", dict) or self._split(kwargs, 1, "a keyword argument", {})
+        target_mbs = self._presplit(target_mbs, target, "target_mbs", object) or self._split_target(target)
         holds_last_stage = self.plan.num_stages - 1 in self._stages
         if is_training and holds_last_stage and target_mbs is None:
             raise ConfigurationError(
@@ -220,12 +229,13 @@ class Schedule:
             )
         if losses is not None and not isinstance(losses, list):
             raise ConfigurationError(f"losses is filled in place and must be a list, got {type(losses).__qualname__}")
+        mode = " ".join(stage.mode() for stage in self._stages.values())
         parts = zip(arg_mbs, kwarg_mbs, target_mbs or [None] * len(arg_mbs))
         job = Job(
             args=arg_mbs,
             kwargs=kwarg_mbs,
             targets=target_mbs,
-            descriptions=[mb.describe(part) for part in parts],
+            descriptions=[f"{mode} {mb.describe(part)}" for part in parts],
             loss_fn=self._loss_fn,
             loss_kwargs=loss_kwargs or {},
             loss_scale=self._loss_scale,
@@ -234,7 +244,7 @@ class Schedule:
         record = self._record(is_training, mb.digest(job.descriptions)).pack()
         return _Step(record, self._plans[is_training].plan, job, losses, is_training)
 
-    def _presplit(self, given: list[Any] | None, whole: Any, name: str) -> list[Any] | None:
+    def _presplit(self, given: list[Any] | None, whole: Any, name: str, entry: type) -> list[Any] | None:
         if given is None:
             return None
         m = self.plan.num_microbatches
@@ -243,10 +253,20 @@ class Schedule:
             raise ConfigurationError(f"{name} must be a list with one entry for each of {m} microbatches, got {size}")
         if whole is not None and len(whole):
             raise ConfigurationError(f"{name} and the whole batch were both given: choose one")
+        odd = next((one for one in given if not isinstance(one, entry)), None)
+        if odd is not None:
+            raise ConfigurationError(
+                f"{name} has a {entry.__name__} for each microbatch, such as (x,) or {{'x': x}}; got {type(odd).__qualname__}"
+            )
         return list(given)
 
     def _split(self, value: Any, which: int, what: str, empty: Any) -> list[Any]:
         m = self.plan.num_microbatches
+        if any(tensor.requires_grad and not tensor.is_leaf for tensor in mb.tensors_in(value)):
+            raise ConfigurationError(
+                f"{what} was computed with a graph, which the backward of the first microbatch would free: give the pipeline "
+                "x.detach().requires_grad_(), and run x.backward(detached.grad) after the step"
+            )
         return mb.split(value, self._specs[which], m, what) if value else [empty] * m
 
     def _split_target(self, target: Any) -> list[Any] | None:
@@ -261,6 +281,7 @@ class Schedule:
             step=self._num_steps,
             num_stages=plan.num_stages,
             num_microbatches=plan.num_microbatches,
+            pipeline=self._transport.identity,
             signature=signature,
             stages=tuple(sorted(self._stages)),
             refusal=refusal,
@@ -379,6 +400,7 @@ class Schedule:
             yield
         except BaseException as error:
             self._broken = error
+            self._transport.is_broken = True
             raise
 
 

@@ -68,7 +68,7 @@ class PipelineStage:
         if isinstance(stage, cls):
             return stage
         try:
-            return cls(stage.submod, stage.stage_index, stage.num_stages, stage.device, stage.group)
+            return _AdoptedStage(stage)
         except AttributeError as error:
             raise ConfigurationError(f"a schedule runs a PipelineStage, got {type(stage).__qualname__}") from error
 
@@ -80,8 +80,28 @@ class PipelineStage:
     def is_last(self) -> bool:
         return self.stage_index == self.num_stages - 1
 
+    def mode(self) -> str:
+        """What besides its inputs decides what the stage returns and saves: train or eval, what is trainable, autocast."""
+        training = "".join("t" if module.training else "e" for module in self.submod.modules())
+        trainable = "".join("1" if parameter.requires_grad else "0" for parameter in self.submod.parameters())
+        kind = self.device.type
+        return f"{training} {trainable} {torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None}"
+
     def __repr__(self) -> str:
         return f"PipelineStage({type(self.submod).__name__}, {self.stage_index} of {self.num_stages}, {self.device})"
+
+
+class _AdoptedStage(PipelineStage):
+    """Another library's stage as one of ours; its module stays its own to replace."""
+
+    def __init__(self, stage: Any) -> None:
+        super().__init__(stage.submod, stage.stage_index, stage.num_stages, stage.device, stage.group)
+        self._stage = stage
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "submod" and "_stage" in self.__dict__:
+            return self._stage.submod
+        return super().__getattribute__(name)
 
 
 def _device_of(module: torch.nn.Module) -> torch.device:

@@ -20,7 +20,7 @@ SCHEDULE = "(stage, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec,
 SIGNATURES = {
     "BalancedOneFOneB": SCHEDULE,
     "GPipe": SCHEDULE,
-    "Loopback": "(num_ranks)",
+    "Loopback": "(num_ranks, own_random_state)",
     "OneFOneB": SCHEDULE,
     "PipelineStage": "(submod, stage_index, num_stages, device, group)",
     "Schedule": SCHEDULE,

@@ -12,7 +12,7 @@ __all__: list[str] = []
 
 MOST_STAGES = 64  # on one rank
 NOTHING = 0xFFFF
-RECORD = struct.Struct(f"<6sH16s16sBQII16s{MOST_STAGES}H256s")
+RECORD = struct.Struct(f"<6sH16s16sBQIII16s{MOST_STAGES}H256s")
 MAGIC = b"bpipe\1"
 
 
@@ -25,6 +25,7 @@ class Record(NamedTuple):
     step: int
     num_stages: int
     num_microbatches: int
+    pipeline: int  # which of the group's pipelines, as this rank counts them
     signature: bytes  # 16 bytes: a hash of the shapes and dtypes of this rank's inputs
     stages: tuple[int, ...]  # that this rank holds
     refusal: str  # why this rank cannot run the step; empty if it can
@@ -40,6 +41,7 @@ class Record(NamedTuple):
             self.step,
             self.num_stages,
             self.num_microbatches,
+            self.pipeline,
             self.signature,
             *padded,
             self.refusal.encode()[:256],
@@ -54,7 +56,9 @@ class Record(NamedTuple):
         """
         if len(data) != RECORD.size:
             raise CommError(f"an agreement record has {len(data)} bytes, expected {RECORD.size}")
-        magic, count, version, fingerprint, is_training, step, num_stages, num_microbatches, signature, *rest = RECORD.unpack(data)
+        magic, count, version, fingerprint, is_training, step, num_stages, num_microbatches, pipeline, signature, *rest = (
+            RECORD.unpack(data)
+        )
         if magic != MAGIC or count > MOST_STAGES:
             raise CommError(f"no agreement record of this version of bpipe: it starts {data[:8]!r}")
         return cls(
@@ -64,6 +68,7 @@ class Record(NamedTuple):
             step=step,
             num_stages=num_stages,
             num_microbatches=num_microbatches,
+            pipeline=pipeline,
             signature=signature,
             stages=tuple(rest[:count]),
             refusal=_text(rest[-1]),
@@ -80,6 +85,7 @@ COMPARED: dict[str, Callable[[Record], object]] = {
     "train or eval": lambda record: "train" if record.is_training else "eval",
     "the number of stages": lambda record: record.num_stages,
     "the number of microbatches": lambda record: record.num_microbatches,
+    "which of the group's pipelines this is": lambda record: record.pipeline,
     "the plan": lambda record: record.fingerprint,
     "the number of the step": lambda record: record.step,
 }

@@ -67,6 +67,12 @@ class C10dTransport(Transport):
         self._nccl: dict[Channel, Any] = {}
         self._staging = _Staging(device) if device.type == "cuda" and not self._has_nccl() else None
         self._is_open = False
+        self.identity = self._next_identity()
+
+    def _next_identity(self) -> int:
+        """Which pipeline of this group this is, as this rank counts them; the ranks compare it before each step."""
+        name = f"bpipe/pipelines/{getattr(self.group, 'group_name', '')}/{self.rank}"
+        return int(dist.distributed_c10d._get_default_store().add(name, 1))
 
     def _has_nccl(self) -> bool:
         return "nccl" in str(dist.get_backend_config(self.group))
@@ -152,12 +158,12 @@ class C10dTransport(Transport):
     def receive_header(self, channel: Channel) -> bytes:
         peer = self._group_ranks[channel.src]
         gloo, tag = self._gloo_for(channel), HEADER_TAGS[channel.purpose]
-        first = torch.empty(FIRST, dtype=torch.uint8)
+        first = torch.empty(FIRST, dtype=torch.uint8, device="cpu")
         gloo.recv([first], peer, tag).wait()
         data = bytes(first.numpy())
         missing = total_length(data) - FIRST
         if missing > 0:
-            rest = torch.empty(missing, dtype=torch.uint8)
+            rest = torch.empty(missing, dtype=torch.uint8, device="cpu")
             gloo.recv([rest], peer, tag).wait()
             data += bytes(rest.numpy())
         return data
@@ -165,6 +171,8 @@ class C10dTransport(Transport):
     def close(self) -> None:
         if self._staging is not None:
             self._staging.close()
+        if self._nccl and not self.is_broken:
+            torch.cuda.synchronize(self.device)  # what was posted must still arrive
         for communicator in self._nccl.values():
             communicator.abort()
         self._nccl.clear()
@@ -221,7 +229,9 @@ class _Staging:
     ) -> Transfer:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
+            copies = [
+                torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True).copy_(t, non_blocking=True) for t in tensors
+            ]
             copied: torch.cuda.Event = self._stream.record_event()
 
         def job() -> torch.cuda.Event:
@@ -230,13 +240,13 @@ class _Staging:
                 work.wait()
             return copied
 
-        return _Staged(self._submit(channel, job), tensors)
+        return _Staged(self._submit(channel, job), self._device, tensors)
 
     def receive(self, channel: Channel, tensors: Sequence[torch.Tensor], post: Callable[[torch.Tensor], Any]) -> Transfer:
         allocated = torch.cuda.current_stream(self._device).record_event()
 
         def job() -> torch.cuda.Event:
-            copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+            copies = [torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True) for t in tensors]
             for work in [post(copy) for copy in copies]:
                 work.wait()
             with torch.cuda.stream(self._stream):
@@ -246,7 +256,7 @@ class _Staging:
                 arrived: torch.cuda.Event = self._stream.record_event()
             return arrived
 
-        return _Staged(self._submit(channel, job), tensors)
+        return _Staged(self._submit(channel, job), self._device, tensors)
 
     def close(self) -> None:
         for thread in self._threads.values():
@@ -257,12 +267,12 @@ class _Staging:
 class _Staged:
     """A transfer through pinned memory: the host waits for the network, the current stream for the copy."""
 
-    def __init__(self, future: Future[torch.cuda.Event], tensors: Sequence[torch.Tensor]) -> None:
-        self._future = future
+    def __init__(self, future: Future[torch.cuda.Event], device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
+        self._future, self._device = future, device
         self._tensors: Sequence[torch.Tensor] = tensors
 
     @_transferring()
     def wait(self) -> None:
         copied = self._future.result()
-        torch.cuda.current_stream().wait_event(copied)
+        torch.cuda.current_stream(self._device).wait_event(copied)
         self._tensors = ()

@@ -22,7 +22,8 @@ class _Posted:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self.tensors: Sequence[torch.Tensor] = tensors
-        self.ready = _event(tensors)
+        self._device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
+        self.ready = None if self._device is None else torch.cuda.current_stream(self._device).record_event()
         self.copied: torch.cuda.Event | None = None
         self.is_done = False
 
@@ -30,16 +31,8 @@ class _Posted:
         if not self.is_done:
             raise CommError("a loopback transfer is waited for before its other end was posted; drive schedules with Loopback.step")
         if self.copied is not None:
-            torch.cuda.current_stream().wait_event(self.copied)
+            torch.cuda.current_stream(self._device).wait_event(self.copied)
         self.tensors = ()
-
-
-def _event(tensors: Sequence[torch.Tensor]) -> torch.cuda.Event | None:
-    if not any(tensor.is_cuda for tensor in tensors):
-        return None
-    event = torch.cuda.Event()
-    event.record()
-    return event
 
 
 class Wires:
@@ -70,13 +63,14 @@ class Wires:
         if received.ready is None or sent.ready is None:
             self._copy_tensors(sent, received)
         else:
-            stream = self._streams.setdefault(channel, torch.cuda.Stream())
+            if channel not in self._streams:
+                self._streams[channel] = torch.cuda.Stream(received.tensors[0].device)
+            stream = self._streams[channel]
             with torch.cuda.stream(stream):
                 stream.wait_event(sent.ready)
                 stream.wait_event(received.ready)
                 self._copy_tensors(sent, received)
-                sent.copied = received.copied = torch.cuda.Event()
-                sent.copied.record()
+                sent.copied = received.copied = stream.record_event()
         sent.is_done = received.is_done = True
 
     @staticmethod

@@ -27,6 +27,8 @@ class Transport(ABC):
     """One rank's end of the channels of a pipeline."""
 
     device: torch.device
+    identity: int = 0  # of the pipeline among those of its group
+    is_broken: bool = False  # a step failed: messages may be under way for ever
 
     @abstractmethod
     def agree(self, record: bytes) -> list[bytes]:

@@ -13,6 +13,7 @@ from bpipe.schedules.plan import occupancy
 __all__: list[str] = []
 
 Key = tuple[int, int]  # stage, microbatch
+Kind = tuple[int, str]  # stage, and what its microbatch looks like: those of a kind take the same memory
 
 
 class Footprint(NamedTuple):
@@ -20,6 +21,7 @@ class Footprint(NamedTuple):
 
     own_bytes: int  # given back by its backward
     movable_bytes: int  # of these, what an eviction frees
+    shared_bytes: int  # saved, and owned by others too: counted once for all microbatches of the kind
 
 
 class Ledger:
@@ -30,26 +32,37 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self.live_bytes = 0
+        self.live_bytes = 0  # without what is held
         self.peak_bytes = 0
         self.slots = 0
         self.peak_slots = 0
         self.evicted_bytes = 0
         self.loaded_bytes = 0
         self.footprints: dict[Key, Footprint] = {}
-        self.held: dict[int, Held] = {}  # shared storages, each once
-        self.foreign: list[Held] = []  # what is saved and no activation: parameters, buffers, the user's batch
+        self.held: list[Held] = []  # saved and not movable, of the microbatch followed last, with the reason
+        self.foreign: list[Held] = []  # saved and no activation: parameters, buffers, the user's batch
+        self._shared_bytes: dict[Kind, int] = {}
         self._away: dict[Key, int] = {}
 
     @property
     def held_bytes(self) -> int:
-        return sum(held.num_bytes for held in self.held.values())
+        """Bytes of what microbatches share with each other or with the module, each kind of microbatch once."""
+        return sum(self._shared_bytes.values())
 
-    def forward(self, key: Key, footprint: Footprint, shared: Mapping[int, Held]) -> None:
+    def seen(self, contents: Contents) -> None:
+        """A followed microbatch was looked at."""
+        self.held, self.foreign = list(contents.shared.values()), contents.foreign
+
+    def forward(self, key: Key, kind: Kind, footprint: Footprint) -> None:
         """A microbatch ran forward and keeps its footprint."""
         self.footprints[key] = footprint
-        self.held.update(shared)
+        self._shared_bytes[kind] = footprint.shared_bytes
         self._change(footprint.own_bytes, 1)
+
+    def seen_again(self, key: Key, footprint: Footprint) -> None:
+        """What the module had kept hold of during the forward may be the microbatch's alone by now."""
+        self._change(footprint.own_bytes - self.footprints[key].own_bytes, 0)
+        self.footprints[key] = footprint
 
     def backward(self, key: Key) -> None:
         """A microbatch ran backward and gave its memory back."""
@@ -76,7 +89,8 @@ class Ledger:
 
 def footprint_of(contents: Contents) -> Footprint:
     """The bytes that a look at a microbatch found."""
-    return Footprint(contents.own_bytes, contents.movable_bytes)
+    shared = sum(held.num_bytes for held in contents.shared.values())
+    return Footprint(contents.own_bytes, contents.movable_bytes, shared)
 
 
 def predicted_peak_bytes(actions: Iterable[Action], footprints: Mapping[Key, Footprint]) -> int:

@@ -89,10 +89,12 @@ class Stash:
     Args:
         name: the microbatch, for messages, such as "microbatch 3 of stage 0".
         foreign: storages that are nobody's activations, and what they are.
+        device: only what lies there can move; None for any.
     """
 
-    def __init__(self, name: str, foreign: Mapping[int, str]) -> None:
+    def __init__(self, name: str, foreign: Mapping[int, str], device: torch.device | None = None) -> None:
         self.name = name
+        self._device = device
         self._foreign = foreign
         self._saved: list[weakref.ref[Saved]] = []
         self._is_away = False
@@ -113,7 +115,7 @@ class Stash:
                 f"a saved tensor of {self.name} was used while its bytes were on another rank. "
                 "Run no backward of your own through a stage between its forward and its backward."
             )
-        return saved.tensor
+        return saved.tensor if isinstance(saved.tensor, torch.nn.Parameter) else saved.tensor.detach()
 
     def _check_unchanged(self, saved: Saved) -> None:
         if saved.tensor._version != saved.version:
@@ -132,7 +134,7 @@ class Stash:
             leaving: tensors that the pipeline holds for a send that completes before the storage is emptied.
 
         Raises:
-            SavedTensorError: a saved tensor was modified in place.
+            SavedTensorError: a saved tensor that could move was modified in place.
         """
         kept, sent = _count(ours), _count(leaving)
         contents = Contents()
@@ -144,17 +146,18 @@ class Stash:
                 contents.shared[key] = group.held("inside a tensor subclass whose detach() makes no alias")
             elif others:
                 contents.shared[key] = group.held(f"owned {others} more time{'s' * (others > 1)} outside the graph")
-            elif kept[key] or not group.storage.resizable():
+            elif kept[key] or not group.storage.resizable() or self._device not in (None, group.storage.device):
                 contents.fixed_bytes += group.storage.nbytes()
             else:
+                for saved in group.saved:
+                    self._check_unchanged(saved)
                 contents.movable.append((group.storage, len(group.saved)))
         return contents
 
     def _groups(self) -> dict[int, _Group]:
-        """What is saved and not yet freed, by storage, in the order of saving; nothing that was modified."""
+        """What is saved and not yet freed, by storage, in the order of saving."""
         groups: dict[int, _Group] = {}
         for saved in [saved for ref in self._saved if (saved := ref()) is not None]:
-            self._check_unchanged(saved)
             for storage in storages_of(saved.tensor):
                 if storage.nbytes():
                     groups.setdefault(storage._cdata, _Group(storage)).saved.append(saved)

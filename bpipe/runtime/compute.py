@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from bpipe import microbatch as mb
 from bpipe.autograd import Box, edges_of, enter, run_backward
 from bpipe.comm.message import Layout, dense, meta_of, put_together, take_apart
 from bpipe.errors import StageError
-from bpipe.memory.storages import keys_of
-from bpipe.runtime.evictions import Evictions, Key
+from bpipe.memory.ledger import Key
+from bpipe.memory.storages import keys_of, storages_of
+from bpipe.runtime.evictions import Evictions
 from bpipe.runtime.traffic import Place, Traffic
 from bpipe.schedules import Action, Op
 from bpipe.stage import PipelineStage
@@ -71,18 +74,33 @@ class Compute:
         self.outputs: list[Any] = []
         self._stages, self._job, self._traffic, self._has_backward = stages, job, traffic, has_backward
         self._graphs: dict[Key, Graph] = {}
+        self._foreign: dict[int, str] | None = None
+        self._foreign_alive: list[StorageWeakRef] = []
 
     def kept(self) -> list[torch.Tensor]:
         """The tensors that the step will return to the user."""
-        return mb.tensors_in([self.outputs, self.losses])
+        return mb.tensors_in(self.outputs)
 
-    def find_foreign(self) -> dict[int, str]:
-        """Storages that are no activations, and what they are."""
-        foreign = dict.fromkeys(keys_of(mb.tensors_in([self._job.args, self._job.kwargs, self._job.targets])), "the step's batch")
-        for stage in self._stages.values():
-            foreign |= dict.fromkeys(keys_of(stage.submod.buffers()), "a buffer")
-            foreign |= dict.fromkeys(keys_of(stage.submod.parameters()), "a parameter")
-        return foreign
+    def foreign(self) -> dict[int, str]:
+        """Storages that are no activations, and what they are; found when first asked for in a step.
+
+        Weak references keep their addresses from being used again: a buffer that the stage replaces must not lend its name
+        to an activation.
+        """
+        if self._foreign is None:
+            kinds: list[tuple[str, Iterable[torch.Tensor]]] = [
+                ("the step's batch", mb.tensors_in([self._job.args, self._job.kwargs, self._job.targets])),
+                *(("a buffer", stage.submod.buffers()) for stage in self._stages.values()),
+                *(("a parameter", stage.submod.parameters()) for stage in self._stages.values()),
+            ]
+            found = [(kind, storage) for kind, tensors in kinds for t in tensors if not is_lazy(t) for storage in storages_of(t)]
+            self._foreign = {storage._cdata: kind for kind, storage in found}
+            self._foreign_alive = [StorageWeakRef(storage) for _, storage in found]
+        return self._foreign
+
+    def _for_sending(self, tensor: torch.Tensor) -> torch.Tensor:
+        """An output as it is sent: where it lies, but a copy of what the stage itself keeps and may change."""
+        return dense(tensor.clone() if keys_of([tensor]) & self.foreign().keys() else tensor)
 
     def forward(self, action: Action, evictions: Evictions) -> None:
         stage, key = self._stages[action.stage], action[1:3]
@@ -98,7 +116,7 @@ class Compute:
             self._hand_on(output, box, key)
         del output, loss
         if self._has_backward:
-            evictions.after_forward(key, shapes, stash)
+            evictions.after_forward(key, stash)
 
     def _arguments(self, action: Action) -> tuple[tuple[Any, ...], Box, str]:
         """The positional arguments of a forward, the box for their gradients, and what they look like."""
@@ -128,7 +146,7 @@ class Compute:
 
     def _finish_microbatch(self, output: Any, loss: torch.Tensor | None, box: Box, key: Key) -> None:
         if loss is not None:
-            self.losses.append(loss.detach())
+            self.losses.append(loss.detach().clone())
             if self._has_backward:
                 self._graphs[key] = Graph(edges_of([loss]), box)
         if self._job.keeps_outputs:
@@ -140,7 +158,7 @@ class Compute:
         nest, tensors = take_apart(output, f"stage {stage}, microbatch {microbatch}")
         if self._has_backward:
             self._graphs[key] = Graph(edges_of(tensors), box)
-        sent = [dense(tensor) for tensor in tensors]
+        sent = [self._for_sending(tensor) for tensor in tensors]
         layout = Layout(nest, tuple(meta_of(t, requires_grad=tensor.requires_grad) for t, tensor in zip(sent, tensors)))
         self._pass((Op.SEND_F, *key), (Op.F, stage + 1, microbatch), layout, sent)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -10,15 +10,12 @@ import torch
 from bpipe.comm import header
 from bpipe.memory.bundle import Bundle
 from bpipe.memory.guests import Rooms
-from bpipe.memory.ledger import Footprint, Ledger, footprint_of
+from bpipe.memory.ledger import Footprint, Key, Kind, Ledger, footprint_of
 from bpipe.memory.stash import Stash
-from bpipe.memory.storages import Held
 from bpipe.runtime.traffic import Traffic
 from bpipe.schedules import Action
 
 __all__: list[str] = []
-
-Key = tuple[int, int]  # stage, microbatch
 
 REMEMBERED_KINDS = 1024  # of microbatches, by stage and shapes
 
@@ -27,12 +24,12 @@ REMEMBERED_KINDS = 1024  # of microbatches, by stage and shapes
 class Memory:
     """What a schedule remembers from step to step: measured footprints and the rooms for guests."""
 
-    profile: dict[tuple[int, str], tuple[Footprint, Mapping[int, Held]]] = field(default_factory=dict)  # by stage and shapes
+    profile: dict[Kind, Footprint] = field(default_factory=dict)
     rooms: dict[int, Rooms] = field(default_factory=dict)  # by evictor
 
-    def learn(self, kind: tuple[int, str], footprint: Footprint, shared: Mapping[int, Held]) -> None:
-        """Remember the first microbatch of a kind, and forget the oldest kind when there are too many."""
-        self.profile.setdefault(kind, (footprint, shared))
+    def learn(self, kind: Kind, footprint: Footprint) -> None:
+        """Remember the latest microbatch of a kind that was followed, and forget the oldest kind when there are too many."""
+        self.profile[kind] = footprint
         if len(self.profile) > REMEMBERED_KINDS:
             del self.profile[next(iter(self.profile))]
 
@@ -48,7 +45,7 @@ class Evictions:
         traffic: this rank's transfers.
         evicted: the microbatches that the plan evicts.
         memory: footprints measured so far; a first microbatch with new shapes adds to them.
-        find_foreign: finds storages that are no activations, and what they are; called once, when first needed.
+        find_foreign: finds storages that are no activations, and what they are.
         kept: the tensors that the step will return to the user.
     """
 
@@ -61,35 +58,36 @@ class Evictions:
         kept: Callable[[], list[torch.Tensor]],
     ) -> None:
         self.ledger = Ledger()
-        self.predicted: dict[Key, Footprint] = {}
         self._traffic, self._evicted, self._memory = traffic, set(evicted), memory
         self._find_foreign, self._kept = find_foreign, kept
-        self._foreign: dict[int, str] | None = None
+        self._kinds: dict[Key, Kind] = {}
+        self._first: dict[Kind, Footprint] = {}
         self._stashes: dict[Key, Stash] = {}
         self._bundles: dict[Key, Bundle] = {}
         self._landing: dict[Key, list[torch.Tensor]] = {}
 
     def follow(self, key: Key, shapes: str) -> Stash | None:
         """A stash for a microbatch that will be evicted, or is the first of its stage with these shapes; else nothing."""
-        if key not in self._evicted and (key[0], shapes) in self._memory.profile:
+        self._kinds[key] = (key[0], shapes)
+        if key not in self._evicted and self._kinds[key] in self._memory.profile:
             return None
-        if self._foreign is None:
-            self._foreign = self._find_foreign()
-        return Stash(f"microbatch {key[1]} of stage {key[0]}", self._foreign)
+        return Stash(f"microbatch {key[1]} of stage {key[0]}", self._find_foreign(), self._traffic.transport.device)
 
-    def after_forward(self, key: Key, shapes: str, stash: Stash | None) -> None:
+    def after_forward(self, key: Key, stash: Stash | None) -> None:
         """Enter a microbatch in the ledger: as it was found, or as measured before."""
-        kind = (key[0], shapes)
-        if stash is None:
-            self.ledger.forward(key, *self._memory.profile[kind])
-        else:
+        kind = self._kinds[key]
+        if stash is not None:
             contents = stash.contents(self._kept(), self._traffic.holds())
-            self._memory.learn(kind, footprint_of(contents), contents.shared)
-            self.ledger.forward(key, footprint_of(contents), contents.shared)
-            self.ledger.foreign = contents.foreign
+            self._memory.learn(kind, footprint_of(contents))
+            self.ledger.seen(contents)
             if key in self._evicted:
                 self._stashes[key] = stash
-        self.predicted[key] = self._memory.profile[kind][0]
+        self.ledger.forward(key, kind, self._memory.profile[kind])
+        self._first.setdefault(kind, self._memory.profile[kind])
+
+    def predicted(self) -> dict[Key, Footprint]:
+        """The footprint of each microbatch, if it is like the first of its kind in this step."""
+        return {key: self._first[kind] for key, kind in self._kinds.items()}
 
     def after_backward(self, key: Key) -> None:
         self._stashes.pop(key, None)
@@ -98,7 +96,9 @@ class Evictions:
     def evict(self, action: Action) -> None:
         key, traffic = action[1:3], self._traffic
         stash = self._stashes[key]
-        bundle = self._bundles[key] = Bundle(stash.contents(self._kept(), traffic.holds()).movable, stash.name)
+        contents = stash.contents(self._kept(), traffic.holds())
+        self.ledger.seen_again(key, footprint_of(contents))
+        bundle = self._bundles[key] = Bundle(contents.movable, stash.name)
         data = header.pack_eviction(traffic.subject(*key), bundle.message_sizes)
         stash.mark(away=True)
         traffic.posted(action, traffic.transport.send(traffic.channel(action), bundle.messages(), data))

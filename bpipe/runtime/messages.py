@@ -32,6 +32,7 @@ class Messages:
 
     def __init__(self, traffic: Traffic, layouts: Layouts, *, is_learning: bool) -> None:
         self._traffic, self._layouts, self._is_learning = traffic, layouts, is_learning
+        self._versions: dict[tuple[Op, int, int], list[tuple[torch.Tensor, int]]] = {}
         self._landing: dict[tuple[Op, int, int], tuple[Layout, list[torch.Tensor | None]]] = {}
 
     def send(self, action: Action) -> None:
@@ -43,8 +44,19 @@ class Messages:
             data = header.pack_layout(self._traffic.subject(action.stage, action.microbatch), layout)
         elif layout != self._layouts[boundary]:
             raise _changed(action, self._layouts[boundary], layout)
-        views = [bytes_of(tensor) for tensor in tensors if tensor is not None]
-        self._traffic.posted(action, self._traffic.transport.send(self._traffic.channel(action), views, data), views)
+        sent = [tensor for tensor in tensors if tensor is not None]
+        views = [bytes_of(tensor) for tensor in sent]
+        self._versions[action[:3]] = [(tensor, tensor._version) for tensor in sent]
+        self._traffic.posted(action, self._traffic.transport.send(self._traffic.channel(action), views, data), [*views, *sent])
+
+    def complete_send(self, action: Action) -> None:
+        self._traffic.wait(action)
+        for tensor, version in self._versions.pop((START_OF[action.op], action.stage, action.microbatch)):
+            if tensor._version != version:
+                raise StageError(
+                    f"stage {action.stage}, microbatch {action.microbatch}: an output of shape {list(tensor.shape)} was modified "
+                    "in place while it was being sent. Return a clone of what the stage goes on changing."
+                )
 
     def receive(self, action: Action) -> None:
         if not self._is_learning:

@@ -50,10 +50,14 @@ class Run:
         self.holds_last_stage = any(stage.is_last for stage in stages.values())
         self.traffic = Traffic(transport, rank, step)
         self.compute = Compute(stages, job, self.traffic, has_backward=plan.has_backward)
-        self.evictions = Evictions(self.traffic, plan.evicted(rank), memory, self.compute.find_foreign, self.compute.kept)
+        self.evictions = Evictions(self.traffic, plan.evicted(rank), memory, self.compute.foreign, self.compute.kept)
         self._messages = Messages(self.traffic, layouts, is_learning=is_learning)
-        self._acceptor = Acceptor(self.traffic, memory.rooms)
+        self._acceptors = {peer: Acceptor(Traffic(transport, rank, step), rooms) for peer, rooms in memory.rooms.items()}
         self._observer = observer
+
+    def _acceptor(self, action: Action) -> Acceptor:
+        assert action.peer is not None
+        return self._acceptors[action.peer]
 
     def execute(self, action: Action) -> None:
         """Do one action of the compute lane or the served lane.
@@ -80,16 +84,16 @@ _METHODS: dict[Op, Callable[[Run, Action], None]] = {
     Op.SEND_B: lambda run, action: run._messages.send(action),
     Op.RECV_F: lambda run, action: run._messages.receive(action),
     Op.RECV_B: lambda run, action: run._messages.receive(action),
-    Op.WAIT_SEND_F: lambda run, action: run.traffic.wait(action),
-    Op.WAIT_SEND_B: lambda run, action: run.traffic.wait(action),
+    Op.WAIT_SEND_F: lambda run, action: run._messages.complete_send(action),
+    Op.WAIT_SEND_B: lambda run, action: run._messages.complete_send(action),
     Op.WAIT_RECV_F: lambda run, action: run._messages.complete_receive(action),
     Op.WAIT_RECV_B: lambda run, action: run._messages.complete_receive(action),
     Op.EVICT: lambda run, action: run.evictions.evict(action),
     Op.WAIT_EVICT: lambda run, action: run.evictions.complete_evict(action),
     Op.LOAD: lambda run, action: run.evictions.load(action),
     Op.WAIT_LOAD: lambda run, action: run.evictions.complete_load(action),
-    Op.ACCEPT: lambda run, action: run._acceptor.accept(action),
-    Op.WAIT_ACCEPT: lambda run, action: run.traffic.wait(action),
-    Op.RETURN: lambda run, action: run._acceptor.give_back(action),
-    Op.WAIT_RETURN: lambda run, action: run._acceptor.complete_return(action),
+    Op.ACCEPT: lambda run, action: run._acceptor(action).accept(action),
+    Op.WAIT_ACCEPT: lambda run, action: run._acceptor(action).complete_accept(action),
+    Op.RETURN: lambda run, action: run._acceptor(action).give_back(action),
+    Op.WAIT_RETURN: lambda run, action: run._acceptor(action).complete_return(action),
 }

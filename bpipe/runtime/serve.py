@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -18,14 +18,14 @@ __all__: list[str] = []
 
 
 class Acceptor:
-    """The guests of one rank during one step.
+    """The guests from one evictor during one step.
 
     Args:
-        traffic: this rank's transfers.
-        rooms: where guests are kept, by evictor.
+        traffic: the transfers with this evictor, apart from the rank's others because another thread runs them.
+        rooms: where its microbatches are kept.
     """
 
-    def __init__(self, traffic: Traffic, rooms: Mapping[int, Rooms]) -> None:
+    def __init__(self, traffic: Traffic, rooms: Rooms) -> None:
         self._traffic, self._rooms = traffic, rooms
         self._guests: dict[tuple[int, int], list[torch.Tensor]] = {}
 
@@ -33,8 +33,11 @@ class Acceptor:
         channel, guest = self._traffic.channel(action), action[1:3]
         data = self._traffic.transport.receive_header(channel)
         sizes = header.unpack_eviction(data, self._traffic.subject(*guest))
-        parts = self._guests[guest] = self._rooms[channel.src].take(guest, sizes)
+        parts = self._guests[guest] = self._rooms.take(guest, sizes)
         self._traffic.posted(action, self._traffic.transport.receive(channel, parts))
+
+    def complete_accept(self, action: Action) -> None:
+        self._traffic.wait(action)
 
     def give_back(self, action: Action) -> None:
         parts = self._guests.pop(action[1:3])
@@ -42,8 +45,7 @@ class Acceptor:
 
     def complete_return(self, action: Action) -> None:
         self._traffic.wait(action)
-        assert action.peer is not None
-        self._rooms[action.peer].leave(action[1:3])
+        self._rooms.leave(action[1:3])
 
 
 class Server(threading.Thread):

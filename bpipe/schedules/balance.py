@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from bpipe.errors import BudgetError, ConfigurationError
-from bpipe.schedules.action import BACKWARD, WAIT_OF, Action, Op
+from bpipe.schedules.action import BACKWARD, Action, Op
 from bpipe.schedules.plan import Plan, occupancy
 
 __all__: list[str] = []
@@ -66,10 +66,10 @@ def balance(plan: Plan, *, slots: int | Sequence[int | None], pairs: Sequence[in
         return lacking
     tries = range(1, 1 + 2 * max(plan.peak_slots))
     more = tries[bisect_left(tries, True, key=lambda n: isinstance(_attempt(plan, _raised(budgets, n), pairs, rule), Plan))]
-    enough = _raised(budgets, more)
+    alike = "" if len(set(budgets)) == 1 else ", all raised alike,"
     raise BudgetError(
         f"{_show(budgets)} slots are too few for {plan.name} with {plan.num_stages} stages and {plan.num_microbatches} "
-        f"microbatches: {lacking}. The smallest budget that works here is slots={_show(enough)}."
+        f"microbatches: {lacking}. The smallest budget{alike} that works here is slots={_show(_raised(budgets, more))}."
     )
 
 
@@ -235,5 +235,3 @@ def _eager(actions: Sequence[Action], budget: int) -> _Moves | str:
 
 
 _RULES = {"fewest": _fewest, "eager": _eager}
-
-assert all(WAIT_OF[start] in MIRROR for start in (Op.EVICT, Op.LOAD))

@@ -19,11 +19,12 @@ RECORDS = st.builds(
     step=st.integers(0, 2**64 - 1),
     num_stages=st.integers(0, 2**32 - 1),
     num_microbatches=st.integers(0, 2**32 - 1),
+    pipeline=st.integers(0, 2**32 - 1),
     signature=st.binary(min_size=16, max_size=16),
     stages=st.lists(st.integers(0, NOTHING - 1), max_size=MOST_STAGES).map(tuple),
     refusal=st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=60),
 )
-BASE = Record("1.0", "ab" * 16, True, 3, 3, 8, bytes(16), (0,), "")
+BASE = Record("1.0", "ab" * 16, True, 3, 3, 8, 1, bytes(16), (0,), "")
 
 
 def ranks(**changes: Any) -> list[Record]:
@@ -82,6 +83,7 @@ CHANGES: dict[str, tuple[dict[str, Any], str, str]] = {
     "train or eval": ({"is_training": False}, "train", "eval"),
     "the number of stages": ({"num_stages": 4}, "3", "4"),
     "the number of microbatches": ({"num_microbatches": 16}, "8", "16"),
+    "which of the group's pipelines this is": ({"pipeline": 2}, "1", "2"),
     "the plan": ({"fingerprint": "cd" * 16}, "ab" * 16, "cd" * 16),
     "the number of the step": ({"step": 4}, "3", "4"),
 }

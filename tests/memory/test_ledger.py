@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from bpipe.memory.storages import Held
 from bpipe.schedules import Action, Op, Plan, build
 from tests.schedules.strategies import plans
 
-NOTHING: Mapping[int, Held] = MappingProxyType({})
 Key = tuple[int, int]
 Footprints = dict[Key, Footprint]
 
@@ -26,7 +24,7 @@ def follow(ledger: Ledger, actions: tuple[Action, ...], footprints: Footprints) 
     for action in actions:
         key = action[1:3]
         if action.op is Op.F:
-            ledger.forward(key, footprints[key], NOTHING)
+            ledger.forward(key, (key[0], ""), footprints[key])
         elif action.op in (Op.B, Op.W):
             ledger.backward(key)
         elif action.op is Op.WAIT_EVICT:
@@ -51,7 +49,7 @@ def recount(actions: tuple[Action, ...], footprints: Footprints) -> tuple[int, i
 @given(plans(), st.data())
 @settings(max_examples=40)
 def test_ledger_against_a_recount(plan: Plan, data: st.DataObject) -> None:
-    sizes = st.tuples(st.integers(0, 9), st.integers(0, 9)).map(lambda pair: Footprint(sum(pair), pair[0]))
+    sizes = st.tuples(st.integers(0, 9), st.integers(0, 9)).map(lambda pair: Footprint(sum(pair), pair[0], 0))
     footprints = {(x, i): data.draw(sizes) for x in range(plan.num_stages) for i in range(plan.num_microbatches)}
     for rank, actions in enumerate(plan.actions):
         own = {key: footprint for key, footprint in footprints.items() if plan.stage_ranks[key[0]] == rank}
@@ -78,7 +76,7 @@ def test_ledger_against_a_recount(plan: Plan, data: st.DataObject) -> None:
 def test_peak_is_slots_times_bytes_where_all_microbatches_are_alike(name: str, p: int, m: int, movable: int, fixed: int) -> None:
     plan = build(name, p, m)
     for rank, actions in enumerate(plan.actions):
-        footprints = {(rank, i): Footprint(movable + fixed, movable) for i in range(m)}
+        footprints = {(rank, i): Footprint(movable + fixed, movable, 0) for i in range(m)}
         ledger = Ledger()
         assert len(list(follow(ledger, actions, footprints))) == len(actions)
         assert predicted_peak_bytes(actions, footprints) == ledger.peak_bytes
@@ -86,12 +84,22 @@ def test_peak_is_slots_times_bytes_where_all_microbatches_are_alike(name: str, p
             assert ledger.peak_bytes == ledger.peak_slots * (movable + fixed)
 
 
-def test_held_storages_count_once() -> None:
+def test_what_is_shared_counts_once_for_each_kind_of_microbatch() -> None:
     ledger = Ledger()
-    for microbatch in range(3):
-        shared = {7: Held((2,), torch.float32, 8, "a"), 10 + microbatch: Held((1,), torch.float32, 4, "b")}
-        ledger.forward((0, microbatch), Footprint(0, 0), shared)
-    assert ledger.held_bytes == 8 + 3 * 4
+    for microbatch, (shapes, shared_bytes) in enumerate([("even", 8), ("even", 8), ("odd", 4), ("odd", 4)]):
+        ledger.forward((0, microbatch), (0, shapes), Footprint(0, 0, shared_bytes))
+    assert ledger.held_bytes == 8 + 4
+
+
+def test_a_second_look_corrects_the_first() -> None:
+    ledger = Ledger()
+    ledger.forward((0, 0), (0, ""), Footprint(10, 10, 5))
+    ledger.seen_again((0, 0), Footprint(15, 15, 0))
+    ledger.evicted((0, 0), 15)
+    assert ledger.live_bytes == 0
+    ledger.loading((0, 0))
+    ledger.backward((0, 0))
+    assert (ledger.live_bytes, ledger.peak_bytes, ledger.slots) == (0, 15, 0)
 
 
 def test_an_eviction_of_what_was_never_saved() -> None:
@@ -101,8 +109,8 @@ def test_an_eviction_of_what_was_never_saved() -> None:
 
 def test_footprint() -> None:
     tensor = torch.empty(5)
-    contents = Contents([(tensor.untyped_storage(), 1)], fixed_bytes=3)
-    assert footprint_of(contents) == Footprint(own_bytes=23, movable_bytes=20)
+    contents = Contents([(tensor.untyped_storage(), 1)], fixed_bytes=3, shared={7: Held((2,), torch.float32, 8, "a")})
+    assert footprint_of(contents) == Footprint(own_bytes=23, movable_bytes=20, shared_bytes=8)
 
 
 def test_nothing_to_predict() -> None:

@@ -315,6 +315,8 @@ def test_in_place_change_is_noticed_when_looking() -> None:
     forward.contents()
     with torch.no_grad():
         saved.add_(1)
+    forward.contents()  # the user holds it, so it stays, and may never be used again
+    del saved
     with pytest.raises(SavedTensorError, match=MODIFIED):
         forward.contents()
 

@@ -1,0 +1,140 @@
+"""What a run measured: every rank's numbers gathered, then a table, a picture and a JSON file."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from files import write_json
+from picture import draw_memory
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["Measurements", "Summary", "write_report"]
+
+MIB = 1024**2
+
+# What is kept of a schedule's stats, and how many steps' values become one.
+REDUCED = {
+    "peak_bytes": max,
+    "predicted_peak_bytes": max,
+    "peak_slots": max,
+    "held_bytes": max,
+    "guest_bytes": max,
+    "evicted_bytes": median,
+    "loaded_bytes": median,
+    "wait_forward_s": median,
+    "wait_backward_s": median,
+    "wait_evict_s": median,
+    "wait_load_s": median,
+    "step_s": median,
+}
+
+HEADINGS = (
+    "rank",
+    "plain\nMiB",
+    "pre-\ndicted",
+    "balanced\nMiB",
+    "pre-\ndicted",
+    "micro-\nbatches",
+    "evicted\nMiB",
+    "plain\ns",
+    "balanced\ns",
+)
+
+# One rank's numbers: of each schedule, "plain" and "balanced", the keys above.
+Summary = dict[str, dict[str, float]]
+
+
+class Measurements:
+    """This rank's stats of every step, by the name of the schedule that took it."""
+
+    def __init__(self) -> None:
+        self.steps: dict[str, list[dict[str, float]]] = {"plain": [], "balanced": []}
+
+    def add(self, name: str, stats: Mapping[str, float]) -> None:
+        """Keep what one step measured."""
+        self.steps[name].append({key: float(stats[key]) for key in REDUCED})
+
+    def gather(self, device: torch.device) -> list[Summary]:
+        """Return a summary of each rank; none where a schedule took no step, for then there is nothing to compare.
+
+        Collective.
+        """
+        num_compared = min(len(steps) for steps in self.steps.values())
+        if num_compared == 0:
+            return []
+        mine = [value for steps in self.steps.values() for value in summarise(steps, num_compared)]
+        row = torch.tensor(mine, dtype=torch.float64, device=device)
+        rows = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+        dist.all_gather(rows, row)
+        return [self._named(row.tolist()) for row in rows]
+
+    def _named(self, row: list[float]) -> Summary:
+        halves = {"plain": row[: len(REDUCED)], "balanced": row[len(REDUCED) :]}
+        return {name: dict(zip(REDUCED, half, strict=True)) for name, half in halves.items()}
+
+
+def summarise(steps: list[dict[str, float]], num_compared: int) -> list[float]:
+    """Reduce the steps of one schedule to one number a key: the highest of all steps, or the median.
+
+    Medians are over the steps in which both schedules took turns, so that neither had the quieter machine, and leave
+    out the first, which also agrees on shapes.
+    """
+    compared = steps[1:num_compared] or steps
+    return [reduce([step[key] for step in (steps if reduce is max else compared)]) for key, reduce in REDUCED.items()]
+
+
+def write_report(folder: Path, ranks: list[Summary], about: dict[str, Any]) -> None:
+    """Print the table and write memory.png and report.json into `folder`. For one rank."""
+    if ranks:
+        Console().print(memory_table(ranks))
+        if not any(rank["balanced"]["evicted_bytes"] for rank in ranks):
+            print("Nothing was evicted: with so few stages or microbatches, plain 1F1B is within balanced 1F1B's bound.")
+        draw_memory(folder / "memory.png", ranks)
+        print(f"picture     {folder / 'memory.png'}")
+    write_json(folder / "report.json", {**about, "ranks": ranks, "machine": machine()})
+    print(f"numbers     {folder / 'report.json'}")
+    print(f"checkpoint  {folder / 'checkpoint'}, to go on from with --resume", flush=True)
+
+
+def memory_table(ranks: list[Summary]) -> Table:
+    """Lay out each rank's peak memory, measured and predicted, and its step time, plain beside balanced."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title="Peak activation memory and step time, plain and balanced 1F1B")
+    for heading in HEADINGS:
+        table.add_column(heading, justify="right")
+    for index, rank in enumerate(ranks):
+        table.add_row(str(index), *cells(rank["plain"], rank["balanced"]))
+    return table
+
+
+def cells(plain: dict[str, float], balanced: dict[str, float]) -> list[str]:
+    """Return a rank's row, as `HEADINGS` names it."""
+    sizes = (plain["peak_bytes"], plain["predicted_peak_bytes"], balanced["peak_bytes"], balanced["predicted_peak_bytes"])
+    return [
+        *(f"{size / MIB:.1f}" for size in sizes),
+        f"{plain['peak_slots']:.0f} -> {balanced['peak_slots']:.0f}",
+        f"{balanced['evicted_bytes'] / MIB:.1f}",
+        f"{plain['step_s']:.2f}",
+        f"{balanced['step_s']:.2f}",
+    ]
+
+
+def machine() -> dict[str, Any]:
+    """Name what the numbers depend on."""
+    return {
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "threads_per_rank": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+    }

@@ -1,0 +1,220 @@
+"""Inputs that once ended wrong: each of these was found by a reader, not by a test."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bpipe
+from bpipe.errors import ConfigurationError, SavedTensorError, StageError
+from tests.models import mse
+from tests.ranks import run_ranks
+
+WIDTH, P, M = 8, 4, 8
+
+
+def pipeline(modules: list[nn.Module], schedule: type[bpipe.Schedule] = bpipe.BalancedOneFOneB, **options: Any) -> Any:
+    loopback = bpipe.Loopback(len(modules))
+    stages = [bpipe.PipelineStage(module, i, len(modules), "cpu", loopback.rank(i)) for i, module in enumerate(modules)]
+    return loopback, [schedule(stage, M, **{"loss_fn": mse, **options}) for stage in stages]
+
+
+class Counting(nn.Linear):
+    """Returns a buffer that it goes on changing."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.count.add_(1)
+        return super().forward(x), self.count
+
+
+class Adding(nn.Linear):
+    def forward(self, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + count
+
+
+@pytest.mark.parametrize("schedule", [bpipe.GPipe, bpipe.OneFOneB])
+def test_an_output_that_the_stage_goes_on_changing(schedule):
+    torch.manual_seed(0)
+    modules = [Counting(), Adding(WIDTH, WIDTH)]
+    loopback, schedules = pipeline(modules, schedule)
+    x = torch.randn(M, WIDTH)
+    output = loopback.eval(schedules, x)
+    with torch.no_grad():
+        expected = [modules[1](nn.Linear.forward(modules[0], xi), torch.tensor([i + 1.0])) for i, xi in enumerate(x.split(1))]
+    assert torch.equal(output, torch.cat(expected))
+
+
+class Peeking(nn.Linear):
+    """Keeps a saved tensor that it got back from the graph."""
+
+    kept: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(super().forward(x))
+        self.kept = y.grad_fn._saved_result
+        return y * y
+
+
+def test_a_saved_tensor_that_the_user_took_from_the_graph_stays():
+    loopback, schedules = pipeline([Peeking(WIDTH, WIDTH) for _ in range(P)])
+    x = torch.randn(M, WIDTH)
+    for _ in range(2):
+        loopback.step(schedules, x, target=x)
+        assert schedules[0]._stages[0].submod.kept.abs().sum() > 0
+
+
+def test_one_rank_without_a_group_draws_the_global_random_numbers():
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+    schedule = bpipe.OneFOneB(bpipe.PipelineStage(module, 0, 1, "cpu"), 2, loss_fn=mse)
+    x = torch.ones(4, WIDTH)
+    outputs = []
+    for seed in (5, 6, 5):
+        torch.manual_seed(seed)
+        outputs.append(schedule.step(x, target=x))
+    assert torch.equal(outputs[0], outputs[2])
+    assert not torch.equal(outputs[0], outputs[1])
+
+
+def crossed(rank: int) -> str:
+    pipelines = [bpipe.OneFOneB(bpipe.PipelineStage(nn.Linear(2, 2), rank, 2, "cpu"), 2, loss_fn=mse) for _ in range(2)]
+    try:
+        pipelines[rank].step(torch.ones(2, 2), target=torch.ones(2, 2))
+    except bpipe.errors.AgreementError as error:
+        return str(error)
+    return "no error"
+
+
+def test_two_pipelines_stepped_in_crossed_order():
+    message = "the ranks disagree on which of the group's pipelines this is: rank 0 has 1, rank 1 has 2"
+    assert run_ranks(crossed, 2) == [message] * 2
+
+
+def test_microbatches_that_are_no_tuples():
+    loopback, schedules = pipeline([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+    x = list(torch.randn(M, 1, WIDTH))
+    with pytest.raises(ConfigurationError, match=r"arg_mbs has a tuple for each microbatch.*got Tensor"):
+        loopback.step(schedules, arg_mbs=x, target_mbs=x)
+
+
+def test_an_input_with_a_graph():
+    loopback, schedules = pipeline([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+    x = torch.randn(M, WIDTH, requires_grad=True)
+    with pytest.raises(ConfigurationError, match="was computed with a graph"):
+        loopback.step(schedules, x * 2, target=x.detach())
+
+
+class Named(nn.Linear):
+    def forward(self, x: torch.Tensor, *, args: int = 0, is_training: int = 0) -> torch.Tensor:
+        return super().forward(x) * (args + is_training)
+
+
+def test_keyword_arguments_named_like_ours():
+    loopback, schedules = pipeline([Named(WIDTH, WIDTH) for _ in range(2)])
+    x = torch.randn(M, WIDTH)
+    assert loopback.step(schedules, x, target=x, args=1, is_training=2).shape == x.shape
+
+
+class Modal(nn.Linear):
+    """Returns one thing more while it trains."""
+
+    def forward(self, x: Any) -> Any:
+        y = super().forward(x["y"] if isinstance(x, dict) else x)
+        return {"y": y, "more": y * 2} if self.training else {"y": y}
+
+
+def test_modes_and_frozen_parameters_may_change_between_steps():
+    modules = [Modal(WIDTH, WIDTH) for _ in range(3)] + [nn.Sequential(Modal(WIDTH, WIDTH), Unwrapped())]
+    loopback, schedules = pipeline(modules)
+    x = torch.randn(M, WIDTH)
+
+    def step(change: Any) -> None:
+        for module in modules:
+            change(module)
+        loopback.step(schedules, x, target=x)
+
+    changes = [lambda module: module.eval(), lambda module: module.train(), lambda module: modules[0].requires_grad_(False)]
+    for change in (lambda module: None, *changes, lambda module: module.requires_grad_(True)):
+        step(change)
+    with torch.autocast("cpu", torch.bfloat16):
+        loopback.step(schedules, x, target=x)
+
+
+class Unwrapped(nn.Module):
+    def forward(self, x: Any) -> torch.Tensor:
+        return x["y"]
+
+
+class Running(nn.Linear):
+    """Replaces its buffer in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(super().forward(x))
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        return torch.tanh(y)
+
+
+def test_a_replaced_buffer_does_not_lend_its_address_to_an_activation():
+    loopback, schedules = pipeline([Running() for _ in range(P)])
+    x = torch.randn(4 * M, WIDTH)
+    for _ in range(3):
+        loopback.step(schedules, x, target=x)
+    stats = schedules[0].stats
+    assert stats["peak_bytes"] == stats["predicted_peak_bytes"] == 3 * 2 * 4 * WIDTH * 4  # two activations of four rows each
+    assert stats["evicted_bytes"] == 3 * 2 * 4 * WIDTH * 4
+
+
+def test_a_loss_that_is_a_view_does_not_keep_its_base():
+    loopback, schedules = pipeline(
+        [nn.Linear(WIDTH, WIDTH) for _ in range(2)], loss_fn=lambda y, t: ((y - t) ** 2).cumsum(0)[-1, -1]
+    )
+    x, losses = torch.randn(4 * M, WIDTH), []
+    loopback.step(schedules, x, target=x, losses=losses)
+    assert all(loss.untyped_storage().nbytes() == 4 for loss in losses)
+
+
+def test_what_a_failed_step_held_is_free_after_close():
+    import gc
+    import weakref
+
+    class Failing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            seen.append(weakref.ref(y))
+            raise ValueError("no")
+
+    seen: list[Any] = []
+    loopback, schedules = pipeline([nn.Linear(WIDTH, WIDTH), Failing(WIDTH, WIDTH)])
+    x = torch.randn(M, WIDTH)
+    with pytest.raises(ValueError, match="no"):
+        loopback.step(schedules, x, target=x)
+    for schedule in schedules:
+        schedule.close()
+    gc.collect()
+    assert seen[0]() is None
+
+
+def test_changing_what_was_sent_is_refused():
+    kept: list[torch.Tensor] = []
+
+    class Late(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if kept:
+                kept[-1].detach().add_(1)
+            kept.append(super().forward(x))
+            return kept[-1]
+
+    loopback, schedules = pipeline([Late(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)], bpipe.GPipe)
+    x = torch.randn(M, WIDTH)
+    with pytest.raises((StageError, SavedTensorError), match="modified in place"):
+        loopback.step(schedules, x, target=x)
