@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from bpipe.call import call_of
 from bpipe.comm.loopback import Wires
 from bpipe.errors import ConfigurationError, PipelineBrokenError
 from bpipe.runtime.run import Run
@@ -81,14 +82,10 @@ class Loopback:
         Returns:
             The last stage's outputs.
         """
-        from bpipe.schedule import call_of
-
         return self._run(schedules, lambda schedule: schedule._begin_step(call_of(*args, **kwargs)))
 
     def eval(self, schedules: Sequence[Schedule], *args: Any, **kwargs: Any) -> Any:
         """Evaluate on all ranks: `schedules[r].eval(*args, **kwargs)` on each rank r."""
-        from bpipe.schedule import call_of
-
         return self._run(schedules, lambda schedule: schedule._begin_eval(call_of(*args, **kwargs)))
 
     def _run(self, schedules: Sequence[Schedule], begin: Callable[[Schedule], Any]) -> Any:

@@ -13,6 +13,7 @@ import torch
 
 from bpipe import microbatch as mb
 from bpipe._version import __version__
+from bpipe.call import Call, Specs, call_of, microbatches_of
 from bpipe.comm.agreement import MOST_STAGES, Record, check
 from bpipe.comm.loopback import LoopbackTransport
 from bpipe.comm.transport import Transport
@@ -25,8 +26,7 @@ from bpipe.runtime.evictions import Memory
 from bpipe.runtime.messages import Layouts
 from bpipe.runtime.run import Observer, Run
 from bpipe.runtime.serve import Server
-from bpipe.schedules import Channel, Plan, build
-from bpipe.schedules.action import RECEIVES, SENDS
+from bpipe.schedules import Plan, build
 from bpipe.schedules.build import forward_plan
 from bpipe.stage import PipelineStage
 from bpipe.stats import stats_of
@@ -41,35 +41,6 @@ class _Proven(NamedTuple):
 
     plan: Plan
     fingerprint: str
-
-
-class _Call(NamedTuple):
-    """What a user gave to `step` or `eval`."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    target: Any
-    losses: list[torch.Tensor] | None
-    return_outputs: bool
-    loss_kwargs: dict[str, Any] | None
-    arg_mbs: list[Any] | None
-    kwarg_mbs: list[Any] | None
-    target_mbs: list[Any] | None
-
-
-def call_of(
-    *args: Any,
-    target: Any = None,
-    losses: list[torch.Tensor] | None = None,
-    return_outputs: bool = True,
-    loss_kwargs: dict[str, Any] | None = None,
-    arg_mbs: list[Any] | None = None,
-    kwarg_mbs: list[Any] | None = None,
-    target_mbs: list[Any] | None = None,
-    **kwargs: Any,
-) -> _Call:
-    """Take the arguments of `step` or `eval` apart."""
-    return _Call(args, kwargs, target, losses, return_outputs, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs)
 
 
 class _Step(NamedTuple):
@@ -122,7 +93,7 @@ class Schedule:
             raise ConfigurationError(f"a rank holds 1 to {MOST_STAGES} stages, got {len(stages)}")
         self._stages = {one.stage_index: one for one in stages}
         self._loss_fn = loss_fn
-        self._specs = (args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        self._specs = Specs(args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
         self.plan = build(self.rule, stages[0].num_stages, n_microbatches, slots=slots)
         self._loss_scale = 1.0 / n_microbatches if scale_grads else 1.0
         self._check_placement()
@@ -189,7 +160,7 @@ class Schedule:
             StageError: the module or the loss returned something that cannot be used.
             CommError: a transfer failed. The pipeline is broken then, as after any error inside a step.
         """
-        call = _Call(args, kwargs, target, losses, return_outputs, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs)
+        call = Call(args, kwargs, target, losses, return_outputs, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs)
         return self._run(lambda: self._begin_step(call))
 
     def eval(self, *args: Any, target: Any = None, losses: list[torch.Tensor] | None = None, **kwargs: Any) -> Any:
@@ -209,68 +180,34 @@ class Schedule:
 
     # A step in its phases, which a loopback runs for all ranks side by side
 
-    def _begin_step(self, call: _Call) -> _Step:
+    def _begin_step(self, call: Call) -> _Step:
         if self._loss_fn is not None and not torch.is_grad_enabled():
             raise ConfigurationError("step() trains, and gradients are off here (torch.no_grad): use eval()")
         return self._begin(call, is_training=self._loss_fn is not None)
 
-    def _begin_eval(self, call: _Call) -> _Step:
+    def _begin_eval(self, call: Call) -> _Step:
         return self._begin(call, is_training=False)
 
-    def _begin(self, call: _Call, *, is_training: bool) -> _Step:
-        args, kwargs, target, losses, return_outputs, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs = call
-        arg_mbs = self._presplit(arg_mbs, args, "arg_mbs", tuple) or self._split(args, 0, "an argument", ())
-        kwarg_mbs = self._presplit(kwarg_mbs, kwargs, "kwarg_mbs", dict) or self._split(kwargs, 1, "a keyword argument", {})
-        target_mbs = self._presplit(target_mbs, target, "target_mbs", object) or self._split_target(target)
+    def _begin(self, call: Call, *, is_training: bool) -> _Step:
+        args, kwargs, targets = inputs = microbatches_of(call, self.plan.num_microbatches, self._specs, is_training=is_training)
         holds_last_stage = self.plan.num_stages - 1 in self._stages
-        if is_training and holds_last_stage and target_mbs is None:
+        if is_training and holds_last_stage and targets is None:
             raise ConfigurationError(
                 "the last stage has a loss_fn and got no target: pass target= (or target_mbs=) to step() there"
             )
-        if losses is not None and not isinstance(losses, list):
-            raise ConfigurationError(f"losses is filled in place and must be a list, got {type(losses).__qualname__}")
         mode = " ".join(stage.mode() for stage in self._stages.values())
-        parts = zip(arg_mbs, kwarg_mbs, target_mbs or [None] * len(arg_mbs))
         job = Job(
-            args=arg_mbs,
-            kwargs=kwarg_mbs,
-            targets=target_mbs,
-            descriptions=[f"{mode} {mb.describe(part)}" for part in parts],
+            args=args,
+            kwargs=kwargs,
+            targets=targets,
+            descriptions=[f"{mode} {description}" for description in inputs.descriptions()],
             loss_fn=self._loss_fn,
-            loss_kwargs=loss_kwargs or {},
+            loss_kwargs=call.loss_kwargs or {},
             loss_scale=self._loss_scale,
-            keeps_outputs=return_outputs and holds_last_stage,
+            keeps_outputs=call.return_outputs and holds_last_stage,
         )
         record = self._record(is_training, mb.digest(job.descriptions)).pack()
-        return _Step(record, self._plans[is_training].plan, job, losses, is_training)
-
-    def _presplit(self, given: list[Any] | None, whole: Any, name: str, entry: type) -> list[Any] | None:
-        if given is None:
-            return None
-        m = self.plan.num_microbatches
-        if not isinstance(given, (list, tuple)) or len(given) != m:
-            size = f"{len(given)} entries" if isinstance(given, (list, tuple)) else type(given).__qualname__
-            raise ConfigurationError(f"{name} must be a list with one entry for each of {m} microbatches, got {size}")
-        if whole is not None and len(whole):
-            raise ConfigurationError(f"{name} and the whole batch were both given: choose one")
-        odd = next((one for one in given if not isinstance(one, entry)), None)
-        if odd is not None:
-            raise ConfigurationError(
-                f"{name} has a {entry.__name__} for each microbatch, such as (x,) or {{'x': x}}; got {type(odd).__qualname__}"
-            )
-        return list(given)
-
-    def _split(self, value: Any, which: int, what: str, empty: Any) -> list[Any]:
-        m = self.plan.num_microbatches
-        if any(tensor.requires_grad and not tensor.is_leaf for tensor in mb.tensors_in(value)):
-            raise ConfigurationError(
-                f"{what} was computed with a graph, which the backward of the first microbatch would free: give the pipeline "
-                "x.detach().requires_grad_(), and run x.backward(detached.grad) after the step"
-            )
-        return mb.split(value, self._specs[which], m, what) if value else [empty] * m
-
-    def _split_target(self, target: Any) -> list[Any] | None:
-        return None if target is None else mb.split(target, None, self.plan.num_microbatches, "the target")
+        return _Step(record, self._plans[is_training].plan, job, call.losses, is_training)
 
     def _record(self, is_training: bool, signature: bytes = bytes(16), refusal: str = "") -> Record:
         plan, fingerprint = self._plans[is_training]
@@ -317,7 +254,7 @@ class Schedule:
         owner = {stage: rank for rank, record in enumerate(records) for stage in record.stages}
         stage_of = {rank: stage for stage, rank in enumerate(self.plan.stage_ranks)}
         self._group_ranks = [owner[stage_of[rank]] for rank in range(self.plan.num_ranks)]
-        self._transport.connect(_channels(self.plan), self._group_ranks)
+        self._transport.connect(self.plan.channels(), self._group_ranks)
         self._memory.rooms |= {
             evictor: Rooms(count, self._transport.device) for evictor, count in self.plan.rooms(self._plan_rank).items()
         }
@@ -328,7 +265,7 @@ class Schedule:
         self.stats = stats_of(run, self._memory.guest_bytes, time.perf_counter() - started)
         if run.holds_last_stage and step.losses is not None:
             step.losses[:] = run.compute.losses
-        return mb.merge(run.compute.outputs, self._specs[2]) if run.compute.outputs else None
+        return mb.merge(run.compute.outputs, self._specs.output) if run.compute.outputs else None
 
     # Driving them
 
@@ -453,11 +390,6 @@ def _check_size(size: int, num_ranks: int) -> None:
         raise ConfigurationError(
             f"the plan needs {num_ranks} ranks and the group has {size}: give the stages the process group of their own pipeline"
         )
-
-
-def _channels(plan: Plan) -> list[Channel]:
-    lanes = [(rank, lane) for lanes in (plan.actions, plan.served) for rank, lane in enumerate(lanes)]
-    return sorted({action.channel(rank) for rank, lane in lanes for action in lane if action.op in SENDS or action.op in RECEIVES})
 
 
 def _close(transport: Transport, memory: Memory) -> None:

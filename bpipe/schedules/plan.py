@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from bpipe.schedules.action import COMPUTE, Action, Op
+from bpipe.schedules.action import COMPUTE, RECEIVES, SENDS, Action, Channel, Op
 
 __all__ = ["Plan"]
 
@@ -85,6 +85,11 @@ class Plan:
         """
         own = (max(occupancy(actions), default=0) for actions in self.actions)
         return tuple(peak + sum(self.rooms(rank).values()) for rank, peak in enumerate(own))
+
+    def channels(self) -> list[Channel]:
+        """The channels that the plan uses, in one order on all ranks."""
+        lanes = [(rank, lane) for lanes in (self.actions, self.served) for rank, lane in enumerate(lanes)]
+        return sorted({a.channel(rank) for rank, lane in lanes for a in lane if a.op in SENDS or a.op in RECEIVES})
 
     def evicted(self, rank: int) -> list[tuple[int, int]]:
         """The (stage, microbatch) pairs that a rank evicts, in order."""

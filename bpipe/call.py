@@ -1,0 +1,106 @@
+"""What a user gives to `step` or `eval`, and how it becomes microbatches."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from bpipe import microbatch as mb
+from bpipe.errors import ConfigurationError
+
+__all__: list[str] = []
+
+
+class Call(NamedTuple):
+    """What a user gave to `step` or `eval`."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+    losses: list[torch.Tensor] | None
+    return_outputs: bool
+    loss_kwargs: dict[str, Any] | None
+    arg_mbs: list[Any] | None
+    kwarg_mbs: list[Any] | None
+    target_mbs: list[Any] | None
+
+
+def call_of(
+    *args: Any,
+    target: Any = None,
+    losses: list[torch.Tensor] | None = None,
+    return_outputs: bool = True,
+    loss_kwargs: dict[str, Any] | None = None,
+    arg_mbs: list[Any] | None = None,
+    kwarg_mbs: list[Any] | None = None,
+    target_mbs: list[Any] | None = None,
+    **kwargs: Any,
+) -> Call:
+    """Take the arguments of `step` or `eval` apart."""
+    return Call(args, kwargs, target, losses, return_outputs, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs)
+
+
+class Specs(NamedTuple):
+    """Along which dimensions tensors are cut and put together; None: dimension 0."""
+
+    args: Any
+    kwargs: Any
+    output: Any
+
+
+class Microbatches(NamedTuple):
+    """A call's inputs, by microbatch."""
+
+    args: list[tuple[Any, ...]]
+    kwargs: list[dict[str, Any]]
+    targets: list[Any] | None
+
+    def descriptions(self) -> list[str]:
+        """What each microbatch looks like."""
+        return [mb.describe(parts) for parts in zip(self.args, self.kwargs, self.targets or [None] * len(self.args))]
+
+
+def microbatches_of(call: Call, num_microbatches: int, specs: Specs, *, is_training: bool) -> Microbatches:
+    """Cut a call's whole batches, or take what the user cut.
+
+    Raises:
+        ConfigurationError: a batch that does not divide, a wrong number of microbatches, inputs that cannot be trained on.
+    """
+    m = num_microbatches
+    if call.losses is not None and not isinstance(call.losses, list):
+        raise ConfigurationError(f"losses is filled in place and must be a list, got {type(call.losses).__qualname__}")
+    for what, value in (("an argument", call.args), ("a keyword argument", call.kwargs)):
+        if is_training and any(tensor.requires_grad and not tensor.is_leaf for tensor in mb.tensors_in(value)):
+            raise ConfigurationError(
+                f"{what} was computed with a graph, which the backward of the first microbatch would free: give the pipeline "
+                "x.detach().requires_grad_(), and run x.backward(detached.grad) after the step"
+            )
+    args = _presplit(call.arg_mbs, call.args, m, "arg_mbs", tuple)
+    kwargs = _presplit(call.kwarg_mbs, call.kwargs, m, "kwarg_mbs", dict)
+    targets = _presplit(call.target_mbs, () if call.target is None else (call.target,), m, "target_mbs", object)
+    if args is None:
+        args = mb.split(call.args, specs.args, m, "an argument") if call.args else [()] * m
+    if kwargs is None:
+        kwargs = mb.split(call.kwargs, specs.kwargs, m, "a keyword argument") if call.kwargs else [{}] * m
+    if targets is None and call.target is not None:
+        targets = mb.split(call.target, None, m, "the target")
+    return Microbatches(args, kwargs, targets)
+
+
+def _presplit(given: list[Any] | None, whole: Any, m: int, name: str, entry: type) -> list[Any] | None:
+    """Check what the user cut; None if nothing."""
+    if given is None:
+        return None
+    if not isinstance(given, (list, tuple)) or len(given) != m:
+        size = f"{len(given)} entries" if isinstance(given, (list, tuple)) else type(given).__qualname__
+        raise ConfigurationError(f"{name} must be a list with one entry for each of {m} microbatches, got {size}")
+    if whole:
+        raise ConfigurationError(f"{name} and the whole batch were both given: choose one")
+    odd = next((one for one in given if not isinstance(one, entry)), None)
+    if odd is not None:
+        example = "(x,)" if entry is tuple else "{'x': x}"
+        raise ConfigurationError(
+            f"{name} has a {entry.__name__} for each microbatch, such as {example}; got {type(odd).__qualname__}"
+        )
+    return list(given)
