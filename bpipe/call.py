@@ -70,7 +70,7 @@ def microbatches_of(call: Call, num_microbatches: int, specs: Specs, *, is_train
     m = num_microbatches
     if call.losses is not None and not isinstance(call.losses, list):
         raise ConfigurationError(f"losses is filled in place and must be a list, got {type(call.losses).__qualname__}")
-    for what, value in (("an argument", call.args), ("a keyword argument", call.kwargs)):
+    for what, value in (("an argument", call.args), ("a keyword argument", call.kwargs), ("the target", call.target)):
         if is_training and any(tensor.requires_grad and not tensor.is_leaf for tensor in mb.tensors_in(value)):
             raise ConfigurationError(
                 f"{what} was computed with a graph, which the backward of the first microbatch would free: give the pipeline "

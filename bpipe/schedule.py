@@ -111,9 +111,10 @@ class Schedule:
         self._side_streams: dict[int, torch.cuda.Stream] = {}
         self._num_steps = 0
         self._is_running = False
-        self._broken: BaseException | None = None
+        self._broken: BaseException | str | None = None
         self._observer: Observer | None = None
         self._finalizer = weakref.finalize(self, _close, self._transport, self._memory)
+        self._transport.enlist()
         self.stats: dict[str, float] = {}
         self.ledger = Ledger()
 
@@ -174,8 +175,8 @@ class Schedule:
 
     def close(self) -> None:
         """Give groups, threads and the guests' memory back; also happens when the schedule is garbage collected."""
-        if self._broken is not None:
-            self._broken = self._broken.with_traceback(None)  # its frames keep the step's tensors alive
+        if isinstance(self._broken, BaseException):
+            self._broken = _told(self._broken)  # the error's frames keep the step's tensors alive
         self._finalizer()
 
     # A step in its phases, which a loopback runs for all ranks side by side
@@ -293,8 +294,7 @@ class Schedule:
         try:
             return begin()
         except Exception as error:
-            refusal = f"{type(error).__name__}: {error}"
-            self._transport.agree(self._record(True, refusal=refusal).pack())
+            self._transport.agree(self._record(True, refusal=_told(error)).pack())
             raise
 
     def _execute(self, run: Run) -> None:
@@ -316,10 +316,11 @@ class Schedule:
     def _guarded(self) -> Iterator[None]:
         """One step at a time, and none after an error."""
         if self._broken is not None:
+            cause = self._broken if isinstance(self._broken, BaseException) else None
             raise PipelineBrokenError(
-                f"this pipeline broke in step {self._num_steps} ({type(self._broken).__name__}: {self._broken}). "
+                f"this pipeline broke in step {self._num_steps} ({self._broken if cause is None else _told(cause)}). "
                 "Gradients may be incomplete: zero them, close() this schedule and build a new one over the same process group."
-            ) from self._broken
+            ) from cause
         if not self._finalizer.alive:
             raise PipelineBrokenError("this schedule was closed: build a new one")
         if self._is_running:
@@ -390,6 +391,10 @@ def _check_size(size: int, num_ranks: int) -> None:
         raise ConfigurationError(
             f"the plan needs {num_ranks} ranks and the group has {size}: give the stages the process group of their own pipeline"
         )
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _close(transport: Transport, memory: Memory) -> None:

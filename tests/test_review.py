@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -93,7 +94,48 @@ def crossed(rank: int) -> str:
 
 def test_two_pipelines_stepped_in_crossed_order():
     message = "the ranks disagree on which of the group's pipelines this is: rank 0 has 1, rank 1 has 2"
-    assert run_ranks(crossed, 2) == [message] * 2
+    assert all(text.startswith(message) for text in run_ranks(crossed, 2))
+
+
+def only_looked_at(rank: int) -> bool:
+    stage = bpipe.PipelineStage(nn.Linear(2, 2), rank, 2, "cpu")
+    if rank == 0:
+        assert bpipe.BalancedOneFOneB(stage, 2).plan.peak_slots == (2, 1)
+    schedule = bpipe.OneFOneB(stage, 2, loss_fn=mse)
+    schedule.step(torch.ones(2, 2), target=torch.ones(2, 2))
+    return True
+
+
+def test_a_schedule_that_one_rank_made_only_to_look_at():
+    assert run_ranks(only_looked_at, 2) == [True, True]
+
+
+def test_eval_in_inference_mode():
+    loopback, schedules = pipeline([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+    x = torch.randn(M, WIDTH)
+    with torch.inference_mode():
+        output = loopback.eval(schedules, x)
+    assert torch.equal(output, loopback.eval(schedules, x))
+    loopback.step(schedules, x, target=x)
+
+
+def test_a_device_may_be_named_with_its_index():
+    loopback = bpipe.Loopback(P)
+    stages = [bpipe.PipelineStage(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), i, P, "cpu:0", loopback.rank(i)) for i in range(P)]
+    schedules = [bpipe.BalancedOneFOneB(stage, M, loss_fn=mse) for stage in stages]
+    loopback.step(schedules, torch.ones(M, 4), target=torch.ones(M, 4))
+    assert schedules[0].stats["evicted_bytes"] > 0
+
+
+def test_closing_leaves_the_user_s_error_whole():
+    class Failing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("no")
+
+    schedule = bpipe.OneFOneB(bpipe.PipelineStage(Failing(4, 4), 0, 1, "cpu"), 2, loss_fn=mse)
+    with pytest.raises(ValueError, match="no") as caught, contextlib.closing(schedule):
+        schedule.step(torch.ones(2, 4), target=torch.ones(2, 4))
+    assert caught.traceback[-1].name == "forward"
 
 
 def test_microbatches_that_are_no_tuples():

@@ -59,7 +59,7 @@ class Record(NamedTuple):
         magic, count, version, fingerprint, is_training, step, num_stages, num_microbatches, pipeline, signature, *rest = (
             RECORD.unpack(data)
         )
-        if magic != MAGIC or count > MOST_STAGES:
+        if magic != MAGIC or count > MOST_STAGES or num_stages < 1:
             raise CommError(f"no agreement record of this version of bpipe: it starts {data[:8]!r}")
         return cls(
             version=_text(version),
@@ -104,7 +104,8 @@ def check(records: Sequence[Record]) -> None:
         for rank, record in enumerate(records):
             if value(record) != value(records[0]):
                 raise AgreementError(
-                    f"the ranks disagree on {what}: rank 0 has {value(records[0])}, rank {rank} has {value(record)}"
+                    f"the ranks disagree on {what}: rank 0 has {value(records[0])}, rank {rank} has {value(record)}. "
+                    "Make the same schedules, and call their steps in the same order, on all ranks."
                 )
     owner: dict[int, int] = {}
     for rank, record in enumerate(records):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -67,12 +67,13 @@ class C10dTransport(Transport):
         self._nccl: dict[Channel, Any] = {}
         self._staging = _Staging(device) if device.type == "cuda" and not self._has_nccl() else None
         self._is_open = False
-        self.identity = self._next_identity()
 
-    def _next_identity(self) -> int:
-        """Which pipeline of this group this is, as this rank counts them; the ranks compare it before each step."""
+    def enlist(self) -> None:
+        self.identity = self._count_pipelines(1)
+
+    def _count_pipelines(self, change: int) -> int:
         name = f"bpipe/pipelines/{getattr(self.group, 'group_name', '')}/{self.rank}"
-        return int(dist.distributed_c10d._get_default_store().add(name, 1))
+        return int(dist.distributed_c10d._get_default_store().add(name, change))
 
     def _has_nccl(self) -> bool:
         return "nccl" in str(dist.get_backend_config(self.group))
@@ -179,6 +180,9 @@ class C10dTransport(Transport):
         if self._is_open:
             self._is_open = False
             del self._between, self._aside
+        elif self.identity and dist.is_initialized():  # made and never run: not to be counted
+            with suppress(RuntimeError):
+                self._count_pipelines(-1)
 
 
 def _to_tensor(data: bytes) -> torch.Tensor:

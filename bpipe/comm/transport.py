@@ -31,6 +31,10 @@ class Transport(ABC):
     is_broken: bool = False  # a step failed: messages may be under way for ever
 
     @abstractmethod
+    def enlist(self) -> None:
+        """Take an identity among the pipelines of the group, as this rank counts them."""
+
+    @abstractmethod
     def agree(self, record: bytes) -> list[bytes]:
         """Collective over the pipeline: exchange records of equal length; return them by rank of the group. Blocks."""
 

@@ -146,7 +146,7 @@ class Stash:
                 contents.shared[key] = group.held("inside a tensor subclass whose detach() makes no alias")
             elif others:
                 contents.shared[key] = group.held(f"owned {others} more time{'s' * (others > 1)} outside the graph")
-            elif kept[key] or not group.storage.resizable() or self._device not in (None, group.storage.device):
+            elif kept[key] or not group.storage.resizable() or self._is_elsewhere(group.storage.device):
                 contents.fixed_bytes += group.storage.nbytes()
             else:
                 for saved in group.saved:
@@ -162,6 +162,12 @@ class Stash:
                 if storage.nbytes():
                     groups.setdefault(storage._cdata, _Group(storage)).saved.append(saved)
         return groups
+
+    def _is_elsewhere(self, device: torch.device) -> bool:
+        ours = self._device
+        return ours is not None and (
+            device.type != ours.type or (None not in (device.index, ours.index) and device.index != ours.index)
+        )
 
     def mark(self, *, away: bool) -> None:
         """Say whether the movable storages are empty."""

@@ -79,7 +79,7 @@ class Compute:
 
     def kept(self) -> list[torch.Tensor]:
         """The tensors that the step will return to the user."""
-        return mb.tensors_in(self.outputs)
+        return mb.tensors_in([self.outputs, self.losses])
 
     def foreign(self) -> dict[int, str]:
         """Storages that are no activations, and what they are; found when first asked for in a step.
@@ -146,7 +146,8 @@ class Compute:
 
     def _finish_microbatch(self, output: Any, loss: torch.Tensor | None, box: Box, key: Key) -> None:
         if loss is not None:
-            self.losses.append(loss.detach().clone())
+            is_part = loss.untyped_storage().nbytes() > loss.element_size()  # of more, which would be kept with it
+            self.losses.append(loss.detach().clone() if is_part else loss.detach())
             if self._has_backward:
                 self._graphs[key] = Graph(edges_of([loss]), box)
         if self._job.keeps_outputs:

@@ -46,7 +46,7 @@ class Messages:
             raise _changed(action, self._layouts[boundary], layout)
         sent = [tensor for tensor in tensors if tensor is not None]
         views = [bytes_of(tensor) for tensor in sent]
-        self._versions[action[:3]] = [(tensor, tensor._version) for tensor in sent]
+        self._versions[action[:3]] = [(t, t._version) for t in sent if not t.is_inference()]
         self._traffic.posted(action, self._traffic.transport.send(self._traffic.channel(action), views, data), [*views, *sent])
 
     def complete_send(self, action: Action) -> None:

@@ -66,10 +66,10 @@ def balance(plan: Plan, *, slots: int | Sequence[int | None], pairs: Sequence[in
         return lacking
     tries = range(1, 1 + 2 * max(plan.peak_slots))
     more = tries[bisect_left(tries, True, key=lambda n: isinstance(_attempt(plan, _raised(budgets, n), pairs, rule), Plan))]
-    alike = "" if len(set(budgets)) == 1 else ", all raised alike,"
+    the = "The" if len(set(budgets)) == 1 else "With all raised alike, the"
     raise BudgetError(
         f"{_show(budgets)} slots are too few for {plan.name} with {plan.num_stages} stages and {plan.num_microbatches} "
-        f"microbatches: {lacking}. The smallest budget{alike} that works here is slots={_show(_raised(budgets, more))}."
+        f"microbatches: {lacking}. {the} smallest budget that works here is slots={_show(_raised(budgets, more))}."
     )
 
 

@@ -48,6 +48,7 @@ def test_loopback_with_a_stream_for_each_rank():
     balanced, _ = on_one_gpu(bpipe.BalancedOneFOneB)
     assert_same(plain, balanced)
     assert [s["peak_slots"] for s in balanced.stats] == [3, 3, 2, 3]
+    assert balanced.stats[0]["evicted_bytes"] > 0
     assert [s["peak_bytes"] for s in balanced.stats] == [s["predicted_peak_bytes"] for s in balanced.stats]
 
 

@@ -148,7 +148,7 @@ def test_any_pairs(p: int, m: int, data: st.DataObject) -> None:
 
 
 def smallest(error: BudgetError) -> list[int | None]:
-    found = re.search(r"The smallest budget that works here is slots=(.+)\.", str(error))
+    found = re.search(r"[Tt]he smallest budget that works here is slots=(.+)\.", str(error))
     assert found is not None
     budget = ast.literal_eval(found[1])
     return budget if isinstance(budget, int) else list(budget)
