@@ -179,7 +179,9 @@ def test_modes_and_frozen_parameters_may_change_between_steps():
     def step(change: Any) -> None:
         for module in modules:
             change(module)
-        loopback.step(schedules, x, target=x)
+        with torch.no_grad():
+            expected = torch.cat([nn.Sequential(*modules)(xi) for xi in x.split(1)])
+        assert torch.equal(loopback.step(schedules, x, target=x), expected)
 
     changes = [lambda module: module.eval(), lambda module: module.train(), lambda module: modules[0].requires_grad_(False)]
     for change in (lambda module: None, *changes, lambda module: module.requires_grad_(True)):
