@@ -245,3 +245,8 @@ def test_grid_shows_every_computation_once(plan: Plan) -> None:
 def test_build_refuses(arguments, message: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         build(*arguments)
+
+
+def test_the_readme_s_grid() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert str(build("balanced_1f1b", num_stages=4, num_microbatches=8)) in readme
