@@ -1,4 +1,4 @@
-"""What runs when: plans, made and proven in pure Python, without torch.
+"""What runs when: plans, made, proven and simulated in pure Python, without torch.
 
 Example:
     >>> from bpipe.schedules import build
@@ -9,7 +9,26 @@ Example:
 
 from bpipe.schedules.action import Action, Channel, Op, Purpose
 from bpipe.schedules.build import build, finish, names
+from bpipe.schedules.costs import Costs, Link
 from bpipe.schedules.plan import Plan
+from bpipe.schedules.simulate import simulate
+from bpipe.schedules.timeline import Lane, Span, Timeline
 from bpipe.schedules.verify import verify
 
-__all__ = ["Action", "Channel", "Op", "Plan", "Purpose", "build", "finish", "names", "verify"]
+__all__ = [
+    "Action",
+    "Channel",
+    "Costs",
+    "Lane",
+    "Link",
+    "Op",
+    "Plan",
+    "Purpose",
+    "Span",
+    "Timeline",
+    "build",
+    "finish",
+    "names",
+    "simulate",
+    "verify",
+]

@@ -1,0 +1,186 @@
+"""What a plan's actions cost: seconds of computations, bytes of what is saved and sent, and the links that carry it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf, isfinite
+from typing import TypeVar
+
+from bpipe.errors import ConfigurationError
+from bpipe.schedules.action import Op
+from bpipe.schedules.plan import Plan
+
+__all__ = ["Costs", "Link"]
+
+T = TypeVar("T", int, float)
+
+Seconds = float | Sequence[float] | Sequence[Sequence[float]]
+Bytes = int | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One kind of link between two ranks, for one direction: transfers take turns on it.
+
+    Args:
+        latency_s: seconds from the last byte's departure to its arrival.
+        bytes_per_s: bandwidth; default: unlimited.
+
+    Raises:
+        ConfigurationError: a negative latency, or a bandwidth that is not positive.
+    """
+
+    latency_s: float = 0.0
+    bytes_per_s: float = inf
+
+    def __post_init__(self) -> None:
+        if not (self.latency_s >= 0 and isfinite(self.latency_s)):
+            raise ConfigurationError(f"latency_s={self.latency_s}: give seconds, at least 0")
+        if not self.bytes_per_s > 0:
+            raise ConfigurationError(f"bytes_per_s={self.bytes_per_s}: give a positive number of bytes per second")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """A cost model. What is not given costs nothing, except that a forward takes 1 second and a backward twice a forward.
+
+    Times may be one number, one for each stage, or for each stage a series with one for each microbatch. Bytes are one number
+    or one for each stage, of one microbatch.
+
+    Args:
+        forward_s: seconds of F.
+        backward_s: seconds of B; default: twice those of F.
+        input_s: seconds of I, the input half of a split backward; default: half of B.
+        weight_s: seconds of W, its weight half; default: what B leaves of I.
+        saved_bytes: what a microbatch keeps on a stage from its forward to its backward.
+        movable_bytes: what of it an eviction moves; default: all.
+        output_bytes: what a stage's forward sends to the next stage.
+        gradient_bytes: what the next stage's backward sends back across the same boundary; default: `output_bytes`.
+        static_bytes: what a stage keeps throughout: parameters, gradients, optimizer states, buffers.
+        link: between ranks of one node.
+        cross_link: between ranks of different nodes; default: `link`.
+        nodes: the node of each rank; default: all on one.
+        slowdown: how many times longer a computation takes while a transfer of its rank is under way; 1 for not at all.
+
+    Raises:
+        ConfigurationError: a negative number, or a slowdown below 1.
+
+    Example:
+        >>> costs = Costs(forward_s=0.1, saved_bytes=2**30, link=Link(bytes_per_s=20e9))
+        >>> costs.seconds(Op.B, stage=0, microbatch=0)
+        0.2
+    """
+
+    forward_s: Seconds = 1.0
+    backward_s: Seconds | None = None
+    input_s: Seconds | None = None
+    weight_s: Seconds | None = None
+    saved_bytes: Bytes = 0
+    movable_bytes: Bytes | None = None
+    output_bytes: Bytes = 0
+    gradient_bytes: Bytes | None = None
+    static_bytes: Bytes = 0
+    link: Link = field(default_factory=Link)
+    cross_link: Link | None = None
+    nodes: Sequence[int] | None = None
+    slowdown: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("forward_s", "backward_s", "input_s", "weight_s", *_BYTES):
+            value = getattr(self, name)
+            if value is not None and not all(number >= 0 and isfinite(number) for number in _flat(value)):
+                raise ConfigurationError(f"{name}={value}: give numbers of at least 0")
+        if not (self.slowdown >= 1 and isfinite(self.slowdown)):
+            raise ConfigurationError(f"slowdown={self.slowdown}: give a factor of at least 1")
+
+    def check(self, plan: Plan) -> None:
+        """Raise unless each series fits a plan.
+
+        Raises:
+            ConfigurationError: a series has too few or too many entries; the message names it.
+        """
+        for name in ("forward_s", "backward_s", "input_s", "weight_s", *_BYTES):
+            value = getattr(self, name)
+            if isinstance(value, Sequence):
+                _check_length(name, value, plan.num_stages, "stages")
+                for stage, series in enumerate(value):
+                    if isinstance(series, Sequence):
+                        _check_length(f"{name}[{stage}]", series, plan.num_microbatches, "microbatches")
+        if self.nodes is not None:
+            _check_length("nodes", self.nodes, plan.num_ranks, "ranks")
+
+    def seconds(self, op: Op, stage: int, microbatch: int) -> float:
+        """How long a computation takes by itself.
+
+        Raises:
+            KeyError: `op` is no computation.
+        """
+        if op is Op.F:
+            return _of_microbatch(self.forward_s, stage, microbatch)
+        backward = 2 * self.seconds(Op.F, stage, microbatch)
+        if self.backward_s is not None:
+            backward = _of_microbatch(self.backward_s, stage, microbatch)
+        if op is Op.B:
+            return backward
+        half = backward / 2 if self.input_s is None else _of_microbatch(self.input_s, stage, microbatch)
+        if op is Op.I:
+            return half
+        if op is Op.W:
+            return max(backward - half, 0.0) if self.weight_s is None else _of_microbatch(self.weight_s, stage, microbatch)
+        raise KeyError(op)
+
+    def saved(self, stage: int) -> int:
+        """Bytes that a microbatch keeps on a stage."""
+        return _of_stage(self.saved_bytes, stage)
+
+    def movable(self, stage: int) -> int:
+        """Bytes that an eviction of a stage's microbatch moves."""
+        return self.saved(stage) if self.movable_bytes is None else _of_stage(self.movable_bytes, stage)
+
+    def static(self, stage: int) -> int:
+        """Bytes that a stage keeps throughout."""
+        return _of_stage(self.static_bytes, stage)
+
+    def message(self, op: Op, stage: int) -> int:
+        """Bytes of the transfer that an operation of a stage posts, on either end.
+
+        Raises:
+            KeyError: `op` posts no transfer.
+        """
+        if op in (Op.SEND_F, Op.RECV_F):
+            return _of_stage(self.output_bytes, stage - (op is Op.RECV_F))
+        if op in (Op.SEND_B, Op.RECV_B):
+            sizes = self.output_bytes if self.gradient_bytes is None else self.gradient_bytes
+            return _of_stage(sizes, stage - (op is Op.SEND_B))
+        if op in (Op.EVICT, Op.ACCEPT, Op.LOAD, Op.RETURN):
+            return self.movable(stage)
+        raise KeyError(op)
+
+    def link_between(self, src: int, dst: int) -> Link:
+        """The link from one rank to another."""
+        is_across = self.nodes is not None and self.nodes[src] != self.nodes[dst]
+        return self.cross_link if is_across and self.cross_link is not None else self.link
+
+
+_BYTES = ("saved_bytes", "movable_bytes", "output_bytes", "gradient_bytes", "static_bytes")
+
+
+def _check_length(name: str, series: Sequence[object], expected: int, what: str) -> None:
+    if len(series) != expected:
+        raise ConfigurationError(f"{name} has {len(series)} entries: give one number, or one for each of {expected} {what}")
+
+
+def _flat(value: Seconds) -> list[float]:
+    if isinstance(value, Sequence):
+        return [number for part in value for number in _flat(part)]
+    return [value]
+
+
+def _of_stage(value: Sequence[T] | T, stage: int) -> T:
+    return value[stage] if isinstance(value, Sequence) else value
+
+
+def _of_microbatch(value: Seconds, stage: int, microbatch: int) -> float:
+    series = value[stage] if isinstance(value, Sequence) else value
+    return series[microbatch] if isinstance(series, Sequence) else series

@@ -1,0 +1,133 @@
+"""The critical path: the chain of actions that decides how long a step takes."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Generator, Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from bpipe.schedules.action import COMPUTE, POSTS, RECEIVER_OF, SENDS, SERVED, START_OF, Action, Op
+from bpipe.schedules.timeline import Lane, Span, Timeline
+
+__all__ = ["Step", "critical_path"]
+
+Key = tuple[Op, int, int]
+
+_OTHER_END = {
+    **RECEIVER_OF,
+    **{receive: (send, -offset) for send, (receive, offset) in RECEIVER_OF.items()},
+}
+_INDEXES_KEPT = 16  # indexes of lanes, so that a plan of thousands of ranks needs none of them all
+
+
+class Step(NamedTuple):
+    """One link of the chain: what ran on a rank, or was under way from it."""
+
+    rank: int
+    span: Span
+
+
+def critical_path(timeline: Timeline) -> list[Step]:
+    """Walk back from the end of the last computation to what each action waited for last.
+
+    Returns:
+        Computations and transfers in the order of time, each of which began when the one before it ended, or on a busy link
+        when it had departed. So a simulated path covers the makespan; gaps in a measured one are what the host did between
+        actions.
+
+    Example:
+        >>> from bpipe.schedules import Costs, build, simulate
+        >>> [str(step.span.action) for step in critical_path(simulate(build("gpipe", 2, 1), Costs()))]
+        ['0F0', '0SEND_F0', '1F0', '1B0', '1SEND_B0', '0B0']
+    """
+    return list(_Walk(timeline).back())[::-1]
+
+
+class _Place(NamedTuple):
+    """An action of a lane."""
+
+    rank: int
+    served: bool
+    position: int
+
+
+class _Walk:
+    """The walk back through the lanes of a timeline."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline, self.plan = timeline, timeline.plan
+        self.positions = lru_cache(_INDEXES_KEPT)(self._positions)
+        self.link = lru_cache(_INDEXES_KEPT)(self._link)
+
+    def _lane(self, rank: int, served: bool) -> tuple[tuple[Action, ...], Lane]:
+        side = (self.plan.served, self.timeline.served) if served else (self.plan.actions, self.timeline.actions)
+        return side[0][rank], side[1][rank]
+
+    def _positions(self, rank: int, served: bool) -> dict[Key, int]:
+        return {action[:3]: position for position, action in enumerate(self._lane(rank, served)[0])}
+
+    def _span(self, place: _Place) -> Span:
+        actions, lane = self._lane(place.rank, place.served)
+        return Span(actions[place.position], lane.begin_s[place.position], lane.end_s[place.position])
+
+    def back(self) -> Iterator[Step]:
+        """Yield the path from its end."""
+        last = max(range(self.plan.num_ranks), key=lambda rank: self.timeline.span_s(rank)[1])
+        place = self._before(_Place(last, False, len(self.plan.actions[last])))
+        while place is not None:
+            span = self._span(place)
+            if span.action.op in COMPUTE:
+                yield Step(place.rank, span)
+            if span.action.op in START_OF and span.seconds > 0:
+                place = yield from self._through(self._awaited(place, span.action))
+            else:
+                place = self._before(place)
+
+    def _before(self, place: _Place) -> _Place | None:
+        """The action that had to end before a place of a lane was reached: posting a transfer holds nothing up."""
+        actions, _ = self._lane(place.rank, place.served)
+        peer = actions[place.position].peer if place.served else None
+        for position in range(place.position - 1, -1, -1):
+            if actions[position].op not in POSTS and (not place.served or actions[position].peer == peer):
+                return _Place(place.rank, place.served, position)
+        return None
+
+    def _awaited(self, place: _Place, completion: Action) -> _Place:
+        """The sending end of the transfer that a lane waited for."""
+        start = (START_OF[completion.op], completion.stage, completion.microbatch)
+        here = place._replace(position=self.positions(place.rank, place.served)[start])
+        return here if start[0] in SENDS else self._other_end(here)
+
+    def _other_end(self, place: _Place) -> _Place:
+        action = self._span(place).action
+        op, offset = _OTHER_END[action.op]
+        assert action.peer is not None
+        served = op in SERVED
+        return _Place(action.peer, served, self.positions(action.peer, served)[op, action.stage + offset, action.microbatch])
+
+    def _through(self, send: _Place) -> Generator[Step, None, _Place | None]:
+        """Follow transfers back to the lane that posted its end last, or kept the link busy until then."""
+        while True:
+            span = self._span(send)
+            yield Step(send.rank, span)
+            later = max((send, self._other_end(send)), key=self._reached_s)
+            link = self.link(send.rank, span.action.peer)
+            turn = bisect_left(link, (span.begin_s,))
+            if turn == 0 or span.begin_s <= self._reached_s(later):
+                return self._before(later)
+            send = link[turn - 1][1]
+
+    def _reached_s(self, place: _Place) -> float:
+        before = self._before(place)
+        return 0.0 if before is None else self._span(before).end_s
+
+    def _link(self, src: int, dst: int) -> list[tuple[float, _Place]]:
+        """The transfers from one rank to another in the order of their beginning."""
+        places = (
+            _Place(src, served, position)
+            for served in (False, True)
+            for position, action in enumerate(self._lane(src, served)[0])
+            if action.op in SENDS and action.peer == dst
+        )
+        return sorted((self._span(place).begin_s, place) for place in places)

@@ -1,0 +1,214 @@
+"""Run a plan on a cost model: the discrete events of its lanes and links, in the order of time.
+
+A lane runs its actions one after the other. A transfer starts when both of its ends are posted and its link is free, and
+overlaps whatever the lanes compute; each direction between two ranks is a link, which carries one transfer at a time, in the
+order in which they became ready.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from bpipe.errors import PlanError
+from bpipe.schedules.action import COMPUTE, POSTS, RECEIVES, SENDS, START_OF, Action, Op, Purpose
+from bpipe.schedules.costs import Costs
+from bpipe.schedules.plan import Plan, occupancy
+from bpipe.schedules.timeline import Lane, Timeline
+
+__all__ = ["simulate"]
+
+Key = tuple[Op, int, int]
+Ends = tuple[Purpose, int, int, bool]  # a channel, and whether its sends or its receives
+
+
+def simulate(plan: Plan, costs: Costs) -> Timeline:
+    """Predict when each action of a plan runs and what each rank holds.
+
+    Takes a few microseconds an action, and two floating point numbers of memory.
+
+    Args:
+        plan: a verified plan.
+        costs: what its actions cost.
+
+    Raises:
+        ConfigurationError: a series of costs does not fit the plan.
+        PlanError: the plan's lanes wait for each other in a circle, so it is no verified one.
+
+    Example:
+        >>> from bpipe.schedules import build
+        >>> plan = build("balanced_1f1b", 4, 8)
+        >>> simulate(plan, Costs()).makespan_s == simulate(build("1f1b", 4, 8), Costs()).makespan_s
+        True
+    """
+    costs.check(plan)
+    events = _Events(plan, costs)
+    events.run()
+    return Timeline(
+        plan=plan,
+        actions=tuple(
+            Lane(begin_s=lane.begin_s, end_s=lane.end_s, live_bytes=array("q", live_bytes(plan, costs, rank)))
+            for rank, lane in enumerate(events.compute)
+        ),
+        served=tuple(_merged(plan, rank, chains) for rank, chains in enumerate(events.chains)),
+    )
+
+
+def live_bytes(plan: Plan, costs: Costs, rank: int) -> Iterator[int]:
+    """Yield the bytes a rank holds while each of its actions runs: its stages', its microbatches' and its guests' rooms."""
+
+    def size(action: Action) -> int:
+        return costs.movable(action.stage) if action.op in _MOVES else costs.saved(action.stage)
+
+    def guest_size(action: Action) -> int:
+        return costs.movable(action.stage)
+
+    always = sum(costs.static(stage) for stage, owner in enumerate(plan.stage_ranks) if owner == rank)
+    always += sum(max(occupancy(chain, guest_size), default=0) for chain in plan.chains(rank).values())
+    return (always + live for live in occupancy(plan.actions[rank], size))
+
+
+_MOVES = frozenset({Op.WAIT_EVICT, Op.LOAD})
+
+
+class _LaneRun:
+    """A lane while it runs: its place and its record."""
+
+    __slots__ = ("actions", "begin_s", "end_s", "has_begun", "position", "rank")
+
+    def __init__(self, rank: int, actions: tuple[Action, ...]) -> None:
+        self.rank, self.actions, self.position = rank, actions, 0
+        self.has_begun = False  # the action at its position
+        self.begin_s = array("d", bytes(8 * len(actions)))
+        self.end_s = array("d", bytes(8 * len(actions)))
+
+
+class _End(NamedTuple):
+    """One end of a transfer that was posted."""
+
+    lane: _LaneRun
+    position: int
+    key: Key
+
+
+class _Events:
+    """All lanes of a plan, the transfers between them, and the links that carry these."""
+
+    def __init__(self, plan: Plan, costs: Costs) -> None:
+        self.costs = costs
+        self.compute = [_LaneRun(rank, lane) for rank, lane in enumerate(plan.actions)]
+        self.chains = [{peer: _LaneRun(rank, chain) for peer, chain in plan.chains(rank).items()} for rank in range(plan.num_ranks)]
+        self.lanes = [*self.compute, *(lane for chains in self.chains for lane in chains.values())]
+        self.agenda = [(0.0, index) for index in range(len(self.lanes))]  # a heap: when each lane that can go on does
+        self.lonely: dict[Ends, deque[_End]] = defaultdict(deque)  # posted ends whose other end is missing
+        self.free_s: dict[tuple[int, int], float] = defaultdict(float)  # when each link is free again
+        self.arrival_s: dict[Key, float] = {}  # of transfers that their lane has not waited for yet
+        self.blocked: dict[Key, int] = {}  # lanes that wait for a transfer whose other end is missing
+        self.busy_s: list[list[tuple[float, float]]] = [[] for _ in self.compute]  # when transfers of a rank are under way
+
+    def run(self) -> None:
+        """Let the lane that is furthest behind go on, again and again: so transfers become ready in the order of time."""
+        while self.agenda:
+            now, index = heappop(self.agenda)
+            self._advance(index, now)
+        stuck = [f"rank {lane.rank} at {lane.actions[lane.position]}" for lane in self.lanes if lane.position < len(lane.actions)]
+        if stuck:
+            raise PlanError(f"the plan never ends, and verify() says why: {', '.join(stuck[:4])} wait for ever")
+
+    def _advance(self, index: int, now: float) -> None:
+        """Run a lane until it is blocked, or another lane's turn comes first."""
+        lane, agenda = self.lanes[index], self.agenda
+        while lane.position < len(lane.actions):
+            action = lane.actions[lane.position]
+            if action.op in POSTS:
+                self._post(lane, action, now)
+                lane.position += 1
+                continue
+            if not lane.has_begun:
+                lane.has_begun, lane.begin_s[lane.position] = True, now
+            end = self._computed_s(lane, action) if action.op in COMPUTE else self._arrived_s(index, action)
+            if end is None:
+                return
+            if end > now and agenda and agenda[0][0] <= end:
+                heappush(agenda, (end, index))
+                return
+            now = lane.end_s[lane.position] = max(now, end)
+            lane.has_begun = False
+            if action.op in START_OF:
+                del self.arrival_s[START_OF[action.op], action.stage, action.microbatch]
+            lane.position += 1
+
+    def _computed_s(self, lane: _LaneRun, action: Action) -> float:
+        """When a computation that has begun ends, as far as the transfers known by now slow it down."""
+        begin, work = lane.begin_s[lane.position], self.costs.seconds(*action[:3])
+        if self.costs.slowdown == 1:
+            return begin + work
+        busy = self.busy_s[lane.rank] = [interval for interval in self.busy_s[lane.rank] if interval[1] > begin]
+        return _slowed_end(begin, work, sorted(busy), self.costs.slowdown)
+
+    def _arrived_s(self, index: int, completion: Action) -> float | None:
+        """When the transfer that a lane waits for arrives; None while its other end is missing: the lane is called then."""
+        key = (START_OF[completion.op], completion.stage, completion.microbatch)
+        arrival = self.arrival_s.get(key)
+        if arrival is None:
+            self.blocked[key] = index
+        return arrival
+
+    def _post(self, lane: _LaneRun, action: Action, now: float) -> None:
+        """Post one end of a transfer; the second end starts it."""
+        op, stage, microbatch, peer = action
+        assert peer is not None
+        mine, is_send = _End(lane, lane.position, (op, stage, microbatch)), op in SENDS
+        purpose, src, dst = (SENDS[op], lane.rank, peer) if is_send else (RECEIVES[op], peer, lane.rank)
+        theirs = self.lonely.get((purpose, src, dst, not is_send))
+        if not theirs:
+            self.lonely[purpose, src, dst, is_send].append(mine)
+            return
+        begin, end = self._carry(src, dst, self.costs.message(op, stage), now)
+        for side in (mine, theirs.popleft()):
+            side.lane.begin_s[side.position], side.lane.end_s[side.position] = begin, end
+            self.arrival_s[side.key] = end
+            if side.key in self.blocked:
+                heappush(self.agenda, (max(now, end), self.blocked.pop(side.key)))
+
+    def _carry(self, src: int, dst: int, num_bytes: int, now: float) -> tuple[float, float]:
+        """Put a transfer on its link: when it begins and ends."""
+        link = self.costs.link_between(src, dst)
+        begin = max(now, self.free_s[src, dst])
+        departed = self.free_s[src, dst] = begin + num_bytes / link.bytes_per_s
+        end = departed + link.latency_s
+        if self.costs.slowdown > 1:
+            self.busy_s[src].append((begin, end))
+            self.busy_s[dst].append((begin, end))
+        return begin, end
+
+
+def _slowed_end(begin: float, work_s: float, busy: Sequence[tuple[float, float]], slowdown: float) -> float:
+    """When work ends that takes `slowdown` times as long within the busy intervals, which are sorted and may overlap."""
+    now = begin
+    for start, end in busy:
+        if now + work_s <= start:
+            break
+        work_s -= max(0.0, start - now)
+        now = max(now, start)
+        slow_work = max(0.0, end - now) / slowdown
+        if work_s <= slow_work:
+            return now + work_s * slowdown
+        work_s -= slow_work
+        now = max(now, end)
+    return now + work_s
+
+
+def _merged(plan: Plan, rank: int, chains: Mapping[int, _LaneRun]) -> Lane:
+    """The record of a rank's chains in the order of its served lane."""
+    positions = {peer: iter(range(len(chain.actions))) for peer, chain in chains.items()}
+    begin_s, end_s = array("d"), array("d")
+    for action in plan.served[rank]:
+        assert action.peer is not None
+        chain, position = chains[action.peer], next(positions[action.peer])
+        begin_s.append(chain.begin_s[position])
+        end_s.append(chain.end_s[position])
+    return Lane(begin_s=begin_s, end_s=end_s)

@@ -1,0 +1,154 @@
+"""When every action of a plan ran: simulated or measured, in one form, which is drawn, compared and written to files."""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from bpipe.schedules.action import COMPUTE, RECEIVES, SENDS, START_OF, Action, Op
+from bpipe.schedules.plan import Plan
+
+__all__ = ["Lane", "Span", "Timeline"]
+
+
+class Span(NamedTuple):
+    """An action and when it ran, in seconds since the step began."""
+
+    action: Action
+    begin_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.begin_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """The times of one lane of a rank, an entry for each of its actions.
+
+    For a computation: when it ran. For a transfer's start: from when to when the transfer was under way, on the link when
+    simulated, as far as this rank knows when measured. For a transfer's completion: when the lane waited for it.
+
+    Args:
+        begin_s: seconds since the step began, an `array("d")`.
+        end_s: likewise.
+        live_bytes: what the rank holds while each action runs, an `array("q")`; empty in served lanes.
+    """
+
+    begin_s: array[float]
+    end_s: array[float]
+    live_bytes: array[int] = field(default_factory=lambda: array("q"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """One step of a plan in time.
+
+    Args:
+        plan: what ran or will run.
+        actions: a `Lane` for each rank's `plan.actions`.
+        served: a `Lane` for each rank's `plan.served`.
+        source: "simulated" or "measured".
+        step: the step's number, if measured.
+
+    Example:
+        >>> from bpipe.schedules import Costs, build, simulate
+        >>> timeline = simulate(build("1f1b", 4, 8), Costs(forward_s=1.0, backward_s=2.0))
+        >>> timeline.makespan_s, timeline.bubble_s(0), timeline.work_s(0)
+        (33.0, 9.0, 24.0)
+    """
+
+    plan: Plan
+    actions: tuple[Lane, ...]
+    served: tuple[Lane, ...]
+    source: str = "simulated"
+    step: int | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        return self.plan.num_ranks
+
+    @property
+    def makespan_s(self) -> float:
+        """Seconds from the first computation's start to the last one's end, over all ranks."""
+        spans = [self.span_s(rank) for rank in range(self.num_ranks)]
+        return max(end for _, end in spans) - min(begin for begin, _ in spans)
+
+    def spans(self, rank: int) -> Iterator[Span]:
+        """The compute lane's actions: computations, transfers that it starts and waits for."""
+        lane = self.actions[rank]
+        return map(Span, self.plan.actions[rank], lane.begin_s, lane.end_s)
+
+    def served_spans(self, rank: int) -> Iterator[Span]:
+        """The actions that a rank runs for the ranks that evict to it."""
+        lane = self.served[rank]
+        return map(Span, self.plan.served[rank], lane.begin_s, lane.end_s)
+
+    def computations(self, rank: int) -> Iterator[Span]:
+        """The forwards and backwards of a rank."""
+        return (span for span in self.spans(rank) if span.action.op in COMPUTE)
+
+    def transfers(self, rank: int) -> Iterator[Span]:
+        """The transfers of a rank while they are under way, those for its guests included."""
+        both = (*self.spans(rank), *self.served_spans(rank))
+        return (span for span in both if span.action.op in SENDS or span.action.op in RECEIVES)
+
+    def waits(self, rank: int) -> Iterator[Span]:
+        """When a rank's compute lane waited, for the others' results as well as for transfers."""
+        return (span for span in self.spans(rank) if span.action.op in START_OF and span.seconds > 0)
+
+    def span_s(self, rank: int) -> tuple[float, float]:
+        """When a rank's first computation began and its last one ended."""
+        lane, actions = self.actions[rank], self.plan.actions[rank]
+        first = next(i for i, action in enumerate(actions) if action.op in COMPUTE)
+        last = next(i for i in range(len(actions) - 1, -1, -1) if actions[i].op in COMPUTE)
+        return lane.begin_s[first], lane.end_s[last]
+
+    def work_s(self, rank: int) -> float:
+        """Seconds that a rank computed."""
+        return sum(span.seconds for span in self.computations(rank))
+
+    def bubble_s(self, rank: int) -> float:
+        """Seconds of the makespan in which a rank computed nothing: what a synchronous optimizer pays."""
+        return self.makespan_s - self.work_s(rank)
+
+    def span_bubble_s(self, rank: int) -> float:
+        """Seconds between a rank's own first start and last end in which it computed nothing."""
+        begin, end = self.span_s(rank)
+        return end - begin - self.work_s(rank)
+
+    def exposed_s(self, rank: int) -> dict[Op, float]:
+        """Seconds in which a rank's compute lane waited for a transfer that was under way, by what was waited for.
+
+        Waiting before the transfer begins is the bubble's, not the transfer's. A measured transfer is under way from when it
+        was posted as far as one rank knows, so these numbers are upper bounds there.
+        """
+        starts: dict[tuple[Op, int, int], float] = {}
+        exposed: dict[Op, float] = defaultdict(float)
+        for action, begin, end in self.spans(rank):
+            op, stage, microbatch, _ = action
+            if op in START_OF:
+                began = starts.pop((START_OF[op], stage, microbatch))
+                exposed[op] += max(0.0, end - max(begin, began))
+            elif op not in COMPUTE:
+                starts[op, stage, microbatch] = begin
+        return dict(exposed)
+
+    def peak_bytes(self, rank: int) -> int:
+        """The most bytes a rank holds."""
+        return max(self.actions[rank].live_bytes, default=0)
+
+    def memory(self, rank: int) -> Iterator[tuple[float, int]]:
+        """When the bytes that a rank holds change, and to what: (seconds, bytes), in order."""
+        lane, now, previous = self.actions[rank], 0.0, None
+        for action, begin, end, live in zip(self.plan.actions[rank], lane.begin_s, lane.end_s, lane.live_bytes):
+            occupies_lane = action.op in COMPUTE or action.op in START_OF
+            if live != previous:
+                yield (max(now, begin) if occupies_lane else now), live
+                previous = live
+            if occupies_lane:
+                now = end

@@ -1,0 +1,210 @@
+"""The simulator: against a second one, against FACTS.md, and by hand."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from bpipe.errors import ConfigurationError, PlanError
+from bpipe.schedules import Action, Costs, Link, Op, Plan, build, names, simulate
+from bpipe.schedules.critical import critical_path
+from bpipe.schedules.simulate import _slowed_end
+from tests.schedules import ticks
+from tests.schedules.strategies import plans
+
+WHOLE = st.integers(1, 9)
+
+
+@st.composite
+def plans_and_costs(draw: st.DrawFn) -> tuple[Plan, Costs]:
+    """A plan in which no link carries two channels, so that ties cannot be resolved in two ways; costs in whole units."""
+    plan = draw(plans())
+    channels = plan.channels()
+    assume(len({(c.src, c.dst) for c in channels}) == len(channels))
+    p, m = plan.num_stages, plan.num_microbatches
+    per_stage = st.lists(WHOLE, min_size=p, max_size=p)
+    series = st.lists(st.lists(WHOLE, min_size=m, max_size=m), min_size=p, max_size=p)
+    return plan, Costs(
+        forward_s=draw(st.one_of(WHOLE, per_stage, series)),
+        backward_s=draw(st.one_of(st.integers(2, 9).map(lambda n: 2 * n), per_stage)),
+        input_s=draw(WHOLE),
+        weight_s=draw(WHOLE),
+        saved_bytes=draw(per_stage),
+        movable_bytes=draw(per_stage),
+        output_bytes=draw(per_stage),
+        gradient_bytes=draw(st.one_of(st.none(), per_stage)),
+        link=Link(bytes_per_s=1),
+    )
+
+
+@given(plans_and_costs())
+def test_every_action_ends_when_a_second_simulator_says(pair: tuple[Plan, Costs]) -> None:
+    plan, costs = pair
+    timeline = simulate(plan, costs)
+    expected = ticks.run(plan, lambda a: int(costs.seconds(a.op, a.stage, a.microbatch)), lambda a: costs.message(a.op, a.stage))
+    for rank in range(plan.num_ranks):
+        for span in (*timeline.spans(rank), *timeline.served_spans(rank)):
+            if span.action.op.value.startswith("WAIT_") or span.action.op in (Op.F, Op.B, Op.I, Op.W):
+                assert span.end_s == expected[str(span.action)], span
+
+
+@given(plans_and_costs())
+def test_the_critical_path_covers_the_makespan(pair: tuple[Plan, Costs]) -> None:
+    timeline = simulate(*pair)
+    path = [step.span for step in critical_path(timeline)]
+    assert path[0].begin_s == 0 and path[-1].end_s == max(timeline.span_s(rank)[1] for rank in range(timeline.num_ranks))
+    assert all(earlier.end_s == later.begin_s for earlier, later in pairwise(path))
+
+
+@given(plans_and_costs())
+def test_bytes_on_a_rank_are_counted_from_its_actions(pair: tuple[Plan, Costs]) -> None:
+    plan, costs = pair
+    timeline = simulate(plan, costs)
+    for rank in range(plan.num_ranks):
+        rooms = 0
+        for peer in range(plan.num_ranks):
+            guests, most = 0, 0
+            for action in plan.served[rank]:
+                if action.peer == peer:
+                    guests += {Op.ACCEPT: 1, Op.WAIT_RETURN: -1}.get(action.op, 0) * costs.movable_bytes[action.stage]
+                    most = max(most, guests)
+            rooms += most
+        own, most = 0, 0
+        for op, stage, _, _ in plan.actions[rank]:
+            saved, movable = costs.saved_bytes[stage], costs.movable_bytes[stage]
+            own += {Op.F: saved, Op.LOAD: movable}.get(op, 0)
+            most = max(most, own)
+            own -= {Op.B: saved, Op.W: saved, Op.WAIT_EVICT: movable}.get(op, 0)
+        assert timeline.peak_bytes(rank) == most + rooms
+        moments = list(timeline.memory(rank))
+        assert max((live for _, live in moments), default=0) == timeline.peak_bytes(rank)
+        assert [moment for moment, _ in moments] == sorted(moment for moment, _ in moments)
+
+
+@pytest.mark.parametrize("p", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("name", names())
+def test_makespan_bubble_and_peak_are_the_tables(name: str, p: int) -> None:
+    """FACTS.md, table of schedules: makespan m(F+B) + (p-1)(F+B); peaks m, min(p-x, m) and at most ceil((p+2)/2)."""
+    for m in (1, p, 2 * p, 4 * p):
+        plan = build(name, p, m)
+        timeline = simulate(plan, Costs(forward_s=1.5, backward_s=2.5, saved_bytes=1))
+        assert timeline.makespan_s == (m + p - 1) * 4.0
+        assert all(timeline.bubble_s(x) == (p - 1) * 4.0 for x in range(p))
+        peaks = [timeline.peak_bytes(x) for x in range(p)]
+        assert peaks == list(plan.peak_slots)
+        if name == "gpipe":
+            assert peaks == [m] * p
+        elif name == "1f1b":
+            assert peaks == [min(p - x, m) for x in range(p)]
+        else:
+            assert max(peaks) <= (p + 3) // 2
+
+
+def test_span_bubbles_of_1f1b() -> None:
+    """FACTS.md, (S) p=8 m=32: the largest idle share of a rank's span is .179 at F=I=W, a backward of two forwards."""
+    timeline = simulate(build("1f1b", 8, 32), Costs())
+    spans = [timeline.span_s(x) for x in range(8)]
+    assert max(timeline.span_bubble_s(x) / (end - begin) for x, (begin, end) in enumerate(spans)) == pytest.approx(0.179, abs=5e-4)
+
+
+# FACTS.md, "Placing evictions without knowing times": worst makespan over plain's, p = 4..32, at m = 2p and 4p.
+ALLOWED = {0.5: (1.0, 1.0), 1.0: (1.0, 1.0), 1.25: (1.025, 1.045), 1.5: (1.05, 1.09), 2.0: (1.12, 1.18), 3.0: (1.31, 1.51)}
+
+
+@cache
+def balanced(p: int, m: int) -> Plan:
+    return build("balanced_1f1b", p, m)
+
+
+@pytest.mark.parametrize("tx", ALLOWED)
+def test_evictions_cost_nothing_up_to_a_forward_and_no_more_than_known_above(tx: float) -> None:
+    costs = Costs(movable_bytes=1, link=Link(bytes_per_s=1 / tx))
+    for times, allowed in zip((2, 4), ALLOWED[tx]):
+        ratios = []
+        for p in range(4, 33):
+            m = times * p
+            ratios.append(simulate(balanced(p, m), costs).makespan_s / (3 * (m + p - 1)))
+        assert max(ratios) <= allowed + 1e-12
+        assert min(ratios) >= 1.0
+
+
+def test_a_link_carries_one_transfer_at_a_time() -> None:
+    """By hand: GPipe over two ranks, F = 1, an output takes 3 units: the second stage's forwards start at 4, 7 and 10."""
+    timeline = simulate(build("gpipe", 2, 3), Costs(output_bytes=3, gradient_bytes=0, link=Link(bytes_per_s=1)))
+    forwards = [span.begin_s for span in timeline.computations(1) if span.action.op is Op.F]
+    assert forwards == [4, 7, 10]
+    sends = [(span.begin_s, span.end_s) for span in timeline.transfers(0) if span.action.op is Op.SEND_F]
+    assert sends == [(1, 4), (4, 7), (7, 10)]
+
+
+def test_latency_is_not_occupancy() -> None:
+    """By hand: as above with 1 unit on the link and 5 of latency: arrivals at 7 and 8."""
+    costs = Costs(output_bytes=1, gradient_bytes=0, link=Link(bytes_per_s=1, latency_s=5))
+    timeline = simulate(build("gpipe", 2, 2), costs)
+    assert [span.begin_s for span in timeline.computations(1) if span.action.op is Op.F] == [7, 8]
+
+
+def test_links_by_node() -> None:
+    costs = Costs(output_bytes=6, gradient_bytes=0, link=Link(bytes_per_s=6), cross_link=Link(bytes_per_s=2), nodes=[0, 0, 1])
+    timeline = simulate(build("gpipe", 3, 1), costs)
+    assert [next(timeline.computations(rank)).begin_s for rank in range(3)] == [0, 2, 6]
+
+
+def test_exposed_time_is_the_transfers_and_not_the_bubbles() -> None:
+    """By hand: rank 1 waits for one unit of rank 0's forward, which is bubble, then for two of the transfer."""
+    timeline = simulate(build("gpipe", 2, 1), Costs(output_bytes=2, gradient_bytes=0, link=Link(bytes_per_s=1)))
+    assert timeline.exposed_s(1)[Op.WAIT_RECV_F] == 2
+    assert sum(span.seconds for span in timeline.waits(1)) == 3
+
+
+def test_a_computation_slows_down_while_a_transfer_runs() -> None:
+    """By hand: rank 0's second forward begins at 1 with a transfer of 1 unit: half of the work is left at 2, done by 2.5."""
+    costs = Costs(output_bytes=1, gradient_bytes=0, link=Link(bytes_per_s=1), slowdown=2.0)
+    timeline = simulate(build("gpipe", 2, 2), costs)
+    assert [span.end_s for span in timeline.computations(0) if span.action.op is Op.F] == [1, 2.5]
+
+
+@given(
+    st.integers(0, 5),
+    st.integers(0, 20),
+    st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)).map(lambda pair: (min(pair), max(pair))), max_size=4),
+    st.integers(1, 4),
+)
+def test_slowed_work_is_the_integral_of_its_speed(begin: int, work: int, busy: list[tuple[int, int]], slowdown: int) -> None:
+    end = _slowed_end(begin, work, sorted(busy), slowdown)
+    left, now = work * slowdown**2, begin * slowdown  # looked at once in 1/slowdown of a unit of time
+    while left > 0:
+        is_busy = any(start * slowdown <= now < stop * slowdown for start, stop in busy)
+        left -= 1 if is_busy else slowdown
+        now += 1
+    overshoot = -left / slowdown / slowdown  # the last look may have found more speed than was needed
+    assert end == pytest.approx(now / slowdown - overshoot)
+
+
+def test_sizes_that_do_not_fit_are_named() -> None:
+    plan = build("1f1b", 4, 8)
+    for costs, name in (
+        (Costs(forward_s=[1.0] * 3), "forward_s has 3 entries"),
+        (Costs(forward_s=[[1.0] * 7] * 4), r"forward_s\[0\] has 7 entries"),
+        (Costs(saved_bytes=[1] * 5), "saved_bytes has 5 entries"),
+        (Costs(nodes=[0, 1]), "nodes has 2 entries"),
+    ):
+        with pytest.raises(ConfigurationError, match=name):
+            simulate(plan, costs)
+    for wrong in ({"forward_s": -1.0}, {"backward_s": float("nan")}, {"slowdown": 0.5}, {"saved_bytes": [-1]}):
+        with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+            Costs(**wrong)
+    for wrong in ({"latency_s": -1.0}, {"bytes_per_s": 0.0}, {"bytes_per_s": float("nan")}):
+        with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+            Link(**wrong)
+
+
+def test_a_plan_that_never_ends_is_an_error() -> None:
+    lanes = ((Action(Op.WAIT_RECV_F, 0, 0, 1),), ())
+    plan = Plan(name="stuck", num_microbatches=1, stage_ranks=(0, 1), actions=lanes, served=((), ()), slots=(None, None))
+    with pytest.raises(PlanError, match="rank 0 at 0WAIT_RECV_F0"):
+        simulate(plan, Costs())
