@@ -115,7 +115,7 @@ class Loopback:
         self.wires.clear()
         plan = runs[0].plan
         if self._order[0] is not plan:
-            self._order = (plan, linearise(plan)[0])
+            self._order = (plan, linearise(plan))
         group_ranks = {run.rank: group_rank for group_rank, run in enumerate(runs)}
         with self._joined_streams(runs):
             for plan_rank, action in self._order[1]:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from bpipe.errors import PlanError
 from bpipe.schedules.action import BACKWARD, COMPUTE, WAIT_OF, Action, Op
-from bpipe.schedules.order import RESULT, clock
+from bpipe.schedules.order import RESULT, Moments, clock, num_microbatches_of
 from bpipe.schedules.plan import Plan
 
 __all__: list[str] = []
@@ -45,12 +45,12 @@ def communicate(plan: Plan) -> Plan:
         PlanError: the computations wait for each other in a circle.
     """
     lanes = [plan.compute(rank) for rank in range(plan.num_ranks)]
-    moments = {
-        (RESULT[action.op], action.stage, action.microbatch): (start, rank)
-        for rank, (lane, starts) in enumerate(zip(lanes, clock(lanes, plan.num_stages)))
-        for action, start in zip(lane, starts)
-    }
-    return replace(plan, actions=tuple(_Lane(plan, rank, moments).emit() for rank in range(plan.num_ranks)))
+    begins = Moments(plan.num_stages, num_microbatches_of(lanes))
+    for lane, starts in zip(lanes, clock(lanes, plan.num_stages)):
+        for (op, stage, microbatch, _), start in zip(lane, starts):
+            begins[RESULT[op], stage, microbatch] = start
+    del lanes
+    return replace(plan, actions=tuple(_Lane(plan, rank, begins).emit() for rank in range(plan.num_ranks)))
 
 
 def sent_by(plan: Plan, action: Action) -> Action | None:
@@ -79,8 +79,8 @@ def _remote(plan: Plan, action: Action, op: Op, other_stage: int) -> Action | No
 class _Lane:
     """One rank's list: its computations, and the transfers at the boundary before each of them."""
 
-    def __init__(self, plan: Plan, rank: int, moments: dict[tuple[Op, int, int], Moment]) -> None:
-        self.moments = moments
+    def __init__(self, plan: Plan, rank: int, begins: Moments) -> None:
+        self.ranks, self.begins = plan.stage_ranks, begins
         self.steps: list[Action] = []
         self.before: list[list[Action]] = [[]]  # evictions and loads at each boundary
         for action in plan.actions[rank]:
@@ -106,7 +106,7 @@ class _Lane:
 
     def _completions(self) -> dict[int, list[Action | None]]:
         """The completions of sends, by boundary."""
-        moments = [self.moments[RESULT[step.op], step.stage, step.microbatch] for step in self.steps]
+        moments = [self._moment(RESULT[op], stage, microbatch) for op, stage, microbatch, _ in self.steps]
         completed: dict[int, list[Action | None]] = defaultdict(list)
         for sent in self._sends():
             boundary = sent.due
@@ -132,10 +132,13 @@ class _Lane:
     def _received(self, send: Action) -> Moment:
         """When the computation that uses what was sent runs."""
         result, stage = (Op.F, send.stage + 1) if send.op is Op.SEND_F else (Op.B, send.stage - 1)
-        moment = self.moments.get((result, stage, send.microbatch))
-        if moment is None:
+        moment = self._moment(result, stage, send.microbatch)
+        if moment[0] < 0:
             raise PlanError(f"{send} carries what no computation of stage {stage} uses")
         return moment
+
+    def _moment(self, result: Op, stage: int, microbatch: int) -> Moment:
+        return self.begins[result, stage, microbatch], self.ranks[stage]
 
 
 def _completion(start: Action | None) -> Action | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from bpipe.schedules.action import COMPUTE, Action, Op
 from bpipe.schedules.order import UNITS, clock
 from bpipe.schedules.plan import Plan
@@ -37,7 +39,7 @@ def rows(plan: Plan) -> list[str]:
     return [f"{name:<{label}} | " + " ".join(f"{cell:<{width}}" for cell in cells).rstrip() for name, cells in grid]
 
 
-def _moves(actions: tuple[Action, ...], starts: list[int]) -> list[tuple[int, str]]:
+def _moves(actions: tuple[Action, ...], starts: Sequence[int]) -> list[tuple[int, str]]:
     """Where evictions and loads start: the column of the computation that follows."""
     moves, done = [], 0
     for action in actions:

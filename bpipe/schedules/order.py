@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from bpipe.errors import PlanError
 from bpipe.schedules.action import RECEIVER_OF, WAIT_OF, Action, Op
 from bpipe.schedules.plan import Plan
 
-__all__ = ["Stuck", "clock", "linearise"]
+__all__ = ["Moments", "Stuck", "clock", "linearise", "run_greedily"]
 
 Key = tuple[Op, int, int]
 
@@ -31,19 +32,53 @@ def needs(action: Action, last_stage: int) -> Key | None:
     return (Op.F, stage, microbatch) if stage == last_stage else (Op.B, stage + 1, microbatch)
 
 
-def clock(lanes: Sequence[Sequence[Action]], num_stages: int) -> list[list[int]]:
+class Moments:
+    """A moment for each computation: 8 bytes each, so that the plans of thousands of ranks fit into memory."""
+
+    def __init__(self, num_stages: int, num_microbatches: int) -> None:
+        self._m = num_microbatches
+        self._unknown = array("q", [-1]) * (num_stages * num_microbatches)
+        self._tables: dict[Op, array[int]] = {}
+
+    def __getitem__(self, key: Key) -> int:
+        """The moment of a result, or a negative number if it has none."""
+        op, stage, microbatch = key
+        table = self._tables.get(op)
+        return -1 if table is None else table[stage * self._m + microbatch]
+
+    def __setitem__(self, key: Key, moment: int) -> None:
+        op, stage, microbatch = key
+        if op not in self._tables:
+            self._tables[op] = self._unknown[:]
+        self._tables[op][stage * self._m + microbatch] = moment
+
+
+def num_microbatches_of(lanes: Sequence[Sequence[Action]]) -> int:
+    """One more than the highest microbatch of some lanes of computations.
+
+    Raises:
+        PlanError: it is more than there are computations, so most microbatches are missing.
+    """
+    count = sum(map(len, lanes))
+    highest = max((action.microbatch for lane in lanes for action in lane), default=0)
+    if highest >= max(count, 1):
+        raise PlanError(f"microbatch {highest} in a plan of {count} computations: microbatches are counted from 0")
+    return highest + 1
+
+
+def clock(lanes: Sequence[Sequence[Action]], num_stages: int) -> list[array[int]]:
     """When each computation starts if a forward takes one unit, a backward two, each of its halves one, and transfers none.
 
     Returns:
         One list of start times a rank, as long as its lane.
 
     Raises:
-        PlanError: the lanes wait for each other in a circle.
+        PlanError: the lanes wait for each other in a circle, or lack microbatches.
     """
-    end: dict[Key | None, int] = {None: 0}
-    starts: list[list[int]] = [[] for _ in lanes]
+    ends = Moments(num_stages, num_microbatches_of(lanes))
+    starts = [array("q") for _ in lanes]
     free = [0] * len(lanes)
-    waiting: dict[Key | None, list[int]] = defaultdict(list)
+    waiting: dict[Key, list[int]] = defaultdict(list)
     runnable = deque(range(len(lanes)))
     while runnable:
         rank = runnable.popleft()
@@ -51,13 +86,14 @@ def clock(lanes: Sequence[Sequence[Action]], num_stages: int) -> list[list[int]]
         while len(starts[rank]) < len(lane):
             action = lane[len(starts[rank])]
             needed = needs(action, num_stages - 1)
-            if needed not in end:
+            ready = 0 if needed is None else ends[needed]
+            if needed is not None and ready < 0:
                 waiting[needed].append(rank)
                 break
-            start = max(free[rank], end[needed])
+            start = max(free[rank], ready)
             starts[rank].append(start)
             result = (RESULT[action.op], action.stage, action.microbatch)
-            free[rank] = end[result] = start + UNITS[action.op]
+            free[rank] = ends[result] = start + UNITS[action.op]
             if result in waiting:
                 runnable.extend(waiting.pop(result))
     stuck = [
@@ -82,6 +118,7 @@ def _enablers() -> dict[Op, tuple[Op, int]]:
 
 
 ENABLED_BY = _enablers()
+ENABLERS = frozenset(enabler for enabler, _ in ENABLED_BY.values())
 
 
 class Stuck(NamedTuple):
@@ -92,43 +129,49 @@ class Stuck(NamedTuple):
     missing: Key
 
 
-def linearise(plan: Plan) -> tuple[list[tuple[int, Action]], list[Stuck]]:
+def linearise(plan: Plan) -> list[tuple[int, Action]]:
+    """One global order of all actions of a verified plan, with their ranks."""
+    order: list[tuple[int, Action]] = []
+    run_greedily(plan, order)
+    return order
+
+
+def run_greedily(plan: Plan, order: list[tuple[int, Action]] | None = None) -> list[Stuck]:
     """Run the plan with unbuffered transfers, every lane as far as it can go.
 
     No rank ever chooses, so this one greedy run decides for all interleavings: if it ends, every execution ends.
 
+    Args:
+        plan: its actions must name its stages and microbatches, and no others.
+        order: a list to be filled with all actions that ran, and their ranks.
+
     Returns:
-        One global order of all actions with their ranks, and the lanes that got stuck (none in a sound plan).
+        The lanes that got stuck: none in a sound plan.
     """
     lanes = [(rank, lane) for rank in range(plan.num_ranks) for lane in (plan.actions[rank], *plan.chains(rank).values())]
-    done: set[Key] = set()
-    order: list[tuple[int, Action]] = []
+    positions = [0] * len(lanes)
+    happened = {op: [bytearray(plan.num_microbatches) for _ in plan.stage_ranks] for op in ENABLERS}
     waiting: dict[Key, list[int]] = defaultdict(list)
     blocked: dict[int, Stuck] = {}
-    walks = [_walk(rank, lane, done, order) for rank, lane in lanes]
     runnable = deque(range(len(lanes)))
     while runnable:
         index = runnable.popleft()
         blocked.pop(index, None)
-        for event in walks[index]:
-            if isinstance(event, Stuck):
-                blocked[index] = event
-                waiting[event.missing].append(index)
-                break
-            if event in waiting:
-                runnable.extend(waiting.pop(event))
-    return order, list(blocked.values())
-
-
-def _walk(rank: int, lane: Sequence[Action], done: set[Key], order: list[tuple[int, Action]]) -> Iterator[Key | Stuck]:
-    """Do a lane's actions one by one: yield the key of each action done, or what is missing whenever it cannot go on."""
-    for action in lane:
-        key = action[:3]
-        enabler = ENABLED_BY.get(action.op)
-        if enabler is not None:
-            missing = (enabler[0], action.stage + enabler[1], action.microbatch)
-            while missing not in done:
-                yield Stuck(rank, action, missing)
-        done.add(key)
-        order.append((rank, action))
-        yield key
+        rank, lane = lanes[index]
+        for position in range(positions[index], len(lane)):
+            op, stage, microbatch, _ = action = lane[position]
+            if op in ENABLED_BY:
+                enabler, offset = ENABLED_BY[op]
+                if not happened[enabler][stage + offset][microbatch]:
+                    missing = (enabler, stage + offset, microbatch)
+                    waiting[missing].append(index)
+                    blocked[index] = Stuck(rank, action, missing)
+                    positions[index] = position
+                    break
+            if order is not None:
+                order.append((rank, action))
+            if op in happened:
+                happened[op][stage][microbatch] = True
+                if (op, stage, microbatch) in waiting:
+                    runnable.extend(waiting.pop((op, stage, microbatch)))
+    return list(blocked.values())

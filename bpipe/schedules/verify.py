@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from typing import NamedTuple
 
 from bpipe.errors import PlanError
-from bpipe.schedules.action import COMPUTE, RECEIVES, SENDS, SERVED, WAIT_OF, Action, Channel, Op
+from bpipe.schedules.action import COMPUTE, RECEIVES, SENDS, SERVED, WAIT_OF, Action, Channel, Op, Purpose
 from bpipe.schedules.communicate import received_by, sent_by
 from bpipe.schedules.grid import excerpt
-from bpipe.schedules.order import linearise
+from bpipe.schedules.order import run_greedily
 from bpipe.schedules.plan import Plan, occupancy
 
 __all__ = ["Violation", "verify"]
@@ -31,23 +33,26 @@ class Violation(NamedTuple):
     text: str
 
 
-class _Index:
-    """Every action of a plan by its key, made once for all rules."""
+class _Rank:
+    """The actions of one rank by key: made once for all rules, and dropped before the next rank's."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan, self.rank = plan, rank
         self.places: dict[Key, Place] = {}
         self.repeated: list[Place] = []
-        for served, lanes in ((False, plan.actions), (True, plan.served)):
-            for rank, lane in enumerate(lanes):
-                for position, action in enumerate(lane):
-                    place = (rank, served, position)
-                    if self.places.setdefault(action[:3], place) is not place:
-                        self.repeated.append(place)
+        for served, lane in ((False, plan.actions[rank]), (True, plan.served[rank])):
+            for position, action in enumerate(lane):
+                place = (rank, served, position)
+                if self.places.setdefault(action[:3], place) is not place:
+                    self.repeated.append(place)
 
     def action(self, place: Place) -> Action:
         rank, served, position = place
         return (self.plan.served if served else self.plan.actions)[rank][position]
+
+    def stages(self) -> list[int]:
+        """The stages that the rank holds."""
+        return [stage for stage, rank in enumerate(self.plan.stage_ranks) if rank == self.rank]
 
 
 def verify(plan: Plan) -> None:
@@ -58,7 +63,7 @@ def verify(plan: Plan) -> None:
     Raises:
         PlanError: every violation of every rule (the first 20 in full), with the place of the first one.
     """
-    violations = list(violations_of(plan))
+    violations = sorted(violations_of(plan), key=lambda violation: _TURN[violation.rule])
     if violations:
         lines = [f"plan {plan.name!r} breaks {len(violations)} rule{'s' * (len(violations) > 1)}: {violations[0].text}"]
         lines += [f"  {v.rule}: {_at(v.place)}{v.text}" for v in violations[:MOST_SHOWN]]
@@ -70,68 +75,79 @@ def verify(plan: Plan) -> None:
 
 
 def violations_of(plan: Plan) -> Iterator[Violation]:
-    """Yield every violation of every rule; the rules after a broken shape need a sound one and are left out."""
-    shape = list(_shape(plan))
+    """Yield every violation of every rule.
+
+    The rules of all ranks together need ranks that are complete by themselves, and all need a sound shape.
+    """
+    shape = [Violation("shape", None, text) for text in _shape(plan)]
     yield from shape
-    if not shape:
-        index = _Index(plan)
-        for name, rule in RULES.items():
-            yield from (Violation(name, place, text) for place, text in rule(index))
+    if shape:
+        return
+    is_whole = True
+    for rank in range(plan.num_ranks):
+        own = _Rank(plan, rank)
+        for name, rule in RULES_OF_A_RANK.items():
+            for place, text in rule(own):
+                is_whole &= name not in ("belongs", "complete")
+                yield Violation(name, place, text)
+    if is_whole:
+        for name, whole in RULES_OF_ALL.items():
+            yield from (Violation(name, place, text) for place, text in whole(plan))
 
 
 def _at(place: Place | None) -> str:
     return "" if place is None else f"rank {place[0]}, {'served' if place[1] else 'action'} {place[2]}: "
 
 
-def _shape(plan: Plan) -> Iterator[Violation]:
+def _shape(plan: Plan) -> Iterator[str]:
     p, ranks = plan.num_stages, range(plan.num_ranks)
     if p < 1 or plan.num_microbatches < 1:
-        yield Violation("shape", None, f"{p} stages and {plan.num_microbatches} microbatches: both must be at least 1")
+        yield f"{p} stages and {plan.num_microbatches} microbatches: both must be at least 1"
     count = sum(map(len, plan.actions))
     if 2 * count < p * plan.num_microbatches:  # far from complete: the rules need not list what is missing, one by one
-        yield Violation("shape", None, f"{count} actions cannot run {p} stages and {plan.num_microbatches} microbatches")
+        yield f"{count} actions cannot run {p} stages and {plan.num_microbatches} microbatches"
     if len(plan.served) != plan.num_ranks or len(plan.slots) != plan.num_ranks:
-        yield Violation("shape", None, f"{plan.num_ranks} compute lanes, {len(plan.served)} served, {len(plan.slots)} budgets")
+        yield f"{plan.num_ranks} compute lanes, {len(plan.served)} served, {len(plan.slots)} budgets"
     for stage, rank in enumerate(plan.stage_ranks):
         if rank not in ranks:
-            yield Violation("shape", None, f"stage {stage} is on rank {rank}, and there are ranks 0 to {plan.num_ranks - 1}")
+            yield f"stage {stage} is on rank {rank}, and there are ranks 0 to {plan.num_ranks - 1}"
 
 
 Finding = tuple[Place | None, str]
 
 
-def _belongs(index: _Index) -> Iterator[Finding]:
+def _belongs(own: _Rank) -> Iterator[Finding]:
     """Each action stands once, on the rank of its stage, in the lane of its kind, and transfers name the right peer."""
-    plan = index.plan
-    for place in index.repeated:
-        yield place, f"{index.action(place)} stands a second time"
-    for (op, stage, microbatch), place in index.places.items():
+    plan = own.plan
+    for place in own.repeated:
+        yield place, f"{own.action(place)} stands a second time"
+    for (op, stage, microbatch), place in own.places.items():
         rank, served, _ = place
-        action = index.action(place)
+        action = own.action(place)
         if not (0 <= stage < plan.num_stages and 0 <= microbatch < plan.num_microbatches):
             yield place, f"{action} is outside {plan.num_stages} stages and {plan.num_microbatches} microbatches"
             continue
         if served is not (op in SERVED):
             yield place, f"{action} stands in the wrong lane"
-        expected = _expected_place(index, action)
+        expected = _expected_place(own, action)
         if (rank, action.peer) != expected:
             yield place, f"{action} on rank {rank} with peer {action.peer}: expected rank {expected[0]} and peer {expected[1]}"
 
 
-def _expected_place(index: _Index, action: Action) -> tuple[int, int | None]:
+def _expected_place(own: _Rank, action: Action) -> tuple[int, int | None]:
     """The rank on which an action belongs, and the rank at its other end."""
     op, stage, microbatch, _ = action
-    ranks, owner = index.plan.stage_ranks, index.plan.stage_ranks[stage]
+    ranks, owner = own.plan.stage_ranks, own.plan.stage_ranks[stage]
     if op in COMPUTE:
         return owner, None
     if op in _FORWARD_PEER:
         neighbour = stage + _FORWARD_PEER[op]
         return owner, ranks[neighbour] if 0 <= neighbour < len(ranks) else None
-    evict = index.places.get((Op.EVICT, stage, microbatch))
-    acceptor = None if evict is None else index.action(evict).peer
     if op in SERVED:
-        return -1 if acceptor is None else acceptor, owner
-    in_range = acceptor is not None and 0 <= acceptor < index.plan.num_ranks and acceptor != owner
+        return own.rank if owner != own.rank else -1, owner
+    evict = own.places.get((Op.EVICT, stage, microbatch))
+    acceptor = None if evict is None else own.action(evict).peer
+    in_range = acceptor is not None and 0 <= acceptor < own.plan.num_ranks and acceptor != owner
     return owner, acceptor if in_range else None
 
 
@@ -142,21 +158,28 @@ _FORWARD_PEER = {
 }
 
 
-EVICTION = frozenset({Op.EVICT, Op.WAIT_EVICT, Op.LOAD, Op.WAIT_LOAD}) | SERVED
+EVICTION = frozenset({Op.EVICT, Op.WAIT_EVICT, Op.LOAD, Op.WAIT_LOAD})
+BITS = {op: 1 << i for i, op in enumerate(Op)}
 
 
-def _complete(index: _Index) -> Iterator[Finding]:
-    """Every microbatch runs forward and backward on every stage, with the transfers its neighbours need."""
-    plan, places = index.plan, index.places
-    bits = {op: 1 << i for i, op in enumerate(Op)}
+def _complete(own: _Rank) -> Iterator[Finding]:
+    """Every microbatch runs forward and backward on every stage, with the transfers its neighbours need; guests come and go."""
+    plan = own.plan
     present: dict[tuple[int, int], int] = defaultdict(int)
-    for op, stage, microbatch in places:
-        present[stage, microbatch] |= bits[op]
-    for stage in range(plan.num_stages):
-        accepted = {sum(bits[op] for op in ops) for ops in _complete_sets(plan, stage)}
+    for op, stage, microbatch in own.places:
+        present[stage, microbatch] |= BITS[op]
+    accepted = {stage: {_mask(ops) for ops in _complete_sets(plan, stage)} for stage in own.stages()}
+    for stage in own.stages():
         for microbatch in range(plan.num_microbatches):
-            if present[stage, microbatch] not in accepted:
-                yield from _lacking(index, stage, microbatch)
+            if present[stage, microbatch] not in accepted[stage]:
+                yield from _lacking(own, stage, microbatch, _complete_sets(plan, stage))
+    for (stage, microbatch), found in present.items():
+        if stage not in accepted and found != _mask(SERVED):
+            yield from _lacking(own, stage, microbatch, [SERVED])
+
+
+def _mask(ops: Iterable[Op]) -> int:
+    return sum(BITS[op] for op in ops)
 
 
 def _complete_sets(plan: Plan, stage: int) -> list[frozenset[Op]]:
@@ -171,13 +194,13 @@ def _required(plan: Plan, stage: int, backward: frozenset[Op]) -> frozenset[Op]:
     return frozenset({Op.F, *backward, *transfers, *(WAIT_OF[op] for op in transfers)})
 
 
-def _lacking(index: _Index, stage: int, microbatch: int) -> Iterator[Finding]:
+def _lacking(own: _Rank, stage: int, microbatch: int, complete: list[frozenset[Op]]) -> Iterator[Finding]:
     """What a microbatch misses or has too much of, compared with the complete set that fits it best."""
-    there = frozenset(op for op in Op if (op, stage, microbatch) in index.places)
-    nearest = min(_complete_sets(index.plan, stage), key=lambda ops: len(ops ^ there))
-    here = index.places.get((Op.F, stage, microbatch))
+    there = frozenset(op for op in Op if (op, stage, microbatch) in own.places)
+    nearest = min(complete, key=lambda ops: len(ops ^ there))
+    here = own.places.get((Op.F, stage, microbatch))
     for op in sorted(nearest ^ there):
-        where = index.places.get((op, stage, microbatch), here)
+        where = own.places.get((op, stage, microbatch), here)
         yield where, f"{stage}{op}{microbatch} is {'missing' if op in nearest else 'not part of this plan'}"
 
 
@@ -210,107 +233,122 @@ PRECEDENCE = (
     (Op.RETURN, Op.WAIT_RETURN),
 )
 
+EARLIER = {op: [earlier for earlier, later in PRECEDENCE if later is op] for op in Op}
+
 # Operations that take a stage's microbatches in one order together: a whole backward is both of its halves.
 KIN = {Op.F: (Op.F,), Op.B: (Op.B, Op.I, Op.W), Op.I: (Op.I, Op.B), Op.W: (Op.W, Op.B)}
 
 
-def _ordered(index: _Index) -> Iterator[Finding]:
+def _ordered(own: _Rank) -> Iterator[Finding]:
     """Nothing runs before what it needs, and each stage takes its microbatches in ascending order.
 
     Ascending, because the sum of gradients, dropout and BatchNorm depend on the order.
     """
-    places, plan = index.places, index.plan
-    followers: dict[Op, list[Op]] = defaultdict(list)
-    for earlier, later in PRECEDENCE:
-        followers[later].append(earlier)
+    places = own.places
     for (op, stage, microbatch), place in places.items():
-        for earlier in followers.get(op, ()):
+        for earlier in EARLIER[op]:
             before = places.get((earlier, stage, microbatch))
-            if before is not None and before[:2] == place[:2] and before[2] > place[2]:
+            if before is not None and before[1] == place[1] and before[2] > place[2]:
                 yield place, f"{stage}{op}{microbatch} stands before {stage}{earlier}{microbatch}"
         for kin in KIN.get(op, ()):
             previous = places.get((kin, stage, microbatch - 1))
-            if previous is not None and previous[:2] == place[:2] and previous[2] > place[2]:
+            if previous is not None and previous[1] == place[1] and previous[2] > place[2]:
                 yield place, f"{stage}{op}{microbatch} stands before {stage}{kin}{microbatch - 1}"
-    for stage in range(1, plan.num_stages):
-        if plan.stage_ranks[stage] == plan.stage_ranks[stage - 1]:
-            yield from _handed_over(index, stage)
+    stages = own.stages()
+    for stage in stages:
+        if stage - 1 in stages:
+            yield from _handed_over(own, stage)
 
 
-def _handed_over(index: _Index, stage: int) -> Iterator[Finding]:
+def _handed_over(own: _Rank, stage: int) -> Iterator[Finding]:
     """Neighbouring stages on one rank need each other's results in the order of its list."""
     pairs = [((Op.F, stage - 1), (Op.F, stage))]
     pairs += [((a, stage), (b, stage - 1)) for a in (Op.B, Op.I) for b in (Op.B, Op.I)]
-    for microbatch in range(index.plan.num_microbatches):
+    for microbatch in range(own.plan.num_microbatches):
         for earlier, later in pairs:
-            first, second = index.places.get((*earlier, microbatch)), index.places.get((*later, microbatch))
+            first, second = own.places.get((*earlier, microbatch)), own.places.get((*later, microbatch))
             if first is not None and second is not None and first[2] > second[2]:
                 yield second, f"{later[1]}{later[0]}{microbatch} stands before {earlier[1]}{earlier[0]}{microbatch}"
 
 
-def _matched(index: _Index) -> Iterator[Finding]:
-    """The k-th send of a channel names what its k-th receive names."""
-    plan = index.plan
-    queues: dict[Channel, tuple[list[tuple[int, int]], list[tuple[int, int]], list[Place]]] = defaultdict(lambda: ([], [], []))
-    for served, lanes in ((False, plan.actions), (True, plan.served)):
-        for rank, lane in enumerate(lanes):
-            for position, action in enumerate(lane):
-                if action.op in SENDS:
-                    queues[action.channel(rank)][0].append(_message(action))
-                elif action.op in RECEIVES:
-                    _, receives, places = queues[action.channel(rank)]
-                    receives.append(_message(action))
-                    places.append((rank, served, position))
-    for channel, (sends, receives, places) in queues.items():
-        if len(sends) != len(receives):
-            yield None, f"{_name(channel)} sends {len(sends)} messages and receives {len(receives)}"
-        differing = (k for k, (sent, received) in enumerate(zip(sends, receives)) if sent != received)
-        k = next(differing, None)
-        if k is not None:
-            yield places[k], f"{_name(channel)}: message {k} is sent as {_tell(sends[k])} and received as {_tell(receives[k])}"
-
-
-def _message(action: Action) -> tuple[int, int]:
-    """What a transfer carries, the same on both ends: what crosses the boundary after a stage, or a stage's saved bytes."""
-    return action.stage - (action.op in (Op.RECV_F, Op.SEND_B)), action.microbatch
-
-
-def _tell(message: tuple[int, int]) -> str:
-    return f"microbatch {message[1]} of stage {message[0]}"
-
-
-def _name(channel: Channel) -> str:
-    return f"{channel.purpose.value} channel {channel.src} -> {channel.dst}"
-
-
-def _progresses(index: _Index) -> Iterator[Finding]:
-    """No circle of waits, even if every transfer were an unbuffered rendezvous."""
-    _, stuck = linearise(index.plan)
-    for rank, action, missing in stuck:
-        yield index.places.get(action[:3]), f"rank {rank} waits for ever at {action}, for {missing[1]}{missing[0]}{missing[2]}"
-
-
-def _affordable(index: _Index) -> Iterator[Finding]:
+def _affordable(own: _Rank) -> Iterator[Finding]:
     """At no action does a rank occupy more slots than its budget, rooms for guests included."""
-    plan = index.plan
-    for rank, budget in enumerate(plan.slots):
-        rooms = sum(plan.rooms(rank).values())
-        occupied = enumerate(occupancy(plan.actions[rank]))
-        over = next(((i, own) for i, own in occupied if budget is not None and own + rooms > budget), None)
-        if over is not None:
-            yield (
-                (rank, False, over[0]),
-                f"rank {rank} occupies {over[1]} slots and {rooms} rooms for guests of a budget of {budget}",
-            )
-        if budget is not None and rooms > budget:
-            yield None, f"rank {rank} reserves {rooms} rooms for guests of a budget of {budget}"
+    rank, budget = own.rank, own.plan.slots[own.rank]
+    if budget is None:
+        return
+    rooms = sum(own.plan.rooms(rank).values())
+    over = next(((i, slots) for i, slots in enumerate(occupancy(own.plan.actions[rank])) if slots + rooms > budget), None)
+    if over is not None:
+        yield (rank, False, over[0]), f"rank {rank} occupies {over[1]} slots and {rooms} rooms for guests of a budget of {budget}"
+    if rooms > budget:
+        yield None, f"rank {rank} reserves {rooms} rooms for guests of a budget of {budget}"
 
 
-RULES: dict[str, Callable[[_Index], Iterator[Finding]]] = {
+def _matched(plan: Plan) -> Iterator[Finding]:
+    """The k-th send of a channel names what its k-th receive names."""
+    sent: dict[Channel, array[int]] = defaultdict(lambda: array("q"))
+    received: dict[Channel, array[int]] = defaultdict(lambda: array("q"))
+    for rank, lane in _lanes(plan):
+        for action in lane:
+            if action.op in SENDS:
+                sent[action.channel(rank)].append(_message(plan, action))
+            elif action.op in RECEIVES:
+                received[action.channel(rank)].append(_message(plan, action))
+    for channel in sent.keys() | received.keys():
+        if sent[channel] != received[channel]:
+            yield from _differing(plan, channel, sent[channel], received[channel])
+
+
+def _lanes(plan: Plan) -> Iterator[tuple[int, tuple[Action, ...]]]:
+    yield from enumerate(plan.actions)
+    yield from enumerate(plan.served)
+
+
+def _message(plan: Plan, action: Action) -> int:
+    """What a transfer carries, the same on both ends: what crosses the boundary after a stage, or a stage's saved bytes."""
+    return (action.stage - (action.op in _FROM_THE_STAGE_BEFORE)) * plan.num_microbatches + action.microbatch
+
+
+_FROM_THE_STAGE_BEFORE = frozenset({Op.RECV_F, Op.SEND_B})
+
+
+def _differing(plan: Plan, channel: Channel, sent: array[int], received: array[int]) -> Iterator[Finding]:
+    """Where the two ends of a channel disagree first."""
+    name = f"{channel.purpose.value} channel {channel.src} -> {channel.dst}"
+    if len(sent) != len(received):
+        yield None, f"{name} sends {len(sent)} messages and receives {len(received)}"
+    k = next((k for k, pair in enumerate(zip(sent, received)) if pair[0] != pair[1]), None)
+    if k is not None:
+        a, b = (_tell(plan, messages[k]) for messages in (sent, received))
+        yield _receive(plan, channel, k), f"{name}: message {k} is sent as {a} and received as {b}"
+
+
+def _tell(plan: Plan, message: int) -> str:
+    stage, microbatch = divmod(message, plan.num_microbatches)
+    return f"microbatch {microbatch} of stage {stage}"
+
+
+def _receive(plan: Plan, channel: Channel, k: int) -> Place:
+    """Where the k-th receive of a channel stands."""
+    rank, served = channel.dst, channel.purpose is Purpose.EVICT
+    lane = (plan.served if served else plan.actions)[rank]
+    places = (i for i, action in enumerate(lane) if action.op in RECEIVES and action.channel(rank) == channel)
+    return rank, served, next(islice(places, k, None))
+
+
+def _progresses(plan: Plan) -> Iterator[Finding]:
+    """No circle of waits, even if every transfer were an unbuffered rendezvous."""
+    for rank, action, missing in run_greedily(plan):
+        served = action.op in SERVED
+        place = (rank, served, (plan.served if served else plan.actions)[rank].index(action))
+        yield place, f"rank {rank} waits for ever at {action}, for {missing[1]}{missing[0]}{missing[2]}"
+
+
+RULES_OF_A_RANK: dict[str, Callable[[_Rank], Iterator[Finding]]] = {
     "belongs": _belongs,
     "complete": _complete,
     "ordered": _ordered,
-    "matched": _matched,
-    "progresses": _progresses,
     "affordable": _affordable,
 }
+RULES_OF_ALL: dict[str, Callable[[Plan], Iterator[Finding]]] = {"matched": _matched, "progresses": _progresses}
+_TURN = {rule: turn for turn, rule in enumerate(("shape", *RULES_OF_A_RANK, *RULES_OF_ALL))}
