@@ -24,7 +24,8 @@ from bpipe.memory.ledger import Ledger
 from bpipe.runtime.compute import Job
 from bpipe.runtime.evictions import Memory
 from bpipe.runtime.messages import Layouts
-from bpipe.runtime.run import Observer, Run
+from bpipe.runtime.observe import Observer
+from bpipe.runtime.run import Run
 from bpipe.runtime.serve import Server
 from bpipe.schedules import Plan, build
 from bpipe.schedules.build import forward_plan
@@ -264,6 +265,8 @@ class Schedule:
         self._num_steps += 1
         self.ledger = run.evictions.ledger
         self.stats = stats_of(run, self._memory.guest_bytes, time.perf_counter() - started)
+        if self._observer is not None:
+            self._observer.finished(run, self.stats)
         if run.holds_last_stage and step.losses is not None:
             step.losses[:] = run.compute.losses
         return mb.merge(run.compute.outputs, self._specs.output) if run.compute.outputs else None

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import bpipe
 import bpipe.runtime.serve
+from bpipe.runtime.observe import Observer
 from bpipe.schedules import Op, Purpose
 from bpipe.schedules.action import SERVED
 from tests.models import Block
@@ -22,7 +23,7 @@ from tests.ranks import run_ranks
 from tests.storages import StorageCount
 
 
-class Watched:
+class Watched(Observer):
     """Steps of a schedule during which live storages are counted after every action of this rank's compute lane."""
 
     def __init__(self, schedule: bpipe.Schedule, module: nn.Module) -> None:
@@ -30,7 +31,7 @@ class Watched:
         self.peak = 0
         self._count = StorageCount()
         self._between_stages: dict[int, list[torch.Tensor]] = {}
-        schedule._observer = self._after
+        schedule._observer = self
         self._watch_transport(schedule._transport)
 
     def _watch_transport(self, transport: Any) -> None:
@@ -55,7 +56,7 @@ class Watched:
 
         transport.receive_header = uncounted
 
-    def _after(self, rank: int, action: Any) -> None:
+    def after(self, run: Any, action: Any) -> None:
         if action.op in SERVED:
             return  # another thread's; the rooms it fills are counted
         is_last = action.stage == self.schedule.plan.num_stages - 1

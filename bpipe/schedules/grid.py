@@ -13,7 +13,7 @@ __all__: list[str] = []
 EITHER_SIDE = 5
 
 
-def rows(plan: Plan) -> list[str]:
+def rows(plan: Plan, columns: slice = slice(None)) -> list[str]:
     """One line a rank, a column a forward's time: `F0`, `B0 b0` for the two units of a backward, `..` for idle.
 
     With several stages on a rank the stage is written too (`4F0`). Under a rank that evicts, `>3` stands where the eviction
@@ -21,42 +21,54 @@ def rows(plan: Plan) -> list[str]:
     """
     lanes = [plan.compute(rank) for rank in range(plan.num_ranks)]
     starts = clock(lanes, plan.num_stages)
-    several = plan.num_stages > plan.num_ranks
-    length = max((start + UNITS[a.op] for lane, times in zip(lanes, starts) for a, start in zip(lane, times)), default=0)
+    length = max((times[-1] + UNITS[lane[-1].op] for lane, times in zip(lanes, starts) if lane), default=0)
+    window = range(length)[columns]
     grid: list[tuple[str, list[str]]] = []
     for rank, (lane, times) in enumerate(zip(lanes, starts)):
-        cells, moves = [".."] * length, [""] * length
-        for action, start in zip(lane, times):
-            name = f"{action.stage if several else ''}{action.op}{action.microbatch}"
-            cells[start : start + UNITS[action.op]] = [name, name.lower()][: UNITS[action.op]]
-        for column, text in _moves(plan.actions[rank], times):
-            moves[min(column, length - 1)] += text
-        grid.append((f"rank {rank}", cells))
-        if any(moves):
-            grid.append(("", moves))
+        grid.append((f"rank {rank}", _cells(plan, lane, times, window)))
+        moves = {column: text for column, text in _moves(plan.actions[rank], times, length).items() if column in window}
+        if moves:
+            grid.append(("", [moves.get(column, "") for column in window]))
     width = max((len(cell) for _, cells in grid for cell in cells), default=2)
     label = max(len(name) for name, _ in grid)
     return [f"{name:<{label}} | " + " ".join(f"{cell:<{width}}" for cell in cells).rstrip() for name, cells in grid]
 
 
-def _moves(actions: tuple[Action, ...], starts: Sequence[int]) -> list[tuple[int, str]]:
+def _cells(plan: Plan, lane: Sequence[Action], starts: Sequence[int], window: range) -> list[str]:
+    """What a rank computes in each column of a window."""
+    cells = [".."] * len(window)
+    several = plan.num_stages > plan.num_ranks
+    for action, start in zip(lane, starts):
+        name = f"{action.stage if several else ''}{action.op}{action.microbatch}"
+        for unit in range(UNITS[action.op]):
+            if start + unit in window:
+                cells[start + unit - window.start] = name if unit == 0 else name.lower()
+    return cells
+
+
+def _moves(actions: tuple[Action, ...], starts: Sequence[int], length: int) -> dict[int, str]:
     """Where evictions and loads start: the column of the computation that follows."""
-    moves, done = [], 0
+    moves: dict[int, str] = {}
+    done = 0
     for action in actions:
         if action.op in COMPUTE:
             done += 1
         elif action.op in (Op.EVICT, Op.LOAD):
-            mark = ">" if action.op is Op.EVICT else "<"
-            moves.append((starts[min(done, len(starts) - 1)], f"{mark}{action.microbatch}"))
+            column = min(starts[min(done, len(starts) - 1)], length - 1)
+            moves[column] = f"{moves.get(column, '')}{'>' if action.op is Op.EVICT else '<'}{action.microbatch}"
     return moves
 
 
-def draw(plan: Plan) -> str:
-    """The grid under a line that names the plan and its peaks."""
+def head(plan: Plan) -> str:
+    """A line that names the plan and its peaks."""
     budget = "" if all(k is None for k in plan.slots) else f", budget {' '.join('-' if k is None else str(k) for k in plan.slots)}"
     peaks = " ".join(map(str, plan.peak_slots))
-    head = f"{plan.name}: {plan.num_stages} stages, {plan.num_microbatches} microbatches, peak slots {peaks}{budget}"
-    return "\n".join([head, *rows(plan)])
+    return f"{plan.name}: {plan.num_stages} stages, {plan.num_microbatches} microbatches, peak slots {peaks}{budget}"
+
+
+def draw(plan: Plan) -> str:
+    """The grid under its head."""
+    return "\n".join([head(plan), *rows(plan)])
 
 
 def excerpt(plan: Plan, rank: int, served: bool, position: int) -> str:

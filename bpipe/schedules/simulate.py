@@ -11,6 +11,7 @@ from array import array
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from heapq import heappop, heappush
+from itertools import repeat
 from typing import NamedTuple
 
 from bpipe.errors import PlanError
@@ -68,7 +69,8 @@ def live_bytes(plan: Plan, costs: Costs, rank: int) -> Iterator[int]:
 
     always = sum(costs.static(stage) for stage, owner in enumerate(plan.stage_ranks) if owner == rank)
     always += sum(max(occupancy(chain, guest_size), default=0) for chain in plan.chains(rank).values())
-    return (always + live for live in occupancy(plan.actions[rank], size))
+    kept = occupancy(plan.actions[rank], size) if plan.has_backward else repeat(0, len(plan.actions[rank]))
+    return (always + live for live in kept)
 
 
 _MOVES = frozenset({Op.WAIT_EVICT, Op.LOAD})

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import bpipe
+from bpipe.runtime.observe import Observer
 from tests.models import Block, Result, as_rank, assert_same, joined, mse
 from tests.ranks import run_ranks
 
@@ -23,6 +24,16 @@ pytestmark = [
 P, M, WIDTH, TOKENS, BATCH = 4, 8, 512, 512, 4
 
 
+class InUse(Observer):
+    """The bytes that the allocator has in use after each action."""
+
+    def __init__(self) -> None:
+        self.num_bytes: list[int] = []
+
+    def after(self, run: Any, action: Any) -> None:
+        self.num_bytes.append(torch.cuda.memory_allocated())
+
+
 def on_one_gpu(schedule: type[bpipe.Schedule]) -> tuple[Result, list[int]]:
     """Train blocks in a loopback on CUDA; the bytes that the allocator had in use after each action of rank 0."""
     torch.manual_seed(0)
@@ -30,17 +41,17 @@ def on_one_gpu(schedule: type[bpipe.Schedule]) -> tuple[Result, list[int]]:
     loopback = bpipe.Loopback(P)
     loopback.manual_seed(7)
     schedules = [schedule(bpipe.PipelineStage(module, i, P, "cuda", loopback.rank(i)), M, mse) for i, module in enumerate(modules)]
-    result, in_use = Result(), []
-    schedules[0]._observer = lambda rank, action: in_use.append(torch.cuda.memory_allocated())
+    result, in_use = Result(), InUse()
+    schedules[0]._observer = in_use
     x, y = torch.randn(2, M * BATCH, TOKENS, WIDTH, device="cuda").unbind()
     for _ in range(2):
-        in_use.clear()
+        in_use.num_bytes.clear()
         output = loopback.step(schedules, x, target=y, losses=result.losses)
     torch.cuda.synchronize()
     result.outputs = [output]
     result.gradients = [[p.grad for p in module.parameters()] for module in modules]
     result.stats = [one.stats for one in schedules]
-    return result, in_use
+    return result, in_use.num_bytes
 
 
 def test_loopback_with_a_stream_for_each_rank():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from bpipe.errors import ConfigurationError, PlanError
 from bpipe.schedules import Action, Costs, Link, Op, Plan, build, names, simulate
+from bpipe.schedules.build import forward_plan
 from bpipe.schedules.critical import critical_path
 from bpipe.schedules.simulate import _slowed_end
 from tests.schedules import ticks
@@ -183,6 +184,12 @@ def test_slowed_work_is_the_integral_of_its_speed(begin: int, work: int, busy: l
         now += 1
     overshoot = -left / slowdown / slowdown  # the last look may have found more speed than was needed
     assert end == pytest.approx(now / slowdown - overshoot)
+
+
+def test_an_evaluation_keeps_nothing() -> None:
+    timeline = simulate(forward_plan(build("1f1b", 4, 8)), Costs(saved_bytes=10, static_bytes=3))
+    assert timeline.makespan_s == 11
+    assert [timeline.peak_bytes(rank) for rank in range(4)] == [3] * 4
 
 
 def test_sizes_that_do_not_fit_are_named() -> None:

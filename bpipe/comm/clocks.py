@@ -1,0 +1,139 @@
+"""One clock for all ranks: what the ranks' readings prove about how far their clocks are apart.
+
+In every round each rank reads its clock, all exchange their readings, and each reads its clock again. No rank has
+everybody's reading before everybody has read: so any rank's first reading happened before any other's second one. With
+rank 0's clock as the true one, and r's clock ahead of it by o_r (readings a_r before the exchange, b_r after it):
+
+    a_0 < b_r - o_r    so  o_r < b_r - a_0
+    a_r - o_r < b_0    so  o_r > a_r - b_0
+
+The bounds of all rounds hold together, whatever the network's delays. They hold where they were taken: clocks of different
+machines then drift apart, by some microseconds a second.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from bpipe.comm.agreement import RECORD
+from bpipe.comm.transport import Transport
+from bpipe.errors import AgreementError
+
+__all__: list[str] = []
+
+NUM_ROUNDS = 8
+TOKEN_BYTES = 16
+READING = struct.Struct(f"<6s{TOKEN_BYTES}s32sHqq256s")
+MAGIC = b"bpipet"  # not a step's: whoever traces while others step must not be mistaken
+
+Readings = Sequence[tuple[int, int]]  # before and after each exchange, in nanoseconds
+
+
+class Offset(NamedTuple):
+    """How far a rank's clock is ahead of rank 0's, and how wrong that can be."""
+
+    offset_ns: int
+    error_ns: int
+
+
+class Clocks(NamedTuple):
+    """The clocks of a pipeline's ranks, by rank of the group.
+
+    Args:
+        token: the same 16 bytes on all ranks, and never again.
+        plan_ranks: the plan's rank of each.
+        offsets: of each rank's clock.
+        zero_ns: an early reading of rank 0's clock, from which all count.
+    """
+
+    token: bytes
+    plan_ranks: tuple[int, ...]
+    offsets: tuple[Offset, ...]
+    zero_ns: int
+
+
+class Reading(NamedTuple):
+    """What a rank says in a round."""
+
+    token: bytes
+    fingerprint: str
+    plan_rank: int
+    before_ns: int
+    previous_after_ns: int
+    refusal: str
+
+    def pack(self) -> bytes:
+        texts = self.fingerprint.encode(), self.refusal.encode()[:256]
+        data = READING.pack(MAGIC, self.token, texts[0], self.plan_rank, self.before_ns, self.previous_after_ns, texts[1])
+        return data.ljust(RECORD.size, b"\0")  # as long as a step's record, which another rank may be sending
+
+    @classmethod
+    def unpack(cls, data: bytes, rank: int) -> Reading:
+        """Read what `pack` wrote.
+
+        Raises:
+            AgreementError: the rank is not about to trace.
+        """
+        magic, token, fingerprint, plan_rank, before_ns, previous_after_ns, refusal = READING.unpack_from(data)
+        if magic != MAGIC:
+            raise AgreementError(f"rank {rank} runs a step, or gathers, while this one starts a trace: enter it on all ranks")
+        told = refusal.rstrip(b"\0").decode(errors="replace")
+        return cls(token, fingerprint.decode(), plan_rank, before_ns, previous_after_ns, told)
+
+
+def align(transport: Transport, fingerprint: str, plan_rank: int, refusal: str = "") -> Clocks:
+    """Bound how far the ranks' clocks are apart. Collective; blocks for some milliseconds.
+
+    Args:
+        transport: this rank's.
+        fingerprint: of the plan, the same on all ranks.
+        plan_rank: this rank's place in it.
+        refusal: why this rank cannot trace; empty if it can.
+
+    Raises:
+        AgreementError: the ranks have different plans, or one of them refuses.
+        CommError: an exchange failed.
+    """
+    token, previous = os.urandom(TOKEN_BYTES), 0
+    rounds: list[list[Reading]] = []
+    for _ in range(NUM_ROUNDS + 1):  # the last one only tells what the clocks read after the one before
+        reading = Reading(token, fingerprint, plan_rank, time.perf_counter_ns(), previous, refusal)
+        packed = transport.agree(reading.pack())
+        previous = time.perf_counter_ns()
+        rounds.append([Reading.unpack(data, rank) for rank, data in enumerate(packed)])
+        _check(rounds[-1])
+    readings = [
+        [(now[rank].before_ns, then[rank].previous_after_ns) for now, then in pairwise(rounds)] for rank in range(len(rounds[0]))
+    ]
+    first = rounds[0]
+    return Clocks(first[0].token, tuple(one.plan_rank for one in first), tuple(offsets(readings)), first[0].before_ns)
+
+
+def _check(readings: Sequence[Reading]) -> None:
+    for rank, reading in enumerate(readings):
+        if reading.refusal:
+            raise AgreementError(f"rank {rank} cannot trace: {reading.refusal}")
+        if reading.fingerprint != readings[0].fingerprint:
+            raise AgreementError(f"ranks 0 and {rank} trace schedules with different plans: trace the same one on all ranks")
+
+
+def offsets(readings: Sequence[Readings]) -> list[Offset]:
+    """What the readings of all ranks prove about each one's clock.
+
+    Two clocks that may agree are taken for one: those of different machines count from different starts and come so close
+    by chance only, and the processes of one machine share theirs.
+    """
+    reference = readings[0]
+    return [Offset(0, 0), *(_offset(reference, own) for own in readings[1:])]
+
+
+def _offset(reference: Readings, own: Readings) -> Offset:
+    least = max(before - after for (before, _), (_, after) in zip(own, reference))
+    most = min(after - before for (_, after), (before, _) in zip(own, reference))
+    offset = 0 if least <= 0 <= most else (least + most) // 2
+    return Offset(offset, max(abs(most - offset), abs(offset - least)))

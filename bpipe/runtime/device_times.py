@@ -1,0 +1,64 @@
+"""When a CUDA device ran a rank's computations, on the host's clock and without waiting for the device inside a step."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import deque
+
+import torch
+
+__all__: list[str] = []
+
+
+class DeviceTimes:
+    """Timing events around the computations of one rank.
+
+    The device's clock is tied to the host's once, here, where both are waited for. Each step's first event is then measured
+    from the one before it, because the device counts in single precision: short spans stay exact to a microsecond.
+
+    Args:
+        device: a CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._anchor = self._record()
+        self._anchor.synchronize()
+        self._anchor_ns = time.perf_counter_ns()
+        self._events: list[torch.cuda.Event] = []  # of the step under way: begin, end, begin, end ...
+        self._finished: deque[tuple[list[torch.cuda.Event], array[int]]] = deque()
+
+    def _record(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def start(self) -> None:
+        """A step starts."""
+        self._events = []
+
+    def mark(self) -> None:
+        """A computation of the step begins or ends, on the current stream."""
+        self._events.append(self._record())
+
+    def finish(self, into: array[int]) -> None:
+        """A step was queued: its marks go `into` an array, in nanoseconds of the host's clock, once the device is done."""
+        if self._events:
+            self._finished.append((self._events, into))
+        self._events = []
+        self.resolve(wait=False)
+
+    def resolve(self, *, wait: bool) -> None:
+        """Read the times of the steps that the device is done with; with `wait`, of all. Blocks only then."""
+        while self._finished and (wait or self._finished[0][0][-1].query()):
+            events, into = self._finished.popleft()
+            events[-1].synchronize()
+            first_ns = self._anchor_ns + _ns(self._anchor, events[0])
+            into.extend(first_ns + _ns(events[0], event) for event in events)
+            self._anchor, self._anchor_ns = events[0], first_ns
+
+
+def _ns(begin: torch.cuda.Event, end: torch.cuda.Event) -> int:
+    milliseconds: float = begin.elapsed_time(end)
+    return round(milliseconds * 1e6)

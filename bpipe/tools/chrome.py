@@ -1,0 +1,297 @@
+"""Timelines, simulated or measured, as files in Chrome's trace format, which Perfetto (https://ui.perfetto.dev) opens.
+
+    process "rank 0"   compute      | 0F0 | 0F1 |WAIT_RECV_B| 0B0 | ...
+                       device          | 0F0 | 0F1 |           | 0B0 |         on CUDA, when it was measured
+                       transfers       | 0SEND_F0 ----+|  ...
+                       evictions    ...               | |0EVICT2 --+|   |+-> 0LOAD2 |
+                       guests       ...               |            +---+   accepted here for other ranks, and returned
+                       memory       bytes, a counter  |
+    process "rank 1"   transfers       | 1RECV_F0 <---+|  ...
+
+Slices that overlap get lanes of their own ("transfers 2"), because the format wants the slices of a lane to nest or to be
+disjoint. Arrows go from a send to its receive, from an eviction to its acceptor and to its load, and from a return to its load.
+
+A file has everything that the timelines have: `otherData` names the plans in their own text, and each slice says which action
+of which timeline it is. Reading gives back the times to the nanosecond.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+from bpipe._version import __version__
+from bpipe.schedules.action import COMPUTE, POSTS, RECEIVER_OF, SENDS, SERVED, START_OF, Action, Op
+from bpipe.schedules.timeline import Timeline
+from bpipe.tools.chrome_read import DEVICE, FORMAT, load_trace
+from bpipe.tools.measured import Measured
+
+__all__ = ["load_trace", "save_trace"]
+
+# An arrow's head must come after its tail, in time because the file's order counts for nothing between lanes, and before the
+# lane's next slice, which would take it: so a transfer that takes no time is shown to take some.
+LEAST_NS = 2
+
+Event = dict[str, Any]
+
+# The lanes of a rank, from top to bottom.
+COMPUTE_LANE, _, TRANSFERS, EVICTIONS, GUESTS, GUEST_WAITS, NO_WAITS = LANES = (
+    "compute",
+    DEVICE,
+    "transfers",
+    "evictions",
+    "guests",
+    "waits for guests",
+    "waits that were over at once",  # of simulated steps mostly; among the computations they would be in the way
+)
+
+
+class Origin(NamedTuple):
+    """Where a file comes from.
+
+    Args:
+        run: the same on all ranks of a run, and in no other; empty for what was not measured together.
+        is_complete: False if an error ended it, so that other ranks may have got further.
+    """
+
+    run: str = ""
+    is_complete: bool = True
+
+
+class _Slice(NamedTuple):
+    """A box in the picture, in nanoseconds; `index` is its action's place in its rank's lane."""
+
+    begin_ns: int
+    end_ns: int
+    lane: str
+    action: Action
+    live_bytes: int | None
+    true_ns: int  # which is less than what is shown where that is the least
+
+
+def save_trace(timelines: Timeline | Sequence[Timeline], path: str | os.PathLike[str]) -> None:
+    """Write timelines to a file in Chrome's trace format, one after the other.
+
+    Measured ones keep their distance in time; others begin where the one before them ends. About 200 bytes an action; one
+    rank of one timeline is in memory at a time.
+
+    Args:
+        timelines: simulated or measured, in the order of time; of different plans if you like.
+        path: a file, by convention `.json`.
+
+    Example:
+        >>> import tempfile
+        >>> from bpipe.schedules import Costs, build, simulate
+        >>> planned = simulate(build("balanced_1f1b", 4, 8), Costs(saved_bytes=2**20))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_trace(planned, f"{folder}/planned.json")
+        ...     load_trace(f"{folder}/planned.json") == [planned]
+        True
+    """
+    steps = [timelines] if isinstance(timelines, Timeline) else list(timelines)
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(lines(steps, Origin()))
+
+
+def lines(timelines: Sequence[Timeline], origin: Origin) -> Iterator[str]:
+    """Yield a trace file's text: a header, then a line an event."""
+    starts_ns = _starts_ns(timelines)
+    plans = list({id(timeline.plan): timeline.plan for timeline in timelines}.values())
+    numbers = {id(plan): number for number, plan in enumerate(plans)}
+    about = {
+        "format": FORMAT,
+        "bpipe": __version__,
+        **origin._asdict(),
+        "plans": [plan.to_text() for plan in plans],
+        "timelines": [_header(one, numbers[id(one.plan)], start_ns) for one, start_ns in zip(timelines, starts_ns)],
+    }
+    # The header comes first and fits in a first read: Perfetto learns the unit of time from it.
+    yield f'{{"displayTimeUnit": "ns",\n"otherData": {json.dumps(about)},\n"traceEvents": ['
+    separator = "\n"
+    for event in _all_events(timelines, starts_ns):
+        yield f"{separator}{json.dumps(event, separators=(',', ':'))}"
+        separator = ",\n"
+    yield "\n]}\n"
+
+
+def _header(timeline: Timeline, plan: int, start_ns: int) -> Event:
+    errors = list(timeline.clock_error_s) if isinstance(timeline, Measured) else None
+    return {
+        "plan": plan,
+        "source": timeline.source,
+        "step": timeline.step,
+        "start_ns": start_ns,
+        "ranks": _ranks(timeline),
+        "clock_error_s": errors,
+    }
+
+
+def _ranks(timeline: Timeline) -> list[int]:
+    return [rank for rank, lane in enumerate(timeline.actions) if lane.begin_s]
+
+
+def _starts_ns(timelines: Sequence[Timeline]) -> list[int]:
+    """Where each timeline's zero is: on the trace's clock if it was measured there, but on no rank before the last one's end."""
+    starts: list[int] = []
+    free_ns: dict[int, int] = defaultdict(int)  # when each rank is done
+    for timeline in timelines:
+        slices = {rank: list(_slices(timeline, rank)) for rank in _ranks(timeline)}
+        start = _ns(timeline.began_s) if isinstance(timeline, Measured) else max(free_ns.values(), default=0)
+        start = max([start, *(free_ns[rank] - min(one.begin_ns for one in own) for rank, own in slices.items())])
+        free_ns |= {rank: start + max(one.end_ns for one in own) for rank, own in slices.items()}
+        starts.append(start)
+    return starts
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _us(ns: int) -> float:
+    return ns / 1000
+
+
+def _slices(timeline: Timeline, rank: int) -> Iterator[_Slice]:
+    """The boxes of one rank, in no order."""
+    plan = timeline.plan
+    for actions, lane in ((plan.actions[rank], timeline.actions[rank]), (plan.served[rank], timeline.served[rank])):
+        for action, begin_s, end_s, live in zip_longest(actions, lane.begin_s, lane.end_s, lane.live_bytes):
+            begin_ns, end_ns = _ns(begin_s), _ns(end_s)
+            shown_ns = max(end_ns, begin_ns + LEAST_NS) if action.op in POSTS else end_ns
+            yield _Slice(begin_ns, shown_ns, _lane_of(action.op, end_ns > begin_ns), action, live, end_ns - begin_ns)
+    if isinstance(timeline, Measured) and timeline.device[rank].begin_s:
+        device = timeline.device[rank]
+        for action, begin_s, end_s in zip(plan.compute(rank), device.begin_s, device.end_s):
+            yield _Slice(_ns(begin_s), _ns(end_s), DEVICE, action, None, _ns(end_s) - _ns(begin_s))
+
+
+def _lane_of(op: Op, takes_time: bool) -> str:
+    if op in COMPUTE:
+        return COMPUTE_LANE
+    if op in START_OF:
+        return GUEST_WAITS if op in SERVED else COMPUTE_LANE if takes_time else NO_WAITS
+    return GUESTS if op in SERVED else EVICTIONS if op in (Op.EVICT, Op.LOAD) else TRANSFERS
+
+
+def _all_events(timelines: Sequence[Timeline], starts_ns: Sequence[int]) -> Iterator[Event]:
+    """Each timeline's events rank by rank, in the order of time within a rank: readers sort the rest."""
+    tracks, num_arrows = _Tracks(), 0
+    for number, (timeline, start_ns) in enumerate(zip(timelines, starts_ns)):
+        arrows = list(_arrows(timeline))
+        ends: dict[tuple[int, Action], list[_End]] = defaultdict(list)
+        for identity, arrow in enumerate(arrows, start=num_arrows + 1):
+            ends[arrow.tail].append(_End("s", identity, arrow.name))
+            ends[arrow.head].append(_End("f", identity, arrow.name))
+        num_arrows += len(arrows)
+        step = number if timeline.step is None else timeline.step
+        for rank in _ranks(timeline):
+            known = {"step": step, "timeline": number}
+            yield from sorted(_events(timeline, rank, start_ns, known, tracks, ends), key=lambda event: event.get("ts", 0))
+
+
+class _Arrow(NamedTuple):
+    """From one rank's transfer to another's, or to a later one of its own."""
+
+    name: str
+    tail: tuple[int, Action]
+    head: tuple[int, Action]
+
+
+class _End(NamedTuple):
+    """An arrow's tail or head."""
+
+    phase: str
+    identity: int
+    name: str
+
+
+def _arrows(timeline: Timeline) -> Iterator[_Arrow]:
+    """The arrows whose two ends are known. One that the clocks' error would turn backwards is left out."""
+    slices = {
+        (rank, one.action.op, one.action.stage, one.action.microbatch): one
+        for rank in _ranks(timeline)
+        for one in _slices(timeline, rank)
+        if one.action.op in POSTS
+    }
+    for (rank, op, stage, microbatch), sent in slices.items():
+        heads: list[tuple[str, tuple[int, Op, int, int]]] = []
+        if op in RECEIVER_OF and sent.action.peer is not None:
+            receive, offset = RECEIVER_OF[op]
+            heads.append((SENDS[op].value, (sent.action.peer, receive, stage + offset, microbatch)))
+        if op is Op.EVICT:
+            heads.append(("away", (rank, Op.LOAD, stage, microbatch)))
+        for name, head in heads:
+            received = slices.get(head)
+            if received is not None and received.end_ns - 1 > sent.begin_ns:
+                yield _Arrow(name, (rank, sent.action), (head[0], received.action))
+
+
+def _events(
+    timeline: Timeline,
+    rank: int,
+    start_ns: int,
+    known: dict[str, int],
+    tracks: _Tracks,
+    ends: Mapping[tuple[int, Action], Sequence[_End]],
+) -> Iterator[Event]:
+    """One rank's events. Each arrow's tail is at the begin of its slice, its head at the last nanosecond before the end."""
+    busy_ns: dict[str, list[int]] = defaultdict(list)  # until when, for each of the lanes that a name has
+    pid = rank + 1  # Perfetto takes process 0 for the kernel's
+    for one in sorted(_slices(timeline, rank), key=lambda one: one.begin_ns):
+        begin_ns, end_ns = start_ns + one.begin_ns, start_ns + one.end_ns
+        place = _free_place(busy_ns[one.lane], begin_ns, end_ns)
+        yield from tracks.names(rank, one.lane, place)
+        on = {"pid": pid, "tid": tracks.tids[rank, one.lane, place]}
+        args = {"action": str(one.action), "stage": one.action.stage, "microbatch": one.action.microbatch, **known}
+        if one.live_bytes is not None:
+            args["live_bytes"] = one.live_bytes
+        if one.true_ns != end_ns - begin_ns:
+            args["ns"] = one.true_ns
+        times = {"ts": _us(begin_ns), "dur": _us(end_ns - begin_ns)}
+        yield {"ph": "X", "name": str(one.action), "cat": one.lane, **on, **times, "args": args}
+        for phase, identity, name in ends.get((rank, one.action), ()) if one.action.op in POSTS else ():
+            binding = {"ts": times["ts"]} if phase == "s" else {"ts": _us(end_ns - 1), "bp": "e"}
+            yield {"ph": phase, "name": name, "cat": "transfer", "id": identity, **on, **binding}
+    for seconds, num_bytes in timeline.memory(rank):
+        tid = tracks.tids[rank, COMPUTE_LANE, 0]
+        yield {
+            "ph": "C",
+            "name": "memory",
+            "pid": pid,
+            "tid": tid,
+            "ts": _us(start_ns + _ns(seconds)),
+            "args": {"bytes": num_bytes},
+        }
+
+
+def _free_place(busy_ns: list[int], begin_ns: int, end_ns: int) -> int:
+    """Take the first lane that is free from `begin_ns` on, until `end_ns`."""
+    place = next((i for i, until in enumerate(busy_ns) if until <= begin_ns), len(busy_ns))
+    busy_ns[place : place + 1] = [end_ns]
+    return place
+
+
+class _Tracks:
+    """The lanes' numbers in the file: each lane has its own, because older readers name threads by number alone."""
+
+    def __init__(self) -> None:
+        self.tids: dict[tuple[int, str, int], int] = {}
+        self._named: set[int] = set()
+
+    def names(self, rank: int, lane: str, place: int) -> Iterator[Event]:
+        """Yield what names a lane, and its process, where they are new."""
+        pid = rank + 1
+        if rank not in self._named:
+            self._named.add(rank)
+            yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": f"rank {rank}"}}
+            yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": rank}}
+        if (rank, lane, place) not in self.tids:
+            tid = self.tids[rank, lane, place] = len(self.tids) + 1
+            name = f"{lane} {place + 1}" if place else lane
+            yield {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}
+            order = {"sort_index": 1000 * LANES.index(lane) + place}
+            yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": order}

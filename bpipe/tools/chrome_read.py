@@ -1,0 +1,216 @@
+"""Read trace files back: a file as the timelines it was written from, the files of a run's ranks as one trace."""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isnan, nan
+from pathlib import Path
+from typing import Any
+
+from bpipe.errors import BPipeError, ConfigurationError
+from bpipe.schedules.plan import Plan
+from bpipe.schedules.timeline import Lane, Timeline
+from bpipe.tools.measured import Measured, merged
+
+__all__ = ["load_trace"]
+
+FORMAT = "bpipe-trace 1"
+DEVICE = "device"
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceFile:
+    """What a file says.
+
+    Args:
+        name: of the file, for errors.
+        run: the same in all files of a run.
+        is_complete: False if an error ended the trace.
+        timelines: in the order of time.
+    """
+
+    name: str
+    run: str
+    is_complete: bool
+    timelines: list[Timeline]
+
+
+def load_trace(path: str | os.PathLike[str]) -> list[Timeline]:
+    """Read a trace file, or a folder of the files `rank-N.json` that a run's ranks wrote, as one trace.
+
+    After an error in the run, the steps that all ranks had completed are read.
+
+    Raises:
+        ConfigurationError: a file is no trace that bpipe wrote, or a damaged one; or the files of a folder do not belong
+            together, or one is missing.
+        OSError: there is nothing to read.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        return parse(path.read_bytes(), str(path)).timelines
+    files = sorted(path.glob("rank-*.json"))
+    if not files:
+        raise ConfigurationError(f"{path} has no files rank-0.json, rank-1.json ...: give the folder that bpipe.trace wrote to")
+    return list(joined([parse(file.read_bytes(), str(file)) for file in files]))
+
+
+def joined(files: Sequence[TraceFile]) -> list[Measured]:
+    """The files of all ranks of a run as one trace.
+
+    Raises:
+        ConfigurationError: they do not belong together, or one is missing.
+    """
+    first = files[0]
+    for file in files:
+        if file.run != first.run or not file.run:
+            raise ConfigurationError(f"{file.name} is not of the same run as {first.name}: keep the files of one run")
+    counts = [len(file.timelines) for file in files]
+    if min(counts) != max(counts) and all(file.is_complete for file in files):
+        fewest, most = (files[counts.index(count)].name for count in (min(counts), max(counts)))
+        raise ConfigurationError(f"{fewest} has {min(counts)} steps and {most} has {max(counts)}: a file is not the whole trace")
+    columns = [[part for part in file.timelines if isinstance(part, Measured)] for file in files]
+    return [merged(parts) for parts in zip(*columns)]
+
+
+def parse(data: bytes | str, name: str) -> TraceFile:
+    """Read a file's text.
+
+    Raises:
+        ConfigurationError: it is no trace that bpipe wrote, or a damaged one.
+    """
+    try:
+        return _read(json.loads(data), name)
+    except BPipeError as error:
+        raise ConfigurationError(f"{name}: {error}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigurationError(f"{name} is no trace, because it is no JSON: {error}") from error
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise ConfigurationError(f"{name} is a damaged trace: {type(error).__name__}, {error}") from error
+
+
+def _read(trace: Any, name: str) -> TraceFile:
+    about = trace.get("otherData") if isinstance(trace, dict) else None
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise ConfigurationError(f"no trace that this version of bpipe wrote: otherData.format is not {FORMAT!r}")
+    plans = [_Places(Plan.from_text(text)) for text in about["plans"]]
+    drafts = [_Draft(header, _item(plans, header["plan"], "plan")) for header in about["timelines"]]
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X":
+            _item(drafts, event["args"]["timeline"], "timeline").enter(event)
+    return TraceFile(
+        name=name,
+        run=str(about["run"]),
+        is_complete=bool(about["is_complete"]),
+        timelines=[draft.finish() for draft in drafts],
+    )
+
+
+def _item(items: Sequence[Any], index: int, what: str) -> Any:
+    if not 0 <= index < len(items):
+        raise ConfigurationError(f"a damaged trace: there is no {what} {index} among {len(items)}")
+    return items[index]
+
+
+class _Places:
+    """Where each action of a plan is, by its text: in its rank's compute lane (0) or served lane (1), and at which index."""
+
+    def __init__(self, plan: Plan) -> None:
+        if len(plan.served) != plan.num_ranks:
+            raise ConfigurationError(f"a damaged plan: {plan.num_ranks} compute lanes and {len(plan.served)} served lanes")
+        self.plan = plan
+        self.of_rank: list[dict[str, tuple[int, int]]] = [
+            {str(action): (kind, i) for kind, lane in enumerate(lanes) for i, action in enumerate(lane)}
+            for lanes in zip(plan.actions, plan.served)
+        ]
+        self.of_computations = [{str(a): i for i, a in enumerate(plan.compute(rank))} for rank in range(plan.num_ranks)]
+
+
+class _Filling:
+    """A lane that is being read."""
+
+    def __init__(self, length: int) -> None:
+        self.begin_s, self.end_s = array("d", [nan]) * length, array("d", [nan]) * length
+        self.live_bytes: dict[int, int] = {}
+
+    def enter(self, index: int, begin_ns: int, end_ns: int) -> None:
+        if not isnan(self.begin_s[index]):
+            raise ConfigurationError("a damaged trace: the action is there twice")
+        self.begin_s[index], self.end_s[index] = begin_ns / 1e9, end_ns / 1e9
+
+    def finish(self) -> Lane:
+        count = len(self.begin_s)
+        if self.live_bytes and len(self.live_bytes) != count:
+            raise ConfigurationError("a damaged trace: only some actions say how many bytes were live")
+        live_bytes = array("q", [self.live_bytes[index] for index in range(count)] if self.live_bytes else [])
+        return Lane(begin_s=self.begin_s, end_s=self.end_s, live_bytes=live_bytes)
+
+
+class _Draft:
+    """A timeline that is being read."""
+
+    def __init__(self, header: Event, places: _Places) -> None:
+        plan = self._plan = places.plan
+        self._header, self._places = header, places
+        self._lanes = {
+            rank: (_Filling(len(plan.actions[rank])), _Filling(len(plan.served[rank])))
+            for rank in range(plan.num_ranks)
+            if rank in header["ranks"]
+        }
+        self._device = {rank: _Filling(len(places.of_computations[rank])) for rank in self._lanes}
+        self._has_device: set[int] = set()
+
+    def enter(self, event: Event) -> None:
+        """Take a slice's times."""
+        args, rank = event["args"], event["pid"] - 1
+        if rank not in self._lanes:
+            raise ConfigurationError(f"a damaged trace: times of rank {rank}, which is not among {self._header['ranks']}")
+        places = self._places.of_computations[rank] if event["cat"] == DEVICE else self._places.of_rank[rank]
+        if args["action"] not in places:
+            raise ConfigurationError(f"{args['action']} is no action of rank {rank} in the plan {self._plan.name}")
+        begin_ns = round(event["ts"] * 1000) - self._header["start_ns"]
+        end_ns = begin_ns + (args["ns"] if "ns" in args else round(event["dur"] * 1000))
+        if event["cat"] == DEVICE:
+            self._has_device.add(rank)
+            self._device[rank].enter(places[args["action"]], begin_ns, end_ns)
+            return
+        kind, index = self._places.of_rank[rank][args["action"]]
+        lane = self._lanes[rank][kind]
+        lane.enter(index, begin_ns, end_ns)
+        if "live_bytes" in args:
+            lane.live_bytes[index] = args["live_bytes"]
+
+    def finish(self) -> Timeline:
+        header = self._header
+        for rank, lanes in self._lanes.items():
+            self._check_filled(rank, lanes)
+        empty = _Filling(0), _Filling(0)
+        both = [[filling.finish() for filling in self._lanes.get(rank, empty)] for rank in range(self._plan.num_ranks)]
+        known: dict[str, Any] = {
+            "plan": self._plan,
+            "actions": tuple(compute for compute, _ in both),
+            "served": tuple(served for _, served in both),
+            "source": str(header["source"]),
+            "step": header["step"],
+        }
+        if header["clock_error_s"] is None:
+            return Timeline(**known)
+        device = tuple(
+            (self._device[rank] if rank in self._has_device else _Filling(0)).finish() for rank in range(self._plan.num_ranks)
+        )
+        errors = tuple(map(float, header["clock_error_s"]))
+        return Measured(**known, began_s=header["start_ns"] / 1e9, device=device, clock_error_s=errors)
+
+    def _check_filled(self, rank: int, lanes: tuple[_Filling, _Filling]) -> None:
+        actions = (*self._plan.actions[rank], *self._plan.served[rank])
+        times = (*lanes[0].begin_s, *lanes[1].begin_s)
+        missing = [str(action) for action, begin_s in zip(actions, times) if isnan(begin_s)]
+        if missing:
+            raise ConfigurationError(f"a damaged trace: no times of {', '.join(missing[:4])} on rank {rank}")
+        if rank in self._has_device and any(map(isnan, self._device[rank].begin_s)):
+            raise ConfigurationError(f"a damaged trace: the device's times of rank {rank} are not complete")

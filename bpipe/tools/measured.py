@@ -1,0 +1,78 @@
+"""Timelines that were measured: with their place in a trace, how wrong the clocks can be, and times of devices."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bpipe.errors import ConfigurationError
+from bpipe.schedules.timeline import Lane, Timeline
+
+__all__ = ["Measured"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured(Timeline):
+    """One step as it ran. The lanes of ranks that were not recorded here are empty.
+
+    Args:
+        began_s: when the step's first action began, in seconds since the trace did.
+        device: on CUDA, when the device ran each computation of a rank, an entry for each of `plan.compute(rank)`; else empty.
+        clock_error_s: how wrong the clock of each rank can be against rank 0 of the group.
+
+    The lanes have the host's times: on CUDA a computation is when it was queued there, and `device` is when it ran.
+    """
+
+    began_s: float
+    device: tuple[Lane, ...]
+    clock_error_s: tuple[float, ...]
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks that were recorded."""
+        return [rank for rank, lane in enumerate(self.actions) if lane.begin_s]
+
+
+def merged(parts: Sequence[Measured]) -> Measured:
+    """The same step of several ranks as one.
+
+    Raises:
+        ConfigurationError: the parts are of different steps or plans, or a rank is in two of them or in none.
+    """
+    first = parts[0]
+    owner: dict[int, Measured] = {}
+    for part in parts:
+        if (part.step, part.plan) != (first.step, first.plan):
+            raise ConfigurationError(f"these are parts of different steps: {_told(first)} and {_told(part)}")
+        for rank in part.ranks:
+            if rank in owner:
+                raise ConfigurationError(f"rank {rank} is there twice in step {first.step}")
+            owner[rank] = part
+    missing = [rank for rank in range(first.num_ranks) if rank not in owner]
+    if missing:
+        raise ConfigurationError(f"step {first.step} has no times of rank {', '.join(map(str, missing))} of {first.num_ranks}")
+    began_s = min(part.began_s for part in parts)
+    ranks = range(first.num_ranks)
+    return Measured(
+        plan=first.plan,
+        actions=tuple(_later(owner[rank].actions[rank], owner[rank].began_s - began_s) for rank in ranks),
+        served=tuple(_later(owner[rank].served[rank], owner[rank].began_s - began_s) for rank in ranks),
+        device=tuple(_later(owner[rank].device[rank], owner[rank].began_s - began_s) for rank in ranks),
+        source="measured",
+        step=first.step,
+        began_s=began_s,
+        clock_error_s=tuple(owner[rank].clock_error_s[rank] for rank in ranks),
+    )
+
+
+def _told(part: Measured) -> str:
+    return f"step {part.step} of {part.plan.name} with {part.plan.num_ranks} ranks"
+
+
+def _later(lane: Lane, seconds: float) -> Lane:
+    return Lane(
+        begin_s=array("d", [begin + seconds for begin in lane.begin_s]),
+        end_s=array("d", [end + seconds for end in lane.end_s]),
+        live_bytes=lane.live_bytes,
+    )

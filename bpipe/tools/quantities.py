@@ -1,0 +1,94 @@
+"""Quantities as people write and read them: 1.5GiB, 25GB/s, 20ms."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from math import isfinite
+from typing import TypeVar
+
+from bpipe.errors import ConfigurationError
+
+__all__ = ["bytes_of", "bytes_per_second_of", "one_or_each", "seconds_of", "show_bytes", "show_seconds"]
+
+T = TypeVar("T")
+
+BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+
+_QUANTITY = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-zµ]*)(?:/s)?", re.IGNORECASE)
+
+
+def bytes_of(text: str) -> int:
+    """Read a number of bytes.
+
+    Raises:
+        ConfigurationError: it is none.
+
+    Example:
+        >>> bytes_of("1.5GiB"), bytes_of("4096")
+        (1610612736, 4096)
+    """
+    return round(_read(text, BYTES, "bytes, such as 4096, 512MiB or 1.5GB"))
+
+
+def bytes_per_second_of(text: str) -> float:
+    """Read a bandwidth: `25GB/s`, or `25GB`."""
+    return _read(text, BYTES, "bytes per second, such as 25GB/s")
+
+
+def seconds_of(text: str) -> float:
+    """Read a time: `0.1`, `20ms`, `5us`."""
+    return _read(text, SECONDS, "seconds, such as 0.1, 20ms or 5us")
+
+
+def _read(text: str, units: Mapping[str, float], expected: str) -> float:
+    match = _QUANTITY.fullmatch(text.strip())
+    try:
+        number = float(match[1]) if match else float("nan")
+    except ValueError:
+        number = float("nan")
+    if match is None or match[2].lower() not in units or not isfinite(number):
+        raise ConfigurationError(f"{text!r} is no number of {expected}")
+    return number * units[match[2].lower()]
+
+
+def show_bytes(num_bytes: float) -> str:
+    """Write bytes for people, with three digits.
+
+    Example:
+        >>> show_bytes(1610612736), show_bytes(0)
+        ('1.50 GiB', '0 B')
+    """
+    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{_three_digits(num_bytes / size)} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def show_seconds(seconds: float) -> str:
+    """Write a time for people, with three digits.
+
+    Example:
+        >>> show_seconds(0.0123), show_seconds(33), show_seconds(0)
+        ('12.3 ms', '33.0 s', '0 s')
+    """
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+        if seconds >= size:
+            return f"{_three_digits(seconds / size)} {unit}"
+    return f"{_three_digits(seconds / 1e-9)} ns" if seconds else "0 s"
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.{max(0, 3 - len(str(int(number))))}f}"
+
+
+def one_or_each(text: str, read: Callable[[str], T]) -> T | tuple[T, ...]:
+    """Read one quantity, or several with commas between them.
+
+    Example:
+        >>> one_or_each("2ms", seconds_of), one_or_each("1,2", bytes_of)
+        (0.002, (1, 2))
+    """
+    parts = tuple(read(part) for part in text.split(","))
+    return parts[0] if len(parts) == 1 else parts

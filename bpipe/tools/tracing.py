@@ -1,0 +1,211 @@
+"""Record when every action of a schedule's steps really ran, on all ranks and on one clock."""
+
+from __future__ import annotations
+
+import os
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+
+from bpipe.comm.clocks import Clocks, Offset, align
+from bpipe.comm.exchange import exchange
+from bpipe.errors import AgreementError, ConfigurationError
+from bpipe.loopback import LoopbackGroup
+from bpipe.runtime.device_times import DeviceTimes
+from bpipe.runtime.recorder import Record, Recorder
+from bpipe.schedule import Schedule
+from bpipe.schedules.action import WAIT_OF
+from bpipe.schedules.timeline import Lane
+from bpipe.tools.chrome import Origin, lines
+from bpipe.tools.chrome_read import joined, parse
+from bpipe.tools.measured import Measured, merged
+
+__all__ = ["Trace", "trace"]
+
+
+def trace(schedule: Schedule | Sequence[Schedule], path: str | os.PathLike[str] | None = None) -> Trace:
+    """Record the steps of a schedule, of `step` and of `eval`, for as long as the result is entered.
+
+    Entering is collective over the pipeline and blocks for some milliseconds, in which the ranks' clocks are compared (and a
+    CUDA device is waited for). Nothing else communicates, and nothing waits for a device inside a step: leaving is not
+    collective, after an error neither. A step that fails is not recorded; the ones before it are kept and written.
+
+    `clock_error_s` of a timeline bounds how wrong a rank's clock was on entering. Clocks of different machines drift apart
+    afterwards, which nothing bounds: trace some steps, not hours. Memory: 24 bytes an action and step, 16 for a guest's.
+
+    Args:
+        schedule: this rank's schedule, or all schedules of a `Loopback` in the order of its ranks.
+        path: a folder, made where it is missing, that gets a file `rank-N.json` from each rank N of the plan: Chrome's trace
+            format, which https://ui.perfetto.dev opens. `bpipe.tools.chrome.load_trace` reads the folder as one trace.
+
+    Raises:
+        ConfigurationError: on entering, the schedule is being traced already, or the path is a file.
+        AgreementError: on entering, another rank cannot trace, traces another plan, or steps meanwhile.
+        PipelineBrokenError: on entering, the schedule is closed, broken, or inside a step.
+
+    Example:
+        >>> import bpipe, torch
+        >>> from torch import nn
+        >>> loopback = bpipe.Loopback(2)
+        >>> stages = [bpipe.PipelineStage(nn.Linear(4, 4), i, 2, "cpu", loopback.rank(i)) for i in range(2)]
+        >>> schedules = [bpipe.OneFOneB(stage, 4, loss_fn=nn.functional.mse_loss) for stage in stages]
+        >>> with trace(schedules) as t:
+        ...     _ = loopback.step(schedules, torch.ones(8, 4), target=torch.ones(8, 4))
+        >>> [str(span.action) for span in t.timelines[0].computations(rank=1)][:4]
+        ['1F0', '1B0', '1F1', '1B1']
+    """
+    return Trace([schedule] if isinstance(schedule, Schedule) else list(schedule), path)
+
+
+class Trace:
+    """What `trace` returns: a context manager, to be entered once, and then what it recorded."""
+
+    def __init__(self, schedules: list[Schedule], path: str | os.PathLike[str] | None) -> None:
+        _check_together(schedules)
+        self._schedules = schedules
+        self._path = None if path is None else Path(path)
+        self._recorders: list[Recorder] = []
+        self._clocks: Clocks | None = None
+        self._is_complete = True
+
+    def __enter__(self) -> Trace:
+        if self._clocks is not None:
+            raise ConfigurationError("a trace is entered once: call bpipe.trace(...) again")
+        with ExitStack() as guards:
+            for schedule in self._schedules:
+                guards.enter_context(schedule._guarded())
+            self._clocks = self._aligned(self._problem())
+        for schedule in self._schedules:
+            device = schedule._transport.device
+            schedule._observer = recorder = Recorder(DeviceTimes(device) if device.type == "cuda" else None)
+            self._recorders.append(recorder)
+        return self
+
+    def _problem(self) -> str:
+        """Why this rank cannot trace; empty if it can."""
+        if any(schedule._observer is not None for schedule in self._schedules):
+            return "this schedule is being traced already: leave that trace first"
+        if self._path is not None and self._path.exists() and not self._path.is_dir():
+            return f"{self._path} is a file: give the folder that gets a file from each rank"
+        return ""
+
+    def _aligned(self, problem: str) -> Clocks:
+        first = self._schedules[0]
+        if not isinstance(first.group, LoopbackGroup):
+            with suppress(AgreementError) if problem else ExitStack():  # one's own refusal comes back
+                clocks = align(first._transport, first._plans[True].fingerprint, first._plan_rank, problem)
+        else:
+            ranks = tuple(schedule._plan_rank for schedule in self._schedules)
+            clocks = Clocks(os.urandom(16), ranks, (Offset(0, 0),) * len(ranks), time.perf_counter_ns())
+        if problem:
+            raise ConfigurationError(problem)
+        return clocks
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        for schedule, recorder in zip(self._schedules, self._recorders):
+            schedule._observer = None
+            if recorder.device_times is not None:
+                recorder.device_times.resolve(wait=error is None)  # what failed may leave the device waiting for ever
+        self._is_complete = error is None
+        try:
+            self._write()
+        except OSError as failure:
+            if error is None:
+                raise
+            error.add_note(f"bpipe: nor could the trace be written: {failure}")
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        self._path.mkdir(parents=True, exist_ok=True)
+        for schedule, part in zip(self._schedules, self._parts()):
+            with (self._path / f"rank-{schedule._plan_rank}.json").open("w", encoding="utf-8") as file:
+                file.writelines(lines(part, self._origin()))
+
+    def _origin(self) -> Origin:
+        assert self._clocks is not None
+        return Origin(run=self._clocks.token.hex(), is_complete=self._is_complete)
+
+    def _parts(self) -> Iterator[list[Measured]]:
+        """The steps of each schedule here, with its own rank's times."""
+        assert self._clocks is not None
+        by_rank = dict(zip(self._clocks.plan_ranks, self._clocks.offsets))
+        errors = tuple(by_rank[rank].error_ns / 1e9 for rank in sorted(by_rank))
+        for schedule, recorder in zip(self._schedules, self._recorders):
+            rank = schedule._plan_rank
+            zero_ns = self._clocks.zero_ns + by_rank[rank].offset_ns
+            yield [_timeline(record, rank, zero_ns, errors) for record in recorder.records]
+
+    @property
+    def timelines(self) -> list[Measured]:
+        """The steps recorded so far.
+
+        On a `Loopback` with the times of all ranks; over a process group with those of this rank, the lanes of the others
+        being empty until `gather` fills them.
+        """
+        if self._clocks is None:
+            return []
+        first, *others = self._parts()
+        return [merged(steps) for steps in zip(first, *others)] if others else first
+
+    def gather(self) -> list[Measured]:
+        """The steps recorded so far with the times of all ranks, on every rank. Collective over the pipeline; blocks.
+
+        Raises:
+            ConfigurationError: the trace was not entered, or the ranks recorded different steps.
+            AgreementError: another rank does something else meanwhile.
+            PipelineBrokenError: the schedule is closed, broken, or inside a step.
+        """
+        if self._clocks is None:
+            raise ConfigurationError("this trace was never entered: write `with bpipe.trace(schedule) as t:`")
+        first = self._schedules[0]
+        if isinstance(first.group, LoopbackGroup):
+            return self.timelines
+        with first._guarded():
+            (part,) = self._parts()
+            files = exchange(first._transport, "".join(lines(part, self._origin())).encode())
+        return joined([parse(data, f"rank {rank}") for rank, data in enumerate(files)])
+
+
+def _check_together(schedules: Sequence[Schedule]) -> None:
+    groups = [schedule.group for schedule in schedules]
+    if not groups or (len(groups) > 1 and not isinstance(groups[0], LoopbackGroup)):
+        raise ConfigurationError(f"{len(groups)} schedules: trace one at a time; only those of a Loopback go together, as a list")
+    if isinstance(groups[0], LoopbackGroup):
+        loopback = groups[0].loopback
+        if groups != [loopback.rank(rank) for rank in range(loopback.num_ranks)]:
+            raise ConfigurationError(
+                f"a Loopback is traced as a whole: give a list of its {loopback.num_ranks} schedules, in the order of the ranks"
+            )
+
+
+def _timeline(record: Record, rank: int, zero_ns: int, errors: tuple[float, ...]) -> Measured:
+    """A record on the trace's clock, whose zero is `zero_ns` on this rank's."""
+    places = record.places
+    plan, own = places.plan, slice(None, places.num_own)
+    began_ns = min(record.begin_ns)
+    begin_s = array("d", [(ns - began_ns) / 1e9 for ns in record.begin_ns])
+    end_s = array("d", [(ns - began_ns) / 1e9 for ns in record.end_ns])
+    for action, index in places.index.items():
+        if action.op in WAIT_OF:  # a transfer is under way until it is known to be complete
+            end_s[index] = end_s[places.index[action._replace(op=WAIT_OF[action.op])]]
+    live = array("q", [record.always_bytes + num_bytes for num_bytes in record.live_bytes])
+    device_s = array("d", [(ns - began_ns) / 1e9 for ns in record.device_ns])
+    served = slice(places.num_own, None)
+    return Measured(
+        plan=plan,
+        actions=_only(rank, plan.num_ranks, Lane(begin_s=begin_s[own], end_s=end_s[own], live_bytes=live)),
+        served=_only(rank, plan.num_ranks, Lane(begin_s=begin_s[served], end_s=end_s[served])),
+        device=_only(rank, plan.num_ranks, Lane(begin_s=device_s[::2], end_s=device_s[1::2])),
+        source="measured",
+        step=record.step,
+        began_s=(began_ns - zero_ns) / 1e9,
+        clock_error_s=errors,
+    )
+
+
+def _only(rank: int, num_ranks: int, lane: Lane) -> tuple[Lane, ...]:
+    return tuple(lane if other == rank else Lane(begin_s=array("d"), end_s=array("d")) for other in range(num_ranks))
