@@ -1,0 +1,72 @@
+"""The names and colours of a timeline's roles, from Okabe and Ito's palette: told apart by the colour-blind and in grey print."""
+
+from __future__ import annotations
+
+from bpipe.schedules.action import START_OF, Op
+
+__all__: list[str] = []
+
+LIGHTEST = 0.4  # how near to white the last of a rank's stages comes
+
+
+def lighten(colour: str, share: float) -> str:
+    """Mix a colour with white."""
+    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in _parts(colour))
+
+
+def luminance(colour: str) -> float:
+    """How light a colour is, 0 to 1: the relative luminance of WCAG 2.2."""
+    linear = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in (p / 255 for p in _parts(colour)))
+    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear))
+
+
+def ink(colour: str) -> str:
+    """Black or white, whichever is easier to read on a colour."""
+    return "#000000" if luminance(colour) > 0.18 else "#ffffff"  # where the contrasts with black and white are equal
+
+
+def shade(op: Op, place: int = 0, num_places: int = 1) -> str:
+    """The colour of an operation on the `place`-th of a rank's stages: the first is the darkest."""
+    return lighten(COLOURS[op], LIGHTEST * place / max(num_places - 1, 1))
+
+
+def _parts(colour: str) -> tuple[int, int, int]:
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+COLOURS: dict[Op, str] = {
+    Op.F: lighten("#56b4e9", 0.3),  # lighter than the palette's, so that no stage's F has the grey of a B
+    Op.B: "#d55e00",
+    Op.I: "#e69f00",
+    Op.W: "#009e73",
+    Op.EVICT: "#cc79a7",
+    Op.LOAD: "#0072b2",
+    Op.ACCEPT: lighten("#cc79a7", 0.65),
+    Op.RETURN: "#f0e442",
+}
+COLOURS |= {Op.SEND_F: COLOURS[Op.F], Op.SEND_B: COLOURS[Op.B]}
+
+NAMES: dict[Op, str] = {
+    Op.F: "forward",
+    Op.B: "backward",
+    Op.I: "backward, inputs",
+    Op.W: "backward, weights",
+    Op.EVICT: "evict",
+    Op.LOAD: "load",
+    Op.ACCEPT: "accept a guest",
+    Op.RETURN: "return a guest",
+    Op.SEND_F: "send forward",
+    Op.SEND_B: "send backward",
+}
+WAIT_NAMES = dict.fromkeys(START_OF, "wait for another rank") | {
+    Op.WAIT_EVICT: "wait for an eviction",
+    Op.WAIT_LOAD: "wait for a load",
+}
+
+WAITING = "#dddddd"
+MEMORY, MEMORY_EDGE = "#d4d4d4", "#666666"
+
+
+def wait_colour(op: Op) -> str:
+    """The colour of a wait: grey for the other ranks' results, the transfer's for an eviction or a load."""
+    return COLOURS[START_OF[op]] if op in (Op.WAIT_EVICT, Op.WAIT_LOAD) else WAITING

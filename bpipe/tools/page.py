@@ -1,0 +1,92 @@
+"""A scene as one HTML page that needs nothing else: its data as JSON, and the script of page.html that draws it."""
+
+from __future__ import annotations
+
+import html
+import json
+from importlib import resources
+from itertools import chain
+
+from bpipe.schedules import Op, Span
+from bpipe.schedules.action import COMPUTE
+from bpipe.tools.colours import COLOURS, NAMES, WAIT_NAMES, WAITING, ink, shade, wait_colour
+from bpipe.tools.paper import Strip, band_at, row_height, strips
+from bpipe.tools.scene import Panel, Row, Scene
+
+__all__: list[str] = []
+
+OPS = {op: index for index, op in enumerate(Op)}
+DECIMALS = 9  # of seconds: nanoseconds
+
+Data = dict[str, object]
+
+
+def render(scene: Scene) -> str:
+    """Write the page."""
+    template = resources.files("bpipe.tools").joinpath("page.html").read_text(encoding="utf-8")
+    before, between, after = (part for half in template.split("{{title}}") for part in half.split("{{data}}"))
+    title = html.escape(scene.title or " and ".join(panel.name for panel in scene.panels))
+    data = json.dumps(as_data(scene), separators=(",", ":"), allow_nan=False)
+    return "".join((before, title, between, data.replace("<", "\\u003c"), after))  # no name can end the script
+
+
+def as_data(scene: Scene) -> Data:
+    """What the page's script reads: times in seconds, places in parts of a row's height.
+
+    A box is six numbers in a row: operation (an index into `ops`), stage, microbatch, peer or -1, begin and end. A step of
+    memory is two: when, and how much from then on.
+    """
+    rows = [row for panel in scene.panels for row in panel.rows]
+    return {
+        "title": scene.title,
+        "begin": scene.begin_s,
+        "end": scene.end_s,
+        "unit": scene.unit,
+        "top": scene.top,
+        "microbatches": scene.num_microbatches,
+        "ops": list(OPS),
+        "names": NAMES | WAIT_NAMES,
+        "fills": {num: _fills(num) for num in sorted({1, *(len(row.stages) for row in rows)})},
+        "panels": [_panel(panel) for panel in scene.panels],
+    }
+
+
+def _fills(num_stages: int) -> dict[Op, list[tuple[str, str]]]:
+    """Of every operation, its colours on a rank's stages, with those of what is written on them; grey is the page's to choose."""
+    fills = {op: [shade(op, place, num_stages) for place in range(num_stages if op in COMPUTE else 1)] for op in COLOURS}
+    fills |= {op: [wait_colour(op)] for op in WAIT_NAMES if wait_colour(op) != WAITING}
+    return {op: [(colour, ink(colour)) for colour in colours] for op, colours in fills.items()}
+
+
+def _panel(panel: Panel) -> Data:
+    return {"name": panel.name, "facts": panel.facts, "rows": [_row(row, panel) for row in panel.rows]}
+
+
+def _row(row: Row, panel: Panel) -> Data:
+    band, height = band_at(panel, 0.0), row_height(panel)
+    return {
+        "rank": row.rank,
+        "stages": row.stages,
+        "places": row.places,
+        "band": [round(y / height, 4) for y in band],
+        "strips": [_strip(strip, height) for strip in strips(row, band) if strip.spans],
+        "memory": [number for second, amount in row.memory for number in (round(second, DECIMALS), amount)],
+        "memory_end": round(row.memory_end_s, DECIMALS),
+        "peak": row.peak,
+        "budget": row.budget,
+    }
+
+
+def _strip(strip: Strip, height: float) -> Data:
+    return {
+        "kind": strip.kind,
+        "top": round(strip.top / height, 4),
+        "bottom": round(strip.bottom / height, 4),
+        "boxes": list(chain.from_iterable(map(_box, strip.spans))),
+    }
+
+
+def _box(span: Span) -> tuple[float, ...]:
+    op, stage, microbatch, peer = span.action
+    begin, end = round(span.begin_s, DECIMALS), round(span.end_s, DECIMALS)
+    return OPS[op], stage, microbatch, -1 if peer is None else peer, begin, end

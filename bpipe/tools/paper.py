@@ -1,0 +1,153 @@
+"""How large a picture of a scene is, and where on it each row, strip and label has its place. In inches; no matplotlib here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from bpipe.schedules import Op, Span
+from bpipe.tools.scene import Panel, Row, Scene, time_unit
+
+__all__: list[str] = []
+
+POINTS = 72  # to an inch
+DIGIT, MARGIN = 0.64, 0.35  # a digit's width in heights of its font, and what is left free beside digits in theirs
+FONTS = (5.0, 9.0)  # of the labels, in points
+
+WIDTHS, WIDTH_EACH = (10.0, 22.0), 0.19  # of the picture, and of a short computation where there is room
+LEFT, RIGHT, ABOVE, BELOW = 1.05, 0.2, 0.05, 0.5
+TITLE, HEAD, PANEL_GAP = 0.4, 0.4, 0.25
+COMPUTATION, MOVES, SENDS, MEMORY, ROW_GAP = 0.3, 0.2, 0.08, 0.4, 0.16
+TALLEST_ROWS, TALLEST = 11.0, 190.0  # from the first on rows shrink to half, from the second on without end
+
+
+class Band(NamedTuple):
+    """Where a row's parts begin, from its top down: its computations, moves, sends and memory."""
+
+    top: float
+    moves: float
+    sends: float
+    memory: float
+    bottom: float
+
+
+class Strip(NamedTuple):
+    """Boxes of one kind side by side: "compute", "wait", "move" or "send"."""
+
+    kind: str
+    top: float
+    bottom: float
+    spans: tuple[Span, ...]
+
+
+def strips(row: Row, band: Band) -> Iterator[Strip]:
+    """Where a row's boxes are. What a transfer holds up is drawn thicker than a wait for another rank's result."""
+    for share, is_for_move in ((0.14, False), (0.34, True)):
+        inset = (band.moves - band.top) * (1 - share) / 2
+        waits = tuple(span for span in row.waits if (span.action.op in (Op.WAIT_EVICT, Op.WAIT_LOAD)) == is_for_move)
+        yield Strip("wait", band.top + inset, band.moves - inset, waits)
+    yield Strip("compute", band.top, band.moves, row.computations)
+    step = (band.sends - band.moves) / max(2, len(row.moves))
+    for index, track in enumerate(row.moves, start=len(row.moves) == 1 and not row.num_out):
+        yield Strip("move", band.moves + step * (index + 0.15), band.moves + step * (index + 1), track)
+    third = (band.memory - band.sends) / 3
+    for index, op in enumerate((Op.SEND_F, Op.SEND_B), start=1):
+        sends = tuple(span for span in row.sends if span.action.op is op)
+        yield Strip("send", band.sends + third * index, band.sends + third * (index + 1), sends)
+
+
+@dataclass(frozen=True, slots=True)
+class Paper:
+    """The measures of one picture.
+
+    Args:
+        scene: what is drawn on it.
+        short_s: how long a short computation takes: a quarter of them are shorter.
+        shrink: what rows are high, of what they would like to be.
+        width: of the axis of time.
+    """
+
+    scene: Scene
+    short_s: float
+    shrink: float
+    width: float
+
+    @classmethod
+    def of(cls, scene: Scene) -> Paper:
+        """Wide enough to read the microbatches and high enough for all ranks, within what a page takes."""
+        spans = (span for panel in scene.panels for row in panel.rows for span in row.computations)
+        seconds = sorted(span.seconds for span in spans if span.seconds > 0)
+        short_s = seconds[len(seconds) // 4] if seconds else scene.end_s - scene.begin_s
+        width = min(max(WIDTH_EACH * (scene.end_s - scene.begin_s) / short_s, WIDTHS[0]), WIDTHS[1])
+        wanted = sum(row_height(panel) * len(panel.rows) for panel in scene.panels)
+        return cls(scene, short_s, min(1.0, max(0.5, TALLEST_ROWS / wanted), TALLEST / wanted), width - LEFT - RIGHT)
+
+    @property
+    def height(self) -> float:
+        """Of everything above the axis of time."""
+        panels = sum(HEAD + len(panel.rows) * row_height(panel) * self.shrink for panel in self.scene.panels)
+        return TITLE * bool(self.scene.title) + panels + PANEL_GAP * (len(self.scene.panels) - 1)
+
+    @property
+    def scale(self) -> float:
+        """Of the fonts outside the boxes: larger where the picture is larger."""
+        return min(max(self.width / 12, 1.0), 1.4)
+
+    @property
+    def font(self) -> float:
+        """The size of labels: as large as rows allow, smaller where that lets the short boxes have theirs."""
+        tallest = min(FONTS[1], COMPUTATION * self.shrink * POINTS * 0.66)
+        digits = len(str(self.scene.num_microbatches - 1))
+        fitting = 0.99 * self.inches(self.short_s) * POINTS / DIGIT / (digits + MARGIN)
+        return min(tallest, fitting) if fitting >= FONTS[0] else tallest
+
+    @property
+    def seconds_an_inch(self) -> float:
+        return (self.scene.end_s - self.scene.begin_s) / self.width
+
+    def inches(self, seconds: float) -> float:
+        return seconds / self.seconds_an_inch
+
+    def x(self, seconds: float) -> float:
+        """Where a time is on the axis, in the unit that it is written in."""
+        return seconds * time_unit(self.scene.end_s - self.scene.begin_s)[1]
+
+    def panels(self) -> Iterator[tuple[Panel, float, list[Band]]]:
+        """Each panel with the middle of its head and the bands of its rows, from the top down."""
+        y = TITLE * bool(self.scene.title)
+        for panel in self.scene.panels:
+            top, step = y + HEAD, row_height(panel) * self.shrink
+            yield panel, y + HEAD / 2, [band_at(panel, top + index * step, self.shrink) for index in range(len(panel.rows))]
+            y = top + len(panel.rows) * step + PANEL_GAP
+
+    def label(self, span: Span, row: Row) -> str:
+        """A computation's microbatch, where a rank has several stages with its stage, as far as that fits."""
+        room = self.inches(self.seen(span)[1] - self.seen(span)[0]) * POINTS / (self.font * DIGIT) - MARGIN
+        texts = [str(span.action)] * (len(row.stages) > 1) + [str(span.action.microbatch)]
+        return next((text for text in texts if len(text) <= room), "")
+
+    def seen(self, span: Span) -> tuple[float, float]:
+        """From when to when a span is within the picture."""
+        return max(span.begin_s, self.scene.begin_s), min(span.end_s, self.scene.end_s)
+
+
+def band_at(panel: Panel, top: float, shrink: float = 1.0) -> Band:
+    """The parts of a row that begins at `top`."""
+    moves = top + COMPUTATION * shrink
+    sends = moves + _moves_height(panel) * shrink
+    memory = sends + _sends_height(panel) * shrink
+    return Band(top, moves, sends, memory + 0.04 * shrink, memory + MEMORY * shrink)
+
+
+def row_height(panel: Panel) -> float:
+    """What a row would like to be high, the gap below it included."""
+    return COMPUTATION + _moves_height(panel) + _sends_height(panel) + MEMORY + ROW_GAP
+
+
+def _moves_height(panel: Panel) -> float:
+    return MOVES * any(row.moves for row in panel.rows)
+
+
+def _sends_height(panel: Panel) -> float:
+    return SENDS * any(row.sends for row in panel.rows)

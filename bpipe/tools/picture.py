@@ -1,0 +1,227 @@
+"""A scene as a picture for print: PNG, SVG or PDF, drawn by matplotlib without its global state.
+
+One pair of axes holds all panels. Its y axis counts inches downwards, so that heights are what `paper` calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from io import BytesIO
+from typing import Any, NamedTuple
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import LineCollection, PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from bpipe.schedules import Op, Span
+from bpipe.tools.colours import COLOURS, MEMORY, MEMORY_EDGE, NAMES, WAIT_NAMES, WAITING, ink, shade, wait_colour
+from bpipe.tools.paper import ABOVE, BELOW, LEFT, POINTS, RIGHT, TITLE, Band, Paper, Strip, strips
+from bpipe.tools.scene import SENT, Row, Scene, amount_text, time_unit, without_dips
+
+__all__: list[str] = []
+
+DPI = 160
+MAX_LABELS = 6_000  # a text takes matplotlib about a millisecond
+
+# Inches
+LEGEND_LINE, LEGEND_ENTRY = 0.22, 1.65
+LEAST = {"move": 0.04, "send": 0.012}  # transfers in next to no time are still seen
+LEAST_DIP = 0.01  # memory given back and taken again within that is not
+
+HATCHES = {Op.EVICT: "/////", Op.LOAD: "\\\\\\\\\\", Op.ACCEPT: "/////", Op.RETURN: "\\\\\\\\\\"}
+DARK, GREY, FAINT, OUTLINE = "#222222", "#777777", "#eeeeee", "#404040"
+BUDGET: dict[str, Any] = {"color": "#000000", "linewidth": 0.9, "linestyle": (0, (4, 2))}
+
+# Any: matplotlib 3.11 types each key, earlier ones take a plain dictionary.
+STYLE: Any = {
+    "font.family": "DejaVu Sans",
+    "hatch.linewidth": 0.5,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "bpipe",  # the same timeline makes the same file
+    "pdf.fonttype": 42,
+}
+NO_DATE: dict[str, dict[str, Any]] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
+
+Polygon = list[tuple[float, float]]
+
+
+def render(scene: Scene, form: str) -> bytes:
+    """Draw a scene as a file's bytes, in the form "png", "svg" or "pdf"."""
+    file = BytesIO()
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()  # a user's style is for the user's figures
+        matplotlib.rcParams.update(STYLE)
+        figure = _Sheet(scene).figure
+        FigureCanvasAgg(figure)
+        figure.savefig(file, format=form, dpi=DPI, metadata=NO_DATE[form])
+    return file.getvalue()
+
+
+class _Look(NamedTuple):
+    """What is filled, outlined and hatched alike."""
+
+    colour: str
+    edge: str = "none"
+    hatch: str | None = None
+
+
+class _Sheet:
+    """The figure of a scene while it is drawn."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene, self.paper, self.labels_left = scene, Paper.of(scene), MAX_LABELS
+        handles = _legend(scene)
+        lines = -(-len(handles) // int((self.paper.width + LEFT) / LEGEND_ENTRY / self.paper.scale))
+        foot = (BELOW + LEGEND_LINE * lines) * self.paper.scale
+        self.figure = Figure(figsize=(LEFT + self.paper.width + RIGHT, ABOVE + self.paper.height + foot), facecolor="white")
+        self.axes = self._empty_axes(foot)
+        self._draw()
+        self.figure.legend(
+            handles=handles,
+            ncols=-(-len(handles) // lines),
+            loc="lower center",
+            frameon=False,
+            fontsize=8 * self.paper.scale,
+            columnspacing=1.6,
+        )
+
+    def _empty_axes(self, foot: float) -> Axes:
+        """Axes that show nothing but the time."""
+        paper, (width, height) = self.paper, self.figure.get_size_inches()
+        axes = self.figure.add_axes((LEFT / width, foot / height, paper.width / width, paper.height / height))
+        axes.set_xlim(paper.x(self.scene.begin_s), paper.x(self.scene.end_s))
+        axes.set_ylim(paper.height, 0)
+        unit, _ = time_unit(self.scene.end_s - self.scene.begin_s)
+        axes.set_xlabel(f"time in {unit}", fontsize=9 * paper.scale, color=DARK)
+        axes.tick_params(axis="x", labelsize=9 * paper.scale, colors=DARK)
+        axes.yaxis.set_visible(False)
+        axes.set_facecolor("none")
+        for side in ("left", "right", "top"):
+            axes.spines[side].set_visible(False)
+        return axes
+
+    def _draw(self) -> None:
+        scale = self.paper.scale
+        if self.scene.title:
+            self._write(-0.9 * LEFT, TITLE / 2, self.scene.title, fontsize=13 * scale)
+        ticks = [tick for tick in self.axes.get_xticks() if self.axes.get_xlim()[0] <= tick <= self.axes.get_xlim()[1]]
+        for panel, head, bands in self.paper.panels():
+            name = self._write(0, head, panel.name, fontsize=11 * scale, weight="bold", va="baseline")
+            beside: Any = (name, self.axes.transData)
+            style: dict[str, Any] = {"textcoords": "offset points", "va": "baseline", "fontsize": 9 * scale, "color": GREY}
+            self.axes.annotate(panel.facts, (1, head), xytext=(12, 0), xycoords=beside, **style)
+            self.axes.vlines(ticks, bands[0].top, bands[-1].bottom, colors=FAINT, linewidth=0.6, zorder=0)
+            self._draw_boxes(panel.rows, bands)
+            for row, band in zip(panel.rows, bands):
+                self._draw_memory(row, band)
+                self._draw_names(row, band)
+                self._draw_labels(row, band)
+
+    def _write(self, x: float, y: float, text: str, **style: Any) -> Any:
+        """Write a text that stands still in time, `x` inches right of where time begins."""
+        where = self.axes.get_yaxis_transform()
+        return self.axes.text(x / self.paper.width, y, text, transform=where, **{"va": "center", "color": DARK, **style})
+
+    def _draw_boxes(self, rows: tuple[Row, ...], bands: list[Band]) -> None:
+        """Draw all boxes that look alike at once: thousands of them take no longer than a few."""
+        boxes: dict[_Look, list[Polygon]] = {}
+        for row, band in zip(rows, bands):
+            for look, polygon in self._boxes(row, band):
+                boxes.setdefault(look, []).append(polygon)
+        edge = min(0.7, 0.1 * POINTS * self.paper.inches(self.paper.short_s))  # thinner where boxes are narrow
+        for look, polygons in boxes.items():
+            style: dict[str, Any] = {"edgecolors": look.edge, "linewidths": edge * (look.edge != "none"), "hatch": look.hatch}
+            self.axes.add_collection(PolyCollection(polygons, facecolors=look.colour, **style), autolim=False)
+
+    def _boxes(self, row: Row, band: Band) -> Iterator[tuple[_Look, Polygon]]:
+        """Every box of a row: how it looks and where it is."""
+        for strip in strips(row, band):
+            least = LEAST.get(strip.kind, 0.0) * self.paper.seconds_an_inch
+            for span in strip.spans:
+                yield _look(strip.kind, span, row), self._box(span, strip, least)
+
+    def _box(self, span: Span, strip: Strip, least_s: float) -> Polygon:
+        left, right = self.paper.x(span.begin_s), self.paper.x(max(span.end_s, span.begin_s + least_s))
+        return [(left, strip.top), (right, strip.top), (right, strip.bottom), (left, strip.bottom)]
+
+    def _draw_memory(self, row: Row, band: Band) -> None:
+        """What a rank holds: an area with steps, over a line at nothing and under one at the budget."""
+        inches = (band.bottom - band.memory) / self.scene.top
+        steps = without_dips(row.memory, LEAST_DIP * self.paper.seconds_an_inch)
+        ends = [second for second, _ in steps[1:]] + [row.memory_end_s]
+        heights = [(begin, end, band.bottom - inches * amount) for (begin, amount), end in zip(steps, ends)]
+        line = [(self.paper.x(max(second, self.scene.begin_s)), y) for begin, end, y in heights for second in (begin, end)]
+        if line:
+            area = [(line[0][0], band.bottom), *line, (line[-1][0], band.bottom)]
+            self.axes.add_collection(PolyCollection([area], facecolors=MEMORY, linewidths=0), autolim=False)
+            self.axes.add_collection(LineCollection([area], colors=MEMORY_EDGE, linewidths=0.7), autolim=False)
+        self.axes.axhline(band.bottom, color=MEMORY_EDGE, linewidth=0.5)
+        if row.budget is not None:
+            self.axes.axhline(band.bottom - inches * row.budget, **BUDGET)
+
+    def _draw_names(self, row: Row, band: Band) -> None:
+        """The rank, its stages and its peak, to the left of its row."""
+        font = min(9.0, 12 * self.paper.shrink)
+        if font < 3:
+            return
+        self._write(-0.08, (band.top + band.moves) / 2, f"rank {row.rank}", ha="right", fontsize=font, weight="bold")
+        if len(row.stages) > 1:
+            y = (band.moves + band.memory) / 2 if band.memory - band.moves > 0.1 * self.paper.shrink else band.moves
+            self._write(-0.08, y, row.places, ha="right", fontsize=font - 1.5)
+        peak = f"peak {amount_text(row.peak, self.scene.unit)}"
+        self._write(-0.08, (band.memory + band.bottom) / 2, peak, ha="right", fontsize=font - 1)
+
+    def _draw_labels(self, row: Row, band: Band) -> None:
+        """The microbatches in the boxes that are wide enough."""
+        if self.paper.font < 4:
+            return
+        for span in row.computations:
+            text = self.paper.label(span, row)
+            if text and self.labels_left > 0:
+                self.labels_left -= 1
+                x, y = self.paper.x(sum(self.paper.seen(span)) / 2), (band.top + band.moves) / 2
+                style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": self.paper.font}
+                self.axes.text(x, y, text, color=ink(_fill(span, row)), **style)
+
+
+def _look(kind: str, span: Span, row: Row) -> _Look:
+    """How a box of a strip looks."""
+    if kind == "compute":
+        return _Look(_fill(span, row), "white")
+    if kind == "wait":
+        return _Look(wait_colour(span.action.op))
+    return _move_look(span.action.op) if kind == "move" else _Look(COLOURS[span.action.op])
+
+
+def _fill(span: Span, row: Row) -> str:
+    return shade(span.action.op, row.stages.index(span.action.stage), len(row.stages))
+
+
+def _move_look(op: Op) -> _Look:
+    return _Look(COLOURS[op], OUTLINE, HATCHES[op])
+
+
+def _legend(scene: Scene) -> list[Patch | Line2D]:
+    """An entry for each thing that is there to be seen."""
+    rows = [row for panel in scene.panels for row in panel.rows]
+    seen = {span.action.op for row in rows for spans in (row.computations, row.waits, row.sends, *row.moves) for span in spans}
+    several = ", lighter on a rank's later stages" if any(len(row.stages) > 1 for row in rows) else ""
+    handles: list[Patch | Line2D] = []
+    for op, name in NAMES.items():
+        if op in seen and op in SENT:
+            handles.append(Line2D([], [], color=COLOURS[op], linewidth=2, label=name))
+        elif op in seen:
+            look = _move_look(op) if op in HATCHES else _Look(COLOURS[op])
+            style: dict[str, Any] = {"facecolor": look.colour, "edgecolor": look.edge, "linewidth": 0.5, "hatch": look.hatch}
+            handles.append(Patch(label=name + several * (op is Op.F), **style))
+    waits = {wait_colour(op): name for op, name in WAIT_NAMES.items() if op in seen}
+    for colour, name in waits.items():
+        handles.append(Line2D([], [], color=colour, linewidth=3 if colour == WAITING else 5, label=name))
+    handles.append(Patch(facecolor=MEMORY, edgecolor=MEMORY_EDGE, label=f"memory held, in {scene.unit}"))
+    if any(row.budget is not None for row in rows):
+        handles.append(Line2D([], [], label="budget", **BUDGET))
+    return handles

@@ -1,0 +1,265 @@
+"""From timelines to what a picture of them shows, for any backend: rows of boxes in time, and steps of memory.
+
+A scene has a panel for each timeline, one under the other on one axis of time, and a panel a row for each rank. A box is the
+timeline's own `Span`.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from math import isfinite
+
+from bpipe.errors import ConfigurationError
+from bpipe.schedules import Op, Plan, Span, Timeline
+from bpipe.schedules.plan import occupancy
+from bpipe.tools.quantities import show_bytes, show_seconds
+
+__all__: list[str] = []
+
+MAX_BOXES = 200_000
+MAX_TRACKS = 4
+
+OUT = frozenset({Op.EVICT, Op.RETURN})  # saved bytes that leave a rank, its own or a guest's
+IN = frozenset({Op.ACCEPT, Op.LOAD})
+SENT = frozenset({Op.SEND_F, Op.SEND_B})
+
+Window = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What one rank does.
+
+    Args:
+        rank: its number.
+        stages: the stages it holds.
+        computations: F, B, I and W, one after the other.
+        waits: when its compute lane waited.
+        moves: evictions, loads and their other ends, in tracks within which none overlap: those that leave, then those that
+            arrive.
+        num_out: how many of the tracks are of those that leave.
+        sends: what it sends along the pipeline, as far as that takes time.
+        memory: (seconds, amount) from when on it holds that much, in order.
+        memory_end_s: when that ends.
+        peak: the most it ever holds, outside the window too.
+        budget: the most it may hold, in slots; None where there is no budget or memory is in bytes.
+    """
+
+    rank: int
+    stages: tuple[int, ...]
+    computations: tuple[Span, ...]
+    waits: tuple[Span, ...]
+    moves: tuple[tuple[Span, ...], ...]
+    num_out: int
+    sends: tuple[Span, ...]
+    memory: tuple[tuple[float, int], ...]
+    memory_end_s: float
+    peak: int
+    budget: int | None
+
+    @property
+    def places(self) -> str:
+        """The stages of a rank that has several, in words; nothing for one."""
+        few = f"stages {', '.join(map(str, self.stages))}" if len(self.stages) <= 3 else f"{len(self.stages)} stages"
+        return few if len(self.stages) > 1 else ""
+
+    @property
+    def num_boxes(self) -> int:
+        return len(self.computations) + len(self.waits) + len(self.sends) + sum(map(len, self.moves))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One timeline: its name, its numbers and its ranks."""
+
+    name: str
+    facts: str
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """What a picture shows.
+
+    Args:
+        title: a line above everything, or nothing.
+        panels: one for each timeline.
+        begin_s, end_s: what the axis of time spans.
+        unit: of all memory, "bytes" or "slots".
+        top: the most memory or budget of any rank, at least 1: the scale of all memory strips.
+        num_microbatches: the most of any panel.
+    """
+
+    title: str
+    panels: tuple[Panel, ...]
+    begin_s: float
+    end_s: float
+    unit: str
+    top: int
+    num_microbatches: int
+
+
+def compose(timelines: Sequence[Timeline], *, title: str | None = None, window: Window | None = None) -> Scene:
+    """Make the scene of timelines on one axis of time.
+
+    Memory is in bytes where all timelines have them, in slots otherwise.
+
+    Raises:
+        ConfigurationError: the window shows nothing, or more than MAX_BOXES boxes would be drawn.
+    """
+    begin, end = _interval(timelines, window)
+    unit = "bytes" if all(any(any(lane.live_bytes) for lane in t.actions) for t in timelines) else "slots"
+    shown = timelines if unit == "bytes" else [in_slots(timeline) for timeline in timelines]
+    panels: list[Panel] = []
+    for timeline in shown:
+        spent = sum(row.num_boxes for panel in panels for row in panel.rows)
+        rows = tuple(_rows(timeline, (begin, end), unit, MAX_BOXES - spent))
+        panels.append(Panel(name=timeline.plan.name, facts=_facts(timeline, unit), rows=rows))
+    amounts = [amount for panel in panels for row in panel.rows for amount in (row.peak, row.budget or 0)]
+    return Scene(
+        title=title or "",
+        panels=tuple(panels),
+        begin_s=begin,
+        end_s=end,
+        unit=unit,
+        top=max([1, *amounts]),
+        num_microbatches=max(timeline.plan.num_microbatches for timeline in timelines),
+    )
+
+
+def in_slots(timeline: Timeline) -> Timeline:
+    """The same timeline with what its plan says in slots in place of bytes: a rank's own and the rooms of its guests."""
+    plan = timeline.plan
+    lanes = (replace(lane, live_bytes=array("q", _slots(plan, rank))) for rank, lane in enumerate(timeline.actions))
+    return replace(timeline, actions=tuple(lanes))
+
+
+def _slots(plan: Plan, rank: int) -> Iterator[int]:
+    rooms = sum(plan.rooms(rank).values())
+    # Without backwards nothing is kept: autograd saves nothing.
+    return (rooms + live * plan.has_backward for live in occupancy(plan.actions[rank]))
+
+
+def _interval(timelines: Sequence[Timeline], window: Window | None) -> Window:
+    """From when to when the picture goes: all of it, or the window."""
+    lanes = [lane for timeline in timelines for lane in (*timeline.actions, *timeline.served) if lane.begin_s]
+    begin, end = min(min(lane.begin_s) for lane in lanes), max(max(lane.end_s) for lane in lanes)
+    if window is None:
+        return begin, end if end > begin else begin + 1.0
+    if not (all(map(isfinite, window)) and window[0] < window[1]):
+        raise ConfigurationError(f"window={window}: give two numbers of seconds, the earlier one first")
+    if window[0] >= end or window[1] <= begin:
+        raise ConfigurationError(f"window={window} shows nothing: the step goes from {begin:g} s to {end:g} s")
+    return window
+
+
+def _rows(timeline: Timeline, window: Window, unit: str, allowance: int) -> Iterator[Row]:
+    """A row for each rank, as long as there are not too many boxes."""
+    for rank in range(timeline.num_ranks):
+        row = _row(timeline, rank, window, unit, allowance)
+        allowance -= row.num_boxes
+        if allowance < 0:
+            raise ConfigurationError(
+                f"{timeline.plan.name} with {timeline.plan.num_microbatches} microbatches on {timeline.num_ranks} ranks has more "
+                f"than the {MAX_BOXES:,} boxes that one picture may have: draw a part of it, window=(from, to) in seconds, "
+                f"or --from and --to on the command line"
+            )
+        yield row
+
+
+def _row(timeline: Timeline, rank: int, window: Window, unit: str, allowance: int) -> Row:
+    plan = timeline.plan
+    transfers = list(_within(filter(_is_drawn, timeline.transfers(rank)), window, allowance))
+    leaving = _tracks(span for span in transfers if span.action.op in OUT)
+    arriving = _tracks(span for span in transfers if span.action.op in IN)
+    return Row(
+        rank=rank,
+        stages=tuple(stage for stage, owner in enumerate(plan.stage_ranks) if owner == rank),
+        computations=tuple(_within(timeline.computations(rank), window, allowance)),
+        waits=tuple(_within(timeline.waits(rank), window, allowance)),
+        moves=(*leaving, *arriving),
+        num_out=len(leaving),
+        sends=tuple(span for span in transfers if span.action.op in SENT),
+        memory=_steps(timeline, rank, window),
+        memory_end_s=min(max(timeline.actions[rank].end_s, default=0.0), window[1]),
+        peak=timeline.peak_bytes(rank),
+        budget=plan.slots[rank] if unit == "slots" else None,
+    )
+
+
+def _within(spans: Iterable[Span], window: Window, allowance: int) -> Iterator[Span]:
+    """The spans that reach into the window, and no more than one above what is allowed."""
+    begin, end = window
+    return islice((span for span in spans if span.end_s >= begin and span.begin_s <= end), allowance + 1)
+
+
+def _is_drawn(transfer: Span) -> bool:
+    """Whether a transfer has a box: a receive is its send's other end, and a send in no time would only clutter."""
+    return transfer.action.op in OUT or transfer.action.op in IN or (transfer.action.op in SENT and transfer.seconds > 0)
+
+
+def _tracks(spans: Iterable[Span]) -> list[tuple[Span, ...]]:
+    """Lay spans into as few tracks as keep them from overlapping, but no more than MAX_TRACKS."""
+    tracks: list[list[Span]] = []
+    for span in sorted(spans, key=lambda span: (span.begin_s, span.end_s)):
+        free = next((track for track in tracks if track[-1].end_s <= span.begin_s), None)
+        if free is None and len(tracks) < MAX_TRACKS:
+            tracks.append([span])
+        else:
+            (tracks[-1] if free is None else free).append(span)
+    return [tuple(track) for track in tracks]
+
+
+def _steps(timeline: Timeline, rank: int, window: Window) -> tuple[tuple[float, int], ...]:
+    """The steps of memory within the window, and the one in force where it begins."""
+    steps = without_dips(list(timeline.memory(rank)))
+    seconds = [second for second, _ in steps]
+    first = bisect_left(seconds, window[0])
+    if first == len(steps) or seconds[first] > window[0]:
+        first = max(first - 1, 0)
+    return tuple(steps[first : bisect_right(seconds, window[1])])
+
+
+def without_dips(steps: Sequence[tuple[float, int]], least_s: float = 0.0) -> list[tuple[float, int]]:
+    """Leave out what is given back and taken again within `least_s`: memory steps as the eye, or an allocator, sees them."""
+    kept: list[tuple[float, int]] = []
+    for step in steps:
+        while kept and step[0] - kept[-1][0] <= least_s and kept[-1][1] < min(step[1], kept[-2][1] if len(kept) > 1 else 0):
+            kept.pop()
+        if not kept or kept[-1][1] != step[1]:
+            kept.append(step)
+    return kept
+
+
+def _facts(timeline: Timeline, unit: str) -> str:
+    """One line of numbers."""
+    plan, ranks = timeline.plan, range(timeline.num_ranks)
+    makespan = timeline.makespan_s
+    bubble = max(timeline.bubble_s(rank) for rank in ranks) / makespan if makespan else 0.0
+    peak = max(ranks, key=timeline.peak_bytes)
+    stages = f"p = {plan.num_stages}" + (f" on {plan.num_ranks} ranks" if plan.num_ranks != plan.num_stages else "")
+    step = "" if timeline.step is None else f" in step {timeline.step}"
+    return (
+        f"{stages}, m = {plan.num_microbatches}   \N{MIDDLE DOT}   makespan {show_seconds(makespan)}   \N{MIDDLE DOT}   "
+        f"bubble {bubble:.1%}   \N{MIDDLE DOT}   peak {amount_text(timeline.peak_bytes(peak), unit)}   \N{MIDDLE DOT}   "
+        f"{timeline.source}{step}"
+    )
+
+
+def time_unit(seconds: float) -> tuple[str, float]:
+    """The unit to read a time in, and how many of it a second has."""
+    for unit, per_second in (("s", 1.0), ("ms", 1e3)):
+        if seconds * per_second >= 1:
+            return unit, per_second
+    return "\N{MICRO SIGN}s", 1e6
+
+
+def amount_text(amount: int, unit: str) -> str:
+    """Memory as a person reads it: `3.25 GiB`, `3 slots`."""
+    if unit == "slots":
+        return f"{amount} slot{'' if amount == 1 else 's'}"
+    return show_bytes(amount)

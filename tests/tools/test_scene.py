@@ -1,0 +1,194 @@
+"""A scene says what its timelines say: every box, every step of memory, on one axis."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bpipe.errors import ConfigurationError
+from bpipe.schedules import Costs, Op, Span, Timeline, build, simulate
+from bpipe.schedules.action import COMPUTE
+from bpipe.tools import scene as scenes
+from bpipe.tools.paper import Paper, strips
+from bpipe.tools.scene import Row, amount_text, compose, time_unit, without_dips
+from tests.tools.timelines import BYTES, SLOW, interleaved, timeline, timelines
+
+MOVES = (Op.EVICT, Op.LOAD, Op.ACCEPT, Op.RETURN)
+
+
+def rows(*shown: Timeline) -> tuple[Row, ...]:
+    return compose(shown).panels[-1].rows
+
+
+def amount_at(row: Row, when: float) -> int:
+    """What a row's steps say it holds at a time."""
+    return [amount for second, amount in row.memory if second <= when][-1]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "balanced_1f1b"])
+def test_boxes_are_the_computations_one_to_one(name: str) -> None:
+    shown = timeline(name, 4, 8)
+    for row, actions, lane in zip(rows(shown), shown.plan.actions, shown.actions):
+        ran = [Span(*entry) for entry in zip(actions, lane.begin_s, lane.end_s) if entry[0].op in COMPUTE]
+        assert list(row.computations) == ran and len(ran) == 16
+
+
+def test_moves_are_the_transfers_of_saved_bytes() -> None:
+    shown = timeline("balanced_1f1b", 8, 16)
+    for row in rows(shown):
+        moved = Counter(span for span in shown.transfers(row.rank) if span.action.op in MOVES)
+        assert Counter(span for track in row.moves for span in track) == moved
+        assert all(span.action.op in (Op.EVICT, Op.RETURN) for track in row.moves[: row.num_out] for span in track)
+        assert all(span.action.op in (Op.ACCEPT, Op.LOAD) for track in row.moves[row.num_out :] for span in track)
+    assert any(row.moves for row in rows(shown))
+
+
+def test_moves_that_overlap_lie_in_tracks() -> None:
+    """As measured ones do, which are under way from when they were posted."""
+    shown = timeline("balanced_1f1b", 8, 16)
+    lanes = tuple(replace(lane, end_s=array("d", (end + 1.0 for end in lane.end_s))) for lane in shown.served)
+    tracks = rows(replace(shown, served=lanes))[7].moves
+    assert len(tracks) > 2 and sum(map(len, tracks)) == len(shown.plan.served[7]) / 2
+    assert all(a.end_s <= b.begin_s for track in tracks for a, b in pairwise(track))
+    crowded = tuple(replace(lane, end_s=array("d", (99.0 for _ in lane.end_s))) for lane in shown.served)
+    row = rows(replace(shown, served=crowded))[7]
+    assert row.num_out == scenes.MAX_TRACKS and len(row.moves) == 2 * scenes.MAX_TRACKS
+
+
+def test_sends_are_drawn_where_they_take_time() -> None:
+    shown = timeline("1f1b", 3, 5)
+    assert [len(row.sends) for row in rows(shown)] == [5, 10, 5]
+    assert not any(row.sends for row in rows(timeline("1f1b", 3, 5, Costs())))
+
+
+@pytest.mark.parametrize("costs", [BYTES, SLOW])
+def test_memory_strips_show_the_peak_and_what_every_computation_holds(costs: Costs) -> None:
+    shown = timeline("balanced_1f1b", 8, 16, costs)
+    for row in rows(shown):
+        lane = shown.actions[row.rank]
+        assert max(amount for _, amount in row.memory) == row.peak == shown.peak_bytes(row.rank) == max(lane.live_bytes)
+        for action, begin, end, live in zip(shown.plan.actions[row.rank], lane.begin_s, lane.end_s, lane.live_bytes):
+            if action.op in COMPUTE:
+                assert amount_at(row, (begin + end) / 2) == live
+
+
+def test_without_bytes_memory_is_in_slots_beside_the_budget() -> None:
+    shown = timeline("balanced_1f1b", 8, 16, Costs())
+    assert tuple(row.peak for row in rows(shown)) == shown.plan.peak_slots
+    assert tuple(row.budget for row in rows(shown)) == shown.plan.slots
+    assert compose([shown]).unit == "slots"
+    assert all(row.budget is None for row in rows(timeline("balanced_1f1b", 8, 16)))
+
+
+def test_slots_are_counted_where_one_of_two_has_no_bytes() -> None:
+    scene = compose([timeline("1f1b"), timeline("balanced_1f1b", costs=Costs())])
+    assert scene.unit == "slots" and scene.top == 4
+    assert [row.peak for row in scene.panels[0].rows] == [4, 3, 2, 1]
+
+
+def test_an_evaluation_holds_no_slots() -> None:
+    plan = build("1f1b", 2, 4)
+    forwards = tuple(tuple(a for a in lane if a.op in (Op.F, Op.SEND_F, Op.RECV_F) or "_F" in a.op) for lane in plan.actions)
+    shown = simulate(replace(plan, actions=forwards, has_backward=False), Costs())
+    assert [row.peak for row in rows(shown)] == [0, 0]
+
+
+def test_two_timelines_share_the_axis_and_the_scale_of_memory() -> None:
+    plain, balanced = timeline("1f1b", 4, 8), timeline("balanced_1f1b", 4, 16)
+    scene = compose([plain, balanced])
+    assert (scene.begin_s, scene.end_s) == (0.0, compose([balanced]).end_s)
+    assert scene.top == 4 * 2**30 and scene.num_microbatches == 16
+    assert [panel.name for panel in scene.panels] == ["1f1b", "balanced_1f1b"]
+
+
+def test_the_facts_of_a_panel() -> None:
+    shown = replace(timeline("1f1b", 4, 8, Costs(forward_s=1e-3)), source="measured", step=7)
+    facts = compose([shown]).panels[0].facts
+    assert [fact.strip() for fact in facts.split("·")] == [
+        "p = 4, m = 8", "makespan 33.0 ms", "bubble 27.3%", "peak 4 slots", "measured in step 7",
+    ]  # fmt: skip
+    uneven = timeline("1f1b", 2, 2, Costs(forward_s=(1.0, 2.0), backward_s=(2.0, 4.0)))
+    assert f"bubble {uneven.bubble_s(0) / uneven.makespan_s:.1%}" in compose([uneven]).panels[0].facts
+    assert uneven.bubble_s(0) > uneven.bubble_s(1)
+    assert "p = 6 on 2 ranks" in compose([interleaved()]).panels[0].facts
+
+
+def test_a_window_shows_what_reaches_into_it() -> None:
+    shown = timeline("balanced_1f1b", 4, 8)
+    begin, end = 1.0, rows(shown)[0].memory[-2][0]  # where a step is
+    scene = compose([shown], window=(begin, end))
+    assert (scene.begin_s, scene.end_s) == (begin, end)
+    for row, whole in zip(scene.panels[0].rows, rows(shown)):
+        assert row.computations == tuple(s for s in whole.computations if s.end_s >= begin and s.begin_s <= end)
+        assert amount_at(row, begin) == amount_at(whole, begin) and amount_at(row, end) == amount_at(whole, end)
+        assert row.peak == whole.peak and row.memory_end_s <= end
+
+
+@pytest.mark.parametrize("window", [(2.0, 1.0), (1.0, 1.0), (float("nan"), 1.0), (0.0, float("inf")), (99.0, 100.0), (-2.0, -1.0)])
+def test_a_window_that_shows_nothing_is_refused(window: tuple[float, float]) -> None:
+    with pytest.raises(ConfigurationError, match="window="):
+        compose([timeline()], window=window)
+
+
+def test_too_many_boxes_are_refused_and_a_window_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = timeline("1f1b", 4, 64)
+    monkeypatch.setattr(scenes, "MAX_BOXES", 600)
+    with pytest.raises(ConfigurationError, match=r"more than the 600 boxes .* window=\(from, to\) .* --from and --to"):
+        compose([shown])
+    assert compose([shown], window=(2.0, 3.0)).panels[0].rows[0].computations
+    monkeypatch.setattr(scenes, "MAX_BOXES", sum(row.num_boxes for row in rows(timeline("1f1b", 4, 8))))
+    compose([timeline("1f1b", 4, 8)])
+    with pytest.raises(ConfigurationError):
+        compose([timeline("1f1b", 4, 8), timeline("1f1b", 4, 8)])
+
+
+@settings(max_examples=80, deadline=None)
+@given(shown=st.lists(timelines(), min_size=1, max_size=2))
+def test_every_timeline_has_a_scene_in_which_no_boxes_overlap(shown: list[Timeline]) -> None:
+    scene = compose(shown)
+    assert scene.begin_s < scene.end_s
+    for (panel, _, bands), each in zip(Paper.of(scene).panels(), shown):
+        for row, band in zip(panel.rows, bands):
+            assert len(row.computations) == sum(action.op in COMPUTE for action in each.plan.actions[row.rank])
+            tracks = row.moves if len(row.moves) < scenes.MAX_TRACKS else ()
+            for spans in (row.computations, *tracks):
+                assert all(a.end_s <= b.begin_s for a, b in pairwise(spans))
+            assert all(scene.begin_s <= span.begin_s <= span.end_s <= scene.end_s for span in row.computations)
+            assert max(amount for _, amount in row.memory) == row.peak <= scene.top
+            assert all(band.top <= strip.top < strip.bottom <= band.memory for strip in strips(row, band) if strip.spans)
+            assert sum(len(strip.spans) for strip in strips(row, band)) == row.num_boxes
+
+
+@settings(deadline=None)
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 5)), min_size=1, max_size=12).map(
+        lambda steps: sorted(steps, key=lambda step: step[0])
+    ),
+    least=st.integers(0, 3),
+)
+def test_without_dips_nothing_is_lower_and_only_what_is_short_is_higher(steps: list[tuple[int, int]], least: int) -> None:
+    kept = without_dips(steps, least)
+    assert kept[-1][1] == steps[-1][1] and set(kept) <= set(steps) and all(a[1] != b[1] for a, b in pairwise(kept))
+    assert max(amount for _, amount in kept) == max(amount for _, amount in steps)
+    for (begin, _), (end, _) in pairwise(steps):
+        now, drawn = ([amount for second, amount in some if second <= begin][-1] for some in (steps, kept))
+        lasting = min([second for second, amount in steps if second > begin and amount > now], default=99) - begin
+        assert drawn == now or (drawn > now and (lasting <= least or end == begin))
+
+
+def test_a_dip_vanishes_and_a_longer_one_stays() -> None:
+    steps = [(0.0, 3), (1.0, 2), (1.0, 3), (2.0, 2), (2.5, 3), (4.0, 1)]
+    assert without_dips(steps) == [(0.0, 3), (2.0, 2), (2.5, 3), (4.0, 1)]
+    assert without_dips(steps, 0.5) == [(0.0, 3), (4.0, 1)]
+
+
+def test_memory_as_a_person_reads_it() -> None:
+    assert amount_text(3 * 2**30 + 2**28, "bytes") == "3.25 GiB"
+    assert [amount_text(n, "slots") for n in (0, 1, 2)] == ["0 slots", "1 slot", "2 slots"]
+    assert [time_unit(seconds)[0] for seconds in (33.0, 0.0482, 1.5e-6, 0.0)] == ["s", "ms", "µs", "µs"]
