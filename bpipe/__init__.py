@@ -12,9 +12,15 @@ from bpipe._version import __version__
 
 if TYPE_CHECKING:
     from bpipe.comm.placement import pair_adjacent
+    from bpipe.estimate.advise import advise
+    from bpipe.estimate.profile import profile
     from bpipe.loopback import Loopback
     from bpipe.schedule import BalancedOneFOneB, GPipe, OneFOneB, Schedule
     from bpipe.stage import PipelineStage
+    from bpipe.tools.chrome import save_trace
+    from bpipe.tools.chrome_read import load_trace
+    from bpipe.tools.draw import draw
+    from bpipe.tools.tracing import trace
 
 __all__ = [
     "BalancedOneFOneB",
@@ -24,7 +30,13 @@ __all__ = [
     "PipelineStage",
     "Schedule",
     "__version__",
+    "advise",
+    "draw",
+    "load_trace",
     "pair_adjacent",
+    "profile",
+    "save_trace",
+    "trace",
 ]
 
 OLDEST_TORCH = (2, 11)
@@ -36,10 +48,16 @@ _HOMES = {
     "OneFOneB": "bpipe.schedule",
     "PipelineStage": "bpipe.stage",
     "Schedule": "bpipe.schedule",
+    "advise": "bpipe.estimate.advise",
+    "draw": "bpipe.tools.draw",
+    "load_trace": "bpipe.tools.chrome_read",
     "pair_adjacent": "bpipe.comm.placement",
+    "profile": "bpipe.estimate.profile",
+    "save_trace": "bpipe.tools.chrome",
+    "trace": "bpipe.tools.tracing",
 }
 
-_NEED_NO_TORCH = frozenset({"pair_adjacent"})
+_NEED_NO_TORCH = frozenset({"advise", "draw", "load_trace", "pair_adjacent", "save_trace"})
 
 
 def __getattr__(name: str) -> Any:

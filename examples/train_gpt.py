@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from processes import Stop, add_over_ranks, start_processes
 from progress import Journal
 from report import Measurements, write_report
 from text import Text, open_text, write_text
+from timeline import draw_timeline
 from torch import Tensor
 
 import bpipe
@@ -53,9 +55,15 @@ def main() -> None:
     balanced = bpipe.BalancedOneFOneB(stage, n_microbatches=NUM_MICROBATCHES, loss_fn=loss_fn)
 
     first_step, stop, measurements = history["step"], Stop(), Measurements()
-    with Journal(history, num_steps=options.steps, is_shown=rank == 0) as journal:
+    compared = range(first_step, first_step + 2 * options.compare)  # in turns: plain, balanced
+    trace = bpipe.trace(balanced, folder / "trace")
+    with Journal(history, num_steps=options.steps, is_shown=rank == 0) as journal, ExitStack() as tracing:
         for step in range(first_step, options.steps):
-            is_plain = step - first_step in range(0, 2 * options.compare, 2)
+            if step in compared[2:3]:
+                tracing.enter_context(trace)
+            if step == compared.stop:
+                tracing.close()
+            is_plain = step in compared[::2]
             schedule = plain if is_plain else balanced
             x, target = text.train_batch(NUM_SEQUENCES, seed=options.seed, step=step)
             losses: list[Tensor] = []
@@ -80,6 +88,8 @@ def main() -> None:
     ranks = measurements.gather(device)
     if rank == 0 and history["step"] > first_step:
         write_report(folder, ranks, {**history, "options": vars(options), "steps_of_rank_0": measurements.steps})
+        if trace.timelines:
+            draw_timeline(folder)
     plain.close()
     balanced.close()
     dist.destroy_process_group()

@@ -10,7 +10,7 @@ import weakref
 from array import array
 from collections.abc import Iterator
 from contextlib import nullcontext
-from itertools import pairwise
+from itertools import pairwise, permutations
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from bpipe.runtime import device_times
 from bpipe.runtime.device_times import DeviceTimes
 from bpipe.schedules import Op
 from bpipe.schedules.action import COMPUTE, RECEIVER_OF, START_OF, WAIT_OF
+from bpipe.schedules.critical import critical_path
 from bpipe.tools.chrome import load_trace
 from bpipe.tools.measured import Measured
 from bpipe.tools.tracing import trace
@@ -95,6 +96,11 @@ def check_order(timeline: Measured) -> None:
         forwards = [spans[rank, _computation(plan, rank, stage, microbatch)] for stage, rank in enumerate(plan.stage_ranks)]
         for stage, (a, b) in enumerate(pairwise(forwards)):
             assert a.end_s <= b.begin_s + error_s(*plan.stage_ranks[stage : stage + 2])
+    path = [step.span for step in critical_path(timeline)]
+    apart_s = max(error_s(a, b) for a, b in permutations(range(plan.num_ranks), 2))
+    assert all(a.end_s <= b.begin_s + apart_s for a, b in pairwise(path))
+    assert path[0].action == plan.compute(path[0].action.stage)[0]
+    assert path[-1].end_s == max(timeline.span_s(rank)[1] for rank in range(plan.num_ranks))
 
 
 def _computation(plan: Any, rank: int, stage: int, microbatch: int) -> Any:
@@ -173,6 +179,17 @@ def test_a_trace_keeps_nothing_alive():
 
 def count_tensors() -> int:
     return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+
+def test_files_of_an_earlier_trace_are_not_taken_for_this_one(tmp_path):
+    modules = blocks()
+    loopback, schedules = pipeline(modules)
+    (tmp_path / f"rank-{P}.json").write_text("of a run over more ranks")
+    (tmp_path / "rank-0.json").write_text("of an earlier run")
+    x, y = batch()
+    with bpipe.trace(schedules, tmp_path):
+        loopback.step(schedules, x, target=y)
+    assert len(bpipe.load_trace(tmp_path)) == 1
 
 
 def test_a_record_is_a_few_bytes_an_action():

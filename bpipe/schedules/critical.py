@@ -80,7 +80,7 @@ class _Walk:
             if span.action.op in COMPUTE:
                 yield Step(place.rank, span)
             if span.action.op in START_OF and span.seconds > 0:
-                place = yield from self._through(self._awaited(place, span.action))
+                place = yield from self._through(self._awaited(place, span.action), span.end_s)
             else:
                 place = self._before(place)
 
@@ -106,17 +106,21 @@ class _Walk:
         served = op in SERVED
         return _Place(action.peer, served, self.positions(action.peer, served)[op, action.stage + offset, action.microbatch])
 
-    def _through(self, send: _Place) -> Generator[Step, None, _Place | None]:
-        """Follow transfers back to the lane that posted its end last, or kept the link busy until then."""
+    def _through(self, send: _Place, arrival_s: float) -> Generator[Step, None, _Place | None]:
+        """Follow transfers back to the lane that posted its end last, or kept the link busy until then.
+
+        What kept a link busy is known only where it was simulated.
+        """
         while True:
-            span = self._span(send)
+            ends = (send, self._other_end(send))
+            span = Span(self._span(send).action, max(self._span(end).begin_s for end in ends), arrival_s)
             yield Step(send.rank, span)
-            later = max((send, self._other_end(send)), key=self._reached_s)
-            link = self.link(send.rank, span.action.peer)
-            turn = bisect_left(link, (span.begin_s,))
-            if turn == 0 or span.begin_s <= self._reached_s(later):
+            later = max(ends, key=self._reached_s)
+            if self.timeline.source != "simulated" or span.begin_s <= self._reached_s(later):
                 return self._before(later)
-            send = link[turn - 1][1]
+            link = self.link(send.rank, span.action.peer)
+            send = link[bisect_left(link, (span.begin_s,)) - 1][1]
+            arrival_s = self._span(send).end_s
 
     def _reached_s(self, place: _Place) -> float:
         before = self._before(place)

@@ -39,7 +39,8 @@ def trace(schedule: Schedule | Sequence[Schedule], path: str | os.PathLike[str] 
     Args:
         schedule: this rank's schedule, or all schedules of a `Loopback` in the order of its ranks.
         path: a folder, made where it is missing, that gets a file `rank-N.json` from each rank N of the plan: Chrome's trace
-            format, which https://ui.perfetto.dev opens. `bpipe.tools.chrome.load_trace` reads the folder as one trace.
+            format, which https://ui.perfetto.dev opens. `bpipe.load_trace` reads the folder as one trace; files of an earlier
+            trace there are replaced, or removed where it had more ranks.
 
     Raises:
         ConfigurationError: on entering, the schedule is being traced already, or the path is a file.
@@ -121,7 +122,10 @@ class Trace:
         if self._path is None:
             return
         self._path.mkdir(parents=True, exist_ok=True)
+        num_ranks = self._schedules[0].plan.num_ranks
         for schedule, part in zip(self._schedules, self._parts()):
+            if schedule._plan_rank == 0:
+                _remove_others(self._path, num_ranks)
             with (self._path / f"rank-{schedule._plan_rank}.json").open("w", encoding="utf-8") as file:
                 file.writelines(lines(part, self._origin()))
 
@@ -168,6 +172,14 @@ class Trace:
             (part,) = self._parts()
             files = exchange(first._transport, "".join(lines(part, self._origin())).encode())
         return joined([parse(data, f"rank {rank}") for rank, data in enumerate(files)])
+
+
+def _remove_others(folder: Path, num_ranks: int) -> None:
+    """Remove what an earlier trace of more ranks left: `load_trace` would take the files for one trace."""
+    ours = {f"rank-{rank}.json" for rank in range(num_ranks)}
+    for file in folder.glob("rank-*.json"):
+        if file.name not in ours:
+            file.unlink(missing_ok=True)
 
 
 def _check_together(schedules: Sequence[Schedule]) -> None:

@@ -1,0 +1,29 @@
+"""What a model would need and gain: from formulas, and from measurements of one stage. Only `profile` needs torch.
+
+Example:
+    >>> from bpipe.estimate import Execution, model_named
+    >>> from bpipe.estimate.stages import stages_of
+    >>> model = model_named("gpt3-96b")
+    >>> stage = stages_of(model, Execution(tensor_parallel=4), num_stages=8, microbatch_size=1)[0]
+    >>> round(stage.num_parameters / 1e9, 1), round(stage.saved_bytes / 2**30, 2)
+    (12.5, 1.62)
+"""
+
+from bpipe.estimate.advice import Advice, Candidate
+from bpipe.estimate.devices import Device, device_named
+from bpipe.estimate.execution import Execution
+from bpipe.estimate.measured import Measurement, Profile
+from bpipe.estimate.models import model_named
+from bpipe.estimate.transformer import Transformer
+
+__all__ = [
+    "Advice",
+    "Candidate",
+    "Device",
+    "Execution",
+    "Measurement",
+    "Profile",
+    "Transformer",
+    "device_named",
+    "model_named",
+]

@@ -1,0 +1,198 @@
+"""Advice as data: what could be run, what each of it takes, and a verdict. Printed as a table, written as JSON."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from math import isfinite
+from typing import Any
+
+from bpipe.estimate.devices import GIB
+
+__all__ = ["Advice", "Candidate", "Estimate"]
+
+MOST_FITTING, MOST_OTHERS, WIDTH = 12, 6, 120
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One way to run a step, simulated.
+
+    Args:
+        schedule: its name for `bpipe.schedules.build`.
+        destination: where evicted activations go: "pair", or "" where none are evicted.
+        slots: the budget in microbatches with which to build it, where it is balanced.
+        num_stages: p.
+        microbatch_size: b, in sequences.
+        num_microbatches: m.
+        recomputation: "none", "selective", "full" or "as measured".
+        step_s: predicted seconds of a step.
+        sequences_per_s: of one pipeline.
+        sequence_s: seconds of F and B of the slowest stage, for one sequence.
+        peak_bytes: predicted of each rank.
+        working_bytes: made again by a backward that recomputes, and not in the peaks.
+        fits: whether every rank has room.
+        reason: why, with the rank that needs most.
+        exposed_s: seconds for which the worst rank waits for evictions and loads.
+        hides_at_bytes_per_s: the link that moves every evicted microbatch within one forward of its stage; None without evictions.
+    """
+
+    schedule: str
+    destination: str
+    slots: int | None
+    num_stages: int
+    microbatch_size: int
+    num_microbatches: int
+    recomputation: str
+    step_s: float
+    sequences_per_s: float
+    sequence_s: float
+    peak_bytes: tuple[int, ...]
+    working_bytes: int
+    fits: bool
+    reason: str
+    exposed_s: float
+    hides_at_bytes_per_s: float | None
+
+    @property
+    def is_balanced(self) -> bool:
+        """Whether activations move."""
+        return bool(self.destination)
+
+    @property
+    def label(self) -> str:
+        """The schedule, and whether it is balanced."""
+        return f"{self.schedule} balanced, {self.slots} slots" if self.is_balanced else self.schedule
+
+    @property
+    def name(self) -> str:
+        """All that tells it from the others."""
+        recomputation = "" if self.recomputation == "as measured" else f", recomputation {self.recomputation}"
+        return f"{self.label}, {self.num_stages} stages, microbatch {self.microbatch_size}{recomputation}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Huang et al.'s E4 from the best plain 1F1B to what balancing makes possible.
+
+    Args:
+        microbatch_sizes: before and after.
+        stage_ratio: how much faster a stage runs a sequence.
+        bubble_factor: what the bubble leaves of the speed.
+        speed_up: their product, an upper bound.
+        assumptions: in words.
+    """
+
+    microbatch_sizes: tuple[int, int]
+    stage_ratio: float
+    bubble_factor: float
+    speed_up: float
+    assumptions: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What `bpipe.advise` found.
+
+    Args:
+        title: the model, the devices and the batch.
+        verdict: in words; the first line stands alone.
+        candidates: those that fit first, each group by predicted time for the same number of sequences.
+        estimate: Huang et al.'s, where there is something to compare.
+        memory_bytes: of a device.
+        reserved_bytes: of these, set aside.
+        link_bytes_per_s: between ranks of a node; None: unlimited.
+        assumptions: what all of this rests on.
+    """
+
+    title: str
+    verdict: str
+    candidates: tuple[Candidate, ...]
+    estimate: Estimate | None
+    memory_bytes: int
+    reserved_bytes: int
+    link_bytes_per_s: float | None
+    assumptions: tuple[str, ...]
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest that fits."""
+        return best_of(self.candidates)
+
+    @property
+    def best_plain(self) -> Candidate | None:
+        """The fastest that fits and moves nothing."""
+        return best_of([candidate for candidate in self.candidates if not candidate.is_balanced])
+
+    @property
+    def best_balanced(self) -> Candidate | None:
+        """The fastest that fits and moves activations."""
+        return best_of([candidate for candidate in self.candidates if candidate.is_balanced])
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as plain numbers, texts, lists and dicts."""
+        fields = asdict(self)
+        fields["candidates"] = [{"name": one.name, **asdict(one)} for one in self.candidates]
+        return fields
+
+    def to_json(self) -> str:
+        """All of it as JSON."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
+
+    def __str__(self) -> str:
+        parts = [_wrapped([self.title]), _wrapped(self.verdict.splitlines()), _table(self.candidates)]
+        return "\n\n".join([*parts, "Assumed:\n" + _wrapped(self.assumptions, "- ")])
+
+
+def best_of(candidates: Sequence[Candidate]) -> Candidate | None:
+    """The first that fits, of candidates in their order."""
+    return next((candidate for candidate in candidates if candidate.fits), None)
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes in GiB; small numbers keep three digits."""
+    value = num_bytes / GIB
+    return f"{value:.1f}" if abs(value) >= 1 else f"{value:.3g}"
+
+
+def gb_per_s(bytes_per_s: float) -> str:
+    """A bandwidth in GB/s = 1e9 bytes per second."""
+    return f"{bytes_per_s / 1e9:.3g} GB/s" if isfinite(bytes_per_s) else "unlimited"
+
+
+def _wrapped(lines: Sequence[str], bullet: str = "") -> str:
+    wrapper = textwrap.TextWrapper(WIDTH, initial_indent=bullet, subsequent_indent=" " * len(bullet), break_on_hyphens=False)
+    return "\n".join(map(wrapper.fill, lines))
+
+
+def _table(candidates: Sequence[Candidate]) -> str:
+    fitting = [one for one in candidates if one.fits]
+    others = [one for one in candidates if not one.fits]
+    shown = [*fitting[:MOST_FITTING], *others[:MOST_OTHERS]]
+    head = ("sequences/s", "step s", "schedule", "stages", "microbatch", "recomputation", "peak GiB by rank", "fits")
+    rows = [head, *(_row(one) for one in shown)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    left = len(candidates) - len(shown)
+    return "\n".join([*lines, f"and {left} more in .candidates"] if left else lines)
+
+
+def _row(one: Candidate) -> tuple[str, ...]:
+    return (
+        f"{one.sequences_per_s:.4g}",
+        f"{one.step_s:.4g}",
+        one.label,
+        str(one.num_stages),
+        str(one.microbatch_size),
+        one.recomputation,
+        _peaks(one.peak_bytes),
+        f"{'yes' if one.fits else 'no'}: {one.reason}",
+    )
+
+
+def _peaks(peak_bytes: Sequence[int]) -> str:
+    if len(peak_bytes) > 8:
+        return f"{gib(min(peak_bytes))} to {gib(max(peak_bytes))}"
+    return " ".join(f"{peak / GIB:.0f}" if max(peak_bytes) >= 10 * GIB else gib(peak) for peak in peak_bytes)

@@ -1,0 +1,159 @@
+"""Will this help me? Rank everything that the library could run, and say whether to balance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from bpipe.errors import ConfigurationError
+from bpipe.estimate import arguments, huang
+from bpipe.estimate.advice import Advice, gb_per_s, gib
+from bpipe.estimate.devices import Device, is_named
+from bpipe.estimate.evaluate import Evaluator, Progress, finite
+from bpipe.estimate.execution import RECOMPUTATIONS, Execution
+from bpipe.estimate.measured import Profile
+from bpipe.estimate.names import check_count, check_positive
+from bpipe.estimate.static import DEFAULT_BYTES_PER_PARAMETER
+from bpipe.estimate.transformer import Transformer
+from bpipe.estimate.verdict import Case, verdict_on
+from bpipe.estimate.workload import MeasuredWorkload, ModelWorkload, Workload
+
+__all__ = ["advise"]
+
+ASSUMPTIONS = (
+    "Memory is what stays, what microbatches save and the rooms for guests. What an action needs only while it runs (gradients of "
+    "activations, buffers of collectives) must fit in what is set aside.",
+    "Each direction between two ranks carries one transfer at a time, at full bandwidth and without latency, and does not slow "
+    "computations down. Reducing gradients over replicas and the optimizer's step are not counted.",
+    huang.ASSUMPTIONS,
+)
+
+
+def advise(
+    model: str | Transformer | Profile | Sequence[Profile],
+    *,
+    batch: int,
+    num_stages: int | Sequence[int] | None = None,
+    device: str | Device | None = None,
+    memory_bytes: int | None = None,
+    reserved_bytes: int | None = None,
+    num_devices: int | None = None,
+    tensor_parallel: int = 1,
+    sequence_parallel: bool = True,
+    sequence: int | None = None,
+    attention: str = "flash",
+    precision: str = "bf16",
+    recomputations: Sequence[str] = RECOMPUTATIONS,
+    microbatch_sizes: Sequence[int] | None = None,
+    efficiency: float | Mapping[int, float] | None = None,
+    bytes_per_parameter: float | None = None,
+    layers: Sequence[int] | None = None,
+    link: str | float | None = None,
+    cross_link: str | float | None = None,
+    nodes: Sequence[int] | None = None,
+    progress: Progress | None = None,
+) -> Advice:
+    """Rank every schedule, plain and balanced, with every microbatch size and recomputation, and say whether to balance.
+
+    Each candidate's real plan is built and simulated: the simulated makespan is its predicted step, the simulated peaks its
+    memory. Pure Python; takes seconds.
+
+    Args:
+        model: a name, a `Transformer`, or what `bpipe.profile` measured: one `Profile` for all stages, or one for each.
+        batch: sequences a step: of one pipeline, or of all pipelines on `num_devices`.
+        num_stages: p, one or several to compare; default: as many as there are profiles.
+        device: a name, or a `Device`. Profiles need none where `memory_bytes` is given.
+        memory_bytes: of a device; default: the device's.
+        reserved_bytes: of these, set aside for what is not counted; default: 5%, which is 4 of 80 GiB.
+        num_devices: over which pipelines are repeated, each with its share of the batch; default: one pipeline of the most
+            stages. It makes different numbers of stages comparable.
+        tensor_parallel: t, devices of a stage.
+        sequence_parallel: whether norms and dropout are cut over them too.
+        sequence: tokens; default: the model's.
+        attention: "materialised" or "flash" (any fused kernel).
+        precision: of activations, "bf16", "fp16" or "fp32".
+        recomputations: those to try, of "none", "selective" and "full".
+        microbatch_sizes: those to try; default: all that divide the batch, and of which something is known.
+        efficiency: the share of the device's peak that one stage reaches, a number or one for each microbatch size; it decides
+            whether a larger microbatch pays. Default: 0.45, an assumption that the verdict mentions.
+        bytes_per_parameter: see `bpipe.estimate.static`; default: 18, or what was measured and Adam's states.
+        layers: layers of each stage; default: as evenly as they go.
+        link: between ranks of a node, a name ("nvlink3", "pcie4") or bytes per second and direction; default: the device's.
+        cross_link: between nodes; default: `link`.
+        nodes: the node of each rank; default: all on one.
+        progress: called as `progress(done, total)`.
+
+    Returns:
+        An `Advice`: print it, read its `verdict` and `candidates`, or write `to_json()`.
+
+    Raises:
+        ConfigurationError: unknown names, the nearest is named; sizes that do not fit together; numbers that are none.
+
+    Example:
+        >>> advice = advise("gpt3-96b", batch=128, num_stages=8, tensor_parallel=4, device="a100-80gb", microbatch_sizes=[1, 2])
+        >>> print(advice.verdict.splitlines()[0])
+        Don't balance: it allows microbatch 2 instead of 1; the larger microbatch gains nothing a stage and costs 4.9% in bubble.
+    """
+    check_count("tensor_parallel", tensor_parallel)
+    if bytes_per_parameter is not None:
+        check_positive("bytes_per_parameter", bytes_per_parameter)
+    found, profiles = arguments.device_of(device), arguments.profiles_in(model)
+    stages = arguments.stages_of(num_stages, len(profiles))
+    memory, reserved = arguments.memory_of(found, memory_bytes, reserved_bytes)
+    links = arguments.links_of(found, link, cross_link, nodes, max(stages))
+    workload: Workload
+    if profiles:
+        said = {"attention": attention, "precision": precision} if (attention, precision) != ("flash", "bf16") else {}
+        arguments.refuse_for_profiles(efficiency=efficiency, layers=layers, sequence=sequence, **said)
+        workload = MeasuredWorkload(profiles=profiles, bytes_per_parameter=bytes_per_parameter, links=links)
+    else:
+        execution = Execution(
+            attention=attention, tensor_parallel=tensor_parallel, sequence_parallel=sequence_parallel, precision=precision
+        )
+        workload = ModelWorkload(
+            model=_with_sequence(arguments.transformer_of(model), sequence),
+            execution=execution,
+            recomputations=arguments.recomputations_of(recomputations, execution.attention),
+            device=_computing(found, execution.precision),
+            efficiency=None if efficiency is None else arguments.efficiency_of(efficiency),
+            bytes_per_parameter=bytes_per_parameter or DEFAULT_BYTES_PER_PARAMETER,
+            links=links,
+            layers=None if layers is None else arguments.series("layers", layers),
+        )
+    batches = arguments.batches_of(batch, stages, tensor_parallel, num_devices)
+    sizes = {p: arguments.sizes_of(microbatch_sizes, batches[p], workload.microbatch_sizes) for p in stages}
+    evaluator = Evaluator(workload, batch, batches, memory, reserved)
+    candidates = evaluator.ranked(sizes, progress)
+    verdict = verdict_on(Case(candidates=candidates, evaluator=evaluator))
+    return Advice(
+        title=f"{workload.name}{_where(found, stages, tensor_parallel)}, {batch} sequences a step, {gib(memory)} GiB a device "
+        f"of which {gib(reserved)} are set aside, links of {gb_per_s(links.link.bytes_per_s)}",
+        verdict=verdict.text,
+        candidates=candidates,
+        estimate=verdict.estimate,
+        memory_bytes=memory,
+        reserved_bytes=reserved,
+        link_bytes_per_s=finite(links.link.bytes_per_s),
+        assumptions=(*workload.assumptions, *ASSUMPTIONS),
+    )
+
+
+def _with_sequence(model: Transformer, sequence: int | None) -> Transformer:
+    return model if sequence is None else replace(model, sequence=sequence)
+
+
+def _computing(device: Device | None, precision: str) -> Device:
+    """A device whose peak is known, and is one of that precision."""
+    if device is None:
+        raise ConfigurationError("how fast is a device? Give device= (such as 'a100-80gb'), or a bpipe.estimate.Device")
+    if precision == "fp32" and is_named(device):
+        raise ConfigurationError(
+            f"the peak of {device.name} is known for 16 bits: give device=Device(...) with its peak in fp32 or tf32"
+        )
+    return device
+
+
+def _where(device: Device | None, stages: Sequence[int], tensor_parallel: int) -> str:
+    where = "" if device is None else f" on {device.name}"
+    cut = f" x tensor parallel {tensor_parallel}" if tensor_parallel > 1 else ""
+    return f"{where}: {' or '.join(map(str, stages))} stage{'s' * (max(stages) > 1)}{cut}"

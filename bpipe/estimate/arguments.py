@@ -1,0 +1,176 @@
+"""What people may pass to `advise`, made into what it works with: every refusal that needs no simulation happens here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import inf
+from typing import Any
+
+from bpipe.errors import ConfigurationError
+from bpipe.estimate.devices import Device, device_named, link_named
+from bpipe.estimate.execution import RECOMPUTATIONS
+from bpipe.estimate.measured import Profile
+from bpipe.estimate.models import model_named
+from bpipe.estimate.names import check_count, check_positive, lookup
+from bpipe.estimate.transformer import Transformer
+from bpipe.estimate.workload import Links
+from bpipe.schedules.costs import Link
+
+__all__: list[str] = []
+
+RESERVED_SHARE = 0.05  # 4 of 80 GiB: CUDA's context, communication buffers, fragmentation, gradients of activations
+
+LinkArgument = str | float | None
+
+
+def device_of(device: str | Device | None) -> Device | None:
+    """A device by name, or as it is."""
+    if device is None or isinstance(device, Device):
+        return device
+    return device_named(device)
+
+
+def transformer_of(model: object) -> Transformer:
+    """A model by name, or as it is."""
+    if isinstance(model, Transformer):
+        return model
+    if isinstance(model, str):
+        return model_named(model)
+    raise ConfigurationError(
+        f"no model is a {type(model).__qualname__}: give a model's name, a bpipe.estimate.Transformer, or what profile returned"
+    )
+
+
+def profiles_in(model: object) -> tuple[Profile, ...]:
+    """The profiles, if it is profiles that were given."""
+    if isinstance(model, Profile):
+        return (model,)
+    if isinstance(model, (list, tuple)) and model and all(isinstance(one, Profile) for one in model):
+        return tuple(model)
+    return ()
+
+
+def refuse_for_profiles(**given: object) -> None:
+    """Raise where something was said that a measurement has already decided."""
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigurationError(f"{name}= says how to calculate a model, and these stages were measured: leave it out")
+
+
+def memory_of(device: Device | None, memory_bytes: object, reserved_bytes: object) -> tuple[int, int]:
+    """Bytes of a device, and what of them is set aside."""
+    if memory_bytes is None and device is None:
+        raise ConfigurationError("how much memory has a device? Give device= (such as 'a100-80gb') or memory_bytes=")
+    memory = device.memory_bytes if memory_bytes is None and device is not None else memory_bytes
+    check_count("memory_bytes", memory)
+    assert isinstance(memory, int)
+    reserved = round(RESERVED_SHARE * memory) if reserved_bytes is None else reserved_bytes
+    check_count("reserved_bytes", reserved, least=0)
+    assert isinstance(reserved, int)
+    if reserved >= memory:
+        raise ConfigurationError(f"reserved_bytes={reserved} leave nothing of memory_bytes={memory}")
+    return memory, reserved
+
+
+def links_of(
+    device: Device | None, link: LinkArgument, cross_link: LinkArgument, nodes: Sequence[int] | None, most_stages: int
+) -> Links:
+    """The links by name, by number, or the device's."""
+    default = inf if device is None else device.link_bytes_per_s
+    if nodes is not None and len(nodes) != most_stages:
+        raise ConfigurationError(f"nodes has {len(nodes)} entries: give one for each of {most_stages} ranks")
+    return Links(
+        link=Link(bytes_per_s=_bytes_per_s("link", link, default)),
+        cross_link=None if cross_link is None else Link(bytes_per_s=_bytes_per_s("cross_link", cross_link, default)),
+        nodes=None if nodes is None else tuple(nodes),
+    )
+
+
+def _bytes_per_s(name: str, link: LinkArgument, default: float) -> float:
+    if link is None:
+        return default
+    if isinstance(link, str):
+        return link_named(link)
+    if link != inf:
+        check_positive(name, link)
+    return link
+
+
+def efficiency_of(efficiency: object) -> float | Mapping[int, float]:
+    """A share of the peak, or one for each microbatch size."""
+    if isinstance(efficiency, Mapping):
+        if not efficiency:
+            raise ConfigurationError("efficiency={}: give a share of the peak for each microbatch size, such as {1: 0.4, 2: 0.45}")
+        for size, share in efficiency.items():
+            check_count("microbatch size of efficiency", size)
+            check_positive(f"efficiency[{size}]", share, most=1)
+        return dict(efficiency)
+    check_positive("efficiency", efficiency, most=1)
+    return efficiency  # type: ignore[return-value]
+
+
+def recomputations_of(recomputations: object, attention: str) -> tuple[str, ...]:
+    """The ways to recompute, least first; fused attention has no core to recompute selectively."""
+    given = series("recomputations", recomputations)
+    named = [lookup("recomputation", name, {one: one for one in RECOMPUTATIONS}) for name in given]
+    kept = {"none" if attention == "flash" and name == "selective" else name for name in named}
+    return tuple(name for name in RECOMPUTATIONS if name in kept)
+
+
+def stages_of(num_stages: object, num_profiles: int) -> tuple[int, ...]:
+    """The numbers of stages to compare, the least first."""
+    if num_stages is None and num_profiles < 2:
+        raise ConfigurationError("into how many stages? Give num_stages=, one number or several to compare")
+    stages = (num_profiles,) if num_stages is None else series("num_stages", num_stages)
+    for p in stages:
+        check_count("num_stages", p)
+        if num_profiles > 1 and p != num_profiles:
+            raise ConfigurationError(f"{num_profiles} profiles for {p} stages: give one for each stage, or one for all")
+    return tuple(sorted(set(stages)))
+
+
+def batches_of(batch: object, stages: Sequence[int], tensor_parallel: int, num_devices: object) -> dict[int, int]:
+    """Sequences of one pipeline, for each number of stages, if the devices are filled with pipelines."""
+    check_count("batch", batch)
+    if num_devices is not None:
+        check_count("num_devices", num_devices)
+    assert isinstance(batch, int)
+    devices = num_devices if isinstance(num_devices, int) else tensor_parallel * max(stages)
+    batches = {}
+    for p in stages:
+        pipelines, left = divmod(devices, tensor_parallel * p)
+        if left or not pipelines:
+            raise ConfigurationError(
+                f"{devices} devices do not divide into pipelines of {p} stages x {tensor_parallel}: give num_devices="
+            )
+        if batch % pipelines:
+            raise ConfigurationError(f"a batch of {batch} sequences does not divide over {pipelines} pipelines of {p} stages")
+        batches[p] = batch // pipelines
+    return batches
+
+
+def sizes_of(given: object, batch: int, known: Sequence[int] | None) -> list[int]:
+    """The microbatch sizes to try, of those that something is known about and that divide a batch."""
+    if given is None:
+        divisors = [size for size in (known or range(1, batch + 1)) if batch % size == 0]
+        if not divisors:
+            raise ConfigurationError(f"none of the microbatch sizes {list(known or ())} divides a batch of {batch} sequences")
+        return divisors
+    sizes = series("microbatch_sizes", given)
+    for size in sizes:
+        check_count("microbatch size", size)
+        if batch % size:
+            raise ConfigurationError(f"a batch of {batch} sequences of one pipeline does not divide into microbatches of {size}")
+        if known is not None and size not in known:
+            raise ConfigurationError(f"nothing is known about microbatch size {size}, only about {', '.join(map(str, known))}")
+    return sorted(set(sizes))
+
+
+def series(name: str, value: object) -> tuple[Any, ...]:
+    """One value or several, as a tuple."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        return (value,)
+    listed = tuple(value)
+    if not listed:
+        raise ConfigurationError(f"{name} is empty: give at least one")
+    return listed

@@ -1,0 +1,105 @@
+"""What could run: every schedule that `build` knows, plain and balanced, as finished plans.
+
+Schedules join by being registered in `bpipe.schedules.build`; a further place to put activations (the host's memory, say) joins
+as one more entry of `_DESTINATIONS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from bpipe.errors import PlanError
+from bpipe.schedules import Plan, build, names
+from bpipe.schedules.balance import mirror_pairs
+
+__all__ = ["Variant", "roomier", "variants"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A schedule, and where it puts activations that a rank has no room for.
+
+    Args:
+        schedule: its name for `build`.
+        destination: "" if activations stay, "pair" if they move to rank p-1-x.
+        plan: the finished plan.
+    """
+
+    schedule: str
+    destination: str
+    plan: Plan
+
+    @property
+    def slots(self) -> int | None:
+        """The budget of each rank in microbatches of one stage, for `build(schedule, ..., slots=slots)`."""
+        budgets = [slots for slots in self.plan.slots if slots is not None]
+        return max(budgets) if self.destination and budgets else None
+
+
+Destination = Callable[[str, Plan], Plan | None]
+
+
+def variants(num_stages: int, num_microbatches: int) -> Iterator[Variant]:
+    """Yield each different way to run so many microbatches on so many ranks, balanced ones with the least memory.
+
+    Example:
+        >>> [(one.schedule, one.destination) for one in variants(4, 8)]
+        [('gpipe', ''), ('1f1b', ''), ('1f1b', 'pair')]
+    """
+    seen = set()
+    for schedule in names():
+        plain = build(schedule, num_stages, num_microbatches)
+        for destination, place in _DESTINATIONS.items():
+            plan = place(schedule, plain)
+            if plan is not None and (key := (plan.stage_ranks, plan.actions, plan.served)) not in seen:
+                seen.add(key)
+                yield Variant(schedule=schedule, destination=destination, plan=plan)
+
+
+def roomier(variant: Variant) -> tuple[Variant, ...]:
+    """The same with larger budgets, which move less, from the largest that still moves anything.
+
+    Example:
+        >>> [one.slots for one in roomier(next(one for one in variants(8, 16) if one.destination))]
+        [7, 6]
+    """
+    found: list[Variant] = []
+    plan, slots = variant.plan, variant.slots or 0
+    while slots and evicts(plan):
+        slots += 1
+        try:
+            plan = build(variant.schedule, plan.num_ranks, plan.num_microbatches, slots=slots)
+        except PlanError:  # this budget cannot be met
+            continue
+        found.append(replace(variant, plan=plan))
+    return tuple(reversed(found[:-1]))
+
+
+def evicts(plan: Plan) -> bool:
+    """Whether any activations move."""
+    return any(plan.served)
+
+
+def _stays(schedule: str, plain: Plan) -> Plan | None:
+    return None if evicts(plain) else plain
+
+
+def _to_pairs(schedule: str, plain: Plan) -> Plan | None:
+    """The plan with the smallest budget that works, if it is below what the plain schedule occupies.
+
+    A pair cannot get below the half of what its ranks occupy together, and one more for the transfer in flight.
+    """
+    if evicts(plain):
+        return plain
+    peaks = plain.peak_slots
+    least = max((peaks[rank] + peaks[pair] + 2) // 2 for rank, pair in enumerate(mirror_pairs(len(peaks))))
+    for slots in range(least, max(peaks)):
+        try:
+            return build(schedule, plain.num_ranks, plain.num_microbatches, slots=slots)
+        except PlanError:  # this budget cannot be met
+            continue
+    return None
+
+
+_DESTINATIONS: dict[str, Destination] = {"": _stays, "pair": _to_pairs}

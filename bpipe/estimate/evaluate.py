@@ -1,0 +1,202 @@
+"""Evaluate candidates: build each plan once, simulate it with each workload's costs, and hold it against the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from math import isfinite
+
+from bpipe.estimate.advice import Candidate, gib
+from bpipe.estimate.candidates import Variant, roomier, variants
+from bpipe.estimate.workload import Load, Workload
+from bpipe.schedules import Costs, Op, Plan, simulate
+from bpipe.schedules.costs import Link
+from bpipe.schedules.simulate import live_bytes
+from bpipe.schedules.timeline import Timeline
+
+__all__: list[str] = []
+
+Progress = Callable[[int, int], None]
+Case = tuple[int, int, str]  # stages, microbatch size, recomputation
+
+BISECTIONS = 12
+
+
+@dataclass
+class Evaluator:
+    """Simulates whatever is asked of one workload.
+
+    Args:
+        workload: what runs.
+        batch: sequences a step, of all pipelines.
+        batches: sequences a step and pipeline, for each number of stages.
+        memory_bytes: of a device.
+        reserved_bytes: of these, set aside.
+    """
+
+    workload: Workload
+    batch: int
+    batches: Mapping[int, int]
+    memory_bytes: int
+    reserved_bytes: int
+    _variants: dict[tuple[int, int], tuple[Variant, ...]] = field(default_factory=dict)
+    _loads: dict[Case, Load] = field(default_factory=dict)
+    _roomier: dict[tuple[str, str, int, int], tuple[Variant, ...]] = field(default_factory=dict)
+
+    def variants(self, num_stages: int, microbatch_size: int) -> tuple[Variant, ...]:
+        """The plans for a number of stages and a microbatch size."""
+        key = (num_stages, self.batches[num_stages] // microbatch_size)
+        if key not in self._variants:
+            self._variants[key] = tuple(variants(*key))
+        return self._variants[key]
+
+    def load(self, case: Case) -> Load:
+        """What a microbatch costs."""
+        if case not in self._loads:
+            self._loads[case] = self.workload.load(*case)
+        return self._loads[case]
+
+    def ranked(self, microbatch_sizes: Mapping[int, Sequence[int]], progress: Progress | None = None) -> tuple[Candidate, ...]:
+        """Every candidate: those that fit first, each group by time for the same number of sequences.
+
+        Of equally fast ones, those that move and recompute less come first.
+        """
+        order = {name: index for index, name in enumerate(self.workload.recomputations)}
+        cases = [(p, b, how) for p, sizes in microbatch_sizes.items() for b in sizes for how in order]
+        found: list[Candidate] = []
+        for done, case in enumerate(cases):
+            if progress is not None:
+                progress(done, len(cases))
+            found += self._candidates(case)
+        if progress is not None:
+            progress(len(cases), len(cases))
+        found.sort(key=lambda one: (one.is_balanced, order[one.recomputation], max(one.peak_bytes)))
+        return tuple(sorted(found, key=lambda one: (not one.fits, _digits(one.step_s))))
+
+    def _candidates(self, case: Case) -> Iterator[Candidate]:
+        """Every variant; and where only balancing makes a schedule fit, also with the largest budget that does."""
+        fits_plain = set()
+        for variant in self.variants(*case[:2]):
+            candidate = self._candidate(variant, case)
+            yield candidate
+            if candidate.fits and not candidate.is_balanced:
+                fits_plain.add(variant.schedule)
+            if candidate.fits and candidate.is_balanced and variant.schedule not in fits_plain:
+                yield from islice((self._candidate(one, case) for one in self.roomier(variant) if self._fits(one, case)), 1)
+
+    def roomier(self, variant: Variant) -> tuple[Variant, ...]:
+        """The same with larger budgets."""
+        plan = variant.plan
+        key = (variant.schedule, variant.destination, plan.num_ranks, plan.num_microbatches)
+        if key not in self._roomier:
+            self._roomier[key] = roomier(variant)
+        return self._roomier[key]
+
+    def _fits(self, variant: Variant, case: Case) -> bool:
+        plan, load = variant.plan, self.load((variant.plan.num_stages, *case[1:]))
+        return self._verdict([max(live_bytes(plan, load.costs, rank)) for rank in range(plan.num_ranks)], load)[0]
+
+    def _candidate(self, variant: Variant, case: Case) -> Candidate:
+        plan, load = variant.plan, self.load((variant.plan.num_stages, *case[1:]))
+        timeline = simulate(plan, load.costs)
+        peaks = tuple(timeline.peak_bytes(rank) for rank in range(plan.num_ranks))
+        fits, reason = self._verdict(peaks, load)
+        return Candidate(
+            schedule=variant.schedule,
+            destination=variant.destination,
+            slots=variant.slots,
+            num_stages=case[0],
+            microbatch_size=case[1],
+            num_microbatches=plan.num_microbatches,
+            recomputation=case[2],
+            step_s=timeline.makespan_s,
+            sequences_per_s=self.batch / timeline.makespan_s,
+            sequence_s=_slowest_s(plan, load.costs) / case[1],
+            peak_bytes=peaks,
+            working_bytes=load.working_bytes,
+            fits=fits,
+            reason=reason,
+            exposed_s=max(_exposed_s(timeline, rank) for rank in range(plan.num_ranks)),
+            hides_at_bytes_per_s=_hides_at(plan, load.costs),
+        )
+
+    def _verdict(self, peaks: Sequence[int], load: Load) -> tuple[bool, str]:
+        aside = max(self.reserved_bytes, load.working_bytes)
+        there, needed = self.memory_bytes - aside, max(peaks)
+        text = f"rank {peaks.index(needed)} needs {gib(needed)} of {gib(there)} GiB"
+        if aside > self.reserved_bytes:
+            text += f" ({gib(aside)} are for recomputing a layer)"
+        return needed <= there, text if needed <= there else f"{text}, {gib(needed - there)} too much"
+
+    def step_s(self, candidate: Candidate, link_bytes_per_s: float) -> float:
+        """A candidate's step if the links that carry its evictions had another bandwidth."""
+        plan, costs = self._simulated(candidate)
+        return simulate(plan, _with_link(plan, costs, link_bytes_per_s)).makespan_s
+
+    def eviction_bytes_per_s(self, candidate: Candidate) -> float:
+        """The bandwidth of the links that carry a candidate's evictions."""
+        plan, costs = self._simulated(candidate)
+        return min(costs.link_between(*move).bytes_per_s for move in _moves(plan))
+
+    def _simulated(self, candidate: Candidate) -> tuple[Plan, Costs]:
+        """The plan of a candidate and its costs."""
+        tight = self.variants(candidate.num_stages, candidate.microbatch_size)
+        found = [*tight, *(one for variant in tight if variant.destination for one in self.roomier(variant))]
+        name = (candidate.schedule, candidate.destination, candidate.slots)
+        plan = next(one.plan for one in found if (one.schedule, one.destination, one.slots) == name)
+        return plan, self.load((plan.num_stages, candidate.microbatch_size, candidate.recomputation)).costs
+
+    def breaks_even_at(self, candidate: Candidate, step_s: float) -> float | None:
+        """The least bandwidth, to 1 part in 1000, with which a candidate takes no longer than `step_s`; None if none does."""
+        if candidate.hides_at_bytes_per_s is None or self.step_s(candidate, float("inf")) > step_s:
+            return None
+        high = candidate.hides_at_bytes_per_s
+        while self.step_s(candidate, high) > step_s:
+            high *= 2
+        low = high / 2
+        while self.step_s(candidate, low) <= step_s and low > 1:
+            low, high = low / 2, low
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self.step_s(candidate, middle) <= step_s else (middle, high)
+        return high
+
+
+def _digits(seconds: float) -> float:
+    """Seconds, rounded so that what rounding errors tell apart is equal."""
+    return float(f"{seconds:.9g}")
+
+
+def _slowest_s(plan: Plan, costs: Costs) -> float:
+    return max(costs.seconds(Op.F, x, 0) + costs.seconds(Op.B, x, 0) for x in range(plan.num_stages))
+
+
+def _exposed_s(timeline: Timeline, rank: int) -> float:
+    exposed = timeline.exposed_s(rank)
+    return exposed.get(Op.WAIT_EVICT, 0.0) + exposed.get(Op.WAIT_LOAD, 0.0)
+
+
+def _hides_at(plan: Plan, costs: Costs) -> float | None:
+    """What moves a microbatch within one forward: simulated for p = 4..32, transfers of that length cost nothing."""
+    stages = {action.stage for lane in plan.served for action in lane}
+    speeds = [costs.movable(x) / costs.seconds(Op.F, x, 0) for x in stages if costs.seconds(Op.F, x, 0) > 0]
+    return max(speeds, default=None)
+
+
+def _moves(plan: Plan) -> set[tuple[int, int]]:
+    """The ranks between which activations are evicted."""
+    return {(action.peer, rank) for rank, lane in enumerate(plan.served) for action in lane if action.peer is not None}
+
+
+def _with_link(plan: Plan, costs: Costs, bytes_per_s: float) -> Costs:
+    """The costs with another bandwidth where evictions go: within nodes, or across where an evictor's pair is on another one."""
+    nodes = costs.nodes
+    if nodes is not None and any(nodes[src] != nodes[dst] for src, dst in _moves(plan)):
+        return replace(costs, cross_link=Link(bytes_per_s=bytes_per_s))
+    return replace(costs, link=Link(bytes_per_s=bytes_per_s), cross_link=costs.cross_link or costs.link)
+
+
+def finite(bytes_per_s: float) -> float | None:
+    """A bandwidth as JSON can say it."""
+    return bytes_per_s if isfinite(bytes_per_s) else None

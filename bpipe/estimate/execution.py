@@ -1,0 +1,57 @@
+"""How a transformer is run: what its layers keep and recompute, and over how many devices each layer is cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bpipe.errors import ConfigurationError
+from bpipe.estimate.names import check_count, lookup
+
+__all__ = ["Execution"]
+
+ATTENTIONS = ("materialised", "flash")
+RECOMPUTATIONS = ("none", "selective", "full")
+VALUE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """How the layers of a stage run.
+
+    Args:
+        attention: "materialised" keeps the [s, s] attention maps, "flash" (any fused kernel) does not.
+        recomputation: "none"; "selective": materialised attention's core is not kept and its forward runs again in the
+            backward; "full": only each layer's input is kept, and the layer's whole forward runs again.
+        tensor_parallel: t, devices over which each layer is cut.
+        sequence_parallel: whether what tensor parallelism would keep whole on each device (norms, their outputs, dropout)
+            is cut along the sequence (Korthikanti et al., arXiv 2205.05198).
+        precision: of activations: "bf16", "fp16" or "fp32".
+
+    Raises:
+        ConfigurationError: an unknown name, or no positive t.
+    """
+
+    attention: str = "flash"
+    recomputation: str = "none"
+    tensor_parallel: int = 1
+    sequence_parallel: bool = True
+    precision: str = "bf16"
+
+    def __post_init__(self) -> None:
+        if self.attention == "selective":
+            raise ConfigurationError(
+                "attention='selective' is a way to recompute: say attention='materialised', recomputation='selective'"
+            )
+        for name, known in (("attention", ATTENTIONS), ("recomputation", RECOMPUTATIONS), ("precision", VALUE_BYTES)):
+            object.__setattr__(self, name, lookup(name, getattr(self, name), {one: one for one in known}))
+        check_count("tensor_parallel", self.tensor_parallel)
+
+    @property
+    def value_bytes(self) -> int:
+        """Bytes of an activation."""
+        return VALUE_BYTES[self.precision]
+
+    @property
+    def keeps_maps(self) -> bool:
+        """Whether attention maps are kept from the forward to the backward."""
+        return self.attention == "materialised" and self.recomputation == "none"

@@ -1,0 +1,93 @@
+"""Whether a larger microbatch pays: the estimate of Huang et al. (arXiv 2401.02088), from the bubble and one stage's efficiency.
+
+Letters: B sequences a step and pipeline, b of a microbatch, p stages, T(b) seconds of one stage's F and B, F_stage its operations
+for one sequence, P_peak the operations per second of the devices of a stage together.
+"""
+
+from __future__ import annotations
+
+from bpipe.errors import ConfigurationError
+from bpipe.estimate.names import check_count, check_positive
+
+__all__ = ["ASSUMPTIONS", "bubble_factor", "mfu", "speed_up", "stage_mfu", "step_s"]
+
+ASSUMPTIONS = (
+    "Huang et al.'s estimate (E4) is an upper bound: 1F1B, stages of equal time, a bubble of p - 1 microbatches, and "
+    "neither transfers nor balancing itself cost anything."
+)
+
+
+def step_s(batch: int, microbatch_size: int, num_stages: int, stage_s: float) -> float:
+    """E1: (B/b + p - 1) T(b), seconds of a step.
+
+    Raises:
+        ConfigurationError: sizes that do not divide.
+    """
+    check_sizes(batch, num_stages, microbatch_size)
+    return (batch // microbatch_size + num_stages - 1) * stage_s
+
+
+def stage_mfu(microbatch_size: int, sequence_flops: float, stage_s: float, peak_flops_per_s: float) -> float:
+    """E2: b F_stage / (P_peak T(b)), the share of the peak that one stage reaches alone."""
+    check_positive("stage_s", stage_s)
+    check_positive("peak_flops_per_s", peak_flops_per_s)
+    return microbatch_size * sequence_flops / (peak_flops_per_s * stage_s)
+
+
+def mfu(batch: int, microbatch_size: int, num_stages: int, of_stage: float) -> float:
+    """E3: MFU_stage(b) B / (B + b (p - 1)), the share that the pipeline reaches.
+
+    Raises:
+        ConfigurationError: sizes that do not divide.
+    """
+    check_sizes(batch, num_stages, microbatch_size)
+    return of_stage * batch / (batch + microbatch_size * (num_stages - 1))
+
+
+def bubble_factor(batch: int, num_stages: int, x: int, y: int) -> float:
+    """[B + x (p - 1)] / [B + y (p - 1)]: what going from microbatch x to y leaves of the speed, through the bubble alone.
+
+    Raises:
+        ConfigurationError: sizes that do not divide.
+
+    Example:
+        >>> round(bubble_factor(128, 8, 1, 2), 4)
+        0.9507
+    """
+    check_sizes(batch, num_stages, x, y)
+    return (batch + x * (num_stages - 1)) / (batch + y * (num_stages - 1))
+
+
+def speed_up(batch: int, num_stages: int, x: int, y: int, stage_ratio: float) -> float:
+    """E4: the speed-up of microbatch y over x.
+
+    Args:
+        batch: B.
+        num_stages: p.
+        x: sequences of the microbatch before.
+        y: and after.
+        stage_ratio: MFU_stage(y) / MFU_stage(x), or (T(x) / x) / (T(y) / y).
+
+    Raises:
+        ConfigurationError: sizes that do not divide.
+
+    Example:
+        >>> round(speed_up(128, 8, 1, 2, stage_ratio=1.42), 2)
+        1.35
+    """
+    check_positive("stage_ratio", stage_ratio)
+    return bubble_factor(batch, num_stages, x, y) * stage_ratio
+
+
+def check_sizes(batch: int, num_stages: int, *microbatch_sizes: int) -> None:
+    """Raise unless microbatches of these sizes make up a batch.
+
+    Raises:
+        ConfigurationError: they do not.
+    """
+    check_count("batch", batch)
+    check_count("num_stages", num_stages)
+    for size in microbatch_sizes:
+        check_count("microbatch size", size)
+        if batch % size:
+            raise ConfigurationError(f"a batch of {batch} sequences does not divide into microbatches of {size}")

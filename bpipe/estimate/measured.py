@@ -1,0 +1,166 @@
+"""What `bpipe.profile` measures: plain numbers, written to JSON and read back, and turned into costs of a plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from bpipe.errors import ConfigurationError
+from bpipe.schedules.costs import Costs, Link
+
+__all__ = ["Measurement", "Profile", "costs_of"]
+
+ADAM_STATE_BYTES, MASTER_BYTES = 8, 4  # two moments; an fp32 copy of parameters in 16 bits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """A stage's microbatch of one size.
+
+    Args:
+        microbatch_size: rows of the batch dimension.
+        own_bytes: saved for the backward and given back by it.
+        movable_bytes: of these, what an eviction moves.
+        shared_bytes: saved, and owned by others too: once for all microbatches.
+        output_bytes: what the stage sends to the next one.
+        input_gradient_bytes: what its backward sends to the previous one.
+        forward_s: seconds of a forward, the median.
+        backward_s: seconds of a backward, the median; 0 if none ran.
+    """
+
+    microbatch_size: int
+    own_bytes: int
+    movable_bytes: int
+    shared_bytes: int
+    output_bytes: int
+    input_gradient_bytes: int
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """A stage, measured alone.
+
+    Args:
+        name: the module's class.
+        device: where it ran.
+        num_parameters: of all parameters.
+        num_trainable: of those that get a gradient.
+        parameter_bytes: of all parameters.
+        gradient_bytes: of the parameters' gradients.
+        buffer_bytes: of the module's buffers.
+        measurements: one a size, in increasing order.
+    """
+
+    name: str
+    device: str
+    num_parameters: int
+    num_trainable: int
+    parameter_bytes: int
+    gradient_bytes: int
+    buffer_bytes: int
+    measurements: tuple[Measurement, ...]
+
+    @property
+    def microbatch_sizes(self) -> tuple[int, ...]:
+        """The sizes that were measured."""
+        return tuple(measurement.microbatch_size for measurement in self.measurements)
+
+    def at(self, microbatch_size: int) -> Measurement:
+        """What was measured at one size.
+
+        Raises:
+            ConfigurationError: that size was not measured.
+        """
+        for measurement in self.measurements:
+            if measurement.microbatch_size == microbatch_size:
+                return measurement
+        known = ", ".join(map(str, self.microbatch_sizes))
+        raise ConfigurationError(
+            f"microbatch size {microbatch_size} of {self.name} was not measured, only {known}: "
+            f"profile(..., microbatch_sizes=[{microbatch_size}]) measures it"
+        )
+
+    def static_bytes(self, bytes_per_parameter: float | None = None) -> int:
+        """Bytes that stay: buffers, and parameters with their gradients and optimizer.
+
+        Args:
+            bytes_per_parameter: of each trainable parameter, all told; default: parameters and gradients as measured, and Adam's
+                two fp32 moments, with an fp32 copy of parameters that have 16 bits.
+        """
+        if bytes_per_parameter is None:
+            is_16_bit = self.parameter_bytes < 4 * self.num_parameters
+            optimizer = self.num_trainable * (ADAM_STATE_BYTES + MASTER_BYTES * is_16_bit)
+            return self.parameter_bytes + self.gradient_bytes + self.buffer_bytes + optimizer
+        frozen = self.num_parameters - self.num_trainable
+        frozen_bytes = self.parameter_bytes * frozen // max(self.num_parameters, 1)
+        return round(self.num_trainable * bytes_per_parameter) + frozen_bytes + self.buffer_bytes
+
+    def to_json(self) -> str:
+        """Write it as JSON that `Profile.from_json` reads back unchanged."""
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """Read what `to_json` wrote.
+
+        Raises:
+            ConfigurationError: the text is no such profile.
+        """
+        try:
+            fields = json.loads(text)
+            return cls(**{**fields, "measurements": tuple(Measurement(**one) for one in fields["measurements"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigurationError(f"this is no profile that to_json() wrote: {text[:80]!r} ({error})") from error
+
+
+def costs_of(
+    profiles: Sequence[Profile],
+    microbatch_size: int,
+    *,
+    link: Link | None = None,
+    cross_link: Link | None = None,
+    nodes: Sequence[int] | None = None,
+    bytes_per_parameter: float | None = None,
+) -> Costs:
+    """The costs of a plan whose stages were measured.
+
+    Args:
+        profiles: one for each stage, in order.
+        microbatch_size: the size to take.
+        link: between ranks of one node; default: free.
+        cross_link: between ranks of different nodes; default: `link`.
+        nodes: the node of each rank; default: one.
+        bytes_per_parameter: see `Profile.static_bytes`.
+
+    Raises:
+        ConfigurationError: no profile, or a size that was not measured.
+
+    Example:
+        >>> from bpipe.schedules import build, simulate
+        >>> one = Measurement(microbatch_size=1, own_bytes=9, movable_bytes=8, shared_bytes=0, output_bytes=2,
+        ...     input_gradient_bytes=2, forward_s=1.0, backward_s=2.0)
+        >>> stage = Profile(name="Stage", device="cpu", num_parameters=0, num_trainable=0, parameter_bytes=0,
+        ...     gradient_bytes=0, buffer_bytes=0, measurements=(one,))
+        >>> simulate(build("1f1b", 4, 8), costs_of([stage] * 4, 1)).makespan_s
+        33.0
+    """
+    if not profiles:
+        raise ConfigurationError("no profiles: give one for each stage")
+    measured = [profile.at(microbatch_size) for profile in profiles]
+    return Costs(
+        forward_s=tuple(one.forward_s for one in measured),
+        backward_s=tuple(one.backward_s for one in measured),
+        saved_bytes=tuple(one.own_bytes for one in measured),
+        movable_bytes=tuple(one.movable_bytes for one in measured),
+        output_bytes=tuple(one.output_bytes for one in measured),
+        gradient_bytes=(*(one.input_gradient_bytes for one in measured[1:]), 0),
+        static_bytes=tuple(
+            profile.static_bytes(bytes_per_parameter) + one.shared_bytes for profile, one in zip(profiles, measured)
+        ),
+        link=link or Link(),
+        cross_link=cross_link,
+        nodes=nodes,
+    )

@@ -1,0 +1,74 @@
+"""Models by name. Each test in `tests/estimate/test_models.py` compares the parameters with the name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bpipe.estimate.names import lookup
+from bpipe.estimate.transformer import Transformer
+
+__all__ = ["model_named"]
+
+
+def _gpt(name: str, num_layers: int, hidden: int, num_heads: int, **more: Any) -> Transformer:
+    """GPT-3's shape: learned positions, biases, dropout, a tied head. Vocabulary 50,257, padded to 51,200."""
+    shape: dict[str, Any] = {"sequence": 2048, "vocabulary": 51200} | more
+    return Transformer(name=name, num_layers=num_layers, hidden=hidden, num_heads=num_heads, **shape)
+
+
+def _llama(name: str, num_layers: int, hidden: int, num_heads: int, ffn: int, **more: Any) -> Transformer:
+    """LLaMA's shape: rotary positions, RMSNorm, SwiGLU, no biases, no dropout, a head of its own."""
+    shape: dict[str, Any] = {"is_gated": True, "is_tied": False, "has_positions": False, "has_biases": False, "has_dropout": False}
+    return Transformer(name=name, num_layers=num_layers, hidden=hidden, num_heads=num_heads, ffn=ffn, **shape | more)
+
+
+def _llama1(name: str, *sizes: int) -> Transformer:
+    """Touvron et al., arXiv 2302.13971, table 2."""
+    return _llama(name, *sizes, sequence=2048, vocabulary=32000)
+
+
+def _llama2(name: str, *sizes: int, num_kv_heads: int | None = None) -> Transformer:
+    """Touvron et al., arXiv 2307.09288, table 1."""
+    return _llama(name, *sizes, sequence=4096, vocabulary=32000, num_kv_heads=num_kv_heads)
+
+
+def _llama3(name: str, *sizes: int) -> Transformer:
+    """Grattafiori et al., arXiv 2407.21783, table 3; 8,192 tokens in the main part of the pre-training."""
+    return _llama(name, *sizes, sequence=8192, vocabulary=128256, num_kv_heads=8)
+
+
+_MODELS = {
+    model.name: model
+    for model in (
+        _gpt("gpt2", 12, 768, 12, sequence=1024, vocabulary=50257),  # Radford et al., 2019
+        _gpt("gpt3-13b", 40, 5120, 40),  # Brown et al., arXiv 2005.14165, table 2.1, with 40 heads of 128
+        _gpt("gpt3-96b", 80, 9984, 104),  # Kim et al., ICML 2023
+        _gpt("gpt3-175b", 96, 12288, 96),  # Brown et al., table 2.1
+        _llama1("llama-7b", 32, 4096, 32, 11008),
+        _llama1("llama-65b", 80, 8192, 64, 22016),
+        _llama2("llama2-7b", 32, 4096, 32, 11008),
+        _llama2("llama2-13b", 40, 5120, 40, 13824),
+        _llama2("llama2-70b", 80, 8192, 64, 28672, num_kv_heads=8),
+        _llama3("llama3-8b", 32, 4096, 32, 14336),
+        _llama3("llama3-70b", 80, 8192, 64, 28672),
+        _llama3("llama3-405b", 126, 16384, 128, 53248),
+    )
+}
+
+
+def model_named(name: str) -> Transformer:
+    """A model by its name, in any case and punctuation.
+
+    Raises:
+        ConfigurationError: no such model; the message names the nearest.
+
+    Example:
+        >>> model_named("LLaMA 65B").num_layers
+        80
+    """
+    return lookup("model", name, _MODELS)
+
+
+def model_names() -> tuple[str, ...]:
+    """The models that `model_named` knows."""
+    return tuple(_MODELS)

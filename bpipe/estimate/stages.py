@@ -1,0 +1,118 @@
+"""A transformer cut into stages: the embedding on the first, the head on the last, layers as evenly as they go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bpipe.errors import ConfigurationError
+from bpipe.estimate.activations import embedding_bytes, head_bytes, layer_bytes, message_bytes, working_bytes
+from bpipe.estimate.execution import Execution
+from bpipe.estimate.flops import head_flops, layer_flops, recomputed_flops
+from bpipe.estimate.names import check_count
+from bpipe.estimate.transformer import Transformer
+
+__all__ = ["Stage", "split_layers", "stages_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What one stage takes; bytes and operations of one microbatch.
+
+    Args:
+        num_layers: its layers.
+        num_parameters: on all its tensor-parallel devices together.
+        forward_flops: operations of F on all of these.
+        backward_flops: operations of B, recomputation included.
+        saved_bytes: what each device keeps from F to B.
+        working_bytes: what each device makes again for one layer of B.
+        message_bytes: what each device sends to the next stage.
+    """
+
+    num_layers: int
+    num_parameters: int
+    forward_flops: int
+    backward_flops: int
+    saved_bytes: int
+    working_bytes: int
+    message_bytes: int
+
+
+def split_layers(num_layers: int, num_stages: int, layers: Sequence[int] | None = None) -> tuple[int, ...]:
+    """Layers of each stage: as given, or as evenly as they go, the first stages taking one more.
+
+    Raises:
+        ConfigurationError: they do not make up the model, or are fewer than the stages.
+
+    Example:
+        >>> split_layers(10, 4)
+        (3, 3, 2, 2)
+    """
+    check_count("num_stages", num_stages)
+    if layers is None:
+        if num_layers < num_stages:
+            raise ConfigurationError(f"{num_layers} layers do not fill {num_stages} stages: ask for fewer stages")
+        return tuple(num_layers // num_stages + (x < num_layers % num_stages) for x in range(num_stages))
+    for count in layers:
+        check_count("layers", count, least=0)
+    if len(layers) != num_stages or sum(layers) != num_layers:
+        raise ConfigurationError(
+            f"layers={tuple(layers)} are {sum(layers)} on {len(layers)} stages: give {num_stages} numbers that make {num_layers}"
+        )
+    return tuple(layers)
+
+
+def stages_of(
+    model: Transformer, execution: Execution, *, num_stages: int, microbatch_size: int, layers: Sequence[int] | None = None
+) -> tuple[Stage, ...]:
+    """The stages of a model.
+
+    Args:
+        model: its dimensions.
+        execution: how it is run.
+        num_stages: p.
+        microbatch_size: b, in sequences.
+        layers: layers of each stage; default: as evenly as they go.
+
+    Raises:
+        ConfigurationError: sizes that do not fit together.
+    """
+    check_count("microbatch_size", microbatch_size)
+    check_tensor_parallel(model, execution)
+    counts = split_layers(model.num_layers, num_stages, layers)
+    return tuple(_stage(model, execution, microbatch_size, counts, x) for x in range(num_stages))
+
+
+def check_tensor_parallel(model: Transformer, execution: Execution) -> None:
+    """Raise unless heads divide over the tensor-parallel devices.
+
+    Raises:
+        ConfigurationError: they do not.
+    """
+    if model.num_heads % execution.tensor_parallel:
+        raise ConfigurationError(
+            f"{model.num_heads} heads of {model.name} do not divide over tensor_parallel={execution.tensor_parallel} devices"
+        )
+
+
+def _stage(model: Transformer, execution: Execution, b: int, counts: Sequence[int], x: int) -> Stage:
+    count, is_first, is_last = counts[x], x == 0, x == len(counts) - 1
+    forward = count * layer_flops(model, b) + is_last * head_flops(model, b)
+    return Stage(
+        num_layers=count,
+        num_parameters=_parameters(model, count, is_first=is_first, is_last=is_last),
+        forward_flops=forward,
+        backward_flops=2 * forward + count * recomputed_flops(model, execution, b),
+        saved_bytes=count * layer_bytes(model, execution, b)
+        + is_first * embedding_bytes(model, execution, b)
+        + is_last * head_bytes(model, execution, b),
+        working_bytes=min(count, 1) * working_bytes(model, execution, b),
+        message_bytes=message_bytes(model, execution, b),
+    )
+
+
+def _parameters(model: Transformer, count: int, *, is_first: bool, is_last: bool) -> int:
+    """A tied head on another stage than the embedding is a copy of it, with gradients and optimizer states of its own."""
+    shares_matrix = model.is_tied and is_first
+    head = model.norm_parameters + (0 if shares_matrix else model.head_parameters)
+    return count * model.layer_parameters + is_first * model.embedding_parameters + is_last * head

@@ -1,0 +1,3 @@
+"""One module a command, loaded when it is called."""
+
+__all__: list[str] = []

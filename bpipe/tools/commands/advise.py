@@ -1,0 +1,138 @@
+"""Say whether balancing will help a model on a machine, and rank everything that could run there.
+
+MODEL is a name, or the profiles that bpipe.profile measured and wrote (one for all stages, or one for each), or is left out
+and described by --layers, --hidden and the other dimensions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bpipe.errors import ConfigurationError
+from bpipe.estimate.advise import advise
+from bpipe.estimate.measured import Profile
+from bpipe.estimate.models import model_names
+from bpipe.estimate.transformer import Transformer
+from bpipe.tools.arguments import quantity, whole
+from bpipe.tools.quantities import bytes_of, bytes_per_second_of
+from bpipe.tools.result import Result
+from bpipe.tools.terminal import console
+
+__all__: list[str] = []
+
+EXAMPLES = """examples:
+  bpipe advise llama2-70b --device a100-80gb --stages 8 --tensor-parallel 8 --batch 128
+  bpipe advise gpt3-96b --device a100-80gb --stages 8 --tensor-parallel 4 --batch 128 --efficiency 1=0.33,2=0.47
+  bpipe advise --layers 48 --hidden 8192 --heads 64 --sequence 4096 --vocabulary 50257 --device h100 --stages 4,8 --batch 64
+  bpipe advise stage0.json stage1.json --memory 40GiB --batch 64
+Exit code 1: nothing fits."""
+
+DIMENSIONS = {
+    "layers": "num_layers",
+    "hidden": "hidden",
+    "heads": "num_heads",
+    "vocabulary": "vocabulary",
+    "kv_heads": "num_kv_heads",
+    "ffn": "ffn",
+}
+NEEDED = ("layers", "hidden", "heads", "sequence", "vocabulary")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="*", metavar="MODEL", help=f"{', '.join(model_names())}; or files of profiles")
+    sizes = parser.add_argument_group("dimensions, for a model without a name")
+    for name in DIMENSIONS:
+        sizes.add_argument(f"--{name.replace('_', '-')}", type=whole, metavar="N")
+    sizes.add_argument("--gated", action="store_true", help="the MLP has a gate (SwiGLU); say its width with --ffn")
+    machine = parser.add_argument_group("machine")
+    machine.add_argument("--device", help="a100-80gb, h100, ...: memory, speed and links")
+    machine.add_argument("--memory", type=quantity(bytes_of), metavar="BYTES", help="of a device (default: the device's)")
+    machine.add_argument("--reserved", type=quantity(bytes_of), metavar="BYTES", help="of these, set aside (default: 5%%)")
+    machine.add_argument("--link", type=link, metavar="RATE", help="within a node: nvlink3, pcie4 or such as 25GB/s")
+    machine.add_argument("--cross-link", type=link, metavar="RATE", help="between nodes")
+    machine.add_argument("--num-devices", type=whole, metavar="N", help="over which pipelines are repeated")
+    run = parser.add_argument_group("run")
+    run.add_argument("--batch", type=whole, required=True, metavar="N", help="sequences a step")
+    run.add_argument("--stages", type=several(whole), metavar="P", help="one or several to compare, such as 4,8")
+    run.add_argument("--tensor-parallel", type=whole, default=1, metavar="T", help="devices of a stage (default: 1)")
+    run.add_argument("--no-sequence-parallel", action="store_true", help="norms and dropout are not cut over them")
+    run.add_argument("--sequence", type=whole, metavar="N", help="tokens of a sequence (default: the model's)")
+    run.add_argument("--attention", default="flash", help="flash or materialised (default: flash)")
+    run.add_argument("--precision", default="bf16", help="of activations (default: bf16)")
+    run.add_argument("--microbatch-sizes", type=several(whole), metavar="N", help="to try (default: all that divide)")
+    run.add_argument("--efficiency", type=efficiency, metavar="X", help="of one stage: 0.45, or by size: 1=0.33,2=0.47")
+    run.add_argument("--bytes-per-parameter", type=float, metavar="N", help="weights, gradients, optimizer (default: 18)")
+
+
+def several(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    return lambda text: [read(part) for part in text.split(",")]
+
+
+def link(text: str) -> str | float:
+    return bytes_per_second_of(text) if text[:1].isdigit() else text
+
+
+def efficiency(text: str) -> float | dict[int, float]:
+    """Read `0.45`, or `1=0.33,2=0.47`."""
+    if "=" not in text:
+        return float(text)
+    pairs = (part.split("=") for part in text.split(","))
+    return {whole(size): float(share) for size, share in pairs}
+
+
+def run(args: argparse.Namespace) -> Result:
+    with _progress() as progress:
+        advice = advise(
+            _model(args),
+            batch=args.batch,
+            num_stages=args.stages,
+            device=args.device,
+            memory_bytes=args.memory,
+            reserved_bytes=args.reserved,
+            num_devices=args.num_devices,
+            tensor_parallel=args.tensor_parallel,
+            sequence_parallel=not args.no_sequence_parallel,
+            sequence=args.sequence,
+            attention=args.attention,
+            precision=args.precision,
+            microbatch_sizes=args.microbatch_sizes,
+            efficiency=args.efficiency,
+            bytes_per_parameter=args.bytes_per_parameter,
+            link=args.link,
+            cross_link=args.cross_link,
+            progress=progress,
+        )
+    return Result(data=advice.to_dict(), shown=[str(advice)], exit_code=0 if advice.best is not None else 1)
+
+
+def _model(args: argparse.Namespace) -> str | Transformer | list[Profile]:
+    files = [Path(name) for name in args.model if name.endswith(".json")]
+    given = {field: getattr(args, name) for name, field in DIMENSIONS.items() if getattr(args, name) is not None}
+    if files and len(files) == len(args.model) and not given:
+        return [Profile.from_json(path.read_text(encoding="utf-8")) for path in files]
+    if len(args.model) == 1 and not given:
+        return str(args.model[0])
+    if args.model:
+        raise ConfigurationError("give one name, or files of profiles, or dimensions without a name")
+    missing = [f"--{name}" for name in NEEDED if getattr(args, name) is None]
+    if missing:
+        raise ConfigurationError(f"no model: give its name, or its dimensions too: {' '.join(missing)}")
+    return Transformer(sequence=args.sequence, is_gated=args.gated, name="this model", **given)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on a terminal; advice takes seconds."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import Progress
+
+    with Progress(console=console(to_errors=True), transient=True) as bar:
+        task = bar.add_task("Simulating candidates", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

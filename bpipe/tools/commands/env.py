@@ -1,0 +1,54 @@
+"""Show what bpipe finds on this machine: versions, devices, backends, and the extras that are installed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+from bpipe._version import __version__
+from bpipe.tools.result import Result
+from bpipe.tools.terminal import sign_of_life, table
+
+__all__: list[str] = []
+
+EXAMPLES = """examples:
+  bpipe env
+  bpipe env --json > environment.json"""
+
+PACKAGES = ("torch", "numpy", "rich", "matplotlib", "perfetto", "flash-attn-4")
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Takes no arguments of its own."""
+
+
+def run(args: argparse.Namespace) -> Result:
+    with sign_of_life("Loading torch ..."):
+        found = {**_versions(), **_torch()}
+    return Result(data=found, shown=[table(["what", "found"], [(name, str(value)) for name, value in found.items()])])
+
+
+def _versions() -> dict[str, str]:
+    packages = {name: _version_of(name) for name in PACKAGES}
+    return {"bpipe": __version__, "python": platform.python_version(), "system": platform.platform(), **packages}
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _torch() -> dict[str, object]:
+    """What torch can use here."""
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError as error:
+        return {"torch": f"cannot be imported: {error}"}
+    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    backends = [name for name in ("gloo", "nccl") if dist.is_available() and getattr(dist, f"is_{name}_available")()]
+    return {"cpu cores": os.cpu_count(), "gpus": ", ".join(devices) or "none", "backends": ", ".join(backends) or "none"}

@@ -1,0 +1,89 @@
+"""Draw a schedule's grid: a row a rank, a column a forward's time; F0 and B0 b0 are microbatch 0, >1 and <1 its moves."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from bpipe.errors import ConfigurationError
+from bpipe.schedules import Plan
+from bpipe.schedules.grid import head, rows
+from bpipe.tools.arguments import add_plan, plan_of
+from bpipe.tools.result import Result
+from bpipe.tools.terminal import console
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+__all__: list[str] = []
+
+EXAMPLES = """examples:
+  bpipe show 1f1b --stages 4 --microbatches 8
+  bpipe show balanced_1f1b -p 64 -m 1024 --from 500
+  bpipe show plan.txt --json"""
+
+STYLES = {
+    r"\b\d*F\d+": "bold blue",
+    r"\b\d*[Bb]\d+": "green",
+    r"\b\d*[IiWw]\d+": "yellow",
+    r">\d+": "bold red",
+    r"<\d+": "bold magenta",
+}
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    add_plan(parser)
+    parser.add_argument("--from", dest="first", type=int, default=0, metavar="COLUMN", help="first column to draw (default: 0)")
+    parser.add_argument("--columns", type=int, metavar="N", help="columns to draw (default: what fits; all, into a file)")
+
+
+def run(args: argparse.Namespace) -> Result:
+    plan = plan_of(args.schedule, args)
+    if args.json:
+        return Result(data=_data(plan))
+    lines = _window(plan, args.first, args.columns)
+    return Result(data=None, shown=[head(plan), *(map(_coloured, lines) if sys.stdout.isatty() else lines)])
+
+
+def _data(plan: Plan) -> dict[str, object]:
+    return {
+        "name": plan.name,
+        "num_stages": plan.num_stages,
+        "num_microbatches": plan.num_microbatches,
+        "stage_ranks": plan.stage_ranks,
+        "slots": plan.slots,
+        "peak_slots": plan.peak_slots,
+        "evicted": [len(plan.evicted(rank)) for rank in range(plan.num_ranks)],
+        "actions": [" ".join(map(str, lane)) for lane in plan.actions],
+        "served": [" ".join(map(str, lane)) for lane in plan.served],
+    }
+
+
+def _window(plan: Plan, first: int, columns: int | None) -> list[str]:
+    """The grid's lines, and one that says how to see the rest."""
+    if first < 0 or (columns is not None and columns < 1):
+        raise ConfigurationError(f"--from {first} --columns {columns}: give a first column from 0 and at least 1 column")
+    if columns is None and sys.stdout.isatty():
+        columns = _fitting(plan)
+    lines = rows(plan, slice(first, None if columns is None else first + columns))
+    if columns is not None:
+        lines.append(f"columns {first} to {first + columns - 1}; --from and --columns show others")
+    return lines
+
+
+def _fitting(plan: Plan) -> int:
+    """Columns that fit into the terminal's width."""
+    cell = len(f"F{plan.num_microbatches - 1} ") + (len(str(plan.num_stages)) if plan.num_stages > plan.num_ranks else 0)
+    label = len(f"rank {plan.num_ranks - 1} | ")
+    return max(1, (console().width - label) // cell)
+
+
+def _coloured(line: str) -> Text:
+    from rich.text import Text
+
+    label, bar, cells = line.partition(" | ")
+    text = Text(cells, no_wrap=True, overflow="ignore")
+    for pattern, style in STYLES.items():
+        text.highlight_regex(pattern, style)
+    return Text(label + bar, no_wrap=True, overflow="ignore").append_text(text)

@@ -1,0 +1,100 @@
+"""A timeline in numbers: tables for people, plain data for scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from bpipe.schedules import Op, Timeline
+from bpipe.schedules.critical import critical_path
+from bpipe.schedules.grid import head
+from bpipe.tools.quantities import show_bytes, show_seconds
+from bpipe.tools.terminal import table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__: list[str] = []
+
+EVICTIONS = (Op.WAIT_EVICT, Op.WAIT_LOAD)
+
+
+def data_of(timeline: Timeline) -> dict[str, Any]:
+    """All numbers of a timeline: seconds and bytes."""
+    makespan, peak_slots = timeline.makespan_s, timeline.plan.peak_slots
+    return {
+        "name": timeline.plan.name,
+        "source": timeline.source,
+        "step": timeline.step,
+        "num_stages": timeline.plan.num_stages,
+        "num_microbatches": timeline.plan.num_microbatches,
+        "makespan_s": makespan,
+        "ranks": [_rank(timeline, rank, makespan, slots) for rank, slots in enumerate(peak_slots)],
+        "critical_path_s": critical_seconds(timeline),
+    }
+
+
+def _rank(timeline: Timeline, rank: int, makespan: float, peak_slots: int) -> dict[str, Any]:
+    exposed, work = timeline.exposed_s(rank), timeline.work_s(rank)
+    return {
+        "rank": rank,
+        "work_s": work,
+        "bubble_s": makespan - work,
+        "exposed_evictions_s": sum(exposed.get(op, 0.0) for op in EVICTIONS),
+        "exposed_messages_s": sum(seconds for op, seconds in exposed.items() if op not in EVICTIONS),
+        "peak_bytes": timeline.peak_bytes(rank),
+        "peak_slots": peak_slots,
+        "num_evicted": len(timeline.plan.evicted(rank)),
+    }
+
+
+def critical_seconds(timeline: Timeline) -> dict[str, float]:
+    """What the critical path consists of: seconds by operation."""
+    seconds: dict[str, float] = {}
+    for _, span in critical_path(timeline):
+        seconds[span.action.op.value] = seconds.get(span.action.op.value, 0.0) + span.seconds
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
+
+def shown_of(timeline: Timeline, data: dict[str, Any]) -> list[Any]:
+    """A heading, a table with a row a rank, and what the critical path consists of."""
+    path = ", ".join(f"{op} {show_seconds(seconds)}" for op, seconds in data["critical_path_s"].items() if seconds > 0)
+    rows = [
+        (
+            f"rank {rank['rank']}",
+            show_seconds(rank["work_s"]),
+            f"{show_seconds(rank['bubble_s'])} ({rank['bubble_s'] / data['makespan_s']:.0%})",
+            show_seconds(rank["exposed_evictions_s"]),
+            show_seconds(rank["exposed_messages_s"]),
+            _peak(rank),
+            str(rank["num_evicted"]),
+        )
+        for rank in data["ranks"]
+    ]
+    columns = ["", "computes", "bubble", "waits for evictions", "for messages", "peak", "evicted"]
+    step = f"step, {timeline.source}: {show_seconds(data['makespan_s'])}"
+    return [head(timeline.plan), step, table(columns, rows), f"critical path: {path}"]
+
+
+def _peak(rank: dict[str, Any]) -> str:
+    return show_bytes(rank["peak_bytes"]) if rank["peak_bytes"] else f"{rank['peak_slots']} slots"
+
+
+def compared(found: Sequence[dict[str, Any]]) -> Table:
+    """A row a timeline; times beside the first one's."""
+    first = found[0]["makespan_s"]
+    rows = []
+    for data in found:
+        fullest = max(data["ranks"], key=lambda rank: (rank["peak_bytes"], rank["peak_slots"]))
+        exposed = max(rank["exposed_evictions_s"] for rank in data["ranks"])
+        rows.append(
+            (
+                f"{data['name']}, {data['source']}",
+                show_seconds(data["makespan_s"]),
+                f"{data['makespan_s'] / first:.3f}",
+                f"{max(rank['bubble_s'] for rank in data['ranks']) / data['makespan_s']:.1%}",
+                show_seconds(exposed),
+                f"{_peak(fullest)} on rank {fullest['rank']}",
+            )
+        )
+    return table(["", "step", "of the first", "largest bubble", "waits for evictions", "fullest rank"], rows)

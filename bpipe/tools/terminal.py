@@ -1,0 +1,55 @@
+"""The terminal, by way of rich: tables, colours where there are any, and a sign of life on what takes long."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from bpipe.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+__all__: list[str] = []
+
+WIDTH_OF_FILES = 160
+
+
+def console(*, to_errors: bool = False) -> Console:
+    """Standard output, or standard error for what is not the result.
+
+    Raises:
+        ConfigurationError: rich is not installed.
+    """
+    try:
+        from rich.console import Console
+    except ImportError as error:
+        raise ConfigurationError("the command line needs rich: pip install 'bpipe[cli]' (or use --json)") from error
+    stream = sys.stderr if to_errors else sys.stdout
+    return Console(file=stream, width=None if stream.isatty() else WIDTH_OF_FILES)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> Table:
+    """A table: the first column is a name, the others are numbers."""
+    from rich import box
+    from rich.table import Table
+
+    result = Table(*columns, box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    for column in result.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        result.add_row(*row)
+    return result
+
+
+@contextmanager
+def sign_of_life(text: str) -> Iterator[None]:
+    """Show on a terminal what takes so long."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    with console(to_errors=True).status(text):
+        yield

@@ -1,0 +1,254 @@
+"""The command line: what it prints, for people and for scripts, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bpipe.schedules import Op, Plan, build
+from bpipe.tools.cli import COMMANDS, main
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = main(arguments)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def data(capsys, *arguments: str):
+    code, out, _ = run(capsys, *arguments, "--json")
+    assert code == 0
+    return json.loads(out)
+
+
+SMALL = ("-p", "4", "-m", "8")
+
+
+def test_show_prints_the_plan_as_python_does(capsys):
+    assert run(capsys, "show", "balanced_1f1b", *SMALL) == (0, str(build("balanced_1f1b", 4, 8)) + "\n", "")
+
+
+def test_show_gives_scripts_the_plan(capsys):
+    plan = build("balanced_1f1b", 4, 8)
+    found = data(capsys, "show", "balanced_1f1b", *SMALL)
+    assert found["peak_slots"] == [3, 3, 2, 3] and found["evicted"] == [len(plan.evicted(rank)) for rank in range(4)]
+    assert found["actions"][0].split() == [str(action) for action in plan.actions[0]]
+
+
+def test_show_draws_a_window(capsys):
+    code, out, _ = run(capsys, "show", "1f1b", *SMALL, "--from", "4", "--columns", "3")
+    assert code == 0
+    assert out.splitlines()[1:] == [
+        "rank 0 | .. .. ..",
+        "rank 1 | .. .. ..",
+        "rank 2 | .. .. B0",
+        "rank 3 | B0 b0 F1",
+        "columns 4 to 6; --from and --columns show others",
+    ]
+
+
+def test_show_colours_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    _, out, _ = run(capsys, "show", "1f1b", "-p", "2", "-m", "100")
+    assert "\x1b[" in out and "F0" in out
+    assert "columns 0 to" in out
+
+
+def test_check_knows_sound_plans_broken_ones_and_what_is_none(capsys, tmp_path: Path):
+    plan = build("balanced_1f1b", 4, 8)
+    sound, table, broken, other = (tmp_path / name for name in ("sound.txt", "table.csv", "broken.txt", "other.txt"))
+    sound.write_text(plan.to_text())
+    table.write_text(build("1f1b", 4, 8).to_csv())
+    broken.write_text(plan.to_text().replace(" 0F3 ", " ", 1))
+    other.write_text("no plan")
+    assert run(capsys, "check", str(sound))[0] == 0
+    assert run(capsys, "check", str(table))[0] == 0
+    code, out, _ = run(capsys, "check", str(broken))
+    assert code == 1 and "0F3 is missing" in out.splitlines()[0]
+    code, _, err = run(capsys, "check", str(other))
+    assert code == 2 and err.startswith(f"bpipe: {other} is no plan: ") and err.count("\n") == 1
+
+
+def test_simulate_gives_the_numbers_of_the_timeline(capsys):
+    costs = ("--forward", "10ms", "--saved", "1GiB", "--static", "2GiB", "--bandwidth", "1TB/s")
+    found = data(capsys, "simulate", "balanced_1f1b", *SMALL, *costs)
+    assert found["makespan_s"] == pytest.approx(11 * 0.03)
+    assert [rank["peak_bytes"] / 2**30 for rank in found["ranks"]] == [5, 5, 4, 5]
+    assert found["ranks"][0]["bubble_s"] == pytest.approx(3 * 0.03)
+    assert sum(found["critical_path_s"].values()) == pytest.approx(found["makespan_s"])
+    code, out, _ = run(capsys, "simulate", "balanced_1f1b", *SMALL, *costs)
+    assert code == 0 and "330 ms" in out and "5.00 GiB" in out
+
+
+def test_costs_by_stage_nodes_and_slow_links(capsys):
+    slow = ("--forward", "1,1,1,2", "--saved", "10", "--output", "2", "--bandwidth", "10", "--cross-bandwidth", "1")
+    near = data(capsys, "simulate", "1f1b", *SMALL, *slow)["makespan_s"]
+    far = data(capsys, "simulate", "1f1b", *SMALL, *slow, "--ranks-per-node", "2")["makespan_s"]
+    assert far > near > 11 * 3
+
+
+def test_compare_takes_the_first_as_one(capsys):
+    code, out, _ = run(capsys, "compare", "1f1b", "balanced_1f1b", *SMALL, "--saved", "1GiB", "--bandwidth", "0.25GiB/s")
+    assert code == 0
+    rows = [line.split() for line in out.splitlines() if "simulated" in line]
+    assert rows[0][4] == "1.000" and float(rows[1][4]) > 1.0
+    found = data(capsys, "compare", "gpipe", "1f1b", *SMALL)
+    assert [each["name"] for each in found] == ["gpipe", "1f1b"]
+
+
+def test_plans_come_from_files_too(capsys, tmp_path: Path):
+    path = tmp_path / "plan.txt"
+    path.write_text(build("balanced_1f1b", 4, 8).to_text())
+    assert data(capsys, "simulate", str(path)) == data(capsys, "simulate", "balanced_1f1b", *SMALL)
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg", "html", "json"])
+def test_pictures_and_traces_are_written(capsys, tmp_path: Path, suffix: str):
+    path = tmp_path / f"out.{suffix}"
+    code, out, _ = run(capsys, "simulate", "balanced_1f1b", *SMALL, "--forward", "1ms", "--out", str(path))
+    assert code == 0 and f"wrote {path}" in out and path.stat().st_size > 1000
+    if suffix == "json":
+        again = data(capsys, "simulate", str(path))
+        assert again["makespan_s"] == pytest.approx(0.033) and again["ranks"][0]["peak_slots"] == 3
+        assert run(capsys, "trace", str(path))[0] == 0
+        assert run(capsys, "plot", str(path), "--out", str(tmp_path / "again.svg"))[0] == 0
+
+
+def test_measured_times_predict_other_plans(capsys, tmp_path: Path):
+    """A trace of plain 1F1B with 8 microbatches gives the times for the balanced plan, and for another number of them."""
+    path = tmp_path / "trace.json"
+    run(capsys, "simulate", "1f1b", *SMALL, "--forward", "1ms,2ms,3ms,4ms", "--out", str(path))
+    measured = data(capsys, "simulate", "balanced_1f1b", *SMALL, "--measured", str(path))
+    expected = data(capsys, "simulate", "balanced_1f1b", *SMALL, "--forward", "1ms,2ms,3ms,4ms")
+    assert measured["makespan_s"] == pytest.approx(expected["makespan_s"], rel=1e-4)
+    more = data(capsys, "simulate", "gpipe", "-p", "4", "-m", "12", "--measured", str(path))
+    expected = data(capsys, "simulate", "gpipe", "-p", "4", "-m", "12", "--forward", "1ms,2ms,3ms,4ms")
+    assert more["makespan_s"] == pytest.approx(expected["makespan_s"], rel=1e-4)
+
+
+def test_advise_answers_and_its_exit_code_is_the_answer(capsys):
+    machine = ("--device", "a100-80gb", "--stages", "8", "--tensor-parallel", "4", "--microbatch-sizes", "1,2")
+    code, out, _ = run(capsys, "advise", "gpt3-96b", *machine, "--batch", "128", "--efficiency", "1=0.3,2=0.426")
+    assert code == 0 and "Balance" in out and "Assumed:" in out
+    assert data(capsys, "advise", "gpt3-96b", *machine, "--batch", "128")["candidates"]
+    code, *_ = run(capsys, "advise", "gpt3-175b", "--device", "v100-32gb", "--stages", "8", "--batch", "64")
+    assert code == 1
+
+
+def test_advise_takes_dimensions(capsys):
+    sizes = ("--layers", "24", "--hidden", "2048", "--heads", "16", "--sequence", "1024", "--vocabulary", "50257")
+    found = data(capsys, "advise", *sizes, "--device", "h100", "--stages", "4,8", "--num-devices", "8", "--batch", "32")
+    assert {each["num_stages"] for each in found["candidates"]} == {4, 8}
+
+
+def test_env_names_what_is_here(capsys):
+    found = data(capsys, "env")
+    assert found["torch"].startswith("2.") and "gloo" in found["backends"]
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["shwo"], "did you mean 'show'"),
+        (["show", "balanced_1f1"], "did you mean 'balanced_1f1b'"),
+        (["show", "1f1b"], "--stages 4 --microbatches 8"),
+        (["show", "1f1b", "-p", "0", "-m", "8"], "'0' is no whole number of at least 1"),
+        (["show", "1f1b", "-p", "four", "-m", "8"], "'four' is no whole number"),
+        (["show", "1f1b", "--from", "-1", *SMALL], "--from -1"),
+        (["show", "balanced_1f1b", *SMALL, "--slots", "2"], "smallest budget that works here is slots=3"),
+        (["show", "balanced_1f1b", *SMALL, "--slots", "1,x"], "'x' is no whole number"),
+        (["show", "1f1b", *SMALL, "--colour"], "unrecognized arguments"),
+        (["simulate", "1f1b", *SMALL, "--forward", "3parsecs"], "'3parsecs' is no number of seconds"),
+        (["simulate", "1f1b", *SMALL, "--saved", "1e"], "'1e' is no number of bytes"),
+        (["simulate", "1f1b", *SMALL, "--forward", "1,2"], "forward_s has 2 entries"),
+        (["simulate", "1f1b", *SMALL, "--forward", "-1"], "'-1' is no number of seconds"),
+        (["simulate", "1f1b", *SMALL, "--bandwidth", "0"], "bytes_per_s"),
+        (["simulate", "1f1b", *SMALL, "--ranks-per-node", "3"], "4 stages do not fill nodes of 3"),
+        (["simulate", "1f1b", *SMALL, "--out", "picture.bmp"], ".bmp"),
+        (["simulate", "missing/plan.txt"], "missing/plan.txt"),
+        (["compare", "1f1b", *SMALL], "two schedules or more"),
+        (["plot", "1f1b", *SMALL], "-o/--out"),
+        (["trace", "missing"], "missing"),
+        (["check", "."], "."),
+        (["advise", "lama-65b", "--device", "h100", "--stages", "8", "--batch", "8"], "did you mean 'llama-65b'"),
+        (["advise", "llama-65b", "--device", "h10", "--stages", "8", "--batch", "8"], "did you mean 'h100'"),
+        (["advise", "--layers", "3", "--batch", "8"], "--hidden --heads"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments: list[str], says: str):
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("bpipe: ") and err.count("\n") == 1, err
+    assert says in err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_examples(capsys, command: str):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert "examples:" in out and f"bpipe {command}" in out and "--json" in out
+
+
+def test_malformed_traces_are_one_line(capsys, tmp_path: Path):
+    path = tmp_path / "trace.json"
+    for text in ("", "{", "[]", '{"traceEvents": 3}', '{"traceEvents": []}'):
+        path.write_text(text)
+        code, _, err = run(capsys, "trace", str(path))
+        assert code == 2 and err.count("\n") == 1, err
+
+
+def test_starts_without_torch_and_quickly():
+    """Half a second at most, of which most is Python's own; the best of three, because the machine is shared."""
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        code = (
+            "import sys; from bpipe.tools.cli import main; main(['show', '1f1b', '-p4', '-m8']); sys.exit('torch' in sys.modules)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+        seconds.append(time.perf_counter() - start)
+    assert b"rank 3" in done.stdout
+    assert min(seconds) < 0.5, seconds
+
+
+def test_a_reader_that_stops_early_is_no_error():
+    command = f"{sys.executable} -m bpipe show 1f1b -p 32 -m 500 | head -1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stderr == ""
+
+
+def test_quantities_are_read_as_they_are_shown():
+    from bpipe.tools.quantities import bytes_of, seconds_of, show_bytes, show_seconds
+
+    assert bytes_of(show_bytes(1610612736)) == 1610612736
+    assert seconds_of(show_seconds(0.0125)) == 0.0125
+    assert (bytes_of("25GB/s"), bytes_of("2e3"), seconds_of("5us")) == (25 * 10**9, 2000, pytest.approx(5e-6))
+
+
+def test_costs_from_a_trace_take_medians(tmp_path: Path):
+    from bpipe.errors import ConfigurationError
+    from bpipe.estimate.calibrate import calibrated
+    from bpipe.schedules import Costs, simulate
+
+    plan = build("1f1b", 2, 3)
+    steps = [simulate(plan, Costs(forward_s=[[f, f, 9 * f], [1.0] * 3], backward_s=5.0)) for f in (1.0, 2.0, 7.0)]
+    costs = calibrated(steps, plan)
+    assert [costs.seconds(Op.F, 0, i) for i in range(3)] == [2.0, 2.0, 18.0]
+    assert calibrated(steps, build("gpipe", 2, 5)).seconds(Op.F, 0, 4) == 7.0  # of 1 1 9 2 2 18 7 7 63
+    with pytest.raises(ConfigurationError, match="the trace is of 2 stages, and the plan has 4"):
+        calibrated(steps, build("1f1b", 4, 8))
+    forward_only = Plan(
+        name="f", num_microbatches=3, stage_ranks=(0, 1), actions=((), ()), served=((), ()), slots=(None, None), has_backward=False
+    )
+    with pytest.raises(ConfigurationError, match="the trace has no F of stage 0"):
+        calibrated([simulate(forward_only, Costs())], plan)
