@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 
 from bpipe.errors import ConfigurationError
 from bpipe.schedules import gpipe, one_f_one_b
 from bpipe.schedules.action import Action
 from bpipe.schedules.balance import balance, default_slots
+from bpipe.schedules.collector import collector_paused
 from bpipe.schedules.communicate import communicate, forward_only
 from bpipe.schedules.plan import Plan
 from bpipe.schedules.verify import verify
@@ -75,7 +74,7 @@ def build(
     order, balanced = _ORDERS[name]
     if slots is None and balanced:
         slots = default_slots(num_stages)
-    with _collector_paused():
+    with collector_paused():
         plan = Plan(
             name=name,
             num_microbatches=num_microbatches,
@@ -85,18 +84,6 @@ def build(
             slots=(None,) * num_stages,
         )
         return finish(plan if slots is None else balance(plan, slots=slots, pairs=pairs, rule=rule))
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """Plans are millions of tuples without cycles; the cycle collector would walk them over and over (half of the time)."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def finish(plan: Plan) -> Plan:

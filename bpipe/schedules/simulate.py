@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from bpipe.errors import PlanError
 from bpipe.schedules.action import COMPUTE, POSTS, RECEIVES, SENDS, START_OF, Action, Op, Purpose
+from bpipe.schedules.collector import collector_paused
 from bpipe.schedules.costs import Costs
 from bpipe.schedules.plan import Plan, occupancy
 from bpipe.schedules.timeline import Lane, Timeline
@@ -46,8 +47,9 @@ def simulate(plan: Plan, costs: Costs) -> Timeline:
         True
     """
     costs.check(plan)
-    events = _Events(plan, costs)
-    events.run()
+    with collector_paused():
+        events = _Events(plan, costs)
+        events.run()
     return Timeline(
         plan=plan,
         actions=tuple(
