@@ -51,16 +51,15 @@ def calibrated(
         for rank in range(timeline.num_ranks):
             for action, begin, end in timeline.computations(rank):
                 taken[action.op, action.stage][action.microbatch].append(end - begin)
-    needed = {action.op for rank in range(plan.num_ranks) for action in plan.compute(rank)}
+    needed = dict.fromkeys(action.op for rank in range(plan.num_ranks) for action in plan.compute(rank))
     named = {Op.F: "forward_s", Op.B: "backward_s", Op.I: "input_s", Op.W: "weight_s"}
     times = {named[op]: [_series(taken, op, stage, plan) for stage in range(plan.num_stages)] for op in needed}
     traced = timelines[0]
-    kept = [_kept(traced, rank) for rank in traced.plan.stage_ranks]
-    saved = [own for own, _ in kept]
+    saved = [_saved(traced, rank) for rank in traced.plan.stage_ranks]
     return Costs(
         **times,  # type: ignore[arg-type]
         saved_bytes=saved,
-        static_bytes=[max(0, empty - _rooms(traced, rank, saved)) for rank, (_, empty) in zip(traced.plan.stage_ranks, kept)],
+        static_bytes=[_static(traced, rank, saved) for rank in traced.plan.stage_ranks],
         link=link or Link(),
         cross_link=cross_link,
         nodes=nodes,
@@ -68,18 +67,18 @@ def calibrated(
     )
 
 
-def _kept(timeline: Timeline, rank: int) -> tuple[int, int]:
-    """The bytes of a slot, and what a rank holds without any."""
-    pairs = sorted(zip(occupancy(timeline.plan.actions[rank]), timeline.actions[rank].live_bytes))
-    (fewest, least), (most, highest) = pairs[0], pairs[-1]
-    own = (highest - least) // (most - fewest) if most > fewest else 0
-    return own, least - own * fewest
+def _saved(timeline: Timeline, rank: int) -> int:
+    """The bytes of a slot: what a rank holds beyond its idle bytes when it occupies the most."""
+    lane = timeline.actions[rank]
+    slots, live = max(zip(occupancy(timeline.plan.actions[rank]), lane.live_bytes), default=(0, 0))
+    return (live - lane.idle_bytes) // slots if slots else 0
 
 
-def _rooms(timeline: Timeline, rank: int, saved: Sequence[int]) -> int:
-    """The bytes that a rank reserves for its guests."""
+def _static(timeline: Timeline, rank: int, saved: Sequence[int]) -> int:
+    """A stage's share of what a rank holds besides microbatches and the rooms for its guests."""
     chains = timeline.plan.chains(rank).values()
-    return sum(max(occupancy(chain, lambda action: saved[action.stage]), default=0) for chain in chains)
+    rooms = sum(max(occupancy(chain, lambda action: saved[action.stage]), default=0) for chain in chains)
+    return max(0, timeline.actions[rank].idle_bytes - rooms) // timeline.plan.stage_ranks.count(rank)
 
 
 def _series(taken: Taken, op: Op, stage: int, plan: Plan) -> list[float]:

@@ -53,7 +53,12 @@ def simulate(plan: Plan, costs: Costs) -> Timeline:
     return Timeline(
         plan=plan,
         actions=tuple(
-            Lane(begin_s=lane.begin_s, end_s=lane.end_s, live_bytes=array("q", live_bytes(plan, costs, rank)))
+            Lane(
+                begin_s=lane.begin_s,
+                end_s=lane.end_s,
+                live_bytes=array("q", live_bytes(plan, costs, rank)),
+                idle_bytes=idle_bytes(plan, costs, rank),
+            )
             for rank, lane in enumerate(events.compute)
         ),
         served=tuple(_merged(plan, rank, chains) for rank, chains in enumerate(events.chains)),
@@ -66,13 +71,16 @@ def live_bytes(plan: Plan, costs: Costs, rank: int) -> Iterator[int]:
     def size(action: Action) -> int:
         return costs.movable(action.stage) if action.op in _MOVES else costs.saved(action.stage)
 
-    def guest_size(action: Action) -> int:
-        return costs.movable(action.stage)
-
-    always = sum(costs.static(stage) for stage, owner in enumerate(plan.stage_ranks) if owner == rank)
-    always += sum(max(occupancy(chain, guest_size), default=0) for chain in plan.chains(rank).values())
+    always = idle_bytes(plan, costs, rank)
     kept = occupancy(plan.actions[rank], size) if plan.has_backward else repeat(0, len(plan.actions[rank]))
     return (always + live for live in kept)
+
+
+def idle_bytes(plan: Plan, costs: Costs, rank: int) -> int:
+    """The bytes a rank holds without any microbatch of its own: its stages' static ones, and its guests' rooms."""
+    static = sum(costs.static(stage) for stage, owner in enumerate(plan.stage_ranks) if owner == rank)
+    chains = plan.chains(rank).values()
+    return static + sum(max(occupancy(chain, lambda action: costs.movable(action.stage)), default=0) for chain in chains)
 
 
 _MOVES = frozenset({Op.WAIT_EVICT, Op.LOAD})

@@ -37,11 +37,13 @@ class Lane:
         begin_s: seconds since the step began, an `array("d")`.
         end_s: likewise.
         live_bytes: what the rank holds while each action runs, an `array("q")`; empty in served lanes.
+        idle_bytes: what it holds without any microbatch of its own: parameters, the rooms for guests.
     """
 
     begin_s: array[float]
     end_s: array[float]
     live_bytes: array[int] = field(default_factory=lambda: array("q"))
+    idle_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +146,8 @@ class Timeline:
 
     def memory(self, rank: int) -> Iterator[tuple[float, int]]:
         """When the bytes that a rank holds change, and to what: (seconds, bytes), in order."""
-        lane, now, previous = self.actions[rank], 0.0, None
+        lane, now = self.actions[rank], 0.0
+        previous: int | None = None
         for action, begin, end, live in zip(self.plan.actions[rank], lane.begin_s, lane.end_s, lane.live_bytes):
             occupies_lane = action.op in COMPUTE or action.op in START_OF
             if live != previous:
@@ -152,3 +155,5 @@ class Timeline:
                 previous = live
             if occupies_lane:
                 now = end
+        if previous not in (None, lane.idle_bytes):
+            yield now, lane.idle_bytes

@@ -126,6 +126,7 @@ def _header(timeline: Timeline, plan: int, start_ns: int) -> Event:
         "step": timeline.step,
         "start_ns": start_ns,
         "ranks": _ranks(timeline),
+        "idle_bytes": [lane.idle_bytes for lane in timeline.actions],
         "clock_error_s": errors,
     }
 

@@ -143,12 +143,12 @@ class _Filling:
             raise ConfigurationError("a damaged trace: the action is there twice")
         self.begin_s[index], self.end_s[index] = begin_ns / 1e9, end_ns / 1e9
 
-    def finish(self) -> Lane:
+    def finish(self, idle_bytes: int = 0) -> Lane:
         count = len(self.begin_s)
         if self.live_bytes and len(self.live_bytes) != count:
             raise ConfigurationError("a damaged trace: only some actions say how many bytes were live")
         live_bytes = array("q", [self.live_bytes[index] for index in range(count)] if self.live_bytes else [])
-        return Lane(begin_s=self.begin_s, end_s=self.end_s, live_bytes=live_bytes)
+        return Lane(begin_s=self.begin_s, end_s=self.end_s, live_bytes=live_bytes, idle_bytes=idle_bytes)
 
 
 class _Draft:
@@ -190,11 +190,12 @@ class _Draft:
         for rank, lanes in self._lanes.items():
             self._check_filled(rank, lanes)
         empty = _Filling(0), _Filling(0)
-        both = [[filling.finish() for filling in self._lanes.get(rank, empty)] for rank in range(self._plan.num_ranks)]
+        idle_bytes = list(map(int, header["idle_bytes"]))
+        both = [(self._lanes.get(rank, empty), _item(idle_bytes, rank, "rank")) for rank in range(self._plan.num_ranks)]
         known: dict[str, Any] = {
             "plan": self._plan,
-            "actions": tuple(compute for compute, _ in both),
-            "served": tuple(served for _, served in both),
+            "actions": tuple(lanes[0].finish(idle) for lanes, idle in both),
+            "served": tuple(lanes[1].finish() for lanes, _ in both),
             "source": str(header["source"]),
             "step": header["step"],
         }

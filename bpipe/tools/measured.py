@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bpipe.errors import ConfigurationError
 from bpipe.schedules.timeline import Lane, Timeline
@@ -71,8 +71,8 @@ def _told(part: Measured) -> str:
 
 
 def _later(lane: Lane, seconds: float) -> Lane:
-    return Lane(
+    return replace(
+        lane,
         begin_s=array("d", [begin + seconds for begin in lane.begin_s]),
         end_s=array("d", [end + seconds for end in lane.end_s]),
-        live_bytes=lane.live_bytes,
     )

@@ -71,7 +71,6 @@ def _row(row: Row, panel: Panel) -> Data:
         "band": [round(y / height, 4) for y in band],
         "strips": [_strip(strip, height) for strip in strips(row, band) if strip.spans],
         "memory": [number for second, amount in row.memory for number in (round(second, DECIMALS), amount)],
-        "memory_end": round(row.memory_end_s, DECIMALS),
         "peak": row.peak,
         "budget": row.budget,
     }

@@ -152,7 +152,7 @@ class _Sheet:
         """What a rank holds: an area with steps, over a line at nothing and under one at the budget."""
         inches = (band.bottom - band.memory) / self.scene.top
         steps = without_dips(row.memory, LEAST_DIP * self.paper.seconds_an_inch)
-        ends = [second for second, _ in steps[1:]] + [row.memory_end_s]
+        ends = [second for second, _ in steps[1:]] + [self.scene.end_s]
         heights = [(begin, end, band.bottom - inches * amount) for (begin, amount), end in zip(steps, ends)]
         line = [(self.paper.x(max(second, self.scene.begin_s)), y) for begin, end, y in heights for second in (begin, end)]
         if line:

@@ -44,7 +44,6 @@ class Row:
         num_out: how many of the tracks are of those that leave.
         sends: what it sends along the pipeline, as far as that takes time.
         memory: (seconds, amount) from when on it holds that much, in order.
-        memory_end_s: when that ends.
         peak: the most it ever holds, outside the window too.
         budget: the most it may hold, in slots; None where there is no budget or memory is in bytes.
     """
@@ -57,7 +56,6 @@ class Row:
     num_out: int
     sends: tuple[Span, ...]
     memory: tuple[tuple[float, int], ...]
-    memory_end_s: float
     peak: int
     budget: int | None
 
@@ -134,14 +132,18 @@ def compose(timelines: Sequence[Timeline], *, title: str | None = None, window: 
 def in_slots(timeline: Timeline) -> Timeline:
     """The same timeline with what its plan says in slots in place of bytes: a rank's own and the rooms of its guests."""
     plan = timeline.plan
-    lanes = (replace(lane, live_bytes=array("q", _slots(plan, rank))) for rank, lane in enumerate(timeline.actions))
+    lanes = (
+        replace(lane, live_bytes=array("q", live), idle_bytes=rooms)
+        for lane, (rooms, live) in zip(timeline.actions, (_slots(plan, rank) for rank in range(plan.num_ranks)))
+    )
     return replace(timeline, actions=tuple(lanes))
 
 
-def _slots(plan: Plan, rank: int) -> Iterator[int]:
+def _slots(plan: Plan, rank: int) -> tuple[int, Iterator[int]]:
+    """The rooms of a rank's guests, and with them what it holds while each action runs."""
     rooms = sum(plan.rooms(rank).values())
     # Without backwards nothing is kept: autograd saves nothing.
-    return (rooms + live * plan.has_backward for live in occupancy(plan.actions[rank]))
+    return rooms, (rooms + live * plan.has_backward for live in occupancy(plan.actions[rank]))
 
 
 def _interval(timelines: Sequence[Timeline], window: Window | None) -> Window:
@@ -185,7 +187,6 @@ def _row(timeline: Timeline, rank: int, window: Window, unit: str, allowance: in
         num_out=len(leaving),
         sends=tuple(span for span in transfers if span.action.op in SENT),
         memory=_steps(timeline, rank, window),
-        memory_end_s=min(max(timeline.actions[rank].end_s, default=0.0), window[1]),
         peak=timeline.peak_bytes(rank),
         budget=plan.slots[rank] if unit == "slots" else None,
     )

@@ -47,9 +47,13 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | No
 
 @contextmanager
 def sign_of_life(text: str) -> Iterator[None]:
-    """Show on a terminal what takes so long."""
+    """Show on a terminal what takes so long, and for how long by now."""
     if not sys.stderr.isatty():
         yield
         return
-    with console(to_errors=True).status(text):
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console(to_errors=True), transient=True) as progress:
+        progress.add_task(text, total=None)
         yield

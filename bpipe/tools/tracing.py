@@ -209,7 +209,11 @@ def _timeline(record: Record, rank: int, zero_ns: int, errors: tuple[float, ...]
     served = slice(places.num_own, None)
     return Measured(
         plan=plan,
-        actions=_only(rank, plan.num_ranks, Lane(begin_s=begin_s[own], end_s=end_s[own], live_bytes=live)),
+        actions=_only(
+            rank,
+            plan.num_ranks,
+            Lane(begin_s=begin_s[own], end_s=end_s[own], live_bytes=live, idle_bytes=record.always_bytes),
+        ),
         served=_only(rank, plan.num_ranks, Lane(begin_s=begin_s[served], end_s=end_s[served])),
         device=_only(rank, plan.num_ranks, Lane(begin_s=device_s[::2], end_s=device_s[1::2])),
         source="measured",

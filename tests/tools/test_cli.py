@@ -221,6 +221,14 @@ def test_starts_without_torch_and_quickly():
     assert min(seconds) < 0.5, seconds
 
 
+@pytest.mark.parametrize("command", ["show", "simulate"])
+def test_64_stages_and_1024_microbatches_take_seconds(capsys, command: str):
+    """0.7 million actions: 4 and 7 seconds of CPU time when this was written, on a machine that others use too."""
+    start = time.process_time()
+    assert run(capsys, command, "balanced_1f1b", "-p", "64", "-m", "1024")[0] == 0
+    assert time.process_time() - start < 20
+
+
 def test_a_reader_that_stops_early_is_no_error():
     command = f"{sys.executable} -m bpipe show 1f1b -p 32 -m 500 | head -1"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False)
@@ -244,6 +252,10 @@ def test_costs_from_a_trace_take_medians(tmp_path: Path):
     steps = [simulate(plan, Costs(forward_s=[[f, f, 9 * f], [1.0] * 3], backward_s=5.0)) for f in (1.0, 2.0, 7.0)]
     costs = calibrated(steps, plan)
     assert [costs.seconds(Op.F, 0, i) for i in range(3)] == [2.0, 2.0, 18.0]
+    balanced = build("balanced_1f1b", 4, 8)
+    known = simulate(balanced, Costs(saved_bytes=[40, 30, 20, 10], static_bytes=[1, 2, 3, 4]))
+    again = simulate(balanced, calibrated([known], balanced))
+    assert [again.peak_bytes(rank) for rank in range(4)] == [known.peak_bytes(rank) for rank in range(4)] == [121, 92, 43, 94]
     assert calibrated(steps, build("gpipe", 2, 5)).seconds(Op.F, 0, 4) == 7.0  # of 1 1 9 2 2 18 7 7 63
     with pytest.raises(ConfigurationError, match="the trace is of 2 stages, and the plan has 4"):
         calibrated(steps, build("1f1b", 4, 8))

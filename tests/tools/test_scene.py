@@ -127,7 +127,7 @@ def test_a_window_shows_what_reaches_into_it() -> None:
     for row, whole in zip(scene.panels[0].rows, rows(shown)):
         assert row.computations == tuple(s for s in whole.computations if s.end_s >= begin and s.begin_s <= end)
         assert amount_at(row, begin) == amount_at(whole, begin) and amount_at(row, end) == amount_at(whole, end)
-        assert row.peak == whole.peak and row.memory_end_s <= end
+        assert row.peak == whole.peak and row.memory[-1][0] <= end
 
 
 @pytest.mark.parametrize("window", [(2.0, 1.0), (1.0, 1.0), (float("nan"), 1.0), (0.0, float("inf")), (99.0, 100.0), (-2.0, -1.0)])
