@@ -13,7 +13,8 @@ __all__ = ["draw_timeline"]
 
 def draw_timeline(folder: Path) -> None:
     """Draw the traced step of median length as timeline.png and timeline.html, and say how well it was predicted. For one rank."""
-    steps = sorted(bpipe.load_trace(folder / "trace"), key=lambda step: step.makespan_s)
+    traced = bpipe.load_trace(folder / "trace")  # with the evaluations between the steps
+    steps = sorted((step for step in traced if step.plan.has_backward), key=lambda step: step.makespan_s)
     if not steps:
         return
     measured = steps[(len(steps) - 1) // 2]

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from report import Measurements, write_report
 from text import Text, open_text, write_text
 from timeline import draw_timeline
 from torch import Tensor
+from turns import Turns
 
 import bpipe
 
@@ -55,16 +55,10 @@ def main() -> None:
     balanced = bpipe.BalancedOneFOneB(stage, n_microbatches=NUM_MICROBATCHES, loss_fn=loss_fn)
 
     first_step, stop, measurements = history["step"], Stop(), Measurements()
-    compared = range(first_step, first_step + 2 * options.compare)  # in turns: plain, balanced
-    trace = bpipe.trace(balanced, folder / "trace")
-    with Journal(history, num_steps=options.steps, is_shown=rank == 0) as journal, ExitStack() as tracing:
+    turns = Turns(plain, balanced, steps=range(first_step, first_step + 2 * options.compare), folder=folder / "trace")
+    with Journal(history, num_steps=options.steps, is_shown=rank == 0) as journal, turns:
         for step in range(first_step, options.steps):
-            if step in compared[2:3]:
-                tracing.enter_context(trace)
-            if step == compared.stop:
-                tracing.close()
-            is_plain = step in compared[::2]
-            schedule = plain if is_plain else balanced
+            name, schedule = turns.take(step)
             x, target = text.train_batch(NUM_SEQUENCES, seed=options.seed, step=step)
             losses: list[Tensor] = []
 
@@ -73,7 +67,7 @@ def main() -> None:
             set_learning_rate(optimizer, step, options)
             optimizer.step()
 
-            measurements.add("plain" if is_plain else "balanced", schedule.stats)
+            measurements.add(name, schedule.stats)
             loss, asked_to_stop = add_over_ranks([mean(losses), stop.is_asked], device)
             history["step"] = step + 1
             history["losses"].append(loss)
@@ -88,7 +82,7 @@ def main() -> None:
     ranks = measurements.gather(device)
     if rank == 0 and history["step"] > first_step:
         write_report(folder, ranks, {**history, "options": vars(options), "steps_of_rank_0": measurements.steps})
-        if trace.timelines:
+        if turns.trace.timelines:
             draw_timeline(folder)
     plain.close()
     balanced.close()

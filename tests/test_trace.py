@@ -26,7 +26,7 @@ from bpipe.runtime.device_times import DeviceTimes
 from bpipe.schedules import Op
 from bpipe.schedules.action import COMPUTE, RECEIVER_OF, START_OF, WAIT_OF
 from bpipe.schedules.critical import critical_path
-from bpipe.tools.chrome import load_trace
+from bpipe.tools.chrome_read import load_trace
 from bpipe.tools.measured import Measured
 from bpipe.tools.tracing import trace
 from tests.models import Block, mse

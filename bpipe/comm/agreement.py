@@ -14,6 +14,8 @@ MOST_STAGES = 64  # on one rank
 NOTHING = 0xFFFF
 RECORD = struct.Struct(f"<6sH16s16sBQIII16s{MOST_STAGES}H256s")
 MAGIC = b"bpipe\1"
+TRACES, GATHERS = b"bpipet", b"bpipel"  # what other collective calls begin with, so that none is mistaken for a step
+OTHER_CALLS = {TRACES: "starts a trace", GATHERS: "gathers a trace"}
 
 
 class Record(NamedTuple):
@@ -59,6 +61,8 @@ class Record(NamedTuple):
         magic, count, version, fingerprint, is_training, step, num_stages, num_microbatches, pipeline, signature, *rest = (
             RECORD.unpack(data)
         )
+        if magic in OTHER_CALLS:
+            raise AgreementError(f"another rank {OTHER_CALLS[magic]} while this one steps: make the same calls on all ranks")
         if magic != MAGIC or count > MOST_STAGES or num_stages < 1:
             raise CommError(f"no agreement record of this version of bpipe: it starts {data[:8]!r}")
         return cls(

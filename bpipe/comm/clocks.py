@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from bpipe.comm.agreement import RECORD
+from bpipe.comm.agreement import RECORD, TRACES
 from bpipe.comm.transport import Transport
 from bpipe.errors import AgreementError
 
@@ -29,7 +29,6 @@ __all__: list[str] = []
 NUM_ROUNDS = 8
 TOKEN_BYTES = 16
 READING = struct.Struct(f"<6s{TOKEN_BYTES}s32sHqq256s")
-MAGIC = b"bpipet"  # not a step's: whoever traces while others step must not be mistaken
 
 Readings = Sequence[tuple[int, int]]  # before and after each exchange, in nanoseconds
 
@@ -69,7 +68,7 @@ class Reading(NamedTuple):
 
     def pack(self) -> bytes:
         texts = self.fingerprint.encode(), self.refusal.encode()[:256]
-        data = READING.pack(MAGIC, self.token, texts[0], self.plan_rank, self.before_ns, self.previous_after_ns, texts[1])
+        data = READING.pack(TRACES, self.token, texts[0], self.plan_rank, self.before_ns, self.previous_after_ns, texts[1])
         return data.ljust(RECORD.size, b"\0")  # as long as a step's record, which another rank may be sending
 
     @classmethod
@@ -80,7 +79,7 @@ class Reading(NamedTuple):
             AgreementError: the rank is not about to trace.
         """
         magic, token, fingerprint, plan_rank, before_ns, previous_after_ns, refusal = READING.unpack_from(data)
-        if magic != MAGIC:
+        if magic != TRACES:
             raise AgreementError(f"rank {rank} runs a step, or gathers, while this one starts a trace: enter it on all ranks")
         told = refusal.rstrip(b"\0").decode(errors="replace")
         return cls(token, fingerprint.decode(), plan_rank, before_ns, previous_after_ns, told)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import struct
 
-from bpipe.comm.agreement import RECORD
+from bpipe.comm.agreement import GATHERS, RECORD
 from bpipe.comm.transport import Transport
 from bpipe.errors import AgreementError
 
 __all__: list[str] = []
 
 LENGTH = struct.Struct("<6sQ")
-MAGIC = b"bpipel"
 
 
 def exchange(transport: Transport, data: bytes) -> list[bytes]:
@@ -25,9 +24,9 @@ def exchange(transport: Transport, data: bytes) -> list[bytes]:
         CommError: the exchange failed.
     """
     lengths = []
-    for rank, record in enumerate(transport.agree(LENGTH.pack(MAGIC, len(data)).ljust(RECORD.size, b"\0"))):
+    for rank, record in enumerate(transport.agree(LENGTH.pack(GATHERS, len(data)).ljust(RECORD.size, b"\0"))):
         magic, length = LENGTH.unpack_from(record)
-        if magic != MAGIC:
+        if magic != GATHERS:
             raise AgreementError(f"rank {rank} runs a step or starts a trace while this one gathers: do the same on all ranks")
         lengths.append(length)
     gathered = transport.agree(data.ljust(max(1, *lengths), b"\0"))

@@ -45,7 +45,7 @@ def communicate(plan: Plan) -> Plan:
         PlanError: the computations wait for each other in a circle.
     """
     lanes = [plan.compute(rank) for rank in range(plan.num_ranks)]
-    begins = Moments(plan.num_stages, num_microbatches_of(lanes))
+    begins = Moments(plan.num_stages, num_microbatches_of(lanes, plan.num_stages))
     for lane, starts in zip(lanes, clock(lanes, plan.num_stages)):
         for (op, stage, microbatch, _), start in zip(lane, starts):
             begins[RESULT[op], stage, microbatch] = start

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf, isfinite
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from bpipe.errors import ConfigurationError
 from bpipe.schedules.action import Op
@@ -87,10 +87,10 @@ class Costs:
     slowdown: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("forward_s", "backward_s", "input_s", "weight_s", *_BYTES):
-            value = getattr(self, name)
-            if value is not None and not all(number >= 0 and isfinite(number) for number in _flat(value)):
-                raise ConfigurationError(f"{name}={value}: give numbers of at least 0")
+        for name in _TIMES:
+            object.__setattr__(self, name, _checked(name, getattr(self, name), float, levels=2))
+        for name in _BYTES:
+            object.__setattr__(self, name, _checked(name, getattr(self, name), int, levels=1))
         if not (self.slowdown >= 1 and isfinite(self.slowdown)):
             raise ConfigurationError(f"slowdown={self.slowdown}: give a factor of at least 1")
 
@@ -100,12 +100,12 @@ class Costs:
         Raises:
             ConfigurationError: a series has too few or too many entries; the message names it.
         """
-        for name in ("forward_s", "backward_s", "input_s", "weight_s", *_BYTES):
+        for name in (*_TIMES, *_BYTES):
             value = getattr(self, name)
-            if isinstance(value, Sequence):
+            if isinstance(value, tuple):
                 _check_length(name, value, plan.num_stages, "stages")
                 for stage, series in enumerate(value):
-                    if isinstance(series, Sequence):
+                    if isinstance(series, tuple):
                         _check_length(f"{name}[{stage}]", series, plan.num_microbatches, "microbatches")
         if self.nodes is not None:
             _check_length("nodes", self.nodes, plan.num_ranks, "ranks")
@@ -163,18 +163,33 @@ class Costs:
         return self.cross_link if is_across and self.cross_link is not None else self.link
 
 
+_TIMES = ("forward_s", "backward_s", "input_s", "weight_s")
 _BYTES = ("saved_bytes", "movable_bytes", "output_bytes", "gradient_bytes", "static_bytes")
+_MOST_BYTES = 2**56  # sums of some thousands of them stay numbers of 64 bits
+
+
+def _checked(name: str, value: Any, kind: type[int] | type[float], levels: int) -> Any:
+    """A number, or as many levels of tuples of them; arrays count as sequences.
+
+    Raises:
+        ConfigurationError: it is neither, or a number is negative, infinite, or no whole one where bytes are counted.
+    """
+    if value is None and name not in ("forward_s", "saved_bytes", "output_bytes", "static_bytes"):
+        return None
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, (list, tuple)) and levels:
+        return tuple(_checked(name, part, kind, levels - 1) for part in value)
+    is_number = isinstance(value, (int, float)) and value >= 0 and isfinite(value)
+    if not is_number or (kind is int and (value != int(value) or value > _MOST_BYTES)):
+        what = "whole bytes" if kind is int else "seconds"
+        raise ConfigurationError(f"{name}={value!r}: give {what} of at least 0, one number or one for each stage")
+    return kind(value)
 
 
 def _check_length(name: str, series: Sequence[object], expected: int, what: str) -> None:
     if len(series) != expected:
         raise ConfigurationError(f"{name} has {len(series)} entries: give one number, or one for each of {expected} {what}")
-
-
-def _flat(value: Seconds) -> list[float]:
-    if isinstance(value, Sequence):
-        return [number for part in value for number in _flat(part)]
-    return [value]
 
 
 def _of_stage(value: Sequence[T] | T, stage: int) -> T:

@@ -73,7 +73,7 @@ class _Walk:
 
     def back(self) -> Iterator[Step]:
         """Yield the path from its end."""
-        last = max(range(self.plan.num_ranks), key=lambda rank: self.timeline.span_s(rank)[1])
+        last = max(self.timeline.computing_ranks(), key=lambda rank: self.timeline.span_s(rank)[1])
         place = self._before(_Place(last, False, len(self.plan.actions[last])))
         while place is not None:
             span = self._span(place)

@@ -53,16 +53,21 @@ class Moments:
         self._tables[op][stage * self._m + microbatch] = moment
 
 
-def num_microbatches_of(lanes: Sequence[Sequence[Action]]) -> int:
+def num_microbatches_of(lanes: Sequence[Sequence[Action]], num_stages: int) -> int:
     """One more than the highest microbatch of some lanes of computations.
 
     Raises:
-        PlanError: it is more than there are computations, so most microbatches are missing.
+        PlanError: a stage that there is not, or so high a microbatch that most of the others must be missing.
     """
+    highest = 0
+    for lane in lanes:
+        for action in lane:
+            if not 0 <= action.stage < num_stages or action.microbatch < 0:
+                raise PlanError(f"{action} is outside a plan of stages 0 to {num_stages - 1} and microbatches from 0 on")
+            highest = max(highest, action.microbatch)
     count = sum(map(len, lanes))
-    highest = max((action.microbatch for lane in lanes for action in lane), default=0)
-    if highest >= max(count, 1):
-        raise PlanError(f"microbatch {highest} in a plan of {count} computations: microbatches are counted from 0")
+    if 2 * count < num_stages * highest:
+        raise PlanError(f"microbatch {highest} of {num_stages} stages in a plan of {count} computations: most are missing")
     return highest + 1
 
 
@@ -75,7 +80,7 @@ def clock(lanes: Sequence[Sequence[Action]], num_stages: int) -> list[array[int]
     Raises:
         PlanError: the lanes wait for each other in a circle, or lack microbatches.
     """
-    ends = Moments(num_stages, num_microbatches_of(lanes))
+    ends = Moments(num_stages, num_microbatches_of(lanes, num_stages))
     starts = [array("q") for _ in lanes]
     free = [0] * len(lanes)
     waiting: dict[Key, list[int]] = defaultdict(list)
@@ -132,7 +137,8 @@ class Stuck(NamedTuple):
 def linearise(plan: Plan) -> list[tuple[int, Action]]:
     """One global order of all actions of a verified plan, with their ranks."""
     order: list[tuple[int, Action]] = []
-    run_greedily(plan, order)
+    stuck = run_greedily(plan, order)
+    assert not stuck, stuck
     return order
 
 

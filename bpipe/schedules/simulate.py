@@ -30,7 +30,7 @@ Ends = tuple[Purpose, int, int, bool]  # a channel, and whether its sends or its
 def simulate(plan: Plan, costs: Costs) -> Timeline:
     """Predict when each action of a plan runs and what each rank holds.
 
-    Takes a few microseconds an action, and two floating point numbers of memory.
+    Takes a few microseconds and 24 bytes an action.
 
     Args:
         plan: a verified plan.

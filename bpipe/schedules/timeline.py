@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from bpipe.errors import ConfigurationError
 from bpipe.schedules.action import COMPUTE, RECEIVES, SENDS, START_OF, Action, Op
 from bpipe.schedules.plan import Plan
 
@@ -76,9 +77,17 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """Seconds from the first computation's start to the last one's end, over all ranks."""
-        spans = [self.span_s(rank) for rank in range(self.num_ranks)]
-        return max(end for _, end in spans) - min(begin for begin, _ in spans)
+        """Seconds from the first computation's start to the last one's end, over all ranks.
+
+        Raises:
+            ConfigurationError: the times of a rank are missing.
+        """
+        spans = [self.span_s(rank) for rank in self.computing_ranks()]
+        return max(end for _, end in spans) - min(begin for begin, _ in spans) if spans else 0.0
+
+    def computing_ranks(self) -> list[int]:
+        """The ranks that compute: all, but for those that only keep guests."""
+        return [rank for rank, lane in enumerate(self.plan.actions) if any(action.op in COMPUTE for action in lane)]
 
     def spans(self, rank: int) -> Iterator[Span]:
         """The compute lane's actions: computations, transfers that it starts and waits for."""
@@ -104,8 +113,16 @@ class Timeline:
         return (span for span in self.spans(rank) if span.action.op in START_OF and span.seconds > 0)
 
     def span_s(self, rank: int) -> tuple[float, float]:
-        """When a rank's first computation began and its last one ended."""
+        """When a rank's first computation began and its last one ended.
+
+        Raises:
+            ConfigurationError: the rank computes nothing, or its times are missing.
+        """
         lane, actions = self.actions[rank], self.plan.actions[rank]
+        if not lane.begin_s or not any(action.op in COMPUTE for action in actions):
+            raise ConfigurationError(
+                f"no times of rank {rank} here: `gather()` of a trace, or bpipe.load_trace of its folder, has those of all ranks"
+            )
         first = next(i for i, action in enumerate(actions) if action.op in COMPUTE)
         last = next(i for i in range(len(actions) - 1, -1, -1) if actions[i].op in COMPUTE)
         return lane.begin_s[first], lane.end_s[last]
@@ -142,11 +159,13 @@ class Timeline:
 
     def peak_bytes(self, rank: int) -> int:
         """The most bytes a rank holds."""
-        return max(self.actions[rank].live_bytes, default=0)
+        lane = self.actions[rank]
+        return max(lane.live_bytes, default=lane.idle_bytes)
 
     def memory(self, rank: int) -> Iterator[tuple[float, int]]:
         """When the bytes that a rank holds change, and to what: (seconds, bytes), in order."""
-        lane, now = self.actions[rank], 0.0
+        lane = self.actions[rank]
+        now = lane.begin_s[0] if self.source == "measured" and lane.begin_s else 0.0
         previous: int | None = None
         for action, begin, end, live in zip(self.plan.actions[rank], lane.begin_s, lane.end_s, lane.live_bytes):
             occupies_lane = action.op in COMPUTE or action.op in START_OF

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -34,10 +34,10 @@ class Violation(NamedTuple):
 
 
 class _Rank:
-    """The actions of one rank by key: made once for all rules, and dropped before the next rank's."""
+    """The actions of one rank by key, and the stages it holds: made once for all rules, and dropped before the next rank's."""
 
-    def __init__(self, plan: Plan, rank: int) -> None:
-        self.plan, self.rank = plan, rank
+    def __init__(self, plan: Plan, rank: int, stages: Sequence[int]) -> None:
+        self.plan, self.rank, self.stages = plan, rank, stages
         self.places: dict[Key, Place] = {}
         self.repeated: list[Place] = []
         for served, lane in ((False, plan.actions[rank]), (True, plan.served[rank])):
@@ -49,10 +49,6 @@ class _Rank:
     def action(self, place: Place) -> Action:
         rank, served, position = place
         return (self.plan.served if served else self.plan.actions)[rank][position]
-
-    def stages(self) -> list[int]:
-        """The stages that the rank holds."""
-        return [stage for stage, rank in enumerate(self.plan.stage_ranks) if rank == self.rank]
 
 
 def verify(plan: Plan) -> None:
@@ -84,8 +80,11 @@ def violations_of(plan: Plan) -> Iterator[Violation]:
     if shape:
         return
     is_whole = True
-    for rank in range(plan.num_ranks):
-        own = _Rank(plan, rank)
+    held: list[list[int]] = [[] for _ in range(plan.num_ranks)]
+    for stage, rank in enumerate(plan.stage_ranks):
+        held[rank].append(stage)
+    for rank, stages in enumerate(held):
+        own = _Rank(plan, rank, stages)
         for name, rule in RULES_OF_A_RANK.items():
             for place, text in rule(own):
                 is_whole &= name not in ("belongs", "complete")
@@ -168,8 +167,8 @@ def _complete(own: _Rank) -> Iterator[Finding]:
     present: dict[tuple[int, int], int] = defaultdict(int)
     for op, stage, microbatch in own.places:
         present[stage, microbatch] |= BITS[op]
-    accepted = {stage: {_mask(ops) for ops in _complete_sets(plan, stage)} for stage in own.stages()}
-    for stage in own.stages():
+    accepted = {stage: {_mask(ops) for ops in _complete_sets(plan, stage)} for stage in own.stages}
+    for stage in own.stages:
         for microbatch in range(plan.num_microbatches):
             if present[stage, microbatch] not in accepted[stage]:
                 yield from _lacking(own, stage, microbatch, _complete_sets(plan, stage))
@@ -254,9 +253,8 @@ def _ordered(own: _Rank) -> Iterator[Finding]:
             previous = places.get((kin, stage, microbatch - 1))
             if previous is not None and previous[1] == place[1] and previous[2] > place[2]:
                 yield place, f"{stage}{op}{microbatch} stands before {stage}{kin}{microbatch - 1}"
-    stages = own.stages()
-    for stage in stages:
-        if stage - 1 in stages:
+    for stage in own.stages:
+        if stage - 1 in own.stages:
             yield from _handed_over(own, stage)
 
 

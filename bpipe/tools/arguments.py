@@ -139,9 +139,12 @@ def timeline_of(schedule: str, args: argparse.Namespace) -> Timeline:
 
 
 def chosen_step(timelines: list[Timeline], step: int | None) -> Timeline:
-    """The step with a number; without one, that of median length."""
+    """The step with a number; without one, the training step of median length."""
+    if not timelines:
+        raise ConfigurationError("the trace has no steps: run some while it is entered")
     if step is None:
-        return sorted(timelines, key=lambda timeline: timeline.makespan_s)[(len(timelines) - 1) // 2]
+        trained = [timeline for timeline in timelines if timeline.plan.has_backward] or timelines
+        return sorted(trained, key=lambda timeline: timeline.makespan_s)[(len(trained) - 1) // 2]
     for timeline in timelines:
         if timeline.step == step:
             return timeline

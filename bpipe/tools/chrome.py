@@ -27,10 +27,10 @@ from typing import Any, NamedTuple
 from bpipe._version import __version__
 from bpipe.schedules.action import COMPUTE, POSTS, RECEIVER_OF, SENDS, SERVED, START_OF, Action, Op
 from bpipe.schedules.timeline import Timeline
-from bpipe.tools.chrome_read import DEVICE, FORMAT, load_trace
+from bpipe.tools.chrome_read import DEVICE, FORMAT
 from bpipe.tools.measured import Measured
 
-__all__ = ["load_trace", "save_trace"]
+__all__ = ["save_trace"]
 
 # An arrow's head must come after its tail, in time because the file's order counts for nothing between lanes, and before the
 # lane's next slice, which would take it: so a transfer that takes no time is shown to take some.
@@ -76,20 +76,23 @@ class _Slice(NamedTuple):
 def save_trace(timelines: Timeline | Sequence[Timeline], path: str | os.PathLike[str]) -> None:
     """Write timelines to a file in Chrome's trace format, one after the other.
 
-    Measured ones keep their distance in time; others begin where the one before them ends. About 200 bytes an action; one
-    rank of one timeline is in memory at a time.
+    Measured ones keep their distance in time; others begin where the one before them ends. About 250 bytes an action; the
+    boxes of one timeline are in memory at a time.
 
     Args:
         timelines: simulated or measured, in the order of time; of different plans if you like.
         path: a file, by convention `.json`.
 
+    Raises:
+        OSError: the path cannot be written.
+
     Example:
-        >>> import tempfile
+        >>> import bpipe, tempfile
         >>> from bpipe.schedules import Costs, build, simulate
         >>> planned = simulate(build("balanced_1f1b", 4, 8), Costs(saved_bytes=2**20))
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     save_trace(planned, f"{folder}/planned.json")
-        ...     load_trace(f"{folder}/planned.json") == [planned]
+        ...     bpipe.load_trace(f"{folder}/planned.json") == [planned]
         True
     """
     steps = [timelines] if isinstance(timelines, Timeline) else list(timelines)
@@ -136,15 +139,15 @@ def _ranks(timeline: Timeline) -> list[int]:
 
 
 def _starts_ns(timelines: Sequence[Timeline]) -> list[int]:
-    """Where each timeline's zero is: on the trace's clock if it was measured there, but on no rank before the last one's end."""
+    """Where each timeline's zero is: on the trace's clock if it was measured there, else behind all before it."""
     starts: list[int] = []
-    free_ns: dict[int, int] = defaultdict(int)  # when each rank is done
+    free_ns = 0
     for timeline in timelines:
-        slices = {rank: list(_slices(timeline, rank)) for rank in _ranks(timeline)}
-        start = _ns(timeline.began_s) if isinstance(timeline, Measured) else max(free_ns.values(), default=0)
-        start = max([start, *(free_ns[rank] - min(one.begin_ns for one in own) for rank, own in slices.items())])
-        free_ns |= {rank: start + max(one.end_ns for one in own) for rank, own in slices.items()}
-        starts.append(start)
+        device = timeline.device if isinstance(timeline, Measured) else ()
+        lanes = [lane for lane in (*timeline.actions, *timeline.served, *device) if lane.begin_s]
+        earliest_ns = min((_ns(min(lane.begin_s)) for lane in lanes), default=0)
+        starts.append(_ns(timeline.began_s) if isinstance(timeline, Measured) else free_ns - min(0, earliest_ns))
+        free_ns = max([free_ns, *(starts[-1] + _ns(max(lane.end_s)) + LEAST_NS for lane in lanes)])
     return starts
 
 
@@ -240,11 +243,10 @@ def _events(
     ends: Mapping[tuple[int, Action], Sequence[_End]],
 ) -> Iterator[Event]:
     """One rank's events. Each arrow's tail is at the begin of its slice, its head at the last nanosecond before the end."""
-    busy_ns: dict[str, list[int]] = defaultdict(list)  # until when, for each of the lanes that a name has
     pid = rank + 1  # Perfetto takes process 0 for the kernel's
     for one in sorted(_slices(timeline, rank), key=lambda one: one.begin_ns):
         begin_ns, end_ns = start_ns + one.begin_ns, start_ns + one.end_ns
-        place = _free_place(busy_ns[one.lane], begin_ns, end_ns)
+        place = _free_place(tracks.busy_ns[rank, one.lane], begin_ns, end_ns)
         yield from tracks.names(rank, one.lane, place)
         on = {"pid": pid, "tid": tracks.tids[rank, one.lane, place]}
         args = {"action": str(one.action), "stage": one.action.stage, "microbatch": one.action.microbatch, **known}
@@ -281,6 +283,7 @@ class _Tracks:
 
     def __init__(self) -> None:
         self.tids: dict[tuple[int, str, int], int] = {}
+        self.busy_ns: dict[tuple[int, str], list[int]] = defaultdict(list)  # until when, for each of the lanes of a name
         self._named: set[int] = set()
 
     def names(self, rank: int, lane: str, place: int) -> Iterator[Event]:

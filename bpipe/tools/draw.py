@@ -37,10 +37,12 @@ def draw(
             one picture, or no matplotlib.
 
     Example:
+        >>> import tempfile
         >>> from bpipe.schedules import build, simulate, Costs
         >>> costs = Costs(forward_s=0.1, saved_bytes=2**30)
         >>> plain, balanced = (simulate(build(name, 4, 8), costs) for name in ("1f1b", "balanced_1f1b"))
-        >>> draw(plain, "/tmp/plain-and-balanced.html", other=balanced)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     draw(plain, f"{folder}/plain-and-balanced.html", other=balanced)
     """
     target = Path(path)
     suffix = target.suffix.lower()

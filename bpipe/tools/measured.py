@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from bpipe.errors import ConfigurationError
-from bpipe.schedules.timeline import Lane, Timeline
+from bpipe.schedules.timeline import Lane, Span, Timeline
 
 __all__ = ["Measured"]
 
@@ -27,6 +27,18 @@ class Measured(Timeline):
     began_s: float
     device: tuple[Lane, ...]
     clock_error_s: tuple[float, ...]
+
+    def computations(self, rank: int) -> Iterator[Span]:
+        """The forwards and backwards of a rank: when the device ran them, where it was asked, else when the host did."""
+        lane = self.device[rank]
+        if not lane.begin_s:
+            return Timeline.computations(self, rank)
+        return map(Span, self.plan.compute(rank), lane.begin_s, lane.end_s)
+
+    def span_s(self, rank: int) -> tuple[float, float]:
+        """When a rank's first computation began and its last one ended, on the device where it was asked."""
+        lane = self.device[rank]
+        return (lane.begin_s[0], lane.end_s[-1]) if lane.begin_s else Timeline.span_s(self, rank)
 
     @property
     def ranks(self) -> list[int]:

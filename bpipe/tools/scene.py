@@ -149,7 +149,9 @@ def _slots(plan: Plan, rank: int) -> tuple[int, Iterator[int]]:
 def _interval(timelines: Sequence[Timeline], window: Window | None) -> Window:
     """From when to when the picture goes: all of it, or the window."""
     lanes = [lane for timeline in timelines for lane in (*timeline.actions, *timeline.served) if lane.begin_s]
-    begin, end = min(min(lane.begin_s) for lane in lanes), max(max(lane.end_s) for lane in lanes)
+    begin = min(min(lane.begin_s) for lane in lanes)
+    on_devices = (timeline.span_s(rank)[1] for timeline in timelines for rank in timeline.computing_ranks())
+    end = max([*(max(lane.end_s) for lane in lanes), *on_devices])
     if window is None:
         return begin, end if end > begin else begin + 1.0
     if not (all(map(isfinite, window)) and window[0] < window[1]):

@@ -58,7 +58,8 @@ def trace(schedule: Schedule | Sequence[Schedule], path: str | os.PathLike[str] 
         >>> [str(span.action) for span in t.timelines[0].computations(rank=1)][:4]
         ['1F0', '1B0', '1F1', '1B1']
     """
-    return Trace([schedule] if isinstance(schedule, Schedule) else list(schedule), path)
+    schedules = [schedule] if isinstance(schedule, Schedule) else list(schedule) if isinstance(schedule, (list, tuple)) else []
+    return Trace(schedules, path)
 
 
 class Trace:
@@ -79,10 +80,10 @@ class Trace:
             for schedule in self._schedules:
                 guards.enter_context(schedule._guarded())
             self._clocks = self._aligned(self._problem())
-        for schedule in self._schedules:
-            device = schedule._transport.device
-            schedule._observer = recorder = Recorder(DeviceTimes(device) if device.type == "cuda" else None)
-            self._recorders.append(recorder)
+        devices = [schedule._transport.device for schedule in self._schedules]
+        self._recorders = [Recorder(DeviceTimes(device) if device.type == "cuda" else None) for device in devices]
+        for schedule, recorder in zip(self._schedules, self._recorders):
+            schedule._observer = recorder
         return self
 
     def _problem(self) -> str:
@@ -106,8 +107,9 @@ class Trace:
         return clocks
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        for schedule, recorder in zip(self._schedules, self._recorders):
+        for schedule in self._schedules:
             schedule._observer = None
+        for recorder in self._recorders:
             if recorder.device_times is not None:
                 recorder.device_times.resolve(wait=error is None)  # what failed may leave the device waiting for ever
         self._is_complete = error is None
@@ -145,7 +147,7 @@ class Trace:
 
     @property
     def timelines(self) -> list[Measured]:
-        """The steps recorded so far.
+        """The steps recorded so far, made anew at each access.
 
         On a `Loopback` with the times of all ranks; over a process group with those of this rank, the lanes of the others
         being empty until `gather` fills them.

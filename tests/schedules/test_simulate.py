@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from bpipe.errors import ConfigurationError, PlanError
-from bpipe.schedules import Action, Costs, Link, Op, Plan, build, names, simulate
+from bpipe.schedules import Action, Costs, Link, Op, Plan, build, finish, names, simulate
+from bpipe.schedules.balance import balance
 from bpipe.schedules.build import forward_plan
 from bpipe.schedules.critical import critical_path
 from bpipe.schedules.simulate import _slowed_end
@@ -202,12 +205,32 @@ def test_sizes_that_do_not_fit_are_named() -> None:
     ):
         with pytest.raises(ConfigurationError, match=name):
             simulate(plan, costs)
-    for wrong in ({"forward_s": -1.0}, {"backward_s": float("nan")}, {"slowdown": 0.5}, {"saved_bytes": [-1]}):
+    wrongs = ({"forward_s": -1.0}, {"backward_s": float("nan")}, {"slowdown": 0.5}, {"saved_bytes": [-1]}, {"forward_s": "1"})
+    for wrong in (*wrongs, {"saved_bytes": 0.5}, {"saved_bytes": 2**62}, {"saved_bytes": [[1] * 8] * 4}, {"forward_s": None}):
         with pytest.raises(ConfigurationError, match=next(iter(wrong))):
             Costs(**wrong)
     for wrong in ({"latency_s": -1.0}, {"bytes_per_s": 0.0}, {"bytes_per_s": float("nan")}):
         with pytest.raises(ConfigurationError, match=next(iter(wrong))):
             Link(**wrong)
+
+
+def test_costs_are_plain_numbers_whatever_they_came_in() -> None:
+    costs = Costs(forward_s=np.array([1.0, 2.0]), saved_bytes=2e9, movable_bytes=[np.int64(3), 4.0])
+    assert (costs.forward_s, costs.saved_bytes, costs.movable_bytes) == ((1.0, 2.0), 2_000_000_000, (3, 4))
+    assert type(costs.saved_bytes) is int
+
+
+def test_a_rank_may_keep_guests_alone() -> None:
+    """Four stages evict to a fifth rank, which holds none."""
+    plain = build("1f1b", 4, 8)
+    lanes = tuple(tuple(plain.compute(rank)) for rank in range(4))
+    wider = replace(plain, actions=(*lanes, ()), served=((),) * 5, slots=(None,) * 5)
+    plan = finish(balance(wider, slots=(3, None, None, None, None), pairs=(4, 4, 4, 4, 0)))
+    timeline = simulate(plan, Costs(saved_bytes=7, static_bytes=5))
+    assert timeline.makespan_s == 33 and critical_path(timeline)
+    assert timeline.peak_bytes(4) == 7 * plan.rooms(4)[0]
+    with pytest.raises(ConfigurationError, match="no times of rank 4"):
+        timeline.span_s(4)
 
 
 def test_a_plan_that_never_ends_is_an_error() -> None:

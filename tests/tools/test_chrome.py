@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from bpipe.errors import BPipeError, ConfigurationError
 from bpipe.schedules import Costs, Link, Op, build, simulate
 from bpipe.schedules.timeline import Lane, Timeline
-from bpipe.tools.chrome import Origin, lines, load_trace, save_trace
+from bpipe.tools.chrome import Origin, lines, save_trace
+from bpipe.tools.chrome_read import load_trace
 from bpipe.tools.chrome_schema import violations
 from bpipe.tools.measured import Measured, merged
 from tests.schedules.strategies import plans
@@ -73,9 +74,10 @@ def assert_close(a: Timeline, b: Timeline) -> None:
     if isinstance(a, Measured) and isinstance(b, Measured):
         both.append((a.device, b.device))
         assert a.clock_error_s == b.clock_error_s
+        assert abs(a.began_s - b.began_s) <= 1.001e-9
     for lanes in both:
         for x, y in zip(*lanes, strict=True):
-            assert x.live_bytes == y.live_bytes
+            assert (x.live_bytes, x.idle_bytes) == (y.live_bytes, y.idle_bytes)
             assert len(x.begin_s) == len(y.begin_s) and len(x.end_s) == len(y.end_s)
             times = zip((*x.begin_s, *x.end_s), (*y.begin_s, *y.end_s))
             assert all(abs(s - t) <= 1.001e-9 + 1e-15 * abs(s) for s, t in times)
@@ -483,3 +485,32 @@ def test_perfetto_reads_all_of_it(engine, tmp_path):
     assert answers["memory"] == [(max(one.peak_bytes(rank) for one in originals for rank in range(one.num_ranks)),)]
     lanes = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
     assert {name for (name,) in answers["lanes"]} == lanes
+
+
+def test_a_device_that_lags_behind_its_host_moves_no_step(tmp_path):
+    """Rank 0's device takes 40 ms a step and its host starts one each millisecond: steps stay where the hosts began them."""
+    plan = build("1f1b", 2, 1)
+    one = simulate(plan, Costs(forward_s=1e-4))
+    for rank in range(2):
+        steps = []
+        for step in range(3):
+            keep = [lane if other == rank else Lane(begin_s=array("d"), end_s=array("d")) for other, lane in enumerate(one.actions)]
+            device = [lane([0.04 * step, 0.04 * step + 0.02], [0.04 * step + 0.02, 0.04 * step + 0.04]), lane([], [])]
+            steps.append(
+                Measured(
+                    plan=plan,
+                    actions=tuple(keep),
+                    served=one.served,
+                    device=tuple(device if rank == 0 else [lane([], [])] * 2),
+                    source="measured",
+                    step=step,
+                    began_s=0.001 * step,
+                    clock_error_s=(0.0, 0.0),
+                )
+            )
+        (tmp_path / f"rank-{rank}.json").write_text("".join(lines(steps, Origin(run="one"))))
+        assert violations(json.loads((tmp_path / f"rank-{rank}.json").read_text())) == []
+    for step, read in enumerate(load_trace(tmp_path)):
+        assert read.began_s == pytest.approx(0.001 * step, abs=2e-9)
+        assert [read.actions[rank].begin_s[0] for rank in range(2)] == pytest.approx([one.actions[r].begin_s[0] for r in range(2)])
+        assert read.span_s(0) == pytest.approx((0.04 * step, 0.04 * (step + 1)), abs=1e-8)  # the device's
