@@ -32,7 +32,7 @@ def ratios(p: int, m: int) -> list[str]:
     """Balanced step over plain step, for each transfer time."""
     plain = simulate(build("1f1b", p, m), Costs()).makespan_s
     balanced = build("balanced_1f1b", p, m)
-    costs = (Costs(movable_bytes=1, link=Link(bytes_per_s=1 / tx)) for tx in TIMES)
+    costs = (Costs(saved_bytes=1, link=Link(bytes_per_s=1 / tx)) for tx in TIMES)
     return [f"{simulate(balanced, each).makespan_s / plain:.4f}" for each in costs]
 
 

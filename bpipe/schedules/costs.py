@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf, isfinite
+from math import inf
 from typing import Any, TypeVar
 
 from bpipe.errors import ConfigurationError
@@ -35,7 +35,7 @@ class Link:
     bytes_per_s: float = inf
 
     def __post_init__(self) -> None:
-        if not (self.latency_s >= 0 and isfinite(self.latency_s)):
+        if not 0 <= self.latency_s <= _MOST_SECONDS:
             raise ConfigurationError(f"latency_s={self.latency_s}: give seconds, at least 0")
         if not self.bytes_per_s > 0:
             raise ConfigurationError(f"bytes_per_s={self.bytes_per_s}: give a positive number of bytes per second")
@@ -91,14 +91,16 @@ class Costs:
             object.__setattr__(self, name, _checked(name, getattr(self, name), float, levels=2))
         for name in _BYTES:
             object.__setattr__(self, name, _checked(name, getattr(self, name), int, levels=1))
-        if not (self.slowdown >= 1 and isfinite(self.slowdown)):
+        if not 1 <= self.slowdown <= _MOST_SECONDS:
             raise ConfigurationError(f"slowdown={self.slowdown}: give a factor of at least 1")
+        if self.cross_link is not None and self.nodes is None:
+            raise ConfigurationError("a cross_link needs nodes: say on which node each rank is")
 
     def check(self, plan: Plan) -> None:
         """Raise unless each series fits a plan.
 
         Raises:
-            ConfigurationError: a series has too few or too many entries; the message names it.
+            ConfigurationError: a series has too few or too many entries, or a stage would move more than it saves.
         """
         for name in (*_TIMES, *_BYTES):
             value = getattr(self, name)
@@ -109,6 +111,11 @@ class Costs:
                         _check_length(f"{name}[{stage}]", series, plan.num_microbatches, "microbatches")
         if self.nodes is not None:
             _check_length("nodes", self.nodes, plan.num_ranks, "ranks")
+        for stage in range(plan.num_stages):
+            if self.movable(stage) > self.saved(stage):
+                raise ConfigurationError(
+                    f"movable_bytes: stage {stage} would move {self.movable(stage)} bytes and saves {self.saved(stage)}"
+                )
 
     def seconds(self, op: Op, stage: int, microbatch: int) -> float:
         """How long a computation takes by itself.
@@ -165,6 +172,7 @@ class Costs:
 
 _TIMES = ("forward_s", "backward_s", "input_s", "weight_s")
 _BYTES = ("saved_bytes", "movable_bytes", "output_bytes", "gradient_bytes", "static_bytes")
+_MOST_SECONDS = 1e9
 _MOST_BYTES = 2**56  # sums of some thousands of them stay numbers of 64 bits
 
 
@@ -180,8 +188,8 @@ def _checked(name: str, value: Any, kind: type[int] | type[float], levels: int) 
         value = value.tolist()
     if isinstance(value, (list, tuple)) and levels:
         return tuple(_checked(name, part, kind, levels - 1) for part in value)
-    is_number = isinstance(value, (int, float)) and value >= 0 and isfinite(value)
-    if not is_number or (kind is int and (value != int(value) or value > _MOST_BYTES)):
+    is_number = isinstance(value, (int, float)) and 0 <= value <= (_MOST_BYTES if kind is int else _MOST_SECONDS)
+    if not is_number or kind(value) != value:
         what = "whole bytes" if kind is int else "seconds"
         raise ConfigurationError(f"{name}={value!r}: give {what} of at least 0, one number or one for each stage")
     return kind(value)

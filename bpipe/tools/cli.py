@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -15,6 +16,7 @@ from typing import NoReturn
 from bpipe._version import __version__
 from bpipe.errors import BPipeError, ConfigurationError
 from bpipe.tools.result import Result
+from bpipe.tools.terminal import console
 
 __all__ = ["main"]
 
@@ -51,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 for done, 1 if the answer is no, 2 for bad input.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell
+            setattr(sys, name, io.StringIO())
     try:
         return _run(sys.argv[1:] if arguments is None else list(arguments))
     except BPipeError as error:
@@ -75,6 +80,9 @@ def _run(arguments: list[str]) -> int:
     if name not in COMMANDS:
         near = "".join(f", did you mean {match!r}?" for match in get_close_matches(name, COMMANDS, n=1))
         raise ConfigurationError(f"no command {name!r}{near}; there are {', '.join(COMMANDS)}")
+    for argument in arguments:
+        if argument.endswith("=--"):  # argparse takes it for an empty list
+            raise ConfigurationError(f"{argument} gives no value")
     command = import_module(f"bpipe.tools.commands.{name}")
     args = _parser(name, command).parse_args(arguments[1:])
     result: Result = command.run(args)
@@ -106,11 +114,11 @@ def _print(result: Result, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(result.data, indent=2))
         return
-    from bpipe.tools.terminal import console
-
-    out = console()
-    for part in result.shown:
-        print(part) if isinstance(part, str) else out.print(part)
+    for part in result.shown():
+        if isinstance(part, str):
+            print(part)
+        else:
+            console().print(part)
     sys.stdout.flush()
 
 

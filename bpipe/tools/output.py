@@ -5,10 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from bpipe.errors import ConfigurationError
 from bpipe.schedules import Timeline
+from bpipe.tools.draw import SUFFIXES
 from bpipe.tools.terminal import sign_of_life
 
 __all__: list[str] = []
+
+
+def check_out(path: Path | None) -> None:
+    """Refuse a path before the work that would end there.
+
+    Raises:
+        ConfigurationError: its suffix is unknown, or its folder is not there.
+    """
+    if path is None:
+        return
+    if path.suffix.lower() not in (*SUFFIXES, ".json"):
+        raise ConfigurationError(f"{str(path)!r} ends in no format there is: end it in {', '.join(SUFFIXES)} or .json")
+    if path.is_dir() or not path.parent.is_dir():
+        raise ConfigurationError(f"{path}: {'a folder' if path.is_dir() else f'there is no folder {path.parent}'}")
 
 
 def write(
@@ -25,7 +41,7 @@ def write(
     """
     if path is None:
         return []
-    with sign_of_life(f"Writing {path} ..."):
+    with sign_of_life(f"Writing {path}"):
         if path.suffix == ".json":
             from bpipe.tools.chrome import save_trace
 

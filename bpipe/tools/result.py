@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 __all__ = ["Result"]
@@ -15,10 +15,10 @@ class Result:
 
     Args:
         data: what `--json` prints.
-        shown: what is printed otherwise: strings, and rich's renderables.
+        shown: makes what is printed otherwise: strings, and rich's renderables.
         exit_code: 0, or 1 if the answer is no.
     """
 
     data: Any
-    shown: Sequence[Any] = field(default=())
+    shown: Callable[[], Sequence[Any]]
     exit_code: int = 0

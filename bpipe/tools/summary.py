@@ -26,6 +26,7 @@ def data_of(timeline: Timeline) -> dict[str, Any]:
         "name": timeline.plan.name,
         "source": timeline.source,
         "step": timeline.step,
+        "slots": timeline.plan.slots,
         "num_stages": timeline.plan.num_stages,
         "num_microbatches": timeline.plan.num_microbatches,
         "makespan_s": makespan,
@@ -63,7 +64,7 @@ def shown_of(timeline: Timeline, data: dict[str, Any]) -> list[Any]:
         (
             f"rank {rank['rank']}",
             show_seconds(rank["work_s"]),
-            f"{show_seconds(rank['bubble_s'])} ({rank['bubble_s'] / data['makespan_s']:.0%})",
+            f"{show_seconds(rank['bubble_s'])} ({share(rank['bubble_s'], data['makespan_s']):.0%})",
             show_seconds(rank["exposed_evictions_s"]),
             show_seconds(rank["exposed_messages_s"]),
             _peak(rank),
@@ -76,8 +77,18 @@ def shown_of(timeline: Timeline, data: dict[str, Any]) -> list[Any]:
     return [head(timeline.plan), step, table(columns, rows), f"critical path: {path}"]
 
 
+def share(part: float, whole: float) -> float:
+    """A part of a whole; nothing of nothing is nothing."""
+    return part / whole if whole else 0.0
+
+
 def _peak(rank: dict[str, Any]) -> str:
     return show_bytes(rank["peak_bytes"]) if rank["peak_bytes"] else f"{rank['peak_slots']} slots"
+
+
+def _budget(data: dict[str, Any]) -> str:
+    slots = sorted({"no limit" if k is None else str(k) for k in data["slots"]})
+    return "" if slots == ["no limit"] else f" within {' or '.join(slots)} slots"
 
 
 def compared(found: Sequence[dict[str, Any]]) -> Table:
@@ -89,10 +100,10 @@ def compared(found: Sequence[dict[str, Any]]) -> Table:
         exposed = max(rank["exposed_evictions_s"] for rank in data["ranks"])
         rows.append(
             (
-                f"{data['name']}, {data['source']}",
+                f"{data['name']}{_budget(data)}, {data['source']}",
                 show_seconds(data["makespan_s"]),
-                f"{data['makespan_s'] / first:.3f}",
-                f"{max(rank['bubble_s'] for rank in data['ranks']) / data['makespan_s']:.1%}",
+                f"{share(data['makespan_s'], first):.3f}",
+                f"{share(max(rank['bubble_s'] for rank in data['ranks']), data['makespan_s']):.1%}",
                 show_seconds(exposed),
                 f"{_peak(fullest)} on rank {fullest['rank']}",
             )

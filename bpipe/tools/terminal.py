@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from bpipe.errors import ConfigurationError
@@ -24,19 +25,29 @@ def console(*, to_errors: bool = False) -> Console:
     Raises:
         ConfigurationError: rich is not installed.
     """
-    try:
+    with _needing_rich():
         from rich.console import Console
-    except ImportError as error:
-        raise ConfigurationError("the command line needs rich: pip install 'bpipe[cli]' (or use --json)") from error
     stream = sys.stderr if to_errors else sys.stdout
     return Console(file=stream, width=None if stream.isatty() else WIDTH_OF_FILES)
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> Table:
-    """A table: the first column is a name, the others are numbers."""
-    from rich import box
-    from rich.table import Table
+@contextmanager
+def _needing_rich() -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigurationError("tables need rich: pip install 'bpipe[cli]', or use --json") from error
 
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> Table:
+    """A table: the first column is a name, the others are numbers.
+
+    Raises:
+        ConfigurationError: rich is not installed.
+    """
+    with _needing_rich():
+        from rich import box
+        from rich.table import Table
     result = Table(*columns, box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
     for column in result.columns[1:]:
         column.justify = "right"
@@ -48,7 +59,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | No
 @contextmanager
 def sign_of_life(text: str) -> Iterator[None]:
     """Show on a terminal what takes so long, and for how long by now."""
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or find_spec("rich") is None:
         yield
         return
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

@@ -32,13 +32,14 @@ def plans_and_costs(draw: st.DrawFn) -> tuple[Plan, Costs]:
     p, m = plan.num_stages, plan.num_microbatches
     per_stage = st.lists(WHOLE, min_size=p, max_size=p)
     series = st.lists(st.lists(WHOLE, min_size=m, max_size=m), min_size=p, max_size=p)
+    saved = draw(per_stage)
     return plan, Costs(
         forward_s=draw(st.one_of(WHOLE, per_stage, series)),
         backward_s=draw(st.one_of(st.integers(2, 9).map(lambda n: 2 * n), per_stage)),
         input_s=draw(WHOLE),
         weight_s=draw(WHOLE),
-        saved_bytes=draw(per_stage),
-        movable_bytes=draw(per_stage),
+        saved_bytes=saved,
+        movable_bytes=[draw(st.integers(1, most)) for most in saved],
         output_bytes=draw(per_stage),
         gradient_bytes=draw(st.one_of(st.none(), per_stage)),
         link=Link(bytes_per_s=1),
@@ -126,7 +127,7 @@ def balanced(p: int, m: int) -> Plan:
 
 @pytest.mark.parametrize("tx", ALLOWED)
 def test_evictions_cost_nothing_up_to_a_forward_and_no_more_than_known_above(tx: float) -> None:
-    costs = Costs(movable_bytes=1, link=Link(bytes_per_s=1 / tx))
+    costs = Costs(saved_bytes=1, link=Link(bytes_per_s=1 / tx))
     for times, allowed in zip((2, 4), ALLOWED[tx]):
         ratios = []
         for p in range(4, 33):
@@ -202,11 +203,23 @@ def test_sizes_that_do_not_fit_are_named() -> None:
         (Costs(forward_s=[[1.0] * 7] * 4), r"forward_s\[0\] has 7 entries"),
         (Costs(saved_bytes=[1] * 5), "saved_bytes has 5 entries"),
         (Costs(nodes=[0, 1]), "nodes has 2 entries"),
+        (Costs(movable_bytes=3, saved_bytes=[3, 3, 2, 3]), "stage 2 would move 3 bytes and saves 2"),
     ):
         with pytest.raises(ConfigurationError, match=name):
             simulate(plan, costs)
-    wrongs = ({"forward_s": -1.0}, {"backward_s": float("nan")}, {"slowdown": 0.5}, {"saved_bytes": [-1]}, {"forward_s": "1"})
-    for wrong in (*wrongs, {"saved_bytes": 0.5}, {"saved_bytes": 2**62}, {"saved_bytes": [[1] * 8] * 4}, {"forward_s": None}):
+    for wrong in (
+        {"forward_s": -1.0},
+        {"forward_s": "1"},
+        {"forward_s": None},
+        {"forward_s": 1e300},
+        {"backward_s": float("nan")},
+        {"slowdown": 0.5},
+        {"saved_bytes": [-1]},
+        {"saved_bytes": 0.5},
+        {"saved_bytes": 2**62},
+        {"saved_bytes": [[1] * 8] * 4},
+        {"cross_link": Link()},
+    ):
         with pytest.raises(ConfigurationError, match=next(iter(wrong))):
             Costs(**wrong)
     for wrong in ({"latency_s": -1.0}, {"bytes_per_s": 0.0}, {"bytes_per_s": float("nan")}):

@@ -89,17 +89,17 @@ def test_simulate_gives_the_numbers_of_the_timeline(capsys):
 
 
 def test_costs_by_stage_nodes_and_slow_links(capsys):
-    slow = ("--forward", "1,1,1,2", "--saved", "10", "--output", "2", "--bandwidth", "10", "--cross-bandwidth", "1")
+    slow = ("--forward", "1,1,1,2", "--saved", "10", "--output", "2", "--bandwidth", "10")
     near = data(capsys, "simulate", "1f1b", *SMALL, *slow)["makespan_s"]
-    far = data(capsys, "simulate", "1f1b", *SMALL, *slow, "--ranks-per-node", "2")["makespan_s"]
+    far = data(capsys, "simulate", "1f1b", *SMALL, *slow, "--ranks-per-node", "2", "--cross-bandwidth", "1")["makespan_s"]
     assert far > near > 11 * 3
 
 
 def test_compare_takes_the_first_as_one(capsys):
     code, out, _ = run(capsys, "compare", "1f1b", "balanced_1f1b", *SMALL, "--saved", "1GiB", "--bandwidth", "0.25GiB/s")
     assert code == 0
-    rows = [line.split() for line in out.splitlines() if "simulated" in line]
-    assert rows[0][4] == "1.000" and float(rows[1][4]) > 1.0
+    rows = [line.partition("simulated")[2].split() for line in out.splitlines() if "simulated" in line]
+    assert rows[0][2] == "1.000" and float(rows[1][2]) > 1.0
     found = data(capsys, "compare", "gpipe", "1f1b", *SMALL)
     assert [each["name"] for each in found] == ["gpipe", "1f1b"]
 
@@ -151,7 +151,9 @@ def test_advise_takes_dimensions(capsys):
 
 def test_env_names_what_is_here(capsys):
     found = data(capsys, "env")
-    assert found["torch"].startswith("2.") and "gloo" in found["backends"]
+    assert found["torch"].startswith("2.") and "gloo" in found["backends"] and found["cpu_cores"] >= 1
+    code, out, _ = run(capsys, "env")
+    assert code == 0 and "gloo" in out
 
 
 @pytest.mark.parametrize(
@@ -173,6 +175,16 @@ def test_env_names_what_is_here(capsys):
         (["simulate", "1f1b", *SMALL, "--bandwidth", "0"], "bytes_per_s"),
         (["simulate", "1f1b", *SMALL, "--ranks-per-node", "3"], "4 stages do not fill nodes of 3"),
         (["simulate", "1f1b", *SMALL, "--out", "picture.bmp"], ".bmp"),
+        (["simulate", "1f1b", "-p", "64", "-m", "9999999", "--out", "picture.bmp"], "or .json"),
+        (["simulate", "1f1b", "-p", "64", "-m", "9999999", "--out", "missing/picture.svg"], "there is no folder missing"),
+        (["simulate", "1f1b", *SMALL, "--forward", "1e308"], "forward_s=1e+308"),
+        (["simulate", "1f1b", *SMALL, "--saved", "1e308"], "saved_bytes="),
+        (["simulate", "1f1b", *SMALL, "--saved", "1", "--movable", "2"], "stage 0 would move 2 bytes and saves 1"),
+        (["simulate", "1f1b", *SMALL, "--latency", "1,2"], "'1,2' is no number of seconds"),
+        (["simulate", "1f1b", *SMALL, "--bandwidth=--"], "--bandwidth=-- gives no value"),
+        (["simulate", "1f1b", *SMALL, "--cross-bandwidth", "1GB/s"], "--cross-bandwidth needs --ranks-per-node"),
+        (["simulate", "1f1b", *SMALL, "--step", "3"], "--step is of a trace"),
+        (["show", "setup.py", *SMALL], "says its own sizes"),
         (["simulate", "missing/plan.txt"], "missing/plan.txt"),
         (["compare", "1f1b", *SMALL], "two schedules or more"),
         (["plot", "1f1b", *SMALL], "-o/--out"),
@@ -181,6 +193,12 @@ def test_env_names_what_is_here(capsys):
         (["advise", "lama-65b", "--device", "h100", "--stages", "8", "--batch", "8"], "did you mean 'llama-65b'"),
         (["advise", "llama-65b", "--device", "h10", "--stages", "8", "--batch", "8"], "did you mean 'h100'"),
         (["advise", "--layers", "3", "--batch", "8"], "--hidden --heads"),
+        (["advise", "gtp2", "--batch", "8"], "did you mean 'gpt2'"),
+        (["advise", "gpt2", "--gated", "--batch", "8", "--stages", "4"], "dimensions without a name"),
+        (["advise", "gpt2", "--batch", "8"], "--stages 8"),
+        (["advise", "gpt2", "--batch", "8", "--stages", "4"], "--device a100-80gb"),
+        (["advise", "gpt2", "--batch", "8", "--stages", "4", "--device", "h100", "--recomputations", "som"], "som"),
+        (["advise", "gpt2", "--batch", "8", "--stages", "4", "--device", "h100", "--bytes-per-parameter", "1e308"], "bytes_per_p"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments: list[str], says: str):
@@ -205,6 +223,49 @@ def test_malformed_traces_are_one_line(capsys, tmp_path: Path):
         path.write_text(text)
         code, _, err = run(capsys, "trace", str(path))
         assert code == 2 and err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize("command", [("show", "1f1b", *SMALL), ("simulate", "1f1b", *SMALL), ("compare", "gpipe", "1f1b", *SMALL)])
+def test_data_need_no_rich(capsys, monkeypatch, command: tuple[str, ...]):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert data(capsys, *command)
+    code, _, err = run(capsys, *command)
+    assert code == 0 if command[0] == "show" else (code == 2 and "pip install 'bpipe[cli]'" in err)
+
+
+def test_pictures_say_what_they_need(capsys, monkeypatch, tmp_path: Path):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib" or name == "bpipe.tools.picture"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, _, err = run(capsys, "plot", "1f1b", *SMALL, "--out", str(tmp_path / "x.svg"))
+    assert code == 2 and "pip install 'bpipe[plot]'" in err and err.count("\n") == 1
+    assert run(capsys, "plot", "1f1b", *SMALL, "--out", str(tmp_path / "x.html"))[0] == 0
+
+
+def test_what_takes_no_time_is_no_division(capsys):
+    assert data(capsys, "simulate", "1f1b", *SMALL, "--forward", "0")["makespan_s"] == 0
+    assert run(capsys, "compare", "gpipe", "1f1b", *SMALL, "--forward", "0")[0] == 0
+
+
+def test_a_rank_without_computations_is_shown(capsys, tmp_path: Path):
+    path = tmp_path / "plan.csv"
+    path.write_text("0F0,0B0\n\n1F0,1B0\n")
+    if run(capsys, "check", str(path))[0] == 0:
+        assert run(capsys, "simulate", str(path))[0] == 0
+        assert run(capsys, "plot", str(path), "--out", str(tmp_path / "x.svg"))[0] == 0
+
+
+def test_compare_names_the_budgets(capsys):
+    _, out, _ = run(capsys, "compare", "1f1b", "balanced_1f1b", *SMALL)
+    assert "1f1b, simulated" in out and "balanced_1f1b within 3 slots, simulated" in out
+
+
+def test_a_closed_standard_output_is_no_error():
+    command = f"{sys.executable} -m bpipe show 1f1b -p 4 -m 8 >&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_starts_without_torch_and_quickly():

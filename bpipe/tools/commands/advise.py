@@ -16,9 +16,9 @@ from typing import Any
 from bpipe.errors import ConfigurationError
 from bpipe.estimate.advise import advise
 from bpipe.estimate.measured import Profile
-from bpipe.estimate.models import model_names
+from bpipe.estimate.models import model_named, model_names
 from bpipe.estimate.transformer import Transformer
-from bpipe.tools.arguments import quantity, whole
+from bpipe.tools.arguments import nodes_of_pairs, single, whole
 from bpipe.tools.quantities import bytes_of, bytes_per_second_of
 from bpipe.tools.result import Result
 from bpipe.tools.terminal import console
@@ -28,7 +28,7 @@ __all__: list[str] = []
 EXAMPLES = """examples:
   bpipe advise llama2-70b --device a100-80gb --stages 8 --tensor-parallel 8 --batch 128
   bpipe advise gpt3-96b --device a100-80gb --stages 8 --tensor-parallel 4 --batch 128 --efficiency 1=0.33,2=0.47
-  bpipe advise --layers 48 --hidden 8192 --heads 64 --sequence 4096 --vocabulary 50257 --device h100 --stages 4,8 --batch 64
+  bpipe advise --layers 32 --hidden 4096 --heads 32 --sequence 4096 --vocabulary 50257 --device h100 --stages 4,8 --batch 64
   bpipe advise stage0.json stage1.json --memory 40GiB --batch 64
 Exit code 1: nothing fits."""
 
@@ -51,10 +51,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--gated", action="store_true", help="the MLP has a gate (SwiGLU); say its width with --ffn")
     machine = parser.add_argument_group("machine")
     machine.add_argument("--device", help="a100-80gb, h100, ...: memory, speed and links")
-    machine.add_argument("--memory", type=quantity(bytes_of), metavar="BYTES", help="of a device (default: the device's)")
-    machine.add_argument("--reserved", type=quantity(bytes_of), metavar="BYTES", help="of these, set aside (default: 5%%)")
+    machine.add_argument("--memory", type=single(bytes_of), metavar="BYTES", help="of a device (default: the device's)")
+    machine.add_argument("--reserved", type=single(bytes_of), metavar="BYTES", help="of these, set aside (default: 5%%)")
     machine.add_argument("--link", type=link, metavar="RATE", help="within a node: nvlink3, pcie4 or such as 25GB/s")
     machine.add_argument("--cross-link", type=link, metavar="RATE", help="between nodes")
+    machine.add_argument("--ranks-per-node", type=whole, metavar="N", help="stages on a node; stages x and p-1-x share one")
     machine.add_argument("--num-devices", type=whole, metavar="N", help="over which pipelines are repeated")
     run = parser.add_argument_group("run")
     run.add_argument("--batch", type=whole, required=True, metavar="N", help="sequences a step")
@@ -64,6 +65,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--sequence", type=whole, metavar="N", help="tokens of a sequence (default: the model's)")
     run.add_argument("--attention", default="flash", help="flash or materialised (default: flash)")
     run.add_argument("--precision", default="bf16", help="of activations (default: bf16)")
+    run.add_argument("--recomputations", type=several(str), metavar="HOW", help="to try, of none,selective,full (default: all)")
+    run.add_argument("--layers-by-stage", type=several(whole), metavar="N", help="such as 9,10,10,9 (default: even)")
     run.add_argument("--microbatch-sizes", type=several(whole), metavar="N", help="to try (default: all that divide)")
     run.add_argument("--efficiency", type=efficiency, metavar="X", help="of one stage: 0.45, or by size: 1=0.33,2=0.47")
     run.add_argument("--bytes-per-parameter", type=float, metavar="N", help="weights, gradients, optimizer (default: 18)")
@@ -74,7 +77,7 @@ def several(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
 
 
 def link(text: str) -> str | float:
-    return bytes_per_second_of(text) if text[:1].isdigit() else text
+    return single(bytes_per_second_of)(text) if text[:1] in "0123456789." else text
 
 
 def efficiency(text: str) -> float | dict[int, float]:
@@ -86,9 +89,11 @@ def efficiency(text: str) -> float | dict[int, float]:
 
 
 def run(args: argparse.Namespace) -> Result:
+    model = _model(args)
+    _check_what_is_needed(args, model)
     with _progress() as progress:
         advice = advise(
-            _model(args),
+            model,
             batch=args.batch,
             num_stages=args.stages,
             device=args.device,
@@ -101,22 +106,32 @@ def run(args: argparse.Namespace) -> Result:
             attention=args.attention,
             precision=args.precision,
             microbatch_sizes=args.microbatch_sizes,
+            **({} if args.recomputations is None else {"recomputations": args.recomputations}),
+            layers=args.layers_by_stage,
+            nodes=nodes_of_pairs(args, args.stages),
             efficiency=args.efficiency,
             bytes_per_parameter=args.bytes_per_parameter,
             link=args.link,
             cross_link=args.cross_link,
             progress=progress,
         )
-    return Result(data=advice.to_dict(), shown=[str(advice)], exit_code=0 if advice.best is not None else 1)
+    return Result(data=advice.to_dict(), shown=lambda: [str(advice)], exit_code=0 if advice.best is not None else 1)
 
 
-def _model(args: argparse.Namespace) -> str | Transformer | list[Profile]:
+def _check_what_is_needed(args: argparse.Namespace, model: Transformer | list[Profile]) -> None:
+    if args.stages is None and not (isinstance(model, list) and len(model) > 1):
+        raise ConfigurationError("into how many stages? --stages 8, or several to compare: --stages 4,8")
+    if args.device is None and (args.memory is None or isinstance(model, Transformer)):
+        raise ConfigurationError("on which device? --device a100-80gb; a model that was profiled also does with --memory 80GiB")
+
+
+def _model(args: argparse.Namespace) -> Transformer | list[Profile]:
     files = [Path(name) for name in args.model if name.endswith(".json")]
     given = {field: getattr(args, name) for name, field in DIMENSIONS.items() if getattr(args, name) is not None}
     if files and len(files) == len(args.model) and not given:
         return [Profile.from_json(path.read_text(encoding="utf-8")) for path in files]
-    if len(args.model) == 1 and not given:
-        return str(args.model[0])
+    if len(args.model) == 1 and not given and not args.gated:
+        return model_named(args.model[0])
     if args.model:
         raise ConfigurationError("give one name, or files of profiles, or dimensions without a name")
     missing = [f"--{name}" for name in NEEDED if getattr(args, name) is None]

@@ -30,9 +30,10 @@ def run(args: argparse.Namespace) -> Result:
     try:
         verify(plan)
     except PlanError as error:
-        return Result(data={"file": str(args.file), "is_sound": False, "error": str(error)}, shown=[str(error)], exit_code=1)
+        told = str(error)
+        return Result(data={"file": str(args.file), "is_sound": False, "error": told}, shown=lambda: [told], exit_code=1)
     count = sum(map(len, (*plan.actions, *plan.served)))
     return Result(
         data={"file": str(args.file), "is_sound": True, "name": plan.name, "num_actions": count, "peak_slots": plan.peak_slots},
-        shown=[head(plan), f"sound: {count} actions, each proven to be in its place"],
+        shown=lambda: [head(plan), f"sound: {count} actions, each proven to be in its place"],
     )

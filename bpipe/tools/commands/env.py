@@ -25,9 +25,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
-    with sign_of_life("Loading torch ..."):
+    with sign_of_life("Loading torch"):
         found = {**_versions(), **_torch()}
-    return Result(data=found, shown=[table(["what", "found"], [(name, str(value)) for name, value in found.items()])])
+    return Result(data=found, shown=lambda: [table(["what", "found"], [(name, _told(value)) for name, value in found.items()])])
 
 
 def _versions() -> dict[str, str]:
@@ -51,4 +51,8 @@ def _torch() -> dict[str, object]:
         return {"torch": f"cannot be imported: {error}"}
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     backends = [name for name in ("gloo", "nccl") if dist.is_available() and getattr(dist, f"is_{name}_available")()]
-    return {"cpu cores": os.cpu_count(), "gpus": ", ".join(devices) or "none", "backends": ", ".join(backends) or "none"}
+    return {"cpu_cores": os.cpu_count(), "gpus": devices, "backends": backends}
+
+
+def _told(value: object) -> str:
+    return ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)

@@ -39,11 +39,15 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
+    if args.first < 0 or (args.columns is not None and args.columns < 1):
+        raise ConfigurationError(f"--from {args.first} --columns {args.columns}: give a first column from 0 and at least 1 column")
     plan = plan_of(args.schedule, args)
-    if args.json:
-        return Result(data=_data(plan))
-    lines = _window(plan, args.first, args.columns)
-    return Result(data=None, shown=[head(plan), *(map(_coloured, lines) if sys.stdout.isatty() else lines)])
+    return Result(data=_data(plan) if args.json else None, shown=lambda: _shown(plan, args.first, args.columns))
+
+
+def _shown(plan: Plan, first: int, columns: int | None) -> list[str | Text]:
+    lines = _window(plan, first, columns)
+    return [head(plan), *(map(_coloured, lines) if sys.stdout.isatty() else lines)]
 
 
 def _data(plan: Plan) -> dict[str, object]:
@@ -62,8 +66,6 @@ def _data(plan: Plan) -> dict[str, object]:
 
 def _window(plan: Plan, first: int, columns: int | None) -> list[str]:
     """The grid's lines, and one that says how to see the rest."""
-    if first < 0 or (columns is not None and columns < 1):
-        raise ConfigurationError(f"--from {first} --columns {columns}: give a first column from 0 and at least 1 column")
     if columns is None and sys.stdout.isatty():
         columns = _fitting(plan)
     lines = rows(plan, slice(first, None if columns is None else first + columns))

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from bpipe.tools.arguments import add_costs, add_plan, timeline_of
-from bpipe.tools.output import write
+from bpipe.tools.output import check_out, write
 from bpipe.tools.result import Result
 from bpipe.tools.summary import data_of, shown_of
 
@@ -25,7 +25,8 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
+    check_out(args.out)
     timeline = timeline_of(args.schedule, args)
     written = write(timeline, args.out)
     data = data_of(timeline)
-    return Result(data=data, shown=[*shown_of(timeline, data), *written])
+    return Result(data=data, shown=lambda: [*shown_of(timeline, data), *written])

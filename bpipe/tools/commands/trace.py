@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from bpipe.tools.arguments import chosen_step, read_trace
-from bpipe.tools.output import write
+from bpipe.tools.output import check_out, write
 from bpipe.tools.result import Result
 from bpipe.tools.summary import data_of, shown_of
 
@@ -25,10 +25,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
+    check_out(args.out)
     timelines = read_trace(args.path)
     timeline = chosen_step(timelines, args.step)
     to_merge = args.out is not None and args.out.suffix == ".json"
     written = write(timelines if to_merge else timeline, args.out)
     steps = f"{len(timelines)} step{'s' * (len(timelines) > 1)}, of which step {timeline.step}:"
     found = [data_of(each) for each in timelines]
-    return Result(data=found, shown=[steps, *shown_of(timeline, found[timelines.index(timeline)]), *written])
+    return Result(data=found, shown=lambda: [steps, *shown_of(timeline, data_of(timeline)), *written])
