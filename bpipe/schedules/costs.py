@@ -59,7 +59,7 @@ class Costs:
         gradient_bytes: what the next stage's backward sends back across the same boundary; default: `output_bytes`.
         static_bytes: what a stage keeps throughout: parameters, gradients, optimizer states, buffers.
         link: between ranks of one node.
-        cross_link: between ranks of different nodes; default: `link`.
+        cross_link: between ranks of different nodes, where `nodes` says which; default: `link`.
         nodes: the node of each rank; default: all on one.
         slowdown: how many times longer a computation takes while a transfer of its rank is under way; 1 for not at all.
 
@@ -93,8 +93,6 @@ class Costs:
             object.__setattr__(self, name, _checked(name, getattr(self, name), int, levels=1))
         if not 1 <= self.slowdown <= _MOST_SECONDS:
             raise ConfigurationError(f"slowdown={self.slowdown}: give a factor of at least 1")
-        if self.cross_link is not None and self.nodes is None:
-            raise ConfigurationError("a cross_link needs nodes: say on which node each rank is")
 
     def check(self, plan: Plan) -> None:
         """Raise unless each series fits a plan.

@@ -218,7 +218,6 @@ def test_sizes_that_do_not_fit_are_named() -> None:
         {"saved_bytes": 0.5},
         {"saved_bytes": 2**62},
         {"saved_bytes": [[1] * 8] * 4},
-        {"cross_link": Link()},
     ):
         with pytest.raises(ConfigurationError, match=next(iter(wrong))):
             Costs(**wrong)
