@@ -73,7 +73,7 @@ def test_wheel_has_the_package_and_nothing_else(packages: dict[str, Path]) -> No
     with zipfile.ZipFile(packages["wheel"]) as wheel:
         names = wheel.namelist()
         metadata = wheel.read(next(name for name in names if name.endswith("METADATA"))).decode()
-    ours = {str(path.relative_to(ROOT)) for path in (ROOT / "bpipe").rglob("*.py")} | {"bpipe/py.typed"}
+    ours = {str(path.relative_to(ROOT)) for path in (ROOT / "bpipe").rglob("*.py")} | {"bpipe/py.typed", "bpipe/tools/page.html"}
     assert {name for name in names if ".dist-info/" not in name} == ours
     assert any(name.endswith("/LICENSE") for name in names)
     assert "Requires-Python: >=3.11" in metadata
@@ -85,6 +85,7 @@ def test_sdist_has_what_it_takes_to_test_it(packages: dict[str, Path]) -> None:
     with tarfile.open(packages["sdist"]) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     needed = {"Makefile", "LICENSE", "pyproject.toml", "tests/test_repository.py", "tests/ranks.py", "examples/train_gpt.py"}
+    needed |= {"tests/tools/page_test.js", "tests/tools/perfetto.js", "bpipe/tools/page.html"}
     assert needed <= names
     assert not [name for name in names if "__pycache__" in name]
 
@@ -96,11 +97,14 @@ def test_package_installs_and_works_elsewhere(packages: dict[str, Path], kind: s
     run(sys.executable, "-m", "pip", "install", *flags, "--target", site, packages[kind], cwd=tmp_path)
     code = (
         f"import sys; sys.path.insert(0, {str(site)!r})\n"
-        "import bpipe.schedules\n"
+        "import bpipe, bpipe.schedules\n"
+        "from bpipe.tools.cli import main\n"
+        "assert main(['simulate', 'balanced_1f1b', '-p', '4', '-m', '8', '--json', '--out', 'page.html']) == 0\n"
         "print(bpipe.__file__, bpipe.__version__, *bpipe.schedules.build('balanced_1f1b', 4, 8).peak_slots)"
     )
     version = re.search(r'"(.+)"', (ROOT / "bpipe" / "_version.py").read_text())
     assert version is not None
     shown = run(sys.executable, "-I", "-c", code, cwd=tmp_path)
-    assert shown.split() == [str(site / "bpipe" / "__init__.py"), version[1], *"3323"]
-    assert (site / "bpipe" / "py.typed").exists()
+    assert shown.splitlines()[-1].split() == [str(site / "bpipe" / "__init__.py"), version[1], *"3323"]
+    assert (site / "bpipe" / "py.typed").exists() and (site / "bin" / "bpipe").exists()
+    assert "</html>" in (tmp_path / "page.html").read_text()
