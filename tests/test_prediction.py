@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import bpipe
-from bpipe.estimate.measured import Profile, costs_of
+from bpipe.estimate import Profile, costs_of
 from bpipe.schedules import Link, simulate
 from tests.ranks import run_ranks
 from tests.test_hiding import Sleeper

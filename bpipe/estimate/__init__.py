@@ -12,18 +12,25 @@ Example:
 from bpipe.estimate.advice import Advice, Candidate
 from bpipe.estimate.devices import Device, device_named
 from bpipe.estimate.execution import Execution
-from bpipe.estimate.measured import Measurement, Profile
+from bpipe.estimate.huang import Estimate
+from bpipe.estimate.link import hiding_bytes_per_s
+from bpipe.estimate.measurement import Measurement, Profile, costs_of
 from bpipe.estimate.models import model_named
+from bpipe.estimate.static import bytes_per_parameter
 from bpipe.estimate.transformer import Transformer
 
 __all__ = [
     "Advice",
     "Candidate",
     "Device",
+    "Estimate",
     "Execution",
     "Measurement",
     "Profile",
     "Transformer",
+    "bytes_per_parameter",
+    "costs_of",
     "device_named",
+    "hiding_bytes_per_s",
     "model_named",
 ]

@@ -9,9 +9,11 @@ from dataclasses import asdict, dataclass
 from math import isfinite
 from typing import Any
 
+from bpipe.estimate import huang
 from bpipe.estimate.devices import GIB
+from bpipe.estimate.huang import Estimate
 
-__all__ = ["Advice", "Candidate", "Estimate"]
+__all__ = ["Advice", "Candidate"]
 
 MOST_FITTING, MOST_OTHERS, WIDTH = 12, 6, 120
 
@@ -29,8 +31,10 @@ class Candidate:
         num_microbatches: m.
         recomputation: "none", "selective", "full" or "as measured".
         step_s: predicted seconds of a step.
+        times_plain: these, over those of the same without balancing; None where nothing is balanced.
         sequences_per_s: of one pipeline.
         sequence_s: seconds of F and B of the slowest stage, for one sequence.
+        stage_mfu: the share of the devices' peak that this stage reaches alone, without what it recomputes; None if measured.
         peak_bytes: predicted of each rank.
         working_bytes: made again by a backward that recomputes, and not in the peaks.
         fits: whether every rank has room.
@@ -47,8 +51,10 @@ class Candidate:
     num_microbatches: int
     recomputation: str
     step_s: float
+    times_plain: float | None
     sequences_per_s: float
     sequence_s: float
+    stage_mfu: float | None
     peak_bytes: tuple[int, ...]
     working_bytes: int
     fits: bool
@@ -70,26 +76,19 @@ class Candidate:
     def name(self) -> str:
         """All that tells it from the others."""
         recomputation = "" if self.recomputation == "as measured" else f", recomputation {self.recomputation}"
-        return f"{self.label}, {self.num_stages} stages, microbatch {self.microbatch_size}{recomputation}"
+        stages = f"{self.num_stages} stage{'s' * (self.num_stages > 1)}"
+        return f"{self.label}, {stages}, microbatch {self.microbatch_size}{recomputation}"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """Huang et al.'s E4 from the best plain 1F1B to what balancing makes possible.
-
-    Args:
-        microbatch_sizes: before and after.
-        stage_ratio: how much faster a stage runs a sequence.
-        bubble_factor: what the bubble leaves of the speed.
-        speed_up: their product, an upper bound.
-        assumptions: in words.
-    """
-
-    microbatch_sizes: tuple[int, int]
-    stage_ratio: float
-    bubble_factor: float
-    speed_up: float
-    assumptions: str
+    def estimate_over(self, other: Candidate) -> Estimate:
+        """Huang et al.'s estimates from another one of as many stages to this one."""
+        shares = None if other.stage_mfu is None or self.stage_mfu is None else (other.stage_mfu, self.stage_mfu)
+        return huang.estimate(
+            self.microbatch_size * self.num_microbatches,
+            self.num_stages,
+            (other.microbatch_size, self.microbatch_size),
+            stage_s=(other.sequence_s * other.microbatch_size, self.sequence_s * self.microbatch_size),
+            stage_mfu=shares,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +97,11 @@ class Advice:
 
     Args:
         title: the model, the devices and the batch.
-        verdict: in words; the first line stands alone.
+        decision: "balance", "don't", "no need" (nothing fits only balanced), "nothing to balance" (no plan differs) or
+            "nothing fits".
+        verdict: the same in words; the first line stands alone.
+        breaks_even_bytes_per_s: the link between the ranks of a pair with which balancing begins to be faster; None where no link
+            makes it more than 1% faster, or nothing fits plain.
         candidates: those that fit first, each group by predicted time for the same number of sequences.
         estimate: Huang et al.'s, where there is something to compare.
         memory_bytes: of a device.
@@ -108,7 +111,9 @@ class Advice:
     """
 
     title: str
+    decision: str
     verdict: str
+    breaks_even_bytes_per_s: float | None
     candidates: tuple[Candidate, ...]
     estimate: Estimate | None
     memory_bytes: int
@@ -131,9 +136,17 @@ class Advice:
         """The fastest that fits and moves activations."""
         return best_of([candidate for candidate in self.candidates if candidate.is_balanced])
 
+    @property
+    def gain(self) -> float | None:
+        """How much faster the best balanced one is than the best plain one, 0.35 for 1.35 times; None where one is missing."""
+        plain, balanced = self.best_plain, self.best_balanced
+        return plain.step_s / balanced.step_s - 1 if plain and balanced else None
+
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain numbers, texts, lists and dicts."""
-        fields = asdict(self)
+        """All of it as plain numbers, texts, lists and dicts; `best`, `best_plain` and `best_balanced` are names."""
+        best = {name: getattr(self, name) for name in ("best", "best_plain", "best_balanced")}
+        names = {name: None if one is None else one.name for name, one in best.items()}
+        fields = {"decision": self.decision, "gain": self.gain, **names, **asdict(self)}
         fields["candidates"] = [{"name": one.name, **asdict(one)} for one in self.candidates]
         return fields
 

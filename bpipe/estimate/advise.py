@@ -7,18 +7,20 @@ from dataclasses import replace
 
 from bpipe.errors import ConfigurationError
 from bpipe.estimate import arguments, huang
-from bpipe.estimate.advice import Advice, gb_per_s, gib
+from bpipe.estimate.advice import Advice, Candidate, gb_per_s, gib
 from bpipe.estimate.devices import Device, is_named
 from bpipe.estimate.evaluate import Evaluator, Progress, finite
 from bpipe.estimate.execution import RECOMPUTATIONS, Execution
-from bpipe.estimate.measured import Profile
+from bpipe.estimate.measurement import Profile
 from bpipe.estimate.names import check_count, check_positive
 from bpipe.estimate.static import DEFAULT_BYTES_PER_PARAMETER
 from bpipe.estimate.transformer import Transformer
-from bpipe.estimate.verdict import Case, verdict_on
+from bpipe.estimate.verdict import verdict_on
 from bpipe.estimate.workload import MeasuredWorkload, ModelWorkload, Workload
 
 __all__ = ["advise"]
+
+MOST_MICROBATCHES = 512  # simulating more takes longer than a few seconds
 
 ASSUMPTIONS = (
     "Memory is what stays, what microbatches save and the rooms for guests. What an action needs only while it runs (gradients of "
@@ -56,7 +58,8 @@ def advise(
     """Rank every schedule, plain and balanced, with every microbatch size and recomputation, and say whether to balance.
 
     Each candidate's real plan is built and simulated: the simulated makespan is its predicted step, the simulated peaks its
-    memory. Pure Python; takes seconds.
+    memory. Balancing is advised where the best that fits is balanced and more than 1% faster than the best that is not. Pure
+    Python; takes seconds.
 
     Args:
         model: a name, a `Transformer`, or what `bpipe.profile` measured: one `Profile` for all stages, or one for each.
@@ -73,14 +76,16 @@ def advise(
         attention: "materialised" or "flash" (any fused kernel).
         precision: of activations, "bf16", "fp16" or "fp32".
         recomputations: those to try, of "none", "selective" and "full".
-        microbatch_sizes: those to try; default: all that divide the batch, and of which something is known.
+        microbatch_sizes: those to try; default: all of which something is known, or else those that divide the batch into 2
+            microbatches or more. Of these, sizes that make more than 512 take long and gain no more than a bubble of p - 1 in
+            512: they are tried only with recomputations with which no larger size fits plain.
         efficiency: the share of the device's peak that one stage reaches, a number or one for each microbatch size; it decides
             whether a larger microbatch pays. Default: 0.45, an assumption that the verdict mentions.
         bytes_per_parameter: see `bpipe.estimate.static`; default: 18, or what was measured and Adam's states.
         layers: layers of each stage; default: as evenly as they go.
         link: between ranks of a node, a name ("nvlink3", "pcie4") or bytes per second and direction; default: the device's.
-        cross_link: between nodes; default: `link`.
-        nodes: the node of each rank; default: all on one.
+        cross_link: between nodes, which needs `nodes`; default: `link`.
+        nodes: the node of each rank, for one number of stages; default: all on one.
         progress: called as `progress(done, total)`.
 
     Returns:
@@ -96,11 +101,11 @@ def advise(
     """
     check_count("tensor_parallel", tensor_parallel)
     if bytes_per_parameter is not None:
-        check_positive("bytes_per_parameter", bytes_per_parameter)
+        check_positive("bytes_per_parameter", bytes_per_parameter, most=1024)
     found, profiles = arguments.device_of(device), arguments.profiles_in(model)
     stages = arguments.stages_of(num_stages, len(profiles))
     memory, reserved = arguments.memory_of(found, memory_bytes, reserved_bytes)
-    links = arguments.links_of(found, link, cross_link, nodes, max(stages))
+    links = arguments.links_of(found, link, cross_link, nodes, stages)
     workload: Workload
     if profiles:
         said = {"attention": attention, "precision": precision} if (attention, precision) != ("flash", "bf16") else {}
@@ -122,18 +127,29 @@ def advise(
         )
     batches = arguments.batches_of(batch, stages, tensor_parallel, num_devices)
     sizes = {p: arguments.sizes_of(microbatch_sizes, batches[p], workload.microbatch_sizes) for p in stages}
-    evaluator = Evaluator(workload, batch, batches, memory, reserved)
-    candidates = evaluator.ranked(sizes, progress)
-    verdict = verdict_on(Case(candidates=candidates, evaluator=evaluator))
+    title = (
+        f"{workload.name}{_where(found, stages, tensor_parallel)}, {batch} sequences a step, {gib(memory)} GiB a device "
+        f"of which {gib(reserved)} are set aside, links of {gb_per_s(links.link.bytes_per_s)}"
+    )
+    many = MOST_MICROBATCHES if microbatch_sizes is None and workload.microbatch_sizes is None else batch
+    evaluator = Evaluator(workload, batch, batches, memory, reserved, many)
+    return _advice(title, evaluator, evaluator.ranked(sizes, progress))
+
+
+def _advice(title: str, evaluator: Evaluator, candidates: tuple[Candidate, ...]) -> Advice:
+    """Judge what is ranked, and put it all together."""
+    workload, verdict = evaluator.workload, verdict_on(candidates, evaluator)
+    caveat = "" if verdict.decision == "nothing fits" else workload.caveat
     return Advice(
-        title=f"{workload.name}{_where(found, stages, tensor_parallel)}, {batch} sequences a step, {gib(memory)} GiB a device "
-        f"of which {gib(reserved)} are set aside, links of {gb_per_s(links.link.bytes_per_s)}",
-        verdict=verdict.text,
+        title=title,
+        decision=verdict.decision,
+        verdict="\n".join(text for text in (verdict.text, caveat) if text),
+        breaks_even_bytes_per_s=verdict.breaks_even_bytes_per_s,
         candidates=candidates,
         estimate=verdict.estimate,
-        memory_bytes=memory,
-        reserved_bytes=reserved,
-        link_bytes_per_s=finite(links.link.bytes_per_s),
+        memory_bytes=evaluator.memory_bytes,
+        reserved_bytes=evaluator.reserved_bytes,
+        link_bytes_per_s=finite(workload.links.link.bytes_per_s),
         assumptions=(*workload.assumptions, *ASSUMPTIONS),
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 from bpipe.errors import ConfigurationError
 from bpipe.estimate.devices import Device, device_named, link_named
 from bpipe.estimate.execution import RECOMPUTATIONS
-from bpipe.estimate.measured import Profile
+from bpipe.estimate.measurement import Profile
 from bpipe.estimate.models import model_named
 from bpipe.estimate.names import check_count, check_positive, lookup
 from bpipe.estimate.transformer import Transformer
@@ -72,18 +72,30 @@ def memory_of(device: Device | None, memory_bytes: object, reserved_bytes: objec
     return memory, reserved
 
 
-def links_of(
-    device: Device | None, link: LinkArgument, cross_link: LinkArgument, nodes: Sequence[int] | None, most_stages: int
-) -> Links:
+def links_of(device: Device | None, link: LinkArgument, cross_link: LinkArgument, nodes: object, stages: Sequence[int]) -> Links:
     """The links by name, by number, or the device's."""
     default = inf if device is None else device.link_bytes_per_s
-    if nodes is not None and len(nodes) != most_stages:
-        raise ConfigurationError(f"nodes has {len(nodes)} entries: give one for each of {most_stages} ranks")
+    across = None if cross_link is None else Link(bytes_per_s=_bytes_per_s("cross_link", cross_link, default))
+    if across is not None and nodes is None:
+        raise ConfigurationError(
+            "cross_link= needs nodes=: which ranks does it join? Give the node of each rank, such as "
+            "nodes=[0, 0, 1, 1, 1, 1, 0, 0] for 8 stages on 2 nodes with the ranks of a pair, x and p-1-x, on one"
+        )
     return Links(
         link=Link(bytes_per_s=_bytes_per_s("link", link, default)),
-        cross_link=None if cross_link is None else Link(bytes_per_s=_bytes_per_s("cross_link", cross_link, default)),
-        nodes=None if nodes is None else tuple(nodes),
+        cross_link=across,
+        nodes=None if nodes is None else _nodes_of(nodes, stages),
     )
+
+
+def _nodes_of(nodes: object, stages: Sequence[int]) -> tuple[int, ...]:
+    listed = series("nodes", nodes)
+    for p in stages:
+        if len(listed) != p:
+            raise ConfigurationError(f"nodes has {len(listed)} entries: give one for each of {p} ranks, and one number of stages")
+    for node in listed:
+        check_count("nodes", node, least=0)
+    return listed
 
 
 def _bytes_per_s(name: str, link: LinkArgument, default: float) -> float:
@@ -155,7 +167,7 @@ def sizes_of(given: object, batch: int, known: Sequence[int] | None) -> list[int
         divisors = [size for size in (known or range(1, batch + 1)) if batch % size == 0]
         if not divisors:
             raise ConfigurationError(f"none of the microbatch sizes {list(known or ())} divides a batch of {batch} sequences")
-        return divisors
+        return divisors if known else [size for size in divisors if size < batch] or divisors
     sizes = series("microbatch_sizes", given)
     for size in sizes:
         check_count("microbatch size", size)

@@ -45,11 +45,13 @@ def variants(num_stages: int, num_microbatches: int) -> Iterator[Variant]:
 
     Example:
         >>> [(one.schedule, one.destination) for one in variants(4, 8)]
-        [('gpipe', ''), ('1f1b', ''), ('1f1b', 'pair')]
+        [('1f1b', ''), ('1f1b', 'pair'), ('gpipe', '')]
     """
     seen = set()
-    for schedule in names():
+    for schedule in sorted(names(), key="1f1b".__ne__):  # whose name is kept where several are the same
         plain = build(schedule, num_stages, num_microbatches)
+        if evicts(plain):  # it is another one, balanced
+            continue
         for destination, place in _DESTINATIONS.items():
             plan = place(schedule, plain)
             if plan is not None and (key := (plan.stage_ranks, plan.actions, plan.served)) not in seen:
@@ -82,7 +84,7 @@ def evicts(plan: Plan) -> bool:
 
 
 def _stays(schedule: str, plain: Plan) -> Plan | None:
-    return None if evicts(plain) else plain
+    return plain
 
 
 def _to_pairs(schedule: str, plain: Plan) -> Plan | None:
@@ -90,8 +92,6 @@ def _to_pairs(schedule: str, plain: Plan) -> Plan | None:
 
     A pair cannot get below the half of what its ranks occupy together, and one more for the transfer in flight.
     """
-    if evicts(plain):
-        return plain
     peaks = plain.peak_slots
     least = max((peaks[rank] + peaks[pair] + 2) // 2 for rank, pair in enumerate(mirror_pairs(len(peaks))))
     for slots in range(least, max(peaks)):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import chain, islice
 from math import isfinite
 
 from bpipe.estimate.advice import Candidate, gib
 from bpipe.estimate.candidates import Variant, roomier, variants
 from bpipe.estimate.workload import Load, Workload
 from bpipe.schedules import Costs, Op, Plan, simulate
-from bpipe.schedules.costs import Link
 from bpipe.schedules.simulate import live_bytes
 from bpipe.schedules.timeline import Timeline
 
@@ -19,8 +18,6 @@ __all__: list[str] = []
 
 Progress = Callable[[int, int], None]
 Case = tuple[int, int, str]  # stages, microbatch size, recomputation
-
-BISECTIONS = 12
 
 
 @dataclass
@@ -33,6 +30,7 @@ class Evaluator:
         batches: sequences a step and pipeline, for each number of stages.
         memory_bytes: of a device.
         reserved_bytes: of these, set aside.
+        many: of more microbatches than these, simulate only what fits where nothing larger does.
     """
 
     workload: Workload
@@ -40,13 +38,14 @@ class Evaluator:
     batches: Mapping[int, int]
     memory_bytes: int
     reserved_bytes: int
+    many: int
     _variants: dict[tuple[int, int], tuple[Variant, ...]] = field(default_factory=dict)
     _loads: dict[Case, Load] = field(default_factory=dict)
     _roomier: dict[tuple[str, str, int, int], tuple[Variant, ...]] = field(default_factory=dict)
 
-    def variants(self, num_stages: int, microbatch_size: int) -> tuple[Variant, ...]:
-        """The plans for a number of stages and a microbatch size."""
-        key = (num_stages, self.batches[num_stages] // microbatch_size)
+    def variants(self, num_stages: int, num_microbatches: int) -> tuple[Variant, ...]:
+        """The plans for so many stages and microbatches."""
+        key = (num_stages, num_microbatches)
         if key not in self._variants:
             self._variants[key] = tuple(variants(*key))
         return self._variants[key]
@@ -63,27 +62,38 @@ class Evaluator:
         Of equally fast ones, those that move and recompute less come first.
         """
         order = {name: index for index, name in enumerate(self.workload.recomputations)}
-        cases = [(p, b, how) for p, sizes in microbatch_sizes.items() for b in sizes for how in order]
+        cases = [(p, b, how) for p, sizes in microbatch_sizes.items() for b in reversed(sizes) for how in order]
         found: list[Candidate] = []
         for done, case in enumerate(cases):
             if progress is not None:
                 progress(done, len(cases))
-            found += self._candidates(case)
+            if self._is_worth_it(case, [one for one in found if one.fits]):
+                found += self._candidates(case)
         if progress is not None:
             progress(len(cases), len(cases))
         found.sort(key=lambda one: (one.is_balanced, order[one.recomputation], max(one.peak_bytes)))
         return tuple(sorted(found, key=lambda one: (not one.fits, _digits(one.step_s))))
 
+    def _is_worth_it(self, case: Case, fitting: Sequence[Candidate]) -> bool:
+        """Whether to simulate a case: where microbatches are many, only if they may fit, and no larger ones do plain."""
+        p, b, how = case
+        if self.batches[p] // b <= self.many or not fitting:
+            return True
+        if any((one.is_balanced, one.num_stages, one.recomputation) == (False, p, how) for one in fitting):
+            return False
+        return any(self._fits(one, case) for one in self.variants(p, self.many))  # more never need less
+
     def _candidates(self, case: Case) -> Iterator[Candidate]:
         """Every variant; and where only balancing makes a schedule fit, also with the largest budget that does."""
-        fits_plain = set()
-        for variant in self.variants(*case[:2]):
-            candidate = self._candidate(variant, case)
+        plain: dict[str, Candidate] = {}  # it comes before what balances it
+        for variant in self.variants(case[0], self.batches[case[0]] // case[1]):
+            twin = plain.get(variant.schedule)
+            candidate = self._candidate(variant, case, twin)
             yield candidate
-            if candidate.fits and not candidate.is_balanced:
-                fits_plain.add(variant.schedule)
-            if candidate.fits and candidate.is_balanced and variant.schedule not in fits_plain:
-                yield from islice((self._candidate(one, case) for one in self.roomier(variant) if self._fits(one, case)), 1)
+            if twin is None:
+                plain[variant.schedule] = candidate
+            elif candidate.fits and not twin.fits:
+                yield from islice((self._candidate(one, case, twin) for one in self.roomier(variant) if self._fits(one, case)), 1)
 
     def roomier(self, variant: Variant) -> tuple[Variant, ...]:
         """The same with larger budgets."""
@@ -97,7 +107,7 @@ class Evaluator:
         plan, load = variant.plan, self.load((variant.plan.num_stages, *case[1:]))
         return self._verdict([max(live_bytes(plan, load.costs, rank)) for rank in range(plan.num_ranks)], load)[0]
 
-    def _candidate(self, variant: Variant, case: Case) -> Candidate:
+    def _candidate(self, variant: Variant, case: Case, plain: Candidate | None) -> Candidate:
         plan, load = variant.plan, self.load((variant.plan.num_stages, *case[1:]))
         timeline = simulate(plan, load.costs)
         peaks = tuple(timeline.peak_bytes(rank) for rank in range(plan.num_ranks))
@@ -111,8 +121,10 @@ class Evaluator:
             num_microbatches=plan.num_microbatches,
             recomputation=case[2],
             step_s=timeline.makespan_s,
+            times_plain=None if plain is None else timeline.makespan_s / plain.step_s,
             sequences_per_s=self.batch / timeline.makespan_s,
             sequence_s=_slowest_s(plan, load.costs) / case[1],
+            stage_mfu=load.stage_mfu,
             peak_bytes=peaks,
             working_bytes=load.working_bytes,
             fits=fits,
@@ -129,38 +141,26 @@ class Evaluator:
             text += f" ({gib(aside)} are for recomputing a layer)"
         return needed <= there, text if needed <= there else f"{text}, {gib(needed - there)} too much"
 
-    def step_s(self, candidate: Candidate, link_bytes_per_s: float) -> float:
-        """A candidate's step if the links that carry its evictions had another bandwidth."""
-        plan, costs = self._simulated(candidate)
-        return simulate(plan, _with_link(plan, costs, link_bytes_per_s)).makespan_s
+    @property
+    def link_bytes_per_s(self) -> float:
+        """The bandwidth between the ranks of a pair."""
+        return self.workload.links.bytes_per_s
 
-    def eviction_bytes_per_s(self, candidate: Candidate) -> float:
-        """The bandwidth of the links that carry a candidate's evictions."""
+    def step_s(self, candidate: Candidate, bytes_per_s: float) -> float:
+        """A candidate's step if the kind of link that joins the ranks of a pair had another bandwidth."""
+        if bytes_per_s == self.link_bytes_per_s:
+            return candidate.step_s
+        other = self.workload.links.with_pairs_at(bytes_per_s)
         plan, costs = self._simulated(candidate)
-        return min(costs.link_between(*move).bytes_per_s for move in _moves(plan))
+        return simulate(plan, replace(costs, link=other.link, cross_link=other.cross_link)).makespan_s
 
     def _simulated(self, candidate: Candidate) -> tuple[Plan, Costs]:
         """The plan of a candidate and its costs."""
-        tight = self.variants(candidate.num_stages, candidate.microbatch_size)
-        found = [*tight, *(one for variant in tight if variant.destination for one in self.roomier(variant))]
+        tight = self.variants(candidate.num_stages, candidate.num_microbatches)
+        found = chain(tight, (one for variant in tight if variant.destination for one in self.roomier(variant)))
         name = (candidate.schedule, candidate.destination, candidate.slots)
         plan = next(one.plan for one in found if (one.schedule, one.destination, one.slots) == name)
         return plan, self.load((plan.num_stages, candidate.microbatch_size, candidate.recomputation)).costs
-
-    def breaks_even_at(self, candidate: Candidate, step_s: float) -> float | None:
-        """The least bandwidth, to 1 part in 1000, with which a candidate takes no longer than `step_s`; None if none does."""
-        if candidate.hides_at_bytes_per_s is None or self.step_s(candidate, float("inf")) > step_s:
-            return None
-        high = candidate.hides_at_bytes_per_s
-        while self.step_s(candidate, high) > step_s:
-            high *= 2
-        low = high / 2
-        while self.step_s(candidate, low) <= step_s and low > 1:
-            low, high = low / 2, low
-        for _ in range(BISECTIONS):
-            middle = (low + high) / 2
-            low, high = (low, middle) if self.step_s(candidate, middle) <= step_s else (middle, high)
-        return high
 
 
 def _digits(seconds: float) -> float:
@@ -182,19 +182,6 @@ def _hides_at(plan: Plan, costs: Costs) -> float | None:
     stages = {action.stage for lane in plan.served for action in lane}
     speeds = [costs.movable(x) / costs.seconds(Op.F, x, 0) for x in stages if costs.seconds(Op.F, x, 0) > 0]
     return max(speeds, default=None)
-
-
-def _moves(plan: Plan) -> set[tuple[int, int]]:
-    """The ranks between which activations are evicted."""
-    return {(action.peer, rank) for rank, lane in enumerate(plan.served) for action in lane if action.peer is not None}
-
-
-def _with_link(plan: Plan, costs: Costs, bytes_per_s: float) -> Costs:
-    """The costs with another bandwidth where evictions go: within nodes, or across where an evictor's pair is on another one."""
-    nodes = costs.nodes
-    if nodes is not None and any(nodes[src] != nodes[dst] for src, dst in _moves(plan)):
-        return replace(costs, cross_link=Link(bytes_per_s=bytes_per_s))
-    return replace(costs, link=Link(bytes_per_s=bytes_per_s), cross_link=costs.cross_link or costs.link)
 
 
 def finite(bytes_per_s: float) -> float | None:

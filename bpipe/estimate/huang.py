@@ -6,15 +6,50 @@ for one sequence, P_peak the operations per second of the devices of a stage tog
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from bpipe.errors import ConfigurationError
 from bpipe.estimate.names import check_count, check_positive
 
-__all__ = ["ASSUMPTIONS", "bubble_factor", "mfu", "speed_up", "stage_mfu", "step_s"]
+__all__ = ["ASSUMPTIONS", "Estimate", "bubble_factor", "estimate", "mfu", "speed_up", "stage_mfu", "step_s"]
 
 ASSUMPTIONS = (
-    "Huang et al.'s estimate (E4) is an upper bound: 1F1B, stages of equal time, a bubble of p - 1 microbatches, and "
-    "neither transfers nor balancing itself cost anything."
+    "Huang et al.'s estimates (E1 to E4) take all stages to be as slow as the slowest, 1F1B, a bubble of p - 1 microbatches, and "
+    "neither transfers nor balancing to cost anything: for equal stages an upper bound. Recomputed operations do not count in MFU."
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Huang et al.'s estimates, from one microbatch size to another; pairs are before and after.
+
+    Args:
+        microbatch_sizes: in sequences.
+        step_s: E1, seconds of a step.
+        stage_mfu: E2, the share of the peak that one stage reaches alone; None if it was measured.
+        mfu: E3, the share that the pipeline reaches; None likewise.
+        stage_ratio: how much faster a stage runs a sequence.
+        bubble_factor: what the bubble leaves of the speed.
+        speed_up: E4, their product.
+        assumptions: in words.
+    """
+
+    microbatch_sizes: tuple[int, int]
+    step_s: tuple[float, float]
+    stage_mfu: tuple[float, float] | None
+    mfu: tuple[float, float] | None
+    stage_ratio: float
+    bubble_factor: float
+    speed_up: float
+    assumptions: str
+
+    def __str__(self) -> str:
+        steps = f"a step of {self.step_s[0]:.4g} s becomes one of {self.step_s[1]:.4g} s (E1)"
+        shares = ""
+        if self.stage_mfu is not None and self.mfu is not None:
+            (x, y), (before, after) = self.stage_mfu, self.mfu
+            shares = f", a stage's MFU of {x:.1%} one of {y:.1%} (E2), the pipeline's of {before:.1%} one of {after:.1%} (E3)"
+        return f"Huang et al.'s E4, for equal stages: {self.speed_up:.3f}x; {steps}{shares}."
 
 
 def step_s(batch: int, microbatch_size: int, num_stages: int, stage_s: float) -> float:
@@ -77,6 +112,40 @@ def speed_up(batch: int, num_stages: int, x: int, y: int, stage_ratio: float) ->
     """
     check_positive("stage_ratio", stage_ratio)
     return bubble_factor(batch, num_stages, x, y) * stage_ratio
+
+
+def estimate(
+    batch: int,
+    num_stages: int,
+    microbatch_sizes: tuple[int, int],
+    *,
+    stage_s: tuple[float, float],
+    stage_mfu: tuple[float, float] | None = None,
+) -> Estimate:
+    """All four, from what one stage takes before and after.
+
+    Args:
+        batch: B.
+        num_stages: p.
+        microbatch_sizes: x and y.
+        stage_s: T(x) and T(y), of the slowest stage.
+        stage_mfu: E2 of both, where the operations are known.
+
+    Raises:
+        ConfigurationError: sizes that do not divide.
+    """
+    (x, y), (x_s, y_s) = microbatch_sizes, stage_s
+    ratio = (x_s / x) / (y_s / y)
+    return Estimate(
+        microbatch_sizes=(x, y),
+        step_s=(step_s(batch, x, num_stages, x_s), step_s(batch, y, num_stages, y_s)),
+        stage_mfu=stage_mfu,
+        mfu=stage_mfu and (mfu(batch, x, num_stages, stage_mfu[0]), mfu(batch, y, num_stages, stage_mfu[1])),
+        stage_ratio=ratio,
+        bubble_factor=bubble_factor(batch, num_stages, x, y),
+        speed_up=speed_up(batch, num_stages, x, y, ratio),
+        assumptions=ASSUMPTIONS,
+    )
 
 
 def check_sizes(batch: int, num_stages: int, *microbatch_sizes: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from difflib import get_close_matches
-from math import isfinite
+from sys import float_info
 from typing import TypeVar
 
 from bpipe.errors import ConfigurationError
@@ -54,7 +54,7 @@ def check_positive(name: str, value: object, *, most: float = float("inf")) -> N
     Raises:
         ConfigurationError: it is not.
     """
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
-    if not is_number or not 0 < value <= most:  # type: ignore[operator]
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= min(most, float_info.max):  # type: ignore[operator]
         limit = "" if most == float("inf") else f", at most {most:g}"
         raise ConfigurationError(f"{name}={value!r}: give a positive number{limit}")

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from bpipe.autograd import Box, edges_of, enter, run_backward
 from bpipe.comm.message import dense, put_together, take_apart
 from bpipe.errors import ConfigurationError, StageError
-from bpipe.estimate.measured import Measurement, Profile
+from bpipe.estimate.measurement import Measurement, Profile
 from bpipe.estimate.names import check_count
 from bpipe.memory.ledger import Footprint, footprint_of
 from bpipe.memory.stash import Stash
@@ -56,7 +56,7 @@ def profile(
         target: what `loss_fn` gets, rows repeated likewise.
         is_first: whether it is the first stage, whose input needs no gradient and is the user's own; default: if no tensor of the
             example has floating point numbers.
-        backward: False to run forwards alone.
+        backward: False to run forwards alone, whose times are no step's: `advise` refuses them.
         repeats: timed runs of each size, after one that is not timed; the median counts.
 
     Returns:
@@ -91,6 +91,7 @@ def profile(
         num_parameters=sum(parameter.numel() for parameter in parameters),
         num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         parameter_bytes=sum(map(_bytes, parameters)),
+        trainable_bytes=sum(_bytes(parameter) for parameter in parameters if parameter.requires_grad),
         gradient_bytes=gradient_bytes,
         buffer_bytes=sum(map(_bytes, stage_module.buffers())),
         measurements=measurements,
@@ -185,7 +186,7 @@ class _Bench:
         del args
         middle = self._now()
         self._backward(ran)
-        return middle - start, self._now() - middle
+        return middle - start, self._now() - middle if self._has_backward else 0.0
 
     def _now(self) -> float:
         if self._device.type == "cuda":

@@ -84,15 +84,15 @@ def stages_of(
 
 
 def check_tensor_parallel(model: Transformer, execution: Execution) -> None:
-    """Raise unless heads divide over the tensor-parallel devices.
+    """Raise unless heads divide over the tensor-parallel devices: copies of key and value heads are not modelled.
 
     Raises:
         ConfigurationError: they do not.
     """
-    if model.num_heads % execution.tensor_parallel:
-        raise ConfigurationError(
-            f"{model.num_heads} heads of {model.name} do not divide over tensor_parallel={execution.tensor_parallel} devices"
-        )
+    t = execution.tensor_parallel
+    for count, what in ((model.num_heads, "heads"), (model.num_kv_heads or model.num_heads, "key and value heads")):
+        if count % t:
+            raise ConfigurationError(f"{count} {what} of {model.name} do not divide over tensor_parallel={t} devices")
 
 
 def _stage(model: Transformer, execution: Execution, b: int, counts: Sequence[int], x: int) -> Stage:

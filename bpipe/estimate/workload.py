@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from bpipe.errors import ConfigurationError
+from bpipe.estimate import huang
 from bpipe.estimate.devices import Device
 from bpipe.estimate.execution import Execution
-from bpipe.estimate.measured import Profile, costs_of
+from bpipe.estimate.measurement import Profile, costs_of
 from bpipe.estimate.stages import stages_of
 from bpipe.estimate.transformer import Transformer
+from bpipe.schedules.balance import mirror_pairs
 from bpipe.schedules.costs import Costs, Link
 
 __all__: list[str] = []
@@ -27,6 +29,23 @@ class Links:
     cross_link: Link | None = None
     nodes: tuple[int, ...] | None = None
 
+    @property
+    def bytes_per_s(self) -> float:
+        """The bandwidth between the ranks of a pair."""
+        return (self._across or self.link).bytes_per_s
+
+    def with_pairs_at(self, bytes_per_s: float) -> Links:
+        """The same with another bandwidth for the kind of link that joins the ranks of a pair."""
+        other = Link(bytes_per_s=bytes_per_s)
+        return replace(self, link=other) if self._across is None else replace(self, cross_link=other)
+
+    @property
+    def _across(self) -> Link | None:
+        """The link between nodes, where it is another one and pairs need it."""
+        nodes = self.nodes or ()
+        is_across = any(nodes[rank] != nodes[pair] for rank, pair in enumerate(mirror_pairs(len(nodes))))
+        return self.cross_link if is_across else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
@@ -35,10 +54,12 @@ class Load:
     Args:
         costs: for the simulation.
         working_bytes: of memory that the costs leave out: what a stage makes again in its backward.
+        stage_mfu: the share of the peak that the slowest stage reaches alone (Huang et al.'s E2); None: nobody knows.
     """
 
     costs: Costs
     working_bytes: int
+    stage_mfu: float | None
 
 
 class Workload(Protocol):
@@ -46,6 +67,9 @@ class Workload(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def links(self) -> Links: ...
 
     @property
     def recomputations(self) -> Sequence[str]:
@@ -143,7 +167,11 @@ class ModelWorkload:
             cross_link=self.links.cross_link,
             nodes=self.links.nodes,
         )
-        return Load(costs=costs, working_bytes=max(stage.working_bytes for stage in stages))
+        slowest = max(stages, key=lambda stage: stage.forward_flops + stage.backward_flops)
+        stage_s = (slowest.forward_flops + slowest.backward_flops) / flops_per_s
+        sequence_flops = 3 * slowest.forward_flops / microbatch_size
+        mfu = huang.stage_mfu(microbatch_size, sequence_flops, stage_s, t * self.device.flops_per_s)
+        return Load(costs=costs, working_bytes=max(stage.working_bytes for stage in stages), stage_mfu=mfu)
 
     def _efficiency_text(self) -> str:
         if isinstance(self.efficiency, Mapping):
@@ -199,4 +227,4 @@ class MeasuredWorkload:
             nodes=links.nodes,
             bytes_per_parameter=self.bytes_per_parameter,
         )
-        return Load(costs=costs, working_bytes=0)
+        return Load(costs=costs, working_bytes=0, stage_mfu=None)

@@ -36,6 +36,9 @@ def test_the_four_agree_with_each_other_and_with_a_simulation(p: int, quarter: i
         simulated = simulate(build("1f1b", p, batch // b), Costs(forward_s=seconds[b] / 3))
         assert simulated.makespan_s == pytest.approx(steps[b])
     assert huang.speed_up(batch, p, x, y, shares[y] / shares[x]) == pytest.approx(steps[x] / steps[y])
+    both = huang.estimate(batch, p, (x, y), stage_s=(seconds[x], seconds[y]), stage_mfu=(shares[x], shares[y]))
+    assert both.step_s == (steps[x], steps[y]) and both.mfu is not None
+    assert both.speed_up == pytest.approx(steps[x] / steps[y]) == pytest.approx(both.mfu[1] / both.mfu[0])
 
 
 @pytest.mark.parametrize("arguments", [(0, 8, 1, 2), (128, 0, 1, 2), (128, 8, 3, 4), (128, 8, 1, 2.0), ("128", 8, 1, 2)])

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 import bpipe
 from bpipe.errors import ConfigurationError, StageError
-from bpipe.estimate import Measurement, Profile
-from bpipe.estimate.measured import costs_of
+from bpipe.estimate import Measurement, Profile, costs_of
 from bpipe.estimate.profile import profile
 from bpipe.memory.ledger import Footprint
 from bpipe.schedules import simulate
@@ -113,7 +112,8 @@ def test_parameters_are_counted() -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(torch.float64)
     module[0].bias.requires_grad_(False)
     one = profile(module, torch.randn(2, 4, dtype=torch.float64), [2], repeats=1)
-    assert (one.num_parameters, one.num_trainable, one.parameter_bytes, one.gradient_bytes) == (28, 24, 28 * 8, 24 * 8)
+    assert (one.num_parameters, one.num_trainable) == (28, 24)
+    assert (one.parameter_bytes, one.trainable_bytes, one.gradient_bytes) == (28 * 8, 24 * 8, 24 * 8)
     assert one.buffer_bytes == 2 * 4 * 8 + 8
     assert (one.name, one.device) == ("Sequential", "cpu")
 
@@ -142,7 +142,7 @@ def test_times() -> None:
     (one,) = profile(Slow(), torch.randn(1, 2), repeats=3).measurements
     assert 0.02 <= one.forward_s < 0.06 <= one.backward_s
     (alone,) = profile(Slow(), torch.randn(1, 2), repeats=1, backward=False).measurements
-    assert (alone.own_bytes, alone.backward_s < 0.01) == (0, True)
+    assert (alone.own_bytes, alone.backward_s) == (0, 0.0)
 
 
 # Left as it was.
@@ -224,6 +224,14 @@ def test_advice_takes_it() -> None:
 
     advice = advise(one, num_stages=4, batch=8, memory_bytes=10 * 2**20)
     assert advice.best is not None and {candidate.microbatch_size for candidate in advice.candidates} == {1, 2}
+
+
+def test_advice_refuses_forwards_alone() -> None:
+    from bpipe.estimate.advise import advise
+
+    alone = profile(Block(), torch.randn(1, 16, 32), [1], repeats=1, backward=False)
+    with pytest.raises(ConfigurationError, match="only the forward of Block was measured"):
+        advise(alone, num_stages=4, batch=8, memory_bytes=10 * 2**20)
 
 
 # Bad input.

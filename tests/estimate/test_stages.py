@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bpipe.errors import ConfigurationError
-from bpipe.estimate import Execution, Transformer
+from bpipe.estimate import Execution, Transformer, model_named
 from bpipe.estimate.activations import embedding_bytes, head_bytes, layer_bytes
 from bpipe.estimate.flops import head_flops, layer_flops
 from bpipe.estimate.stages import split_layers, stages_of
@@ -66,3 +66,5 @@ def test_heads_that_do_not_divide() -> None:
     model = Transformer(num_layers=4, hidden=8, num_heads=2, sequence=4, vocabulary=100)
     with pytest.raises(ConfigurationError, match="2 heads of transformer do not divide over tensor_parallel=4"):
         stages_of(model, Execution(tensor_parallel=4), num_stages=2, microbatch_size=1)
+    with pytest.raises(ConfigurationError, match="8 key and value heads of llama2-70b do not divide over tensor_parallel=16"):
+        stages_of(model_named("llama2-70b"), Execution(tensor_parallel=16), num_stages=2, microbatch_size=1)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 
 from bpipe.errors import ConfigurationError
+from bpipe.estimate.names import check_count, check_positive
 from bpipe.schedules.costs import Costs, Link
 
 __all__ = ["Measurement", "Profile", "costs_of"]
@@ -27,6 +29,9 @@ class Measurement:
         input_gradient_bytes: what its backward sends to the previous one.
         forward_s: seconds of a forward, the median.
         backward_s: seconds of a backward, the median; 0 if none ran.
+
+    Raises:
+        ConfigurationError: no numbers, negative ones, more bytes movable than there are, or a forward that takes no time.
     """
 
     microbatch_size: int
@@ -37,6 +42,16 @@ class Measurement:
     input_gradient_bytes: int
     forward_s: float
     backward_s: float
+
+    def __post_init__(self) -> None:
+        check_count("microbatch_size", self.microbatch_size)
+        for name in ("own_bytes", "movable_bytes", "shared_bytes", "output_bytes", "input_gradient_bytes"):
+            check_count(name, getattr(self, name), least=0)
+        if self.movable_bytes > self.own_bytes:
+            raise ConfigurationError(f"movable_bytes={self.movable_bytes} are part of own_bytes={self.own_bytes}")
+        check_positive("forward_s", self.forward_s)
+        if self.backward_s != 0 or isinstance(self.backward_s, bool):
+            check_positive("backward_s", self.backward_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +64,13 @@ class Profile:
         num_parameters: of all parameters.
         num_trainable: of those that get a gradient.
         parameter_bytes: of all parameters.
+        trainable_bytes: of those that get a gradient.
         gradient_bytes: of the parameters' gradients.
         buffer_bytes: of the module's buffers.
         measurements: one a size, in increasing order.
+
+    Raises:
+        ConfigurationError: no numbers, negative ones, a part that is larger than the whole, or no measurement.
     """
 
     name: str
@@ -59,9 +78,25 @@ class Profile:
     num_parameters: int
     num_trainable: int
     parameter_bytes: int
+    trainable_bytes: int
     gradient_bytes: int
     buffer_bytes: int
     measurements: tuple[Measurement, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("name", "device"):
+            if not isinstance(getattr(self, name), str):
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: give a text")
+        for name in ("num_parameters", "num_trainable", "parameter_bytes", "trainable_bytes", "gradient_bytes", "buffer_bytes"):
+            check_count(name, getattr(self, name), least=0)
+        for part, whole in (("num_trainable", "num_parameters"), ("trainable_bytes", "parameter_bytes")):
+            if getattr(self, part) > getattr(self, whole):
+                raise ConfigurationError(f"{part}={getattr(self, part)} are part of {whole}={getattr(self, whole)}")
+        measured = self.measurements
+        if not isinstance(measured, tuple) or not measured or not all(isinstance(one, Measurement) for one in measured):
+            raise ConfigurationError("measurements: give a tuple of one Measurement or more")
+        if any(before >= after for before, after in pairwise(self.microbatch_sizes)):
+            raise ConfigurationError(f"measurements of sizes {self.microbatch_sizes}: give one a size, in increasing order")
 
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:
@@ -88,14 +123,13 @@ class Profile:
 
         Args:
             bytes_per_parameter: of each trainable parameter, all told; default: parameters and gradients as measured, and Adam's
-                two fp32 moments, with an fp32 copy of parameters that have 16 bits.
+                two fp32 moments, with an fp32 copy of trainable ones that have 16 bits.
         """
         if bytes_per_parameter is None:
-            is_16_bit = self.parameter_bytes < 4 * self.num_parameters
-            optimizer = self.num_trainable * (ADAM_STATE_BYTES + MASTER_BYTES * is_16_bit)
+            num_16_bit = (4 * self.num_trainable - self.trainable_bytes) // 2  # of trainable ones in 2 or 4 bytes each
+            optimizer = ADAM_STATE_BYTES * self.num_trainable + MASTER_BYTES * max(num_16_bit, 0)
             return self.parameter_bytes + self.gradient_bytes + self.buffer_bytes + optimizer
-        frozen = self.num_parameters - self.num_trainable
-        frozen_bytes = self.parameter_bytes * frozen // max(self.num_parameters, 1)
+        frozen_bytes = self.parameter_bytes - self.trainable_bytes
         return round(self.num_trainable * bytes_per_parameter) + frozen_bytes + self.buffer_bytes
 
     def to_json(self) -> str:
@@ -112,8 +146,9 @@ class Profile:
         try:
             fields = json.loads(text)
             return cls(**{**fields, "measurements": tuple(Measurement(**one) for one in fields["measurements"])})
-        except (ValueError, TypeError, KeyError) as error:
-            raise ConfigurationError(f"this is no profile that to_json() wrote: {text[:80]!r} ({error})") from error
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            shown = repr(text[:80] if isinstance(text, (str, bytes)) else text)
+            raise ConfigurationError(f"this is no profile that to_json() wrote: {shown} ({error})") from error
 
 
 def costs_of(
@@ -136,20 +171,25 @@ def costs_of(
         bytes_per_parameter: see `Profile.static_bytes`.
 
     Raises:
-        ConfigurationError: no profile, or a size that was not measured.
+        ConfigurationError: no profile, a size that was not measured, or one of which only the forward was.
 
     Example:
         >>> from bpipe.schedules import build, simulate
         >>> one = Measurement(microbatch_size=1, own_bytes=9, movable_bytes=8, shared_bytes=0, output_bytes=2,
         ...     input_gradient_bytes=2, forward_s=1.0, backward_s=2.0)
         >>> stage = Profile(name="Stage", device="cpu", num_parameters=0, num_trainable=0, parameter_bytes=0,
-        ...     gradient_bytes=0, buffer_bytes=0, measurements=(one,))
+        ...     trainable_bytes=0, gradient_bytes=0, buffer_bytes=0, measurements=(one,))
         >>> simulate(build("1f1b", 4, 8), costs_of([stage] * 4, 1)).makespan_s
         33.0
     """
     if not profiles:
         raise ConfigurationError("no profiles: give one for each stage")
     measured = [profile.at(microbatch_size) for profile in profiles]
+    for profile, one in zip(profiles, measured):
+        if not one.backward_s:
+            raise ConfigurationError(
+                f"only the forward of {profile.name} was measured: a step has backwards too, profile it without backward=False"
+            )
     return Costs(
         forward_s=tuple(one.forward_s for one in measured),
         backward_s=tuple(one.backward_s for one in measured),

@@ -1,0 +1,141 @@
+"""The sentences of a verdict. Each first line stands alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bpipe.estimate.advice import Candidate, gb_per_s, gib
+from bpipe.estimate.huang import Estimate
+
+__all__: list[str] = []
+
+HIDDEN = 0.01  # waits of this share of a step are called none
+EQUAL = 0.0005  # what "0.0%" and "1.000 times" show
+
+
+def nothing_fits(candidates: Sequence[Candidate]) -> str:
+    """No rank has room enough."""
+    least = min(candidates, key=lambda one: max(one.peak_bytes) + one.working_bytes)
+    return (
+        f"Nothing fits: {least.name} needs least, and {least.reason}.\n"
+        "What makes it less: more stages or tensor parallelism; recomputation (selective, then full) or fused attention, where it "
+        "is not among the candidates; an optimizer sharded over replicas (fewer bytes a parameter); shorter sequences."
+    )
+
+
+def nothing_to_balance(candidates: Sequence[Candidate], plain: Candidate) -> str:
+    """No schedule has a balanced form."""
+    stages = max(one.num_stages for one in candidates)
+    why = "3 stages or fewer leave no slot to gain" if stages < 4 else "too few microbatches for ranks to differ"
+    return f"Nothing to balance: {why}. The best is {plain.name}: {_numbers(plain)}."
+
+
+def only_balanced(balanced: Candidate, link_bytes_per_s: float) -> str:
+    """No plain one fits."""
+    first = f"Balance: only so does anything fit. The best is {balanced.name}: {_numbers(balanced)}."
+    return f"{first}\n{link(balanced, link_bytes_per_s)}"
+
+
+def not_needed(plain: Sequence[Candidate]) -> str:
+    """Whatever fits balanced fits plain."""
+    largest = max(one.microbatch_size for one in plain if _way(one) == _way(plain[0]))
+    recomputation = "" if plain[0].recomputation == "as measured" else f" with recomputation {plain[0].recomputation}"
+    return (
+        f"Don't balance, there is no need: microbatch {largest} fits plain{recomputation}, and of all that was tried nothing fits "
+        f"only balanced.\nThe best is {plain[0].name}: {_numbers(plain[0])}."
+    )
+
+
+def balance(plain: Candidate, balanced: Candidate, even: float | None) -> str:
+    """It is faster."""
+    breaks_even = "" if even is None else f"; balancing breaks even at {gb_per_s(even)}"
+    return f"Balance: {_percent(_gain(plain, balanced))} more sequences a second: {_trade(plain, balanced)}{breaks_even}."
+
+
+def dont(plain: Candidate, balanced: Candidate) -> str:
+    """It would not be faster over any link."""
+    return f"Don't balance: {_trade(plain, balanced)}."
+
+
+def slow_link(plain: Candidate, balanced: Candidate, link_bytes_per_s: float, ideal_gain: float, even: float) -> str:
+    """It would be faster over another link."""
+    gain, hides_at = _gain(plain, balanced), balanced.hides_at_bytes_per_s
+    hides = "B" if hides_at is None else f"They hide at {gb_per_s(hides_at)}, and b"
+    result = "nothing" if abs(gain) < EQUAL else f"a loss of {_percent(-gain)}" if gain < 0 else _percent(gain)
+    return (
+        f"Don't balance over this link: at {gb_per_s(link_bytes_per_s)} evictions turn a gain of {_percent(ideal_gain)}, that of "
+        f"an unlimited link, into {result}. {hides}alancing breaks even at {gb_per_s(even)}.\nBalancing: {_trade(plain, balanced)}."
+    )
+
+
+def numbers(plain: Sequence[Candidate], balanced: Candidate, estimate: Estimate | None) -> str:
+    """What is compared, and Huang et al.'s estimate of it; and where plain fits more than its best choice, that it does."""
+    best = plain[0]
+    text = f"The best plain: {best.name}, {_numbers(best)}. With balance: {balanced.name}, {_numbers(balanced)}."
+    largest = max((one.microbatch_size for one in plain if _way(one) == _way(balanced)), default=0)
+    if largest > best.microbatch_size:
+        text += f" Plain fits microbatches up to {largest} with recomputation {balanced.recomputation}."
+    return text if estimate is None else f"{text} {estimate}"
+
+
+def link(one: Candidate, bytes_per_s: float) -> str:
+    """Whether evictions hide, and what they cost where they do not."""
+    assert one.times_plain is not None
+    need = (
+        ""
+        if one.hides_at_bytes_per_s is None
+        else f"Evictions need {gb_per_s(one.hides_at_bytes_per_s)} to hide behind a forward. "
+    )
+    over = f"Over the link's {gb_per_s(bytes_per_s)} "
+    if one.exposed_s <= HIDDEN * one.step_s:
+        how = f"they hide: the step is {one.times_plain:.3f} times that of the same microbatches without them."
+    else:
+        free = ", as they wait within the bubble" if abs(one.times_plain - 1) < EQUAL else ""
+        how = f"a rank waits {one.exposed_s:.3g} s a step for them, and the step is {one.times_plain:.3f} times that of the same "
+        how += f"microbatches without them{free}."
+    return f"{need}{over}{how}"
+
+
+def _trade(plain: Candidate, balanced: Candidate) -> str:
+    """What balancing allows, what a stage gains by it and what the bubble costs."""
+    allows = f"it allows {_difference(plain, balanced)}; "
+    if plain.num_stages != balanced.num_stages:
+        return f"{allows}together {100 * _gain(plain, balanced):+.1f}% sequences a second"
+    estimate = balanced.estimate_over(plain)
+    is_larger = balanced.microbatch_size > plain.microbatch_size and balanced.recomputation == plain.recomputation
+    gain = f"{allows}{'the larger microbatch' if is_larger else 'that'} {_gains(estimate.stage_ratio - 1)} a stage"
+    if balanced.microbatch_size == plain.microbatch_size:
+        return gain
+    return f"{gain} and {'costs' if estimate.bubble_factor < 1 else 'saves'} {_percent(abs(1 - estimate.bubble_factor))} in bubble"
+
+
+def _difference(plain: Candidate, balanced: Candidate) -> str:
+    differences = [
+        (f"microbatch {balanced.microbatch_size}", str(plain.microbatch_size), balanced.microbatch_size != plain.microbatch_size),
+        (f"recomputation {balanced.recomputation}", plain.recomputation, balanced.recomputation != plain.recomputation),
+        (f"{balanced.num_stages} stages", str(plain.num_stages), balanced.num_stages != plain.num_stages),
+    ]
+    texts = [f"{new} instead of {old}" for new, old, differs in differences if differs]
+    return " and ".join(texts) or f"{balanced.label} instead of {plain.label}"
+
+
+def _way(one: Candidate) -> tuple[int, str]:
+    return one.num_stages, one.recomputation
+
+
+def _gain(plain: Candidate, balanced: Candidate) -> float:
+    return plain.step_s / balanced.step_s - 1
+
+
+def _numbers(one: Candidate) -> str:
+    return f"{one.step_s:.4g} s a step, {gib(max(one.peak_bytes))} GiB"
+
+
+def _gains(value: float) -> str:
+    if abs(value) < EQUAL:
+        return "gains nothing"
+    return f"gains {_percent(value)}" if value > 0 else f"loses {_percent(-value)}"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f}%"
