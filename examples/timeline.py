@@ -7,17 +7,14 @@ from pathlib import Path
 import bpipe
 from bpipe.estimate.calibrate import calibrated
 from bpipe.schedules import simulate
+from bpipe.tools.measured import typical
 
 __all__ = ["draw_timeline"]
 
 
 def draw_timeline(folder: Path) -> None:
     """Draw the traced step of median length as timeline.png and timeline.html, and say how well it was predicted. For one rank."""
-    traced = bpipe.load_trace(folder / "trace")  # with the evaluations between the steps
-    steps = sorted((step for step in traced if step.plan.has_backward), key=lambda step: step.makespan_s)
-    if not steps:
-        return
-    measured = steps[(len(steps) - 1) // 2]
+    measured = typical(bpipe.load_trace(folder / "trace"))
     predicted = simulate(measured.plan, calibrated([measured], measured.plan))
     for name in ("timeline.png", "timeline.html"):
         bpipe.draw(measured, folder / name, other=predicted, title="A balanced step, measured and predicted")

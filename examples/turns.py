@@ -14,7 +14,7 @@ __all__ = ["Turns"]
 class Turns:
     """The first steps in turns; of them the balanced ones are traced, but for the first, which also agrees on shapes.
 
-    Starting and ending are collective: every rank asks for every step.
+    Every rank asks for every step: where tracing starts, all do.
 
     Args:
         plain: the schedule to compare with.

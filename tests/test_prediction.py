@@ -1,4 +1,4 @@
-"""What the simulator predicts from profiled costs is what a step takes, within ten percent."""
+"""What the simulator predicts from profiled costs is what a step takes, within the ten percent that were asked for."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def of_sleeping_stages(rank: int) -> Predictions:
 
 
 def predict(schedules: list[Any], measure: Any, rows: int, x: torch.Tensor, target: torch.Tensor, *, num_steps: int) -> Predictions:
-    """Profile before and after the steps, because a shared machine changes its speed, and take the medians of all."""
+    """Profile before and after the steps, because a shared machine changes its speed; the mean predicts, the median is measured."""
     measured: dict[str, list[float]] = {schedule.plan.name: [] for schedule in schedules}
     profiles = [gathered(measure())]
     for turn in range(1 + num_steps):
@@ -85,6 +85,5 @@ def gathered(profile: Profile) -> list[Profile]:
 @pytest.mark.parametrize("job, num_ranks", [(of_the_main_job, 2), (of_sleeping_stages, 4)])
 def test_the_predicted_step_is_the_measured_one(job: Any, num_ranks: int) -> None:
     predictions = run_ranks(job, num_ranks, timeout_s=200)[0]
-    print(predictions)
     for name, (predicted, measured) in predictions.items():
         assert predicted == pytest.approx(measured, rel=TOLERANCE), (name, predictions)

@@ -8,7 +8,7 @@ rank 0's clock as the true one, and r's clock ahead of it by o_r (readings a_r b
     a_r - o_r < b_0    so  o_r > a_r - b_0
 
 The bounds of all rounds hold together, whatever the network's delays. They hold where they were taken: clocks of different
-machines then drift apart, by some microseconds a second.
+machines then drift apart.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from bpipe.errors import ConfigurationError
-from bpipe.schedules import Costs, Link, Op, Plan, Timeline
+from bpipe.schedules import Costs, Op, Plan, Timeline
 from bpipe.schedules.plan import occupancy
 
 __all__ = ["calibrated"]
@@ -15,56 +15,39 @@ __all__ = ["calibrated"]
 Taken = dict[tuple[Op, int], dict[int, list[float]]]  # seconds by operation and stage, then by microbatch
 
 
-def calibrated(
-    timelines: Sequence[Timeline],
-    plan: Plan,
-    *,
-    link: Link | None = None,
-    cross_link: Link | None = None,
-    nodes: Sequence[int] | None = None,
-    slowdown: float = 1.0,
-) -> Costs:
+def calibrated(timelines: Sequence[Timeline], plan: Plan) -> Costs:
     """The costs of a plan as measured on steps of it, or of another plan over the same stages.
 
     Each computation takes the median of its steps; where the plan has another number of microbatches, the median of its
-    stage. A microbatch keeps what a rank's memory grows by for each slot that it occupies. Links are not in a trace: what a
-    transfer takes there includes waiting for its other end.
+    stage. A microbatch keeps what a rank's memory grows by for each slot that it occupies. Links are not in a trace, because
+    what a transfer takes there includes waiting for its other end: put them in with `dataclasses.replace`.
 
     Args:
-        timelines: measured steps, all ranks.
+        timelines: measured steps, all ranks; evaluations are left out where the plan trains, and steps where it evaluates.
         plan: what the costs are for.
-        link: between ranks of one node; default: instant.
-        cross_link: between nodes.
-        nodes: the node of each rank.
-        slowdown: of computations while a transfer runs.
 
     Raises:
-        ConfigurationError: the trace is of other stages, or lacks an operation that the plan needs.
+        ConfigurationError: the trace has no such steps, is of other stages, or lacks an operation that the plan needs.
     """
-    if not timelines or timelines[0].plan.num_stages != plan.num_stages:
-        seen = timelines[0].plan.num_stages if timelines else 0
+    alike = [timeline for timeline in timelines if timeline.plan.has_backward == plan.has_backward]
+    if not alike:
+        raise ConfigurationError(f"the trace has no {'training steps' if plan.has_backward else 'evaluations'}: trace some")
+    traced = alike[0]
+    if traced.plan.num_stages != plan.num_stages:
         raise ConfigurationError(
-            f"the trace is of {seen} stages, and the plan has {plan.num_stages}: trace the stages you plan for"
+            f"the trace is of {traced.plan.num_stages} stages, and the plan has {plan.num_stages}: trace the stages you plan for"
         )
     taken: Taken = defaultdict(lambda: defaultdict(list))
-    for timeline in timelines:
+    for timeline in alike:
         for rank in range(timeline.num_ranks):
             for action, begin, end in timeline.computations(rank):
                 taken[action.op, action.stage][action.microbatch].append(end - begin)
     needed = dict.fromkeys(action.op for rank in range(plan.num_ranks) for action in plan.compute(rank))
     named = {Op.F: "forward_s", Op.B: "backward_s", Op.I: "input_s", Op.W: "weight_s"}
     times = {named[op]: [_series(taken, op, stage, plan) for stage in range(plan.num_stages)] for op in needed}
-    traced = timelines[0]
     saved = [_saved(traced, rank) for rank in traced.plan.stage_ranks]
-    return Costs(
-        **times,  # type: ignore[arg-type]
-        saved_bytes=saved,
-        static_bytes=[_static(traced, rank, saved) for rank in traced.plan.stage_ranks],
-        link=link or Link(),
-        cross_link=cross_link,
-        nodes=nodes,
-        slowdown=slowdown,
-    )
+    static = [_static(traced, rank, saved) for rank in traced.plan.stage_ranks]
+    return Costs(**times, saved_bytes=saved, static_bytes=static)  # type: ignore[arg-type]
 
 
 def _saved(timeline: Timeline, rank: int) -> int:
@@ -76,8 +59,7 @@ def _saved(timeline: Timeline, rank: int) -> int:
 
 def _static(timeline: Timeline, rank: int, saved: Sequence[int]) -> int:
     """A stage's share of what a rank holds besides microbatches and the rooms for its guests."""
-    chains = timeline.plan.chains(rank).values()
-    rooms = sum(max(occupancy(chain, lambda action: saved[action.stage]), default=0) for chain in chains)
+    rooms = sum(timeline.plan.rooms(rank, lambda action: saved[action.stage]).values())
     return max(0, timeline.actions[rank].idle_bytes - rooms) // timeline.plan.stage_ranks.count(rank)
 
 

@@ -11,7 +11,7 @@ from bpipe.estimate.advice import Candidate, gib
 from bpipe.estimate.candidates import Variant, roomier, variants
 from bpipe.estimate.workload import Load, Workload
 from bpipe.schedules import Costs, Op, Plan, simulate
-from bpipe.schedules.simulate import live_bytes
+from bpipe.schedules.simulate import idle_bytes, own_bytes
 from bpipe.schedules.timeline import Timeline
 
 __all__: list[str] = []
@@ -105,7 +105,8 @@ class Evaluator:
 
     def _fits(self, variant: Variant, case: Case) -> bool:
         plan, load = variant.plan, self.load((variant.plan.num_stages, *case[1:]))
-        return self._verdict([max(live_bytes(plan, load.costs, rank)) for rank in range(plan.num_ranks)], load)[0]
+        peaks = [idle_bytes(plan, load.costs, rank) + max(own_bytes(plan, load.costs, rank)) for rank in range(plan.num_ranks)]
+        return self._verdict(peaks, load)[0]
 
     def _candidate(self, variant: Variant, case: Case, plain: Candidate | None) -> Candidate:
         plan, load = variant.plan, self.load((variant.plan.num_stages, *case[1:]))

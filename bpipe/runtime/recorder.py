@@ -44,7 +44,7 @@ class Record:
 
 
 class Recorder(Observer):
-    """Records the steps of one rank; each takes about a microsecond an action.
+    """Records the steps of one rank, with two readings of the clock an action.
 
     Args:
         device_times: of its CUDA device, or None.

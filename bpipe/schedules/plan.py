@@ -72,9 +72,14 @@ class Plan:
         peers = sorted({action.peer for action in self.served[rank] if action.peer is not None})
         return {peer: tuple(a for a in self.served[rank] if a.peer == peer) for peer in peers}
 
-    def rooms(self, rank: int) -> dict[int, int]:
-        """The slots a rank reserves for each evictor it serves: the most it ever keeps of it, transfers in flight included."""
-        return {peer: max(occupancy(chain), default=0) for peer, chain in self.chains(rank).items()}
+    def rooms(self, rank: int, size: Size = lambda action: 1) -> dict[int, int]:
+        """What a rank reserves for each evictor it serves: the most it ever keeps of it, transfers in flight included.
+
+        Args:
+            rank: the acceptor.
+            size: what a microbatch counts; default: a slot.
+        """
+        return {peer: max(occupancy(chain, size), default=0) for peer, chain in self.chains(rank).items()}
 
     @property
     def peak_slots(self) -> tuple[int, ...]:

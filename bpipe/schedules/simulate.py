@@ -52,35 +52,22 @@ def simulate(plan: Plan, costs: Costs) -> Timeline:
         events.run()
     return Timeline(
         plan=plan,
-        actions=tuple(
-            Lane(
-                begin_s=lane.begin_s,
-                end_s=lane.end_s,
-                live_bytes=array("q", live_bytes(plan, costs, rank)),
-                idle_bytes=idle_bytes(plan, costs, rank),
-            )
-            for rank, lane in enumerate(events.compute)
-        ),
+        actions=tuple(_recorded(plan, costs, rank, lane) for rank, lane in enumerate(events.compute)),
         served=tuple(_merged(plan, rank, chains) for rank, chains in enumerate(events.chains)),
     )
 
 
-def live_bytes(plan: Plan, costs: Costs, rank: int) -> Iterator[int]:
-    """Yield the bytes a rank holds while each of its actions runs: its stages', its microbatches' and its guests' rooms."""
-
-    def size(action: Action) -> int:
-        return costs.movable(action.stage) if action.op in _MOVES else costs.saved(action.stage)
-
-    always = idle_bytes(plan, costs, rank)
-    kept = occupancy(plan.actions[rank], size) if plan.has_backward else repeat(0, len(plan.actions[rank]))
-    return (always + live for live in kept)
+def own_bytes(plan: Plan, costs: Costs, rank: int) -> Iterator[int]:
+    """Yield the bytes that a rank's own microbatches take while each of its actions runs."""
+    if not plan.has_backward:
+        return repeat(0, len(plan.actions[rank]))
+    return occupancy(plan.actions[rank], lambda a: costs.movable(a.stage) if a.op in _MOVES else costs.saved(a.stage))
 
 
 def idle_bytes(plan: Plan, costs: Costs, rank: int) -> int:
     """The bytes a rank holds without any microbatch of its own: its stages' static ones, and its guests' rooms."""
     static = sum(costs.static(stage) for stage, owner in enumerate(plan.stage_ranks) if owner == rank)
-    chains = plan.chains(rank).values()
-    return static + sum(max(occupancy(chain, lambda action: costs.movable(action.stage)), default=0) for chain in chains)
+    return static + sum(plan.rooms(rank, lambda action: costs.movable(action.stage)).values())
 
 
 _MOVES = frozenset({Op.WAIT_EVICT, Op.LOAD})
@@ -212,6 +199,13 @@ def _slowed_end(begin: float, work_s: float, busy: Sequence[tuple[float, float]]
         work_s -= slow_work
         now = max(now, end)
     return now + work_s
+
+
+def _recorded(plan: Plan, costs: Costs, rank: int, lane: _LaneRun) -> Lane:
+    """The record of a rank's compute lane, with what the rank holds."""
+    idle = idle_bytes(plan, costs, rank)
+    live = array("q", (idle + own for own in own_bytes(plan, costs, rank)))
+    return Lane(begin_s=lane.begin_s, end_s=lane.end_s, live_bytes=live, idle_bytes=idle)
 
 
 def _merged(plan: Plan, rank: int, chains: Mapping[int, _LaneRun]) -> Lane:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from bpipe.comm.placement import pair_adjacent
 from bpipe.errors import ConfigurationError, PlanError
 from bpipe.estimate.calibrate import calibrated
 from bpipe.schedules import Costs, Link, Plan, Timeline, build, names, simulate, verify
+from bpipe.tools.measured import typical
 from bpipe.tools.quantities import bytes_of, bytes_per_second_of, one_or_each, seconds_of
 from bpipe.tools.terminal import sign_of_life
 
@@ -124,7 +126,7 @@ def read_plan(path: Path) -> Plan:
         ConfigurationError, OSError: there is none.
     """
     if is_trace(path):
-        return read_trace(path)[-1].plan
+        return typical(read_trace(path)).plan
     try:
         text = path.read_text(encoding="utf-8")
         return Plan.from_text(text) if text.startswith("bpipe-plan") else Plan.from_csv(text, path.stem.replace(" ", "_"))
@@ -157,12 +159,9 @@ def timeline_of(schedule: str, args: argparse.Namespace) -> Timeline:
 
 
 def chosen_step(timelines: list[Timeline], step: int | None) -> Timeline:
-    """The step with a number; without one, the training step of median length."""
-    if not timelines:
-        raise ConfigurationError("the trace has no steps: run some while it is entered")
+    """The step with a number; without one, the typical one."""
     if step is None:
-        trained = [timeline for timeline in timelines if timeline.plan.has_backward] or timelines
-        return sorted(trained, key=lambda timeline: timeline.makespan_s)[(len(trained) - 1) // 2]
+        return typical(timelines)
     for timeline in timelines:
         if timeline.step == step:
             return timeline
@@ -184,7 +183,7 @@ def costs_of(args: argparse.Namespace, plan: Plan) -> Costs:
     if given:
         raise ConfigurationError(f"--measured gives the times and bytes of stages: leave {', '.join(given)} out")
     steps = read_trace(args.measured)
-    return calibrated(steps if args.step is None else [chosen_step(steps, args.step)], plan, **links)
+    return replace(calibrated(steps if args.step is None else [chosen_step(steps, args.step)], plan), **links)
 
 
 def nodes_of(args: argparse.Namespace, plan: Plan) -> list[int] | None:

@@ -1,7 +1,7 @@
 """Timelines, simulated or measured, as files in Chrome's trace format, which Perfetto (https://ui.perfetto.dev) opens.
 
     process "rank 0"   compute      | 0F0 | 0F1 |WAIT_RECV_B| 0B0 | ...
-                       device          | 0F0 | 0F1 |           | 0B0 |         on CUDA, when it was measured
+                       device       | 0F0 | 0F1 |           | 0B0 |         on CUDA, when it was measured
                        transfers       | 0SEND_F0 ----+|  ...
                        evictions    ...               | |0EVICT2 --+|   |+-> 0LOAD2 |
                        guests       ...               |            +---+   accepted here for other ranks, and returned
@@ -63,7 +63,7 @@ class Origin(NamedTuple):
 
 
 class _Slice(NamedTuple):
-    """A box in the picture, in nanoseconds; `index` is its action's place in its rank's lane."""
+    """A box in the picture, in nanoseconds."""
 
     begin_ns: int
     end_ns: int

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from bpipe.errors import ConfigurationError
 from bpipe.schedules.timeline import Lane, Span, Timeline
 
-__all__ = ["Measured"]
+__all__ = ["Measured", "typical"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,18 @@ class Measured(Timeline):
     def ranks(self) -> list[int]:
         """The ranks that were recorded."""
         return [rank for rank, lane in enumerate(self.actions) if lane.begin_s]
+
+
+def typical(timelines: Sequence[Timeline]) -> Timeline:
+    """The training step of median length; of evaluations alone, the evaluation.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
+    steps = [timeline for timeline in timelines if timeline.plan.has_backward] or timelines
+    if not steps:
+        raise ConfigurationError("the trace has no steps: run some while it is entered")
+    return sorted(steps, key=lambda timeline: timeline.makespan_s)[(len(steps) - 1) // 2]
 
 
 def merged(parts: Sequence[Measured]) -> Measured:

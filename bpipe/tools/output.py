@@ -13,16 +13,20 @@ from bpipe.tools.terminal import sign_of_life
 __all__: list[str] = []
 
 
-def check_out(path: Path | None) -> None:
+def check_out(path: Path | None, suffixes: Sequence[str] = (*SUFFIXES, ".json")) -> None:
     """Refuse a path before the work that would end there.
+
+    Args:
+        path: None for no output.
+        suffixes: those of the formats there are.
 
     Raises:
         ConfigurationError: its suffix is unknown, or its folder is not there.
     """
     if path is None:
         return
-    if path.suffix.lower() not in (*SUFFIXES, ".json"):
-        raise ConfigurationError(f"{str(path)!r} ends in no format there is: end it in {', '.join(SUFFIXES)} or .json")
+    if path.suffix.lower() not in suffixes:
+        raise ConfigurationError(f"{str(path)!r} ends in no format there is here: end it in {', '.join(suffixes)}")
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigurationError(f"{path}: {'a folder' if path.is_dir() else f'there is no folder {path.parent}'}")
 

@@ -242,7 +242,7 @@ def _facts(timeline: Timeline, unit: str) -> str:
     """One line of numbers."""
     plan, ranks = timeline.plan, range(timeline.num_ranks)
     makespan = timeline.makespan_s
-    bubble = max(timeline.bubble_s(rank) for rank in ranks) / makespan if makespan else 0.0
+    bubble = 1 - min(map(timeline.work_s, ranks)) / makespan if makespan else 0.0
     peak = max(ranks, key=timeline.peak_bytes)
     stages = f"p = {plan.num_stages}" + (f" on {plan.num_ranks} ranks" if plan.num_ranks != plan.num_stages else "")
     step = "" if timeline.step is None else f" in step {timeline.step}"

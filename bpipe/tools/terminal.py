@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -57,14 +57,14 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | No
 
 
 @contextmanager
-def sign_of_life(text: str) -> Iterator[None]:
-    """Show on a terminal what takes so long, and for how long by now."""
+def sign_of_life(text: str) -> Iterator[Callable[[int, int], None]]:
+    """Show on a terminal what takes so long, and for how long by now; told `(done, total)`, how much of it is done too."""
     if not sys.stderr.isatty() or find_spec("rich") is None:
-        yield
+        yield lambda done, total: None
         return
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console(to_errors=True), transient=True) as progress:
-        progress.add_task(text, total=None)
-        yield
+        task = progress.add_task(text, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)

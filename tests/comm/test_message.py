@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._pytree import tree_leaves
 
 from bpipe.comm.message import Layout, TensorMeta, dense, meta_of, put_together, take_apart
 from bpipe.errors import CommError, StageError
@@ -176,8 +177,10 @@ JSON = st.recursive(
 @given(st.text(max_size=30) | JSON.map(json.dumps), st.integers(0, 3))
 @settings(max_examples=300)
 def test_any_nest_is_an_output_or_an_error(nest: str, num_tensors: int) -> None:
+    tensors = [torch.zeros(1) for _ in range(num_tensors)]
     with suppress(CommError):
-        put_together(nest, [torch.zeros(1)] * num_tensors)
+        found = [part for part in tree_leaves(put_together(nest, tensors)) if isinstance(part, torch.Tensor)]
+        assert list(map(id, found)) == list(map(id, tensors))
 
 
 def test_text() -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from bpipe.schedules import Op, Plan, build
+from bpipe.schedules.build import forward_plan
+from bpipe.tools.chrome import save_trace
 from bpipe.tools.cli import COMMANDS, main
 
 
@@ -175,7 +177,7 @@ def test_env_names_what_is_here(capsys):
         (["simulate", "1f1b", *SMALL, "--bandwidth", "0"], "bytes_per_s"),
         (["simulate", "1f1b", *SMALL, "--ranks-per-node", "3"], "4 stages do not fill nodes of 3"),
         (["simulate", "1f1b", *SMALL, "--out", "picture.bmp"], ".bmp"),
-        (["simulate", "1f1b", "-p", "64", "-m", "9999999", "--out", "picture.bmp"], "or .json"),
+        (["simulate", "1f1b", "-p", "64", "-m", "9999999", "--out", "picture.bmp"], ".html, .json"),
         (["simulate", "1f1b", "-p", "64", "-m", "9999999", "--out", "missing/picture.svg"], "there is no folder missing"),
         (["simulate", "1f1b", *SMALL, "--forward", "1e308"], "forward_s=1e+308"),
         (["simulate", "1f1b", *SMALL, "--saved", "1e308"], "saved_bytes="),
@@ -188,6 +190,8 @@ def test_env_names_what_is_here(capsys):
         (["simulate", "missing/plan.txt"], "missing/plan.txt"),
         (["compare", "1f1b", *SMALL], "two schedules or more"),
         (["plot", "1f1b", *SMALL], "-o/--out"),
+        (["compare", "gpipe", "1f1b", *SMALL, "--out", "both.json"], ".html"),
+        (["plot", "1f1b", *SMALL, "--out", "one.json"], ".html"),
         (["trace", "missing"], "missing"),
         (["check", "."], "."),
         (["advise", "lama-65b", "--device", "h100", "--stages", "8", "--batch", "8"], "did you mean 'llama-65b'"),
@@ -268,6 +272,13 @@ def test_a_closed_standard_output_is_no_error():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("command", ["check", "simulate", "trace"])
+def test_a_trace_without_steps_is_one_line(capsys, tmp_path: Path, command: str):
+    save_trace([], tmp_path / "empty.json")
+    code, _, err = run(capsys, command, str(tmp_path / "empty.json"))
+    assert code == 2 and "the trace has no steps" in err and err.count("\n") == 1
+
+
 def test_starts_without_torch_and_quickly():
     """Half a second at most, of which most is Python's own; the best of three, because the machine is shared."""
     seconds = []
@@ -320,8 +331,10 @@ def test_costs_from_a_trace_take_medians(tmp_path: Path):
     assert calibrated(steps, build("gpipe", 2, 5)).seconds(Op.F, 0, 4) == 7.0  # of 1 1 9 2 2 18 7 7 63
     with pytest.raises(ConfigurationError, match="the trace is of 2 stages, and the plan has 4"):
         calibrated(steps, build("1f1b", 4, 8))
-    forward_only = Plan(
-        name="f", num_microbatches=3, stage_ranks=(0, 1), actions=((), ()), served=((), ()), slots=(None, None), has_backward=False
-    )
+    idle = Plan(name="idle", num_microbatches=3, stage_ranks=(0, 1), actions=((), ()), served=((), ()), slots=(None, None))
+    evaluation = simulate(forward_plan(balanced), Costs(forward_s=100.0))
+    assert calibrated([evaluation, known], balanced) == calibrated([known], balanced)
+    with pytest.raises(ConfigurationError, match="the trace has no training steps"):
+        calibrated([evaluation], balanced)
     with pytest.raises(ConfigurationError, match="the trace has no F of stage 0"):
-        calibrated([simulate(forward_only, Costs())], plan)
+        calibrated([simulate(idle, Costs())], plan)

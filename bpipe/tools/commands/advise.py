@@ -7,9 +7,7 @@ and described by --layers, --hidden and the other dimensions.
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from bpipe.estimate.transformer import Transformer
 from bpipe.tools.arguments import nodes_of_pairs, single, whole
 from bpipe.tools.quantities import bytes_of, bytes_per_second_of
 from bpipe.tools.result import Result
-from bpipe.tools.terminal import console
+from bpipe.tools.terminal import sign_of_life
 
 __all__: list[str] = []
 
@@ -91,7 +89,7 @@ def efficiency(text: str) -> float | dict[int, float]:
 def run(args: argparse.Namespace) -> Result:
     model = _model(args)
     _check_what_is_needed(args, model)
-    with _progress() as progress:
+    with sign_of_life("Simulating candidates") as progress:
         advice = advise(
             model,
             batch=args.batch,
@@ -138,16 +136,3 @@ def _model(args: argparse.Namespace) -> Transformer | list[Profile]:
     if missing:
         raise ConfigurationError(f"no model: give its name, or its dimensions too: {' '.join(missing)}")
     return Transformer(sequence=args.sequence, is_gated=args.gated, name="this model", **given)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on a terminal; advice takes seconds."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.progress import Progress
-
-    with Progress(console=console(to_errors=True), transient=True) as bar:
-        task = bar.add_task("Simulating candidates", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from bpipe.errors import ConfigurationError
 from bpipe.tools.arguments import add_costs, add_plan, timeline_of
+from bpipe.tools.draw import SUFFIXES
 from bpipe.tools.output import check_out, write
 from bpipe.tools.result import Result
 from bpipe.tools.summary import compared, data_of
@@ -31,7 +32,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Result:
     if len(args.schedule) < 2:
         raise ConfigurationError("compare takes two schedules or more, such as 1f1b balanced_1f1b")
-    check_out(args.out)
+    check_out(args.out, SUFFIXES)
     timelines = [timeline_of(schedule, args) for schedule in args.schedule]
     written = write(timelines[0], args.out, other=timelines[1])
     found = [data_of(timeline) for timeline in timelines]

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from bpipe.tools.arguments import add_costs, add_plan, single, timeline_of
+from bpipe.tools.draw import SUFFIXES
 from bpipe.tools.output import check_out, write
 from bpipe.tools.quantities import seconds_of
 from bpipe.tools.result import Result
@@ -27,7 +28,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Result:
-    check_out(args.out)
+    check_out(args.out, SUFFIXES)
     timeline = timeline_of(args.schedule, args)
     is_part = args.begin is not None or args.end is not None
     window = (args.begin or 0.0, timeline.makespan_s if args.end is None else args.end) if is_part else None

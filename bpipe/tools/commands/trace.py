@@ -31,5 +31,5 @@ def run(args: argparse.Namespace) -> Result:
     to_merge = args.out is not None and args.out.suffix == ".json"
     written = write(timelines if to_merge else timeline, args.out)
     steps = f"{len(timelines)} step{'s' * (len(timelines) > 1)}, of which step {timeline.step}:"
-    found = [data_of(each) for each in timelines]
-    return Result(data=found, shown=lambda: [steps, *shown_of(timeline, data_of(timeline)), *written])
+    data = [data_of(each) for each in timelines] if args.json else None
+    return Result(data=data, shown=lambda: [steps, *shown_of(timeline, data_of(timeline)), *written])
