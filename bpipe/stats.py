@@ -5,7 +5,7 @@ from __future__ import annotations
 from bpipe.memory.ledger import predicted_peak_bytes
 from bpipe.runtime.run import Run
 from bpipe.schedules import Op
-from bpipe.schedules.plan import occupancy
+from bpipe.schedules.sizes import occupancy
 
 __all__: list[str] = []
 
@@ -21,7 +21,7 @@ def stats_of(run: Run, guest_bytes: int, seconds: float) -> dict[str, float]:
     """
     plan, ledger, waited = run.plan, run.evictions.ledger, run.traffic.waited_s
     always = guest_bytes + ledger.held_bytes
-    own_slots, rooms = max(occupancy(plan.actions[run.rank]), default=0), sum(plan.rooms(run.rank).values())
+    own_slots, rooms = max(occupancy(plan.actions[run.rank]), default=0), sum(map(len, plan.rooms(run.rank).values()))
     predicted = predicted_peak_bytes(plan.actions[run.rank], run.evictions.predicted()) if plan.has_backward else 0
     return {
         "step": run.step,

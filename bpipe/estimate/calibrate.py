@@ -8,7 +8,7 @@ from statistics import median
 
 from bpipe.errors import ConfigurationError
 from bpipe.schedules import Costs, Op, Plan, Timeline
-from bpipe.schedules.plan import occupancy
+from bpipe.schedules.sizes import occupancy
 
 __all__ = ["calibrated"]
 
@@ -59,7 +59,7 @@ def _saved(timeline: Timeline, rank: int) -> int:
 
 def _static(timeline: Timeline, rank: int, saved: Sequence[int]) -> int:
     """A stage's share of what a rank holds besides microbatches and the rooms for its guests."""
-    rooms = sum(timeline.plan.rooms(rank, lambda action: saved[action.stage]).values())
+    rooms = sum(map(sum, timeline.plan.rooms(rank, lambda action: saved[action.stage]).values()))
     return max(0, timeline.actions[rank].idle_bytes - rooms) // timeline.plan.stage_ranks.count(rank)
 
 

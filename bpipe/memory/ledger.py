@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from bpipe.memory.stash import Contents
 from bpipe.memory.storages import Held
-from bpipe.schedules import Action, Op
-from bpipe.schedules.plan import occupancy
+from bpipe.schedules import Action
+from bpipe.schedules.sizes import meter_of, occupancy
 
 __all__: list[str] = []
 
@@ -96,8 +96,5 @@ def footprint_of(contents: Contents) -> Footprint:
 def predicted_peak_bytes(actions: Iterable[Action], footprints: Mapping[Key, Footprint]) -> int:
     """The most bytes a rank's own microbatches occupy: a scan of its list, in bytes instead of slots."""
 
-    def size(action: Action) -> int:
-        footprint = footprints[action.stage, action.microbatch]
-        return footprint.movable_bytes if action.op in (Op.WAIT_EVICT, Op.LOAD) else footprint.own_bytes
-
-    return max(occupancy(actions, size), default=0)
+    meter = meter_of(lambda action: footprints[action[1:3]].own_bytes, lambda action: footprints[action[1:3]].movable_bytes)
+    return max(occupancy(actions, meter), default=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -26,6 +27,9 @@ class Op(StrEnum):
     LOAD = "LOAD"  # get them back
     ACCEPT = "ACCEPT"  # the acceptor's end of an EVICT
     RETURN = "RETURN"  # the acceptor's end of a LOAD
+    UNSHARD = "UNSHARD"  # gather a stage's weights (fully sharded data parallelism); of a stage, not of a microbatch
+    RESHARD = "RESHARD"  # give the gathered weights back
+    REDUCE_GRAD = "REDUCE_GRAD"  # add a stage's gradients up over the data-parallel replicas
     WAIT_SEND_F = "WAIT_SEND_F"
     WAIT_RECV_F = "WAIT_RECV_F"
     WAIT_SEND_B = "WAIT_SEND_B"
@@ -39,8 +43,11 @@ class Op(StrEnum):
 
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
+SHARDING = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
 BACKWARD = frozenset({Op.B, Op.I})  # what needs the gradient of a stage's outputs
 SERVED = frozenset({Op.ACCEPT, Op.WAIT_ACCEPT, Op.RETURN, Op.WAIT_RETURN})
+
+HOST = -1  # as the peer of an eviction: this rank's own host memory
 
 WAIT_OF = {op: Op["WAIT_" + op.value] for op in Op if "WAIT_" + op.value in Op.__members__}
 START_OF = {wait: start for start, wait in WAIT_OF.items()}
@@ -83,13 +90,31 @@ POSTS = frozenset({*SENDS, *RECEIVES})  # what starts a transfer and holds nothi
 # A message is named on each end after the stage that handles it there: stage 1 sends `1SEND_F0`, stage 2 gets `2RECV_F0`.
 RECEIVER_OF = {Op.SEND_F: (Op.RECV_F, 1), Op.SEND_B: (Op.RECV_B, -1), Op.EVICT: (Op.ACCEPT, 0), Op.RETURN: (Op.LOAD, 0)}
 
+# What an acceptor does while the evictor does its own part.
+MIRROR = {
+    Op.EVICT: Op.ACCEPT,
+    Op.WAIT_EVICT: Op.WAIT_ACCEPT,
+    Op.LOAD: Op.RETURN,
+    Op.WAIT_LOAD: Op.WAIT_RETURN,
+}
+
 
 class Action(NamedTuple):
-    """An operation on one microbatch of one stage; `peer` is the rank at the other end of a transfer.
+    """An operation on one microbatch of one stage.
+
+    Its first four fields tell it from all others of a plan, but for UNSHARD, RESHARD and REDUCE_GRAD, which concern a whole
+    stage and may come again.
+
+    Args:
+        op: what is done.
+        stage: the stage's index.
+        microbatch: its number; 0 where the operation concerns the whole stage.
+        part: of an eviction, which part of the microbatch's saved bytes moves, from 1 on; 0 for all of them.
+        peer: the rank at the other end of a transfer, HOST for this rank's own host memory.
 
     Example:
-        >>> str(Action(Op.EVICT, 0, 3, peer=7))
-        '0EVICT3'
+        >>> str(Action(Op.EVICT, 0, 3, part=2, peer=7))
+        '0EVICT3.2'
         >>> Action.parse("0EVICT3@7").peer
         7
     """
@@ -97,14 +122,17 @@ class Action(NamedTuple):
     op: Op
     stage: int
     microbatch: int
+    part: int = 0
     peer: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.op.value}{self.microbatch}"
+        if self.op in SHARDING:
+            return f"{self.stage}{self.op.value}"
+        return f"{self.stage}{self.op.value}{self.microbatch}{f'.{self.part}' if self.part else ''}"
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read `2F0`, or `2EVICT0@5` with the peer's rank behind the @.
+        """Read `2F0`, `2UNSHARD`, or `2EVICT0.1@5` with a part behind the point and the peer's rank, or `host`, behind the @.
 
         Raises:
             PlanError: the text is no action.
@@ -112,8 +140,15 @@ class Action(NamedTuple):
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
             raise PlanError(f"{text!r} is no action: expected a stage, an operation and a microbatch, such as 2F0 or 2EVICT0@5")
-        stage, op, microbatch, peer = match.groups()
-        return cls(Op(op), int(stage), int(microbatch), None if peer is None else int(peer))
+        stage, sharding, op, microbatch, part, peer = match.groups()
+        if sharding is not None:
+            return cls(Op(sharding), int(stage), 0)
+        return cls(Op(op), int(stage), int(microbatch), int(part or 0), None if peer is None else _rank(peer))
+
+    @property
+    def full_text(self) -> str:
+        """The action with its peer, as `parse` reads it."""
+        return str(self) if self.peer is None else f"{self}@{'host' if self.peer == HOST else self.peer}"
 
     def channel(self, rank: int) -> Channel:
         """The channel that this transfer, seen from `rank`, uses.
@@ -125,5 +160,16 @@ class Action(NamedTuple):
         return Channel(SENDS[self.op], rank, peer) if self.op in SENDS else Channel(RECEIVES[self.op], peer, rank)
 
 
-_OPS = "|".join(sorted((op.value for op in Op), key=len, reverse=True))
-_PATTERN = re.compile(rf"(\d{{1,9}})({_OPS})(\d{{1,9}})(?:@(\d{{1,9}}))?", re.ASCII)
+def _names(ops: Iterable[Op]) -> str:
+    return "|".join(sorted((op.value for op in ops), key=len, reverse=True))
+
+
+def _rank(peer: str) -> int:
+    return HOST if peer == "host" else int(peer)
+
+
+_NUMBER = r"\d{1,9}"
+_PATTERN = re.compile(
+    rf"({_NUMBER})(?:({_names(SHARDING)})|({_names(set(Op) - SHARDING)})({_NUMBER})(?:\.({_NUMBER}))?(?:@({_NUMBER}|host))?)",
+    re.ASCII,
+)

@@ -18,18 +18,11 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from bpipe.errors import BudgetError, ConfigurationError
-from bpipe.schedules.action import BACKWARD, Action, Op
-from bpipe.schedules.plan import Plan, occupancy
+from bpipe.schedules.action import BACKWARD, MIRROR, Action, Op
+from bpipe.schedules.plan import Plan
+from bpipe.schedules.sizes import occupancy
 
 __all__: list[str] = []
-
-MIRROR = {
-    Op.EVICT: Op.ACCEPT,
-    Op.WAIT_EVICT: Op.WAIT_ACCEPT,
-    Op.LOAD: Op.RETURN,
-    Op.WAIT_LOAD: Op.WAIT_RETURN,
-}
-
 
 def default_slots(num_stages: int) -> int:
     """ceil((p+2)/2): what every rank holds at most when p stages are balanced in pairs (Kim et al., ICML 2023).
@@ -108,13 +101,13 @@ def _attempt(plan: Plan, budgets: tuple[int | None, ...], pairs: tuple[int, ...]
     balanced = replace(plan, actions=tuple(actions), served=tuple(served), slots=budgets)
     for rank, (peak, budget) in enumerate(zip(balanced.peak_slots, budgets)):
         if budget is not None and peak > budget:
-            return f"rank {rank} would occupy {peak}, of which {sum(balanced.rooms(rank).values())} are rooms for guests"
+            return f"rank {rank} would occupy {peak}, of which {sum(map(len, balanced.rooms(rank).values()))} are rooms for guests"
     return balanced
 
 
 def _mirrored(actions: Sequence[Action], evictor: int) -> tuple[Action, ...]:
     """The acceptor's end of an evictor's transfers: the same events in the same order, so that neither can wait in a circle."""
-    return tuple(Action(MIRROR[a.op], a.stage, a.microbatch, evictor) for a in actions if a.op in MIRROR)
+    return tuple(Action(MIRROR[a.op], *a[1:4], peer=evictor) for a in actions if a.op in MIRROR)
 
 
 Boundary = defaultdict[int, list[Action]]
@@ -155,7 +148,7 @@ class _Moves:
         lane: list[Action] = []
         order = ((Op.WAIT_EVICT, self.wait_evict), (Op.LOAD, self.load), (Op.WAIT_LOAD, self.wait_load), (Op.EVICT, self.evict))
         for index, action in enumerate(self.steps):
-            lane += [Action(op, a.stage, a.microbatch, acceptor) for op, boundary in order for a in boundary.get(index, ())]
+            lane += [Action(op, a.stage, a.microbatch, peer=acceptor) for op, boundary in order for a in boundary.get(index, ())]
             if action is not None:
                 lane.append(action)
         return tuple(lane)

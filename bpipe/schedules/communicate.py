@@ -1,8 +1,8 @@
 """The communicate pass: give every computation the transfers that bring its inputs and carry its outputs away.
 
 At the boundary before each computation, in this order: send what the last one made; post the receive of the computation
-after this one, so that it arrives while this one runs; complete older sends; complete and start evictions and loads; and
-complete this computation's own receive.
+after this one, so that it arrives while this one runs (earlier where its channel's order asks for it); complete older sends;
+complete and start evictions and loads; and complete this computation's own receive.
 
     SEND_F2  RECV_B1  WAIT_SEND_F1  WAIT_EVICT0 ... EVICT1  WAIT_RECV_B0  B0
 
@@ -47,7 +47,7 @@ def communicate(plan: Plan) -> Plan:
     lanes = [plan.compute(rank) for rank in range(plan.num_ranks)]
     begins = Moments(plan.num_stages, num_microbatches_of(lanes, plan.num_stages))
     for lane, starts in zip(lanes, clock(lanes, plan.num_stages)):
-        for (op, stage, microbatch, _), start in zip(lane, starts):
+        for (op, stage, microbatch, *_), start in zip(lane, starts):
             begins[RESULT[op], stage, microbatch] = start
     del lanes
     return replace(plan, actions=tuple(_Lane(plan, rank, begins).emit() for rank in range(plan.num_ranks)))
@@ -73,7 +73,7 @@ def received_by(plan: Plan, action: Action) -> Action | None:
 
 def _remote(plan: Plan, action: Action, op: Op, other_stage: int) -> Action | None:
     peer = plan.stage_ranks[other_stage]
-    return None if peer == plan.stage_ranks[action.stage] else Action(op, action.stage, action.microbatch, peer)
+    return None if peer == plan.stage_ranks[action.stage] else Action(op, action.stage, action.microbatch, peer=peer)
 
 
 class _Lane:
@@ -91,22 +91,41 @@ class _Lane:
                 self.before[-1].append(action)
         self.sends = [sent_by(plan, step) for step in self.steps]
         self.receives = [received_by(plan, step) for step in self.steps]
+        self.posted = self._posts()
         self.completed = self._completions()
 
     def emit(self) -> tuple[Action, ...]:
-        lane = self.receives[:1]
+        lane: list[Action | None] = []
         for index, moves in enumerate(self.before):
             lane += self.sends[max(index - 1, 0) : index]
-            lane += self.receives[index + 1 : index + 2]
+            lane += self.posted.get(index, ())
             lane += self.completed.get(index, ())
             lane += moves
             if index < len(self.steps):
                 lane += [_completion(self.receives[index]), self.steps[index]]
         return tuple(action for action in lane if action is not None)
 
+    def _posts(self) -> dict[int, list[Action]]:
+        """The receives, by boundary: before the computation ahead of the one that uses them, or earlier in its channel's turn.
+
+        A channel is first in, first out. Where several boundaries between stages share one, what arrives first may be used
+        last, and its receive is posted all the same.
+        """
+        channels: dict[tuple[Op, int | None], list[tuple[int, int, Action]]] = defaultdict(list)
+        for index, receive in enumerate(self.receives):
+            if receive is not None:
+                channels[receive.op, receive.peer].append((self._made(receive), index, receive))
+        posted: dict[int, list[Action]] = defaultdict(list)
+        for arrivals in channels.values():
+            turn = len(self.steps)
+            for _, index, receive in sorted(arrivals, reverse=True):
+                turn = min(turn, max(index - 1, 0))
+                posted[turn].insert(0, receive)
+        return posted
+
     def _completions(self) -> dict[int, list[Action | None]]:
         """The completions of sends, by boundary."""
-        moments = [self._moment(RESULT[op], stage, microbatch) for op, stage, microbatch, _ in self.steps]
+        moments = [self._moment(RESULT[op], stage, microbatch) for op, stage, microbatch, *_ in self.steps]
         completed: dict[int, list[Action | None]] = defaultdict(list)
         for sent in self._sends():
             boundary = sent.due
@@ -128,6 +147,11 @@ class _Lane:
                     due = min(due, evicted.get(microbatch, end), backward.get(microbatch, end))
                 following[channel] = index + 1
                 yield _Sent(send, self._received(send), due)
+
+    def _made(self, receive: Action) -> int:
+        """When the computation that makes what is received runs."""
+        result, stage = (Op.F, receive.stage - 1) if receive.op is Op.RECV_F else (Op.B, receive.stage + 1)
+        return self.begins[result, stage, receive.microbatch]
 
     def _received(self, send: Action) -> Moment:
         """When the computation that uses what was sent runs."""

@@ -12,7 +12,7 @@ from bpipe.schedules.timeline import Lane, Span, Timeline
 
 __all__ = ["Step", "critical_path"]
 
-Key = tuple[Op, int, int]
+Key = tuple[Op, int, int, int]
 
 _OTHER_END = {
     **RECEIVER_OF,
@@ -65,7 +65,7 @@ class _Walk:
         return side[0][rank], side[1][rank]
 
     def _positions(self, rank: int, served: bool) -> dict[Key, int]:
-        return {action[:3]: position for position, action in enumerate(self._lane(rank, served)[0])}
+        return {action[:4]: position for position, action in enumerate(self._lane(rank, served)[0])}
 
     def _span(self, place: _Place) -> Span:
         actions, lane = self._lane(place.rank, place.served)
@@ -95,7 +95,7 @@ class _Walk:
 
     def _awaited(self, place: _Place, completion: Action) -> _Place:
         """The sending end of the transfer that a lane waited for."""
-        start = (START_OF[completion.op], completion.stage, completion.microbatch)
+        start = (START_OF[completion.op], *completion[1:4])
         here = place._replace(position=self.positions(place.rank, place.served)[start])
         return here if start[0] in SENDS else self._other_end(here)
 
@@ -104,7 +104,7 @@ class _Walk:
         op, offset = _OTHER_END[action.op]
         assert action.peer is not None
         served = op in SERVED
-        return _Place(action.peer, served, self.positions(action.peer, served)[op, action.stage + offset, action.microbatch])
+        return _Place(action.peer, served, self.positions(action.peer, served)[op, action.stage + offset, *action[2:4]])
 
     def _through(self, send: _Place, arrival_s: float) -> Generator[Step, None, _Place | None]:
         """Follow transfers back to the lane that posted its end last, or kept the link busy until then.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from bpipe.errors import PlanError
-from bpipe.schedules.action import RECEIVER_OF, WAIT_OF, Action, Op
+from bpipe.schedules.action import HOST, RECEIVER_OF, WAIT_OF, Action, Op
 from bpipe.schedules.plan import Plan
 
 __all__ = ["Moments", "Stuck", "clock", "linearise", "run_greedily"]
@@ -24,7 +24,7 @@ RESULT = {Op.F: Op.F, Op.B: Op.B, Op.I: Op.B, Op.W: Op.W}
 
 def needs(action: Action, last_stage: int) -> Key | None:
     """The computation whose result a computation waits for, besides what its own rank did before."""
-    op, stage, microbatch, _ = action
+    op, stage, microbatch, *_ = action
     if op is Op.F:
         return (Op.F, stage - 1, microbatch) if stage else None
     if op is Op.W:
@@ -131,7 +131,7 @@ class Stuck(NamedTuple):
 
     rank: int
     action: Action
-    missing: Key
+    missing: Action
 
 
 def linearise(plan: Plan) -> list[tuple[int, Action]]:
@@ -156,8 +156,9 @@ def run_greedily(plan: Plan, order: list[tuple[int, Action]] | None = None) -> l
     """
     lanes = [(rank, lane) for rank in range(plan.num_ranks) for lane in (plan.actions[rank], *plan.chains(rank).values())]
     positions = [0] * len(lanes)
-    happened = {op: [bytearray(plan.num_microbatches) for _ in plan.stage_ranks] for op in ENABLERS}
-    waiting: dict[Key, list[int]] = defaultdict(list)
+    width = 1 + max(map(plan.num_parts, range(plan.num_stages)))
+    happened = {op: [bytearray(plan.num_microbatches * width) for _ in plan.stage_ranks] for op in ENABLERS}
+    waiting: dict[tuple[Op, int, int], list[int]] = defaultdict(list)
     blocked: dict[int, Stuck] = {}
     runnable = deque(range(len(lanes)))
     while runnable:
@@ -165,19 +166,19 @@ def run_greedily(plan: Plan, order: list[tuple[int, Action]] | None = None) -> l
         blocked.pop(index, None)
         rank, lane = lanes[index]
         for position in range(positions[index], len(lane)):
-            op, stage, microbatch, _ = action = lane[position]
-            if op in ENABLED_BY:
+            op, stage, microbatch, part, peer = action = lane[position]
+            which = microbatch * width + part
+            if op in ENABLED_BY and peer != HOST:
                 enabler, offset = ENABLED_BY[op]
-                if not happened[enabler][stage + offset][microbatch]:
-                    missing = (enabler, stage + offset, microbatch)
-                    waiting[missing].append(index)
-                    blocked[index] = Stuck(rank, action, missing)
+                if not happened[enabler][stage + offset][which]:
+                    waiting[enabler, stage + offset, which].append(index)
+                    blocked[index] = Stuck(rank, action, Action(enabler, stage + offset, microbatch, part))
                     positions[index] = position
                     break
             if order is not None:
                 order.append((rank, action))
             if op in happened:
-                happened[op][stage][microbatch] = True
-                if (op, stage, microbatch) in waiting:
-                    runnable.extend(waiting.pop((op, stage, microbatch)))
+                happened[op][stage][which] = True
+                if (op, stage, which) in waiting:
+                    runnable.extend(waiting.pop((op, stage, which)))
     return list(blocked.values())

@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from bpipe.schedules.action import COMPUTE, RECEIVES, SENDS, Action, Channel, Op
+from bpipe.errors import PlanError
+from bpipe.schedules.action import COMPUTE, HOST, MIRROR, POSTS, Action, Channel, Op
+from bpipe.schedules.sizes import Amount, Sizes, occupancy, rooms_for, slot
 
 __all__ = ["Plan"]
-
-Size = Callable[[Action], int]
-
-# When an action takes memory (before it runs) and when it gives it back (after it ran).
-TAKES = frozenset({Op.F, Op.LOAD, Op.ACCEPT})
-GIVES = frozenset({Op.B, Op.W, Op.WAIT_EVICT, Op.WAIT_RETURN})
-
-
-def occupancy(actions: Iterable[Action], size: Size = lambda action: 1) -> Iterator[int]:
-    """Yield what is occupied while each action runs: slots, or whatever unit `size(action)` counts in."""
-    live = 0
-    for action in actions:
-        if action.op in TAKES:
-            live += size(action)
-        yield live
-        if action.op in GIVES:
-            live -= size(action)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +23,8 @@ class Plan:
         actions: one list a rank, the compute lane: forwards, backwards, transfers and their completions.
         served: one list a rank, the acceptor's lane: the actions for one peer are a chain, served whatever the rank computes.
         slots: the budget of each rank in microbatches of one stage; None where there is none.
+        sizes: what a microbatch takes in bytes; None where only slots are counted.
+        budgets: the budget of each rank in bytes, static ones included; None where there is none. Needs `sizes`.
         has_backward: False for evaluation, where only forwards run.
 
     Example:
@@ -53,6 +39,8 @@ class Plan:
     actions: tuple[tuple[Action, ...], ...]
     served: tuple[tuple[Action, ...], ...]
     slots: tuple[int | None, ...]
+    sizes: Sizes | None = None
+    budgets: tuple[int | None, ...] | None = None
     has_backward: bool = True
 
     @property
@@ -63,6 +51,10 @@ class Plan:
     def num_ranks(self) -> int:
         return len(self.actions)
 
+    def num_parts(self, stage: int) -> int:
+        """How many parts of a stage's microbatch can move by themselves."""
+        return 0 if self.sizes is None else len(self.sizes.stages[stage].parts)
+
     def compute(self, rank: int) -> list[Action]:
         """The forwards and backwards of a rank, in order."""
         return [action for action in self.actions[rank] if action.op in COMPUTE]
@@ -72,14 +64,17 @@ class Plan:
         peers = sorted({action.peer for action in self.served[rank] if action.peer is not None})
         return {peer: tuple(a for a in self.served[rank] if a.peer == peer) for peer in peers}
 
-    def rooms(self, rank: int, size: Size = lambda action: 1) -> dict[int, int]:
-        """What a rank reserves for each evictor it serves: the most it ever keeps of it, transfers in flight included.
+    def rooms(self, rank: int, size: Amount = slot) -> dict[int, tuple[int, ...]]:
+        """What a rank reserves for each evictor it serves: a room for each guest that it keeps at once.
 
         Args:
             rank: the acceptor.
-            size: what a microbatch counts; default: a slot.
+            size: what a guest counts; default: a slot.
+
+        Returns:
+            By evictor, the size of each room.
         """
-        return {peer: max(occupancy(chain, size), default=0) for peer, chain in self.chains(rank).items()}
+        return {peer: rooms_for(chain, size) for peer, chain in self.chains(rank).items()}
 
     @property
     def peak_slots(self) -> tuple[int, ...]:
@@ -89,16 +84,50 @@ class Plan:
         at both ends.
         """
         own = (max(occupancy(actions), default=0) for actions in self.actions)
-        return tuple(peak + sum(self.rooms(rank).values()) for rank, peak in enumerate(own))
+        return tuple(peak + sum(map(len, self.rooms(rank).values())) for rank, peak in enumerate(own))
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """The most bytes each rank occupies: static ones, its own microbatches and messages, its rooms for guests.
+
+        Raises:
+            PlanError: the plan has no sizes.
+        """
+        return tuple(
+            self.idle_bytes(rank) + max(occupancy(self.actions[rank], self._sized().meter()), default=0)
+            for rank in range(self.num_ranks)
+        )
+
+    def idle_bytes(self, rank: int) -> int:
+        """The bytes a rank occupies without any microbatch of its own: static ones, and its rooms for guests.
+
+        Raises:
+            PlanError: the plan has no sizes.
+        """
+        sizes = self._sized()
+        return sizes.static[rank] + sum(map(sum, self.rooms(rank, sizes.moved).values()))
+
+    def host_bytes(self, rank: int) -> int:
+        """The most bytes a rank's evictions keep in its host's memory.
+
+        Raises:
+            PlanError: the plan has no sizes.
+        """
+        return sum(rooms_for((a._replace(op=MIRROR[a.op]) for a in self.actions[rank] if a.peer == HOST), self._sized().moved))
+
+    def _sized(self) -> Sizes:
+        if self.sizes is None:
+            raise PlanError(f"plan {self.name!r} has no sizes: it counts slots")
+        return self.sizes
 
     def channels(self) -> list[Channel]:
         """The channels that the plan uses, in one order on all ranks."""
         lanes = [(rank, lane) for lanes in (self.actions, self.served) for rank, lane in enumerate(lanes)]
-        return sorted({a.channel(rank) for rank, lane in lanes for a in lane if a.op in SENDS or a.op in RECEIVES})
+        return sorted({a.channel(rank) for rank, lane in lanes for a in lane if a.op in POSTS and a.peer != HOST})
 
     def evicted(self, rank: int) -> list[tuple[int, int]]:
-        """The (stage, microbatch) pairs that a rank evicts, in order."""
-        return [(a.stage, a.microbatch) for a in self.actions[rank] if a.op is Op.EVICT]
+        """The (stage, microbatch) pairs of which a rank evicts all or parts, in the order of their first eviction."""
+        return list(dict.fromkeys((a.stage, a.microbatch) for a in self.actions[rank] if a.op is Op.EVICT))
 
     def fingerprint(self) -> str:
         """A short hash of everything the plan says, equal on two ranks exactly when they will run the same plan."""

@@ -18,12 +18,13 @@ from bpipe.errors import PlanError
 from bpipe.schedules.action import COMPUTE, POSTS, RECEIVES, SENDS, START_OF, Action, Op, Purpose
 from bpipe.schedules.collector import collector_paused
 from bpipe.schedules.costs import Costs
-from bpipe.schedules.plan import Plan, occupancy
+from bpipe.schedules.plan import Plan
+from bpipe.schedules.sizes import Meter, meter_of, occupancy
 from bpipe.schedules.timeline import Lane, Timeline
 
 __all__ = ["simulate"]
 
-Key = tuple[Op, int, int]
+Key = tuple[Op, int, int, int]
 Ends = tuple[Purpose, int, int, bool]  # a channel, and whether its sends or its receives
 
 
@@ -61,16 +62,22 @@ def own_bytes(plan: Plan, costs: Costs, rank: int) -> Iterator[int]:
     """Yield the bytes that a rank's own microbatches take while each of its actions runs."""
     if not plan.has_backward:
         return repeat(0, len(plan.actions[rank]))
-    return occupancy(plan.actions[rank], lambda a: costs.movable(a.stage) if a.op in _MOVES else costs.saved(a.stage))
+    return occupancy(plan.actions[rank], _meter(plan, costs))
+
+
+def _meter(plan: Plan, costs: Costs) -> Meter:
+    """What actions take by the plan's own sizes, or by the costs where it counts slots."""
+    if plan.sizes is not None:
+        return plan.sizes.meter()
+    return meter_of(lambda action: costs.saved(action.stage), lambda action: costs.movable(action.stage))
 
 
 def idle_bytes(plan: Plan, costs: Costs, rank: int) -> int:
     """The bytes a rank holds without any microbatch of its own: its stages' static ones, and its guests' rooms."""
+    if plan.sizes is not None:
+        return plan.idle_bytes(rank)
     static = sum(costs.static(stage) for stage, owner in enumerate(plan.stage_ranks) if owner == rank)
-    return static + sum(plan.rooms(rank, lambda action: costs.movable(action.stage)).values())
-
-
-_MOVES = frozenset({Op.WAIT_EVICT, Op.LOAD})
+    return static + sum(map(sum, plan.rooms(rank, lambda action: costs.movable(action.stage)).values()))
 
 
 class _LaneRun:
@@ -137,7 +144,7 @@ class _Events:
             now = lane.end_s[lane.position] = max(now, end)
             lane.has_begun = False
             if action.op in START_OF:
-                del self.arrival_s[START_OF[action.op], action.stage, action.microbatch]
+                del self.arrival_s[START_OF[action.op], *action[1:4]]
             lane.position += 1
 
     def _computed_s(self, lane: _LaneRun, action: Action) -> float:
@@ -150,7 +157,7 @@ class _Events:
 
     def _arrived_s(self, index: int, completion: Action) -> float | None:
         """When the transfer that a lane waits for arrives; None while its other end is missing: the lane is called then."""
-        key = (START_OF[completion.op], completion.stage, completion.microbatch)
+        key = (START_OF[completion.op], *completion[1:4])
         arrival = self.arrival_s.get(key)
         if arrival is None:
             self.blocked[key] = index
@@ -158,9 +165,9 @@ class _Events:
 
     def _post(self, lane: _LaneRun, action: Action, now: float) -> None:
         """Post one end of a transfer; the second end starts it."""
-        op, stage, microbatch, peer = action
+        op, stage, _, _, peer = action
         assert peer is not None
-        mine, is_send = _End(lane, lane.position, (op, stage, microbatch)), op in SENDS
+        mine, is_send = _End(lane, lane.position, action[:4]), op in SENDS
         purpose, src, dst = (SENDS[op], lane.rank, peer) if is_send else (RECEIVES[op], peer, lane.rank)
         theirs = self.lonely.get((purpose, src, dst, not is_send))
         if not theirs:

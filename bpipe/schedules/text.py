@@ -10,6 +10,7 @@ from bpipe.errors import PlanError
 from bpipe.schedules.action import COMPUTE, START_OF, Action, Op
 from bpipe.schedules.communicate import communicate
 from bpipe.schedules.plan import Plan
+from bpipe.schedules.sizes import Sizes, StageSizes
 
 __all__: list[str] = []
 
@@ -29,6 +30,11 @@ def to_text(plan: Plan) -> str:
         f"bpipe-plan 1 name={plan.name} microbatches={plan.num_microbatches} "
         f"stage_ranks={','.join(map(str, plan.stage_ranks))} slots={slots} backward={int(plan.has_backward)}"
     ]
+    if plan.sizes is not None:
+        lines += [f"size {stage}: {','.join(map(str, s.parts))} {_numbers(s)}" for stage, s in enumerate(plan.sizes.stages)]
+        lines.append(f"static: {' '.join(map(str, plan.sizes.static))}")
+    if plan.budgets is not None:
+        lines.append(f"budgets: {' '.join('-' if budget is None else str(budget) for budget in plan.budgets)}")
     for kind, lanes in (("rank", plan.actions), ("serve", plan.served)):
         for rank, lane in enumerate(lanes):
             lines.append(" ".join([f"{kind} {rank}:", *(_write(action, plan.stage_ranks) for action in lane)]))
@@ -46,8 +52,10 @@ def from_text(text: str) -> Plan:
         slots = tuple(None if k == "-" else int(k) for k in match["slots"].split(","))
     except ValueError as error:
         raise PlanError(f"no plan: slots={match['slots']!r} is no list of numbers and '-'") from error
+    num_sizes = sum(line.startswith(("size ", "static:", "budgets:")) for line in lines)
+    sizes, budgets = _read_sizes(lines[:num_sizes])
     lanes: dict[str, list[tuple[Action, ...]]] = {"rank": [], "serve": []}
-    for number, line in enumerate(lines, start=2):
+    for number, line in enumerate(lines[num_sizes:], start=2 + num_sizes):
         start, _, words = line.partition(":")
         kind, _, rank = start.partition(" ")
         if kind not in lanes or rank != str(len(lanes[kind])):
@@ -60,12 +68,52 @@ def from_text(text: str) -> Plan:
         actions=tuple(lanes["rank"]),
         served=tuple(lanes["serve"]),
         slots=slots,
+        sizes=sizes,
+        budgets=budgets,
         has_backward=match["backward"] == "1",
     )
 
 
+def _numbers(stage: StageSizes) -> str:
+    return f"{stage.fixed} {stage.received} {stage.sent} {stage.kept_received} {stage.kept_sent}"
+
+
+def _read_sizes(lines: list[str]) -> tuple[Sizes | None, tuple[int | None, ...] | None]:
+    """Read the lines of sizes and of budgets, if there are any."""
+    stages: list[StageSizes] = []
+    static: tuple[int, ...] | None = None
+    budgets: tuple[int | None, ...] | None = None
+    for line in lines:
+        kind, _, words = line.partition(":")
+        try:
+            if kind == f"size {len(stages)}":
+                parts, *numbers = words.split()
+                fixed, received, sent, kept_received, kept_sent = map(int, numbers)
+                stages.append(
+                    StageSizes(
+                        parts=tuple(map(int, parts.split(","))),
+                        fixed=fixed,
+                        received=received,
+                        sent=sent,
+                        kept_received=kept_received,
+                        kept_sent=kept_sent,
+                    )
+                )
+            elif kind == "static":
+                static = tuple(map(int, words.split()))
+            elif kind == "budgets":
+                budgets = tuple(None if word == "-" else int(word) for word in words.split())
+            else:
+                raise ValueError("stages are not in ascending order")
+        except ValueError as error:
+            raise PlanError(f"no plan: the sizes in {line[:60]!r} cannot be read: {error}") from error
+    if bool(stages) != (static is not None):
+        raise PlanError(f"no plan: sizes of {len(stages)} stages, and {'no' if static is None else 'a'} line of static bytes")
+    return None if static is None else Sizes(stages=tuple(stages), static=static), budgets
+
+
 def _write(action: Action, stage_ranks: tuple[int, ...]) -> str:
-    return str(action) if action.peer == _implied_peer(action, stage_ranks) else f"{action}@{action.peer}"
+    return str(action) if action.peer == _implied_peer(action, stage_ranks) else action.full_text
 
 
 def _read(word: str, stage_ranks: tuple[int, ...]) -> Action:

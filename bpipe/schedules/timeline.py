@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from bpipe.errors import ConfigurationError
-from bpipe.schedules.action import COMPUTE, RECEIVES, SENDS, START_OF, Action, Op
+from bpipe.schedules.action import COMPUTE, POSTS, RECEIVES, SENDS, START_OF, Action, Op
 from bpipe.schedules.plan import Plan
 
 __all__ = ["Lane", "Span", "Timeline"]
@@ -146,15 +146,15 @@ class Timeline:
         Waiting before the transfer begins is the bubble's, not the transfer's. A measured transfer is under way from when it
         was posted as far as one rank knows, so these numbers are upper bounds there.
         """
-        starts: dict[tuple[Op, int, int], float] = {}
+        starts: dict[tuple[Op, int, int, int], float] = {}
         exposed: dict[Op, float] = defaultdict(float)
         for action, begin, end in self.spans(rank):
-            op, stage, microbatch, _ = action
+            op = action.op
             if op in START_OF:
-                began = starts.pop((START_OF[op], stage, microbatch))
+                began = starts.pop((START_OF[op], *action[1:4]))
                 exposed[op] += max(0.0, end - max(begin, began))
-            elif op not in COMPUTE:
-                starts[op, stage, microbatch] = begin
+            elif op in POSTS:
+                starts[action[:4]] = begin
         return dict(exposed)
 
     def peak_bytes(self, rank: int) -> int:

@@ -86,6 +86,6 @@ def _strip(strip: Strip, height: float) -> Data:
 
 
 def _box(span: Span) -> tuple[float, ...]:
-    op, stage, microbatch, peer = span.action
+    op, stage, microbatch, _, peer = span.action
     begin, end = round(span.begin_s, DECIMALS), round(span.end_s, DECIMALS)
     return OPS[op], stage, microbatch, -1 if peer is None else peer, begin, end

@@ -15,7 +15,7 @@ from math import isfinite
 
 from bpipe.errors import ConfigurationError
 from bpipe.schedules import Op, Plan, Span, Timeline
-from bpipe.schedules.plan import occupancy
+from bpipe.schedules.sizes import occupancy
 from bpipe.tools.quantities import show_bytes, show_seconds
 
 __all__: list[str] = []
@@ -141,7 +141,7 @@ def in_slots(timeline: Timeline) -> Timeline:
 
 def _slots(plan: Plan, rank: int) -> tuple[int, Iterator[int]]:
     """The rooms of a rank's guests, and with them what it holds while each action runs."""
-    rooms = sum(plan.rooms(rank).values())
+    rooms = sum(map(len, plan.rooms(rank).values()))
     # Without backwards nothing is kept: autograd saves nothing.
     return rooms, (rooms + live * plan.has_backward for live in occupancy(plan.actions[rank]))
 

@@ -128,7 +128,7 @@ class _Machine:
     # Computations.
 
     def forward(self, rank: int, action: Action) -> None:
-        _, stage, microbatch, _ = action
+        _, stage, microbatch, *_ = action
         self.in_order("forward", action)
         if stage:
             near = self.plan.stage_ranks[stage - 1] == rank
@@ -143,7 +143,7 @@ class _Machine:
         self.weight_half(rank, action)
 
     def input_half(self, rank: int, action: Action) -> None:
-        _, stage, microbatch, _ = action
+        _, stage, microbatch, *_ = action
         insist(self.plan.has_backward, "missing token: no graph for", action)
         self.in_order("input gradient", action)
         self.use((rank, "saved", stage, microbatch), ("saved", stage, microbatch), action, keep=True)
@@ -154,7 +154,7 @@ class _Machine:
         self.tokens[rank, "result", stage, microbatch] = ("gradient", stage, microbatch)
 
     def weight_half(self, rank: int, action: Action) -> None:
-        _, stage, microbatch, _ = action
+        _, stage, microbatch, *_ = action
         self.in_order("weight gradient", action)
         insist(self.counts["input gradient", stage] > microbatch, "missing token: input half for", action)
         self.use((rank, "saved", stage, microbatch), ("saved", stage, microbatch), action)

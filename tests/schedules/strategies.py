@@ -69,7 +69,7 @@ def channels_agree(plan: Plan) -> bool:
     """Whether neighbouring ranks make and use what crosses from one to the other in one order: channels are first in, first out."""
     made, used = defaultdict(list), defaultdict(list)
     for rank in range(plan.num_ranks):
-        for op, stage, microbatch, _ in plan.compute(rank):
+        for op, stage, microbatch, *_ in plan.compute(rank):
             step = 1 if op is Op.F else -1
             if op is not Op.W:
                 for queues, crossing, other in ((made, stage, stage + step), (used, stage - step, stage - step)):

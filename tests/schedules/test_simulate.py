@@ -79,7 +79,7 @@ def test_bytes_on_a_rank_are_counted_from_its_actions(pair: tuple[Plan, Costs]) 
                     most = max(most, guests)
             rooms += most
         own, most = 0, 0
-        for op, stage, _, _ in plan.actions[rank]:
+        for op, stage, *_ in plan.actions[rank]:
             saved, movable = costs.saved_bytes[stage], costs.movable_bytes[stage]
             own += {Op.F: saved, Op.LOAD: movable}.get(op, 0)
             most = max(most, own)
@@ -240,13 +240,13 @@ def test_a_rank_may_keep_guests_alone() -> None:
     plan = finish(balance(wider, slots=(3, None, None, None, None), pairs=(4, 4, 4, 4, 0)))
     timeline = simulate(plan, Costs(saved_bytes=7, static_bytes=5))
     assert timeline.makespan_s == 33 and critical_path(timeline)
-    assert timeline.peak_bytes(4) == 7 * plan.rooms(4)[0]
+    assert timeline.peak_bytes(4) == 7 * len(plan.rooms(4)[0])
     with pytest.raises(ConfigurationError, match="no times of rank 4"):
         timeline.span_s(4)
 
 
 def test_a_plan_that_never_ends_is_an_error() -> None:
-    lanes = ((Action(Op.WAIT_RECV_F, 0, 0, 1),), ())
+    lanes = ((Action(Op.WAIT_RECV_F, 0, 0, peer=1),), ())
     plan = Plan(name="stuck", num_microbatches=1, stage_ranks=(0, 1), actions=lanes, served=((), ()), slots=(None, None))
     with pytest.raises(PlanError, match="rank 0 at 0WAIT_RECV_F0"):
         simulate(plan, Costs())

@@ -67,7 +67,7 @@ def spans(data: dict[str, Any], row: dict[str, Any], kind: str) -> list[Span]:
     """The boxes of a row's strips as the spans they were made of."""
     flat = [number for strip in row["strips"] if strip["kind"] == kind for number in strip["boxes"]]
     boxes = zip(*[iter(flat)] * 6, strict=True)
-    return [Span(Action(Op(data["ops"][op]), s, m, None if peer < 0 else peer), begin, end) for op, s, m, peer, begin, end in boxes]
+    return [Span(Action(Op(data["ops"][op]), s, m, peer=None if peer < 0 else peer), begin, end) for op, s, m, peer, begin, end in boxes]
 
 
 def rounded(some: Any) -> list[Span]:
