@@ -1,28 +1,29 @@
 """The balance pass: evict what is not needed soon to a rank with room, and load it back in time.
 
-A rank with more microbatches than its budget (BPipe, Kim et al., ICML 2023) is decided from its own list of computations
-alone, without timing: `tests/schedules/test_balance.py` shows by exhaustion that the budget holds. Between two consecutive
-backwards the list gets an idle moment, because that is where a real pipeline waits and a transfer fits.
-
-    occupied      before the first step t that has more than k:
-    F0 F1 F2 F3   evict the microbatch whose backward is furthest away: start before t-1, wait before t,
-    1  2  3  4    load it from before the step ahead of its backward, wait before its backward.
+Any plan of computations can be balanced (BPipe, Kim et al., ICML 2023, does it to 1F1B). Each rank with more than its budget
+is decided from its own list of computations; whoever has room takes its guests, the rank it is paired with first, then ranks
+of the same node, then others, then its host. `tests/schedules/test_balance.py` shows what that reaches.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from bpipe.errors import BudgetError, ConfigurationError
-from bpipe.schedules.action import BACKWARD, MIRROR, Action, Op
+from bpipe.schedules.action import HOST, Action
+from bpipe.schedules.costs import Costs
+from bpipe.schedules.eager import evict_eagerly
+from bpipe.schedules.evict import Eviction, Guests, Shortage, Sweep, emit, mirrored
 from bpipe.schedules.plan import Plan
-from bpipe.schedules.sizes import occupancy
+from bpipe.schedules.rank_steps import steps_of
+from bpipe.schedules.sizes import Sizes
 
-__all__: list[str] = []
+__all__ = ["balance", "level"]
+
+Budgets = tuple[int | None, ...]
+
 
 def default_slots(num_stages: int) -> int:
     """ceil((p+2)/2): what every rank holds at most when p stages are balanced in pairs (Kim et al., ICML 2023).
@@ -37,194 +38,247 @@ def mirror_pairs(num_ranks: int) -> tuple[int, ...]:
     return tuple(reversed(range(num_ranks)))
 
 
-def balance(plan: Plan, *, slots: int | Sequence[int | None], pairs: Sequence[int] | None = None, rule: str = "fewest") -> Plan:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Destinations:
+    """Who may take a rank's guests.
+
+    Args:
+        pairs: the rank to which each rank evicts first; default: p-1-x.
+        others: whether any other rank with room may take what the pair cannot.
+        nodes: the node of each rank; the others of one's own node come first. Default: all on one.
+        host: whether a rank may evict to its own host's memory: "no", "last" (where no rank has room) or "only".
+    """
+
+    pairs: Sequence[int] | None = None
+    others: bool = True
+    nodes: Sequence[int] | None = None
+    host: str = "no"
+
+    def check(self, num_ranks: int) -> None:
+        """Raise unless these fit a number of ranks.
+
+        Raises:
+            ConfigurationError: they do not.
+        """
+        ranks = range(num_ranks)
+        if self.pairs is not None and (len(self.pairs) != num_ranks or any(pair not in ranks for pair in self.pairs)):
+            raise ConfigurationError(
+                f"pairs={tuple(self.pairs)}: name one acceptor, a rank from 0 to {num_ranks - 1}, for each rank"
+            )
+        if self.nodes is not None and len(self.nodes) != num_ranks:
+            raise ConfigurationError(f"nodes={tuple(self.nodes)}: give the node of each of {num_ranks} ranks")
+        if self.host not in ("no", "last", "only"):
+            raise ConfigurationError(f"host={self.host!r}: choose 'no', 'last' or 'only'")
+
+    def of(self, rank: int, room: Sequence[int | None]) -> list[int]:
+        """The acceptors of a rank, best first: its pair, its node, the roomiest."""
+        pair = (mirror_pairs(len(room)) if self.pairs is None else self.pairs)[rank]
+        others = [other for other in range(len(room)) if self.others or other == pair]
+        node = None if self.nodes is None else self.nodes[rank]
+
+        def distance(other: int) -> tuple[bool, bool, float]:
+            left = room[other]
+            is_across = self.nodes is not None and self.nodes[other] != node
+            return other != pair, is_across, float("-inf") if left is None else -left
+
+        peers = [] if self.host == "only" else sorted((other for other in others if other != rank), key=distance)
+        return peers + [HOST] * (self.host != "no")
+
+
+def balance(
+    plan: Plan,
+    *,
+    slots: int | Sequence[int | None] | None = None,
+    sizes: Sizes | None = None,
+    budgets: int | Sequence[int | None] | None = None,
+    to: Destinations | None = None,
+    costs: Costs | None = None,
+    rule: str = "fewest",
+) -> Plan:
     """Insert evictions and loads so that no rank occupies more than its budget; the order of computations stays.
 
     Args:
         plan: a plan of computations alone.
         slots: the budget in microbatches, one number or one a rank (None: unlimited).
-        pairs: the rank to which each rank evicts; default: p-1-x.
-        rule: "fewest" moves as few microbatches as the budget allows, those whose backward is furthest away;
+        sizes: what a microbatch takes in bytes, if bytes are to be counted instead.
+        budgets: with `sizes`, the budget in bytes, static ones included, one number or one a rank.
+        to: who may take the evicted; default: the pair p-1-x, then any rank with room.
+        costs: how long computations and transfers take; what can be hidden behind computations is evicted first.
+        rule: "fewest" moves as little as the budget allows, what is needed again last;
             "eager" evicts one microbatch with each forward and loads one with each backward (the paper's steady state).
 
     Raises:
         BudgetError: no placement meets the budget; the message names the smallest one that works.
-        ConfigurationError: budgets, pairs or rule make no sense.
+        ConfigurationError: budgets, destinations or rule make no sense.
     """
-    pairs = mirror_pairs(plan.num_ranks) if pairs is None else tuple(pairs)
-    budgets = (slots,) * plan.num_ranks if isinstance(slots, int) else tuple(slots)
-    _check_arguments(plan, budgets, pairs, rule)
-    lacking = _attempt(plan, budgets, pairs, rule)
+    if (slots is None) == (sizes is None) or (sizes is None) != (budgets is None):
+        raise ConfigurationError("give slots=, or sizes= and budgets=")
+    if rule not in ("fewest", "eager") or (rule == "eager" and sizes is not None):
+        raise ConfigurationError(f"rule={rule!r}: choose one of 'fewest', 'eager' (the latter where slots are counted)")
+    problem = _Problem(plan, sizes, Destinations() if to is None else to, costs, rule)
+    given = problem.checked(slots if sizes is None else budgets)
+    lacking = problem.attempt(given)
     if isinstance(lacking, Plan):
         return lacking
-    tries = range(1, 1 + 2 * max(plan.peak_slots))
-    more = tries[bisect_left(tries, True, key=lambda n: isinstance(_attempt(plan, _raised(budgets, n), pairs, rule), Plan))]
-    the = "The" if len(set(budgets)) == 1 else "With all raised alike, the"
-    raise BudgetError(
-        f"{_show(budgets)} slots are too few for {plan.name} with {plan.num_stages} stages and {plan.num_microbatches} "
-        f"microbatches: {lacking}. {the} smallest budget that works here is slots={_show(_raised(budgets, more))}."
-    )
+    raise problem.refusal(given, lacking)
 
 
-def _check_arguments(plan: Plan, budgets: tuple[int | None, ...], pairs: tuple[int, ...], rule: str) -> None:
-    ranks = range(plan.num_ranks)
-    if rule not in _RULES:
-        raise ConfigurationError(f"rule={rule!r}: choose one of {', '.join(map(repr, _RULES))}")
-    if len(budgets) != plan.num_ranks or any(k is not None and (not isinstance(k, int) or k < 1) for k in budgets):
-        raise ConfigurationError(
-            f"slots={_show(budgets)}: give one number of at least 1, or one for each of {plan.num_ranks} ranks"
+def level(plan: Plan, sizes: Sizes, *, to: Destinations | None = None, costs: Costs | None = None) -> Plan:
+    """Balance a plan as low as possible: the lowest highest peak in bytes that the pass reaches, then the fewest bytes.
+
+    Returns:
+        The balanced plan, with its peaks as budgets; where nothing is gained, the plan as it was, with its sizes.
+
+    Raises:
+        ConfigurationError: sizes or destinations make no sense.
+    """
+    problem = _Problem(plan, sizes, Destinations() if to is None else to, costs, "fewest")
+    best = problem.plan
+    highest = max(problem.peaks())
+    lowest = max(problem.floor(), -(-sum(problem.peaks()) // plan.num_ranks) if problem.to.host == "no" else 0)
+    while lowest < highest:
+        middle = (lowest + highest) // 2
+        found = problem.attempt((middle,) * plan.num_ranks)
+        if isinstance(found, Plan):
+            best, highest = found, max(found.peak_bytes)
+        else:
+            lowest = middle + 1 + (highest - middle) // 64
+    return best if best is problem.plan else replace(best, budgets=(highest,) * plan.num_ranks)
+
+
+class _Problem:
+    """A plan to be balanced: what does not change from one attempt to the next."""
+
+    def __init__(self, plan: Plan, sizes: Sizes | None, to: Destinations, costs: Costs | None, rule: str) -> None:
+        to.check(plan.num_ranks)
+        self.plan, self.to, self.costs, self.rule = replace(plan, sizes=sizes), to, costs, rule
+        self.ranks = steps_of(self.plan)
+        self.static = (0,) * plan.num_ranks if sizes is None else sizes.static
+        if costs is not None:
+            self._set_times(costs)
+
+    def _set_times(self, costs: Costs) -> None:
+        from bpipe.schedules.communicate import communicate
+        from bpipe.schedules.simulate import simulate
+
+        timeline = simulate(communicate(self.plan), costs)
+        for rank, steps in enumerate(self.ranks):
+            spans = iter(timeline.computations(rank))
+            end = 0.0
+            for step in steps.steps:
+                span = None if step is None else next(spans)
+                steps.times.append(end if span is None else span.begin_s)
+                end = end if span is None else span.end_s
+            steps.times.append(end)
+
+    def peaks(self) -> list[int]:
+        """What each rank occupies without evictions, static bytes included."""
+        return [static + rank.peak for static, rank in zip(self.static, self.ranks)]
+
+    def floor(self) -> int:
+        """Less than this no rank with computations can do with."""
+        return max(self.static)
+
+    def parts(self, rank: int) -> dict[int, Sequence[int]]:
+        sizes = self.plan.sizes
+        stages = [stage for stage, owner in enumerate(self.plan.stage_ranks) if owner == rank]
+        return {stage: (1,) if sizes is None else sizes.stages[stage].parts for stage in stages}
+
+    def checked(self, given: int | Sequence[int | None] | None) -> Budgets:
+        """One budget a rank.
+
+        Raises:
+            ConfigurationError: they make none.
+        """
+        p, name = self.plan.num_ranks, "slots" if self.plan.sizes is None else "budgets"
+        budgets = (given,) * p if isinstance(given, int) or given is None else tuple(given)
+        if len(budgets) != p or any(k is not None and (not isinstance(k, int) or k < 1) for k in budgets):
+            raise ConfigurationError(f"{name}={_show(budgets)}: give one number of at least 1, or one for each of {p} ranks")
+        return budgets
+
+    def attempt(self, budgets: Budgets) -> Plan | str:
+        """The balanced plan, or in words what the budgets lack."""
+        limits = [None if budget is None else budget - static for budget, static in zip(budgets, self.static)]
+        room = [None if limit is None else max(0, limit - rank.peak) for limit, rank in zip(limits, self.ranks)]
+        needy = [r for r, limit in enumerate(limits) if limit is not None and self.ranks[r].peak > limit]
+        actions = [rank.actions for rank in self.ranks]
+        served: list[list[Action]] = [list(lane) for lane in self.plan.served]
+        for rank in sorted(needy, key=lambda r: self.ranks[r].peak - (limits[r] or 0), reverse=True):
+            decided = self._decide(rank, limits[rank] or 0, room)
+            if isinstance(decided, Shortage):
+                return f"rank {rank} {decided.text}"
+            actions[rank] = emit(self.ranks[rank], decided)
+            for peer in sorted({eviction.peer for eviction in decided} - {HOST}):
+                served[peer] += mirrored(actions[rank], rank, peer)
+        in_bytes = self.plan.sizes is not None
+        balanced = replace(
+            self.plan,
+            actions=tuple(map(tuple, actions)),
+            served=tuple(map(tuple, served)),
+            slots=self.plan.slots if in_bytes else budgets,
+            budgets=budgets if in_bytes else None,
         )
-    if len(pairs) != plan.num_ranks or any(acceptor not in ranks for acceptor in pairs):
-        raise ConfigurationError(f"pairs={pairs}: name one acceptor, a rank from 0 to {plan.num_ranks - 1}, for each rank")
+        return self._over(balanced, budgets) or balanced
+
+    def _decide(self, rank: int, limit: int, room: list[int | None]) -> list[Eviction] | Shortage:
+        """What a rank evicts; takes from the others' room what its guests need there."""
+        steps = self.ranks[rank]
+        peers = self.to.of(rank, room)
+        if not peers:
+            return Shortage("has no other rank to evict to")
+        if self.rule == "eager":
+            return evict_eagerly(steps, limit, peers[0])
+        guests = [Guests(peer, self._room(peer, room), len(steps.steps), self._seconds(rank, peer)) for peer in peers]
+        decided = Sweep(steps, limit, self.parts(rank), guests).run()
+        for taken in guests:
+            left = None if taken.peer == HOST else room[taken.peer]
+            if left is not None:
+                room[taken.peer] = left - taken.most
+        return decided
+
+    def _room(self, peer: int, room: list[int | None]) -> int | None:
+        return None if peer == HOST else room[peer]
+
+    def _seconds(self, rank: int, peer: int) -> Callable[[int], float] | None:
+        """How long a transfer of so many bytes takes, one way."""
+        if self.costs is None:
+            return None
+        link = self.costs.link_between(rank, peer)
+        return lambda size: link.latency_s + size / link.bytes_per_s
+
+    def _over(self, balanced: Plan, budgets: Budgets) -> str | None:
+        """The first rank whose own and whose guests together are over its budget."""
+        sizes = balanced.sizes
+        for rank, budget in enumerate(budgets):
+            rooms = balanced.rooms(rank) if sizes is None else balanced.rooms(rank, sizes.moved)
+            guests = sum(map(sum, rooms.values()))
+            own = self.static[rank] + self.ranks[rank].peak
+            if budget is not None and guests and own + guests > budget:
+                return f"rank {rank} would occupy {own + guests}, of which {guests} are rooms for guests"
+        return None
+
+    def refusal(self, given: Budgets, lacking: str) -> BudgetError:
+        """The error for budgets that cannot be met; it names the smallest that can."""
+        in_bytes = self.plan.sizes is not None
+        highest = max(self.peaks())
+        tries = range(1, 2 * highest + 2, max(1, highest // 4096))
+
+        def works(more: int) -> bool:
+            return isinstance(self.attempt(_raised(given, more)), Plan)
+
+        enough = _raised(given, tries[bisect_left(tries, True, key=works)])
+        the = "The" if len(set(given)) == 1 else "With all raised alike, the"
+        name, unit = ("budgets", "bytes") if in_bytes else ("slots", "slots")
+        return BudgetError(
+            f"{_show(given)} {unit} are too few for {self.plan.name} with {self.plan.num_stages} stages and "
+            f"{self.plan.num_microbatches} microbatches: {lacking}. {the} smallest budget that works here is "
+            f"{name}={_show(enough)}."
+        )
 
 
-def _raised(budgets: tuple[int | None, ...], more: int) -> tuple[int | None, ...]:
+def _raised(budgets: Budgets, more: int) -> Budgets:
     return tuple(None if k is None else k + more for k in budgets)
 
 
-def _show(budgets: tuple[int | None, ...]) -> str:
+def _show(budgets: Budgets) -> str:
     return str(budgets[0]) if len(set(budgets)) == 1 else str(budgets)
-
-
-def _attempt(plan: Plan, budgets: tuple[int | None, ...], pairs: tuple[int, ...], rule: str) -> Plan | str:
-    """The balanced plan, or in words what the budgets lack."""
-    actions = list(plan.actions)
-    served: list[tuple[Action, ...]] = list(plan.served)
-    for rank, budget in enumerate(budgets):
-        if budget is None or max(occupancy(plan.actions[rank]), default=0) <= budget:
-            continue
-        moves = _RULES[rule](plan.actions[rank], budget)
-        if isinstance(moves, str) or pairs[rank] == rank:
-            return f"rank {rank} {moves if isinstance(moves, str) else 'has no other rank to evict to'}"
-        actions[rank] = moves.emit(plan.actions[rank], pairs[rank])
-        served[pairs[rank]] += _mirrored(actions[rank], evictor=rank)
-    balanced = replace(plan, actions=tuple(actions), served=tuple(served), slots=budgets)
-    for rank, (peak, budget) in enumerate(zip(balanced.peak_slots, budgets)):
-        if budget is not None and peak > budget:
-            return f"rank {rank} would occupy {peak}, of which {sum(map(len, balanced.rooms(rank).values()))} are rooms for guests"
-    return balanced
-
-
-def _mirrored(actions: Sequence[Action], evictor: int) -> tuple[Action, ...]:
-    """The acceptor's end of an evictor's transfers: the same events in the same order, so that neither can wait in a circle."""
-    return tuple(Action(MIRROR[a.op], *a[1:4], peer=evictor) for a in actions if a.op in MIRROR)
-
-
-Boundary = defaultdict[int, list[Action]]
-
-
-@dataclass
-class _Moves:
-    """Which transfers start and complete before which step of a rank's list, idle moments counted."""
-
-    steps: list[Action | None]
-    wait_evict: Boundary = field(default_factory=lambda: defaultdict(list))
-    load: Boundary = field(default_factory=lambda: defaultdict(list))
-    wait_load: Boundary = field(default_factory=lambda: defaultdict(list))
-    evict: Boundary = field(default_factory=lambda: defaultdict(list))
-
-    def add(self, victim: Action, *, evict: int, wait_evict: int, load: int, wait_load: int) -> None:
-        self.evict[evict].append(victim)
-        self.wait_evict[wait_evict].append(victim)
-        self.load[load].append(victim)
-        self.wait_load[wait_load].append(victim)
-
-    def load_during_backwards(self, occupied: list[int], budget: int) -> None:
-        """Start loads that would run in an idle moment one backward earlier where the budget has room.
-
-        A rank that never waits has no idle moments in its ending, and would see the whole transfer.
-        """
-        for step in sorted(self.load):
-            if self.steps[step] is None and occupied[step - 1] < budget:
-                occupied[step - 1] += 1
-                self.load[step - 1] += self.load.pop(step)
-
-    def emit(self, actions: Sequence[Action], acceptor: int) -> tuple[Action, ...]:
-        """The rank's list with the transfers in it.
-
-        At one boundary slots are given back before they are taken: on this rank by completed evictions, on the acceptor
-        by completed loads.
-        """
-        lane: list[Action] = []
-        order = ((Op.WAIT_EVICT, self.wait_evict), (Op.LOAD, self.load), (Op.WAIT_LOAD, self.wait_load), (Op.EVICT, self.evict))
-        for index, action in enumerate(self.steps):
-            lane += [Action(op, a.stage, a.microbatch, peer=acceptor) for op, boundary in order for a in boundary.get(index, ())]
-            if action is not None:
-                lane.append(action)
-        return tuple(lane)
-
-
-def _with_idle_moments(actions: Sequence[Action]) -> list[Action | None]:
-    steps: list[Action | None] = []
-    for action in actions:
-        if steps and steps[-1] is not None and steps[-1].op in BACKWARD and action.op in BACKWARD:
-            steps.append(None)
-        steps.append(action)
-    return steps
-
-
-def _fewest(actions: Sequence[Action], budget: int) -> _Moves | str:
-    steps = _with_idle_moments(actions)
-    forward = {a[1:3]: t for t, a in enumerate(steps) if a is not None and a.op is Op.F}
-    backward = {a[1:3]: t for t, a in enumerate(steps) if a is not None and a.op in BACKWARD}
-    change = [0] * (len(steps) + 1)  # by evictions, at each step
-    moves = _Moves(steps)
-    live: dict[tuple[int, int], Action] = {}  # here and never evicted
-    occupied = freed = 0
-    for t, (action, own) in enumerate(zip(steps, _step_occupancy(steps))):
-        if action is not None and action.op is Op.F:
-            live[action[1:3]] = action
-        freed += change[t]
-        occupied = own + freed
-        while occupied > budget:
-            start = next((s for s in range(t - 1, -1, -1) if not moves.evict.get(s)), -1)
-            candidates = [key for key in live if forward[key] < start and backward[key] - 1 > t]
-            if not candidates:
-                return f"occupies {occupied} at {action} and has nothing that it could evict in time"
-            victim = max(candidates, key=backward.__getitem__)
-            moves.add(live.pop(victim), evict=start, wait_evict=t, load=backward[victim] - 1, wait_load=backward[victim])
-            change[t] -= 1
-            change[backward[victim] - 1] += 1
-            occupied -= 1
-            freed -= 1
-        if action is not None and action.op in BACKWARD:
-            live.pop(action[1:3], None)
-    moves.load_during_backwards([own + extra for own, extra in zip(_step_occupancy(steps), accumulate(change))], budget)
-    return moves
-
-
-def _step_occupancy(steps: Sequence[Action | None]) -> list[int]:
-    """Slots occupied at each step before any eviction; an idle moment sees what lives between its neighbours."""
-    live, result = 0, []
-    for action in steps:
-        live += action is not None and action.op is Op.F
-        result.append(live)
-        live -= action is not None and action.op in (Op.B, Op.W)
-    return result
-
-
-def _eager(actions: Sequence[Action], budget: int) -> _Moves | str:
-    moves = _Moves(list(actions))
-    forwards: list[Action] = []
-    remote: list[tuple[Action, int]] = []
-    for t, action in enumerate(actions):
-        if action.op is Op.F:
-            if len(forwards) >= budget - 1 and forwards:
-                remote.append((forwards[-1], t))
-            forwards.append(action)
-        elif action.op in BACKWARD and remote:
-            victim, evicted = remote.pop(0)
-            moves.add(victim, evict=evicted, wait_evict=evicted + 1, load=t, wait_load=t + 1)
-    if remote:
-        return f"evicts {remote[0][0].stage}F{remote[0][0].microbatch} and has no backward left during which to load it"
-    lane = moves.emit(actions, acceptor=-1)
-    peak = max(occupancy(lane))
-    late = [
-        str(a) for i, a in enumerate(lane) if a.op is Op.WAIT_LOAD and any(b.op in BACKWARD and b[1:3] == a[1:3] for b in lane[:i])
-    ]
-    if peak > budget or late:
-        return f"evicting eagerly occupies {peak}" + (f" and loads too late at {late[0]}" if late else "")
-    return moves
-
-
-_RULES = {"fewest": _fewest, "eager": _eager}

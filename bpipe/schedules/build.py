@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from bpipe.errors import ConfigurationError
 from bpipe.schedules import gpipe, one_f_one_b
 from bpipe.schedules.action import Action
-from bpipe.schedules.balance import balance, default_slots
+from bpipe.schedules.balance import Destinations, balance, default_slots
 from bpipe.schedules.collector import collector_paused
 from bpipe.schedules.communicate import communicate, forward_only
 from bpipe.schedules.plan import Plan
@@ -83,7 +83,8 @@ def build(
             served=((),) * num_stages,
             slots=(None,) * num_stages,
         )
-        return finish(plan if slots is None else balance(plan, slots=slots, pairs=pairs, rule=rule))
+        to = Destinations(pairs=pairs, others=pairs is None)
+        return finish(plan if slots is None else balance(plan, slots=slots, to=to, rule=rule))
 
 
 def finish(plan: Plan) -> Plan:

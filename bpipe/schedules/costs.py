@@ -8,7 +8,7 @@ from math import inf
 from typing import Any, TypeVar
 
 from bpipe.errors import ConfigurationError
-from bpipe.schedules.action import Op
+from bpipe.schedules.action import HOST, Op
 from bpipe.schedules.plan import Plan
 
 __all__ = ["Costs", "Link"]
@@ -60,6 +60,7 @@ class Costs:
         static_bytes: what a stage keeps throughout: parameters, gradients, optimizer states, buffers.
         link: between ranks of one node.
         cross_link: between ranks of different nodes, where `nodes` says which; default: `link`.
+        host_link: between a rank and its own host's memory, in each direction; default: `link`.
         nodes: the node of each rank; default: all on one.
         slowdown: how many times longer a computation takes while a transfer of its rank is under way; 1 for not at all.
 
@@ -83,6 +84,7 @@ class Costs:
     static_bytes: Bytes = 0
     link: Link = field(default_factory=Link)
     cross_link: Link | None = None
+    host_link: Link | None = None
     nodes: Sequence[int] | None = None
     slowdown: float = 1.0
 
@@ -163,8 +165,10 @@ class Costs:
         raise KeyError(op)
 
     def link_between(self, src: int, dst: int) -> Link:
-        """The link from one rank to another."""
-        is_across = self.nodes is not None and self.nodes[src] != self.nodes[dst]
+        """The link from one rank to another, or to or from its own host."""
+        if HOST in (src, dst) and self.host_link is not None:
+            return self.host_link
+        is_across = self.nodes is not None and HOST not in (src, dst) and self.nodes[src] != self.nodes[dst]
         return self.cross_link if is_across and self.cross_link is not None else self.link
 
 

@@ -46,16 +46,17 @@ def _belongs(own: Rank) -> Iterator[Finding]:
     for place in (*own.places.values(), *own.sharding):
         rank, served, _ = place
         action = own.action(place)
-        if not (0 <= action.stage < plan.num_stages and 0 <= action.microbatch < plan.num_microbatches):
+        op, stage, microbatch, part, peer = action
+        if not (0 <= stage < plan.num_stages and 0 <= microbatch < plan.num_microbatches):
             yield place, f"{action} is outside {plan.num_stages} stages and {plan.num_microbatches} microbatches"
             continue
-        if action.part > (plan.num_parts(action.stage) if action.op in PARTED else 0):
-            yield place, f"{action} names a part that there is not: a microbatch of this stage has {plan.num_parts(action.stage)}"
-        if served is not (action.op in SERVED):
+        if part and (op not in PARTED or part > plan.num_parts(stage)):
+            yield place, f"{action} names a part that there is not: a microbatch of this stage has {plan.num_parts(stage)}"
+        if served is not (op in SERVED):
             yield place, f"{action} stands in the wrong lane"
         expected = _expected_place(own, action)
-        if (rank, action.peer) != expected:
-            yield place, f"{action} on rank {rank} with peer {action.peer}: expected rank {expected[0]} and peer {expected[1]}"
+        if (rank, peer) != expected:
+            yield place, f"{action} on rank {rank} with peer {peer}: expected rank {expected[0]} and peer {expected[1]}"
 
 
 def _expected_place(own: Rank, action: Action) -> tuple[int, int | None]:
@@ -176,15 +177,20 @@ def _ordered(own: Rank) -> Iterator[Finding]:
 
     Ascending, because the sum of gradients, dropout and BatchNorm depend on the order.
     """
-    for key in own.places:
+    places = own.places
+    for key, place in places.items():
         op, stage, microbatch, part = key
-        before = [(earlier, stage, microbatch, part if earlier in PARTED else 0) for earlier in EARLIER[op]]
-        before += [(kin, stage, microbatch - 1, 0) for kin in KIN.get(op, ())]
-        for other in before:
-            yield from _in_order(own, other, key)
-        if part:
-            for later in LATER[op]:
-                yield from _in_order(own, key, (later, stage, microbatch, 0))
+        _, served, position = place
+        for before in EARLIER[op]:
+            other = places.get((before, stage, microbatch, part if before in PARTED else 0))
+            if other is not None and other[2] > position and other[1] is served:
+                yield place, f"{Action(*key)} stands before {stage}{before}{microbatch}"
+        for kin in KIN.get(op, ()):
+            other = places.get((kin, stage, microbatch - 1, 0))
+            if other is not None and other[2] > position and other[1] is served:
+                yield place, f"{Action(*key)} stands before {stage}{kin}{microbatch - 1}"
+        for later in LATER[op] if part else ():
+            yield from _in_order(own, key, (later, stage, microbatch, 0))
     for stage in own.stages:
         if stage - 1 in own.stages:
             yield from _handed_over(own, stage)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bpipe.errors import BudgetError, PlanError
 from bpipe.schedules import Action, Op, Plan, finish, gpipe, one_f_one_b
-from bpipe.schedules.balance import balance
+from bpipe.schedules.balance import Destinations, balance
 from bpipe.schedules.order import clock
 
 ORDERS = {"gpipe": gpipe.order, "1f1b": one_f_one_b.order}
@@ -106,7 +106,7 @@ def plans(draw: st.DrawFn, max_stages: int = 6, max_microbatches: int = 10) -> P
     for less, more in ((draw(st.integers(1, 3)), room), (1, room), (1, None), (0, room)):
         budgets = [max(k - less, 1) if rank in evictors else None if more is None else k + more for rank, k in enumerate(peaks)]
         try:
-            return finish(balance(plan, slots=budgets, pairs=pairs, rule=rule))
+            return finish(balance(plan, slots=budgets, to=Destinations(pairs=pairs), rule=rule))
         except PlanError as error:
             # With several stages on a rank or split backwards, an eviction may find its output still on its way.
             split_or_several = plan.num_stages > plan.num_ranks or any(a.op is Op.W for lane in plan.actions for a in lane)

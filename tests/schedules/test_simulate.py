@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from bpipe.errors import ConfigurationError, PlanError
 from bpipe.schedules import Action, Costs, Link, Op, Plan, build, finish, names, simulate
-from bpipe.schedules.balance import balance
+from bpipe.schedules.balance import Destinations, balance
 from bpipe.schedules.build import forward_plan
 from bpipe.schedules.critical import critical_path
 from bpipe.schedules.simulate import _slowed_end
@@ -237,7 +237,7 @@ def test_a_rank_may_keep_guests_alone() -> None:
     plain = build("1f1b", 4, 8)
     lanes = tuple(tuple(plain.compute(rank)) for rank in range(4))
     wider = replace(plain, actions=(*lanes, ()), served=((),) * 5, slots=(None,) * 5)
-    plan = finish(balance(wider, slots=(3, None, None, None, None), pairs=(4, 4, 4, 4, 0)))
+    plan = finish(balance(wider, slots=(3, None, None, None, None), to=Destinations(pairs=(4, 4, 4, 4, 0))))
     timeline = simulate(plan, Costs(saved_bytes=7, static_bytes=5))
     assert timeline.makespan_s == 33 and critical_path(timeline)
     assert timeline.peak_bytes(4) == 7 * len(plan.rooms(4)[0])

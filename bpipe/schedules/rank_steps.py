@@ -1,0 +1,124 @@
+"""One rank's list as the balance pass sees it: what it holds at each step, and when each microbatch comes and must be back.
+
+Between two consecutive backwards stands an idle step, because that is where a real pipeline waits and a transfer fits.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from bpipe.schedules.action import BACKWARD, COMPUTE, Action, Op
+from bpipe.schedules.communicate import communicate
+from bpipe.schedules.order import Moments, clock, num_microbatches_of
+from bpipe.schedules.plan import Plan
+from bpipe.schedules.sizes import SLOTS, Meter, occupancy
+
+__all__: list[str] = []
+
+Which = tuple[int, int]  # stage, microbatch
+
+
+@dataclass(slots=True)
+class RankSteps:
+    """The steps of one rank.
+
+    Args:
+        actions: its list, computations and whatever else stands between them.
+        steps: the computations in order; None for an idle step.
+        level: what the rank occupies during each step, messages under way included.
+        forward: the step of each microbatch's forward.
+        backward: the step of its backward, or of the input half: when its saved bytes must be back.
+        leaves: the first step before which its eviction may be complete: its output has arrived where it is used.
+        times: when each step begins, in seconds from the step's start, where a cost model says it.
+    """
+
+    actions: Sequence[Action]
+    steps: list[Action | None]
+    level: list[int]
+    forward: dict[Which, int]
+    backward: dict[Which, int]
+    leaves: dict[Which, int]
+    times: list[float] = field(default_factory=list)
+
+    @property
+    def peak(self) -> int:
+        return max(self.level, default=0)
+
+
+def steps_of(plan: Plan) -> list[RankSteps]:
+    """The steps of every rank of a plan of computations.
+
+    Raises:
+        PlanError: the computations wait for each other in a circle.
+    """
+    lanes = [plan.compute(rank) for rank in range(plan.num_ranks)]
+    begins = clock(lanes, plan.num_stages)
+    moments = Moments(plan.num_stages, num_microbatches_of(lanes, plan.num_stages))
+    for lane, starts in zip(lanes, begins):
+        for action, start in zip(lane, starts):
+            if action[0] is Op.F:
+                moments[action[:3]] = start
+    with_messages = plan if plan.sizes is None else communicate(plan)
+    meter = SLOTS if plan.sizes is None else plan.sizes.meter()
+    return [
+        _rank_steps(plan.actions[rank], levels(with_messages.actions[rank], meter), _Arrivals(plan, rank, begins[rank], moments))
+        for rank in range(plan.num_ranks)
+    ]
+
+
+@dataclass(slots=True)
+class _Arrivals:
+    """When what a rank makes has arrived where it is used."""
+
+    plan: Plan
+    rank: int
+    begins: array[int]
+    moments: Moments
+
+    def boundary(self, which: Which) -> int:
+        """The first computation of the rank, by its index, that comes after the output's use in the one order of all."""
+        stage, microbatch = which
+        if stage + 1 == self.plan.num_stages:
+            return 0
+        moment = (self.moments[Op.F, stage + 1, microbatch], self.plan.stage_ranks[stage + 1])
+        return bisect_right(self.begins, moment[0] - (moment[1] < self.rank))
+
+
+def _rank_steps(actions: Sequence[Action], level: list[int], arrivals: _Arrivals) -> RankSteps:
+    steps: list[Action | None] = []
+    levels_: list[int] = []
+    forward: dict[Which, int] = {}
+    backward: dict[Which, int] = {}
+    boundaries: list[int] = []  # the step at which the boundary before each computation begins
+    computations = [action for action in actions if action.op in COMPUTE]
+    for action, occupied in zip(computations, level):
+        boundaries.append(len(steps))
+        if steps and steps[-1] is not None and steps[-1].op in BACKWARD and action.op in BACKWARD:
+            steps.append(None)
+            levels_.append(occupied)
+        if action.op is Op.F:
+            forward[action[1:3]] = len(steps)
+        elif action.op in BACKWARD:
+            backward[action[1:3]] = len(steps)
+        steps.append(action)
+        levels_.append(occupied)
+    boundaries.append(len(steps))
+    leaves = {which: max(boundaries[arrivals.boundary(which)], step + 1) for which, step in forward.items()}
+    return RankSteps(actions, steps, levels_, forward, backward, leaves)
+
+
+def levels(lane: Sequence[Action], meter: Meter) -> list[int]:
+    """What is occupied from each computation to the transfers before the next one."""
+    result: list[int] = []
+    before = 0
+    for action, occupied in zip(lane, occupancy(lane, meter)):
+        if action.op in COMPUTE:
+            result.append(max(occupied, before) if not result else occupied)
+        elif result:
+            result[-1] = max(result[-1], occupied)
+        else:
+            before = max(before, occupied)
+    return result
