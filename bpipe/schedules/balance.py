@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from bpipe.errors import BudgetError, ConfigurationError
-from bpipe.schedules.action import HOST, Action
+from bpipe.schedules.action import HOST, Action, Op
 from bpipe.schedules.costs import Costs
 from bpipe.schedules.eager import evict_eagerly
 from bpipe.schedules.evict import Eviction, Guests, Shortage, Sweep, emit, mirrored
@@ -83,6 +83,25 @@ class Destinations:
 
         peers = [] if self.host == "only" else sorted((other for other in others if other != rank), key=distance)
         return peers + [HOST] * (self.host != "no")
+
+
+def in_pieces(plan: Plan) -> Plan:
+    """Cut forwards and backwards into pieces, one for each part that a plan's sizes give a microbatch.
+
+    Then memory is taken and given back inside them, and evictions start and end there: `0F3.1`, `0F3.2` ... save one part
+    each, `0B3.2`, `0B3.1` need one part each.
+
+    Raises:
+        PlanError: the plan has no sizes.
+    """
+    lanes = []
+    for lane in plan.actions:
+        pieces: list[Action] = []
+        for action in lane:
+            parts = range(1, plan.num_parts(action.stage) + 1) if action.op in (Op.F, Op.B) else ()
+            pieces += [action._replace(part=k) for k in (parts if action.op is Op.F else reversed(parts))] or [action]
+        lanes.append(tuple(pieces))
+    return replace(plan, actions=tuple(lanes))
 
 
 def balance(
@@ -229,11 +248,25 @@ class _Problem:
         if self.rule == "eager":
             return evict_eagerly(steps, limit, peers[0])
         guests = [Guests(peer, self._room(peer, room), len(steps.steps), self._seconds(rank, peer)) for peer in peers]
-        decided = Sweep(steps, limit, self.parts(rank), guests).run()
+        decided = self._swept(rank, limit, guests[:1])
+        if isinstance(decided, Shortage) and len(guests) > 1:
+            decided = self._swept(rank, limit, guests)
         for taken in guests:
             left = None if taken.peer == HOST else room[taken.peer]
             if left is not None:
                 room[taken.peer] = left - taken.most
+        return decided
+
+    def _swept(self, rank: int, limit: int, guests: Sequence[Guests]) -> list[Eviction] | Shortage:
+        """Sweep with whole microbatches first, and if that fails with ever fewer parts of each, so that loads come more evenly."""
+        parts = self.parts(rank)
+        decided: list[Eviction] | Shortage = Shortage("")
+        for most_parts in range(max(map(len, parts.values())), 0, -1):
+            for one in guests:
+                one.clear()
+            decided = Sweep(self.ranks[rank], limit, parts, guests, most_parts).run()
+            if not isinstance(decided, Shortage):
+                break
         return decided
 
     def _room(self, peer: int, room: list[int | None]) -> int | None:

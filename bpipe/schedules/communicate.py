@@ -83,12 +83,17 @@ class _Lane:
         self.ranks, self.begins = plan.stage_ranks, begins
         self.steps: list[Action] = []
         self.before: list[list[Action]] = [[]]  # evictions and loads at each boundary
+        self.inside: list[list[Action]] = []  # the first piece of each computation, with what stands between its pieces
         for action in plan.actions[rank]:
-            if action.op in COMPUTE:
-                self.steps.append(action)
-                self.before.append([])
-            else:
+            if action.op not in COMPUTE:
                 self.before[-1].append(action)
+            elif action.part and plan.goes_on(action):
+                self.inside[-1] += [*self.before[-1], action]
+                self.before[-1] = []
+            else:
+                self.steps.append(action._replace(part=0) if action.part else action)
+                self.inside.append([action])
+                self.before.append([])
         self.sends = [sent_by(plan, step) for step in self.steps]
         self.receives = [received_by(plan, step) for step in self.steps]
         self.posted = self._posts()
@@ -102,7 +107,7 @@ class _Lane:
             lane += self.completed.get(index, ())
             lane += moves
             if index < len(self.steps):
-                lane += [_completion(self.receives[index]), self.steps[index]]
+                lane += [_completion(self.receives[index]), *self.inside[index]]
         return tuple(action for action in lane if action is not None)
 
     def _posts(self) -> dict[int, list[Action]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bpipe.schedules.action import BACKWARD, Op
 from bpipe.schedules.evict import Eviction, Shortage, emit
-from bpipe.schedules.rank_steps import RankSteps, Which
+from bpipe.schedules.rank_steps import Part, RankSteps
 from bpipe.schedules.sizes import occupancy
 
 __all__: list[str] = []
@@ -13,18 +13,18 @@ __all__: list[str] = []
 def evict_eagerly(rank: RankSteps, limit: int, peer: int) -> list[Eviction] | Shortage:
     """While a rank is full, evict the youngest microbatch with each forward, and load the oldest with each backward."""
     evictions: list[Eviction] = []
-    forwards: list[Which] = []
-    remote: list[tuple[Which, int]] = []
+    forwards: list[Part] = []
+    remote: list[tuple[Part, int]] = []
     for t, action in enumerate(rank.steps):
         if action is not None and action.op is Op.F:
             if len(forwards) >= limit - 1 and forwards:
                 remote.append((forwards[-1], t))
-            forwards.append(action[1:3])
+            forwards.append(action[1:4])
         elif action is not None and action.op in BACKWARD and remote:
             which, start = remote.pop(0)
-            evictions.append(Eviction(which, 0, 1, peer, start, _next(rank, start), t, _next(rank, t)))
+            evictions.append(Eviction(which, 1, peer, start, _next(rank, start), t, _next(rank, t)))
     if remote:
-        stage, microbatch = remote[0][0]
+        stage, microbatch, _ = remote[0][0]
         return Shortage(f"evicts {stage}F{microbatch} and has no backward left during which to load it")
     peak = max(occupancy(emit(rank, evictions)), default=0)
     late = next((e for e in evictions if e.back > rank.backward[e.which]), None)

@@ -17,9 +17,11 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from bpipe.schedules.action import BACKWARD, COMPUTE, MIRROR, Action, Op
-from bpipe.schedules.rank_steps import RankSteps, Which
+from bpipe.schedules.rank_steps import Part, RankSteps, Which
 
 __all__: list[str] = []
+
+MOST_PARTS = 1 << 30
 
 
 class Guests:
@@ -40,6 +42,10 @@ class Guests:
         """The most that it keeps at once."""
         return max(self._used)
 
+    def clear(self) -> None:
+        """Forget all guests."""
+        self._used = [0] * len(self._used)
+
     def has_room(self, size: int, first: int, last: int) -> bool:
         return self.room is None or max(self._used[first : last + 1]) + size <= self.room
 
@@ -54,8 +60,7 @@ class Guests:
 class Eviction(NamedTuple):
     """A part of a microbatch, or all of it, that leaves and comes back; four steps before which something happens."""
 
-    which: Which
-    part: int
+    which: Part
     size: int
     peer: int
     start: int
@@ -89,14 +94,17 @@ class Sweep:
         limit: the most it may occupy.
         parts: for each of its stages, the size of each part of a microbatch that can move.
         guests: who may take them, best first.
+        most_parts: how many parts of one microbatch may be away, so that loads come evenly.
     """
 
     rank: RankSteps
     limit: int
     parts: dict[int, Sequence[int]]
     guests: Sequence[Guests]
+    most_parts: int = MOST_PARTS
     evictions: list[Eviction] = field(default_factory=list)
-    _live: dict[Which, dict[int, int]] = field(default_factory=dict)  # here, and the sizes of its parts
+    _live: dict[Part, int] = field(default_factory=dict)  # here, never evicted, and its size
+    _num_away: defaultdict[Which, int] = field(default_factory=lambda: defaultdict(int))  # parts evicted of each microbatch
     _started: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
 
     def run(self) -> list[Eviction] | Shortage:
@@ -107,7 +115,7 @@ class Sweep:
         moved = 0
         for t, (action, level) in enumerate(zip(rank.steps, rank.level)):
             if action is not None and action.op is Op.F:
-                self._live[action[1:3]] = self._parts_of(action)
+                self._live |= self._parts_of(action)
             moved += change[t]
             while level + moved > self.limit:
                 chosen = max(self._candidates(t, largest), key=lambda candidate: candidate[:3], default=None)
@@ -119,39 +127,39 @@ class Sweep:
                 moved -= eviction.size
                 change[t] -= eviction.size
             if action is not None and action.op in BACKWARD:
-                self._live.pop(action[1:3], None)
+                for part in self._parts_of(action):
+                    self._live.pop(part, None)
         occupied = [own + extra for own, extra in zip(rank.level, accumulate(change))]
         return list(_loaded_earlier(self.evictions, rank, occupied, self.limit))
 
-    def _parts_of(self, action: Action) -> dict[int, int]:
-        sizes = self.parts[action.stage]
-        return {0: sizes[0]} if len(sizes) == 1 else dict(enumerate(sizes, start=1))
+    def _parts_of(self, action: Action) -> dict[Part, int]:
+        """What a computation saves or needs: one piece its part, a whole one all parts."""
+        sizes, which = self.parts[action.stage], action[1:3]
+        if action.part:
+            return {(*which, action.part): sizes[action.part - 1]}
+        return {(*which, part): size for part, size in enumerate(sizes, start=len(sizes) > 1)}
 
     def _choose(self, eviction: Eviction, guests: Guests) -> None:
         self.evictions.append(eviction)
         self._started[eviction.start] += eviction.size
         guests.add(eviction.size, eviction.start, eviction.back - 1)
-        parts = self._live[eviction.which]
-        del parts[eviction.part]
-        if not parts:
-            del self._live[eviction.which]
+        del self._live[eviction.which]
+        self._num_away[eviction.which[:2]] += 1
 
     def _candidates(self, t: int, largest: int) -> Iterator[_Candidate]:
-        """What could leave before step t and be back in time, with somebody who has room."""
-        by_need = sorted(self._live, key=self.rank.backward.__getitem__, reverse=True)
-        for which in by_need:
-            needed = self.rank.backward[which]
-            if self.rank.leaves[which] > t or needed - 1 <= t:
+        """What could leave before step t and be back in time, with somebody who has room; the furthest needed first."""
+        for which in sorted(self._live, key=self.rank.backward.__getitem__, reverse=True):
+            is_late = self.rank.leaves[which] > t or self.rank.backward[which] - 1 <= t
+            if is_late or self._num_away[which[:2]] >= self.most_parts:
                 continue
-            for part, size in self._live[which].items():
-                candidate = self._candidate(which, part, size, t, largest)
-                if candidate is not None:
-                    yield candidate
-                    if candidate.is_hidden:
-                        return
+            candidate = self._candidate(which, t, largest)
+            if candidate is not None:
+                yield candidate
+                if candidate.is_hidden:
+                    return
 
-    def _candidate(self, which: Which, part: int, size: int, t: int, largest: int) -> _Candidate | None:
-        needed, earliest = self.rank.backward[which], self.rank.forward[which] + 1
+    def _candidate(self, which: Part, t: int, largest: int) -> _Candidate | None:
+        needed, earliest, size = self.rank.backward[which], self.rank.forward[which] + 1, self._live[which]
         for guests in self.guests:
             seconds = guests.seconds(size)
             start = self._begin(t, earliest, seconds, size, largest)
@@ -159,8 +167,7 @@ class Sweep:
             if start is None or not guests.has_room(size, start, needed - 1):
                 continue
             is_hidden = self._fits(start, t, seconds) and self._fits(load, needed, seconds)
-            eviction = Eviction(which, part, size, guests.peer, start, t, load, needed)
-            return _Candidate(is_hidden, needed, size, eviction, guests)
+            return _Candidate(is_hidden, needed, size, Eviction(which, size, guests.peer, start, t, load, needed), guests)
         return None
 
     def _begin(self, t: int, earliest: int, seconds: float, size: int, largest: int) -> int | None:
@@ -214,7 +221,7 @@ def emit(rank: RankSteps, evictions: Sequence[Eviction]) -> tuple[Action, ...]:
                 (Op.EVICT, eviction.start),
             )
         ):
-            moves[step][order].append(Action(op, *eviction.which, eviction.part, eviction.peer))
+            moves[step][order].append(Action(op, *eviction.which, eviction.peer))
     lane: list[Action] = []
     step = 0
     for action in rank.actions:

@@ -56,8 +56,13 @@ class Plan:
         return 0 if self.sizes is None else len(self.sizes.stages[stage].parts)
 
     def compute(self, rank: int) -> list[Action]:
-        """The forwards and backwards of a rank, in order."""
-        return [action for action in self.actions[rank] if action.op in COMPUTE]
+        """The forwards and backwards of a rank, in order, those in pieces as whole ones."""
+        whole = (a._replace(part=0) if a.part else a for a in self.actions[rank] if a.op in COMPUTE and not self.goes_on(a))
+        return list(whole)
+
+    def goes_on(self, action: Action) -> bool:
+        """Whether a computation is a piece of one that has begun: the first of a forward is part 1, of a backward the last part."""
+        return action.part > 1 if action.op is Op.F else action.part != 0 and action.part != self.num_parts(action.stage)
 
     def chains(self, rank: int) -> dict[int, tuple[Action, ...]]:
         """The acceptor's lane of a rank, one chain for each evictor that it serves."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice, takewhile
 
 from bpipe.schedules.action import COMPUTE, HOST, SERVED, SHARDING, WAIT_OF, Action, Op
 from bpipe.schedules.communicate import received_by, sent_by
@@ -25,6 +26,7 @@ class Rank:
         self.places: dict[Key, Place] = {}
         self.repeated: list[Place] = []
         self.sharding: list[Place] = []
+        self.begun: list[Place] = []  # the first pieces of computations in pieces
         for served, lane in ((False, plan.actions[rank]), (True, plan.served[rank])):
             for position, action in enumerate(lane):
                 place = (rank, served, position)
@@ -32,6 +34,9 @@ class Rank:
                     self.sharding.append(place)
                 elif self.places.setdefault(action[:4], place) is not place:
                     self.repeated.append(place)
+                elif action.part and action.op in COMPUTE and not plan.goes_on(action):
+                    self.begun.append(place)
+                    self.places.setdefault((*action[:3], 0), place)
 
     def action(self, place: Place) -> Action:
         rank, served, position = place
@@ -50,7 +55,7 @@ def _belongs(own: Rank) -> Iterator[Finding]:
         if not (0 <= stage < plan.num_stages and 0 <= microbatch < plan.num_microbatches):
             yield place, f"{action} is outside {plan.num_stages} stages and {plan.num_microbatches} microbatches"
             continue
-        if part and (op not in PARTED or part > plan.num_parts(stage)):
+        if part and (op not in IN_PARTS or part > plan.num_parts(stage)):
             yield place, f"{action} names a part that there is not: a microbatch of this stage has {plan.num_parts(stage)}"
         if served is not (op in SERVED):
             yield place, f"{action} stands in the wrong lane"
@@ -85,6 +90,7 @@ _FORWARD_PEER = {
 
 EVICTION = frozenset({Op.EVICT, Op.WAIT_EVICT, Op.LOAD, Op.WAIT_LOAD})
 PARTED = EVICTION | SERVED
+IN_PARTS = PARTED | {Op.F, Op.B}
 BITS = {op: 1 << i for i, op in enumerate(Op)}
 
 
@@ -102,9 +108,9 @@ def _complete(own: Rank) -> Iterator[Finding]:
     for (stage, microbatch, part), found in present.items():
         if stage not in accepted and found != _mask(SERVED):
             yield from _lacking(own, (stage, microbatch, part), [SERVED])
-        if stage in accepted and part:
-            if found != _mask(EVICTION):
-                yield from _lacking(own, (stage, microbatch, part), [EVICTION])
+        if stage in accepted and part and found & ~_mask(COMPUTE):
+            if found & ~_mask(COMPUTE) != _mask(EVICTION):
+                yield from _lacking(own, (stage, microbatch, part), [EVICTION | {op for op in COMPUTE if found & BITS[op]}])
             whole = own.places.get((Op.EVICT, stage, microbatch, 0))
             if whole is not None:
                 yield whole, f"{own.action(whole)} moves a microbatch of which part {part} moves by itself"
@@ -177,20 +183,25 @@ def _ordered(own: Rank) -> Iterator[Finding]:
 
     Ascending, because the sum of gradients, dropout and BatchNorm depend on the order.
     """
-    places = own.places
+    plan, places = own.plan, own.places
     for key, place in places.items():
         op, stage, microbatch, part = key
         _, served, position = place
         for before in EARLIER[op]:
-            other = places.get((before, stage, microbatch, part if before in PARTED else 0))
+            if before is Op.WAIT_SEND_F and 0 < part < plan.num_parts(stage):
+                continue  # the output lies in the last part
+            other = places.get((before, stage, microbatch, part if before in PARTED or (part and op in PARTED) else 0))
+            if other is None and part and before in COMPUTE:
+                other = places.get((before, stage, microbatch, 0))
             if other is not None and other[2] > position and other[1] is served:
                 yield place, f"{Action(*key)} stands before {stage}{before}{microbatch}"
         for kin in KIN.get(op, ()):
             other = places.get((kin, stage, microbatch - 1, 0))
             if other is not None and other[2] > position and other[1] is served:
                 yield place, f"{Action(*key)} stands before {stage}{kin}{microbatch - 1}"
-        for later in LATER[op] if part else ():
-            yield from _in_order(own, key, (later, stage, microbatch, 0))
+        for later in LATER.get(op, ()) if part else ():
+            piece = (later, stage, microbatch, part)
+            yield from _in_order(own, key, piece if piece in places else (later, stage, microbatch, 0))
     for stage in own.stages:
         if stage - 1 in own.stages:
             yield from _handed_over(own, stage)
@@ -213,8 +224,23 @@ def _handed_over(own: Rank, stage: int) -> Iterator[Finding]:
     for microbatch in range(own.plan.num_microbatches):
         for earlier, later in pairs:
             yield from _in_order(own, (*earlier, microbatch, 0), (*later, microbatch, 0))
-        for part in range(1, own.plan.num_parts(stage - 1) + 1):
-            yield from _in_order(own, (Op.F, stage, microbatch, 0), (Op.WAIT_EVICT, stage - 1, microbatch, part))
+        last_part = own.plan.num_parts(stage - 1)
+        yield from _in_order(own, (Op.F, stage, microbatch, 0), (Op.WAIT_EVICT, stage - 1, microbatch, last_part))
+
+
+def _in_pieces(own: Rank) -> Iterator[Finding]:
+    """A computation in pieces has them all, in order, with nothing but evictions and loads between them."""
+    lane = own.plan.actions[own.rank]
+    for place in own.begun:
+        first = own.action(place)
+        last, step = (own.plan.num_parts(first.stage), 1) if first.op is Op.F else (1, -1)
+        expected = [first._replace(part=part) for part in range(first.part, last + step, step)]
+        following = takewhile(lambda action: action.op in EVICTION or action.op in COMPUTE, islice(lane, place[2], None))
+        if list(islice((action for action in following if action.op in COMPUTE), len(expected))) != expected:
+            yield place, f"{first} begins a computation in pieces and is not followed by {' '.join(map(str, expected[1:]))} alone"
+    for key, place in own.places.items():
+        if key[0] in COMPUTE and key[3] and (*key[:3], 0) not in own.places:
+            yield place, f"{Action(*key)} goes on with what never began"
 
 
 def _sharded(own: Rank) -> Iterator[Finding]:
@@ -269,6 +295,7 @@ RULES_OF_A_RANK: dict[str, Callable[[Rank], Iterator[Finding]]] = {
     "belongs": _belongs,
     "complete": _complete,
     "ordered": _ordered,
+    "in pieces": _in_pieces,
     "sharded": _sharded,
     "affordable": _affordable,
 }

@@ -19,6 +19,7 @@ from bpipe.schedules.sizes import SLOTS, Meter, occupancy
 __all__: list[str] = []
 
 Which = tuple[int, int]  # stage, microbatch
+Part = tuple[int, int, int]  # and the part of it
 
 
 @dataclass(slots=True)
@@ -29,18 +30,19 @@ class RankSteps:
         actions: its list, computations and whatever else stands between them.
         steps: the computations in order; None for an idle step.
         level: what the rank occupies during each step, messages under way included.
-        forward: the step of each microbatch's forward.
-        backward: the step of its backward, or of the input half: when its saved bytes must be back.
-        leaves: the first step before which its eviction may be complete: its output has arrived where it is used.
+        forward: the step at which each part of a microbatch is saved; part 0 is all of it.
+        backward: the step before which it must be back.
+        leaves: the first step before which its eviction may be complete. The output lies in the last part, and must have
+            arrived where it is used.
         times: when each step begins, in seconds from the step's start, where a cost model says it.
     """
 
     actions: Sequence[Action]
     steps: list[Action | None]
     level: list[int]
-    forward: dict[Which, int]
-    backward: dict[Which, int]
-    leaves: dict[Which, int]
+    forward: dict[Part, int]
+    backward: dict[Part, int]
+    leaves: dict[Part, int]
     times: list[float] = field(default_factory=list)
 
     @property
@@ -64,8 +66,8 @@ def steps_of(plan: Plan) -> list[RankSteps]:
     with_messages = plan if plan.sizes is None else communicate(plan)
     meter = SLOTS if plan.sizes is None else plan.sizes.meter()
     return [
-        _rank_steps(plan.actions[rank], levels(with_messages.actions[rank], meter), _Arrivals(plan, rank, begins[rank], moments))
-        for rank in range(plan.num_ranks)
+        _rank_steps(plan, lane, levels(with_messages.actions[rank], meter), _Arrivals(plan, rank, begins[rank], moments))
+        for rank, lane in enumerate(plan.actions)
     ]
 
 
@@ -87,27 +89,32 @@ class _Arrivals:
         return bisect_right(self.begins, moment[0] - (moment[1] < self.rank))
 
 
-def _rank_steps(actions: Sequence[Action], level: list[int], arrivals: _Arrivals) -> RankSteps:
-    steps: list[Action | None] = []
-    levels_: list[int] = []
-    forward: dict[Which, int] = {}
-    backward: dict[Which, int] = {}
+def _rank_steps(plan: Plan, actions: Sequence[Action], level: list[int], arrivals: _Arrivals) -> RankSteps:
+    rank = RankSteps(actions, [], [], {}, {}, {})
     boundaries: list[int] = []  # the step at which the boundary before each computation begins
-    computations = [action for action in actions if action.op in COMPUTE]
-    for action, occupied in zip(computations, level):
-        boundaries.append(len(steps))
-        if steps and steps[-1] is not None and steps[-1].op in BACKWARD and action.op in BACKWARD:
-            steps.append(None)
-            levels_.append(occupied)
-        if action.op is Op.F:
-            forward[action[1:3]] = len(steps)
-        elif action.op in BACKWARD:
-            backward[action[1:3]] = len(steps)
-        steps.append(action)
-        levels_.append(occupied)
-    boundaries.append(len(steps))
-    leaves = {which: max(boundaries[arrivals.boundary(which)], step + 1) for which, step in forward.items()}
-    return RankSteps(actions, steps, levels_, forward, backward, leaves)
+    for action, occupied in zip((action for action in actions if action.op in COMPUTE), level):
+        if not plan.goes_on(action):
+            boundaries.append(len(rank.steps))
+            previous = rank.steps[-1] if rank.steps else None
+            if previous is not None and previous.op in BACKWARD and action.op in BACKWARD:
+                rank.steps.append(None)
+                rank.level.append(occupied)
+        places = rank.forward if action.op is Op.F else rank.backward if action.op in BACKWARD else {}
+        for part in _parts(plan, action):
+            places[*action[1:3], part] = len(rank.steps)
+        rank.steps.append(action)
+        rank.level.append(occupied)
+    boundaries.append(len(rank.steps))
+    for (stage, microbatch, part), step in rank.forward.items():
+        has_output = part in (0, plan.num_parts(stage))
+        arrived = boundaries[arrivals.boundary((stage, microbatch))] if has_output else 0
+        rank.leaves[stage, microbatch, part] = max(arrived, step + 1)
+    return rank
+
+
+def _parts(plan: Plan, action: Action) -> Sequence[int]:
+    """The parts that a computation saves or needs: one piece its own, a whole one all."""
+    return (action.part,) if action.part else range(max(1, plan.num_parts(action.stage)) + 1)
 
 
 def levels(lane: Sequence[Action], meter: Meter) -> list[int]:

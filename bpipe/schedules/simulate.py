@@ -80,6 +80,9 @@ def idle_bytes(plan: Plan, costs: Costs, rank: int) -> int:
     return static + sum(map(sum, plan.rooms(rank, lambda action: costs.movable(action.stage)).values()))
 
 
+_MOVES = frozenset({Op.EVICT, Op.ACCEPT, Op.LOAD, Op.RETURN})
+
+
 class _LaneRun:
     """A lane while it runs: its place and its record."""
 
@@ -104,7 +107,7 @@ class _Events:
     """All lanes of a plan, the transfers between them, and the links that carry these."""
 
     def __init__(self, plan: Plan, costs: Costs) -> None:
-        self.costs = costs
+        self.plan, self.costs = plan, costs
         self.compute = [_LaneRun(rank, lane) for rank, lane in enumerate(plan.actions)]
         self.chains = [{peer: _LaneRun(rank, chain) for peer, chain in plan.chains(rank).items()} for rank in range(plan.num_ranks)]
         self.lanes = [*self.compute, *(lane for chains in self.chains for lane in chains.values())]
@@ -150,6 +153,8 @@ class _Events:
     def _computed_s(self, lane: _LaneRun, action: Action) -> float:
         """When a computation that has begun ends, as far as the transfers known by now slow it down."""
         begin, work = lane.begin_s[lane.position], self.costs.seconds(*action[:3])
+        if action.part:
+            work /= self.plan.num_parts(action.stage)
         if self.costs.slowdown == 1:
             return begin + work
         busy = self.busy_s[lane.rank] = [interval for interval in self.busy_s[lane.rank] if interval[1] > begin]
@@ -165,7 +170,7 @@ class _Events:
 
     def _post(self, lane: _LaneRun, action: Action, now: float) -> None:
         """Post one end of a transfer; the second end starts it."""
-        op, stage, _, _, peer = action
+        op, peer = action.op, action.peer
         assert peer is not None
         mine, is_send = _End(lane, lane.position, action[:4]), op in SENDS
         purpose, src, dst = (SENDS[op], lane.rank, peer) if is_send else (RECEIVES[op], peer, lane.rank)
@@ -173,12 +178,18 @@ class _Events:
         if not theirs:
             self.lonely[purpose, src, dst, is_send].append(mine)
             return
-        begin, end = self._carry(src, dst, self.costs.message(op, stage), now)
+        begin, end = self._carry(src, dst, self._num_bytes(action), now)
         for side in (mine, theirs.popleft()):
             side.lane.begin_s[side.position], side.lane.end_s[side.position] = begin, end
             self.arrival_s[side.key] = end
             if side.key in self.blocked:
                 heappush(self.agenda, (max(now, end), self.blocked.pop(side.key)))
+
+    def _num_bytes(self, action: Action) -> int:
+        """What a transfer carries: by the plan's own sizes where it evicts in bytes."""
+        if self.plan.sizes is not None and action.op in _MOVES:
+            return self.plan.sizes.moved(action)
+        return self.costs.message(action.op, action.stage)
 
     def _carry(self, src: int, dst: int, num_bytes: int, now: float) -> tuple[float, float]:
         """Put a transfer on its link: when it begins and ends."""

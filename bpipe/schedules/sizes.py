@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from bpipe.errors import ConfigurationError
-from bpipe.schedules.action import Action, Op
+from bpipe.schedules.action import COMPUTE, Action, Op
 
 __all__ = ["Sizes", "StageSizes"]
 
@@ -24,7 +24,10 @@ class Meter(NamedTuple):
 
 
 def meter_of(saved: Amount, moved: Amount) -> Meter:
-    """A forward takes what it saves until its backward ends; what moves counts at both ends while it is under way."""
+    """A forward takes what it saves until its backward ends; what moves counts at both ends while it is under way.
+
+    A forward or a backward in pieces takes or gives back what each piece saves.
+    """
     return Meter(
         takes={Op.F: saved, Op.LOAD: moved, Op.ACCEPT: moved},
         gives={Op.B: saved, Op.W: saved, Op.WAIT_EVICT: moved, Op.WAIT_RETURN: moved},
@@ -32,8 +35,8 @@ def meter_of(saved: Amount, moved: Amount) -> Meter:
 
 
 def slot(action: Action) -> int:
-    """Every microbatch counts the same, and a part of one does not count."""
-    return 0 if action.part else 1
+    """Every microbatch counts the same; a part of one does not count, but for the first, which stands for all."""
+    return 1 if action.part == 0 or (action.part == 1 and action.op in COMPUTE) else 0
 
 
 SLOTS = meter_of(slot, slot)
@@ -151,8 +154,7 @@ class Sizes:
 
     def moved(self, action: Action) -> int:
         """What an eviction or a load moves."""
-        stage = self.stages[action.stage]
-        return stage.parts[action.part - 1] if action.part else stage.movable
+        return _moved(self.stages[action.stage], action.part)
 
     def meter(self) -> Meter:
         """When a rank takes and gives back its bytes: those of messages between stages too."""
@@ -166,28 +168,64 @@ def _cut(size: int, num_parts: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def _meter(sizes: Sizes) -> Meter:
-    saved = [stage.saved for stage in sizes.stages]
-    moved = [(stage.movable, *stage.parts) for stage in sizes.stages]
-    own = meter_of(lambda action: saved[action[1]], lambda action: moved[action[1]][action[3]])
+    def amounts(of: Callable[[StageSizes, int], int]) -> Amount:
+        """What an action counts, by its stage and part; 0 stands for all parts."""
+        table = [[of(stage, part) for part in range(len(stage.parts) + 1)] for stage in sizes.stages]
+        return lambda action: table[action[1]][action[3]]
+
+    def at(places: Callable[[StageSizes], tuple[int, ...]], of: Callable[[StageSizes], int]) -> Callable[[StageSizes, int], int]:
+        return lambda stage, part: of(stage) if part in places(stage) else 0
+
+    saved, moved = amounts(_kept), amounts(_moved)
+    own = meter_of(saved, moved)
     if not any(stage.received or stage.sent for stage in sizes.stages):
         return own
-    received = [stage.received for stage in sizes.stages]
-    sent = [stage.sent for stage in sizes.stages]
-    passing_in = [stage.received - stage.kept_received for stage in sizes.stages]
-    passing_out = [stage.sent - stage.kept_sent for stage in sizes.stages]
-    new = [stage.saved - stage.kept_received + stage.sent - stage.kept_sent for stage in sizes.stages]
+    first, last = (lambda stage: (0, 1)), (lambda stage: (0, len(stage.parts)))
+    received, sent = amounts(at(first, _received)), amounts(at(first, _sent))
+    makes, handed_in = amounts(at(first, _made_anew)), amounts(at(last, _received_anew))
+    begins_backward = amounts(at(last, _received))
     takes: dict[Op, Amount] = {
-        Op.RECV_F: lambda action: received[action[1]],
-        Op.F: lambda action: new[action[1]],
-        Op.RECV_B: lambda action: sent[action[1]],
-        Op.B: lambda action: received[action[1]],
-        Op.I: lambda action: received[action[1]],
+        Op.RECV_F: received,
+        Op.F: lambda action: saved(action) + makes(action),
+        Op.RECV_B: sent,
+        Op.B: begins_backward,
+        Op.I: received,
     }
     gives: dict[Op, Amount] = {
-        Op.F: lambda action: passing_in[action[1]],
-        Op.WAIT_SEND_F: lambda action: passing_out[action[1]],
-        Op.B: lambda action: saved[action[1]] + sent[action[1]],
-        Op.I: lambda action: sent[action[1]],
-        Op.WAIT_SEND_B: lambda action: received[action[1]],
+        Op.F: handed_in,
+        Op.WAIT_SEND_F: amounts(at(first, _sent_anew)),
+        Op.B: lambda action: saved(action) + sent(action),
+        Op.I: sent,
+        Op.WAIT_SEND_B: received,
     }
     return Meter({**own.takes, **takes}, {**own.gives, **gives})
+
+
+def _kept(stage: StageSizes, part: int) -> int:
+    return stage.parts[part - 1] + stage.fixed * (part == 1) if part else stage.saved
+
+
+def _moved(stage: StageSizes, part: int) -> int:
+    return stage.parts[part - 1] if part else stage.movable
+
+
+def _received(stage: StageSizes) -> int:
+    return stage.received
+
+
+def _sent(stage: StageSizes) -> int:
+    return stage.sent
+
+
+def _received_anew(stage: StageSizes) -> int:
+    """What of the message received is not among the saved bytes: given back with the forward."""
+    return stage.received - stage.kept_received
+
+
+def _sent_anew(stage: StageSizes) -> int:
+    return stage.sent - stage.kept_sent
+
+
+def _made_anew(stage: StageSizes) -> int:
+    """What a forward takes besides what it saves: its output, less what it saves of the message that was there already."""
+    return _sent_anew(stage) - stage.kept_received
