@@ -258,7 +258,7 @@ class Schedule:
         self._group_ranks = [owner[stage_of[rank]] for rank in range(self.plan.num_ranks)]
         self._transport.connect(self.plan.channels(), self._group_ranks)
         self._memory.rooms |= {
-            evictor: Rooms(len(rooms), self._transport.device) for evictor, rooms in self.plan.rooms(self._plan_rank).items()
+            evictor: Rooms([0] * len(rooms), self._transport.device) for evictor, rooms in self.plan.rooms(self._plan_rank).items()
         }
 
     def _finish(self, step: _Step, run: Run, started: float) -> Any:

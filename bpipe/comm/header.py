@@ -5,7 +5,8 @@
     bytes 16..31   step (uint64), stage, microbatch (uint32 each)
     bytes 32..35   CRC-32 of everything else
     then the body: kind 1, a layout: for each tensor its dtype, whether it needs a gradient, its dimensions, shape and
-    strides; then the nest as UTF-8. Kind 2, an eviction: the size of each message as int64.
+    strides; then the nest as UTF-8. Kind 2, an eviction: the part of the microbatch that moves, 0 for all,
+    then the size of each message, as int64.
 
 The first FIRST bytes travel as one message of that fixed size; what does not fit follows in a second one.
 """
@@ -25,7 +26,7 @@ from bpipe.errors import CommError
 
 __all__: list[str] = []
 
-MAGIC, VERSION = b"bpipe\0", 1
+MAGIC, VERSION = b"bpipe\0", 2
 FIXED = struct.Struct("<6sHHHIQIII")
 FIRST = 512
 MAX_BODY = 16 * 1024**2
@@ -125,21 +126,23 @@ def _checked(meta: TensorMeta) -> TensorMeta:
     return meta
 
 
-def pack_eviction(subject: Subject, sizes: Sequence[int]) -> bytes:
-    """The sizes in bytes of an eviction's messages, as a header."""
-    return _pack(EVICTION, subject, len(sizes), struct.pack(f"<{len(sizes)}q", *sizes))
+def pack_eviction(subject: Subject, part: int, sizes: Sequence[int]) -> bytes:
+    """The part that an eviction moves, 0 for all, and the sizes in bytes of its messages, as a header."""
+    return _pack(EVICTION, subject, len(sizes), struct.pack(f"<{1 + len(sizes)}q", part, *sizes))
 
 
-def unpack_eviction(data: bytes, expected: Subject) -> list[int]:
-    """The inverse of `pack_eviction`.
+def unpack_eviction(data: bytes, expected: Subject, expected_part: int) -> list[int]:
+    """The inverse of `pack_eviction`: the sizes of the messages.
 
     Raises:
         CommError: the bytes are no eviction header, damaged, or about something else than expected.
     """
     count, body = _unpack(data, EVICTION, expected)
-    if len(body) != 8 * count:
+    if len(body) != 8 * (1 + count):
         raise CommError(f"{expected}: an eviction header of {count} messages has {len(body)} bytes")
-    sizes = list(struct.unpack(f"<{count}q", body))
+    part, *sizes = struct.unpack(f"<{1 + count}q", body)
+    if part != expected_part:
+        raise CommError(f"{expected}: an eviction of part {part} arrived, expected part {expected_part}")
     if min(sizes, default=0) < 0 or sum(sizes) > 2**48:
         raise CommError(f"{expected}: an eviction header has impossible sizes {sizes[:8]}")
     return sizes

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from bpipe.memory.stash import Contents
 from bpipe.memory.storages import Held
 from bpipe.schedules import Action
+from bpipe.schedules.action import HOST
 from bpipe.schedules.sizes import meter_of, occupancy
 
 __all__: list[str] = []
@@ -42,7 +43,9 @@ class Ledger:
         self.held: list[Held] = []  # saved and not movable, of the microbatch followed last, with the reason
         self.foreign: list[Held] = []  # saved and no activation: parameters, buffers, the user's batch
         self._shared_bytes: dict[Kind, int] = {}
-        self._away: dict[Key, int] = {}
+        self._away: dict[tuple[int, int, int], int] = {}  # by stage, microbatch and part
+        self.host_bytes = 0  # of this rank's own microbatches in its host's memory: a column of its own
+        self.host_peak_bytes = 0
 
     @property
     def held_bytes(self) -> int:
@@ -61,6 +64,8 @@ class Ledger:
 
     def seen_again(self, key: Key, footprint: Footprint) -> None:
         """What the module had kept hold of during the forward may be the microbatch's alone by now."""
+        away = sum(num_bytes for (*which, _), num_bytes in self._away.items() if tuple(which) == key)
+        footprint = footprint._replace(own_bytes=footprint.own_bytes + away, movable_bytes=footprint.movable_bytes + away)
         self._change(footprint.own_bytes - self.footprints[key].own_bytes, 0)
         self.footprints[key] = footprint
 
@@ -68,17 +73,29 @@ class Ledger:
         """A microbatch ran backward and gave its memory back."""
         self._change(-self.footprints[key].own_bytes, -1)
 
-    def evicted(self, key: Key, num_bytes: int) -> None:
-        """A microbatch's bytes have left."""
-        self._away[key] = num_bytes
-        self.evicted_bytes += num_bytes
-        self._change(-num_bytes, -1)
+    def leaving(self, action: Action, num_bytes: int) -> None:
+        """The bytes of an eviction are about to be copied."""
+        if action.peer == HOST:
+            self.host_bytes += num_bytes
+            self.host_peak_bytes = max(self.host_peak_bytes, self.host_bytes)
 
-    def loading(self, key: Key) -> None:
-        """Memory for a microbatch's return was allocated."""
-        num_bytes = self._away.pop(key)
+    def evicted(self, action: Action, num_bytes: int) -> None:
+        """A microbatch's bytes, or a part of them, have left."""
+        self._away[action[1:4]] = num_bytes
+        self.evicted_bytes += num_bytes
+        self._change(-num_bytes, -(not action.part))
+
+    def loading(self, action: Action) -> None:
+        """Memory for what returns was allocated."""
+        num_bytes = self._away[action[1:4]]
         self.loaded_bytes += num_bytes
-        self._change(num_bytes, 1)
+        self._change(num_bytes, not action.part)
+
+    def loaded(self, action: Action) -> None:
+        """What was away is back."""
+        num_bytes = self._away.pop(action[1:4])
+        if action.peer == HOST:
+            self.host_bytes -= num_bytes
 
     def _change(self, num_bytes: int, slots: int) -> None:
         self.live_bytes += num_bytes

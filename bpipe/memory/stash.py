@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import sys
 import weakref
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -21,11 +23,12 @@ __all__: list[str] = []
 
 
 class Saved:
-    """What a saved-tensor hook hands to autograd: an alias of the tensor, and its version when it was saved."""
+    """What a saved-tensor hook hands to autograd: an alias of the tensor, its version, and its place in the order of saving."""
 
-    __slots__ = ("__weakref__", "is_no_alias", "tensor", "version")
+    __slots__ = ("__weakref__", "is_no_alias", "order", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, order: int) -> None:
+        self.order = order
         self.tensor = tensor if isinstance(tensor, torch.nn.Parameter) else tensor.detach()
         self.version = tensor._version
         self.is_no_alias = shares_parts(self.tensor, tensor)
@@ -60,18 +63,27 @@ def _calibrate() -> int:
 _ONLY_OURS = _calibrate()  # with a tensor that owns the storage too: torch may keep a reference of its own then
 
 
+class Movable(NamedTuple):
+    """A storage that may move."""
+
+    storage: Storage
+    num_saved: int  # saved tensors that own it
+    order: int  # of its first saving
+    is_output: bool  # held for a send, too
+
+
 @dataclass
 class Contents:
     """The storages of a microbatch: those that may move, in the order of their saving, and those that cannot."""
 
-    movable: list[tuple[Storage, int]] = field(default_factory=list, repr=False)  # each with the number of its saved tensors
+    movable: list[Movable] = field(default_factory=list, repr=False)
     fixed_bytes: int = 0  # this microbatch's alone, and yet not movable
     shared: dict[int, Held] = field(default_factory=dict)  # owned by others too, by storage
     foreign: list[Held] = field(default_factory=list)  # parameters, buffers and the user's batch: not activations
 
     @property
     def movable_bytes(self) -> int:
-        return sum(storage.nbytes() for storage, _ in self.movable)
+        return sum(entry.storage.nbytes() for entry in self.movable)
 
     @property
     def own_bytes(self) -> int:
@@ -90,27 +102,30 @@ class Stash:
         name: the microbatch, for messages, such as "microbatch 3 of stage 0".
         foreign: storages that are nobody's activations, and what they are.
         device: only what lies there can move; None for any.
+        cuts: where each part but the first begins, in the order of saving; none where a microbatch moves as a whole.
     """
 
-    def __init__(self, name: str, foreign: Mapping[int, str], device: torch.device | None = None) -> None:
-        self.name = name
+    def __init__(self, name: str, foreign: Mapping[int, str], device: torch.device | None = None, cuts: Sequence[int] = ()) -> None:
+        self.name, self._cuts = name, cuts
         self._device = device
         self._foreign = foreign
         self._saved: list[weakref.ref[Saved]] = []
-        self._is_away = False
+        self._num_saved = 0
+        self._away: set[int] = set()  # parts; 0 stands for all
 
     def capture(self) -> torch.autograd.graph.saved_tensors_hooks:
         """A context in which everything that autograd saves is followed."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: torch.Tensor) -> Saved:
-        saved = Saved(tensor)
+        saved = Saved(tensor, self._num_saved)
+        self._num_saved += 1
         self._saved.append(weakref.ref(saved))
         return saved
 
     def _unpack(self, saved: Saved) -> torch.Tensor:
         self._check_unchanged(saved)
-        if self._is_away:
+        if self._away and (0 in self._away or self._part(saved.order) in self._away):
             raise SavedTensorError(
                 f"a saved tensor of {self.name} was used while its bytes were on another rank. "
                 "Run no backward of your own through a stage between its forward and its backward."
@@ -151,7 +166,7 @@ class Stash:
             else:
                 for saved in group.saved:
                     self._check_unchanged(saved)
-                contents.movable.append((group.storage, len(group.saved)))
+                contents.movable.append(Movable(group.storage, len(group.saved), group.saved[0].order, bool(sent[key])))
         return contents
 
     def _groups(self) -> dict[int, _Group]:
@@ -169,9 +184,23 @@ class Stash:
             device.type != ours.type or (None not in (device.index, ours.index) and device.index != ours.index)
         )
 
-    def mark(self, *, away: bool) -> None:
-        """Say whether the movable storages are empty."""
-        self._is_away = away
+    def mark(self, part: int, *, away: bool) -> None:
+        """Say whether a part's movable storages are empty; part 0 is all of them."""
+        if away:
+            self._away.add(part)
+        else:
+            self._away.discard(part)
+
+    def of_part(self, contents: Contents, part: int) -> list[tuple[Storage, int]]:
+        """The movable storages of a part, each with the number of its owners. What is sent to the next stage is in the last."""
+        entries = [(e.storage, e.num_saved, self._part_of(e)) for e in contents.movable]
+        return [(storage, num_saved) for storage, num_saved, its_part in entries if part in (0, its_part)]
+
+    def _part_of(self, entry: Movable) -> int:
+        return len(self._cuts) + 1 if entry.is_output else self._part(entry.order)
+
+    def _part(self, order: int) -> int:
+        return bisect_right(self._cuts, order) + 1
 
 
 def _has_parameter(group: _Group) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from bpipe.comm import header
 from bpipe.errors import CommError
-from bpipe.memory.guests import Rooms
+from bpipe.memory.guests import Guest, Rooms
 from bpipe.runtime.traffic import Traffic
 from bpipe.schedules import Action
 
@@ -27,12 +27,12 @@ class Acceptor:
 
     def __init__(self, traffic: Traffic, rooms: Rooms) -> None:
         self._traffic, self._rooms = traffic, rooms
-        self._guests: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._guests: dict[Guest, list[torch.Tensor]] = {}
 
     def accept(self, action: Action) -> None:
-        channel, guest = self._traffic.channel(action), action[1:3]
+        channel, guest = self._traffic.channel(action), action[1:4]
         data = self._traffic.transport.receive_header(channel)
-        sizes = header.unpack_eviction(data, self._traffic.subject(*guest))
+        sizes = header.unpack_eviction(data, self._traffic.subject(*guest[:2]), action.part)
         parts = self._guests[guest] = self._rooms.take(guest, sizes)
         self._traffic.posted(action, self._traffic.transport.receive(channel, parts))
 
@@ -40,12 +40,12 @@ class Acceptor:
         self._traffic.wait(action)
 
     def give_back(self, action: Action) -> None:
-        parts = self._guests.pop(action[1:3])
+        parts = self._guests.pop(action[1:4])
         self._traffic.posted(action, self._traffic.transport.send(self._traffic.channel(action), parts))
 
     def complete_return(self, action: Action) -> None:
         self._traffic.wait(action)
-        self._rooms.leave(action[1:3])
+        self._rooms.leave(action[1:4])
 
 
 class Server(threading.Thread):

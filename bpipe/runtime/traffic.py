@@ -18,6 +18,7 @@ from bpipe.schedules.action import START_OF
 __all__: list[str] = []
 
 Place = tuple[Op, int, int]  # an operation on a microbatch of a stage
+Started = tuple[Op, int, int, int]  # a transfer, and the part that it moves
 Mail = tuple[Layout, list[torch.Tensor | None]]  # a message's layout and tensors
 
 T = TypeVar("T")
@@ -37,7 +38,7 @@ class Traffic:
         self.arrived: dict[Place, Mail] = {}  # for a forward or backward that is about to run
         self.outgoing: dict[Place, Mail] = {}  # for a send that is about to be posted
         self.waited_s: dict[Op, float] = defaultdict(float)
-        self._under_way: dict[Place, tuple[Transfer, Sequence[torch.Tensor]]] = {}
+        self._under_way: dict[Started, tuple[Transfer, Sequence[torch.Tensor]]] = {}
 
     def channel(self, action: Action) -> Channel:
         return action.channel(self.rank)
@@ -48,11 +49,11 @@ class Traffic:
 
     def posted(self, action: Action, transfer: Transfer, tensors: Sequence[torch.Tensor] = ()) -> None:
         """Remember a transfer, and tensors that it sends from where they lie."""
-        self._under_way[action[:3]] = (transfer, tensors)
+        self._under_way[action[:4]] = (transfer, tensors)
 
     def wait(self, completion: Action) -> None:
         """Wait for the transfer that an action completes, and let go of its tensors."""
-        start = (START_OF[completion.op], completion.stage, completion.microbatch)
+        start = (START_OF[completion.op], *completion[1:4])
         self.timed(completion.op, self._under_way[start][0].wait)
         del self._under_way[start]
 

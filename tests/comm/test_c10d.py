@@ -89,7 +89,7 @@ def headers_of_many_lengths(rank: int) -> list[bool]:
     """Headers and payloads of one channel keep their order, and headers overtake nothing."""
     transport = opened()
     channel = Channel(Purpose.EVICT, 0, 1)
-    headers = [pack_eviction(SUBJECT, list(range(count))) for count in LENGTHS]
+    headers = [pack_eviction(SUBJECT, 0, list(range(count))) for count in LENGTHS]
     if rank == 0:
         wait([transport.send(channel, [torch.full((5,), i, dtype=torch.uint8)], header) for i, header in enumerate(headers)])
         return []

@@ -34,7 +34,7 @@ from tests.comm.strategies import NESTS, WILD_LAYOUTS
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 SUBJECT = Subject(step=5, stage=2, microbatch=7)
-UNPACK: list[Callable[[bytes, Subject], Any]] = [unpack_layout, unpack_eviction]
+UNPACK: list[Callable[[bytes, Subject], Any]] = [unpack_layout, lambda data, subject: unpack_eviction(data, subject, 2)]
 LARGEST = st.integers(0, 2**32 - 1)
 
 
@@ -64,12 +64,12 @@ def test_absent_tensors_round_trip() -> None:
 @given(st.lists(st.integers(0, 2**40), max_size=200))
 @settings(max_examples=50)
 def test_evictions_round_trip(sizes: list[int]) -> None:
-    assert unpack_eviction(pack_eviction(SUBJECT, sizes), SUBJECT) == sizes
+    assert unpack_eviction(pack_eviction(SUBJECT, 2, sizes), SUBJECT, 2) == sizes
 
 
 # What arrives damaged
 
-SAMPLES = {LAYOUT: pack_layout(SUBJECT, EXAMPLE), EVICTION: pack_eviction(SUBJECT, [4096, 0, 17])}
+SAMPLES = {LAYOUT: pack_layout(SUBJECT, EXAMPLE), EVICTION: pack_eviction(SUBJECT, 2, [4096, 0, 17])}
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
@@ -179,7 +179,7 @@ def test_any_body(kind: int, count: int, body: bytes) -> None:
 @pytest.mark.parametrize("sizes", [[-1], [5, -3], [2**48, 1], [2**63 - 1, 2**63 - 1]])
 def test_impossible_sizes(sizes: list[int]) -> None:
     with pytest.raises(CommError, match="impossible sizes"):
-        unpack_eviction(pack_eviction(SUBJECT, sizes), SUBJECT)
+        unpack_eviction(pack_eviction(SUBJECT, 0, sizes), SUBJECT, 0)
 
 
 # What cannot be packed
@@ -187,7 +187,7 @@ def test_impossible_sizes(sizes: list[int]) -> None:
 
 def test_too_much_to_pack() -> None:
     with pytest.raises(CommError, match=f"^{SUBJECT}: 65536 tensors"):
-        pack_eviction(SUBJECT, [0] * 65536)
+        pack_eviction(SUBJECT, 0, [0] * 65536)
     with pytest.raises(CommError, match="more than a message can carry"):
         pack_layout(SUBJECT, Layout("x" * (MAX_BODY + 1), ()))
 

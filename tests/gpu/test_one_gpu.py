@@ -74,7 +74,7 @@ def test_an_eviction_frees_the_allocator_s_memory():
     x = torch.randn(BATCH, TOKENS, WIDTH, device="cuda")
     with stash.capture():
         edge = torch.autograd.graph.get_gradient_edge(module(x).sum())
-    bundle = Bundle(stash.contents().movable, stash.name)
+    bundle = Bundle(stash.of_part(stash.contents(), 0), stash.name)
     before = torch.cuda.memory_allocated()
     away = [message.cpu() for message in bundle.messages()]
     bundle.empty()

@@ -28,9 +28,9 @@ def follow(ledger: Ledger, actions: tuple[Action, ...], footprints: Footprints) 
         elif action.op in (Op.B, Op.W):
             ledger.backward(key)
         elif action.op is Op.WAIT_EVICT:
-            ledger.evicted(key, footprints[key].movable_bytes)
+            ledger.evicted(action, footprints[key].movable_bytes)
         elif action.op is Op.LOAD:
-            ledger.loading(key)
+            ledger.loading(action)
         yield action
 
 
