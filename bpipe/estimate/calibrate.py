@@ -8,7 +8,7 @@ from statistics import median
 
 from bpipe.errors import ConfigurationError
 from bpipe.schedules import Costs, Op, Plan, Timeline
-from bpipe.schedules.sizes import occupancy
+from bpipe.schedules.meter import occupancy
 
 __all__ = ["calibrated"]
 

@@ -1,6 +1,6 @@
-"""What could run: every schedule that `build` knows, plain and balanced, as finished plans.
+"""What could run: schedules of one stage a rank and whole backwards, plain and balanced, as finished plans.
 
-Schedules join by being registered in `bpipe.schedules.build`; a further place to put activations (the host's memory, say) joins
+Schedules join by being named in `SCHEDULES`; a further place to put activations (the host's memory, say) joins
 as one more entry of `_DESTINATIONS`.
 """
 
@@ -10,10 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from bpipe.errors import PlanError
-from bpipe.schedules import Plan, build, names
+from bpipe.schedules import Plan, build
 from bpipe.schedules.balance import mirror_pairs
 
 __all__ = ["Variant", "roomier", "variants"]
+
+
+SCHEDULES = ("1f1b", "gpipe", "balanced_1f1b")  # the first's name is kept where several are the same
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,7 @@ def variants(num_stages: int, num_microbatches: int) -> Iterator[Variant]:
         [('1f1b', ''), ('1f1b', 'pair'), ('gpipe', '')]
     """
     seen = set()
-    for schedule in sorted(names(), key="1f1b".__ne__):  # whose name is kept where several are the same
+    for schedule in SCHEDULES:
         plain = build(schedule, num_stages, num_microbatches)
         if evicts(plain):  # it is another one, balanced
             continue

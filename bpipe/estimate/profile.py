@@ -19,7 +19,7 @@ from bpipe.comm.message import dense, put_together, take_apart
 from bpipe.errors import ConfigurationError, StageError
 from bpipe.estimate.measurement import Measurement, Profile
 from bpipe.estimate.names import check_count
-from bpipe.memory.ledger import Footprint, footprint_of
+from bpipe.memory.footprint import Footprint, footprint_of
 from bpipe.memory.stash import Stash
 from bpipe.memory.storages import keys_of, storages_of
 from bpipe.microbatch import tensors_in

@@ -8,10 +8,13 @@ Example:
 """
 
 from bpipe.schedules.action import Action, Channel, Op, Purpose
-from bpipe.schedules.build import build, finish, names
+from bpipe.schedules.balance import Destinations
+from bpipe.schedules.build import build, finish, names, rules
 from bpipe.schedules.costs import Costs, Link
 from bpipe.schedules.plan import Plan
+from bpipe.schedules.rule import Rule
 from bpipe.schedules.simulate import simulate
+from bpipe.schedules.sizes import Sizes, StageSizes
 from bpipe.schedules.timeline import Lane, Span, Timeline
 from bpipe.schedules.verify import verify
 
@@ -19,16 +22,21 @@ __all__ = [
     "Action",
     "Channel",
     "Costs",
+    "Destinations",
     "Lane",
     "Link",
     "Op",
     "Plan",
     "Purpose",
+    "Rule",
+    "Sizes",
     "Span",
+    "StageSizes",
     "Timeline",
     "build",
     "finish",
     "names",
+    "rules",
     "simulate",
     "verify",
 ]

@@ -13,11 +13,13 @@ from dataclasses import dataclass, replace
 
 from bpipe.errors import BudgetError, ConfigurationError
 from bpipe.schedules.action import HOST, Action, Op
+from bpipe.schedules.communicate import communicate
 from bpipe.schedules.costs import Costs
 from bpipe.schedules.eager import evict_eagerly
 from bpipe.schedules.evict import Eviction, Guests, Shortage, Sweep, emit, mirrored
 from bpipe.schedules.plan import Plan
 from bpipe.schedules.rank_steps import steps_of
+from bpipe.schedules.simulate import simulate
 from bpipe.schedules.sizes import Sizes
 
 __all__ = ["balance", "level"]
@@ -159,10 +161,10 @@ def level(plan: Plan, sizes: Sizes, *, to: Destinations | None = None, costs: Co
         middle = (lowest + highest) // 2
         found = problem.attempt((middle,) * plan.num_ranks)
         if isinstance(found, Plan):
-            best, highest = found, max(found.peak_bytes)
+            best, highest = found, middle
         else:
             lowest = middle + 1 + (highest - middle) // 64
-    return best if best is problem.plan else replace(best, budgets=(highest,) * plan.num_ranks)
+    return best if best is problem.plan else replace(best, budgets=(max(communicate(best).peak_bytes),) * plan.num_ranks)
 
 
 class _Problem:
@@ -177,9 +179,6 @@ class _Problem:
             self._set_times(costs)
 
     def _set_times(self, costs: Costs) -> None:
-        from bpipe.schedules.communicate import communicate
-        from bpipe.schedules.simulate import simulate
-
         timeline = simulate(communicate(self.plan), costs)
         for rank, steps in enumerate(self.ranks):
             spans = iter(timeline.computations(rank))

@@ -2,32 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
 
 from bpipe.errors import ConfigurationError
-from bpipe.schedules import gpipe, one_f_one_b
-from bpipe.schedules.action import Action
-from bpipe.schedules.balance import Destinations, balance, default_slots
+from bpipe.schedules import breadth_first, dualpipe_v, gpipe, interleaved, one_f_one_b, v_shape, zbv, zero_bubble
+from bpipe.schedules.balance import Destinations, balance
 from bpipe.schedules.collector import collector_paused
 from bpipe.schedules.communicate import communicate, forward_only
 from bpipe.schedules.plan import Plan
+from bpipe.schedules.rule import Rule
 from bpipe.schedules.verify import verify
 
-__all__ = ["build", "finish", "forward_plan", "names"]
+__all__ = ["build", "finish", "forward_plan", "names", "rules"]
 
-Rule = Callable[[int, int], list[list[Action]]]
+_RULES = (
+    gpipe.RULE,
+    one_f_one_b.RULE,
+    one_f_one_b.BALANCED,
+    interleaved.RULE,
+    breadth_first.RULE,
+    zero_bubble.H1,
+    zero_bubble.H2,
+    zbv.RULE,
+    v_shape.V_HALF,
+    v_shape.V_MIN,
+    dualpipe_v.RULE,
+)
 
-_ORDERS: dict[str, tuple[Rule, bool]] = {
-    "gpipe": (gpipe.order, False),
-    "1f1b": (one_f_one_b.order, False),
-    "balanced_1f1b": (one_f_one_b.order, True),
-}
+
+def rules() -> tuple[Rule, ...]:
+    """The schedules that `build` knows, each with its placement, its memory and its bubble."""
+    return _RULES
 
 
 def names() -> tuple[str, ...]:
-    """The schedules that `build` knows."""
-    return tuple(_ORDERS)
+    """The names of the schedules that `build` knows."""
+    return tuple(rule.name for rule in _RULES)
+
+
+def rule_named(name: str) -> Rule:
+    """The schedule with a name.
+
+    Raises:
+        ConfigurationError: there is none; the message names the nearest.
+    """
+    for rule in _RULES:
+        if rule.name == name:
+            return rule
+    near = get_close_matches(str(name), names(), n=1)
+    raise ConfigurationError(
+        f"no schedule is called {name!r}{f', did you mean {near[0]!r}?' if near else ''}; there are {', '.join(names())}"
+    )
 
 
 def build(
@@ -35,6 +61,7 @@ def build(
     num_stages: int,
     num_microbatches: int,
     *,
+    num_ranks: int | None = None,
     slots: int | Sequence[int | None] | None = None,
     pairs: Sequence[int] | None = None,
     rule: str = "fewest",
@@ -42,16 +69,17 @@ def build(
     """Make the plan of a schedule, finished and verified.
 
     Args:
-        name: "gpipe", "1f1b" or "balanced_1f1b".
-        num_stages: p, at least 1, one stage a rank.
-        num_microbatches: m, at least 1.
-        slots: the budget in microbatches, one number or one for each rank (None: no limit); any schedule can be balanced.
-            Default: ceil((p+2)/2) for "balanced_1f1b", none for the others.
+        name: one of `names()`; `rules()` says what each is.
+        num_stages: the stages of all ranks together, at least 1.
+        num_microbatches: m, at least 1; some schedules take only some numbers.
+        num_ranks: p; default: `num_stages` where the schedule takes one stage a rank, half of them where it takes several.
+        slots: the budget in microbatches of one stage, one number or one for each rank (None: no limit); any schedule can be
+            balanced. Default: ceil((p+2)/2) for "balanced_1f1b", none for the others.
         pairs: the rank to which each rank evicts; default p-1-x.
         rule: "fewest" evictions, or "eager" ones.
 
     Raises:
-        ConfigurationError: an unknown name, or numbers that make no pipeline.
+        ConfigurationError: an unknown name, or numbers that make no pipeline, or none that the schedule takes.
         BudgetError: `slots` cannot be met; the message names the smallest that can.
 
     Example:
@@ -62,29 +90,40 @@ def build(
         rank 1 | .. F0 F1 F2 .. .. .. .. B0 b0 F3 B1 b1 .. B2 b2 .. B3 b3 .. ..
         rank 2 | .. .. F0 F1 .. .. B0 b0 F2 B1 b1 F3 B2 b2 .. B3 b3 .. .. .. ..
         rank 3 | .. .. .. F0 B0 b0 F1 B1 b1 F2 B2 b2 F3 B3 b3 .. .. .. .. .. ..
+        >>> build("zbv", num_stages=8, num_microbatches=8).stage_ranks
+        (0, 1, 2, 3, 3, 2, 1, 0)
     """
-    if name not in _ORDERS:
-        near = get_close_matches(str(name), _ORDERS, n=1)
-        raise ConfigurationError(
-            f"no schedule is called {name!r}{f', did you mean {near[0]!r}?' if near else ''}; there are {', '.join(_ORDERS)}"
-        )
-    for what, number in (("num_stages", num_stages), ("num_microbatches", num_microbatches)):
-        if not isinstance(number, int) or number < 1:
-            raise ConfigurationError(f"{what}={number!r}: give a whole number of at least 1")
-    order, balanced = _ORDERS[name]
-    if slots is None and balanced:
-        slots = default_slots(num_stages)
+    chosen = rule_named(name)
     with collector_paused():
-        plan = Plan(
-            name=name,
-            num_microbatches=num_microbatches,
-            stage_ranks=tuple(range(num_stages)),
-            actions=tuple(map(tuple, order(num_stages, num_microbatches))),
-            served=((),) * num_stages,
-            slots=(None,) * num_stages,
-        )
+        plan = _computations(chosen, num_stages, num_microbatches, num_ranks)
+        if slots is None and chosen.slots is not None:
+            slots = chosen.slots(plan.num_ranks)
         to = Destinations(pairs=pairs, others=pairs is None)
         return finish(plan if slots is None else balance(plan, slots=slots, to=to, rule=rule))
+
+
+def _computations(rule: Rule, num_stages: int, num_microbatches: int, num_ranks: int | None) -> Plan:
+    """The plan of a schedule without transfers."""
+    _check_counts(num_stages=num_stages, num_microbatches=num_microbatches)
+    if num_ranks is None:
+        num_ranks = max(1, num_stages // rule.default_stages_per_rank)
+    _check_counts(num_ranks=num_ranks)
+    rule.check(num_stages, num_microbatches, num_ranks)
+    stages_per_rank = num_stages // num_ranks
+    return Plan(
+        name=rule.name,
+        num_microbatches=num_microbatches,
+        stage_ranks=rule.placement.stage_ranks(num_ranks, stages_per_rank),
+        actions=tuple(map(tuple, rule.order(num_ranks, num_microbatches, stages_per_rank))),
+        served=((),) * num_ranks,
+        slots=(None,) * num_ranks,
+    )
+
+
+def _check_counts(**counts: int) -> None:
+    for what, number in counts.items():
+        if not isinstance(number, int) or number < 1:
+            raise ConfigurationError(f"{what}={number!r}: give a whole number of at least 1")
 
 
 def finish(plan: Plan) -> Plan:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from bpipe.errors import PlanError
-from bpipe.schedules.action import BACKWARD, COMPUTE, WAIT_OF, Action, Op
+from bpipe.schedules.action import BACKWARD, COMPUTE, SHARDING, WAIT_OF, Action, Op
 from bpipe.schedules.order import RESULT, Moments, clock, num_microbatches_of
 from bpipe.schedules.plan import Plan
 
@@ -141,7 +141,12 @@ class _Lane:
 
     def _sends(self) -> Iterator[_Sent]:
         end = len(self.steps)
-        evicted = {a[1:3]: i for i, moves in enumerate(self.before) for a in moves if a.op is Op.WAIT_EVICT}
+        inside = [(i, a) for i, pieces in enumerate(self.inside) for a in pieces]
+        moves = [(i, a) for i, before in enumerate(self.before) for a in before]
+        evicted: dict[tuple[int, int], int] = {}
+        for index, action in (*moves, *inside):
+            if action.op is Op.WAIT_EVICT:
+                evicted[action[1:3]] = min(index, evicted.get(action[1:3], end))
         backward = {step[1:3]: i for i, step in enumerate(self.steps) if step.op in BACKWARD}
         following: dict[tuple[Op, int | None], int] = {}
         for index, send in reversed(list(enumerate(self.sends))):
@@ -172,6 +177,16 @@ class _Lane:
 
 def _completion(start: Action | None) -> Action | None:
     return None if start is None else Action(WAIT_OF[start.op], *start[1:])
+
+
+def computations_only(plan: Plan) -> Plan:
+    """A plan without its transfers and budgets: what a balance pass starts from."""
+    lanes = tuple(
+        tuple(a._replace(part=0) if a.part else a for a in lane if a.op in SHARDING or (a.op in COMPUTE and not plan.goes_on(a)))
+        for lane in plan.actions
+    )
+    none: Sequence[None] = (None,) * plan.num_ranks
+    return replace(plan, actions=lanes, served=((),) * plan.num_ranks, slots=tuple(none), sizes=None, budgets=None)
 
 
 def forward_only(plan: Plan) -> Plan:

@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from bpipe.schedules.action import COMPUTE, POSTS, RECEIVER_OF, SENDS, SERVED, START_OF, Action, Op
+from bpipe.schedules.action import COMPUTE, HOST, POSTS, RECEIVER_OF, RECEIVES, SENDS, SERVED, START_OF, Action, Op
 from bpipe.schedules.timeline import Lane, Span, Timeline
 
 __all__ = ["Step", "critical_path"]
@@ -94,10 +94,14 @@ class _Walk:
         return None
 
     def _awaited(self, place: _Place, completion: Action) -> _Place:
-        """The sending end of the transfer that a lane waited for."""
+        """The sending end of the transfer that a lane waited for; the rank's own where its host is the other end."""
         start = (START_OF[completion.op], *completion[1:4])
         here = place._replace(position=self.positions(place.rank, place.served)[start])
-        return here if start[0] in SENDS else self._other_end(here)
+        return here if start[0] in SENDS or completion.peer == HOST else self._other_end(here)
+
+    def _ends(self, send: _Place) -> tuple[_Place, ...]:
+        """Where a transfer is posted: at both ends, but for a host."""
+        return (send,) if self._span(send).action.peer == HOST else (send, self._other_end(send))
 
     def _other_end(self, place: _Place) -> _Place:
         action = self._span(place).action
@@ -112,13 +116,13 @@ class _Walk:
         What kept a link busy is known only where it was simulated.
         """
         while True:
-            ends = (send, self._other_end(send))
+            ends = self._ends(send)
             span = Span(self._span(send).action, max(self._span(end).begin_s for end in ends), arrival_s)
             yield Step(send.rank, span)
             later = max(ends, key=self._reached_s)
             if self.timeline.source != "simulated" or span.begin_s <= self._reached_s(later):
                 return self._before(later)
-            link = self.link(send.rank, span.action.peer)
+            link = self.link(send.rank, span.action.peer, span.action.op in SENDS)
             send = link[bisect_left(link, (span.begin_s,)) - 1][1]
             arrival_s = self._span(send).end_s
 
@@ -126,12 +130,13 @@ class _Walk:
         before = self._before(place)
         return 0.0 if before is None else self._span(before).end_s
 
-    def _link(self, src: int, dst: int) -> list[tuple[float, _Place]]:
-        """The transfers from one rank to another in the order of their beginning."""
+    def _link(self, rank: int, peer: int, is_sending: bool) -> list[tuple[float, _Place]]:
+        """The transfers from a rank to another, or from or to its host, in the order of their beginning."""
+        ops = SENDS if is_sending else RECEIVES
         places = (
-            _Place(src, served, position)
+            _Place(rank, served, position)
             for served in (False, True)
-            for position, action in enumerate(self._lane(src, served)[0])
-            if action.op in SENDS and action.peer == dst
+            for position, action in enumerate(self._lane(rank, served)[0])
+            if action.op in ops and action.peer == peer
         )
         return sorted((self._span(place).begin_s, place) for place in places)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from bpipe.schedules.action import BACKWARD, Op
 from bpipe.schedules.evict import Eviction, Shortage, emit
+from bpipe.schedules.meter import occupancy
 from bpipe.schedules.rank_steps import Part, RankSteps
-from bpipe.schedules.sizes import occupancy
 
 __all__: list[str] = []
 

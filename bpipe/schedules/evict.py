@@ -137,7 +137,7 @@ class Sweep:
         sizes, which = self.parts[action.stage], action[1:3]
         if action.part:
             return {(*which, action.part): sizes[action.part - 1]}
-        return {(*which, part): size for part, size in enumerate(sizes, start=len(sizes) > 1)}
+        return {(*which, part): size for part, size in enumerate(sizes, start=len(sizes) > 1) if size}
 
     def _choose(self, eviction: Eviction, guests: Guests) -> None:
         self.evictions.append(eviction)

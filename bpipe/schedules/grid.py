@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bpipe.schedules.action import COMPUTE, Action, Op
+from bpipe.schedules.action import COMPUTE, HOST, Action, Op
+from bpipe.schedules.amounts import show_each
 from bpipe.schedules.order import UNITS, clock
 from bpipe.schedules.plan import Plan
 
 __all__: list[str] = []
 
 EITHER_SIDE = 5
+MARKS = {Op.EVICT: ">^", Op.LOAD: "<v"}  # to and from another rank, or the host
 
 
 def rows(plan: Plan, columns: slice = slice(None)) -> list[str]:
     """One line a rank, a column a forward's time: `F0`, `B0 b0` for the two units of a backward, `..` for idle.
 
     With several stages on a rank the stage is written too (`4F0`). Under a rank that evicts, `>3` stands where the eviction
-    of microbatch 3 starts and `<3` where its load does.
+    of microbatch 3, or of parts of it, starts and `<3` where its load does; `^3` and `v3` where these go to the host.
     """
     lanes = [plan.compute(rank) for rank in range(plan.num_ranks)]
     starts = clock(lanes, plan.num_stages)
@@ -26,7 +28,7 @@ def rows(plan: Plan, columns: slice = slice(None)) -> list[str]:
     grid: list[tuple[str, list[str]]] = []
     for rank, (lane, times) in enumerate(zip(lanes, starts)):
         grid.append((f"rank {rank}", _cells(plan, lane, times, window)))
-        moves = {column: text for column, text in _moves(plan.actions[rank], times, length).items() if column in window}
+        moves = {column: text for column, text in _moves(plan, rank, times, length).items() if column in window}
         if moves:
             grid.append(("", [moves.get(column, "") for column in window]))
     width = max((len(cell) for _, cells in grid for cell in cells), default=2)
@@ -46,24 +48,32 @@ def _cells(plan: Plan, lane: Sequence[Action], starts: Sequence[int], window: ra
     return cells
 
 
-def _moves(actions: tuple[Action, ...], starts: Sequence[int], length: int) -> dict[int, str]:
-    """Where evictions and loads start: the column of the computation that follows."""
-    moves: dict[int, str] = {}
+def _moves(plan: Plan, rank: int, starts: Sequence[int], length: int) -> dict[int, str]:
+    """Where evictions and loads start: the column of the computation, or the piece of one, that follows."""
+    moves: dict[int, dict[str, None]] = {}
     done = 0
-    for action in actions:
+    for action in plan.actions[rank]:
         if action.op in COMPUTE:
-            done += 1
-        elif action.op in (Op.EVICT, Op.LOAD):
-            column = min(starts[min(done, len(starts) - 1)], length - 1)
-            moves[column] = f"{moves.get(column, '')}{'>' if action.op is Op.EVICT else '<'}{action.microbatch}"
-    return moves
+            done += plan.ends(action)
+        elif action.op in MARKS:
+            column = starts[min(done, len(starts) - 1)]
+            moves.setdefault(min(column, length - 1), {})[f"{MARKS[action.op][action.peer == HOST]}{action.microbatch}"] = None
+    return {column: "".join(marks) for column, marks in moves.items()}
 
 
 def head(plan: Plan) -> str:
     """A line that names the plan and its peaks."""
+    ranks = "" if plan.num_ranks == plan.num_stages else f" on {plan.num_ranks} ranks"
+    return f"{plan.name}: {plan.num_stages} stages, {plan.num_microbatches} microbatches{ranks}, {_memory(plan)}"
+
+
+def _memory(plan: Plan) -> str:
+    """The peaks and the budgets, in bytes where the plan counts them."""
+    if plan.sizes is not None:
+        budget = "" if plan.budgets is None else f"; budget {show_each(plan.budgets)}"
+        return f"peak {show_each(plan.peak_bytes)}{budget}"
     budget = "" if all(k is None for k in plan.slots) else f", budget {' '.join('-' if k is None else str(k) for k in plan.slots)}"
-    peaks = " ".join(map(str, plan.peak_slots))
-    return f"{plan.name}: {plan.num_stages} stages, {plan.num_microbatches} microbatches, peak slots {peaks}{budget}"
+    return f"peak slots {' '.join(map(str, plan.peak_slots))}{budget}"
 
 
 def draw(plan: Plan) -> str:
@@ -77,7 +87,8 @@ def excerpt(plan: Plan, rank: int, served: bool, position: int) -> str:
     first = max(position - EITHER_SIDE, 0)
     lines = [f"rank {rank}{', served' if served else ''}:"]
     for index, action in enumerate(lane[first : position + EITHER_SIDE + 1], start=first):
-        lines.append(f"  {index:>5} {action!s:<16}{'' if action.peer is None else f'peer {action.peer}':<10}".rstrip())
+        peer = "" if action.peer is None else "host" if action.peer == HOST else f"peer {action.peer}"
+        lines.append(f"  {index:>5} {action!s:<16}{peer:<10}".rstrip())
         if index == position:
             lines[-1] += "   <-- ERROR HERE"
     return "\n".join(lines)

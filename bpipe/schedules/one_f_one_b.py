@@ -10,19 +10,54 @@ rank 3 | .. .. .. F0 B0 b0 F1 B1 b1 F2 B2 b2 F3 B3 b3 .. .. .. .. .. ..
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from bpipe.schedules.action import Action, Op
+from bpipe.schedules.balance import default_slots
+from bpipe.schedules.rule import Placement, Rule
 
 __all__: list[str] = []
 
 
-def order(num_stages: int, num_microbatches: int) -> list[list[Action]]:
+def order(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> list[list[Action]]:
     """The forwards and backwards of each rank: peak min(p-x, m) microbatches on rank x."""
-    return [_rank(num_stages, num_microbatches, x) for x in range(num_stages)]
+    return [_lane(num_ranks, num_microbatches, x) for x in range(num_ranks)]
 
 
-def _rank(p: int, m: int, x: int) -> list[Action]:
-    warmup = min(p - 1 - x, m)
-    actions = [Action(Op.F, x, i) for i in range(warmup)]
-    for i in range(warmup, m):
-        actions += [Action(Op.F, x, i), Action(Op.B, x, i - warmup)]
-    return actions + [Action(Op.B, x, i) for i in range(m - warmup, m)]
+def _lane(p: int, m: int, x: int) -> list[Action]:
+    forwards, backwards = ([Action(op, x, i) for i in range(m)] for op in (Op.F, Op.B))
+    return alternate(forwards, backwards, warmup=p - 1 - x)
+
+
+def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> list[Action]:
+    """Some forwards to warm up, then a forward and a backward in turn, then the backwards that remain."""
+    warmup = min(warmup, len(forwards))
+    lane = list(forwards[:warmup])
+    for pair in zip(forwards[warmup:], backwards):
+        lane += pair
+    return lane + list(backwards[len(forwards) - warmup :])
+
+
+RULE = Rule(
+    name="1f1b",
+    runs_as="OneFOneB",
+    title="1F1B (Narayanan et al., arXiv 2104.04473)",
+    placement=Placement.ONE,
+    order=order,
+    peak=lambda p, m, v, x: min(p - x, m),
+    peak_text="min(p-x, m)",
+    bubble=lambda p, m, v, f, i, w: (p - 1) * (f + i + w),
+    bubble_text="(p-1)(F+B)",
+)
+
+BALANCED = replace(
+    RULE,
+    name="balanced_1f1b",
+    runs_as="BalancedOneFOneB",
+    title="BPipe (Kim et al., ICML 2023)",
+    peak=lambda p, m, v, x: min(default_slots(p), p, m),
+    peak_text="ceil((p+2)/2) at most",
+    bubble_text="(p-1)(F+B), transfers hidden",
+    slots=default_slots,
+)

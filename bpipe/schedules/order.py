@@ -145,7 +145,8 @@ def linearise(plan: Plan) -> list[tuple[int, Action]]:
 def run_greedily(plan: Plan, order: list[tuple[int, Action]] | None = None) -> list[Stuck]:
     """Run the plan with unbuffered transfers, every lane as far as it can go.
 
-    No rank ever chooses, so this one greedy run decides for all interleavings: if it ends, every execution ends.
+    No rank ever chooses, so this one greedy run decides for all interleavings: if it ends, every execution ends. Acceptors go
+    first, and then a rank inside a computation in pieces, so that nothing is computed between the pieces of another rank's.
 
     Args:
         plan: its actions must name its stages and microbatches, and no others.
@@ -154,15 +155,18 @@ def run_greedily(plan: Plan, order: list[tuple[int, Action]] | None = None) -> l
     Returns:
         The lanes that got stuck: none in a sound plan.
     """
-    lanes = [(rank, lane) for rank in range(plan.num_ranks) for lane in (plan.actions[rank], *plan.chains(rank).values())]
+    lanes = list(enumerate(plan.actions))
+    lanes += [(rank, chain) for rank in range(plan.num_ranks) for chain in plan.chains(rank).values()]
     positions = [0] * len(lanes)
     width = 1 + max(map(plan.num_parts, range(plan.num_stages)))
     happened = {op: [bytearray(plan.num_microbatches * width) for _ in plan.stage_ranks] for op in ENABLERS}
     waiting: dict[tuple[Op, int, int], list[int]] = defaultdict(list)
     blocked: dict[int, Stuck] = {}
-    runnable = deque(range(len(lanes)))
-    while runnable:
-        index = runnable.popleft()
+    runnable = deque(range(plan.num_ranks))
+    acceptors = deque(range(plan.num_ranks, len(lanes)))
+    inside: int | None = None
+    while runnable or acceptors:
+        index = acceptors.popleft() if acceptors else runnable.popleft()
         blocked.pop(index, None)
         rank, lane = lanes[index]
         for position in range(positions[index], len(lane)):
@@ -177,8 +181,15 @@ def run_greedily(plan: Plan, order: list[tuple[int, Action]] | None = None) -> l
                     break
             if order is not None:
                 order.append((rank, action))
+            if part and (op is Op.F or op is Op.B):
+                inside = None if plan.ends(action) else index
             if op in happened:
                 happened[op][stage][which] = True
-                if (op, stage, which) in waiting:
-                    runnable.extend(waiting.pop((op, stage, which)))
+                for woken in waiting.pop((op, stage, which), ()):
+                    if woken >= plan.num_ranks:
+                        acceptors.append(woken)
+                    elif woken == inside:
+                        runnable.appendleft(woken)
+                    else:
+                        runnable.append(woken)
     return list(blocked.values())

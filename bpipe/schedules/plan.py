@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from bpipe.errors import PlanError
 from bpipe.schedules.action import COMPUTE, HOST, MIRROR, POSTS, Action, Channel, Op
-from bpipe.schedules.sizes import Amount, Sizes, occupancy, rooms_for, slot
+from bpipe.schedules.meter import SLOTS, Amount, Meter, bytes_meter, occupancy, slot
+from bpipe.schedules.rooms import reserve
+from bpipe.schedules.sizes import Sizes
 
 __all__ = ["Plan"]
 
@@ -62,12 +64,20 @@ class Plan:
 
     def goes_on(self, action: Action) -> bool:
         """Whether a computation is a piece of one that has begun: the first of a forward is part 1, of a backward the last part."""
-        return action.part > 1 if action.op is Op.F else action.part != 0 and action.part != self.num_parts(action.stage)
+        return action.part > 1 if action.op is Op.F else action.part not in (0, self.num_parts(action.stage))
+
+    def ends(self, action: Action) -> bool:
+        """Whether a computation is the last piece of one, or a whole one: the last of a forward is the last part, of a backward 1."""
+        return action.part in (0, self.num_parts(action.stage)) if action.op is Op.F else action.part < 2
 
     def chains(self, rank: int) -> dict[int, tuple[Action, ...]]:
         """The acceptor's lane of a rank, one chain for each evictor that it serves."""
         peers = sorted({action.peer for action in self.served[rank] if action.peer is not None})
         return {peer: tuple(a for a in self.served[rank] if a.peer == peer) for peer in peers}
+
+    def host_chain(self, rank: int) -> tuple[Action, ...]:
+        """What a rank's host would do, were it an acceptor with a lane of its own."""
+        return tuple(a._replace(op=MIRROR[a.op]) for a in self.actions[rank] if a.peer == HOST)
 
     def rooms(self, rank: int, size: Amount = slot) -> dict[int, tuple[int, ...]]:
         """What a rank reserves for each evictor it serves: a room for each guest that it keeps at once.
@@ -79,7 +89,11 @@ class Plan:
         Returns:
             By evictor, the size of each room.
         """
-        return {peer: rooms_for(chain, size) for peer, chain in self.chains(rank).items()}
+        return {peer: reserve(chain, size).sizes for peer, chain in self.chains(rank).items()}
+
+    def meter(self) -> Meter:
+        """What the plan counts memory in: bytes where it has sizes, else slots."""
+        return SLOTS if self.sizes is None else bytes_meter(self.sizes, self.stage_ranks)
 
     @property
     def peak_slots(self) -> tuple[int, ...]:
@@ -99,7 +113,7 @@ class Plan:
             PlanError: the plan has no sizes.
         """
         return tuple(
-            self.idle_bytes(rank) + max(occupancy(self.actions[rank], self._sized().meter()), default=0)
+            self.idle_bytes(rank) + max(occupancy(self.actions[rank], self.meter()), default=0)
             for rank in range(self.num_ranks)
         )
 
@@ -118,7 +132,7 @@ class Plan:
         Raises:
             PlanError: the plan has no sizes.
         """
-        return sum(rooms_for((a._replace(op=MIRROR[a.op]) for a in self.actions[rank] if a.peer == HOST), self._sized().moved))
+        return sum(reserve(self.host_chain(rank), self._sized().moved).sizes)
 
     def _sized(self) -> Sizes:
         if self.sizes is None:
@@ -133,6 +147,17 @@ class Plan:
     def evicted(self, rank: int) -> list[tuple[int, int]]:
         """The (stage, microbatch) pairs of which a rank evicts all or parts, in the order of their first eviction."""
         return list(dict.fromkeys((a.stage, a.microbatch) for a in self.actions[rank] if a.op is Op.EVICT))
+
+    def interrupted(self, rank: int) -> set[tuple[int, int]]:
+        """The (stage, microbatch) pairs of which a rank does something between two pieces of the forward or the backward."""
+        running: Action | None = None
+        found: set[tuple[int, int]] = set()
+        for action in self.actions[rank]:
+            if action.op in COMPUTE:
+                running = action if action.part and not self.ends(action) else None
+            elif running is not None:
+                found.add(running[1:3])
+        return found
 
     def fingerprint(self) -> str:
         """A short hash of everything the plan says, equal on two ranks exactly when they will run the same plan."""

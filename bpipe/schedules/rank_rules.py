@@ -8,8 +8,8 @@ from itertools import islice, takewhile
 
 from bpipe.schedules.action import COMPUTE, HOST, SERVED, SHARDING, WAIT_OF, Action, Op
 from bpipe.schedules.communicate import received_by, sent_by
+from bpipe.schedules.meter import SLOTS, Meter, occupancy
 from bpipe.schedules.plan import Plan
-from bpipe.schedules.sizes import SLOTS, Meter, occupancy
 
 __all__: list[str] = []
 
@@ -190,9 +190,9 @@ def _ordered(own: Rank) -> Iterator[Finding]:
         for before in EARLIER[op]:
             if before is Op.WAIT_SEND_F and 0 < part < plan.num_parts(stage):
                 continue  # the output lies in the last part
-            other = places.get((before, stage, microbatch, part if before in PARTED or (part and op in PARTED) else 0))
-            if other is None and part and before in COMPUTE:
-                other = places.get((before, stage, microbatch, 0))
+            other = places.get((before, stage, microbatch, part if before in PARTED else 0))
+            if part and before in COMPUTE:  # the last piece of a forward, if it has some
+                other = places.get((before, stage, microbatch, plan.num_parts(stage)), other)
             if other is not None and other[2] > position and other[1] is served:
                 yield place, f"{Action(*key)} stands before {stage}{before}{microbatch}"
         for kin in KIN.get(op, ()):
@@ -274,7 +274,7 @@ def _affordable(own: Rank) -> Iterator[Finding]:
     plan, rank = own.plan, own.rank
     yield from _within(own, SLOTS, sum(map(len, plan.rooms(rank).values())), plan.slots[rank], "slots")
     if plan.sizes is not None and plan.budgets is not None:
-        yield from _within(own, plan.sizes.meter(), plan.idle_bytes(rank), plan.budgets[rank], "bytes")
+        yield from _within(own, plan.meter(), plan.idle_bytes(rank), plan.budgets[rank], "bytes")
 
 
 def _within(own: Rank, meter: Meter, idle: int, budget: int | None, unit: str) -> Iterator[Finding]:

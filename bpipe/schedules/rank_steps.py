@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 from bpipe.schedules.action import BACKWARD, COMPUTE, Action, Op
 from bpipe.schedules.communicate import communicate
+from bpipe.schedules.meter import Meter, occupancy
 from bpipe.schedules.order import Moments, clock, num_microbatches_of
 from bpipe.schedules.plan import Plan
-from bpipe.schedules.sizes import SLOTS, Meter, occupancy
 
 __all__: list[str] = []
 
@@ -30,7 +30,7 @@ class RankSteps:
         actions: its list, computations and whatever else stands between them.
         steps: the computations in order; None for an idle step.
         level: what the rank occupies during each step, messages under way included.
-        forward: the step at which each part of a microbatch is saved; part 0 is all of it.
+        forward: the step at which the forward of each part's microbatch ends; part 0 is all of it.
         backward: the step before which it must be back.
         leaves: the first step before which its eviction may be complete. The output lies in the last part, and must have
             arrived where it is used.
@@ -64,9 +64,8 @@ def steps_of(plan: Plan) -> list[RankSteps]:
             if action[0] is Op.F:
                 moments[action[:3]] = start
     with_messages = plan if plan.sizes is None else communicate(plan)
-    meter = SLOTS if plan.sizes is None else plan.sizes.meter()
     return [
-        _rank_steps(plan, lane, levels(with_messages.actions[rank], meter), _Arrivals(plan, rank, begins[rank], moments))
+        _rank_steps(plan, lane, levels(with_messages.actions[rank], plan.meter()), _Arrivals(plan, rank, begins[rank], moments))
         for rank, lane in enumerate(plan.actions)
     ]
 
@@ -113,8 +112,9 @@ def _rank_steps(plan: Plan, actions: Sequence[Action], level: list[int], arrival
 
 
 def _parts(plan: Plan, action: Action) -> Sequence[int]:
-    """The parts that a computation saves or needs: one piece its own, a whole one all."""
-    return (action.part,) if action.part else range(max(1, plan.num_parts(action.stage)) + 1)
+    """The parts that a computation saves or needs: a piece of a backward its own, a whole one, or a forward when it ends, all."""
+    is_piece = action.part and action.op in BACKWARD
+    return (action.part,) if is_piece else range(max(1, plan.num_parts(action.stage)) + 1)
 
 
 def levels(lane: Sequence[Action], meter: Meter) -> list[int]:

@@ -2,7 +2,8 @@
 
 A lane runs its actions one after the other. A transfer starts when both of its ends are posted and its link is free, and
 overlaps whatever the lanes compute; each direction between two ranks is a link, which carries one transfer at a time, in the
-order in which they became ready.
+order in which they became ready. A host is always ready, and each direction between a rank and its host a link too. Gathering
+weights and giving them back takes no time here.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from itertools import repeat
 from typing import NamedTuple
 
 from bpipe.errors import PlanError
-from bpipe.schedules.action import COMPUTE, POSTS, RECEIVES, SENDS, START_OF, Action, Op, Purpose
+from bpipe.schedules.action import COMPUTE, HOST, POSTS, RECEIVES, SENDS, SHARDING, START_OF, Action, Op, Purpose
 from bpipe.schedules.collector import collector_paused
 from bpipe.schedules.costs import Costs
+from bpipe.schedules.meter import Meter, meter_of, occupancy
 from bpipe.schedules.plan import Plan
-from bpipe.schedules.sizes import Meter, meter_of, occupancy
 from bpipe.schedules.timeline import Lane, Timeline
 
 __all__ = ["simulate"]
@@ -68,7 +69,7 @@ def own_bytes(plan: Plan, costs: Costs, rank: int) -> Iterator[int]:
 def _meter(plan: Plan, costs: Costs) -> Meter:
     """What actions take by the plan's own sizes, or by the costs where it counts slots."""
     if plan.sizes is not None:
-        return plan.sizes.meter()
+        return plan.meter()
     return meter_of(lambda action: costs.saved(action.stage), lambda action: costs.movable(action.stage))
 
 
@@ -138,7 +139,7 @@ class _Events:
                 continue
             if not lane.has_begun:
                 lane.has_begun, lane.begin_s[lane.position] = True, now
-            end = self._computed_s(lane, action) if action.op in COMPUTE else self._arrived_s(index, action)
+            end = self._end_s(index, action)
             if end is None:
                 return
             if end > now and agenda and agenda[0][0] <= end:
@@ -149,6 +150,13 @@ class _Events:
             if action.op in START_OF:
                 del self.arrival_s[START_OF[action.op], *action[1:4]]
             lane.position += 1
+
+    def _end_s(self, index: int, action: Action) -> float | None:
+        """When an action that has begun ends; None while that is not known."""
+        lane = self.lanes[index]
+        if action.op in SHARDING:
+            return lane.begin_s[lane.position]
+        return self._computed_s(lane, action) if action.op in COMPUTE else self._arrived_s(index, action)
 
     def _computed_s(self, lane: _LaneRun, action: Action) -> float:
         """When a computation that has begun ends, as far as the transfers known by now slow it down."""
@@ -169,17 +177,17 @@ class _Events:
         return arrival
 
     def _post(self, lane: _LaneRun, action: Action, now: float) -> None:
-        """Post one end of a transfer; the second end starts it."""
+        """Post one end of a transfer; the second end starts it, of which a host needs none."""
         op, peer = action.op, action.peer
         assert peer is not None
         mine, is_send = _End(lane, lane.position, action[:4]), op in SENDS
         purpose, src, dst = (SENDS[op], lane.rank, peer) if is_send else (RECEIVES[op], peer, lane.rank)
         theirs = self.lonely.get((purpose, src, dst, not is_send))
-        if not theirs:
+        if not theirs and peer != HOST:
             self.lonely[purpose, src, dst, is_send].append(mine)
             return
         begin, end = self._carry(src, dst, self._num_bytes(action), now)
-        for side in (mine, theirs.popleft()):
+        for side in (mine, theirs.popleft()) if theirs else (mine,):
             side.lane.begin_s[side.position], side.lane.end_s[side.position] = begin, end
             self.arrival_s[side.key] = end
             if side.key in self.blocked:
@@ -198,8 +206,8 @@ class _Events:
         departed = self.free_s[src, dst] = begin + num_bytes / link.bytes_per_s
         end = departed + link.latency_s
         if self.costs.slowdown > 1:
-            self.busy_s[src].append((begin, end))
-            self.busy_s[dst].append((begin, end))
+            for rank in {src, dst} - {HOST}:
+                self.busy_s[rank].append((begin, end))
         return begin, end
 
 

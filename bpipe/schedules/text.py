@@ -20,6 +20,7 @@ HEADER = re.compile(
     re.ASCII,
 )
 
+NUMBERS = ("fixed", "received", "sent", "kept_received", "kept_sent", "between")  # of a stage, the last one if there is one
 SHARDING = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)")  # torch writes it; FSDP does it by itself where nothing says when
 
 
@@ -75,7 +76,8 @@ def from_text(text: str) -> Plan:
 
 
 def _numbers(stage: StageSizes) -> str:
-    return f"{stage.fixed} {stage.received} {stage.sent} {stage.kept_received} {stage.kept_sent}"
+    numbers = [getattr(stage, name) for name in NUMBERS]
+    return " ".join(str(number) for number in numbers if number is not None)
 
 
 def _read_sizes(lines: list[str]) -> tuple[Sizes | None, tuple[int | None, ...] | None]:
@@ -88,17 +90,9 @@ def _read_sizes(lines: list[str]) -> tuple[Sizes | None, tuple[int | None, ...] 
         try:
             if kind == f"size {len(stages)}":
                 parts, *numbers = words.split()
-                fixed, received, sent, kept_received, kept_sent = map(int, numbers)
-                stages.append(
-                    StageSizes(
-                        parts=tuple(map(int, parts.split(","))),
-                        fixed=fixed,
-                        received=received,
-                        sent=sent,
-                        kept_received=kept_received,
-                        kept_sent=kept_sent,
-                    )
-                )
+                if len(numbers) not in (len(NUMBERS) - 1, len(NUMBERS)):
+                    raise ValueError(f"{len(numbers)} numbers")
+                stages.append(StageSizes(parts=tuple(map(int, parts.split(","))), **dict(zip(NUMBERS, map(int, numbers)))))
             elif kind == "static":
                 static = tuple(map(int, words.split()))
             elif kind == "budgets":
@@ -113,7 +107,9 @@ def _read_sizes(lines: list[str]) -> tuple[Sizes | None, tuple[int | None, ...] 
 
 
 def _write(action: Action, stage_ranks: tuple[int, ...]) -> str:
-    return str(action) if action.peer == _implied_peer(action, stage_ranks) else action.full_text
+    if action.peer == _implied_peer(action, stage_ranks):
+        return str(action)
+    return action.full_text if action.peer is not None else f"{action}@none"  # which no plan has, and `parse` refuses
 
 
 def _read(word: str, stage_ranks: tuple[int, ...]) -> Action:

@@ -2,7 +2,8 @@
 
 Every lane goes on until it must wait. A transfer is an unbuffered rendezvous: its token is read on the sender and lands on
 the receiver while the receiver waits for it, and the sender's wait ends after that. Tokens say whose they are, and whoever
-uses one looks: a plan that mixes up two microbatches computes with the wrong token, however neat its text.
+uses one looks: a plan that mixes up two microbatches computes with the wrong token, however neat its text. A microbatch's saved
+bytes are one token for each part that can move by itself.
 """
 
 from __future__ import annotations
@@ -12,6 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from bpipe.schedules import Action, Plan
+from tests.schedules.counted import Bytes, Rooms
+
+HOST = -1
+MOVES = ("EVICT", "WAIT_EVICT", "LOAD", "WAIT_LOAD")
+SHARDING = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
 
 Place = tuple[object, ...]  # (rank, what, stage, microbatch)
 Token = tuple[object, ...]
@@ -37,6 +43,13 @@ def occupied(plan: Plan) -> tuple[int, ...]:
     return tuple(map(machine.occupied, range(len(plan.actions))))
 
 
+def occupied_bytes(plan: Plan) -> tuple[int, ...]:
+    """The most bytes each rank of a sound plan occupies on the machine, static ones and rooms included."""
+    machine = _Machine(plan)
+    machine.run()
+    return tuple(map(machine.occupied_bytes, range(len(plan.actions))))
+
+
 def insist(condition: object, *harm: object) -> None:
     if not condition:
         raise HarmError(" ".join(map(str, harm)))
@@ -44,10 +57,10 @@ def insist(condition: object, *harm: object) -> None:
 
 @dataclass
 class _Message:
-    """One transfer: where its token is read, where it lands, and whether it has."""
+    """One transfer: where its tokens are read, where they land, and whether they have."""
 
-    source: Place | None = None
-    target: Place | None = None
+    sources: list[Place] = field(default_factory=list)
+    targets: list[Place] = field(default_factory=list)
     moved: bool = False
 
 
@@ -75,8 +88,12 @@ class _Machine:
         self.away: set[Place] = set()
         self.slots: list[set[tuple[int, int, str]]] = [set() for _ in plan.actions]  # and why each is occupied
         self.peak = [0 for _ in plan.actions]
-        self.guests: dict[tuple[int, object], set[tuple[int, int]]] = defaultdict(set)
-        self.guest_peak: dict[tuple[int, object], int] = defaultdict(int)
+        self.bytes = Bytes(plan)
+        self.rooms: dict[tuple[int, object], Rooms] = defaultdict(Rooms)  # in bytes, by acceptor and evictor
+        self.under_way: dict[int, tuple[object, ...]] = {}  # a rank's next piece of a computation in pieces
+        self.sharded = {a.stage for lane in plan.actions for a in lane if a.op.value in SHARDING}
+        self.gathered: set[int] = set()
+        self.reduced: set[int] = set()
 
     def run(self) -> None:
         lanes = [(rank, list(lane), self.computing) for rank, lane in enumerate(self.plan.actions)]
@@ -104,12 +121,25 @@ class _Machine:
             insist(list(done.values()) == expected, "undone: stage", stage, done)
         insist(not self.works, "undone: nobody waits for", *self.works)
         insist(not self.away, "undone: still away", *self.away)
+        insist(not self.under_way, "undone: a computation in pieces lacks", *self.under_way.values())
+        insist(not self.gathered, "undone: weights stay gathered of", *self.gathered)
+        insist(not self.plan.has_backward or self.reduced == self.sharded, "undone: gradients of", *self.sharded - self.reduced)
         for rank, budget in enumerate(self.plan.slots):
             peak = self.occupied(rank)
             insist(budget is None or peak <= budget, "budget: rank", rank, "occupies", peak, "of", budget)
+        for rank, budget in enumerate(self.plan.budgets or ()):
+            peak = self.occupied_bytes(rank)
+            insist(budget is None or peak <= budget, "budget: rank", rank, "occupies", peak, "bytes of", budget)
+        left = [store.objects for store in self.bytes.stores if store.objects]
+        assert not left or not self.plan.has_backward, left  # else the machine's own count is wrong
 
     def occupied(self, rank: int) -> int:
-        return self.peak[rank] + sum(peak for (acceptor, _), peak in self.guest_peak.items() if acceptor == rank)
+        return self.peak[rank] + sum(len(rooms.sizes) for (acceptor, _), rooms in self.rooms.items() if acceptor == rank)
+
+    def occupied_bytes(self, rank: int) -> int:
+        assert self.plan.sizes is not None
+        rooms = sum(sum(rooms.sizes) for (acceptor, _), rooms in self.rooms.items() if acceptor == rank)
+        return self.plan.sizes.static[rank] + self.bytes.stores[rank].peak + rooms
 
     # The two kinds of lane. Each returns False where it must wait.
 
@@ -118,48 +148,119 @@ class _Machine:
         insist(do, "wrong lane:", action, "among the computations of rank", rank)
         known = 0 <= action.stage < self.p and 0 <= action.microbatch < self.m
         insist(known and self.plan.stage_ranks[action.stage] == rank, "misplaced:", action, "on rank", rank)
+        self.check_part(action, (*MOVES, "F", "B"))
+        due = self.under_way.get(rank)
+        insist(due is None or action.op.value in MOVES or action[:4] == due, "cut in two:", due, "is due and not", action)
         return do(self, rank, action) is not False
 
     def serving(self, rank: int, action: Action) -> bool:
         do = SERVING.get(str(action.op.value))
         insist(do, "wrong lane:", action, "served by rank", rank)
+        known = 0 <= action.stage < self.p and 0 <= action.microbatch < self.m
+        insist(known and self.plan.stage_ranks[action.stage] == action.peer, "misplaced:", action, "on rank", rank)
+        self.check_part(action, (action.op.value,))
         return do(self, rank, action) is not False
+
+    def check_part(self, action: Action, ops: tuple[str, ...]) -> None:
+        num_parts = 0 if self.plan.sizes is None else len(self.plan.sizes.stages[action.stage].parts)
+        insist(not action.part or (action.op.value in ops and action.part <= num_parts), "no such part:", action)
 
     # Computations.
 
     def forward(self, rank: int, action: Action) -> None:
-        _, stage, microbatch, *_ = action
-        self.in_order("forward", action)
-        if stage:
-            near = self.plan.stage_ranks[stage - 1] == rank
-            where = (rank, "output", stage - 1, microbatch) if near else (rank, "input", stage, microbatch)
-            self.use(where, ("output", stage - 1, microbatch), action, keep=near)
-        self.tokens[rank, "saved", stage, microbatch] = ("saved", stage, microbatch)
-        self.tokens[rank, "output", stage, microbatch] = ("output", stage, microbatch)
-        self.occupy(rank, action, "saved")
+        _, stage, microbatch, part, _ = action
+        self.check_gathered(action)
+        if self.begins(rank, action, first=1, last=self.bytes.parts(stage)[-1]):
+            self.in_order("forward", action)
+            if stage:
+                near = self.plan.stage_ranks[stage - 1] == rank
+                where = (rank, "output", stage - 1, microbatch) if near else (rank, "input", stage, microbatch)
+                self.use(where, ("output", stage - 1, microbatch), action, keep=near)
+            self.occupy(rank, action, "saved")
+        self.bytes.before_forward(rank, action)
+        for place in self.saved(rank, action):
+            self.tokens[place] = place[1:]
+        if rank not in self.under_way:
+            self.tokens[rank, "output", stage, microbatch] = ("output", stage, microbatch)
+            self.counts["forward done", stage] += 1
+            self.bytes.after_forward(rank, action)
+
+    def begins(self, rank: int, action: Action, first: int, last: int) -> bool:
+        """Whether a computation is whole or the first piece of one; notes the piece that must follow."""
+        op, stage, microbatch, part, _ = action
+        due = self.under_way.pop(rank, None)
+        insist(due or part in (0, first), "cut in two:", action, "goes on with what never began")
+        if part not in (0, last):
+            self.under_way[rank] = (op, stage, microbatch, part + (1 if last > first else -1))
+        return due is None
+
+    def check_gathered(self, action: Action) -> None:
+        insist(action.stage not in self.sharded - self.gathered, "weights not there:", action)
+        insist(action.op.value == "F" or action.stage not in self.reduced, "reduced too early:", action)
+
+    def saved(self, rank: int, action: Action) -> list[Place]:
+        return [(rank, "saved", *action[1:3], part) for part in self.bytes.concerned(action)]
 
     def backward(self, rank: int, action: Action) -> None:
+        self.bytes.before_backward(rank, action)
+        if self.begins(rank, action, first=self.bytes.parts(action.stage)[-1], last=1):
+            self.input_half(rank, action)
+            self.in_order("weight gradient", action)
+        self.free(rank, action)
+        if rank not in self.under_way:
+            self.made_gradient(rank, action)
+
+    def whole_input_half(self, rank: int, action: Action) -> None:
+        self.bytes.before_backward(rank, action)
         self.input_half(rank, action)
-        self.weight_half(rank, action)
+        self.made_gradient(rank, action)
 
     def input_half(self, rank: int, action: Action) -> None:
         _, stage, microbatch, *_ = action
+        self.check_gathered(action)
         insist(self.plan.has_backward, "missing token: no graph for", action)
         self.in_order("input gradient", action)
-        self.use((rank, "saved", stage, microbatch), ("saved", stage, microbatch), action, keep=True)
+        for place in self.saved(rank, action):
+            self.use(place, place[1:], action, keep=True)
         if stage + 1 < self.p:
             near = self.plan.stage_ranks[stage + 1] == rank
             where = (rank, "result", stage + 1, microbatch) if near else (rank, "gradient", stage, microbatch)
             self.use(where, ("gradient", stage + 1, microbatch), action)
-        self.tokens[rank, "result", stage, microbatch] = ("gradient", stage, microbatch)
+        self.bytes.after_input_half(rank, action)
+
+    def made_gradient(self, rank: int, action: Action) -> None:
+        self.tokens[rank, "result", *action[1:3]] = ("gradient", *action[1:3])
 
     def weight_half(self, rank: int, action: Action) -> None:
-        _, stage, microbatch, *_ = action
+        self.check_gathered(action)
         self.in_order("weight gradient", action)
-        insist(self.counts["input gradient", stage] > microbatch, "missing token: input half for", action)
-        self.use((rank, "saved", stage, microbatch), ("saved", stage, microbatch), action)
-        insist((rank, "EVICT", *action[1:3]) not in {work[:4] for work in self.works}, "freed under its eviction:", action)
-        self.slots[rank].discard((stage, microbatch, "saved"))
+        insist(self.counts["input gradient", action.stage] > action.microbatch, "missing token: input half for", action)
+        self.free(rank, action)
+
+    def free(self, rank: int, action: Action) -> None:
+        """Use saved bytes and give them back."""
+        _, stage, microbatch, *_ = action
+        leaving = {work[2:5] for work in self.works if work[:2] == (rank, "EVICT")}
+        for place in self.saved(rank, action):
+            self.use(place, place[1:], action)
+            insist(not {(stage, microbatch, 0), place[2:]} & leaving, "freed under its eviction:", action)
+        self.bytes.after_weight_half(rank, action)
+        if rank not in self.under_way:
+            self.slots[rank].discard((stage, microbatch, "saved"))
+
+    # Weights.
+
+    def gather(self, rank: int, action: Action) -> None:
+        insist(action.microbatch == 0 and action.stage not in self.gathered, "gathered twice:", action)
+        self.gathered.add(action.stage)
+
+    def scatter(self, rank: int, action: Action) -> None:
+        insist(action.microbatch == 0 and action.stage in self.gathered, "weights not there:", action)
+        self.gathered.remove(action.stage)
+
+    def reduce(self, rank: int, action: Action) -> None:
+        insist(action.microbatch == 0 and action.stage not in self.reduced, "reduced twice:", action)
+        self.reduced.add(action.stage)
 
     def in_order(self, what: str, action: Action) -> None:
         insist(self.counts[what, action.stage] == action.microbatch, "out of order:", action, "is not the next", what)
@@ -176,18 +277,18 @@ class _Machine:
 
     # Transfers: their starts, and their completions.
 
-    def start_send(self, purpose: str, rank: int, action: Action, source: Place) -> None:
-        insist(source in self.tokens, "missing token:", action, "sends what is not there")
+    def start_send(self, purpose: str, rank: int, action: Action, *sources: Place) -> None:
+        insist(all(source in self.tokens for source in sources), "missing token:", action, "sends what is not there")
         queue = self.queue(purpose, rank, action, rank, action.peer)
         self.works[self.work(rank, action)] = message = queue.at(queue.sent)
         queue.sent += 1
-        message.source = source
+        message.sources = list(sources)
 
-    def start_receive(self, purpose: str, rank: int, action: Action, target: Place) -> None:
+    def start_receive(self, purpose: str, rank: int, action: Action, *targets: Place) -> None:
         queue = self.queue(purpose, rank, action, action.peer, rank)
         self.works[self.work(rank, action)] = message = queue.at(queue.received)
         queue.received += 1
-        message.target = target
+        message.targets = list(targets)
 
     def queue(self, purpose: str, rank: int, action: Action, src: object, dst: object) -> _Queue:
         insist(src != dst, "channel to itself:", action, "on rank", rank)
@@ -196,7 +297,7 @@ class _Machine:
 
     @staticmethod
     def work(rank: int, action: Action) -> Place:
-        return (rank, action.op.value.removeprefix("WAIT_"), *action[1:])
+        return (rank, action.op.value.removeprefix("WAIT_"), *action[1:])  # with part and peer
 
     def complete_send(self, rank: int, action: Action) -> bool:
         message = self.started(rank, action)
@@ -206,14 +307,18 @@ class _Machine:
 
     def complete_receive(self, rank: int, action: Action) -> bool:
         message = self.started(rank, action)
-        if message.source is None:
+        if not message.sources:
             return False
-        insist(message.source in self.tokens, "missing token:", action, "reads", message.source, "which is gone")
-        assert message.target is not None
-        self.tokens[message.target] = self.tokens[message.source]
-        message.moved = True
+        self.carry(message, action)
         del self.works[self.work(rank, action)]
         return True
+
+    def carry(self, message: _Message, action: Action) -> None:
+        insist(len(message.sources) == len(message.targets), "wrong token:", action, "gets another number of parts")
+        for source, target in zip(message.sources, message.targets):
+            insist(source in self.tokens, "missing token:", action, "reads", source, "which is gone")
+            self.tokens[target] = self.tokens[source]
+        message.moved = True
 
     def started(self, rank: int, action: Action) -> _Message:
         message = self.works.get(self.work(rank, action))
@@ -228,70 +333,110 @@ class _Machine:
         done = self.complete_send(rank, action)
         if done:
             self.slots[rank].discard((action.stage, action.microbatch, "sending"))
+            self.bytes.gone(rank, action)
         return done
 
     def send_backward(self, rank: int, action: Action) -> None:
         self.start_send("backward", rank, action, (rank, "result", *action[1:3]))
 
+    def sent_backward(self, rank: int, action: Action) -> bool:
+        done = self.complete_send(rank, action)
+        if done:
+            self.bytes.gone(rank, action)
+        return done
+
     def receive_forward(self, rank: int, action: Action) -> None:
+        self.bytes.arrive(rank, action)
         self.start_receive("forward", rank, action, (rank, "input", *action[1:3]))
 
     def receive_backward(self, rank: int, action: Action) -> None:
+        self.bytes.arrive(rank, action)
         self.start_receive("backward", rank, action, (rank, "gradient", *action[1:3]))
 
     # Evictions: the evictor's end, and the acceptor's.
 
     def evict(self, rank: int, action: Action) -> None:
-        self.start_send("evict", rank, action, (rank, "saved", *action[1:3]))
+        _, stage, microbatch, _, peer = action
+        insist(self.counts["input gradient", stage] <= microbatch, "freed under its eviction:", action, "is late")
+        if peer == HOST:
+            insist(self.work(rank, action) not in self.works, "started twice:", action)
+            self.works[self.work(rank, action)] = message = _Message(self.saved(rank, action), self.hosted(rank, action))
+            self.carry(message, action)
+        else:
+            self.start_send("evict", rank, action, *self.saved(rank, action))
 
     def evicted(self, rank: int, action: Action) -> bool:
         if not self.complete_send(rank, action):
             return False
-        insist((rank, "SEND_F", *action[1:3]) not in {work[:4] for work in self.works}, "emptied under its send:", action)
-        self.use((rank, "saved", *action[1:3]), ("saved", *action[1:3]), action)
-        if self.plan.stage_ranks[action.stage + 1 : action.stage + 2] != (rank,):
-            self.tokens.pop((rank, "output", *action[1:3]), None)  # it may share its bytes with what was saved
-        self.slots[rank].discard((action.stage, action.microbatch, "saved"))
-        self.away.add((rank, *action[1:3]))
+        _, stage, microbatch, *_ = action
+        if self.bytes.parts(stage)[-1] in self.bytes.concerned(action):
+            self.give_up_output(rank, action)
+        for place in self.saved(rank, action):
+            self.use(place, place[1:], action)
+            self.away.add(place)
+        if not action.part:
+            self.slots[rank].discard((stage, microbatch, "saved"))
+        self.bytes.gone(rank, action)
         return True
 
+    def give_up_output(self, rank: int, action: Action) -> None:
+        """The output may share its bytes with the last part, so it must have arrived where it is used."""
+        _, stage, microbatch, *_ = action
+        insist((rank, "SEND_F", *action[1:3]) not in {work[:4] for work in self.works}, "emptied under its send:", action)
+        if self.plan.stage_ranks[stage + 1 : stage + 2] == (rank,):
+            insist(self.counts["forward done", stage + 1] > microbatch, "emptied under its use:", action)
+        else:
+            self.tokens.pop((rank, "output", stage, microbatch), None)
+
     def load(self, rank: int, action: Action) -> None:
-        insist((rank, *action[1:3]) in self.away, "missing token:", action, "loads what is not away")
-        self.away.remove((rank, *action[1:3]))
-        self.start_receive("return", rank, action, (rank, "saved", *action[1:3]))
-        self.occupy(rank, action, "saved")
+        places = self.saved(rank, action)
+        insist(self.away.issuperset(places), "missing token:", action, "loads what is not away")
+        self.away.difference_update(places)
+        self.bytes.back(rank, action)
+        if not action.part:
+            self.occupy(rank, action, "saved")
+        if action.peer == HOST:
+            self.works[self.work(rank, action)] = _Message(self.hosted(rank, action), places)
+        else:
+            self.start_receive("return", rank, action, *places)
+
+    @staticmethod
+    def _elsewhere(rank: int, name: str, places: list[Place]) -> list[Place]:
+        return [(rank, name, *place[2:]) for place in places]
+
+    def hosted(self, rank: int, action: Action) -> list[Place]:
+        return self._elsewhere(rank, "hosted", self.saved(rank, action))
+
+    def guests(self, rank: int, action: Action) -> list[Place]:
+        return self._elsewhere(rank, f"guest of {action.peer}", self.saved(rank, action))
 
     def accept(self, rank: int, action: Action) -> bool | None:
         queue = self.queues["evict", action.peer, rank]
         if queue.sent <= queue.received:
             return False  # the sizes arrive with the eviction
-        room = self.guests[rank, action.peer]
-        insist(action[1:3] not in room, "overwritten:", action, "has a guest already")
-        room.add(action[1:3])
-        self.guest_peak[rank, action.peer] = max(self.guest_peak[rank, action.peer], len(room))
-        self.start_receive("evict", rank, action, self.guest(rank, action))
+        rooms = self.rooms[rank, action.peer]
+        insist(action[1:4] not in rooms.guests, "overwritten:", action, "has a guest already")
+        rooms.enter(action[1:4], self.bytes.movable(action))
+        self.start_receive("evict", rank, action, *self.guests(rank, action))
         return None
 
     def give_back(self, rank: int, action: Action) -> None:
-        self.start_send("return", rank, action, self.guest(rank, action))
+        self.start_send("return", rank, action, *self.guests(rank, action))
 
     def given_back(self, rank: int, action: Action) -> bool:
         done = self.complete_send(rank, action)
         if done:
-            del self.tokens[self.guest(rank, action)]
-            self.guests[rank, action.peer].remove(action[1:3])
+            for place in self.guests(rank, action):
+                del self.tokens[place]
+            self.rooms[rank, action.peer].leave(action[1:4])
         return done
-
-    @staticmethod
-    def guest(rank: int, action: Action) -> Place:
-        return (rank, f"guest of {action.peer}", *action[1:3])
 
 
 Dispatch = dict[str, Callable[[_Machine, int, Action], bool | None]]
 COMPUTING: Dispatch = {
     "F": _Machine.forward,
     "B": _Machine.backward,
-    "I": _Machine.input_half,
+    "I": _Machine.whole_input_half,
     "W": _Machine.weight_half,
     "SEND_F": _Machine.send_forward,
     "RECV_F": _Machine.receive_forward,
@@ -301,10 +446,13 @@ COMPUTING: Dispatch = {
     "LOAD": _Machine.load,
     "WAIT_SEND_F": _Machine.sent_forward,
     "WAIT_RECV_F": _Machine.complete_receive,
-    "WAIT_SEND_B": _Machine.complete_send,
+    "WAIT_SEND_B": _Machine.sent_backward,
     "WAIT_RECV_B": _Machine.complete_receive,
     "WAIT_EVICT": _Machine.evicted,
     "WAIT_LOAD": _Machine.complete_receive,
+    "UNSHARD": _Machine.gather,
+    "RESHARD": _Machine.scatter,
+    "REDUCE_GRAD": _Machine.reduce,
 }
 SERVING: Dispatch = {
     "ACCEPT": _Machine.accept,

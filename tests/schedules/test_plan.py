@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 import bpipe.schedules
 from bpipe.errors import ConfigurationError, PlanError
-from bpipe.schedules import Action, Op, Plan, build, gpipe, names, one_f_one_b, verify
+from bpipe.schedules import Action, Op, Plan, build, gpipe, one_f_one_b, rules, verify
 from bpipe.schedules.action import HOST, SHARDING
 from bpipe.schedules.grid import rows
-from bpipe.schedules.sizes import occupancy
+from bpipe.schedules.meter import occupancy
 from tests.schedules.mutations import ORDERING, STRUCTURAL
 from tests.schedules.strategies import plans
 
@@ -97,7 +97,8 @@ def test_fingerprints_of_differing_plans_differ(plan: Plan, random: Random, muta
 
 
 def test_fingerprints_of_all_builds_differ() -> None:
-    built = [build(name, p, m) for name in names() for p in range(1, 6) for m in range(1, 9)]
+    sizes = [(rule, p, m) for rule in rules() for p in range(1, 6) for m in range(1, 9) if rule.allows(p, m)]
+    built = [build(rule.name, p * rule.default_stages_per_rank, m) for rule, p, m in sizes]
     assert len({plan.fingerprint() for plan in built}) == len(set(built)) == len(built)
     assert all(re.fullmatch("[0-9a-f]{32}", plan.fingerprint()) for plan in built)
 

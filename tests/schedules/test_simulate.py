@@ -12,12 +12,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from bpipe.errors import ConfigurationError, PlanError
-from bpipe.schedules import Action, Costs, Link, Op, Plan, build, finish, names, simulate
-from bpipe.schedules.balance import Destinations, balance
+from bpipe.schedules import Action, Costs, Link, Op, Plan, Sizes, build, finish, simulate
+from bpipe.schedules.action import HOST
+from bpipe.schedules.balance import Destinations, balance, in_pieces
 from bpipe.schedules.build import forward_plan
+from bpipe.schedules.communicate import computations_only
 from bpipe.schedules.critical import critical_path
 from bpipe.schedules.simulate import _slowed_end
 from tests.schedules import ticks
+from tests.schedules.sized import sized_plans
 from tests.schedules.strategies import plans
 
 WHOLE = st.integers(1, 9)
@@ -46,18 +49,43 @@ def plans_and_costs(draw: st.DrawFn) -> tuple[Plan, Costs]:
     )
 
 
-@given(plans_and_costs())
+@st.composite
+def sized_plans_and_costs(draw: st.DrawFn) -> tuple[Plan, Costs]:
+    """A plan in bytes; computations of 6 units or multiples, so that each of up to 3 pieces is whole too."""
+    plan = draw(sized_plans())
+    channels = plan.channels()
+    assume(len({(c.src, c.dst) for c in channels}) == len(channels))
+    six = st.lists(WHOLE.map(lambda n: 6 * n), min_size=plan.num_stages, max_size=plan.num_stages)
+    return plan, Costs(
+        forward_s=draw(six),
+        backward_s=draw(six.map(lambda series: [2 * s for s in series])),
+        output_bytes=draw(WHOLE),
+        link=Link(bytes_per_s=1),
+        host_link=Link(bytes_per_s=draw(st.sampled_from([1, 0.5]))),
+    )
+
+
+@given(plans_and_costs() | sized_plans_and_costs())
 def test_every_action_ends_when_a_second_simulator_says(pair: tuple[Plan, Costs]) -> None:
     plan, costs = pair
     timeline = simulate(plan, costs)
-    expected = ticks.run(plan, lambda a: int(costs.seconds(a.op, a.stage, a.microbatch)), lambda a: costs.message(a.op, a.stage))
+
+    def computing(action: Action) -> int:
+        return int(costs.seconds(*action[:3])) // (plan.num_parts(action.stage) if action.part else 1)
+
+    def carrying(action: Action) -> int:
+        is_message = plan.sizes is None or action.op in (Op.SEND_F, Op.SEND_B)
+        size = costs.message(action.op, action.stage) if is_message else plan.sizes.moved(action)
+        return int(size / costs.link_between(0, -1 if action.peer == HOST else 0).bytes_per_s)
+
+    expected = ticks.run(plan, computing, carrying)
     for rank in range(plan.num_ranks):
         for span in (*timeline.spans(rank), *timeline.served_spans(rank)):
             if span.action.op.value.startswith("WAIT_") or span.action.op in (Op.F, Op.B, Op.I, Op.W):
                 assert span.end_s == expected[str(span.action)], span
 
 
-@given(plans_and_costs())
+@given(plans_and_costs() | sized_plans_and_costs())
 def test_the_critical_path_covers_the_makespan(pair: tuple[Plan, Costs]) -> None:
     timeline = simulate(*pair)
     path = [step.span for step in critical_path(timeline)]
@@ -91,7 +119,7 @@ def test_bytes_on_a_rank_are_counted_from_its_actions(pair: tuple[Plan, Costs]) 
 
 
 @pytest.mark.parametrize("p", [1, 2, 4, 8, 16])
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "balanced_1f1b"])
 def test_makespan_bubble_and_peak_are_the_tables(name: str, p: int) -> None:
     """FACTS.md, table of schedules: makespan m(F+B) + (p-1)(F+B); peaks m, min(p-x, m) and at most ceil((p+2)/2)."""
     for m in (1, p, 2 * p, 4 * p):
@@ -135,6 +163,45 @@ def test_evictions_cost_nothing_up_to_a_forward_and_no_more_than_known_above(tx:
             ratios.append(simulate(balanced(p, m), costs).makespan_s / (3 * (m + p - 1)))
         assert max(ratios) <= allowed + 1e-12
         assert min(ratios) >= 1.0
+
+
+def to_host() -> Plan:
+    """Two microbatches on one rank, of which the first's only byte goes to the host and comes back."""
+    lane = ["0F0", "0EVICT0@host", "0F1", "0WAIT_EVICT0@host", "0LOAD0@host", "0B1", "0WAIT_LOAD0@host", "0B0"]
+    actions = (tuple(map(Action.parse, lane)),)
+    return Plan(
+        name="to_host", num_microbatches=2, stage_ranks=(0,), actions=actions, served=((),), slots=(None,), sizes=Sizes.of([1])
+    )
+
+
+def test_a_host_takes_and_gives_on_a_link_of_its_own() -> None:
+    """By hand: F 1, B 2, 4 seconds each way on the host's link: away from 1 to 5, back from 5 to 9."""
+    timeline = simulate(to_host(), Costs(host_link=Link(bytes_per_s=0.25)))
+    moves = {span.action.op: (span.begin_s, span.end_s) for span in timeline.transfers(0)}
+    assert moves == {Op.EVICT: (1, 5), Op.LOAD: (5, 9)}
+    assert [span.begin_s for span in timeline.computations(0)] == [0, 1, 5, 9]
+    assert timeline.exposed_s(0) == {Op.WAIT_EVICT: 3, Op.WAIT_LOAD: 2}
+    assert [str(step.span.action) for step in critical_path(timeline)] == ["0F0", "0EVICT0", "0LOAD0", "0B0"]
+
+
+def test_transfers_with_the_host_slow_their_own_rank_alone() -> None:
+    """By hand: the second forward takes twice as long beside an eviction; on the other rank nothing moves."""
+    plan = to_host()
+    lanes = (*plan.actions, (Action(Op.F, 1, 0), Action(Op.F, 1, 1), Action(Op.B, 1, 1), Action(Op.B, 1, 0)))
+    apart = replace(plan, stage_ranks=(0, 1), actions=lanes, served=((), ()), slots=(None, None), sizes=Sizes.of([1, 1]))
+    timeline = simulate(apart, Costs(host_link=Link(bytes_per_s=0.25), slowdown=2.0))
+    assert [span.seconds for span in timeline.computations(0)] == [1, 2, 4, 2]
+    assert [span.seconds for span in timeline.computations(1)] == [1, 1, 2, 2]
+
+
+def test_pieces_share_the_time_of_a_computation() -> None:
+    whole = replace(build("1f1b", 2, 3), sizes=Sizes.of([6, 6], num_parts=3))
+    pieces = finish(in_pieces(replace(computations_only(whole), sizes=whole.sizes)))
+    costs = Costs(forward_s=3, output_bytes=1, link=Link(bytes_per_s=2))
+    one, other = simulate(whole, costs), simulate(pieces, costs)
+    assert one.makespan_s == other.makespan_s
+    assert [s.seconds for s in other.computations(0)] == [s.seconds / 3 for s in one.computations(0) for _ in range(3)]
+    assert other.peak_bytes(0) == one.peak_bytes(0) == 12
 
 
 def test_a_link_carries_one_transfer_at_a_time() -> None:

@@ -9,7 +9,10 @@ from bpipe.schedules import Action, Plan
 
 RECEIVER = {"SEND_F": ("RECV_F", 1), "SEND_B": ("RECV_B", -1), "EVICT": ("ACCEPT", 0), "RETURN": ("LOAD", 0)}
 
+HOST = -1
+
 Duration = Callable[[Action], int]
+Name = tuple[str, int, int, int]
 
 
 class _Message:
@@ -30,17 +33,17 @@ def run(plan: Plan, computing: Duration, carrying: Duration, limit: int = 100_00
     lanes = [(rank, list(lane)) for rank in range(plan.num_ranks) for lane in (plan.actions[rank], *plan.chains(rank).values())]
     position = [0] * len(lanes)
     work: dict[int, int] = {}
-    messages: dict[tuple[str, int, int], _Message] = defaultdict(_Message)
-    links: dict[tuple[int, int], list[tuple[tuple[str, int, int], int]]] = defaultdict(list)
+    messages: dict[Name, _Message] = defaultdict(_Message)
+    links: dict[tuple[int, int], list[tuple[Name, int]]] = defaultdict(list)
     ended: dict[str, int] = {}
 
-    def name(action: Action) -> tuple[str, int, int]:
+    def name(action: Action) -> Name:
         """A transfer is called after its sending end."""
         op = str(action.op).removeprefix("WAIT_")
         for send, (receive, offset) in RECEIVER.items():
             if op == receive:
-                return send, action.stage - offset, action.microbatch
-        return op, action.stage, action.microbatch
+                return send, action.stage - offset, action.microbatch, action.part
+        return op, action.stage, action.microbatch, action.part
 
     def go_on(index: int, now: int) -> bool:
         rank, lane = lanes[index]
@@ -55,12 +58,14 @@ def run(plan: Plan, computing: Duration, carrying: Duration, limit: int = 100_00
         elif op.startswith("WAIT_"):
             if not messages[name(action)].is_done:
                 return False
-        else:
+        elif op not in ("UNSHARD", "RESHARD", "REDUCE_GRAD"):
             message = messages[name(action)]
             message.posted.add(op)
             if op in RECEIVER:
                 links[rank, action.peer].append((name(action), carrying(action)))
-            if len(message.posted) == 2:
+            elif action.peer == HOST:
+                links[HOST, rank].append((name(action), carrying(action)))
+            if len(message.posted) == 2 or action.peer == HOST:
                 message.ready_at = now
         ended[str(action)] = now
         position[index] += 1

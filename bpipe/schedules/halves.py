@@ -1,0 +1,79 @@
+"""Backwards in halves: orders of steps, numbered, and weight halves that run where a rank would wait."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
+from itertools import count
+
+from bpipe.schedules.action import Action, Op
+from bpipe.schedules.order import RESULT, Key, needs
+
+__all__: list[str] = []
+
+Step = tuple[Op, int]
+
+
+def numbered(steps: Sequence[Step]) -> Iterator[Action]:
+    """Number the microbatches of (operation, stage) steps, each stage's forwards and backwards ascending.
+
+    A weight half is that of the oldest input half that lacks one, on whichever stage.
+    """
+    numbers: defaultdict[Step, count[int]] = defaultdict(count)
+    due: deque[Action] = deque()
+    for op, stage in steps:
+        if op is Op.W:
+            yield due.popleft()
+            continue
+        action = Action(op, stage, next(numbers[RESULT[op], stage]))
+        if op is Op.I:
+            due.append(action._replace(op=Op.W))
+        yield action
+
+
+class _Rank:
+    """A rank that computes: what is left of its order, the weight halves that are due, and its free slots."""
+
+    def __init__(self, order: Sequence[Action], slots: int, last_stage: int) -> None:
+        self.order, self.due = deque(order), deque[Action]()
+        self.slots, self.last_stage = slots, last_stage
+        self.lane: list[Action] = []
+
+    def compute(self, arrived: set[Key]) -> Action | None:
+        """Run what is next in order; if that has not arrived, what stands behind a backward; else a weight half, or nothing."""
+        order = self.order
+        if order and self._can(order[0], arrived):
+            action = order.popleft()
+        elif len(order) > 1 and order[0].op is Op.I and self._can(order[1], arrived):
+            action = order[1]
+            del order[1]
+        elif self.due:
+            action = self.due.popleft()
+        else:
+            return None
+        self.lane.append(action)
+        self.slots += (action.op is Op.W) - (action.op is Op.F)
+        if action.op is Op.I:
+            self.due.append(action._replace(op=Op.W))
+        return action
+
+    def _can(self, action: Action, arrived: set[Key]) -> bool:
+        needed = needs(action, self.last_stage)
+        return (needed is None or needed in arrived) and (action.op is not Op.F or self.slots > 0)
+
+
+def with_weights(orders: Sequence[Sequence[Action]], slots: int) -> list[list[Action]]:
+    """Run orders of forwards and input halves in unit times on ranks of so many slots, with weight halves where a rank waits.
+
+    A computation may overtake one backward that has not arrived. It takes the slot that it would have taken behind it, only
+    sooner: an order that keeps to `slots` with each weight half directly behind its input half still does, and still ends.
+    """
+    last_stage = 2 * len(orders) - 1
+    ranks = [_Rank(order, slots, last_stage) for order in orders]
+    arrived: set[Key] = set()
+    while computed := [action for rank in ranks if (action := rank.compute(arrived)) is not None]:
+        halves = [action for action in computed if action.op is not Op.W]
+        arrived.difference_update(needs(action, last_stage) for action in halves)  # a result is needed once
+        arrived.update((RESULT[op], stage, microbatch) for op, stage, microbatch, *_ in halves)
+    assert not any(rank.order for rank in ranks), "an order that does not keep to its slots"
+    return [rank.lane for rank in ranks]

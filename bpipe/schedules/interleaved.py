@@ -1,0 +1,45 @@
+"""Interleaved 1F1B (Narayanan et al., arXiv 2104.04473, 2.2): several stages a rank in a loop, so that the pipeline fills sooner.
+
+p = 3 ranks of v = 2 stages, m = 3 microbatches, a column a stage's forward; a backward takes two:
+
+rank 0 | 0F0 0F1 0F2 3F0 3F1 3F2 ..  ..  ..  ..  3B0 3b0 ..  3B1 3b1 ..  3B2 3b2 0B0 0b0 0B1 0b1 0B2 0b2
+rank 1 | ..  1F0 1F1 1F2 4F0 4F1 4F2 ..  4B0 4b0 ..  4B1 4b1 ..  4B2 4b2 1B0 1b0 1B1 1b1 1B2 1b2 ..  ..
+rank 2 | ..  ..  2F0 2F1 2F2 5F0 5B0 5b0 5F1 5B1 5b1 5F2 5B2 5b2 2B0 2b0 2B1 2b1 2B2 2b2 ..  ..  ..  ..
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from bpipe.schedules.action import Action, Op
+from bpipe.schedules.one_f_one_b import alternate
+from bpipe.schedules.rule import Placement, Rule
+
+__all__: list[str] = []
+
+
+def order(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> list[list[Action]]:
+    """The forwards and backwards of each rank: p microbatches through each of its stages in turn, then the next p."""
+    return [_lane(num_ranks, num_microbatches, stages_per_rank, x) for x in range(num_ranks)]
+
+
+def _lane(p: int, m: int, v: int, x: int) -> list[Action]:
+    turns = [(chunk, first + i) for first in range(0, m, p) for chunk in range(v) for i in range(p)]
+    forwards = [Action(Op.F, chunk * p + x, i) for chunk, i in turns]
+    backwards = [Action(Op.B, (v - 1 - chunk) * p + x, i) for chunk, i in turns]
+    return alternate(forwards, backwards, warmup=2 * (p - 1 - x) + (v - 1) * p)
+
+
+RULE = Rule(
+    name="interleaved_1f1b",
+    runs_as="Interleaved1F1B",
+    title="interleaved 1F1B (Narayanan et al., arXiv 2104.04473)",
+    placement=Placement.LOOPED,
+    order=order,
+    peak=lambda p, m, v, x: Fraction(min((v - 1) * p + 2 * (p - x) - 1, m * v), v),
+    peak_text="min(p + (p-2x-1)/v, m)",
+    bubble=lambda p, m, v, f, i, w: (p - 1) * (f + i + w) / v,
+    bubble_text="(p-1)(F+B)/v",
+    allows=lambda p, m: m % p == 0,
+    allows_text="a multiple of p",
+)

@@ -1,0 +1,106 @@
+"""What a schedule's rule is: where its stages live, in which order a rank computes, and what that costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
+from itertools import count
+
+from bpipe.errors import ConfigurationError
+from bpipe.schedules.action import Action
+
+__all__ = ["Placement", "Rule"]
+
+Order = Callable[[int, int, int], list[list[Action]]]
+Peak = Callable[[int, int, int, int], Fraction | int]
+Bubble = Callable[[int, int, int, float, float, float], float]
+
+
+class Placement(Enum):
+    """On which rank each stage lives."""
+
+    ONE = "one stage a rank"
+    LOOPED = "two or more stages a rank, in a loop"
+    V = "two stages a rank, in a V"
+
+    def stage_ranks(self, num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
+        """The rank of each stage: s mod p, or in a V down the ranks and up again.
+
+        Example:
+            >>> Placement.LOOPED.stage_ranks(3, 2), Placement.V.stage_ranks(3, 2)
+            ((0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0))
+        """
+        stages = range(num_ranks * stages_per_rank)
+        if self is Placement.V:
+            return tuple(min(stage, 2 * num_ranks - 1 - stage) for stage in stages)
+        return tuple(stage % num_ranks for stage in stages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A schedule, before it is made for a number of ranks p, of microbatches m and of stages a rank v.
+
+    Args:
+        name: what `build` calls it.
+        runs_as: the class of `bpipe` that runs it.
+        title: what others call it, and where it was published.
+        placement: on which rank each stage lives.
+        order: `order(p, m, v)`: each rank's computations, and the gathering and giving back of weights where the rule says when.
+        peak: `peak(p, m, v, rank)`: the most that a rank holds, in microbatches of all of its stages; the fullest rank just that.
+        bubble: `bubble(p, m, v, forward_s, input_s, weight_s)`: seconds of the makespan in which a rank does not compute, from
+            those that all stages of a rank take for a microbatch; `bubble_text` says when it is exact.
+        peak_text: the formula of `peak`, for people, with x for the rank.
+        bubble_text: the formula of `bubble`, for people, with F, I, W, and B = I + W.
+        allows: `allows(p, m)`: whether it can run so many microbatches; default: any.
+        allows_text: the same for people.
+        slots: `slots(p)`: the budget within which it is balanced; default: it is not.
+
+    Example:
+        >>> from bpipe.schedules import rules
+        >>> zbv = next(rule for rule in rules() if rule.name == "zbv")
+        >>> zbv.peak(8, 32, 2, 0), zbv.bubble(8, 32, 2, 1.0, 1.0, 1.0)
+        (8, 3.5)
+    """
+
+    name: str
+    runs_as: str
+    title: str
+    placement: Placement
+    order: Order
+    peak: Peak
+    bubble: Bubble
+    peak_text: str
+    bubble_text: str
+    allows: Callable[[int, int], bool] = lambda p, m: True
+    allows_text: str = "any"
+    slots: Callable[[int], int] | None = None
+
+    @property
+    def default_stages_per_rank(self) -> int:
+        """v where nobody says it."""
+        return 1 if self.placement is Placement.ONE else 2
+
+    def check(self, num_stages: int, num_microbatches: int, num_ranks: int) -> None:
+        """Refuse what the rule cannot run.
+
+        Raises:
+            ConfigurationError: so many stages on so many ranks, or so many microbatches.
+        """
+        if not self._fits(num_stages, num_ranks):
+            fitting = num_ranks * self.default_stages_per_rank
+            raise ConfigurationError(
+                f"{self.name} takes {self.placement.value}: {num_stages} stages on {num_ranks} ranks do not fit, {fitting} would"
+            )
+        if not self.allows(num_ranks, num_microbatches):
+            enough = next(m for m in count(num_microbatches) if self.allows(num_ranks, m))
+            raise ConfigurationError(
+                f"{self.name} takes {self.allows_text} microbatches: {num_microbatches} on p = {num_ranks} ranks do not fit, "
+                f"{enough} would"
+            )
+
+    def _fits(self, num_stages: int, num_ranks: int) -> bool:
+        if self.placement is Placement.LOOPED:
+            return num_stages % num_ranks == 0 and num_stages > num_ranks
+        return num_stages == num_ranks * self.default_stages_per_rank

@@ -1,0 +1,68 @@
+"""ZB-H1 and ZB-H2 (Qi et al., arXiv 2401.10241): backwards in halves, and the weight halves run where a rank would wait.
+
+p = 4 stages, m = 7 microbatches, a column a forward's time, as long as an input half `I` and a weight half `W`. ZB-H1:
+
+rank 0 | F0 F1 F2 F3 .. .. .. I0 W0 F4 I1 W1 F5 I2 W2 F6 I3 W3 I4 W4 I5 W5 I6 W6
+rank 1 | .. F0 F1 F2 .. .. I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 F6 I4 W3 I5 W4 I6 W5 W6
+rank 2 | .. .. F0 F1 .. I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 F6 I5 W3 I6 W4 W5 W6
+rank 3 | .. .. .. F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 W4 W5 W6
+
+ZB-H2 warms up with up to twice as many forwards; no rank waits between its first and its last computation where m >= 2p-1:
+
+rank 0 | F0 F1 F2 F3 F4 F5 F6 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5 I6 W6 .. .. ..
+rank 1 | .. F0 F1 F2 F3 F4 I0 F5 I1 F6 I2 W0 I3 W1 I4 W2 I5 W3 I6 W4 W5 W6 .. ..
+rank 2 | .. .. F0 F1 F2 I0 F3 I1 F4 I2 F5 I3 F6 I4 W0 I5 W1 I6 W2 W3 W4 W5 W6 ..
+rank 3 | .. .. .. F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 F6 I6 W0 W1 W2 W3 W4 W5 W6
+"""
+
+from __future__ import annotations
+
+from bpipe.schedules.action import Action, Op
+from bpipe.schedules.rule import Placement, Rule
+
+__all__: list[str] = []
+
+
+def order_h1(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> list[list[Action]]:
+    """1F1B whose weight halves on rank x lag x microbatches behind: every rank holds min(p, m)."""
+    return [_lane(num_microbatches, x, warmup=num_ranks - 1 - x, lag=x) for x in range(num_ranks)]
+
+
+def order_h2(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> list[list[Action]]:
+    """Up to twice ZB-H1's warm-up and lag, as far as there are microbatches: every rank holds min(2p-1, m)."""
+    p, more = num_ranks, max(0, num_microbatches - num_ranks)
+    warmups, lags = ([n + min(n, more) for n in ns] for ns in (range(p - 1, -1, -1), range(p)))
+    return [_lane(num_microbatches, x, warmups[x], lags[x]) for x in range(p)]
+
+
+def _lane(m: int, x: int, warmup: int, lag: int) -> list[Action]:
+    lane: list[Action] = []
+    for i in range(-warmup, m + lag):
+        turns = ((Op.F, i + warmup), (Op.I, i), (Op.W, i - lag))
+        lane += [Action(op, x, microbatch) for op, microbatch in turns if 0 <= microbatch < m]
+    return lane
+
+
+H1 = Rule(
+    name="zb_h1",
+    runs_as="ZBH1",
+    title="ZB-H1 (Qi et al., arXiv 2401.10241)",
+    placement=Placement.ONE,
+    order=order_h1,
+    peak=lambda p, m, v, x: min(p, m),
+    peak_text="min(p, m)",
+    bubble=lambda p, m, v, f, i, w: (p - 1) * (f + i) - (min(p, m) - 1) * w,
+    bubble_text="(p-1)(F+I-W) where m >= p, W <= F and W <= I",
+)
+
+H2 = Rule(
+    name="zb_h2",
+    runs_as="ZBH2",
+    title="ZB-H2 (Qi et al., arXiv 2401.10241)",
+    placement=Placement.ONE,
+    order=order_h2,
+    peak=lambda p, m, v, x: min(2 * p - 1, m),
+    peak_text="min(2p-1, m)",
+    bubble=lambda p, m, v, f, i, w: max(p - 1, 2 * p - 1 - m) * f,
+    bubble_text="(p-1)F where F = I = W and m >= p; none of it amid a rank's work where m >= 2p-1",
+)

@@ -1,0 +1,144 @@
+"""What the replay's machine holds: every object with its bytes, one by one. It shares no code with bpipe's own count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from bpipe.schedules import Action, Plan
+
+
+@dataclass
+class Store:
+    """The objects on one rank, and the most bytes that they ever took together."""
+
+    objects: dict[tuple[object, ...], int] = field(default_factory=dict)
+    peak: int = 0
+
+    def hold(self, *objects: tuple[tuple[object, ...], int]) -> None:
+        """Take some objects at once; one that is there already changes its size."""
+        self.objects |= dict(objects)
+        self.peak = max(self.peak, sum(self.objects.values()))
+
+    def drop(self, *names: tuple[object, ...]) -> None:
+        for name in names:
+            self.objects.pop(name, None)
+
+
+@dataclass
+class Rooms:
+    """What is reserved for one evictor: a guest takes the smallest free room that it fits in, else the largest, which grows."""
+
+    sizes: list[int] = field(default_factory=list)
+    guests: dict[tuple[object, ...], int] = field(default_factory=dict)
+
+    def enter(self, guest: tuple[object, ...], size: int) -> None:
+        free = [room for room in range(len(self.sizes)) if room not in self.guests.values()]
+        if not free:
+            free = [len(self.sizes)]
+            self.sizes.append(0)
+        fitting = [room for room in free if self.sizes[room] >= size]
+        room = min(fitting, key=self.sizes.__getitem__) if fitting else max(free, key=self.sizes.__getitem__)
+        self.sizes[room] = max(self.sizes[room], size)
+        self.guests[guest] = room
+
+    def leave(self, guest: tuple[object, ...]) -> None:
+        del self.guests[guest]
+
+
+class Bytes:
+    """The bytes of a plan's objects; all are 0 where it has no sizes."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.stores = [Store() for _ in plan.actions]
+
+    def parts(self, stage: int) -> range:
+        """The parts of a microbatch, from 1 on."""
+        return range(1, 2 if self.plan.sizes is None else 1 + len(self.plan.sizes.stages[stage].parts))
+
+    def concerned(self, action: Action) -> list[int]:
+        """The parts that an action concerns."""
+        return [action.part] if action.part else list(self.parts(action.stage))
+
+    def movable(self, action: Action) -> int:
+        """The bytes that an eviction moves."""
+        return sum(self.part(action.stage, part) for part in self.concerned(action))
+
+    def part(self, stage: int, part: int) -> int:
+        return 0 if self.plan.sizes is None else self.plan.sizes.stages[stage].parts[part - 1]
+
+    def size(self, stage: int, name: str) -> int:
+        """A number of a stage's sizes by its name; what has no stage at its other end is no message."""
+        if self.plan.sizes is None or (stage == 0 and "received" in name):
+            return 0
+        return int(getattr(self.plan.sizes.stages[stage], name))
+
+    def is_near(self, stage: int) -> bool:
+        """Whether a stage hands its output to the next one on the same rank, or there is no next one."""
+        ranks = self.plan.stage_ranks
+        return stage + 1 == len(ranks) or ranks[stage] == ranks[stage + 1]
+
+    # The life of a microbatch's objects.
+
+    def arrive(self, rank: int, action: Action) -> None:
+        """Memory for a message is taken."""
+        kind, name = ("input", "received") if action.op.value == "RECV_F" else ("gradient", "sent")
+        self.stores[rank].hold(((kind, *action[1:3]), self.size(action.stage, name)))
+
+    def before_forward(self, rank: int, action: Action) -> None:
+        """The input becomes part of what is saved, as far as it is kept; of a forward in pieces, only in the end."""
+        _, stage, microbatch, part, _ = action
+        store, parts = self.stores[rank], self.concerned(action)
+        taken = [(("saved", stage, microbatch, k), self.part(stage, k)) for k in parts]
+        if 1 in parts:
+            taken.append((("fixed", stage, microbatch), self.size(stage, "fixed")))
+        if self.parts(stage)[-1] in parts:
+            taken.append((("output", stage, microbatch), self.size(stage, "sent") - self.size(stage, "kept_sent")))
+        given = self.input_of(stage, microbatch)
+        if not part and given in store.objects:
+            taken.append((given, max(0, store.objects[given] - self.size(stage, "kept_received"))))
+        store.hold(*taken)
+
+    def after_forward(self, rank: int, action: Action) -> None:
+        self.stores[rank].drop(self.input_of(action.stage, action.microbatch))
+        if action.stage + 1 == len(self.plan.stage_ranks):  # the loss has been computed
+            self.stores[rank].drop(("output", *action[1:3]))
+
+    def input_of(self, stage: int, microbatch: int) -> tuple[object, ...]:
+        return ("output", stage - 1, microbatch) if stage and self.is_near(stage - 1) else ("input", stage, microbatch)
+
+    def before_backward(self, rank: int, action: Action) -> None:
+        """A backward makes its result at its end; the last piece is part 1. The loss's backward makes the last output's gradient."""
+        _, stage, microbatch, part, _ = action
+        taken = []
+        if stage + 1 == len(self.plan.stage_ranks) and part in (0, self.parts(stage)[-1]):
+            taken.append((("gradient", stage, microbatch), self.size(stage, "sent")))
+        if part in (0, 1) and stage:
+            taken.append((("result", stage, microbatch), self.size(stage, "received")))
+        self.stores[rank].hold(*taken)
+
+    def after_input_half(self, rank: int, action: Action) -> None:
+        """The gradient of the output is used up; so is the output, where it was kept for no other rank."""
+        _, stage, microbatch, *_ = action
+        self.stores[rank].drop(("gradient", stage, microbatch), ("result", stage + 1, microbatch), ("output", stage, microbatch))
+        if action.op.value == "I" and self.plan.sizes is not None and self.plan.sizes.stages[stage].between is not None:
+            self.stores[rank].drop(("fixed", stage, microbatch), *(("saved", stage, microbatch, k) for k in self.parts(stage)))
+            self.stores[rank].hold((("between", stage, microbatch), self.size(stage, "between")))
+
+    def after_weight_half(self, rank: int, action: Action) -> None:
+        _, stage, microbatch, *_ = action
+        parts = self.concerned(action)
+        self.stores[rank].drop(*(("saved", stage, microbatch, k) for k in parts))
+        if 1 in parts:
+            self.stores[rank].drop(("fixed", stage, microbatch), ("between", stage, microbatch))
+
+    def gone(self, rank: int, action: Action) -> None:
+        """A message has left, or saved bytes have."""
+        if action.op.value == "WAIT_EVICT":
+            self.stores[rank].drop(*(("saved", *action[1:3], k) for k in self.concerned(action)))
+        else:
+            self.stores[rank].drop(("output" if action.op.value == "WAIT_SEND_F" else "result", *action[1:3]))
+
+    def back(self, rank: int, action: Action) -> None:
+        """Memory for saved bytes that return is taken."""
+        self.stores[rank].hold(*((("saved", *action[1:3], k), self.part(action.stage, k)) for k in self.concerned(action)))
