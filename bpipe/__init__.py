@@ -11,11 +11,25 @@ from typing import TYPE_CHECKING, Any
 from bpipe._version import __version__
 
 if TYPE_CHECKING:
+    from bpipe.balanced import Balanced
+    from bpipe.catalogue import (
+        ZBH1,
+        ZBH2,
+        ZBV,
+        BalancedOneFOneB,
+        BreadthFirst,
+        DualPipeV,
+        GPipe,
+        Interleaved1F1B,
+        OneFOneB,
+        VHalf,
+        VMin,
+    )
     from bpipe.comm.placement import pair_adjacent
     from bpipe.estimate.advise import advise
     from bpipe.estimate.profile import profile
     from bpipe.loopback import Loopback
-    from bpipe.schedule import BalancedOneFOneB, GPipe, OneFOneB, Schedule
+    from bpipe.schedule import Schedule
     from bpipe.stage import PipelineStage
     from bpipe.tools.chrome import save_trace
     from bpipe.tools.chrome_read import load_trace
@@ -23,12 +37,21 @@ if TYPE_CHECKING:
     from bpipe.tools.tracing import trace
 
 __all__ = [
+    "ZBH1",
+    "ZBH2",
+    "ZBV",
+    "Balanced",
     "BalancedOneFOneB",
+    "BreadthFirst",
+    "DualPipeV",
     "GPipe",
+    "Interleaved1F1B",
     "Loopback",
     "OneFOneB",
     "PipelineStage",
     "Schedule",
+    "VHalf",
+    "VMin",
     "__version__",
     "advise",
     "draw",
@@ -42,12 +65,21 @@ __all__ = [
 OLDEST_TORCH = (2, 11)
 
 _HOMES = {
-    "BalancedOneFOneB": "bpipe.schedule",
-    "GPipe": "bpipe.schedule",
+    "Balanced": "bpipe.balanced",
+    "BalancedOneFOneB": "bpipe.catalogue",
+    "BreadthFirst": "bpipe.catalogue",
+    "DualPipeV": "bpipe.catalogue",
+    "GPipe": "bpipe.catalogue",
+    "Interleaved1F1B": "bpipe.catalogue",
     "Loopback": "bpipe.loopback",
-    "OneFOneB": "bpipe.schedule",
+    "OneFOneB": "bpipe.catalogue",
     "PipelineStage": "bpipe.stage",
     "Schedule": "bpipe.schedule",
+    "VHalf": "bpipe.catalogue",
+    "VMin": "bpipe.catalogue",
+    "ZBH1": "bpipe.catalogue",
+    "ZBH2": "bpipe.catalogue",
+    "ZBV": "bpipe.catalogue",
     "advise": "bpipe.estimate.advise",
     "draw": "bpipe.tools.draw",
     "load_trace": "bpipe.tools.chrome_read",

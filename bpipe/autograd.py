@@ -17,10 +17,16 @@ __all__: list[str] = []
 
 
 class Box:
-    """The gradients of a stage's inputs, once its backward has run; None where an input was not used."""
+    """The gradients of a stage's inputs, once its backward has run; None where an input was not used.
 
-    def __init__(self, size: int) -> None:
+    Args:
+        size: how many inputs need a gradient.
+        anchor: a leaf to which all ways to these inputs lead on; None if there are none.
+    """
+
+    def __init__(self, size: int = 0, anchor: torch.Tensor | None = None) -> None:
         self.gradients: list[torch.Tensor | None] = [None] * size
+        self.anchor = anchor
 
 
 class _Entry(torch.autograd.Function):
@@ -53,10 +59,10 @@ def enter(tensors: Sequence[torch.Tensor], requires_grad: Sequence[bool]) -> tup
         The inputs, and the box in which the gradients of those that need one will be.
     """
     differentiable = [tensor for tensor, needed in zip(tensors, requires_grad) if needed]
-    box = Box(len(differentiable))
     if not differentiable:
-        return list(tensors), box
+        return list(tensors), Box()
     anchor = torch.empty(0, requires_grad=True)
+    box = Box(len(differentiable), anchor)
     entered = iter(_Entry.apply(box, anchor, *differentiable))  # type: ignore[no-untyped-call]
     return [next(entered) if needed else tensor for tensor, needed in zip(tensors, requires_grad)], box
 
@@ -66,8 +72,22 @@ def edges_of(tensors: Sequence[torch.Tensor]) -> list[GradientEdge]:
     return [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
 
 
-def run_backward(edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor | None]) -> None:
-    """Run a stage's backward from the edges whose gradient is there."""
+def run_backward(
+    edges: Sequence[GradientEdge],
+    gradients: Sequence[torch.Tensor | None],
+    *,
+    inputs: Sequence[GradientEdge] | None = None,
+    retain_graph: bool = False,
+) -> None:
+    """Run a backward from the edges whose gradient is there.
+
+    Args:
+        edges: where it starts.
+        gradients: one for each edge, or None.
+        inputs: the leaves to which it goes; default: all.
+        retain_graph: keep what the graph saved, for another run.
+    """
     pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
     if pairs:
-        torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+        starts, arriving = [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
+        torch.autograd.backward(starts, arriving, inputs=inputs, retain_graph=retain_graph)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -103,10 +105,14 @@ class Loopback:
                 guards.enter_context(schedule._guarded())
             started = time.perf_counter()
             steps = [begin(schedule) for schedule in schedules]
-            runs = [schedule._agreed(step, [step.record for step in steps]) for schedule, step in zip(schedules, steps)]
+            records = [step.record for step in steps]
+            runs = [
+                schedule._agreed(step, records, lambda told: [told(each) for each in schedules])
+                for schedule, step in zip(schedules, steps)
+            ]
             with ExitStack() as breaking:
-                for schedule in schedules:
-                    breaking.enter_context(schedule._breaking())
+                for schedule, run in zip(schedules, runs):
+                    breaking.enter_context(schedule._breaking(run))
                 self._execute(runs)
             results = [schedule._finish(step, run, started) for schedule, step, run in zip(schedules, steps, runs)]
             return next((result for result, run in zip(results, runs) if run.holds_last_stage), None)
@@ -118,11 +124,24 @@ class Loopback:
             self._order = (plan, linearise(plan))
         group_ranks = {run.rank: group_rank for group_rank, run in enumerate(runs)}
         with self._joined_streams(runs):
-            for plan_rank, action in self._order[1]:
+            order = iter(self._order[1])
+
+            def advance(plan_rank: int, piece: Action) -> None:
+                for step in takewhile(lambda step: step != (plan_rank, piece), order):
+                    execute(*step)
+
+            def execute(plan_rank: int, action: Action) -> None:
                 group_rank = group_ranks[plan_rank]
                 device = runs[group_rank].device
                 with self._random_numbers(group_rank, device), self._on_stream(group_rank, device):
                     runs[group_rank].execute(action)
+
+            for plan_rank, group_rank in group_ranks.items():
+                runs[group_rank].advance = partial(advance, plan_rank)
+            for step in order:
+                execute(*step)
+            for run in runs:
+                run.advance = None  # it knows the runs: a cycle would keep the step's tensors
 
     @contextmanager
     def _joined_streams(self, runs: Sequence[Run]) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The schedules people call: a rule bound to a stage, a loss and a transport."""
+"""What all schedules do: run a verified plan over a rank's stages, a loss and a transport."""
 
 from __future__ import annotations
 
@@ -7,44 +7,50 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from itertools import takewhile
+from typing import Any, NamedTuple
 
 import torch
 
 from bpipe import microbatch as mb
 from bpipe._version import __version__
 from bpipe.call import Call, Specs, call_of, microbatches_of
-from bpipe.comm.agreement import MOST_STAGES, Record, check
-from bpipe.comm.loopback import LoopbackTransport
+from bpipe.comm.agreement import Record, check
+from bpipe.comm.exchange import exchange
 from bpipe.comm.transport import Transport
 from bpipe.errors import ConfigurationError, PipelineBrokenError
 from bpipe.loopback import Loopback, LoopbackGroup
-from bpipe.memory.guests import Rooms
 from bpipe.memory.ledger import Ledger
+from bpipe.memory.static import static_bytes
 from bpipe.runtime.compute import Job
 from bpipe.runtime.evictions import Memory
 from bpipe.runtime.messages import Layouts
 from bpipe.runtime.observe import Observer
 from bpipe.runtime.run import Run
 from bpipe.runtime.serve import Server
-from bpipe.schedules import Plan, build
+from bpipe.schedules import Action, Plan, build
 from bpipe.schedules.build import forward_plan
-from bpipe.stage import PipelineStage
-from bpipe.stats import stats_of
+from bpipe.stage import stages_of
+from bpipe.stats import Stats
+from bpipe.transports import transport_for
 
-__all__ = ["BalancedOneFOneB", "GPipe", "OneFOneB", "Schedule"]
+__all__ = ["Schedule"]
 
 REMEMBERED_SHAPES = 64  # combinations of input shapes whose messages stay agreed
 
 
-class _Proven(NamedTuple):
+StepKey = tuple[bool, tuple[bytes, ...]]  # whether it trains, and what each rank's inputs look like
+Gather = Callable[[Callable[["Schedule"], bytes]], list[bytes]]  # what each rank's schedule tells, by rank of the group
+
+
+class Proven(NamedTuple):
     """A verified plan and its fingerprint."""
 
     plan: Plan
     fingerprint: str
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """A step that this rank is ready for."""
 
     record: bytes
@@ -61,7 +67,8 @@ class Schedule:
     pipeline's ranks and block the host until this rank's part is done.
 
     Args:
-        stage: this rank's `PipelineStage`, ours or torch's. Several schedules may share it.
+        stage: this rank's `PipelineStage`, ours or torch's, or a list of them where the rule puts several on a rank. Several
+            schedules may share it.
         n_microbatches: m; a batch is cut into so many.
         loss_fn: `loss_fn(output, target, **loss_kwargs)`, one number; without it `step` evaluates.
         args_chunk_spec: a `TensorChunkSpec` for each positional argument; default: cut dimension 0 of every tensor.
@@ -76,7 +83,7 @@ class Schedule:
         BudgetError: `slots` cannot be met; the message names the smallest that can.
     """
 
-    rule: ClassVar[str]
+    rule: str
 
     def __init__(
         self,
@@ -89,40 +96,58 @@ class Schedule:
         scale_grads: bool = True,
         slots: int | Sequence[int | None] | None = None,
     ) -> None:
-        stages = [PipelineStage.adopt(one) for one in (stage if isinstance(stage, (list, tuple)) else [stage])]
-        if not stages or len(stages) > MOST_STAGES:
-            raise ConfigurationError(f"a rank holds 1 to {MOST_STAGES} stages, got {len(stages)}")
-        self._stages = {one.stage_index: one for one in stages}
+        self._arguments = (stage, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads)
+        self._stages = stages_of(stage)
+        first = next(iter(self._stages.values()))
         self._loss_fn = loss_fn
         self._specs = Specs(args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
-        self.plan = build(self.rule, stages[0].num_stages, n_microbatches, slots=slots)
+        self.plan = self._make_plan(first.num_stages, first.num_stages // len(self._stages), n_microbatches, slots)
         self._loss_scale = 1.0 / n_microbatches if scale_grads else 1.0
         self._check_placement()
         self._plans = {
-            is_training: _Proven(p, p.fingerprint()) for is_training, p in ((True, self.plan), (False, forward_plan(self.plan)))
+            is_training: Proven(p, p.fingerprint()) for is_training, p in ((True, self.plan), (False, forward_plan(self.plan)))
         }
-        self.group = stages[0].group
+        self.group = first.group
         if self.group is None and self.plan.num_ranks == 1 and not torch.distributed.is_initialized():
             self.group = Loopback(1, own_random_state=False).rank(0)
-        self._transport = _transport_for(self.group, stages[0].device, self.plan.num_ranks)
-        self._plan_rank = self.plan.stage_ranks[stages[0].stage_index]
+        self._transport = transport_for(self.group, first.device, self.plan.num_ranks)
+        self._plan_rank = self.plan.stage_ranks[first.stage_index]
         self._group_ranks: list[int] = []
         self._memory = Memory()
-        self._learned: OrderedDict[tuple[bool, tuple[bytes, ...]], Layouts] = OrderedDict()
+        self._learned: OrderedDict[StepKey, Layouts] = OrderedDict()
         self._side_streams: dict[int, torch.cuda.Stream] = {}
         self._num_steps = 0
         self._is_running = False
+        self._connected: Plan | None = None
         self._broken: BaseException | str | None = None
         self._observer: Observer | None = None
         self._finalizer = weakref.finalize(self, _close, self._transport, self._memory)
         self._transport.enlist()
         self.stats: dict[str, float] = {}
+        self._counted = Stats(self._memory)
+        self._static_bytes: int | None = None
         self.ledger = Ledger()
+
+    def _make_plan(self, num_stages: int, num_ranks: int, n_microbatches: int, slots: int | Sequence[int | None] | None) -> Plan:
+        """The plan that this schedule trains with."""
+        return build(self.rule, num_stages, n_microbatches, num_ranks=num_ranks, slots=slots)
+
+    def _modules(self) -> list[torch.nn.Module]:
+        return [stage.submod for stage in self._stages.values()]
 
     def _check_placement(self) -> None:
         expected = {index for index, rank in enumerate(self.plan.stage_ranks) if rank == self.plan.stage_ranks[min(self._stages)]}
         if set(self._stages) != expected:
-            raise ConfigurationError(f"{self.rule} puts stages {sorted(expected)} on one rank, got {sorted(self._stages)}")
+            raise ConfigurationError(
+                f"{self.rule} puts stages {sorted(expected)} on one rank, got {sorted(self._stages)}: "
+                f"of {self.plan.num_stages} stages, ranks 0 to {self.plan.num_ranks - 1} hold {self._placement()}"
+            )
+
+    def _placement(self) -> str:
+        held: list[list[int]] = [[] for _ in range(self.plan.num_ranks)]
+        for stage, rank in enumerate(self.plan.stage_ranks):
+            held[rank].append(stage)
+        return ", ".join(map(str, held))
 
     # What users call
 
@@ -143,18 +168,19 @@ class Schedule:
         Collective over the pipeline; blocks the host.
 
         Args:
-            args: the first stage's positional arguments, whole batches; used on the first rank, allowed on all.
-            target: the whole batch of targets; used on the last rank, allowed on all.
-            losses: a list to be filled with the loss of each microbatch, unscaled, on the last rank.
-            return_outputs: whether the last rank keeps and returns the outputs; False saves their memory.
+            args: the first stage's positional arguments, whole batches; used on its rank, allowed on all.
+            target: the whole batch of targets; used on the rank of the last stage, allowed on all.
+            losses: a list to be filled with the loss of each microbatch, unscaled, on the rank of the last stage.
+            return_outputs: whether the rank of the last stage keeps and returns the outputs; False saves their memory.
             loss_kwargs: further arguments of `loss_fn`, whole.
             arg_mbs: instead of `args`, a tuple of positional arguments for each microbatch; sizes may differ.
             kwarg_mbs: instead of `kwargs`, a dict for each microbatch.
             target_mbs: instead of `target`, one for each microbatch.
-            kwargs: keyword arguments of this rank's stage, whole batches.
+            kwargs: keyword arguments of this rank's stages, whole batches; each of them gets all.
 
         Returns:
-            On the last rank the outputs of the whole batch, without graph; None elsewhere and with `return_outputs=False`.
+            On the rank of the last stage the outputs of the whole batch, without graph; None elsewhere and with
+            `return_outputs=False`.
 
         Raises:
             ConfigurationError: a batch that does not divide into m, a missing target.
@@ -182,22 +208,23 @@ class Schedule:
 
     # A step in its phases, which a loopback runs for all ranks side by side
 
-    def _begin_step(self, call: Call) -> _Step:
+    def _begin_step(self, call: Call) -> Step:
         if self._loss_fn is not None and not torch.is_grad_enabled():
             raise ConfigurationError("step() trains, and gradients are off here (torch.no_grad): use eval()")
         return self._begin(call, is_training=self._loss_fn is not None)
 
-    def _begin_eval(self, call: Call) -> _Step:
+    def _begin_eval(self, call: Call) -> Step:
         return self._begin(call, is_training=False)
 
-    def _begin(self, call: Call, *, is_training: bool) -> _Step:
+    def _begin(self, call: Call, *, is_training: bool) -> Step:
         args, kwargs, targets = inputs = microbatches_of(call, self.plan.num_microbatches, self._specs, is_training=is_training)
         holds_last_stage = self.plan.num_stages - 1 in self._stages
         if is_training and holds_last_stage and targets is None:
             raise ConfigurationError(
                 "the last stage has a loss_fn and got no target: pass target= (or target_mbs=) to step() there"
             )
-        mode = " ".join(stage.mode() for stage in self._stages.values())
+        keeps_outputs = call.return_outputs and holds_last_stage
+        mode = " ".join([*(stage.mode() for stage in self._stages.values()), str(keeps_outputs)])
         job = Job(
             args=args,
             kwargs=kwargs,
@@ -206,10 +233,10 @@ class Schedule:
             loss_fn=self._loss_fn,
             loss_kwargs=call.loss_kwargs or {},
             loss_scale=self._loss_scale,
-            keeps_outputs=call.return_outputs and holds_last_stage,
+            keeps_outputs=keeps_outputs,
         )
         record = self._record(is_training, mb.digest(job.descriptions)).pack()
-        return _Step(record, self._plans[is_training].plan, job, call.losses, is_training)
+        return Step(record, self._plans[is_training].plan, job, call.losses, is_training)
 
     def _record(self, is_training: bool, signature: bytes = bytes(16), refusal: str = "") -> Record:
         plan, fingerprint = self._plans[is_training]
@@ -226,20 +253,22 @@ class Schedule:
             refusal=refusal,
         )
 
-    def _agreed(self, step: _Step, packed: Sequence[bytes]) -> Run:
+    def _agreed(self, step: Step, packed: Sequence[bytes], gather: Gather) -> Run:
         """Check that all ranks are about to run the same, and make this rank ready for its first action."""
         records = [Record.unpack(data) for data in packed]
         check(records)
         if not self._group_ranks:
             self._place(records)
         key = (step.is_training, tuple(record.signature for record in records))
+        plan = self._plan_to_run(step, key, gather)
+        self._connect(plan)
         is_learning = key not in self._learned
         layouts = self._learned.setdefault(key, {})
         self._learned.move_to_end(key)
         while len(self._learned) > REMEMBERED_SHAPES:
             self._learned.popitem(last=False)
         return Run(
-            plan=step.plan,
+            plan=plan,
             rank=self._plan_rank,
             step=self._num_steps,
             stages=self._stages,
@@ -256,15 +285,30 @@ class Schedule:
         owner = {stage: rank for rank, record in enumerate(records) for stage in record.stages}
         stage_of = {rank: stage for stage, rank in enumerate(self.plan.stage_ranks)}
         self._group_ranks = [owner[stage_of[rank]] for rank in range(self.plan.num_ranks)]
-        self._transport.connect(self.plan.channels(), self._group_ranks)
-        self._memory.rooms |= {
-            evictor: Rooms([0] * len(rooms), self._transport.device) for evictor, rooms in self.plan.rooms(self._plan_rank).items()
-        }
+        self._connect(self.plan)
 
-    def _finish(self, step: _Step, run: Run, started: float) -> Any:
+    def _plan_to_run(self, step: Step, key: StepKey, gather: Gather) -> Plan:
+        """The plan of a step whose inputs look so on all ranks. Collective where it calls `gather`."""
+        return step.plan
+
+    def _report(self, key: StepKey) -> bytes:
+        """What this rank tells the others before a plan is made for inputs that look so."""
+        raise NotImplementedError
+
+    def _connect(self, plan: Plan) -> None:
+        """Open a plan's channels, and make rooms for the guests that it sends to this rank."""
+        if plan is self._connected or (self._connected is not None and not plan.has_backward):
+            return
+        self._connected = plan
+        self._transport.connect(plan.channels(), self._group_ranks)
+        self._memory.reserve(plan, self._plan_rank, self._transport.device)
+
+    def _finish(self, step: Step, run: Run, started: float) -> Any:
         self._num_steps += 1
         self.ledger = run.evictions.ledger
-        self.stats = stats_of(run, self._memory.guest_bytes, time.perf_counter() - started)
+        if self._static_bytes is None:
+            self._static_bytes = static_bytes(self._modules(), self._transport.device)
+        self.stats = self._counted.of(run, self._static_bytes, time.perf_counter() - started)
         if self._observer is not None:
             self._observer.finished(run, self.stats)
         if run.holds_last_stage and step.losses is not None:
@@ -273,18 +317,18 @@ class Schedule:
 
     # Driving them
 
-    def _run(self, begin: Callable[[], _Step]) -> Any:
+    def _run(self, begin: Callable[[], Step]) -> Any:
         if isinstance(self.group, LoopbackGroup):
             return self._run_alone(begin)
         with self._guarded():
             started = time.perf_counter()
             step = self._begin_or_refuse(begin)
-            run = self._agreed(step, self._transport.agree(step.record))
-            with self._breaking():
+            run = self._agreed(step, self._transport.agree(step.record), lambda told: exchange(self._transport, told(self)))
+            with self._breaking(run):
                 self._execute(run)
             return self._finish(step, run, started)
 
-    def _run_alone(self, begin: Callable[[], _Step]) -> Any:
+    def _run_alone(self, begin: Callable[[], Step]) -> Any:
         loopback: Loopback = self.group.loopback
         if loopback.num_ranks > 1:
             raise ConfigurationError(
@@ -292,7 +336,7 @@ class Schedule:
             )
         return loopback._run([self], lambda schedule: begin())
 
-    def _begin_or_refuse(self, begin: Callable[[], _Step]) -> _Step:
+    def _begin_or_refuse(self, begin: Callable[[], Step]) -> Step:
         """Prepare a step; if this rank cannot, tell the others before raising, so that none of them waits."""
         try:
             return begin()
@@ -303,8 +347,16 @@ class Schedule:
     def _execute(self, run: Run) -> None:
         chains = run.plan.chains(run.rank)
         servers = [Server(run.execute, chain, self._side_stream(evictor)) for evictor, chain in chains.items()]
-        for action in run.plan.actions[run.rank]:
+        lane = iter(run.plan.actions[run.rank])
+
+        def advance(piece: Action) -> None:
+            for action in takewhile(lambda action: action != piece, lane):
+                run.execute(action)
+
+        run.advance = advance
+        for action in lane:
             run.execute(action)
+        run.advance = None  # it knows the run: a cycle would keep the step's tensors
         for server in servers:
             server.finish()
 
@@ -335,65 +387,15 @@ class Schedule:
             self._is_running = False
 
     @contextmanager
-    def _breaking(self) -> Iterator[None]:
+    def _breaking(self, run: Run) -> Iterator[None]:
         """An error in here leaves messages under way: the pipeline is broken."""
         try:
-            yield
+            with run.sharding.in_charge():
+                yield
         except BaseException as error:
             self._broken = error
             self._transport.is_broken = True
             raise
-
-
-class OneFOneB(Schedule):
-    """1F1B: rank x of p holds at most min(p-x, m) microbatches (Narayanan et al., arXiv 2104.04473).
-
-    Example:
-        >>> from torch import nn
-        >>> loopback = Loopback(1)
-        >>> stage = PipelineStage(nn.Linear(4, 4), 0, 1, "cpu", group=loopback.rank(0))
-        >>> schedule = OneFOneB(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss)
-        >>> schedule.step(torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
-        torch.Size([4, 4])
-    """
-
-    rule = "1f1b"
-
-
-class GPipe(Schedule):
-    """GPipe: all forwards, then all backwards; every rank holds m microbatches (Huang et al., arXiv 1811.06965)."""
-
-    rule = "gpipe"
-
-
-class BalancedOneFOneB(Schedule):
-    """1F1B in which early ranks evict saved activations to late ones (BPipe, Kim et al., ICML 2023).
-
-    Every rank holds at most `slots` microbatches, by default ceil((p+2)/2), guests and transfers in flight included. The
-    gradients are `OneFOneB`'s to the bit.
-
-    Arguments, methods and errors are `Schedule`'s.
-    """
-
-    rule = "balanced_1f1b"
-
-
-def _transport_for(group: Any, device: torch.device, num_ranks: int) -> Transport:
-    if isinstance(group, LoopbackGroup):
-        _check_size(group.loopback.num_ranks, num_ranks)
-        return LoopbackTransport(group.loopback.wires, device)
-    from bpipe.comm.c10d import C10dTransport
-
-    transport = C10dTransport(group, device)
-    _check_size(transport.size, num_ranks)
-    return transport
-
-
-def _check_size(size: int, num_ranks: int) -> None:
-    if size != num_ranks:
-        raise ConfigurationError(
-            f"the plan needs {num_ranks} ranks and the group has {size}: give the stages the process group of their own pipeline"
-        )
 
 
 def _told(error: BaseException) -> str:
@@ -402,5 +404,4 @@ def _told(error: BaseException) -> str:
 
 def _close(transport: Transport, memory: Memory) -> None:
     transport.close()
-    for rooms in memory.rooms.values():
-        rooms.clear()
+    memory.clear()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from bpipe.comm.agreement import MOST_STAGES
 from bpipe.errors import ConfigurationError
 
 __all__ = ["PipelineStage"]
@@ -102,6 +103,28 @@ class _AdoptedStage(PipelineStage):
         if name == "submod" and "_stage" in self.__dict__:
             return self._stage.submod
         return super().__getattribute__(name)
+
+
+def stages_of(given: Any) -> dict[int, PipelineStage]:
+    """A rank's stages by index.
+
+    Raises:
+        ConfigurationError: they are none, too many, or do not belong to one pipeline.
+    """
+    stages = [PipelineStage.adopt(one) for one in (given if isinstance(given, (list, tuple)) else [given])]
+    if not stages or len(stages) > MOST_STAGES:
+        raise ConfigurationError(f"a rank holds 1 to {MOST_STAGES} stages, got {len(stages)}")
+    for name in ("num_stages", "device", "group"):
+        values = [getattr(one, name) for one in stages]
+        if any(value != values[0] for value in values):
+            raise ConfigurationError(f"the stages of a rank have one {name}, got {', '.join(map(str, values))}")
+    by_index = {one.stage_index: one for one in stages}
+    if len(by_index) < len(stages) or stages[0].num_stages % len(stages):
+        raise ConfigurationError(
+            f"a rank got stages {[one.stage_index for one in stages]} of {stages[0].num_stages}: "
+            "each stage is on one rank, and every rank holds as many"
+        )
+    return by_index
 
 
 def _device_of(module: torch.nn.Module) -> torch.device:

@@ -2,41 +2,116 @@
 
 from __future__ import annotations
 
-from bpipe.memory.ledger import predicted_peak_bytes
+from typing import NamedTuple
+
+from bpipe.memory.peaks import Peaks
+from bpipe.memory.static import bytes_under
+from bpipe.runtime.evictions import Memory
 from bpipe.runtime.run import Run
-from bpipe.schedules import Op
-from bpipe.schedules.sizes import occupancy
+from bpipe.schedules import Op, Plan
+from bpipe.schedules.meter import occupancy
 
 __all__: list[str] = []
 
 
-def stats_of(run: Run, guest_bytes: int, seconds: float) -> dict[str, float]:
-    """What one rank used and waited for in a step.
+class Stats:
+    """Counts what one rank uses, step by step.
 
-    Returns:
-        Bytes: `peak_bytes` as entered in the ledger and `predicted_peak_bytes` from the plan and the first measured
-        microbatch of each shape, both with `held_bytes` (saved but not movable, each storage once) and `guest_bytes`
-        (rooms this schedule reserves for other ranks); `evicted_bytes`, `loaded_bytes`. Microbatches: `peak_slots` and
-        `predicted_peak_slots`. Seconds: `step_s`, and those in which this rank's compute lane waited, by kind of transfer.
+    Args:
+        memory: its rooms for guests, and those on its host.
     """
-    plan, ledger, waited = run.plan, run.evictions.ledger, run.traffic.waited_s
-    always = guest_bytes + ledger.held_bytes
-    own_slots, rooms = max(occupancy(plan.actions[run.rank]), default=0), sum(map(len, plan.rooms(run.rank).values()))
-    predicted = predicted_peak_bytes(plan.actions[run.rank], run.evictions.predicted()) if plan.has_backward else 0
-    return {
-        "step": run.step,
-        "step_s": seconds,
-        "peak_bytes": ledger.peak_bytes + always,
-        "predicted_peak_bytes": predicted + always,
-        "peak_slots": ledger.peak_slots + rooms,
-        "predicted_peak_slots": own_slots + rooms if plan.has_backward else 0,
-        "evicted_bytes": ledger.evicted_bytes,
-        "loaded_bytes": ledger.loaded_bytes,
-        "held_bytes": ledger.held_bytes,
-        "guest_bytes": guest_bytes,
-        "wait_forward_s": waited[Op.WAIT_RECV_F],
-        "wait_backward_s": waited[Op.WAIT_RECV_B],
-        "wait_send_s": waited[Op.WAIT_SEND_F] + waited[Op.WAIT_SEND_B],
-        "wait_evict_s": waited[Op.WAIT_EVICT],
-        "wait_load_s": waited[Op.WAIT_LOAD],
-    }
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._planned: _Planned | None = None
+        self._predicted = Peaks(with_messages=False)
+        self._device, self._predicted_device = Peaks(with_messages=True), Peaks(with_messages=True)
+
+    def of(self, run: Run, static_bytes: int, seconds: float) -> dict[str, float]:
+        """What the rank used and waited for in a step.
+
+        Args:
+            run: the step.
+            static_bytes: its parameters, their gradients and its buffers, which count where the plan does not say what stays.
+            seconds: how long it took.
+
+        Returns:
+            Bytes: `device_peak_bytes`, which is all of `static_bytes` (what stays), `guest_bytes` (rooms this schedule
+            reserves for other ranks), saved activations and messages between stages; `peak_bytes`, saved activations and
+            guests alone, with `held_bytes` (saved and not movable, each storage once); `host_peak_bytes`, this rank's rooms in
+            its host's memory; `evicted_bytes`, `loaded_bytes`. Microbatches: `peak_slots`. Each peak is there a second time,
+            `predicted_` from the plan: with its sizes, or where it has none with the first measured microbatch of each shape.
+            Seconds: `step_s`, and those in which this rank's compute lane waited, by kind of transfer.
+        """
+        ledger, waited = run.evictions.ledger, run.traffic.waited_s
+        static = self._static_bytes(run, static_bytes)
+        return {
+            "step": run.step,
+            "step_s": seconds,
+            **self._device_peaks(run, static),
+            **self._peaks(run),
+            "static_bytes": static,
+            "evicted_bytes": ledger.evicted_bytes,
+            "loaded_bytes": ledger.loaded_bytes,
+            "held_bytes": ledger.held_bytes,
+            "guest_bytes": self._memory.guest_bytes,
+            "wait_forward_s": waited[Op.WAIT_RECV_F],
+            "wait_backward_s": waited[Op.WAIT_RECV_B],
+            "wait_send_s": waited[Op.WAIT_SEND_F] + waited[Op.WAIT_SEND_B],
+            "wait_evict_s": waited[Op.WAIT_EVICT],
+            "wait_load_s": waited[Op.WAIT_LOAD],
+        }
+
+    def _static_bytes(self, run: Run, static_bytes: int) -> int:
+        if run.plan.sizes is not None:
+            return run.plan.sizes.static[run.rank]
+        return static_bytes + run.evictions.ledger.held_bytes + bytes_under(run.compute.kept())
+
+    def _device_peaks(self, run: Run, static_bytes: int) -> dict[str, float]:
+        plan, rank, always, planned = run.plan, run.rank, static_bytes + self._memory.guest_bytes, self._plan(run)
+        used = always + self._device.of(plan, rank, run.evictions.ledger.footprints)
+        predicted = planned.device_bytes
+        if predicted is None:
+            predicted = always + self._predicted_device.of(plan, rank, run.evictions.predicted())
+        return {
+            "device_peak_bytes": used,
+            "predicted_device_peak_bytes": predicted,
+            "host_peak_bytes": self._memory.host_bytes,
+            "predicted_host_peak_bytes": self._memory.host_bytes if planned.host_bytes is None else planned.host_bytes,
+        }
+
+    def _peaks(self, run: Run) -> dict[str, float]:
+        ledger, plan, planned = run.evictions.ledger, run.plan, self._plan(run)
+        always = self._memory.guest_bytes + ledger.held_bytes
+        return {
+            "peak_bytes": ledger.peak_bytes + always,
+            "predicted_peak_bytes": self._predicted.of(plan, run.rank, run.evictions.predicted()) + always,
+            "peak_slots": ledger.peak_slots + planned.rooms,
+            "predicted_peak_slots": planned.slots + planned.rooms if plan.has_backward else 0,
+        }
+
+    def _plan(self, run: Run) -> _Planned:
+        """The plan's own numbers for this rank, which are the same in every step."""
+        if self._planned is None or self._planned.plan is not run.plan:
+            self._planned = _Planned.of(run.plan, run.rank)
+        return self._planned
+
+
+class _Planned(NamedTuple):
+    """What a plan says of one rank: microbatches of its own at once, rooms for guests, and the peaks, if it counts bytes."""
+
+    plan: Plan
+    slots: int
+    rooms: int
+    device_bytes: int | None
+    host_bytes: int | None
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int) -> _Planned:
+        return cls(
+            plan=plan,
+            slots=max(occupancy(plan.actions[rank]), default=0),
+            rooms=sum(map(len, plan.rooms(rank).values())),
+            device_bytes=None if plan.sizes is None else plan.peak_bytes[rank],
+            host_bytes=None if plan.sizes is None else plan.host_bytes(rank),
+        )

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import bpipe
+from bpipe.schedules import rules
 
 WIDTH, TOKENS = 32, 16
 
@@ -78,6 +79,18 @@ class Autocast(nn.Module):
             return self.inner(x)
 
 
+class Tied(nn.Module):
+    """One matrix in three places, and another one beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(x + self.second(torch.tanh(self.first(x))) @ self.first.weight)
+
+
 class Nested(nn.Module):
     """Passes a nest on: a tensor, a mask of bools, indices, a constant, and an output that nobody uses."""
 
@@ -122,10 +135,12 @@ def mse(output: Any, target: torch.Tensor) -> torch.Tensor:
 
 KINDS: dict[str, Callable[[int], nn.Module]] = {
     "transformer": lambda i: nn.Sequential(Block(), Block()),
+    "quiet": lambda i: Block(dropout=0.0),
     "conv": lambda i: nn.Sequential(ConvNorm(), ConvNorm()),
     "lstm": lambda i: Recurrent(),
     "views": lambda i: Views(),
     "autocast": lambda i: Autocast(),
+    "tied": lambda i: Tied(),
     "nested": lambda i: Nested(),
     "pair": lambda i: Pair(),
     "frozen": lambda i: Frozen() if i in (0, 2) else Block(),
@@ -151,6 +166,7 @@ class Result:
     buffers: list[list[torch.Tensor]] = field(default_factory=list)
     losses: list[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor] = field(default_factory=list)
+    stages: list[int] = field(default_factory=list)
     stats: list[dict[str, float]] = field(default_factory=list)
 
 
@@ -196,13 +212,32 @@ def single_process(kind: str, num_stages: int, m: int, steps: int = 2) -> Result
     return result
 
 
-def in_loopback(kind: str, num_stages: int, m: int, schedule: type[bpipe.Schedule], steps: int = 2, **options: Any) -> Result:
+def held_by(schedule: type[bpipe.Schedule], num_ranks: int, num_stages: int) -> list[list[int]]:
+    """The stages of each rank."""
+    placement = next(rule.placement for rule in rules() if rule.name == schedule.rule)
+    stage_ranks = placement.stage_ranks(num_ranks, num_stages // num_ranks)
+    return [[stage for stage, owner in enumerate(stage_ranks) if owner == rank] for rank in range(num_ranks)]
+
+
+def in_loopback(
+    kind: str,
+    num_stages: int,
+    m: int,
+    schedule: type[bpipe.Schedule],
+    steps: int = 2,
+    *,
+    num_ranks: int | None = None,
+    **options: Any,
+) -> Result:
     """The same in a loopback."""
     modules, result = modules_of(kind, num_stages), Result()
     torch.manual_seed(1)
-    loopback = bpipe.Loopback(num_stages)
-    stages = [bpipe.PipelineStage(module, i, num_stages, "cpu", loopback.rank(i)) for i, module in enumerate(modules)]
-    schedules = [schedule(stage, m, loss_fn=mse, **options) for stage in stages]
+    loopback = bpipe.Loopback(num_ranks or num_stages)
+    stages = [
+        [bpipe.PipelineStage(modules[i], i, num_stages, "cpu", loopback.rank(rank)) for i in held]
+        for rank, held in enumerate(held_by(schedule, loopback.num_ranks, num_stages))
+    ]
+    schedules = [schedule(of_rank, m, loss_fn=mse, **options) for of_rank in stages]
     for step in range(steps):
         x, y = batch_of(kind, 2 * m, step)
         result.outputs = flat(loopback.step(schedules, x, target=y, losses=result.losses))
@@ -222,17 +257,22 @@ def as_rank(
     steps: int,
     options: dict[str, Any],
     device: str = "cpu",
+    num_ranks: int | None = None,
 ) -> Result:
     """One rank's part of the same over a process group."""
-    module, result = modules_of(kind, num_stages)[rank].to(device), Result()
+    held = held_by(schedule, num_ranks or num_stages, num_stages)[rank]
+    whole, result = modules_of(kind, num_stages), Result(stages=held)
+    modules = {i: whole[i].to(device) for i in held}
     torch.manual_seed(1)
-    pipeline = schedule(bpipe.PipelineStage(module, rank, num_stages, device), m, loss_fn=mse, **options)
+    stages = [bpipe.PipelineStage(module, i, num_stages, device) for i, module in modules.items()]
+    pipeline = schedule(stages, m, loss_fn=mse, **options)
     for step in range(steps):
         x, y = (part.to(device) for part in batch_of(kind, 2 * m, step))
         result.outputs = flat(pipeline.step(x, target=y, losses=result.losses))
-    gradients, buffers = state_of(module.cpu())
-    result.gradients.append(gradients)
-    result.buffers.append(buffers)
+    for module in modules.values():
+        gradients, buffers = state_of(module.cpu())
+        result.gradients.append(gradients)
+        result.buffers.append(buffers)
     result.losses, result.outputs = [loss.cpu() for loss in result.losses], [output.cpu() for output in result.outputs]
     result.stats = [pipeline.stats]
     pipeline.close()
@@ -241,9 +281,10 @@ def as_rank(
 
 def joined(results: Sequence[Result]) -> Result:
     """The ranks' parts as one."""
-    whole = Result(losses=results[-1].losses, outputs=results[-1].outputs)
-    for part in results:
-        whole.gradients += part.gradients
-        whole.buffers += part.buffers
-        whole.stats += part.stats
+    last = next(part for part in results if part.losses)
+    whole = Result(losses=last.losses, outputs=last.outputs, stats=[stats for part in results for stats in part.stats])
+    parts = [one for part in results for one in zip(part.stages, part.gradients, part.buffers, strict=True)]
+    for _, gradients, buffers in sorted(parts, key=lambda one: one[0]):
+        whole.gradients.append(gradients)
+        whole.buffers.append(buffers)
     return whole

@@ -34,7 +34,7 @@ def run_ranks(
         RankError: a rank raised (without `expect_errors`), died, or did not end in time.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "bpipe.schedule", "bpipe.comm.c10d"])
+    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "bpipe.catalogue", "bpipe.comm.c10d"])
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ends: list[Connection] = []
     processes = []

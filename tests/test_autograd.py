@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.autograd.graph import get_gradient_edge
 
 from bpipe.autograd import Box, edges_of, enter, run_backward
 from bpipe.memory.storages import owners
@@ -132,3 +133,24 @@ def test_nothing_is_left_to_the_cycle_collector() -> None:
         assert seen() is None
     finally:
         gc.enable()
+
+
+def test_a_backward_to_some_leaves_keeps_the_rest_for_another() -> None:
+    weight, (entered,), box = torch.full((2,), 3.0, requires_grad=True), *enter([torch.ones(2)], [True])
+    edges, leaf = edges_of([entered * weight]), get_gradient_edge(weight)
+    assert box.anchor is not None
+    run_backward(edges, [torch.ones(2)], inputs=[get_gradient_edge(box.anchor)], retain_graph=True)
+    assert weight.grad is None and box.gradients[0] is not None and box.gradients[0].tolist() == [3, 3]
+    run_backward(edges, [torch.ones(2)], inputs=[leaf])
+    assert weight.grad is not None and weight.grad.tolist() == [1, 1]
+    with pytest.raises(RuntimeError, match="a second time"):
+        run_backward(edges, [torch.ones(2)])
+
+
+def test_all_ways_to_the_inputs_end_at_the_anchor() -> None:
+    (first, second), box = enter([torch.ones(2), torch.ones(2)], [True, True])
+    assert box.anchor is not None and box.anchor.is_leaf and box.anchor.grad is None
+    for entered in (first, second):
+        assert entered.grad_fn is not None
+        assert [node for node, _ in entered.grad_fn.next_functions if node is not None] == [get_gradient_edge(box.anchor).node]
+    assert enter([torch.ones(2)], [False])[1].anchor is None

@@ -23,8 +23,8 @@ import bpipe
 from bpipe.errors import ConfigurationError, PipelineBrokenError
 from bpipe.runtime import device_times
 from bpipe.runtime.device_times import DeviceTimes
-from bpipe.schedules import Op
-from bpipe.schedules.action import COMPUTE, RECEIVER_OF, START_OF, WAIT_OF
+from bpipe.schedules import Action, Destinations, Op, Span
+from bpipe.schedules.action import COMPUTE, HOST, POSTS, RECEIVER_OF, START_OF, WAIT_OF
 from bpipe.schedules.critical import critical_path
 from bpipe.tools.chrome_read import load_trace
 from bpipe.tools.measured import Measured
@@ -84,27 +84,28 @@ def check_order(timeline: Measured) -> None:
     def error_s(*ranks: int) -> float:
         return sum(timeline.clock_error_s[rank] for rank in ranks)
 
-    waits = {(rank, action[:3]): span for (rank, action), span in spans.items() if action.op in START_OF}
+    waits = {(rank, action[:4]): span for (rank, action), span in spans.items() if action.op in START_OF}
     for (rank, action), sent in spans.items():
         if action.op in WAIT_OF:
-            assert sent.end_s == waits[rank, (WAIT_OF[action.op], *action[1:3])].end_s
-        if action.op in RECEIVER_OF:
+            assert sent.end_s == waits[rank, (WAIT_OF[action.op], *action[1:4])].end_s
+        if action.op in RECEIVER_OF and action.peer != HOST:
             op, offset = RECEIVER_OF[action.op]
-            end_s = waits[action.peer, (WAIT_OF[op], action.stage + offset, action.microbatch)].end_s
+            end_s = waits[action.peer, (WAIT_OF[op], action.stage + offset, *action[2:4])].end_s
             assert sent.begin_s <= end_s + error_s(rank, action.peer)
     for microbatch in range(plan.num_microbatches):
-        forwards = [spans[rank, _computation(plan, rank, stage, microbatch)] for stage, rank in enumerate(plan.stage_ranks)]
+        forwards = [_pieces(timeline, Op.F, stage, microbatch) for stage in range(plan.num_stages)]
         for stage, (a, b) in enumerate(pairwise(forwards)):
-            assert a.end_s <= b.begin_s + error_s(*plan.stage_ranks[stage : stage + 2])
+            assert a[-1].end_s <= b[0].begin_s + error_s(*plan.stage_ranks[stage : stage + 2])
     path = [step.span for step in critical_path(timeline)]
     apart_s = max(error_s(a, b) for a, b in permutations(range(plan.num_ranks), 2))
     assert all(a.end_s <= b.begin_s + apart_s for a, b in pairwise(path))
-    assert path[0].action == plan.compute(path[0].action.stage)[0]
+    assert path[0].action[:3] == plan.compute(plan.stage_ranks[path[0].action.stage])[0][:3]
     assert path[-1].end_s == max(timeline.span_s(rank)[1] for rank in range(plan.num_ranks))
 
 
-def _computation(plan: Any, rank: int, stage: int, microbatch: int) -> Any:
-    return next(a for a in plan.compute(rank) if a[:3] == (Op.F, stage, microbatch))
+def _pieces(timeline: Measured, op: Op, stage: int, microbatch: int) -> list[Span]:
+    """A computation: one span, or those of its pieces."""
+    return [span for span in timeline.spans(timeline.plan.stage_ranks[stage]) if span.action[:3] == (op, stage, microbatch)]
 
 
 def check_memory(timeline: Measured, rank: int, stats: dict[str, float]) -> None:
@@ -153,6 +154,44 @@ def test_evictions_are_in_the_trace():
     assert len(list(timeline.served_spans(3))) == len(schedules[0].plan.served[3]) > 0
     live = dict(zip(schedules[0].plan.actions[0], timeline.actions[0].live_bytes))
     assert max(live.values()) == 3 * next(iter(live.values()))  # of its eight microbatches, and it has sent the others away
+
+
+@pytest.mark.parametrize(("parts", "inside", "host"), [(1, False, "no"), (4, True, "no"), (2, False, "only"), (4, True, "only")])
+def test_a_step_that_measures_and_balanced_ones(parts, inside, host, tmp_path):
+    loopback, plain = pipeline(blocks(), bpipe.OneFOneB)
+    to = Destinations(host=host)
+    schedules = [bpipe.Balanced(one, budget="lowest", parts=parts, inside=inside, to=to) for one in plain]
+    with trace(schedules, tmp_path) as t:
+        for _ in range(3):
+            loopback.step(schedules, batch()[0], target=batch()[1])
+    timelines, plan = t.timelines, schedules[0].plan
+    assert [one.plan == plan for one in timelines] == [False, True, True]
+    for one in timelines:
+        check_order(one)
+    ops = [action for lane in plan.actions for action in lane]
+    assert any(a.op is Op.EVICT and (a.peer == HOST) == (host == "only") and bool(a.part) == (parts > 1) for a in ops)
+    assert any(plan.goes_on(a) for a in ops if a.op in COMPUTE) == inside
+    for rank, schedule in enumerate(schedules):
+        static = plan.sizes.static[rank]
+        assert timelines[2].peak_bytes(rank) == schedule.stats["peak_bytes"] + static
+        assert min(timelines[2].actions[rank].live_bytes) >= static > 0
+    for path in tmp_path.iterdir():
+        checked(path)
+    assert load_trace(tmp_path) == timelines
+
+
+def test_weights_that_are_gathered_more_than_once():
+    """Of actions by one name each has its own time, in the order of the list."""
+    loopback, modules = bpipe.Loopback(2), blocks(4)
+    stages = [bpipe.PipelineStage(module, i, 4, "cpu", loopback.rank(i % 2)) for i, module in enumerate(modules)]
+    schedules = [bpipe.BreadthFirst(stages[rank::2], M, loss_fn=mse) for rank in range(2)]
+    with trace(schedules) as t:
+        loopback.step(schedules, batch()[0], target=batch()[1])
+    (timeline,) = t.timelines
+    spans = [span for span in timeline.spans(0) if span.action.op not in POSTS]
+    gathered = [span for span in spans if span.action == Action(Op.UNSHARD, 0, 0)]
+    assert len(gathered) > 1
+    assert all(0 <= a.begin_s <= a.end_s <= b.begin_s for a, b in pairwise(spans))
 
 
 def test_a_trace_keeps_nothing_alive():

@@ -6,32 +6,27 @@ from collections.abc import Sequence
 
 import torch
 
-from bpipe.schedules.sizes import choose_room
+from bpipe.schedules.rooms import Guest, Reserved
 
 __all__: list[str] = []
 
-Guest = tuple[int, int, int]  # stage, microbatch, part
-
 
 class Rooms:
-    """Rooms for one evictor, as many as the plan says.
+    """Rooms for one evictor, as the plan reserves them.
 
-    They are reserved together at the first arrival and touched once, because fresh pages cost more than the transfer; a
-    room grows when a larger guest arrives.
+    They are allocated together at the first arrival and touched once, because fresh pages cost more than the transfer; a room
+    grows when a guest is larger than planned.
 
     Args:
-        sizes: bytes of each room that the plan reserves; 0 where it counts slots.
+        reserved: which guest is in which room, and the size of each room.
         device: where they lie.
+        in_bytes: whether sizes are bytes; where the plan counts slots, all rooms are made as large as the first guest.
         is_pinned: whether they are pinned memory of the host, which a GPU copies to and from by itself.
-        may_grow: whether there may be more rooms than planned.
     """
 
-    def __init__(self, sizes: Sequence[int], device: torch.device, *, is_pinned: bool = False, may_grow: bool = False) -> None:
-        self._device, self._is_pinned, self._may_grow = device, is_pinned, may_grow
-        self._planned = list(sizes)
-        self._rooms = [self._new(0) for _ in sizes]
-        self._free = list(range(len(sizes)))
-        self._taken: dict[Guest, int] = {}
+    def __init__(self, reserved: Reserved, device: torch.device, *, in_bytes: bool, is_pinned: bool = False) -> None:
+        self._reserved, self._device, self._in_bytes, self._is_pinned = reserved, device, in_bytes, is_pinned
+        self._rooms = [self._new(0) for _ in reserved.sizes]
 
     @property
     def num_bytes(self) -> int:
@@ -39,25 +34,13 @@ class Rooms:
         return sum(room.numel() for room in self._rooms)
 
     def take(self, guest: Guest, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Give a guest a room and return its parts, uint8 [size] each."""
-        total = sum(sizes)
-        self._reserve(total if not any(self._planned) else 0)
-        room = choose_room([one.numel() for one in self._rooms], self._free, total)
-        if room is None:
-            assert self._may_grow, f"no room is free for {guest}: the plan reserves {len(self._rooms)}"
-            room = len(self._rooms)
-            self._rooms.append(self._new(0))
-            self._planned.append(0)
-            self._free.append(room)
+        """Give a guest its room and return its parts, uint8 [size] each."""
+        room, total = self._reserved.room_of[guest], sum(sizes)
+        if not self.num_bytes:
+            for index, planned in enumerate(self._reserved.sizes):
+                self._grow(index, planned if self._in_bytes else total)
         self._grow(room, total)
-        self._free.remove(room)
-        self._taken[guest] = room
         return list(self._rooms[room][:total].split(list(sizes))) if sizes else []
-
-    def _reserve(self, at_least: int) -> None:
-        """Give every free room what the plan says, or where that counts slots what this guest needs."""
-        for room in self._free:
-            self._grow(room, max(at_least, self._planned[room]))
 
     def _grow(self, room: int, num_bytes: int) -> None:
         if self._rooms[room].numel() < num_bytes:
@@ -67,12 +50,6 @@ class Rooms:
     def _new(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device, pin_memory=self._is_pinned)
 
-    def leave(self, guest: Guest) -> None:
-        """Free a guest's room for the next one."""
-        self._free.append(self._taken.pop(guest))
-
     def clear(self) -> None:
         """Give all rooms' memory back."""
-        self._rooms.clear()
-        self._free.clear()
-        self._taken.clear()
+        self._rooms = [self._new(0) for _ in self._rooms]

@@ -7,7 +7,8 @@ from contextlib import nullcontext
 
 import torch
 
-from bpipe.memory.guests import Guest, Rooms
+from bpipe.memory.guests import Rooms
+from bpipe.schedules.rooms import Guest, Reserved
 
 __all__: list[str] = []
 
@@ -18,13 +19,15 @@ class HostRooms:
     On CPU the device's memory is the host's: a copy is made when it is asked for, and nothing is gained but the test of it.
 
     Args:
+        reserved: the rooms, as `Rooms` takes them.
         device: where the microbatches come from.
+        in_bytes: likewise.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, reserved: Reserved, device: torch.device, *, in_bytes: bool) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._rooms = Rooms((), torch.device("cpu"), is_pinned=device.type == "cuda", may_grow=True)
+        self._rooms = Rooms(reserved, torch.device("cpu"), in_bytes=in_bytes, is_pinned=device.type == "cuda")
         self._kept: dict[Guest, list[torch.Tensor]] = {}
 
     @property
@@ -38,10 +41,8 @@ class HostRooms:
         return self._copy(messages, kept)
 
     def fetch(self, guest: Guest, messages: Sequence[torch.Tensor]) -> HostCopy:
-        """Copy what was stored back; its room is free for what is stored afterwards."""
-        copy = self._copy(self._kept.pop(guest), messages)
-        self._rooms.leave(guest)
-        return copy
+        """Copy what was stored back."""
+        return self._copy(self._kept.pop(guest), messages)
 
     def _copy(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> HostCopy:
         if self._stream is not None:

@@ -12,12 +12,13 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.errors import SavedTensorError
-from bpipe.memory.storages import Held, Storage, owners, shares_parts, storages_of
+from bpipe.memory.storages import Held, Storage, keys_of, owners, shares_parts, storages_of
 
 __all__: list[str] = []
 
@@ -25,13 +26,17 @@ __all__: list[str] = []
 class Saved:
     """What a saved-tensor hook hands to autograd: an alias of the tensor, its version, and its place in the order of saving."""
 
-    __slots__ = ("__weakref__", "is_no_alias", "order", "tensor", "version")
+    __slots__ = ("__weakref__", "is_away", "is_no_alias", "order", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, order: int) -> None:
-        self.order = order
+        self.order, self.is_away = order, False
         self.tensor = tensor if isinstance(tensor, torch.nn.Parameter) else tensor.detach()
         self.version = tensor._version
         self.is_no_alias = shares_parts(self.tensor, tensor)
+
+    def forget(self) -> None:
+        """Give the memory up, of which no backward will ask again."""
+        self.tensor = self.tensor.new_empty(0)
 
 
 class _Group:
@@ -67,9 +72,15 @@ class Movable(NamedTuple):
     """A storage that may move."""
 
     storage: Storage
-    num_saved: int  # saved tensors that own it
-    order: int  # of its first saving
+    saved: list[Saved]  # its owners, in the order of saving
     is_output: bool  # held for a send, too
+
+
+class Pieces(Protocol):
+    """The pieces of a forward or a backward that runs: what the plan puts between them is done when they are reached."""
+
+    def reach(self, part: int) -> None:
+        """Go on to the piece that saves or needs a part."""
 
 
 @dataclass
@@ -77,13 +88,27 @@ class Contents:
     """The storages of a microbatch: those that may move, in the order of their saving, and those that cannot."""
 
     movable: list[Movable] = field(default_factory=list, repr=False)
-    fixed_bytes: int = 0  # this microbatch's alone, and yet not movable
+    fixed: dict[int, int] = field(default_factory=dict)  # this microbatch's, and yet not movable: bytes by storage
+    borrowed_bytes: int = 0  # the stage's before, on this rank, and saved by it too
     shared: dict[int, Held] = field(default_factory=dict)  # owned by others too, by storage
     foreign: list[Held] = field(default_factory=list)  # parameters, buffers and the user's batch: not activations
+
+    def fix(self, storage: Storage) -> None:
+        """A storage is this microbatch's, and stays."""
+        self.fixed[storage._cdata] = storage.nbytes()
+
+    @property
+    def own(self) -> set[int]:
+        """This microbatch's storages."""
+        return {*self.fixed, *(entry.storage._cdata for entry in self.movable)}
 
     @property
     def movable_bytes(self) -> int:
         return sum(entry.storage.nbytes() for entry in self.movable)
+
+    @property
+    def fixed_bytes(self) -> int:
+        return sum(self.fixed.values())
 
     @property
     def own_bytes(self) -> int:
@@ -103,21 +128,36 @@ class Stash:
         foreign: storages that are nobody's activations, and what they are.
         device: only what lies there can move; None for any.
         cuts: where each part but the first begins, in the order of saving; none where a microbatch moves as a whole.
+        is_inside: whether parts come and go inside the forward and the backward.
     """
 
-    def __init__(self, name: str, foreign: Mapping[int, str], device: torch.device | None = None, cuts: Sequence[int] = ()) -> None:
-        self.name, self._cuts = name, cuts
+    def __init__(
+        self,
+        name: str,
+        foreign: Mapping[int, str],
+        device: torch.device | None = None,
+        cuts: Sequence[int] = (),
+        *,
+        is_inside: bool = False,
+    ) -> None:
+        self.name, self.cuts, self._is_inside = name, cuts, is_inside
         self._device = device
         self._foreign = foreign
         self._saved: list[weakref.ref[Saved]] = []
         self._num_saved = 0
-        self._away: set[int] = set()  # parts; 0 stands for all
+        self._outputs: set[int] = set()  # first savings of storages that are sent to the next stage
+        self._lent: set[int] = set()  # likewise of those that the next stage, on this rank, got without a transfer
+        self._borrowed: dict[int, StorageWeakRef] = {}  # what this one got so from the stage before
+        self._away: dict[int, list[weakref.ref[Saved]]] = {}  # by part; 0 stands for all
+        self.pieces: Pieces | None = None  # of the forward or backward that runs now, if it is cut into some
 
     def capture(self) -> torch.autograd.graph.saved_tensors_hooks:
         """A context in which everything that autograd saves is followed."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: torch.Tensor) -> Saved:
+        if self.pieces is not None:
+            self.pieces.reach(self._part(self._num_saved))
         saved = Saved(tensor, self._num_saved)
         self._num_saved += 1
         self._saved.append(weakref.ref(saved))
@@ -125,7 +165,9 @@ class Stash:
 
     def _unpack(self, saved: Saved) -> torch.Tensor:
         self._check_unchanged(saved)
-        if self._away and (0 in self._away or self._part(saved.order) in self._away):
+        if self.pieces is not None:
+            self.pieces.reach(self._part(saved.order))
+        if saved.is_away:
             raise SavedTensorError(
                 f"a saved tensor of {self.name} was used while its bytes were on another rank. "
                 "Run no backward of your own through a stage between its forward and its backward."
@@ -139,6 +181,18 @@ class Stash:
                 f"{saved.tensor.dtype}, version {saved.tensor._version}, expected {saved.version}. "
                 "Replace the in-place operation, or clone the tensor before it."
             )
+
+    def borrow(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These belong to the stage before, on this rank, as long as it keeps them."""
+        self._borrowed = {storage._cdata: StorageWeakRef(storage) for tensor in tensors for storage in storages_of(tensor)}
+
+    def lend(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The next stage, on this rank, gets these; what is saved of them cannot move, for it may save them too."""
+        keys = keys_of(tensors)
+        self._lent = {group.saved[0].order for key, group in self._groups().items() if key in keys}
+
+    def _is_borrowed(self, key: int) -> bool:
+        return key in self._borrowed and not self._borrowed[key].expired()
 
     def contents(self, ours: Iterable[torch.Tensor] = (), leaving: Iterable[torch.Tensor] = ()) -> Contents:
         """Look at what is saved now.
@@ -157,16 +211,24 @@ class Stash:
             others = group.others() - kept[key] - sent[key]
             if reason := self._foreign.get(key) or ("a parameter" if _has_parameter(group) else None):
                 contents.foreign.append(group.held(reason))
+            elif others and self._is_borrowed(key):
+                contents.borrowed_bytes += group.storage.nbytes()
             elif any(saved.is_no_alias for saved in group.saved):
                 contents.shared[key] = group.held("inside a tensor subclass whose detach() makes no alias")
+            elif group.saved[0].order in self._lent:
+                contents.fix(group.storage)
             elif others:
                 contents.shared[key] = group.held(f"owned {others} more time{'s' * (others > 1)} outside the graph")
             elif kept[key] or not group.storage.resizable() or self._is_elsewhere(group.storage.device):
-                contents.fixed_bytes += group.storage.nbytes()
+                contents.fix(group.storage)
             else:
                 for saved in group.saved:
                     self._check_unchanged(saved)
-                contents.movable.append(Movable(group.storage, len(group.saved), group.saved[0].order, bool(sent[key])))
+                entry = Movable(group.storage, group.saved, bool(sent[key]))
+                if self._is_inside and self._is_across(entry):
+                    contents.fix(entry.storage)
+                else:
+                    contents.movable.append(entry)
         return contents
 
     def _groups(self) -> dict[int, _Group]:
@@ -184,23 +246,45 @@ class Stash:
             device.type != ours.type or (None not in (device.index, ours.index) and device.index != ours.index)
         )
 
-    def mark(self, part: int, *, away: bool) -> None:
-        """Say whether a part's movable storages are empty; part 0 is all of them."""
-        if away:
-            self._away.add(part)
-        else:
-            self._away.discard(part)
+    def settle(self, contents: Contents, num_parts: int) -> None:
+        """Decide which storages are in which part, after a forward: what is sent to the next stage is in the last."""
+        self._outputs = {entry.saved[0].order for entry in contents.movable if entry.is_output}
+        if len(self.cuts) != num_parts - 1:
+            self.cuts = cuts_for(contents.movable, num_parts)
 
-    def of_part(self, contents: Contents, part: int) -> list[tuple[Storage, int]]:
-        """The movable storages of a part, each with the number of its owners. What is sent to the next stage is in the last."""
-        entries = [(e.storage, e.num_saved, self._part_of(e)) for e in contents.movable]
-        return [(storage, num_saved) for storage, num_saved, its_part in entries if part in (0, its_part)]
+    def send_away(self, contents: Contents, part: int) -> list[tuple[Storage, int]]:
+        """Mark a part as away, and return its movable storages, each with the number of its owners."""
+        entries = [entry for entry in contents.movable if part in (0, self._part_of(entry))]
+        self._away[part] = [weakref.ref(saved) for entry in entries for saved in entry.saved]
+        self._mark(part, is_away=True)
+        return [(entry.storage, len(entry.saved)) for entry in entries]
+
+    def take_back(self, part: int) -> None:
+        """A part's storages have their bytes again."""
+        self._mark(part, is_away=False)
+        del self._away[part]
+
+    def _mark(self, part: int, *, is_away: bool) -> None:
+        for saved in [saved for ref in self._away[part] if (saved := ref()) is not None]:
+            saved.is_away = is_away
+
+    def part_sizes(self, contents: Contents) -> tuple[int, ...]:
+        """The movable bytes of each part."""
+        sizes = [0] * (len(self.cuts) + 1)
+        for entry in contents.movable:
+            sizes[self._part_of(entry) - 1] += entry.storage.nbytes()
+        return tuple(sizes)
 
     def _part_of(self, entry: Movable) -> int:
-        return len(self._cuts) + 1 if entry.is_output else self._part(entry.order)
+        first = entry.saved[0].order
+        return len(self.cuts) + 1 if first in self._outputs else self._part(first)
+
+    def _is_across(self, entry: Movable) -> bool:
+        """Whether a storage belongs to one part and is used in another: then it can't come and go with a piece."""
+        return any(self._part(saved.order) != self._part_of(entry) for saved in entry.saved)
 
     def _part(self, order: int) -> int:
-        return bisect_right(self._cuts, order) + 1
+        return bisect_right(self.cuts, order) + 1
 
 
 def _has_parameter(group: _Group) -> bool:
@@ -209,3 +293,16 @@ def _has_parameter(group: _Group) -> bool:
 
 def _count(tensors: Iterable[torch.Tensor]) -> Counter[int]:
     return Counter(storage._cdata for tensor in tensors for storage in storages_of(tensor))
+
+
+def cuts_for(movable: Sequence[Movable], num_parts: int) -> tuple[int, ...]:
+    """Where each part but the first begins, in the order of saving, so that all have about as many bytes."""
+    total = sum(entry.storage.nbytes() for entry in movable)
+    cuts: list[int] = []
+    before = 0
+    for entry in movable:
+        while len(cuts) < num_parts - 1 and before + entry.storage.nbytes() / 2 >= total * (len(cuts) + 1) / num_parts:
+            cuts.append(entry.saved[0].order)
+        before += entry.storage.nbytes()
+    end = movable[-1].saved[-1].order + 1 if movable else 0
+    return tuple(cuts) + (end,) * (num_parts - 1 - len(cuts))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,18 +14,22 @@ Storage = torch.UntypedStorage
 
 def storages_of(tensor: torch.Tensor) -> Iterator[Storage]:
     """Yield the storages that hold a tensor's data, those inside a wrapper subclass (such as DTensor) included."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is not None:
-        for name in flatten()[0]:
-            yield from storages_of(getattr(tensor, name))
+    if hasattr(tensor, "__tensor_flatten__"):
+        for part in _parts(tensor).values():
+            yield from storages_of(part)
     elif tensor.layout is torch.strided:
         yield tensor.untyped_storage()
 
 
 def shares_parts(alias: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Whether a wrapper subclass and its alias hold the very same inner tensors, so that owners can't be told by counting."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    return flatten is not None and any(getattr(alias, name) is getattr(tensor, name) for name in flatten()[0])
+    return hasattr(tensor, "__tensor_flatten__") and any(getattr(alias, name) is part for name, part in _parts(tensor).items())
+
+
+def _parts(tensor: Any) -> dict[str, torch.Tensor]:
+    """The tensors inside a wrapper subclass, which may have other parts, such as a DTensor's mesh."""
+    parts = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+    return {name: part for name, part in parts.items() if isinstance(part, torch.Tensor)}
 
 
 def keys_of(tensors: Iterable[torch.Tensor]) -> set[int]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
@@ -20,8 +20,10 @@ from bpipe.errors import StageError
 from bpipe.memory.ledger import Key
 from bpipe.memory.storages import keys_of, storages_of
 from bpipe.runtime.evictions import Evictions
+from bpipe.runtime.pieces import PiecesOf
 from bpipe.runtime.traffic import Place, Traffic
 from bpipe.schedules import Action, Op
+from bpipe.split import WeightHalf, run_input_half
 from bpipe.stage import PipelineStage
 
 __all__: list[str] = []
@@ -33,7 +35,7 @@ class Job:
 
     Args:
         args: the first stage's positional arguments, by microbatch.
-        kwargs: the keyword arguments of this rank's stages, by microbatch.
+        kwargs: the keyword arguments of each of this rank's stages, by microbatch.
         targets: by microbatch, or None.
         descriptions: what each microbatch looks like.
         loss_fn: called as `loss_fn(output, target, **loss_kwargs)` on the last stage, or None.
@@ -59,6 +61,35 @@ class Graph:
     box: Box
 
 
+class _Inputs(NamedTuple):
+    """What a forward gets.
+
+    Args:
+        args: the positional arguments.
+        box: for their gradients.
+        shapes: what the microbatch looks like.
+        is_received: whether they come from the stage before.
+        borrowed: what the stage before, on this rank, handed over: its tensor, ours over the same memory, and our version.
+    """
+
+    args: tuple[Any, ...]
+    box: Box
+    shapes: str
+    borrowed: Sequence[tuple[torch.Tensor, torch.Tensor, int]] = ()
+    is_received: bool = True
+
+    @property
+    def received(self) -> tuple[Any, ...]:
+        """What the stage before has sent."""
+        return self.args if self.is_received else ()
+
+    def report_changes(self) -> None:
+        """Let autograd know what was changed in place: if the stage before has saved it, its backward raises."""
+        for lent, entered, version in self.borrowed:
+            if entered._version != version:
+                increment_version(lent)
+
+
 class Compute:
     """The computations of one rank during one step.
 
@@ -67,13 +98,24 @@ class Compute:
         job: what the user wants.
         traffic: where inputs arrive and results leave.
         has_backward: whether graphs are built.
+        undivided: the stages whose backward runs as a whole, in its input half.
     """
 
-    def __init__(self, stages: Mapping[int, PipelineStage], job: Job, traffic: Traffic, *, has_backward: bool) -> None:
+    def __init__(
+        self,
+        stages: Mapping[int, PipelineStage],
+        job: Job,
+        traffic: Traffic,
+        *,
+        has_backward: bool,
+        undivided: Collection[int] = (),
+    ) -> None:
         self.losses: list[torch.Tensor] = []
         self.outputs: list[Any] = []
         self._stages, self._job, self._traffic, self._has_backward = stages, job, traffic, has_backward
+        self._undivided = undivided
         self._graphs: dict[Key, Graph] = {}
+        self._halves: dict[Key, WeightHalf] = {}
         self._foreign: dict[int, str] | None = None
         self._foreign_alive: list[StorageWeakRef] = []
 
@@ -102,15 +144,21 @@ class Compute:
         """An output as it is sent: where it lies, but a copy of what the stage itself keeps and may change."""
         return dense(tensor.clone() if keys_of([tensor]) & self.foreign().keys() else tensor)
 
-    def forward(self, action: Action, evictions: Evictions) -> None:
+    def forward(self, action: Action, evictions: Evictions, pieces: PiecesOf | None) -> None:
         stage, key = self._stages[action.stage], action[1:3]
-        args, box, shapes = self._arguments(action)
-        stash = evictions.follow(key, shapes) if self._has_backward else None
+        inputs = self._inputs(action)
+        stash = evictions.follow(action, inputs.shapes, inputs.received, pieces) if self._has_backward else None
         with torch.set_grad_enabled(self._has_backward), stash.capture() if stash is not None else nullcontext():
-            output = stage.submod(*args, **self._job.kwargs[action.microbatch])
-            del args
+            output = stage.submod(*inputs.args, **self._job.kwargs[action.microbatch])
+            inputs.report_changes()
+            box = inputs.box
+            del inputs
             loss = self._loss(output, action.microbatch) if stage.is_last else None
+        if pieces is not None:
+            pieces.finish()
         if stage.is_last:
+            if stash is not None:
+                evictions.returned(key, (output, loss))
             self._finish_microbatch(output, loss, box, key)
         else:
             self._hand_on(output, box, key)
@@ -118,17 +166,19 @@ class Compute:
         if self._has_backward:
             evictions.after_forward(key, stash)
 
-    def _arguments(self, action: Action) -> tuple[tuple[Any, ...], Box, str]:
-        """The positional arguments of a forward, the box for their gradients, and what they look like."""
+    def _inputs(self, action: Action) -> _Inputs:
         shapes = self._job.descriptions[action.microbatch]
         if action.stage == 0:
-            return self._job.args[action.microbatch], Box(0), shapes
+            return _Inputs(self._job.args[action.microbatch], Box(), shapes, is_received=False)
         layout, arrived = self._traffic.arrived.pop(action[:3])
         tensors = [tensor for tensor in arrived if tensor is not None]
         needs_gradient = [meta.requires_grad and self._has_backward for meta in layout.tensors if meta is not None]
         entered, box = enter(tensors, needs_gradient)
         value = put_together(layout.nest, entered)
-        return tuple(value) if isinstance(value, (tuple, list)) else (value,), box, f"{shapes} {layout}"
+        args = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+        is_borrowed = self._has_backward and action.stage - 1 in self._stages
+        borrowed = [(lent, ours, ours._version) for lent, ours in zip(tensors, entered) if lent is not ours] if is_borrowed else ()
+        return _Inputs(args, box, f"{shapes} {layout}", borrowed)
 
     def _loss(self, output: Any, microbatch: int) -> torch.Tensor | None:
         if self._job.loss_fn is None or self._job.targets is None:
@@ -163,22 +213,44 @@ class Compute:
         layout = Layout(nest, tuple(meta_of(t, requires_grad=tensor.requires_grad) for t, tensor in zip(sent, tensors)))
         self._pass((Op.SEND_F, *key), (Op.F, stage + 1, microbatch), layout, sent)
 
-    def backward(self, action: Action, evictions: Evictions) -> None:
-        key = action[1:3]
-        graph = self._graphs.pop(key)
-        if self._stages[action.stage].is_last:
-            gradients: list[torch.Tensor | None] = [torch.full_like(self.losses[action.microbatch], self._job.loss_scale)]
-        else:
-            gradients = self._traffic.arrived.pop((Op.B, *key))[1]
+    def backward(self, action: Action, evictions: Evictions, pieces: PiecesOf | None) -> None:
+        evictions.before_backward(action, pieces)
+        graph, gradients = self._graph(action)
         run_backward(graph.edges, gradients)
         del gradients
-        evictions.after_backward(key)
-        if action.stage:
-            self._hand_back(graph.box, key)
+        if pieces is not None:
+            pieces.finish()
+        evictions.after_backward(action[1:3])
+        self._hand_back(graph.box, action[1:3])
+
+    def input_half(self, action: Action, evictions: Evictions) -> None:
+        evictions.before_backward(action, None)
+        graph, gradients = self._graph(action)
+        if action.stage in self._undivided:
+            run_backward(graph.edges, gradients)
+            self._halves[action[1:3]] = WeightHalf()
+        else:
+            self._halves[action[1:3]] = run_input_half(graph.edges, gradients, graph.box)
+        evictions.after_input_half(action[1:3], self._halves[action[1:3]].gradients())
+        self._hand_back(graph.box, action[1:3])
+
+    def weight_half(self, action: Action, evictions: Evictions) -> None:
+        self._halves.pop(action[1:3]).run()
+        evictions.after_backward(action[1:3])
+
+    def _graph(self, action: Action) -> tuple[Graph, list[torch.Tensor | None]]:
+        """What a backward needs: the graph of its microbatch, and the gradients of the stage's outputs."""
+        graph = self._graphs.pop(action[1:3])
+        if self._stages[action.stage].is_last:
+            return graph, [torch.full_like(self.losses[action.microbatch], self._job.loss_scale)]
+        return graph, self._traffic.arrived.pop((Op.B, action.stage, action.microbatch))[1]
 
     def _hand_back(self, box: Box, key: Key) -> None:
         stage, microbatch = key
+        if stage == 0:
+            return
         sent = [None if gradient is None else dense(gradient) for gradient in box.gradients]
+        box.gradients.clear()  # the graph keeps the box until a weight half has run
         layout = Layout("", tuple(None if gradient is None else meta_of(gradient, requires_grad=False) for gradient in sent))
         self._pass((Op.SEND_B, *key), (Op.B, stage - 1, microbatch), layout, sent)
 

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.comm import header
 from bpipe.comm.transport import Transfer
 from bpipe.memory.bundle import Bundle
-from bpipe.memory.guests import Guest, Rooms
+from bpipe.memory.footprint import Footprint, covering, footprint_of
+from bpipe.memory.guests import Rooms
 from bpipe.memory.host import HostRooms
-from bpipe.memory.ledger import Footprint, Key, Kind, Ledger, footprint_of
-from bpipe.memory.stash import Stash
+from bpipe.memory.ledger import Key, Kind, Ledger
+from bpipe.memory.stash import Contents, Pieces, Stash
+from bpipe.memory.storages import storages_of
+from bpipe.microbatch import tensors_in
 from bpipe.runtime.traffic import Traffic
-from bpipe.schedules import Action
+from bpipe.schedules import Action, Op, Plan
 from bpipe.schedules.action import HOST
+from bpipe.schedules.meter import slot
+from bpipe.schedules.rooms import Guest, reserve
+from bpipe.schedules.sizes import StageSizes
 
 __all__: list[str] = []
 
@@ -27,26 +35,54 @@ REMEMBERED_KINDS = 1024  # of microbatches, by stage and shapes
 class Memory:
     """What a schedule remembers from step to step: measured footprints, the rooms for guests, and those in the host's memory."""
 
+    num_parts: int = 1  # in which a microbatch may move
+    is_inside: bool = False  # whether parts come and go inside forwards and backwards
     profile: dict[Kind, Footprint] = field(default_factory=dict)
+    settled: dict[Kind, Footprint] = field(default_factory=dict)  # as seen before their backward
     cuts: dict[Kind, tuple[int, ...]] = field(default_factory=dict)  # where the parts of a microbatch begin
     rooms: dict[int, Rooms] = field(default_factory=dict)  # by evictor
     host_rooms: HostRooms | None = None
 
-    def host(self, device: torch.device) -> HostRooms:
-        """The rooms in this rank's host memory, made when first used."""
-        if self.host_rooms is None:
-            self.host_rooms = HostRooms(device)
+    def reserve(self, plan: Plan, rank: int, device: torch.device) -> None:
+        """Make the rooms of a plan's guests on this rank and its host, in place of another plan's."""
+        self.clear()
+        in_bytes = plan.sizes is not None
+        moved = slot if plan.sizes is None else plan.sizes.moved
+        chains, of_host = plan.chains(rank), plan.host_chain(rank)
+        self.rooms = {peer: Rooms(reserve(chain, moved), device, in_bytes=in_bytes) for peer, chain in chains.items()}
+        self.host_rooms = HostRooms(reserve(of_host, moved), device, in_bytes=in_bytes) if of_host else None
+
+    def clear(self) -> None:
+        """Give the memory of all rooms back."""
+        for rooms in self.rooms.values():
+            rooms.clear()
+        if self.host_rooms is not None:
+            self.host_rooms.clear()
+
+    def host(self) -> HostRooms:
+        assert self.host_rooms is not None, "the plan evicts nothing to the host"
         return self.host_rooms
 
     def learn(self, kind: Kind, footprint: Footprint) -> None:
         """Remember the latest microbatch of a kind that was followed, and forget the oldest kind when there are too many."""
         self.profile[kind] = footprint
         if len(self.profile) > REMEMBERED_KINDS:
-            del self.profile[next(iter(self.profile))]
+            oldest = next(iter(self.profile))
+            for of_kinds in (self.profile, self.settled, self.cuts):
+                of_kinds.pop(oldest, None)
+
+    def forget(self) -> None:
+        """Forget what was measured."""
+        for of_kinds in (self.profile, self.settled, self.cuts):
+            of_kinds.clear()
 
     @property
     def guest_bytes(self) -> int:
         return sum(rooms.num_bytes for rooms in self.rooms.values())
+
+    @property
+    def host_bytes(self) -> int:
+        return 0 if self.host_rooms is None else self.host_rooms.num_bytes
 
 
 class Evictions:
@@ -54,7 +90,7 @@ class Evictions:
 
     Args:
         traffic: this rank's transfers.
-        evicted: the microbatches that the plan evicts.
+        followed: the microbatches that the plan evicts, or between whose pieces it does something.
         memory: footprints measured so far; a first microbatch with new shapes adds to them.
         find_foreign: finds storages that are no activations, and what they are.
         kept: the tensors that the step will return to the user.
@@ -63,43 +99,128 @@ class Evictions:
     def __init__(
         self,
         traffic: Traffic,
-        evicted: Iterable[Key],
+        followed: Iterable[Key],
         memory: Memory,
         find_foreign: Callable[[], dict[int, str]],
         kept: Callable[[], list[torch.Tensor]],
     ) -> None:
         self.ledger = Ledger()
-        self._traffic, self._evicted, self._memory = traffic, set(evicted), memory
+        self._traffic, self._followed, self._memory = traffic, set(followed), memory
         self._find_foreign, self._kept = find_foreign, kept
         self._kinds: dict[Key, Kind] = {}
         self._first: dict[Kind, Footprint] = {}
         self._stashes: dict[Key, Stash] = {}
         self._bundles: dict[Guest, Bundle] = {}
+        self._received: dict[Key, _Message] = {}
+        self._returned: dict[Key, _Message] = {}
         self._landing: dict[Guest, list[torch.Tensor]] = {}
 
-    def follow(self, key: Key, shapes: str) -> Stash | None:
-        """A stash for a microbatch that will be evicted, or is the first of its stage with these shapes; else nothing."""
+    def follow(self, action: Action, shapes: str, received: object, pieces: Pieces | None) -> Stash | None:
+        """A stash for a microbatch that will be evicted, or is the first of its stage with these shapes; else nothing.
+
+        Args:
+            action: its forward.
+            shapes: what it looks like.
+            received: the nest of tensors that the stage before has sent.
+            pieces: those of its forward, if the plan does something between them.
+        """
+        key = action[1:3]
         kind = self._kinds[key] = (key[0], shapes)
-        if key not in self._evicted and kind in self._memory.profile:
+        if key not in self._followed and kind in self._memory.profile:
             return None
+        self._received[key] = _Message.of(tensors_in(received))
+        name, device = f"microbatch {key[1]} of stage {key[0]}", self._traffic.transport.device
         cuts = self._memory.cuts.get(kind, ())
-        return Stash(f"microbatch {key[1]} of stage {key[0]}", self._find_foreign(), self._traffic.transport.device, cuts)
+        stash = Stash(name, self._find_foreign(), device, cuts, is_inside=self._memory.is_inside)
+        stash.pieces = pieces
+        if self._traffic.is_own(action.stage - 1):
+            stash.borrow(tensors_in(received))
+        if action.part:
+            self.begin_piece(action)
+        return stash
+
+    def begin_piece(self, piece: Action) -> None:
+        """A forward takes what it saves piece by piece, a backward gives it back so."""
+        footprint = self._memory.profile.get(self._kinds[piece[1:3]])
+        if footprint is not None and footprint.parts:
+            if piece.op is Op.F:
+                self.ledger.piece(piece[1:3], footprint.parts[piece.part - 1])
+            elif piece.part < len(footprint.parts):
+                self.ledger.piece(piece[1:3], -footprint.parts[piece.part])
 
     def after_forward(self, key: Key, stash: Stash | None) -> None:
         """Enter a microbatch in the ledger: as it was found, or as measured before."""
         kind = self._kinds[key]
         if stash is not None:
+            stash.pieces = None
+            if self._traffic.is_own(key[0] + 1):
+                stash.lend(self._traffic.result_of(*key))
             contents = stash.contents(self._kept(), self._traffic.holds())
-            self._memory.learn(kind, footprint_of(contents))
+            stash.settle(contents, self._memory.num_parts)
+            if self._memory.is_inside:
+                del contents  # whose references would count as owners
+                contents = stash.contents(self._kept(), self._traffic.holds())  # the parts decide what can move
+            self._memory.cuts[kind] = tuple(stash.cuts)
+            self._memory.learn(kind, self._footprint(key, stash, contents))
             self.ledger.seen(contents)
-            if key in self._evicted:
-                self._stashes[key] = stash
-        self.ledger.forward(key, kind, self._memory.profile[kind])
+            self._stashes[key] = stash
+        known = None if stash is not None else self._memory.settled.get(kind)
+        self.ledger.forward(key, kind, known or self._memory.profile[kind])
         self._first.setdefault(kind, self._memory.profile[kind])
 
+    def returned(self, key: Key, result: object) -> None:
+        """The last stage and the loss returned this for a microbatch that is followed."""
+        self._returned[key] = _Message.of(tensors_in(result))
+
+    def _footprint(self, key: Key, stash: Stash, contents: Contents) -> Footprint:
+        """What a microbatch takes, its messages included."""
+        received = self._received.pop(key)
+        sent = self._returned.pop(key, None) or _Message.of(self._traffic.result_of(*key))
+        return footprint_of(contents)._replace(
+            parts=stash.part_sizes(contents),
+            received_bytes=received.num_bytes,
+            sent_bytes=sent.num_bytes,
+            kept_received_bytes=received.among(contents.own),
+            kept_sent_bytes=sent.among(contents.own),
+        )
+
     def predicted(self) -> dict[Key, Footprint]:
-        """The footprint of each microbatch, if it is like the first of its kind in this step."""
-        return {key: self._first[kind] for key, kind in self._kinds.items()}
+        """The footprint of each microbatch, if it is like the first of its kind that was measured."""
+        return {key: self._memory.settled.get(kind) or self._first[kind] for key, kind in self._kinds.items()}
+
+    def settled(self) -> dict[int, StageSizes]:
+        """For each stage, sizes that cover this step's microbatches as they were before their backward."""
+        kinds = {stage: {kind for key, kind in self._kinds.items() if key[0] == stage} for stage, _ in self._kinds}
+        return {stage: covering(self._memory.settled[kind] for kind in of_stage) for stage, of_stage in kinds.items()}
+
+    def before_backward(self, action: Action, pieces: Pieces | None) -> None:
+        """Look once more at the first microbatch of a kind: by now nobody but autograd should hold what it saved.
+
+        Args:
+            action: the backward.
+            pieces: its own, if the plan does something between them.
+        """
+        stash, kind = self._stashes.get(action[1:3]), self._kinds[action[1:3]]
+        if stash is not None:
+            stash.pieces = pieces
+        if stash is not None and kind not in self._memory.settled and not action.part:
+            contents = stash.contents(self._kept(), self._traffic.holds())
+            self._memory.settled[kind] = self._memory.profile[kind].seen_again(contents, stash.part_sizes(contents))
+
+    def after_input_half(self, key: Key, gradients: Iterable[torch.Tensor]) -> None:
+        """Measure what the first microbatch of a kind leaves between the halves of its backward.
+
+        Args:
+            key: the microbatch.
+            gradients: those that wait for the weight half.
+        """
+        stash, kind = self._stashes.get(key), self._kinds[key]
+        settled = self._memory.settled[kind]
+        if stash is not None and settled.between_bytes is None:
+            left = stash.contents(self._kept(), self._traffic.holds())
+            waiting = sum({s._cdata: s.nbytes() for gradient in gradients for s in storages_of(gradient)}.values())
+            self._memory.settled[kind] = settled._replace(between_bytes=left.own_bytes + left.borrowed_bytes + waiting)
+        self.ledger.input_half(key, self._memory.settled[kind].between_bytes)
 
     def after_backward(self, key: Key) -> None:
         self._stashes.pop(key, None)
@@ -109,12 +230,11 @@ class Evictions:
         key, traffic = action[1:3], self._traffic
         stash = self._stashes[key]
         contents = stash.contents(self._kept(), traffic.holds())
-        self.ledger.seen_again(key, footprint_of(contents))
-        bundle = self._bundles[action[1:4]] = Bundle(stash.of_part(contents, action.part), stash.name)
-        self.ledger.leaving(action, bundle.num_bytes)
-        stash.mark(action.part, away=True)
+        if all(guest[:2] != key for guest in self._bundles):  # all of it is here
+            self.ledger.seen_again(key, contents, stash.part_sizes(contents))
+        bundle = self._bundles[action[1:4]] = Bundle(stash.send_away(contents, action.part), stash.name)
         if action.peer == HOST:
-            transfer: Transfer = self._memory.host(traffic.transport.device).store(action[1:4], bundle.messages())
+            transfer: Transfer = self._memory.host().store(action[1:4], bundle.messages())
         else:
             data = header.pack_eviction(traffic.subject(*key), action.part, bundle.message_sizes)
             transfer = traffic.transport.send(traffic.channel(action), bundle.messages(), data)
@@ -130,7 +250,7 @@ class Evictions:
         self.ledger.loading(action)
         messages = self._landing[action[1:4]] = self._bundles[action[1:4]].refill()
         if action.peer == HOST:
-            transfer: Transfer = self._memory.host(self._traffic.transport.device).fetch(action[1:4], messages)
+            transfer: Transfer = self._memory.host().fetch(action[1:4], messages)
         else:
             transfer = self._traffic.transport.receive(self._traffic.channel(action), messages)
         self._traffic.posted(action, transfer)
@@ -138,5 +258,20 @@ class Evictions:
     def complete_load(self, action: Action) -> None:
         self._traffic.wait(action)
         self._bundles.pop(action[1:4]).scatter(self._landing.pop(action[1:4]))
-        self._stashes[action[1:3]].mark(action.part, away=False)
-        self.ledger.loaded(action)
+        self._stashes[action[1:3]].take_back(action.part)
+
+
+class _Message(NamedTuple):
+    """What a stage gets or returns: its bytes, and those of each storage under it, with a weak reference to tell it again."""
+
+    num_bytes: int
+    storages: dict[int, tuple[StorageWeakRef, int]]
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> _Message:
+        found = {s._cdata: (StorageWeakRef(s), s.nbytes()) for tensor in tensors for s in storages_of(tensor)}
+        return cls(max(sum(tensor.nbytes for tensor in tensors), sum(size for _, size in found.values())), found)
+
+    def among(self, keys: Container[int]) -> int:
+        """How many of its bytes lie in some storages."""
+        return sum(size for key, (storage, size) in self.storages.items() if key in keys and not storage.expired())

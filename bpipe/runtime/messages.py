@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import MutableMapping
 
 import torch
@@ -11,7 +12,7 @@ from bpipe.comm.message import Layout
 from bpipe.errors import StageError
 from bpipe.memory.storages import bytes_of
 from bpipe.runtime.traffic import Traffic
-from bpipe.schedules import Action, Op, Purpose
+from bpipe.schedules import Action, Channel, Op, Purpose
 from bpipe.schedules.action import START_OF, WAIT_OF
 
 __all__: list[str] = []
@@ -23,7 +24,8 @@ class Messages:
     """The messages between the stages of one rank and their neighbours, during one step.
 
     The first step with new input shapes learns the layouts, from headers that travel before the tensors; from then on
-    receives are posted ahead, and senders check that nothing changed.
+    receives are posted ahead, and senders check that nothing changed. Headers are read in the order of the plan's receives on
+    their channel, whichever is completed first.
 
     Args:
         traffic: this rank's transfers.
@@ -34,6 +36,7 @@ class Messages:
         self._traffic, self._layouts, self._is_learning = traffic, layouts, is_learning
         self._versions: dict[tuple[Op, int, int], list[tuple[torch.Tensor, int]]] = {}
         self._landing: dict[tuple[Op, int, int], tuple[Layout, list[torch.Tensor | None]]] = {}
+        self._unlearned: dict[Channel, deque[Action]] = defaultdict(deque)
 
     def send(self, action: Action) -> None:
         layout, tensors = self._traffic.outgoing.pop(action[:3])
@@ -59,13 +62,16 @@ class Messages:
                 )
 
     def receive(self, action: Action) -> None:
-        if not self._is_learning:
+        if self._is_learning:
+            self._unlearned[self._traffic.channel(action)].append(action)
+        else:
             self._post(action, self._layouts[self._boundary(action)])
 
     def complete_receive(self, action: Action) -> None:
         start = action._replace(op=START_OF[action.op])
-        if self._is_learning:
-            self._post(start, self._learn(start))
+        unlearned = self._unlearned[self._traffic.channel(start)]
+        while start in unlearned:
+            self._learn(unlearned.popleft())
         self._traffic.wait(action)
         use = Op.F if start.op is Op.RECV_F else Op.B
         self._traffic.arrived[use, action.stage, action.microbatch] = self._landing.pop(start[:3])
@@ -81,14 +87,14 @@ class Messages:
         self._landing[action[:3]] = (layout, tensors)
         self._traffic.posted(action, transport.receive(self._traffic.channel(action), views))
 
-    def _learn(self, start: Action) -> Layout:
-        """Read the header that says what is about to come."""
+    def _learn(self, start: Action) -> None:
+        """Read the header that says what is about to come, and post its receive."""
         channel = self._traffic.channel(start)
         data = self._traffic.timed(WAIT_OF[start.op], lambda: self._traffic.transport.receive_header(channel))
         sender = start.stage + (-1 if start.op is Op.RECV_F else 1)
         layout = header.unpack_layout(data, self._traffic.subject(sender, start.microbatch))
         self._layouts[self._boundary(start)] = layout
-        return layout
+        self._post(start, layout)
 
 
 def _changed(action: Action, agreed: Layout, layout: Layout) -> StageError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch.autograd import profiler
 
 from bpipe.comm.transport import Transport
@@ -12,9 +13,12 @@ from bpipe.runtime.compute import Compute, Job
 from bpipe.runtime.evictions import Evictions, Memory
 from bpipe.runtime.messages import Layouts, Messages
 from bpipe.runtime.observe import Observer
+from bpipe.runtime.pieces import PiecesOf
 from bpipe.runtime.serve import Acceptor
+from bpipe.runtime.sharding import Sharding
 from bpipe.runtime.traffic import Traffic
 from bpipe.schedules import Action, Op, Plan
+from bpipe.schedules.action import COMPUTE
 from bpipe.stage import PipelineStage
 
 __all__: list[str] = []
@@ -50,11 +54,15 @@ class Run:
     ) -> None:
         self.plan, self.rank, self.step, self.device = plan, rank, step, transport.device
         self.holds_last_stage = any(stage.is_last for stage in stages.values())
-        self.traffic = Traffic(transport, rank, step)
-        self.compute = Compute(stages, job, self.traffic, has_backward=plan.has_backward)
-        self.evictions = Evictions(self.traffic, plan.evicted(rank), memory, self.compute.foreign, self.compute.kept)
+        self.traffic = Traffic(transport, rank, step, stages)
+        self.sharding = Sharding(stages, plan.actions[rank])
+        self.compute = Compute(stages, job, self.traffic, has_backward=plan.has_backward, undivided=self.sharding.unplanned)
+        followed = {*plan.evicted(rank), *plan.interrupted(rank)}
+        self.evictions = Evictions(self.traffic, followed, memory, self.compute.foreign, self.compute.kept)
         self._messages = Messages(self.traffic, layouts, is_learning=is_learning)
         self._acceptors = {peer: Acceptor(Traffic(transport, rank, step), rooms) for peer, rooms in memory.rooms.items()}
+        self.advance: Callable[[Action], None] | None = None  # does what stands before a piece of a computation
+        self._piece: Action | None = None  # the one that runs now
         self._observer = observer
         if observer is not None:
             observer.started(self)
@@ -62,6 +70,39 @@ class Run:
     def _acceptor(self, action: Action) -> Acceptor:
         assert action.peer is not None
         return self._acceptors[action.peer]
+
+    def _pieces(self, action: Action) -> PiecesOf | None:
+        """The pieces of a computation that begins with this one."""
+        if not action.part:
+            return None
+        last = self.plan.num_parts(action.stage) if action.op is Op.F else 1
+        return PiecesOf(action, last, self._begin_piece)
+
+    def _compute(self, action: Action, compute: Callable[[Action, Evictions, PiecesOf | None], None]) -> None:
+        self._piece = action if action.part else None
+        compute(action, self.evictions, self._pieces(action))
+
+    def _begin_piece(self, piece: Action) -> None:
+        """Do what the plan has before a piece, and go on with the computation."""
+        assert self.advance is not None
+        with torch.no_grad():
+            self._end_piece()
+            if piece.op is Op.B:
+                self.evictions.begin_piece(piece)  # the piece before has given its memory back
+            self.advance(piece)
+        self._piece = piece
+        if piece.op is Op.F:
+            self.evictions.begin_piece(piece)
+        if self._observer is not None:
+            self._observer.before(self, piece)
+
+    def _end_piece(self) -> None:
+        if self._observer is not None and self._piece is not None:
+            self._observer.after(self, self._piece)
+
+    def _weight_half(self, action: Action) -> None:
+        self.compute.weight_half(action, self.evictions)
+        self.sharding.after_weight_half(action)
 
     def execute(self, action: Action) -> None:
         """Do one action of the compute lane or the served lane.
@@ -87,7 +128,7 @@ class Run:
                 self._observer.before(self, action)
             _METHODS[action.op](self, action)
             if self._observer is not None:
-                self._observer.after(self, action)
+                self._observer.after(self, self._piece if action.part and action.op in COMPUTE and self._piece else action)
 
     def _named(self, action: Action) -> AbstractContextManager[object]:
         # Only where the profiler is on: record_function takes microseconds where it is off, too.
@@ -96,8 +137,13 @@ class Run:
 
 # Beside the class, not bound methods in each run: those would be a cycle that keeps a step's tensors until it is collected.
 _METHODS: dict[Op, Callable[[Run, Action], None]] = {
-    Op.F: lambda run, action: run.compute.forward(action, run.evictions),
-    Op.B: lambda run, action: run.compute.backward(action, run.evictions),
+    Op.F: lambda run, action: run._compute(action, run.compute.forward),
+    Op.B: lambda run, action: run._compute(action, run.compute.backward),
+    Op.I: lambda run, action: run.compute.input_half(action, run.evictions),
+    Op.W: lambda run, action: run._weight_half(action),
+    Op.UNSHARD: lambda run, action: run.sharding.unshard(action),
+    Op.RESHARD: lambda run, action: run.sharding.reshard(action),
+    Op.REDUCE_GRAD: lambda run, action: run.sharding.reduce(action),
     Op.SEND_F: lambda run, action: run._messages.send(action),
     Op.SEND_B: lambda run, action: run._messages.send(action),
     Op.RECV_F: lambda run, action: run._messages.receive(action),

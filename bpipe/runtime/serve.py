@@ -10,9 +10,10 @@ import torch
 
 from bpipe.comm import header
 from bpipe.errors import CommError
-from bpipe.memory.guests import Guest, Rooms
+from bpipe.memory.guests import Rooms
 from bpipe.runtime.traffic import Traffic
 from bpipe.schedules import Action
+from bpipe.schedules.rooms import Guest
 
 __all__: list[str] = []
 
@@ -45,7 +46,6 @@ class Acceptor:
 
     def complete_return(self, action: Action) -> None:
         self._traffic.wait(action)
-        self._rooms.leave(action[1:4])
 
 
 class Server(threading.Thread):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -31,10 +31,12 @@ class Traffic:
         transport: posts and waits.
         rank: this rank in the plan.
         step: the number of the step.
+        stages: those on this rank.
     """
 
-    def __init__(self, transport: Transport, rank: int, step: int) -> None:
+    def __init__(self, transport: Transport, rank: int, step: int, stages: Container[int] = ()) -> None:
         self.transport, self.rank, self.step = transport, rank, step
+        self._stages = stages
         self.arrived: dict[Place, Mail] = {}  # for a forward or backward that is about to run
         self.outgoing: dict[Place, Mail] = {}  # for a send that is about to be posted
         self.waited_s: dict[Op, float] = defaultdict(float)
@@ -63,6 +65,15 @@ class Traffic:
         result = call()
         self.waited_s[op] += time.perf_counter() - start
         return result
+
+    def is_own(self, stage: int) -> bool:
+        """Whether a stage is on this rank."""
+        return stage in self._stages
+
+    def result_of(self, stage: int, microbatch: int) -> list[torch.Tensor]:
+        """What a forward has just left for the next stage."""
+        mail = self.outgoing.get((Op.SEND_F, stage, microbatch)) or self.arrived.get((Op.F, stage + 1, microbatch))
+        return [] if mail is None else [tensor for tensor in mail[1] if tensor is not None]
 
     def holds(self) -> Iterator[torch.Tensor]:
         """Yield the tensors between stages that the pipeline itself holds now."""

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpipe.memory.ledger import Footprint, Ledger, footprint_of, predicted_peak_bytes
+from bpipe.memory.footprint import Footprint, footprint_of
+from bpipe.memory.ledger import Ledger, predicted_peak_bytes
 from bpipe.memory.stash import Contents
 from bpipe.memory.storages import Held
 from bpipe.schedules import Action, Op, Plan, build
@@ -95,16 +96,16 @@ def test_a_second_look_corrects_the_first() -> None:
     ledger = Ledger()
     ledger.forward((0, 0), (0, ""), Footprint(10, 10, 5))
     ledger.seen_again((0, 0), Footprint(15, 15, 0))
-    ledger.evicted((0, 0), 15)
+    ledger.evicted(Action(Op.EVICT, 0, 0, peer=1), 15)
     assert ledger.live_bytes == 0
-    ledger.loading((0, 0))
+    ledger.loading(Action(Op.LOAD, 0, 0, peer=1))
     ledger.backward((0, 0))
     assert (ledger.live_bytes, ledger.peak_bytes, ledger.slots) == (0, 15, 0)
 
 
 def test_an_eviction_of_what_was_never_saved() -> None:
     with pytest.raises(KeyError):
-        Ledger().loading((0, 0))
+        Ledger().loading(Action(Op.LOAD, 0, 0, peer=1))
 
 
 def test_footprint() -> None:

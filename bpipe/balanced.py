@@ -1,0 +1,275 @@
+"""Any schedule, balanced in bytes: sizes come from the first real step, and the plan is made anew when they change."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from bpipe import microbatch as mb
+from bpipe.comm.agreement import Record
+from bpipe.comm.replicas import difference
+from bpipe.errors import AgreementError, BPipeError, ConfigurationError
+from bpipe.loopback import LoopbackGroup
+from bpipe.memory.footprint import Footprint
+from bpipe.memory.static import available_bytes, bytes_under, present_bytes, static_bytes
+from bpipe.policy import Budget, Policy
+from bpipe.runtime.run import Run
+from bpipe.schedule import REMEMBERED_SHAPES, Gather, Proven, Schedule, Step, StepKey
+from bpipe.schedules import Costs, Op, Plan, finish
+from bpipe.schedules.balance import Destinations
+from bpipe.schedules.communicate import communicate, computations_only
+from bpipe.schedules.one_at_a_time import one_at_a_time
+from bpipe.schedules.sizes import Sizes, StageSizes
+
+__all__ = ["Balanced"]
+
+LOG = logging.getLogger("bpipe")
+RESERVE_BYTES = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Measured:
+    """What the measuring step found on this rank: the sizes of its stages, what modules hold, what the step returns."""
+
+    stages: dict[int, StageSizes]
+    held_bytes: int
+    returned_bytes: int
+
+
+@dataclass(slots=True)
+class _Shapes:
+    """What is known of steps whose inputs look alike."""
+
+    measured: _Measured | None = None
+    plan: Plan | None = None
+
+
+class Balanced(Schedule):
+    """A schedule whose ranks keep within a budget of bytes: what does not fit is evicted to ranks with room.
+
+    The order of computations is the schedule's, and so are the gradients, to the bit. The first step, and each first one with
+    inputs of other shapes, runs one microbatch at a time, which needs no more memory than the later ones, and measures. Before
+    the second one the ranks exchange what they measured, make the plan and prove it, the same on all. (Where stages that share
+    a rank draw random numbers, as dropout does, they draw them in another order in such a first step.) Sizes that grow
+    although shapes are the same are noticed in microbatches that are evicted, and measured anew.
+
+    A rank's bytes are those of its parameters, gradients, buffers and the optimizer's states as they are before the second
+    step, of what its modules hold besides, of the outputs and losses that a step returns, of saved activations, messages
+    between stages, and rooms for guests. What operations need for a moment while they run is not among them, nor are weights
+    that FSDP gathers.
+
+    Args:
+        schedule: what to balance, of any class and not yet used; use the balanced one in its place. Its own `slots` are dropped.
+        budget: the most bytes that each rank may use, static ones included, one number or one for each rank of the plan (None:
+            no limit); "auto": on CUDA what the rank uses already and what is free when the plan is made, less `reserve_bytes`,
+            on CPU as low as possible; "lowest": as low as possible; None: count microbatches, as `BalancedOneFOneB` does.
+        parts: into how many parts a microbatch may be cut, each of which can move by itself.
+        inside: whether parts also leave and return inside forwards and backwards, which reaches the mean of the ranks.
+        to: who may take a rank's guests; default: its pair p-1-x, then any rank with room. `Destinations(host="last")` lets
+            ranks use their host's memory where no rank has room.
+        costs: how long computations and transfers take, if known: what can be hidden is evicted first.
+        sizes: the bytes of a microbatch on each stage and of what stays on each rank, if known: then no step is measured.
+        reserve_bytes: with budget "auto", what stays free: room for what operations need while they run, such as the last
+            stage's softmax, and for fragments. Default: 1 GiB.
+        optimizer: whose states count as static bytes of this rank.
+        replicas: a process group of the ranks that hold the same stages in other pipelines: their sizes are compared, and
+            refused where they differ. Collective over it with each plan, so replicas change shapes in the same steps.
+
+    Raises:
+        ConfigurationError: arguments that cannot work together, or a schedule that has run or is balanced already.
+        BudgetError: a budget that cannot be met, when the sizes are known: here, or with measured ones on all ranks in the
+            second step, before anything is sent.
+        AgreementError: in the second step, replicas with different sizes.
+
+    Example:
+        >>> import bpipe
+        >>> from torch import nn
+        >>> loopback = bpipe.Loopback(4)
+        >>> parts = [nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(4)]
+        >>> stages = [bpipe.PipelineStage(part, i, 4, "cpu", group=loopback.rank(i)) for i, part in enumerate(parts)]
+        >>> plain = [bpipe.OneFOneB(stage, 8, loss_fn=nn.functional.mse_loss) for stage in stages]
+        >>> schedules = [bpipe.Balanced(schedule, budget="lowest") for schedule in plain]
+        >>> x = torch.randn(512, 8)
+        >>> _ = [loopback.step(schedules, x, target=x, return_outputs=False) for _ in range(2)]
+        >>> len(schedules[0].plan.evicted(0)) > 0
+        True
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        budget: Budget = "auto",
+        *,
+        parts: int = 1,
+        inside: bool = False,
+        to: Destinations | None = None,
+        costs: Costs | None = None,
+        sizes: Sizes | None = None,
+        reserve_bytes: int = RESERVE_BYTES,
+        optimizer: torch.optim.Optimizer | None = None,
+        replicas: Any = None,
+    ) -> None:
+        _check_unused(schedule)
+        if replicas is not None and not isinstance(replicas, torch.distributed.ProcessGroup):
+            raise ConfigurationError(f"replicas is a process group of torch.distributed, got {type(replicas).__qualname__}")
+        to = Destinations() if to is None else to
+        self.rule = schedule.rule
+        self._policy = Policy(budget=budget, parts=parts, inside=inside, to=to, costs=costs, sizes=sizes)
+        self._policy.check(schedule.plan)
+        self._is_lowest = budget == "lowest" or (budget == "auto" and schedule._transport.device.type != "cuda")
+        self._reserve_bytes, self._optimizer, self._replicas = reserve_bytes, optimizer, replicas
+        self._base = computations_only(schedule.plan)
+        self._first_plan = self._plan_before_measuring()
+        self._measuring = None if self._first_plan is not None else finish(one_at_a_time(self._base))
+        self._shapes: OrderedDict[StepKey, _Shapes] = OrderedDict()
+        self._grown: set[tuple[int, Footprint]] = set()
+        self._num_measurings = 0
+        schedule.close()
+        super().__init__(*schedule._arguments)
+        self._memory.num_parts, self._memory.is_inside = parts, inside
+        asked = f"{self._policy} {replicas is not None}"
+        for is_training, (plan, fingerprint) in self._plans.items():
+            self._plans[is_training] = Proven(plan, hashlib.sha256(f"{fingerprint} {asked}".encode()).hexdigest()[:32])
+
+    def _plan_before_measuring(self) -> Plan | None:
+        """The plan to train with, if nothing has to be measured for it."""
+        policy, sizes = self._policy, self._policy.sizes
+        if policy.budget is None:
+            return policy.plan_by_count(self._base)
+        if sizes is None:
+            return None
+        if policy.budget == "auto" and not self._is_lowest:
+            raise ConfigurationError("budget='auto' asks the devices when a plan is made: with sizes=, give bytes or 'lowest'")
+        return policy.plan_in_bytes(self._base, sizes, None if self._is_lowest else policy.budgets(self._base.num_ranks))
+
+    def _make_plan(self, *_: Any) -> Plan:
+        return finish(self._base) if self._first_plan is None else self._first_plan
+
+    def _record(self, is_training: bool, signature: bytes = bytes(16), refusal: str = "") -> Record:
+        again = mb.digest([signature.hex(), str(self._num_measurings)]) if self._num_measurings else signature
+        return super()._record(is_training, again, refusal)
+
+    def _plan_to_run(self, step: Step, key: StepKey, gather: Gather) -> Plan:
+        if not step.is_training or self._measuring is None:
+            return step.plan
+        shapes = self._shapes.setdefault(key, _Shapes())
+        self._shapes.move_to_end(key)
+        if len(self._shapes) > REMEMBERED_SHAPES:
+            self._shapes.popitem(last=False)
+        if shapes.measured is None:
+            if len(self._shapes) > 1:
+                self._say("new shapes or sizes: this step runs one microbatch at a time and measures them")
+            self.plan = self._measuring
+        else:
+            shapes.plan = self.plan = shapes.plan or self._planned(key, gather)
+        return self.plan
+
+    def _finish(self, step: Step, run: Run, started: float) -> Any:
+        if run.plan is self._measuring:
+            ledger, returned = run.evictions.ledger, bytes_under(run.compute.kept(), run.device)
+            latest = next(reversed(self._shapes.values()))
+            latest.measured = _Measured(stages=run.evictions.settled(), held_bytes=ledger.held_bytes, returned_bytes=returned)
+        elif self._measuring is not None and run.plan.sizes is not None:
+            self._notice_growth(run, run.plan.sizes)
+        return super()._finish(step, run, started)
+
+    def _notice_growth(self, run: Run, sizes: Sizes) -> None:
+        """Measure anew if a microbatch that was looked at takes more than planned; once for each such size."""
+        found = {(key[0], footprint) for key, footprint in run.evictions.ledger.footprints.items()}
+        grown = {one for one in found if one[1].own_bytes > sizes.stages[one[0]].saved} - self._grown
+        if grown:
+            self._grown |= grown
+            self._num_measurings += 1
+            self._memory.forget()
+            stage, footprint = max(grown, key=lambda one: one[1].own_bytes)
+            planned = sizes.stages[stage].saved
+            LOG.info("%s: a microbatch of stage %d saves %d bytes, planned %d", self.rule, stage, footprint.own_bytes, planned)
+
+    # The plan for what was measured, which all ranks make from the same numbers
+
+    def _planned(self, key: StepKey, gather: Gather) -> Plan:
+        reports = [json.loads(data) for data in gather(lambda schedule: schedule._report(key))]
+        refusal = next((report["refusal"] for report in reports if report["refusal"]), None)
+        if refusal is not None:
+            raise AgreementError(refusal)
+        by_rank = sorted(reports, key=lambda report: int(report["rank"]))
+        by_stage = {int(stage): numbers for report in reports for stage, numbers in report["stages"].items()}
+        sizes = Sizes(
+            stages=tuple(StageSizes(**by_stage[s] | {"parts": tuple(by_stage[s]["parts"])}) for s in range(self._base.num_stages)),
+            static=tuple(report["static"] for report in by_rank),
+        )
+        plan = self._agreed_plan(sizes, None if self._is_lowest else [report["budget"] for report in by_rank], gather)
+        before = communicate(replace(self._base, sizes=sizes)).peak_bytes
+        num_evicted = sum(action.op is Op.EVICT for lane in plan.actions for action in lane)
+        self._say(f"balanced with {num_evicted} evictions a step: bytes at the peak were {before}, are {plan.peak_bytes}")
+        return plan
+
+    def _agreed_plan(self, sizes: Sizes, budgets: Sequence[int | None] | None, gather: Gather) -> Plan:
+        """Make the plan, and raise on all ranks if one of them could not, or has made another."""
+        error: BPipeError | None = None
+        try:
+            plan = self._policy.plan_in_bytes(self._base, sizes, budgets)
+            outcome = plan.fingerprint()
+        except BPipeError as failure:
+            error, outcome = failure, f"{type(failure).__name__}: {failure}"
+        outcomes = [data.decode() for data in gather(lambda _: outcome.encode())]
+        if error is not None:
+            raise error
+        if len(set(outcomes)) > 1:
+            raise AgreementError(
+                f"the ranks made different plans from the same sizes: {outcomes}. Run one version of bpipe on all."
+            )
+        return plan
+
+    def _report(self, key: StepKey) -> bytes:
+        """What this rank tells the others: its stages' sizes, its static bytes and its budget, or why it cannot go on."""
+        try:
+            report = self._own_report(self._shapes[key].measured)
+        except Exception as error:
+            report = {"refusal": f"rank {self._plan_rank} cannot make a plan: {type(error).__name__}: {error}"}
+        return json.dumps(report).encode()
+
+    def _own_report(self, measured: _Measured | None) -> dict[str, Any]:
+        assert measured is not None, "a plan is made of what was measured"
+        device = self._transport.device
+        static = static_bytes(self._modules(), device, self._optimizer) + measured.held_bytes + measured.returned_bytes
+        return {
+            "rank": self._plan_rank,
+            "stages": {stage: asdict(sizes) for stage, sizes in measured.stages.items()},
+            "static": static,
+            "budget": self._own_budget(measured),
+            "refusal": "" if self._replicas is None else difference(self._replicas, measured.stages, device),
+        }
+
+    def _own_budget(self, measured: _Measured) -> int | None:
+        """This rank's budget in bytes; None for no limit, or as low as possible."""
+        if self._is_lowest:
+            return None
+        if self._policy.budget != "auto":
+            return self._policy.budgets(self._base.num_ranks)[self._plan_rank]
+        device = self._transport.device
+        num_sharing = self.group.loopback.num_ranks if isinstance(self.group, LoopbackGroup) else 1
+        used = present_bytes(self._modules(), device, self._optimizer) + measured.held_bytes + self._memory.guest_bytes
+        return used + available_bytes(device, self._reserve_bytes) // num_sharing
+
+    def _say(self, what: str) -> None:
+        if self._plan_rank == 0:
+            LOG.info("%s: %s", self.rule, what)
+
+
+def _check_unused(schedule: object) -> None:
+    if isinstance(schedule, Balanced):
+        raise ConfigurationError("this schedule is balanced already: give Balanced the schedule that it was made from")
+    if not isinstance(schedule, Schedule):
+        raise ConfigurationError(
+            f"Balanced takes a schedule, such as OneFOneB(stage, 8, loss_fn), got {type(schedule).__qualname__}"
+        )
+    if schedule._num_steps or schedule._broken is not None or not schedule._finalizer.alive:
+        raise ConfigurationError("Balanced takes a schedule that has not run and is not closed: make a new one")

@@ -1,0 +1,43 @@
+"""Pipelines side by side that hold the same stages: whether a microbatch takes the same memory in all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from bpipe.schedules.sizes import StageSizes
+
+__all__: list[str] = []
+
+MOST_STAGES = 64  # on one rank
+COMPARED = ("saved", "movable", "received", "sent")
+
+
+def difference(group: dist.ProcessGroup, stages: Mapping[int, StageSizes], device: torch.device) -> str:
+    """Collective over a group of ranks with the same stages: say where their sizes differ; empty if nowhere. Blocks."""
+    mine = torch.full((MOST_STAGES, 1 + len(COMPARED)), -1, dtype=torch.int64)
+    for row, (stage, sizes) in enumerate(sorted(stages.items())):
+        mine[row] = torch.tensor([stage, *(getattr(sizes, name) for name in COMPARED)])
+    on_device = mine.to(device if "nccl" in str(dist.get_backend_config(group)) else "cpu")
+    gathered = [torch.empty_like(on_device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, on_device, group=group)
+    theirs = torch.stack(gathered).cpu()
+    return next((text for row in range(len(stages)) if (text := _row_difference(group, theirs[:, row]))), "")
+
+
+def _row_difference(group: dist.ProcessGroup, rows: torch.Tensor) -> str:
+    """Where the ranks' numbers of one stage, [ranks, numbers], are not the first rank's."""
+    differing = (rows != rows[0]).nonzero()
+    if not len(differing):
+        return ""
+    other, column = differing[0].tolist()
+    ranks = [dist.get_global_rank(group, rank) for rank in (0, other)]
+    if column == 0:
+        return f"replicas differ: rank {ranks[0]} holds stage {int(rows[0, 0])} and rank {ranks[1]} stage {int(rows[other, 0])}"
+    here, there = int(rows[0, column]), int(rows[other, column])
+    return (
+        f"replicas differ: of a microbatch of stage {int(rows[0, 0])}, rank {ranks[0]} has {here} {COMPARED[column - 1]} bytes and "
+        f"rank {ranks[1]} has {there}. Give all replicas microbatches of the same shapes."
+    )

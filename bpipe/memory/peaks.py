@@ -1,0 +1,61 @@
+"""The peak that a rank's list comes to, with the footprints of its microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from bpipe.memory.footprint import Footprint
+from bpipe.memory.ledger import Key
+from bpipe.schedules import Plan, Sizes, StageSizes
+from bpipe.schedules.meter import Amount, Meter, bytes_meter, occupancy
+
+__all__: list[str] = []
+
+ELSEWHERE = StageSizes(parts=(0,))  # a stage of another rank
+
+
+class Peaks:
+    """The peaks of one rank's lists; scanned again only when the plan or a footprint is another than last time.
+
+    Args:
+        with_messages: whether messages between stages count.
+    """
+
+    def __init__(self, *, with_messages: bool) -> None:
+        self._with_messages = with_messages
+        self._scanned: tuple[Plan | None, Mapping[Key, Footprint], int] = (None, {}, 0)
+
+    def of(self, plan: Plan, rank: int, footprints: Mapping[Key, Footprint]) -> int:
+        """The most bytes that a rank's own microbatches take."""
+        known, same, peak = self._scanned
+        if known is not plan or same != footprints:
+            peak = max(occupancy(plan.actions[rank], _meter(plan, footprints, self._with_messages)), default=0)
+            self._scanned = (plan, dict(footprints), peak)
+        return peak
+
+
+def _meter(plan: Plan, footprints: Mapping[Key, Footprint], with_messages: bool) -> Meter:
+    """A meter of bytes in which each microbatch has its own footprint."""
+    stages = range(plan.num_stages)
+    alike: dict[tuple[Footprint | None, ...], Meter] = {}
+    meters = []
+    for microbatch in range(plan.num_microbatches):
+        found = tuple(footprints.get((stage, microbatch)) for stage in stages)
+        if found not in alike:
+            sizes = tuple(ELSEWHERE if one is None else _sizes(one, with_messages) for one in found)
+            alike[found] = bytes_meter(Sizes(stages=sizes, static=()), plan.stage_ranks)
+        meters.append(alike[found])
+
+    takes = {op: _by_microbatch([meter.takes[op] for meter in meters]) for op in meters[0].takes}
+    gives = {op: _by_microbatch([meter.gives[op] for meter in meters]) for op in meters[0].gives}
+    return Meter(takes, gives)
+
+
+def _by_microbatch(amounts: Sequence[Amount]) -> Amount:
+    return lambda action: amounts[action.microbatch](action)
+
+
+def _sizes(footprint: Footprint, with_messages: bool) -> StageSizes:
+    sizes = footprint.sizes()
+    return sizes if with_messages else replace(sizes, received=0, sent=0, kept_received=0, kept_sent=0)

@@ -1,0 +1,32 @@
+"""A forward or a backward in pieces: what the plan puts between them runs when the computation reaches them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bpipe.schedules import Action, Op
+
+__all__: list[str] = []
+
+
+class PiecesOf:
+    """The pieces of one computation while it runs.
+
+    Args:
+        first: the first piece; `last` is the part of the last one.
+        advance: does everything that the plan has up to a piece, and begins it.
+    """
+
+    def __init__(self, first: Action, last: int, advance: Callable[[Action], None]) -> None:
+        self._first, self._last, self._advance = first, last, advance
+        self._part, self._step = first.part, 1 if first.op is Op.F else -1
+
+    def reach(self, part: int) -> None:
+        """Go on to the piece that saves or needs a part; those before it that autograd passed over are begun on the way."""
+        while (part - self._part) * self._step > 0:
+            self._part += self._step
+            self._advance(self._first._replace(part=self._part))
+
+    def finish(self) -> None:
+        """Go on to the last piece, when the computation has ended."""
+        self.reach(self._last)

@@ -1,0 +1,231 @@
+"""A stage's backward in two halves: the gradients of its inputs first, those of its parameters when there is time.
+
+Nodes of the graph that lead to the stage's inputs are its trunk. Where the way to a parameter leaves the trunk is a branch:
+
+    outputs -> ... -> N -> ... -> N' -> ... -> inputs        the trunk: the input half
+                      |           |
+                      +-> T -> w  +-> T' -> w'               the branches: the weight half, from the gradients N and N' got
+
+Autograd computes only what a run asks for: each half has one of the two products in the backward of a matrix product.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from bpipe.autograd import Box, run_backward
+from bpipe.errors import SavedTensorError
+from bpipe.memory.stash import Saved
+
+__all__: list[str] = []
+
+# They run a backward of their own, or free what they saved: once, in a run of the whole graph.
+INDIVISIBLE = frozenset({"CheckpointFunctionBackward", "CompiledFunctionBackward"})
+
+Gradients = Sequence[torch.Tensor | None]
+Graph = dict[Node, list[Node]]  # what each node leads to
+Trunk = dict[Node, list[Node]]  # what each node of the trunk leads to beside it; a node comes after those it leads to
+
+
+class _Branch:
+    """The ways to some leaves from a node of the trunk.
+
+    Args:
+        node: of the trunk.
+        starts: the first nodes beside the trunk.
+    """
+
+    def __init__(self, node: Node, starts: Sequence[Node]) -> None:
+        self.nodes = [node]
+        self.starts = starts
+        self.leaves: list[GradientEdge] = []
+        self.is_early = isinstance(node, BackwardCFunction) or _is_recomputed(node)
+        self.gradients: list[torch.Tensor | None] = []
+
+    def watch(self) -> None:
+        """Remember the gradients that reach the node."""
+        self.nodes[0].register_prehook(_memory(self.gradients))
+
+    def run(self) -> None:
+        """Take the gradients to the leaves."""
+        edges = [GradientEdge(self.nodes[0], index) for index in range(len(self.gradients))]
+        run_backward(edges, self.gradients, inputs=self.leaves)
+
+
+class _Outside(_Branch):
+    """The ways to leaves from outputs that do not depend on the inputs."""
+
+    def __init__(self, edges: Sequence[GradientEdge], gradients: Gradients) -> None:
+        self.nodes = []
+        self.starts = [edge.node for edge in edges]
+        self.leaves = []
+        self.is_early = False
+        self._edges, self.gradients = edges, list(gradients)
+
+    def watch(self) -> None:
+        """Nothing: the gradients are there already."""
+
+    def run(self) -> None:
+        run_backward(self._edges, self.gradients)
+
+
+def _memory(gradients: list[torch.Tensor | None]) -> Callable[[Gradients], Gradients]:
+    """A hook that keeps what a node gets first, and gives it again when the node's other hooks have changed it once more."""
+
+    def hook(arriving: Gradients) -> Gradients:
+        if not gradients:
+            gradients.extend(arriving)
+        return tuple(gradients)
+
+    return hook
+
+
+class WeightHalf:
+    """What is left of a backward whose input half has run. It owns the graph, and frees it branch by branch."""
+
+    def __init__(self, branches: Iterable[_Branch] = ()) -> None:
+        self._branches = deque(branches)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Those that it keeps until it runs."""
+        return [gradient for branch in self._branches for gradient in branch.gradients if gradient is not None]
+
+    def run(self) -> None:
+        """Add the gradients of parameters and other leaves to their `.grad`."""
+        while self._branches:
+            self._branches.popleft().run()
+
+
+def run_input_half(edges: Sequence[GradientEdge], gradients: Gradients, box: Box) -> WeightHalf:
+    """Compute the gradients of a stage's inputs, into their box, and give back memory that the other half does not need.
+
+    Both halves together equal one backward to the bit. Therefore a leaf that several branches lead to gets its gradient now,
+    added up in the order of one backward. So does one behind an operation that would be done twice: a custom autograd
+    Function, or a recomputation; and so do vectors, such as a norm's weights, whose gradients need less memory than waiting.
+
+    Args:
+        edges: those of the stage's outputs.
+        gradients: one for each edge, or None.
+        box: of the stage's inputs.
+
+    Returns:
+        The other half, to be run once.
+    """
+    if box.anchor is None:
+        return WeightHalf([_Outside(edges, gradients)])
+    anchor = get_gradient_edge(box.anchor)
+    next_of, trunk = _explore(edges, anchor.node)
+    branches = [] if _is_indivisible(next_of) else _branches(next_of, trunk, edges, gradients)
+    late = [branch for branch in branches if not branch.is_early]
+    if not late:
+        run_backward(edges, gradients)
+        return WeightHalf()
+    for branch in late:
+        branch.watch()
+    early = [leaf for branch in branches if branch.is_early for leaf in branch.leaves]
+    run_backward(edges, gradients, inputs=[anchor, *early], retain_graph=True)
+    _forget(next_of.keys() - {node for branch in late for node in branch.nodes})
+    return WeightHalf(late)
+
+
+def _explore(edges: Iterable[GradientEdge], anchor: Node) -> tuple[Graph, Trunk]:
+    """Walk the graph behind some edges."""
+    next_of: Graph = {}
+    trunk: Trunk = {anchor: []}
+    stack = [edge.node for edge in edges]
+    while stack:
+        node = stack[-1]
+        if node not in next_of:
+            next_of[node] = [following for following, _ in node.next_functions if following is not None]
+            stack += [following for following in next_of[node] if following not in next_of]
+        elif stack.pop() not in trunk:
+            beside = [following for following in next_of[node] if following not in trunk]
+            if len(beside) < len(next_of[node]):
+                trunk[node] = beside
+    return next_of, trunk
+
+
+def _is_indivisible(nodes: Iterable[Node]) -> bool:
+    return any(type(node).__name__ in INDIVISIBLE for node in nodes)
+
+
+def _branches(next_of: Graph, trunk: Trunk, edges: Sequence[GradientEdge], gradients: Gradients) -> list[_Branch]:
+    """Find the branches, those nearest to the outputs first, and their leaves."""
+    branches = [_Branch(node, beside) for node, beside in reversed(trunk.items()) if beside]
+    outside = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if edge.node not in trunk]
+    if outside:
+        branches.append(_Outside(*zip(*outside)))
+    owners: dict[Node, _Branch] = {}
+    for branch in branches:
+        _claim(branch, next_of, owners)
+        branch.is_early |= all(_is_vector(leaf.node) for leaf in branch.leaves)
+    return branches
+
+
+def _claim(branch: _Branch, next_of: Graph, owners: dict[Node, _Branch]) -> None:
+    """Follow a branch to its leaves. Branches that meet are early: what they add up must be added up in one run."""
+    stack = list(branch.starts)
+    while stack:
+        node = stack.pop()
+        if node not in owners:
+            owners[node] = branch
+            branch.nodes.append(node)
+            branch.is_early |= _is_recomputed(node)
+            stack += next_of[node]
+            if not next_of[node]:
+                branch.leaves.append(GradientEdge(node, 0))
+        elif owners[node] is not branch:
+            branch.is_early = owners[node].is_early = True
+
+
+def _is_vector(leaf: Node) -> bool:
+    variable = getattr(leaf, "variable", None)
+    return variable is not None and variable.ndim < 2
+
+
+def _is_recomputed(node: Node) -> bool:
+    """Whether a node's backward has to run a forward again first (activation checkpointing): all it saved knows, or nothing."""
+    data = next((data for _, data in _saved(node) if data is not None), None)
+    return type(data).__module__ == "torch.utils.checkpoint"
+
+
+def _forget(nodes: Iterable[Node]) -> None:
+    """Free what nodes have saved, and will not be asked for again."""
+    for node in nodes:
+        for saved, data in _saved(node):
+            if isinstance(data, Saved):
+                data.forget()
+            elif isinstance(data, torch.Tensor):
+                with suppress(RuntimeError):  # of hooks that are somebody else's
+                    saved.register_hooks(_nothing, _gone)
+
+
+def _nothing(_: torch.Tensor) -> None:
+    """All that is kept of a tensor that nobody needs any more."""
+
+
+def _gone(_: None) -> torch.Tensor:
+    raise SavedTensorError(
+        "a stage's graph is used a second time, after its backward. Compute what microbatches share anew in each forward."
+    )
+
+
+def _saved(node: Node) -> Iterator[tuple[Any, Any]]:
+    """Yield the tensors that a node has saved, each with what hooks made of it; None where there is none."""
+    for name in _saved_names(type(node)):
+        value = getattr(node, name)
+        for saved in value if isinstance(value, tuple) else (value,):
+            yield saved, getattr(saved, "data", None)
+
+
+@cache
+def _saved_names(kind: type[Node]) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))

@@ -1,0 +1,37 @@
+"""From a stage's group to the transport over it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bpipe.comm.loopback import LoopbackTransport
+from bpipe.comm.transport import Transport
+from bpipe.errors import ConfigurationError
+from bpipe.loopback import LoopbackGroup
+
+__all__: list[str] = []
+
+
+def transport_for(group: Any, device: torch.device, num_ranks: int) -> Transport:
+    """This rank's end of a pipeline over a process group, or over a loopback.
+
+    Raises:
+        ConfigurationError: the group has another number of ranks, or there is none.
+    """
+    if isinstance(group, LoopbackGroup):
+        _check_size(group.loopback.num_ranks, num_ranks)
+        return LoopbackTransport(group.loopback.wires, device)
+    from bpipe.comm.c10d import C10dTransport
+
+    transport = C10dTransport(group, device)
+    _check_size(transport.size, num_ranks)
+    return transport
+
+
+def _check_size(size: int, num_ranks: int) -> None:
+    if size != num_ranks:
+        raise ConfigurationError(
+            f"the plan needs {num_ranks} ranks and the group has {size}: give the stages the process group of their own pipeline"
+        )

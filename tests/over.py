@@ -1,0 +1,39 @@
+"""A schedule class balanced, to be used like a schedule class; and pipelines of it in a loopback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+import bpipe
+from tests.models import held_by
+
+
+@dataclass(frozen=True)
+class Over:
+    """`Balanced` over a schedule class."""
+
+    schedule: type[bpipe.Schedule]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def rule(self) -> str:
+        return self.schedule.rule
+
+    def __call__(self, stages: Any, m: int, **options: Any) -> bpipe.Balanced:
+        return bpipe.Balanced(self.schedule(stages, m, **options), **self.options)
+
+
+def pipeline(
+    schedule: Any, modules: Sequence[nn.Module], m: int, loss_fn: Callable[..., Any], num_ranks: int | None = None
+) -> tuple[bpipe.Loopback, list[Any]]:
+    """A loopback and a schedule for each of its ranks."""
+    loopback = bpipe.Loopback(num_ranks or len(modules))
+    stages = [
+        [bpipe.PipelineStage(modules[i], i, len(modules), "cpu", loopback.rank(rank)) for i in held]
+        for rank, held in enumerate(held_by(schedule, loopback.num_ranks, len(modules)))
+    ]
+    return loopback, [schedule(of_rank, m, loss_fn=loss_fn) for of_rank in stages]
