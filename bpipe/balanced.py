@@ -23,8 +23,8 @@ from bpipe.policy import Budget, Policy
 from bpipe.runtime.run import Run
 from bpipe.schedule import REMEMBERED_SHAPES, Gather, Proven, Schedule, Step, StepKey
 from bpipe.schedules import Costs, Op, Plan, finish
-from bpipe.schedules.balance import Destinations
 from bpipe.schedules.communicate import communicate, computations_only
+from bpipe.schedules.destinations import Destinations
 from bpipe.schedules.one_at_a_time import one_at_a_time
 from bpipe.schedules.sizes import Sizes, StageSizes
 
@@ -91,14 +91,14 @@ class Balanced(Schedule):
     Example:
         >>> import bpipe
         >>> from torch import nn
-        >>> loopback = bpipe.Loopback(4)
-        >>> parts = [nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(4)]
-        >>> stages = [bpipe.PipelineStage(part, i, 4, "cpu", group=loopback.rank(i)) for i, part in enumerate(parts)]
+        >>> loopback = bpipe.Loopback(6)
+        >>> parts = [nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(6)]
+        >>> stages = [bpipe.PipelineStage(part, i, 6, "cpu", group=loopback.rank(i)) for i, part in enumerate(parts)]
         >>> plain = [bpipe.OneFOneB(stage, 8, loss_fn=nn.functional.mse_loss) for stage in stages]
         >>> schedules = [bpipe.Balanced(schedule, budget="lowest") for schedule in plain]
         >>> x = torch.randn(512, 8)
         >>> _ = [loopback.step(schedules, x, target=x, return_outputs=False) for _ in range(2)]
-        >>> len(schedules[0].plan.evicted(0)) > 0
+        >>> len(schedules[0].plan.evicted(1)) > 0
         True
     """
 
@@ -269,7 +269,7 @@ def _check_unused(schedule: object) -> None:
         raise ConfigurationError("this schedule is balanced already: give Balanced the schedule that it was made from")
     if not isinstance(schedule, Schedule):
         raise ConfigurationError(
-            f"Balanced takes a schedule, such as OneFOneB(stage, 8, loss_fn), got {type(schedule).__qualname__}"
+            f"Balanced takes a schedule such as OneFOneB(stage, 8, loss_fn), got {type(schedule).__qualname__}"
         )
     if schedule._num_steps or schedule._broken is not None or not schedule._finalizer.alive:
         raise ConfigurationError("Balanced takes a schedule that has not run and is not closed: make a new one")

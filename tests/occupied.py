@@ -34,9 +34,10 @@ class Whose(TorchDispatchMode):
     def _note(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         known = self._known.get(storage._cdata)
-        if self.acting is not None and (known is None or known.expired()):
+        if known is None or known.expired():
             self._known[storage._cdata] = StorageWeakRef(storage)
-            self.acting.note(tensor)
+            if self.acting is not None:
+                self.acting.note(tensor)
 
 
 class Moment(NamedTuple):
@@ -62,7 +63,7 @@ class Counting(Observer):
     """
 
     def __init__(self, schedule: Any, whose: Whose, *, has_rooms: bool = True) -> None:
-        self._whose, self._has_rooms, self._count = whose, has_rooms, StorageCount()
+        self.schedule, self._whose, self._has_rooms, self._count = schedule, whose, has_rooms, StorageCount()
         self.batch: Sequence[torch.Tensor] = ()
         self._modules = [stage.submod for stage in schedule._stages.values()]
         self._loss_fn = schedule._loss_fn
@@ -100,13 +101,20 @@ class Counting(Observer):
 
     @property
     def peak(self) -> int:
-        """The most that was counted in the last step."""
-        return max(count for _, during, after in self._seen for count in (during, after) if count is not None)
+        """The most that was counted in the last step, but for the rooms on the host, which on CPU are counted too."""
+        counts = (count for _, during, after in self._seen for count in (during, after) if count is not None)
+        return max(counts) - self._host_bytes
+
+    @property
+    def _host_bytes(self) -> int:
+        plan = self._run.plan
+        return 0 if plan.sizes is None else plan.host_bytes(self._run.rank)
 
     def moments(self) -> Iterator[Moment]:
-        """Every action of the last step, with the plan's numbers beside; the rooms for guests are in both."""
+        """Every action of the last step, with the plan's numbers beside; rooms, for guests and on the host, are in both."""
         plan, rank = self._run.plan, self._run.rank
-        rooms = plan.idle_bytes(rank) - plan.sizes.static[rank] if self._has_rooms else 0
+        guests = plan.idle_bytes(rank) - plan.sizes.static[rank] if self._has_rooms else 0
+        rooms = guests + self._host_bytes
         for (action, *counted), (during, after) in zip(self._seen, planned(plan, rank), strict=True):
             yield Moment(action, counted[0], rooms + during, counted[1], rooms + after)
 

@@ -8,7 +8,7 @@ from statistics import median
 
 from bpipe.errors import ConfigurationError
 from bpipe.schedules import Costs, Op, Plan, Timeline
-from bpipe.schedules.meter import occupancy
+from bpipe.schedules.meter import Amount, occupancy
 
 __all__ = ["calibrated"]
 
@@ -19,7 +19,7 @@ def calibrated(timelines: Sequence[Timeline], plan: Plan) -> Costs:
     """The costs of a plan as measured on steps of it, or of another plan over the same stages.
 
     Each computation takes the median of its steps; where the plan has another number of microbatches, the median of its
-    stage. A microbatch keeps what a rank's memory grows by for each slot that it occupies. Links are not in a trace, because
+    stage. A microbatch keeps what a rank's memory grows by for each slot that it occupies, or what the plan itself says. Links are not in a trace, because
     what a transfer takes there includes waiting for its other end: put them in with `dataclasses.replace`.
 
     Args:
@@ -39,19 +39,30 @@ def calibrated(timelines: Sequence[Timeline], plan: Plan) -> Costs:
         )
     taken: Taken = defaultdict(lambda: defaultdict(list))
     for timeline in alike:
-        for rank in range(timeline.num_ranks):
-            for action, begin, end in timeline.computations(rank):
-                taken[action.op, action.stage][action.microbatch].append(end - begin)
+        for (op, stage, microbatch), seconds in _worked(timeline).items():
+            taken[op, stage][microbatch].append(seconds)
     needed = dict.fromkeys(action.op for rank in range(plan.num_ranks) for action in plan.compute(rank))
     named = {Op.F: "forward_s", Op.B: "backward_s", Op.I: "input_s", Op.W: "weight_s"}
     times = {named[op]: [_series(taken, op, stage, plan) for stage in range(plan.num_stages)] for op in needed}
-    saved = [_saved(traced, rank) for rank in traced.plan.stage_ranks]
+    saved = [_saved(traced, stage) for stage in range(plan.num_stages)]
     static = [_static(traced, rank, saved) for rank in traced.plan.stage_ranks]
     return Costs(**times, saved_bytes=saved, static_bytes=static)  # type: ignore[arg-type]
 
 
-def _saved(timeline: Timeline, rank: int) -> int:
+def _worked(timeline: Timeline) -> dict[tuple[Op, int, int], float]:
+    """Seconds of each computation, the pieces of one added up."""
+    seconds: dict[tuple[Op, int, int], float] = defaultdict(float)
+    for rank in range(timeline.num_ranks):
+        for action, begin, end in timeline.computations(rank):
+            seconds[action[:3]] += end - begin
+    return seconds
+
+
+def _saved(timeline: Timeline, stage: int) -> int:
     """The bytes of a slot: what a rank holds beyond its idle bytes when it occupies the most."""
+    if timeline.plan.sizes is not None:
+        return timeline.plan.sizes.stages[stage].saved
+    rank = timeline.plan.stage_ranks[stage]
     lane = timeline.actions[rank]
     slots, live = max(zip(occupancy(timeline.plan.actions[rank]), lane.live_bytes), default=(0, 0))
     return (live - lane.idle_bytes) // slots if slots else 0
@@ -59,7 +70,9 @@ def _saved(timeline: Timeline, rank: int) -> int:
 
 def _static(timeline: Timeline, rank: int, saved: Sequence[int]) -> int:
     """A stage's share of what a rank holds besides microbatches and the rooms for its guests."""
-    rooms = sum(map(sum, timeline.plan.rooms(rank, lambda action: saved[action.stage]).values()))
+    sizes = timeline.plan.sizes
+    moved: Amount = (lambda action: saved[action.stage]) if sizes is None else sizes.moved
+    rooms = sum(map(sum, timeline.plan.rooms(rank, moved).values()))
     return max(0, timeline.actions[rank].idle_bytes - rooms) // timeline.plan.stage_ranks.count(rank)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from bpipe.errors import PlanError
 from bpipe.schedules import Plan, build
-from bpipe.schedules.balance import mirror_pairs
+from bpipe.schedules.destinations import mirror_pairs
 
 __all__ = ["Variant", "roomier", "variants"]
 

@@ -29,11 +29,6 @@ class Footprint(NamedTuple):
         own, movable, shared = footprint_of(contents)[:3]
         return self._replace(own_bytes=own, movable_bytes=movable, shared_bytes=shared, parts=parts)
 
-    @property
-    def late_bytes(self) -> int:
-        """What its weight half, or its backward, gives back."""
-        return self.own_bytes if self.between_bytes is None else self.between_bytes
-
     def sizes(self) -> StageSizes:
         """As a plan counts them."""
         return StageSizes(

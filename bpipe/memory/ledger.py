@@ -30,6 +30,7 @@ class Ledger:
         self.footprints: dict[Key, Footprint] = {}
         self.held: list[Held] = []  # saved and not movable, of the microbatch followed last, with the reason
         self.foreign: list[Held] = []  # saved and no activation: parameters, buffers, the user's batch
+        self._taken: dict[Key, int] = {}  # what each microbatch gives back in the end
         self._in_pieces: dict[Key, int] = {}  # what pieces of a forward or a backward that runs took, or gave back
         self._shared_bytes: dict[Kind, int] = {}
         self._away: dict[tuple[int, int, int], int] = {}  # by stage, microbatch and part
@@ -47,6 +48,7 @@ class Ledger:
         """A microbatch ran forward and keeps its footprint."""
         self.footprints[key] = footprint
         self._shared_bytes[kind] = footprint.shared_bytes
+        self._taken[key] = footprint.own_bytes
         self._change(footprint.own_bytes - self._in_pieces.pop(key, 0), 1)
 
     def piece(self, key: Key, num_bytes: int) -> None:
@@ -56,19 +58,23 @@ class Ledger:
 
     def seen_again(self, key: Key, contents: Contents, parts: tuple[int, ...]) -> None:
         """What the module had kept hold of during the forward may be the microbatch's alone by now."""
-        earlier = self.footprints[key]
-        self.footprints[key] = earlier.seen_again(contents, parts)
-        self._change(self.footprints[key].own_bytes - earlier.own_bytes, 0)
+        self.footprints[key] = self.footprints[key].seen_again(contents, parts)
+        self._takes(key, self.footprints[key].own_bytes)
 
     def input_half(self, key: Key, between_bytes: int | None) -> None:
         """The first half of a microbatch's backward ran and left so much to the second one; None: nobody looked."""
-        own_bytes = self.footprints[key].own_bytes
         self.footprints[key] = self.footprints[key]._replace(between_bytes=between_bytes)
-        self._change(self.footprints[key].late_bytes - own_bytes, 0)
+        if between_bytes is not None:
+            self._takes(key, between_bytes)
+
+    def _takes(self, key: Key, num_bytes: int) -> None:
+        """A microbatch takes so much from now on."""
+        self._change(num_bytes - self._taken[key], 0)
+        self._taken[key] = num_bytes
 
     def backward(self, key: Key) -> None:
         """A microbatch's backward, or the second half of it, ran and gave its memory back."""
-        self._change(-self.footprints[key].late_bytes - self._in_pieces.pop(key, 0), -1)
+        self._change(-self._taken.pop(key) - self._in_pieces.pop(key, 0), -1)
 
     def evicted(self, action: Action, num_bytes: int) -> None:
         """A microbatch's bytes, or a part of them, have left."""

@@ -8,9 +8,9 @@ Example:
 """
 
 from bpipe.schedules.action import Action, Channel, Op, Purpose
-from bpipe.schedules.balance import Destinations
 from bpipe.schedules.build import build, finish, names, rules
 from bpipe.schedules.costs import Costs, Link
+from bpipe.schedules.destinations import Destinations
 from bpipe.schedules.plan import Plan
 from bpipe.schedules.rule import Rule
 from bpipe.schedules.simulate import simulate

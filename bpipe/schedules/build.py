@@ -7,9 +7,10 @@ from difflib import get_close_matches
 
 from bpipe.errors import ConfigurationError
 from bpipe.schedules import breadth_first, dualpipe_v, gpipe, interleaved, one_f_one_b, v_shape, zbv, zero_bubble
-from bpipe.schedules.balance import Destinations, balance
+from bpipe.schedules.balance import balance
 from bpipe.schedules.collector import collector_paused
 from bpipe.schedules.communicate import communicate, forward_only
+from bpipe.schedules.destinations import Destinations
 from bpipe.schedules.plan import Plan
 from bpipe.schedules.rule import Rule
 from bpipe.schedules.verify import verify

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bpipe.errors import BudgetError
-from bpipe.schedules.balance import Destinations, balance, default_slots, level
+from bpipe.schedules.balance import balance, default_slots, level
+from bpipe.schedules.destinations import Destinations
 from bpipe.schedules.plan import Plan
 from bpipe.schedules.sizes import Sizes
 

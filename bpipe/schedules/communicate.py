@@ -194,5 +194,12 @@ def forward_only(plan: Plan) -> Plan:
     forwards = tuple(tuple(a for a in plan.compute(rank) if a.op is Op.F) for rank in range(plan.num_ranks))
     none: Sequence[None] = (None,) * plan.num_ranks
     return replace(
-        plan, name=f"{plan.name}/forward", actions=forwards, served=((),) * plan.num_ranks, slots=tuple(none), has_backward=False
+        plan,
+        name=f"{plan.name}/forward",
+        actions=forwards,
+        served=((),) * plan.num_ranks,
+        slots=tuple(none),
+        sizes=None,
+        budgets=None,
+        has_backward=False,
     )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from bpipe.schedules.action import BACKWARD, Op
-from bpipe.schedules.evict import Eviction, Shortage, emit
+from bpipe.schedules.evict import Decision, Eviction, Shortage
 from bpipe.schedules.meter import occupancy
 from bpipe.schedules.rank_steps import Part, RankSteps
+from bpipe.schedules.weave import woven
 
 __all__: list[str] = []
 
 
-def evict_eagerly(rank: RankSteps, limit: int, peer: int) -> list[Eviction] | Shortage:
+def evict_eagerly(rank: RankSteps, limit: int, peer: int) -> Decision | Shortage:
     """While a rank is full, evict the youngest microbatch with each forward, and load the oldest with each backward."""
     evictions: list[Eviction] = []
     forwards: list[Part] = []
@@ -26,14 +27,14 @@ def evict_eagerly(rank: RankSteps, limit: int, peer: int) -> list[Eviction] | Sh
     if remote:
         stage, microbatch, _ = remote[0][0]
         return Shortage(f"evicts {stage}F{microbatch} and has no backward left during which to load it")
-    peak = max(occupancy(emit(rank, evictions)), default=0)
-    late = next((e for e in evictions if e.back > rank.backward[e.which]), None)
-    unsent = next((e for e in evictions if e.left < rank.leaves[e.which]), None)
+    peak = max(occupancy(woven(rank, evictions)), default=0)
+    late = next((e for e in evictions if e.back > rank.stays[e.which].needed), None)
+    unsent = next((e for e in evictions if e.left < rank.stays[e.which].leaves), None)
     if peak > limit or late is not None or unsent is not None:
         why = "" if late is None else f" and loads {late.which[0]}F{late.which[1]} too late"
         why += "" if unsent is None else f" and empties {unsent.which[0]}F{unsent.which[1]} before its output has arrived"
         return Shortage(f"evicting eagerly occupies {peak}{why}")
-    return evictions
+    return Decision(evictions, peak)
 
 
 def _next(rank: RankSteps, step: int) -> int:

@@ -10,34 +10,36 @@ from itertools import islice
 from bpipe.schedules.action import HOST, POSTS, RECEIVES, SENDS, SERVED, Action, Channel, Op, Purpose
 from bpipe.schedules.order import run_greedily
 from bpipe.schedules.plan import Plan
-from bpipe.schedules.rank_rules import Finding, Place
+from bpipe.schedules.rank_index import Finding, Place
 
 __all__: list[str] = []
 
 
 def _matched(plan: Plan) -> Iterator[Finding]:
     """The k-th send of a channel names what its k-th receive names."""
-    sent: dict[Channel, array[int]] = defaultdict(lambda: array("q"))
-    received: dict[Channel, array[int]] = defaultdict(lambda: array("q"))
-    for rank, lane in _lanes(plan):
-        for action in lane:
-            if action.op in POSTS and action.peer != HOST:
-                ends = sent if action.op in SENDS else received
-                ends[action.channel(rank)].append(_message(plan, action))
+    sent: dict[Channel, array[int]] = {}
+    received: dict[Channel, array[int]] = {}
+    for rank, lane in (*enumerate(plan.actions), *enumerate(plan.served)):
+        for (op, peer), messages in _posted(plan, lane).items():
+            (sent if op in SENDS else received)[Action(op, 0, 0, peer=peer).channel(rank)] = messages
+    none: array[int] = array("q")
     for channel in sent.keys() | received.keys():
-        if sent[channel] != received[channel]:
-            yield from _differing(plan, channel, sent[channel], received[channel])
+        ends = sent.get(channel, none), received.get(channel, none)
+        if ends[0] != ends[1]:
+            yield from _differing(plan, channel, *ends)
 
 
-def _lanes(plan: Plan) -> Iterator[tuple[int, tuple[Action, ...]]]:
-    yield from enumerate(plan.actions)
-    yield from enumerate(plan.served)
+def _posted(plan: Plan, lane: tuple[Action, ...]) -> dict[tuple[Op, int | None], array[int]]:
+    """What a lane sends and receives, in order, by operation and peer: numbers that are the same on both ends.
 
-
-def _message(plan: Plan, action: Action) -> int:
-    """What a transfer carries, the same on both ends: what crosses the boundary after a stage, or a stage's saved bytes."""
-    stage = action.stage - (action.op in _FROM_THE_STAGE_BEFORE)
-    return (stage * plan.num_microbatches + action.microbatch) * _MOST_PARTS + action.part
+    They name what crosses the boundary after a stage, or a stage's saved bytes.
+    """
+    posted: dict[tuple[Op, int | None], array[int]] = defaultdict(lambda: array("q"))
+    for op, stage, microbatch, part, peer in lane:
+        if op in POSTS and peer != HOST:
+            stage -= op in _FROM_THE_STAGE_BEFORE
+            posted[op, peer].append((stage * plan.num_microbatches + microbatch) * _MOST_PARTS + part)
+    return posted
 
 
 _FROM_THE_STAGE_BEFORE = frozenset({Op.RECV_F, Op.SEND_B})

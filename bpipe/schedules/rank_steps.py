@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
 
 from bpipe.schedules.action import BACKWARD, COMPUTE, Action, Op
 from bpipe.schedules.communicate import communicate
@@ -19,35 +21,85 @@ from bpipe.schedules.plan import Plan
 __all__: list[str] = []
 
 Which = tuple[int, int]  # stage, microbatch
-Part = tuple[int, int, int]  # and the part of it
+Part = tuple[int, int, int]  # and the part of it; 0 for all
 
 
-@dataclass(slots=True)
+class Stay(NamedTuple):
+    """The steps between which a part of a microbatch may be away.
+
+    Args:
+        saved: the step at which its forward ends.
+        leaves: the first step before which its eviction may be complete. The output lies in the last part, and must have
+            arrived where it is used.
+        needed: the step before which it must be back.
+    """
+
+    saved: int
+    leaves: int
+    needed: int
+
+
 class RankSteps:
     """The steps of one rank.
 
     Args:
-        actions: its list, computations and whatever else stands between them.
-        steps: the computations in order; None for an idle step.
-        level: what the rank occupies during each step, messages under way included.
-        forward: the step at which the forward of each part's microbatch ends; part 0 is all of it.
-        backward: the step before which it must be back.
-        leaves: the first step before which its eviction may be complete. The output lies in the last part, and must have
-            arrived where it is used.
-        times: when each step begins, in seconds from the step's start, where a cost model says it.
+        plan: a plan of computations.
+        rank: of which rank.
+        level: what the rank occupies during each of its computations, and the transfers after it.
+        arrives: the first computation of the rank, by its index, that comes after a microbatch's output has arrived.
     """
 
-    actions: Sequence[Action]
-    steps: list[Action | None]
-    level: list[int]
-    forward: dict[Part, int]
-    backward: dict[Part, int]
-    leaves: dict[Part, int]
-    times: list[float] = field(default_factory=list)
+    def __init__(self, plan: Plan, rank: int, level: Sequence[int], arrives: Callable[[Which], int]) -> None:
+        self.actions = plan.actions[rank]
+        self.steps: list[Action | None] = []  # the computations in order; None for an idle step
+        self.level: list[int] = []  # what the rank occupies during each step
+        self._plan, self._arrives = plan, arrives
+        self._boundaries: list[int] = []  # the step at which the boundary before each whole computation begins
+        for action, occupied in zip((action for action in self.actions if action.op in COMPUTE), level):
+            if not plan.goes_on(action):
+                self._boundaries.append(len(self.steps))
+                previous = self.steps[-1] if self.steps else None
+                if previous is not None and previous.op in BACKWARD and action.op in BACKWARD:
+                    self._append(None, occupied)
+            self._append(action, occupied)
+        self._boundaries.append(len(self.steps))
+
+    def _append(self, step: Action | None, occupied: int) -> None:
+        self.steps.append(step)
+        self.level.append(occupied)
 
     @property
     def peak(self) -> int:
         return max(self.level, default=0)
+
+    @cached_property
+    def stays(self) -> dict[Part, Stay]:
+        """When each part that can move by itself may be away."""
+        saved: dict[Which, int] = {}
+        stays: dict[Part, Stay] = {}
+        for step, action in enumerate(self.steps):
+            if action is not None and action.op is Op.F:
+                saved[action[1:3]] = step
+            elif action is not None and action.op in BACKWARD:
+                for part in self.parts_of(action):
+                    stays[part] = self._stay(part, saved[action[1:3]], step)
+        return stays
+
+    def _stay(self, which: Part, saved: int, needed: int) -> Stay:
+        stage, microbatch, part = which
+        has_output = part in (0, self._plan.num_parts(stage))
+        arrived = self._boundaries[self._arrives((stage, microbatch))] if has_output else 0
+        return Stay(saved, max(arrived, saved + 1), needed)
+
+    def parts_of(self, action: Action) -> list[Part]:
+        """The parts that a forward saves when it ends, or a backward needs: a piece of one its own, a whole one all."""
+        _, stage, microbatch, part, _ = action
+        if part and action.op is not Op.F:
+            return [(stage, microbatch, part if self._plan.num_parts(stage) > 1 else 0)]
+        if action.op is Op.F and not self._plan.ends(action):
+            return []
+        num_parts = self._plan.num_parts(stage)
+        return [(stage, microbatch, k) for k in range(1, num_parts + 1)] if num_parts > 1 else [(stage, microbatch, 0)]
 
 
 def steps_of(plan: Plan) -> list[RankSteps]:
@@ -65,67 +117,29 @@ def steps_of(plan: Plan) -> list[RankSteps]:
                 moments[action[:3]] = start
     with_messages = plan if plan.sizes is None else communicate(plan)
     return [
-        _rank_steps(plan, lane, levels(with_messages.actions[rank], plan.meter()), _Arrivals(plan, rank, begins[rank], moments))
-        for rank, lane in enumerate(plan.actions)
+        RankSteps(plan, rank, list(_levels(lane, plan.meter())), _Arrivals(plan, rank, begins[rank], moments))
+        for rank, lane in enumerate(with_messages.actions)
     ]
 
 
-@dataclass(slots=True)
 class _Arrivals:
     """When what a rank makes has arrived where it is used."""
 
-    plan: Plan
-    rank: int
-    begins: array[int]
-    moments: Moments
+    def __init__(self, plan: Plan, rank: int, begins: array[int], moments: Moments) -> None:
+        self._ranks, self._rank, self._begins, self._moments = plan.stage_ranks, rank, begins, moments
 
-    def boundary(self, which: Which) -> int:
+    def __call__(self, which: Which) -> int:
         """The first computation of the rank, by its index, that comes after the output's use in the one order of all."""
         stage, microbatch = which
-        if stage + 1 == self.plan.num_stages:
+        if stage + 1 == len(self._ranks):
             return 0
-        moment = (self.moments[Op.F, stage + 1, microbatch], self.plan.stage_ranks[stage + 1])
-        return bisect_right(self.begins, moment[0] - (moment[1] < self.rank))
+        moment = self._moments[Op.F, stage + 1, microbatch]
+        return bisect_right(self._begins, moment - (self._ranks[stage + 1] < self._rank))
 
 
-def _rank_steps(plan: Plan, actions: Sequence[Action], level: list[int], arrivals: _Arrivals) -> RankSteps:
-    rank = RankSteps(actions, [], [], {}, {}, {})
-    boundaries: list[int] = []  # the step at which the boundary before each computation begins
-    for action, occupied in zip((action for action in actions if action.op in COMPUTE), level):
-        if not plan.goes_on(action):
-            boundaries.append(len(rank.steps))
-            previous = rank.steps[-1] if rank.steps else None
-            if previous is not None and previous.op in BACKWARD and action.op in BACKWARD:
-                rank.steps.append(None)
-                rank.level.append(occupied)
-        places = rank.forward if action.op is Op.F else rank.backward if action.op in BACKWARD else {}
-        for part in _parts(plan, action):
-            places[*action[1:3], part] = len(rank.steps)
-        rank.steps.append(action)
-        rank.level.append(occupied)
-    boundaries.append(len(rank.steps))
-    for (stage, microbatch, part), step in rank.forward.items():
-        has_output = part in (0, plan.num_parts(stage))
-        arrived = boundaries[arrivals.boundary((stage, microbatch))] if has_output else 0
-        rank.leaves[stage, microbatch, part] = max(arrived, step + 1)
-    return rank
-
-
-def _parts(plan: Plan, action: Action) -> Sequence[int]:
-    """The parts that a computation saves or needs: a piece of a backward its own, a whole one, or a forward when it ends, all."""
-    is_piece = action.part and action.op in BACKWARD
-    return (action.part,) if is_piece else range(max(1, plan.num_parts(action.stage)) + 1)
-
-
-def levels(lane: Sequence[Action], meter: Meter) -> list[int]:
-    """What is occupied from each computation to the transfers before the next one."""
-    result: list[int] = []
-    before = 0
-    for action, occupied in zip(lane, occupancy(lane, meter)):
-        if action.op in COMPUTE:
-            result.append(max(occupied, before) if not result else occupied)
-        elif result:
-            result[-1] = max(result[-1], occupied)
-        else:
-            before = max(before, occupied)
-    return result
+def _levels(lane: Sequence[Action], meter: Meter) -> Iterator[int]:
+    """What is occupied from each computation to the transfers before the next one; the first has those before it, too."""
+    occupied = list(occupancy(lane, meter))
+    starts = [index for index, action in enumerate(lane) if action.op in COMPUTE]
+    for first, end in pairwise([0, *starts[1:], len(lane)] if starts else ()):
+        yield max(occupied[first:end])

@@ -9,7 +9,8 @@ from bpipe.errors import PlanError
 from bpipe.schedules.grid import excerpt
 from bpipe.schedules.plan import Plan
 from bpipe.schedules.plan_rules import RULES_OF_ALL
-from bpipe.schedules.rank_rules import RULES_OF_A_RANK, Place, Rank
+from bpipe.schedules.rank_index import Place, RankIndex
+from bpipe.schedules.rank_rules import RULES_OF_A_RANK
 
 __all__ = ["Violation", "verify"]
 
@@ -57,7 +58,7 @@ def violations_of(plan: Plan) -> Iterator[Violation]:
     for stage, rank in enumerate(plan.stage_ranks):
         held[rank].append(stage)
     for rank, stages in enumerate(held):
-        own = Rank(plan, rank, stages)
+        own = RankIndex(plan, rank, stages)
         for name, rule in RULES_OF_A_RANK.items():
             for place, text in rule(own):
                 is_whole &= name not in ("belongs", "complete")

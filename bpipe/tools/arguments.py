@@ -12,12 +12,17 @@ from typing import Any
 from bpipe.comm.placement import pair_adjacent
 from bpipe.errors import ConfigurationError, PlanError
 from bpipe.estimate.calibrate import calibrated
-from bpipe.schedules import Costs, Link, Plan, Timeline, build, names, simulate, verify
+from bpipe.schedules import Costs, Link, Plan, Rule, Timeline, build, names, simulate, verify
+from bpipe.schedules.build import rule_named
+from bpipe.schedules.rule import Placement
+from bpipe.tools.balancing import LOWEST, Budget, balanced
 from bpipe.tools.measured import typical
 from bpipe.tools.quantities import bytes_of, bytes_per_second_of, one_or_each, seconds_of
 from bpipe.tools.terminal import sign_of_life
 
 __all__: list[str] = []
+
+MOST_PARTS = 64
 
 
 def add_plan(parser: argparse.ArgumentParser, *, num: str | None = None) -> None:
@@ -25,26 +30,32 @@ def add_plan(parser: argparse.ArgumentParser, *, num: str | None = None) -> None
     parser.add_argument(
         "schedule", nargs=num, help=f"{', '.join(names())}, or a file: a plan's text, its CSV, or a trace", metavar="SCHEDULE"
     )
-    parser.add_argument("-p", "--stages", type=whole, help="stages of the pipeline, one a rank")
+    parser.add_argument("-p", "--ranks", type=whole, help="ranks of the pipeline")
     parser.add_argument("-m", "--microbatches", type=whole, help="microbatches of a step")
     parser.add_argument(
-        "--slots", type=slots, help="most microbatches a rank may hold, one number or one a rank with commas ('-': no limit)"
+        "-v", "--stages-per-rank", type=whole, help="stages of each rank (default: 1, or 2 where a schedule takes several)"
+    )
+    parser.add_argument("--stages", type=whole, help="instead of one of these two, the stages of all ranks together")
+    parser.add_argument(
+        "--slots", type=slots, help="most microbatches of a stage on a rank, one number or one a rank with commas ('-': no limit)"
     )
 
 
 def add_costs(parser: argparse.ArgumentParser) -> None:
     """The numbers of a `Costs`: one, or one a stage with commas between them."""
-    group = parser.add_argument_group("costs", "one for all stages, or one for each with commas between them")
+    group = parser.add_argument_group("costs", "of a stage: one for all, or one for each with commas between them")
     for name, (_, read, metavar, text) in BY_STAGE.items():
         group.add_argument(f"--{name}", type=quantity(read), metavar=metavar, help=text)
     for name, read, metavar, text in (
         ("bandwidth", bytes_per_second_of, "RATE", "of a link in one direction, such as 25GB/s (default: no limit)"),
         ("cross-bandwidth", bytes_per_second_of, "RATE", "of a link between nodes (default: the same)"),
+        ("host-bandwidth", bytes_per_second_of, "RATE", "between a rank and its host (default: the same)"),
         ("latency", seconds_of, "TIME", "of a link, such as 5us"),
     ):
         group.add_argument(f"--{name}", type=single(read), metavar=metavar, help=text)
+    group.add_argument("--per-rank", action="store_true", help="costs are of a rank: each of its V stages has 1/V of them")
     group.add_argument("--ranks-per-node", type=whole, metavar="N", help="ranks on a node; stages x and p-1-x share one")
-    group.add_argument("--slowdown", type=float, default=1.0, metavar="X", help="of computations while a transfer runs")
+    group.add_argument("--slowdown", type=float, metavar="X", help="of computations while a transfer runs")
     group.add_argument("--measured", type=Path, metavar="TRACE", help="take times and bytes from a trace instead")
     group.add_argument("--step", type=int, metavar="N", help="of a trace: its number (default: the step of median length)")
 
@@ -52,11 +63,39 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
 BY_STAGE: dict[str, tuple[str, Callable[[str], float], str, str]] = {
     "forward": ("forward_s", seconds_of, "TIME", "a forward, such as 20ms (default: 1)"),
     "backward": ("backward_s", seconds_of, "TIME", "a backward (default: two forwards)"),
+    "input": ("input_s", seconds_of, "TIME", "of a backward in halves, the input's gradient (default: half a backward)"),
     "saved": ("saved_bytes", bytes_of, "BYTES", "what a microbatch saves, such as 1.5GiB"),
     "movable": ("movable_bytes", bytes_of, "BYTES", "of these, what an eviction moves (default: all)"),
     "output": ("output_bytes", bytes_of, "BYTES", "what goes from one stage to the next"),
     "static": ("static_bytes", bytes_of, "BYTES", "what stays throughout: parameters, optimizer"),
 }
+
+
+def add_budget(parser: argparse.ArgumentParser) -> None:
+    """A budget in bytes, and how it is kept."""
+    group = parser.add_argument_group("budget", "in bytes, static ones included: what does not fit is evicted to ranks with room")
+    group.add_argument(
+        "--budget", type=budget, metavar="BYTES", help="one number, one a rank with commas ('-': no limit), or 'lowest'"
+    )
+    group.add_argument("--parts", type=parts, metavar="N", help="parts of a microbatch that can move by themselves (default: 1)")
+    group.add_argument("--inside", action="store_true", help="parts also move inside forwards and backwards")
+    group.add_argument("--host", choices=("no", "last", "only"), help="whether a rank's own host takes what is evicted")
+
+
+def budget(text: str) -> Budget:
+    def read(part: str) -> int | None:
+        return None if part == "-" else bytes_of(part)
+
+    budgets = text if text == LOWEST else single(lambda each: one_or_each(each, read))(text)
+    if budgets is None:
+        raise argparse.ArgumentTypeError("'-' for all ranks is no budget: leave it out")
+    return budgets
+
+
+def parts(text: str) -> int:
+    if whole(text) > MOST_PARTS:
+        raise argparse.ArgumentTypeError(f"{text} parts: more than {MOST_PARTS} gain nothing more")
+    return whole(text)
 
 
 def whole(text: str) -> int:
@@ -100,16 +139,36 @@ def plan_of(schedule: str, args: argparse.Namespace) -> Plan:
     Raises:
         ConfigurationError, PlanError, OSError: there is none.
     """
-    sizes = (args.stages, args.microbatches, args.slots)
     if is_file(schedule):
-        if isinstance(args.schedule, str) and sizes != (None, None, None):
-            raise ConfigurationError(f"{schedule} is a file and says its own sizes: leave --stages, --microbatches and --slots out")
+        given = [f"--{name.replace('_', '-')}" for name in SIZES if getattr(args, name) is not None]
+        if isinstance(args.schedule, str) and given:
+            raise ConfigurationError(f"{schedule} is a file and says its own sizes: leave {', '.join(given)} out")
         return verified(Path(schedule))
-    if args.stages is None or args.microbatches is None:
-        build(schedule, 1, 1)  # an unknown name first
-        raise ConfigurationError(f"{schedule}: say how large, such as --stages 4 --microbatches 8")
-    with sign_of_life(f"Planning {schedule} for {args.stages} stages and {args.microbatches} microbatches"):
-        return build(schedule, args.stages, args.microbatches, slots=args.slots)
+    num_stages, num_ranks = stages_and_ranks(rule_named(schedule), args)
+    if num_stages is None or args.microbatches is None:
+        raise ConfigurationError(f"{schedule}: say how large, such as --ranks 4 --microbatches 8")
+    with sign_of_life(f"Planning {schedule} for {num_stages} stages and {args.microbatches} microbatches"):
+        return build(schedule, num_stages, args.microbatches, num_ranks=num_ranks, slots=args.slots)
+
+
+SIZES = ("ranks", "stages", "stages_per_rank", "microbatches", "slots")
+
+
+def stages_and_ranks(rule: Rule, args: argparse.Namespace) -> tuple[int | None, int | None]:
+    """How many stages a schedule gets, and on how many ranks; None where the arguments do not say.
+
+    Among several schedules, --stages-per-rank is for those that can have more stages or fewer.
+
+    Raises:
+        ConfigurationError: all three sizes are given.
+    """
+    is_for_rule = rule.placement is Placement.LOOPED or isinstance(args.schedule, str)
+    per_rank = (is_for_rule and args.stages_per_rank) or rule.default_stages_per_rank
+    if args.stages is None:
+        return (None, None) if args.ranks is None else (args.ranks * per_rank, args.ranks)
+    if args.ranks is not None and args.stages_per_rank is not None:
+        raise ConfigurationError("--ranks, --stages-per-rank and --stages: two of them say the third, leave one out")
+    return args.stages, args.ranks or max(1, args.stages // per_rank)
 
 
 def verified(path: Path) -> Plan:
@@ -149,13 +208,37 @@ def read_trace(path: Path) -> list[Timeline]:
 def timeline_of(schedule: str, args: argparse.Namespace) -> Timeline:
     """A measured step if a trace is given, else the plan's simulated one."""
     if is_file(schedule) and is_trace(Path(schedule)):
+        if args.budget is not None and isinstance(args.schedule, str):
+            raise ConfigurationError(f"{schedule} was measured as it is: leave --budget out, or compare it with a schedule")
         return chosen_step(read_trace(Path(schedule)), args.step)
     plan = plan_of(schedule, args)
     if args.step is not None and args.measured is None:
         raise ConfigurationError("--step is of a trace, and there is none")
     costs = costs_of(args, plan)
+    plan = within_budget(plan, costs, args)
     with sign_of_life(f"Simulating {sum(map(len, plan.actions))} actions"):
         return simulate(plan, costs)
+
+
+def within_budget(plan: Plan, costs: Costs, args: argparse.Namespace) -> Plan:
+    """A plan balanced as --budget says; without it, the plan itself.
+
+    Raises:
+        ConfigurationError: options that need --budget, or do not go with it.
+        BudgetError: the budget cannot be met.
+    """
+    given = [f"--{name}" for name in ("parts", "inside", "host") if getattr(args, name)]
+    if args.budget is None:
+        if given:
+            raise ConfigurationError(f"{', '.join(given)}: say the --budget too, in bytes or 'lowest'")
+        return plan
+    if args.slots is not None:
+        raise ConfigurationError("--slots and --budget: one counts microbatches and the other bytes, leave one out")
+    if args.inside and (args.parts or 1) == 1:
+        raise ConfigurationError("--inside: parts move inside forwards and backwards, so give --parts of at least 2")
+    with sign_of_life(f"Balancing {plan.name}"):
+        how = {"num_parts": args.parts or 1, "is_inside": args.inside, "host": args.host or "no"}
+        return balanced(plan, costs, args.budget, **how)
 
 
 def chosen_step(timelines: list[Timeline], step: int | None) -> Timeline:
@@ -168,22 +251,46 @@ def chosen_step(timelines: list[Timeline], step: int | None) -> Timeline:
     raise ConfigurationError(f"the trace has no step {step}; it has {', '.join(str(t.step) for t in timelines)}")
 
 
+def costs_given(args: argparse.Namespace) -> list[str]:
+    """The options of `add_costs` that were given."""
+    others = ("bandwidth", "cross_bandwidth", "host_bandwidth", "latency", "ranks_per_node", "slowdown", "measured", "step")
+    given = [name for name in (*BY_STAGE, *others) if getattr(args, name) is not None] + ["per_rank"] * args.per_rank
+    return [f"--{name.replace('_', '-')}" for name in given]
+
+
 def costs_of(args: argparse.Namespace, plan: Plan) -> Costs:
     """The costs that the arguments give."""
     latency = args.latency or 0.0
-    links = {
+    links: dict[str, Any] = {
         "link": Link(latency_s=latency, bytes_per_s=inf if args.bandwidth is None else args.bandwidth),
         "cross_link": None if args.cross_bandwidth is None else Link(latency_s=latency, bytes_per_s=args.cross_bandwidth),
+        "host_link": None if args.host_bandwidth is None else Link(latency_s=latency, bytes_per_s=args.host_bandwidth),
         "nodes": nodes_of(args, plan),
-        "slowdown": args.slowdown,
+        "slowdown": 1.0 if args.slowdown is None else args.slowdown,
     }
     given = {field: getattr(args, name) for name, (field, *_) in BY_STAGE.items() if getattr(args, name) is not None}
     if args.measured is None:
-        return Costs(**given, **links)
-    if given:
-        raise ConfigurationError(f"--measured gives the times and bytes of stages: leave {', '.join(given)} out")
+        return Costs(**(shared_out(given, plan) if args.per_rank else given), **links)
+    if given or args.per_rank:
+        raise ConfigurationError(f"--measured gives the times and bytes of stages: leave {', '.join(given) or '--per-rank'} out")
     steps = read_trace(args.measured)
     return replace(calibrated(steps if args.step is None else [chosen_step(steps, args.step)], plan), **links)
+
+
+def shared_out(given: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """The costs of each stage from those of a rank; what goes from one stage to the next is the same however many there are.
+
+    Raises:
+        ConfigurationError: a cost is a list.
+    """
+    per_rank = plan.num_stages // plan.num_ranks
+    costs = {"forward_s": 1.0, **given}
+    for field, value in costs.items():
+        if isinstance(value, (list, tuple)):
+            raise ConfigurationError(f"{field}: --per-rank takes one number for all ranks; give one for each stage without it")
+        if field != "output_bytes":
+            costs[field] = value // per_rank if field.endswith("_bytes") else value / per_rank
+    return costs
 
 
 def nodes_of(args: argparse.Namespace, plan: Plan) -> list[int] | None:

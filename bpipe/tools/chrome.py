@@ -4,12 +4,15 @@
                        device       | 0F0 | 0F1 |           | 0B0 |         on CUDA, when it was measured
                        transfers       | 0SEND_F0 ----+|  ...
                        evictions    ...               | |0EVICT2 --+|   |+-> 0LOAD2 |
+                       host         ...               evictions to this rank's own host, and loads from there
                        guests       ...               |            +---+   accepted here for other ranks, and returned
+                       weights      gathered, given back, and their gradients added up
                        memory       bytes, a counter  |
     process "rank 1"   transfers       | 1RECV_F0 <---+|  ...
 
 Slices that overlap get lanes of their own ("transfers 2"), because the format wants the slices of a lane to nest or to be
-disjoint. Arrows go from a send to its receive, from an eviction to its acceptor and to its load, and from a return to its load.
+disjoint. A part of a microbatch that moves, and a piece of a computation, is a slice: `0EVICT2.1`, `0F3.2`. Arrows go from a
+send to its receive, from an eviction to its acceptor and to its load, and from a return to its load.
 
 A file has everything that the timelines have: `otherData` names the plans in their own text, and each slice says which action
 of which timeline it is. Reading gives back the times to the nanosecond.
@@ -25,10 +28,10 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from bpipe._version import __version__
-from bpipe.schedules.action import COMPUTE, POSTS, RECEIVER_OF, SENDS, SERVED, START_OF, Action, Op
+from bpipe.schedules.action import COMPUTE, HOST, POSTS, RECEIVER_OF, SENDS, SERVED, SHARDING, START_OF, Action, Op
 from bpipe.schedules.timeline import Timeline
 from bpipe.tools.chrome_read import DEVICE, FORMAT
-from bpipe.tools.measured import Measured
+from bpipe.tools.measured import Measured, computed
 
 __all__ = ["save_trace"]
 
@@ -39,13 +42,15 @@ LEAST_NS = 2
 Event = dict[str, Any]
 
 # The lanes of a rank, from top to bottom.
-COMPUTE_LANE, _, TRANSFERS, EVICTIONS, GUESTS, GUEST_WAITS, NO_WAITS = LANES = (
+COMPUTE_LANE, _, TRANSFERS, EVICTIONS, HOST_MOVES, GUESTS, GUEST_WAITS, WEIGHTS, NO_WAITS = LANES = (
     "compute",
     DEVICE,
     "transfers",
     "evictions",
+    "host",
     "guests",
     "waits for guests",
+    "weights",
     "waits that were over at once",  # of simulated steps mostly; among the computations they would be in the way
 )
 
@@ -166,19 +171,22 @@ def _slices(timeline: Timeline, rank: int) -> Iterator[_Slice]:
         for action, begin_s, end_s, live in zip_longest(actions, lane.begin_s, lane.end_s, lane.live_bytes):
             begin_ns, end_ns = _ns(begin_s), _ns(end_s)
             shown_ns = max(end_ns, begin_ns + LEAST_NS) if action.op in POSTS else end_ns
-            yield _Slice(begin_ns, shown_ns, _lane_of(action.op, end_ns > begin_ns), action, live, end_ns - begin_ns)
+            yield _Slice(begin_ns, shown_ns, _lane_of(action, end_ns > begin_ns), action, live, end_ns - begin_ns)
     if isinstance(timeline, Measured) and timeline.device[rank].begin_s:
         device = timeline.device[rank]
-        for action, begin_s, end_s in zip(plan.compute(rank), device.begin_s, device.end_s):
+        for action, begin_s, end_s in zip(computed(plan, rank), device.begin_s, device.end_s):
             yield _Slice(_ns(begin_s), _ns(end_s), DEVICE, action, None, _ns(end_s) - _ns(begin_s))
 
 
-def _lane_of(op: Op, takes_time: bool) -> str:
+def _lane_of(action: Action, takes_time: bool) -> str:
+    op = action.op
     if op in COMPUTE:
         return COMPUTE_LANE
     if op in START_OF:
         return GUEST_WAITS if op in SERVED else COMPUTE_LANE if takes_time else NO_WAITS
-    return GUESTS if op in SERVED else EVICTIONS if op in (Op.EVICT, Op.LOAD) else TRANSFERS
+    if op in (Op.EVICT, Op.LOAD):
+        return HOST_MOVES if action.peer == HOST else EVICTIONS
+    return GUESTS if op in SERVED else WEIGHTS if op in SHARDING else TRANSFERS
 
 
 def _all_events(timelines: Sequence[Timeline], starts_ns: Sequence[int]) -> Iterator[Event]:
@@ -216,18 +224,15 @@ class _End(NamedTuple):
 def _arrows(timeline: Timeline) -> Iterator[_Arrow]:
     """The arrows whose two ends are known. One that the clocks' error would turn backwards is left out."""
     slices = {
-        (rank, one.action.op, one.action.stage, one.action.microbatch): one
-        for rank in _ranks(timeline)
-        for one in _slices(timeline, rank)
-        if one.action.op in POSTS
+        (rank, *one.action[:4]): one for rank in _ranks(timeline) for one in _slices(timeline, rank) if one.action.op in POSTS
     }
-    for (rank, op, stage, microbatch), sent in slices.items():
-        heads: list[tuple[str, tuple[int, Op, int, int]]] = []
+    for (rank, op, stage, microbatch, part), sent in slices.items():
+        heads: list[tuple[str, tuple[int, Op, int, int, int]]] = []
         if op in RECEIVER_OF and sent.action.peer is not None:
             receive, offset = RECEIVER_OF[op]
-            heads.append((SENDS[op].value, (sent.action.peer, receive, stage + offset, microbatch)))
+            heads.append((SENDS[op].value, (sent.action.peer, receive, stage + offset, microbatch, part)))
         if op is Op.EVICT:
-            heads.append(("away", (rank, Op.LOAD, stage, microbatch)))
+            heads.append(("away", (rank, Op.LOAD, stage, microbatch, part)))
         for name, head in heads:
             received = slices.get(head)
             if received is not None and received.end_ns - 1 > sent.begin_ns:
@@ -250,6 +255,8 @@ def _events(
         yield from tracks.names(rank, one.lane, place)
         on = {"pid": pid, "tid": tracks.tids[rank, one.lane, place]}
         args = {"action": str(one.action), "stage": one.action.stage, "microbatch": one.action.microbatch, **known}
+        if one.action.part:
+            args["part"] = one.action.part
         if one.live_bytes is not None:
             args["live_bytes"] = one.live_bytes
         if one.true_ns != end_ns - begin_ns:

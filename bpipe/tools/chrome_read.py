@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from array import array
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isnan, nan
@@ -14,7 +15,7 @@ from typing import Any
 from bpipe.errors import BPipeError, ConfigurationError
 from bpipe.schedules.plan import Plan
 from bpipe.schedules.timeline import Lane, Timeline
-from bpipe.tools.measured import Measured, merged
+from bpipe.tools.measured import Measured, computed, merged
 
 __all__ = ["load_trace"]
 
@@ -118,17 +119,21 @@ def _item(items: Sequence[Any], index: int, what: str) -> Any:
 
 
 class _Places:
-    """Where each action of a plan is, by its text: in its rank's compute lane (0) or served lane (1), and at which index."""
+    """Where each action of a plan is, by its text: in its rank's compute lane (0) or served lane (1), and at which index.
+
+    What concerns a whole stage may be in several places.
+    """
 
     def __init__(self, plan: Plan) -> None:
         if len(plan.served) != plan.num_ranks:
             raise ConfigurationError(f"a damaged plan: {plan.num_ranks} compute lanes and {len(plan.served)} served lanes")
         self.plan = plan
-        self.of_rank: list[dict[str, tuple[int, int]]] = [
-            {str(action): (kind, i) for kind, lane in enumerate(lanes) for i, action in enumerate(lane)}
-            for lanes in zip(plan.actions, plan.served)
-        ]
-        self.of_computations = [{str(a): i for i, a in enumerate(plan.compute(rank))} for rank in range(plan.num_ranks)]
+        self.of_rank: list[dict[str, list[tuple[int, int]]]] = [defaultdict(list) for _ in plan.actions]
+        for places, *lanes in zip(self.of_rank, plan.actions, plan.served):
+            for kind, lane in enumerate(lanes):
+                for index, action in enumerate(lane):
+                    places[str(action)].append((kind, index))
+        self.of_computations = [{str(a): i for i, a in enumerate(computed(plan, rank))} for rank in range(plan.num_ranks)]
 
 
 class _Filling:
@@ -138,8 +143,11 @@ class _Filling:
         self.begin_s, self.end_s = array("d", [nan]) * length, array("d", [nan]) * length
         self.live_bytes: dict[int, int] = {}
 
+    def is_free(self, index: int) -> bool:
+        return isnan(self.begin_s[index])
+
     def enter(self, index: int, begin_ns: int, end_ns: int) -> None:
-        if not isnan(self.begin_s[index]):
+        if not self.is_free(index):
             raise ConfigurationError("a damaged trace: the action is there twice")
         self.begin_s[index], self.end_s[index] = begin_ns / 1e9, end_ns / 1e9
 
@@ -170,16 +178,17 @@ class _Draft:
         args, rank = event["args"], event["pid"] - 1
         if rank not in self._lanes:
             raise ConfigurationError(f"a damaged trace: times of rank {rank}, which is not among {self._header['ranks']}")
-        places = self._places.of_computations[rank] if event["cat"] == DEVICE else self._places.of_rank[rank]
-        if args["action"] not in places:
+        is_device = event["cat"] == DEVICE
+        if args["action"] not in (self._places.of_computations[rank] if is_device else self._places.of_rank[rank]):
             raise ConfigurationError(f"{args['action']} is no action of rank {rank} in the plan {self._plan.name}")
         begin_ns = round(event["ts"] * 1000) - self._header["start_ns"]
         end_ns = begin_ns + (args["ns"] if "ns" in args else round(event["dur"] * 1000))
-        if event["cat"] == DEVICE:
+        if is_device:
             self._has_device.add(rank)
-            self._device[rank].enter(places[args["action"]], begin_ns, end_ns)
+            self._device[rank].enter(self._places.of_computations[rank][args["action"]], begin_ns, end_ns)
             return
-        kind, index = self._places.of_rank[rank][args["action"]]
+        places = self._places.of_rank[rank][args["action"]]
+        kind, index = next((place for place in places if self._lanes[rank][place[0]].is_free(place[1])), places[-1])
         lane = self._lanes[rank][kind]
         lane.enter(index, begin_ns, end_ns)
         if "live_bytes" in args:

@@ -21,6 +21,7 @@ from bpipe.tools.terminal import console
 __all__ = ["main"]
 
 COMMANDS = {
+    "schedules": "list the schedules there are, with their memory and bubbles",
     "show": "draw a schedule's grid in the terminal",
     "check": "prove a plan from a file, or say which rules it breaks",
     "simulate": "predict the step, the bubble and the memory of a schedule from costs",
@@ -35,9 +36,10 @@ HELP = """usage: bpipe COMMAND ...
 {commands}
 
 examples:
-  bpipe show balanced_1f1b --stages 8 --microbatches 32
+  bpipe show balanced_1f1b --ranks 8 --microbatches 32
   bpipe simulate balanced_1f1b -p 8 -m 32 --forward 20ms --saved 1.5GiB --bandwidth 20GB/s
   bpipe compare 1f1b balanced_1f1b -p 8 -m 32 --out compare.html
+  bpipe compare 1f1b zbv v_half -p 8 -m 32 --per-rank
   bpipe trace runs/gpt/trace --out measured.html
   bpipe advise llama2-70b --device a100-80gb --stages 8 --tensor-parallel 8 --batch 128
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from bpipe.schedules.action import START_OF, Op
+from bpipe.schedules.action import HOST, START_OF, Action, Op
 
 __all__: list[str] = []
+
+Role = str  # an operation, or one of these four with the rank's own host at the other end
+HOST_EVICT, HOST_LOAD, WAIT_HOST_EVICT, WAIT_HOST_LOAD = "EVICT@host", "LOAD@host", "WAIT_EVICT@host", "WAIT_LOAD@host"
 
 LIGHTEST = 0.4  # how near to white the last of a rank's stages comes
 
@@ -25,16 +28,21 @@ def ink(colour: str) -> str:
     return "#000000" if luminance(colour) > 0.18 else "#ffffff"  # where the contrasts with black and white are equal
 
 
-def shade(op: Op, place: int = 0, num_places: int = 1) -> str:
+def role(action: Action) -> Role:
+    """What a picture shows an action as."""
+    return f"{action.op}@host" if action.peer == HOST else action.op
+
+
+def shade(role: Role, place: int = 0, num_places: int = 1) -> str:
     """The colour of an operation on the `place`-th of a rank's stages: the first is the darkest."""
-    return lighten(COLOURS[op], LIGHTEST * place / max(num_places - 1, 1))
+    return lighten(COLOURS[role], LIGHTEST * place / max(num_places - 1, 1))
 
 
 def _parts(colour: str) -> tuple[int, int, int]:
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
 
 
-COLOURS: dict[Op, str] = {
+COLOURS: dict[Role, str] = {
     Op.F: lighten("#56b4e9", 0.3),  # lighter than the palette's, so that no stage's F has the grey of a B
     Op.B: "#d55e00",
     Op.I: "#e69f00",
@@ -43,30 +51,44 @@ COLOURS: dict[Op, str] = {
     Op.LOAD: "#0072b2",
     Op.ACCEPT: lighten("#cc79a7", 0.65),
     Op.RETURN: "#f0e442",
+    HOST_EVICT: "#7f4f24",
+    HOST_LOAD: "#dda15e",
 }
 COLOURS |= {Op.SEND_F: COLOURS[Op.F], Op.SEND_B: COLOURS[Op.B]}
 
-NAMES: dict[Op, str] = {
+NAMES: dict[Role, str] = {
     Op.F: "forward",
     Op.B: "backward",
     Op.I: "backward, inputs",
     Op.W: "backward, weights",
     Op.EVICT: "evict",
     Op.LOAD: "load",
+    HOST_EVICT: "evict to the host",
+    HOST_LOAD: "load from the host",
     Op.ACCEPT: "accept a guest",
     Op.RETURN: "return a guest",
     Op.SEND_F: "send forward",
     Op.SEND_B: "send backward",
 }
-WAIT_NAMES = dict.fromkeys(START_OF, "wait for another rank") | {
+WAIT_NAMES: dict[Role, str] = dict.fromkeys(START_OF, "wait for another rank") | {
     Op.WAIT_EVICT: "wait for an eviction",
     Op.WAIT_LOAD: "wait for a load",
+    WAIT_HOST_EVICT: "wait for an eviction to the host",
+    WAIT_HOST_LOAD: "wait for a load from the host",
 }
 
 WAITING = "#dddddd"
 MEMORY, MEMORY_EDGE = "#d4d4d4", "#666666"
 
 
-def wait_colour(op: Op) -> str:
+MOVE_WAITS: dict[Role, Role] = {
+    Op.WAIT_EVICT: Op.EVICT,
+    Op.WAIT_LOAD: Op.LOAD,
+    WAIT_HOST_EVICT: HOST_EVICT,
+    WAIT_HOST_LOAD: HOST_LOAD,
+}
+
+
+def wait_colour(role: Role) -> str:
     """The colour of a wait: grey for the other ranks' results, the transfer's for an eviction or a load."""
-    return COLOURS[START_OF[op]] if op in (Op.WAIT_EVICT, Op.WAIT_LOAD) else WAITING
+    return COLOURS[MOVE_WAITS[role]] if role in MOVE_WAITS else WAITING

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from bpipe.errors import ConfigurationError
+from bpipe.schedules.action import COMPUTE, Action
+from bpipe.schedules.plan import Plan
 from bpipe.schedules.timeline import Lane, Span, Timeline
 
 __all__ = ["Measured", "typical"]
@@ -18,7 +20,7 @@ class Measured(Timeline):
 
     Args:
         began_s: when the step's first action began, in seconds since the trace did.
-        device: on CUDA, when the device ran each computation of a rank, an entry for each of `plan.compute(rank)`; else empty.
+        device: on CUDA, when the device ran each computation of a rank, an entry for each of `computed(plan, rank)`; else empty.
         clock_error_s: how wrong the clock of each rank can be against rank 0 of the group.
 
     The lanes have the host's times: on CUDA a computation is when it was queued there, and `device` is when it ran.
@@ -33,7 +35,7 @@ class Measured(Timeline):
         lane = self.device[rank]
         if not lane.begin_s:
             return Timeline.computations(self, rank)
-        return map(Span, self.plan.compute(rank), lane.begin_s, lane.end_s)
+        return map(Span, computed(self.plan, rank), lane.begin_s, lane.end_s)
 
     def span_s(self, rank: int) -> tuple[float, float]:
         """When a rank's first computation began and its last one ended, on the device where it was asked."""
@@ -44,6 +46,11 @@ class Measured(Timeline):
     def ranks(self) -> list[int]:
         """The ranks that were recorded."""
         return [rank for rank, lane in enumerate(self.actions) if lane.begin_s]
+
+
+def computed(plan: Plan, rank: int) -> list[Action]:
+    """The computations of a rank in order, those in pieces piece by piece."""
+    return [action for action in plan.actions[rank] if action.op in COMPUTE]
 
 
 def typical(timelines: Sequence[Timeline]) -> Timeline:

@@ -9,13 +9,27 @@ from itertools import chain
 
 from bpipe.schedules import Op, Span
 from bpipe.schedules.action import COMPUTE
-from bpipe.tools.colours import COLOURS, NAMES, WAIT_NAMES, WAITING, ink, shade, wait_colour
+from bpipe.tools.colours import (
+    COLOURS,
+    HOST_EVICT,
+    HOST_LOAD,
+    MOVE_WAITS,
+    NAMES,
+    WAIT_HOST_EVICT,
+    WAIT_HOST_LOAD,
+    WAIT_NAMES,
+    Role,
+    ink,
+    role,
+    shade,
+    wait_colour,
+)
 from bpipe.tools.paper import Strip, band_at, row_height, strips
 from bpipe.tools.scene import Panel, Row, Scene
 
 __all__: list[str] = []
 
-OPS = {op: index for index, op in enumerate(Op)}
+ROLES = {role: index for index, role in enumerate((*Op, HOST_EVICT, HOST_LOAD, WAIT_HOST_EVICT, WAIT_HOST_LOAD))}
 DECIMALS = 9  # of seconds: nanoseconds
 
 Data = dict[str, object]
@@ -33,8 +47,8 @@ def render(scene: Scene) -> str:
 def as_data(scene: Scene) -> Data:
     """What the page's script reads: times in seconds, places in parts of a row's height.
 
-    A box is six numbers in a row: operation (an index into `ops`), stage, microbatch, peer or -1, begin and end. A step of
-    memory is two: when, and how much from then on.
+    A box is seven numbers in a row: role (an index into `roles`), stage, microbatch, part or 0, peer or -1, begin and end. A step
+    of memory is two: when, and how much from then on.
     """
     rows = [row for panel in scene.panels for row in panel.rows]
     return {
@@ -44,18 +58,18 @@ def as_data(scene: Scene) -> Data:
         "unit": scene.unit,
         "top": scene.top,
         "microbatches": scene.num_microbatches,
-        "ops": list(OPS),
+        "roles": list(ROLES),
         "names": NAMES | WAIT_NAMES,
         "fills": {num: _fills(num) for num in sorted({1, *(len(row.stages) for row in rows)})},
         "panels": [_panel(panel) for panel in scene.panels],
     }
 
 
-def _fills(num_stages: int) -> dict[Op, list[tuple[str, str]]]:
-    """Of every operation, its colours on a rank's stages, with those of what is written on them; grey is the page's to choose."""
-    fills = {op: [shade(op, place, num_stages) for place in range(num_stages if op in COMPUTE else 1)] for op in COLOURS}
-    fills |= {op: [wait_colour(op)] for op in WAIT_NAMES if wait_colour(op) != WAITING}
-    return {op: [(colour, ink(colour)) for colour in colours] for op, colours in fills.items()}
+def _fills(num_stages: int) -> dict[Role, list[tuple[str, str]]]:
+    """Of every role, its colours on a rank's stages, with those of what is written on them; grey is the page's to choose."""
+    fills = {role: [shade(role, place, num_stages) for place in range(num_stages if role in COMPUTE else 1)] for role in COLOURS}
+    fills |= {role: [wait_colour(role)] for role in MOVE_WAITS}
+    return {role: [(colour, ink(colour)) for colour in colours] for role, colours in fills.items()}
 
 
 def _panel(panel: Panel) -> Data:
@@ -86,6 +100,6 @@ def _strip(strip: Strip, height: float) -> Data:
 
 
 def _box(span: Span) -> tuple[float, ...]:
-    op, stage, microbatch, _, peer = span.action
+    _, stage, microbatch, part, peer = span.action
     begin, end = round(span.begin_s, DECIMALS), round(span.end_s, DECIMALS)
-    return OPS[op], stage, microbatch, -1 if peer is None else peer, begin, end
+    return ROLES[role(span.action)], stage, microbatch, part, -1 if peer is None else peer, begin, end

@@ -42,12 +42,15 @@ class Strip(NamedTuple):
 
 
 def strips(row: Row, band: Band) -> Iterator[Strip]:
-    """Where a row's boxes are. What a transfer holds up is drawn thicker than a wait for another rank's result."""
+    """Where a row's boxes are, those that others lie on first: a computation in pieces may wait between them.
+
+    What a transfer holds up is drawn thicker than a wait for another rank's result.
+    """
+    yield Strip("compute", band.top, band.moves, row.computations)
     for share, is_for_move in ((0.14, False), (0.34, True)):
         inset = (band.moves - band.top) * (1 - share) / 2
         waits = tuple(span for span in row.waits if (span.action.op in (Op.WAIT_EVICT, Op.WAIT_LOAD)) == is_for_move)
         yield Strip("wait", band.top + inset, band.moves - inset, waits)
-    yield Strip("compute", band.top, band.moves, row.computations)
     step = (band.sends - band.moves) / max(2, len(row.moves))
     for index, track in enumerate(row.moves, start=len(row.moves) == 1 and not row.num_out):
         yield Strip("move", band.moves + step * (index + 0.15), band.moves + step * (index + 1), track)

@@ -18,7 +18,21 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from bpipe.schedules import Op, Span
-from bpipe.tools.colours import COLOURS, MEMORY, MEMORY_EDGE, NAMES, WAIT_NAMES, WAITING, ink, shade, wait_colour
+from bpipe.tools.colours import (
+    COLOURS,
+    HOST_EVICT,
+    HOST_LOAD,
+    MEMORY,
+    MEMORY_EDGE,
+    NAMES,
+    WAIT_NAMES,
+    WAITING,
+    Role,
+    ink,
+    role,
+    shade,
+    wait_colour,
+)
 from bpipe.tools.paper import ABOVE, BELOW, LEFT, POINTS, RIGHT, TITLE, Band, Paper, Strip, strips
 from bpipe.tools.scene import SENT, Row, Scene, amount_text, time_unit, without_dips
 
@@ -32,7 +46,8 @@ LEGEND_LINE, LEGEND_ENTRY = 0.22, 1.65
 LEAST = {"move": 0.04, "send": 0.012}  # transfers in next to no time are still seen
 LEAST_DIP = 0.01  # memory given back and taken again within that is not
 
-HATCHES = {Op.EVICT: "/////", Op.LOAD: "\\\\\\\\\\", Op.ACCEPT: "/////", Op.RETURN: "\\\\\\\\\\"}
+OUT, IN = "/////", "\\\\\\\\\\"
+HATCHES: dict[Role, str] = {Op.EVICT: OUT, HOST_EVICT: OUT, Op.ACCEPT: OUT, Op.LOAD: IN, HOST_LOAD: IN, Op.RETURN: IN}
 DARK, GREY, FAINT, OUTLINE = "#222222", "#777777", "#eeeeee", "#404040"
 BUDGET: dict[str, Any] = {"color": "#000000", "linewidth": 0.9, "linestyle": (0, (4, 2))}
 
@@ -67,6 +82,7 @@ class _Look(NamedTuple):
     colour: str
     edge: str = "none"
     hatch: str | None = None
+    zorder: int = 1
 
 
 class _Sheet:
@@ -135,6 +151,7 @@ class _Sheet:
         edge = min(0.7, 0.1 * POINTS * self.paper.inches(self.paper.short_s))  # thinner where boxes are narrow
         for look, polygons in boxes.items():
             style: dict[str, Any] = {"edgecolors": look.edge, "linewidths": edge * (look.edge != "none"), "hatch": look.hatch}
+            style["zorder"] = look.zorder
             self.axes.add_collection(PolyCollection(polygons, facecolors=look.colour, **style), autolim=False)
 
     def _boxes(self, row: Row, band: Band) -> Iterator[tuple[_Look, Polygon]]:
@@ -193,22 +210,22 @@ def _look(kind: str, span: Span, row: Row) -> _Look:
     if kind == "compute":
         return _Look(_fill(span, row), "white")
     if kind == "wait":
-        return _Look(wait_colour(span.action.op))
-    return _move_look(span.action.op) if kind == "move" else _Look(COLOURS[span.action.op])
+        return _Look(wait_colour(role(span.action)), zorder=2)
+    return _move_look(role(span.action)) if kind == "move" else _Look(COLOURS[span.action.op])
 
 
 def _fill(span: Span, row: Row) -> str:
     return shade(span.action.op, row.stages.index(span.action.stage), len(row.stages))
 
 
-def _move_look(op: Op) -> _Look:
-    return _Look(COLOURS[op], OUTLINE, HATCHES[op])
+def _move_look(role: Role) -> _Look:
+    return _Look(COLOURS[role], OUTLINE, HATCHES[role])
 
 
 def _legend(scene: Scene) -> list[Patch | Line2D]:
     """An entry for each thing that is there to be seen."""
     rows = [row for panel in scene.panels for row in panel.rows]
-    seen = {span.action.op for row in rows for spans in (row.computations, row.waits, row.sends, *row.moves) for span in spans}
+    seen = {role(span.action) for row in rows for spans in (row.computations, row.waits, row.sends, *row.moves) for span in spans}
     several = ", lighter on a rank's later stages" if any(len(row.stages) > 1 for row in rows) else ""
     handles: list[Patch | Line2D] = []
     for op, name in NAMES.items():

@@ -8,8 +8,9 @@ from math import isfinite
 from typing import TypeVar
 
 from bpipe.errors import ConfigurationError
+from bpipe.schedules.amounts import three_digits
 
-__all__ = ["bytes_of", "bytes_per_second_of", "one_or_each", "seconds_of", "show_bytes", "show_seconds"]
+__all__ = ["bytes_of", "bytes_per_second_of", "one_or_each", "seconds_of", "show_seconds"]
 
 T = TypeVar("T")
 
@@ -53,19 +54,6 @@ def _read(text: str, units: Mapping[str, float], expected: str) -> float:
     return number * units[match[2].lower()]
 
 
-def show_bytes(num_bytes: float) -> str:
-    """Write bytes for people, with three digits.
-
-    Example:
-        >>> show_bytes(1610612736), show_bytes(0)
-        ('1.50 GiB', '0 B')
-    """
-    for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{_three_digits(num_bytes / size)} {unit}"
-    return f"{num_bytes:.0f} B"
-
-
 def show_seconds(seconds: float) -> str:
     """Write a time for people, with three digits.
 
@@ -75,12 +63,8 @@ def show_seconds(seconds: float) -> str:
     """
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
         if seconds >= size:
-            return f"{_three_digits(seconds / size)} {unit}"
-    return f"{_three_digits(seconds / 1e-9)} ns" if seconds else "0 s"
-
-
-def _three_digits(number: float) -> str:
-    return f"{number:.{max(0, 3 - len(str(int(number))))}f}"
+            return f"{three_digits(seconds / size)} {unit}"
+    return f"{three_digits(seconds / 1e-9)} ns" if seconds else "0 s"
 
 
 def one_or_each(text: str, read: Callable[[str], T]) -> T | tuple[T, ...]:

@@ -15,8 +15,9 @@ from math import isfinite
 
 from bpipe.errors import ConfigurationError
 from bpipe.schedules import Op, Plan, Span, Timeline
-from bpipe.schedules.sizes import occupancy
-from bpipe.tools.quantities import show_bytes, show_seconds
+from bpipe.schedules.amounts import show_bytes
+from bpipe.schedules.meter import occupancy
+from bpipe.tools.quantities import show_seconds
 
 __all__: list[str] = []
 
@@ -37,15 +38,15 @@ class Row:
     Args:
         rank: its number.
         stages: the stages it holds.
-        computations: F, B, I and W, one after the other.
-        waits: when its compute lane waited.
+        computations: F, B, I and W, one after the other; those in pieces as one, from the first to the last.
+        waits: when its compute lane waited, between pieces too.
         moves: evictions, loads and their other ends, in tracks within which none overlap: those that leave, then those that
             arrive.
         num_out: how many of the tracks are of those that leave.
         sends: what it sends along the pipeline, as far as that takes time.
         memory: (seconds, amount) from when on it holds that much, in order.
         peak: the most it ever holds, outside the window too.
-        budget: the most it may hold, in slots; None where there is no budget or memory is in bytes.
+        budget: the most it may hold; None where there is no budget in the scene's unit.
     """
 
     rank: int
@@ -183,15 +184,24 @@ def _row(timeline: Timeline, rank: int, window: Window, unit: str, allowance: in
     return Row(
         rank=rank,
         stages=tuple(stage for stage, owner in enumerate(plan.stage_ranks) if owner == rank),
-        computations=tuple(_within(timeline.computations(rank), window, allowance)),
+        computations=tuple(_within(_whole(plan, timeline.computations(rank)), window, allowance)),
         waits=tuple(_within(timeline.waits(rank), window, allowance)),
         moves=(*leaving, *arriving),
         num_out=len(leaving),
         sends=tuple(span for span in transfers if span.action.op in SENT),
         memory=_steps(timeline, rank, window),
         peak=timeline.peak_bytes(rank),
-        budget=plan.slots[rank] if unit == "slots" else None,
+        budget=plan.slots[rank] if unit == "slots" else None if plan.budgets is None else plan.budgets[rank],
     )
+
+
+def _whole(plan: Plan, computations: Iterable[Span]) -> Iterator[Span]:
+    """Computations, the pieces of one put together: to the eye it is one, with waits in it."""
+    begin_s = 0.0
+    for action, piece_begin_s, end_s in computations:
+        begin_s = begin_s if plan.goes_on(action) else piece_begin_s
+        if plan.ends(action):
+            yield Span(action._replace(part=0), begin_s, end_s)
 
 
 def _within(spans: Iterable[Span], window: Window, allowance: int) -> Iterator[Span]:
@@ -244,7 +254,7 @@ def _facts(timeline: Timeline, unit: str) -> str:
     makespan = timeline.makespan_s
     bubble = 1 - min(map(timeline.work_s, ranks)) / makespan if makespan else 0.0
     peak = max(ranks, key=timeline.peak_bytes)
-    stages = f"p = {plan.num_stages}" + (f" on {plan.num_ranks} ranks" if plan.num_ranks != plan.num_stages else "")
+    stages = f"p = {plan.num_ranks}" + (f" with {plan.num_stages} stages" if plan.num_ranks != plan.num_stages else "")
     step = "" if timeline.step is None else f" in step {timeline.step}"
     return (
         f"{stages}, m = {plan.num_microbatches}   \N{MIDDLE DOT}   makespan {show_seconds(makespan)}   \N{MIDDLE DOT}   "

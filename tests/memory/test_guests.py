@@ -8,82 +8,143 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpipe.memory.guests import Rooms
+from bpipe.memory.host import HostRooms
+from bpipe.schedules import Action, Op
+from bpipe.schedules.rooms import Guest, Reserved, reserve
 
 CPU = torch.device("cpu")
+Event = tuple[bool, int]  # whether a guest arrives or leaves, and which
+
+
+def rooms(sizes: list[int], room_of: dict[int, int], *, in_bytes: bool = True) -> Rooms:
+    """Rooms for microbatches of stage 0."""
+    reserved = Reserved(tuple(sizes), {(0, microbatch, 0): room for microbatch, room in room_of.items()})
+    return Rooms(reserved, CPU, in_bytes=in_bytes)
+
+
+def guest(microbatch: int) -> Guest:
+    return 0, microbatch, 0
 
 
 def test_nothing_is_reserved_before_the_first_guest() -> None:
-    assert Rooms([0] * 3, CPU).num_bytes == 0
+    assert rooms([64] * 3, {0: 0}).num_bytes == 0
 
 
 def test_all_rooms_are_reserved_with_the_first_guest() -> None:
-    rooms = Rooms([0] * 3, CPU)
-    parts = rooms.take((0, 0, 0), [70, 30])
+    planned = rooms([70, 30, 100], {0: 2})
+    parts = planned.take(guest(0), [70, 30])
     assert [(part.dtype, part.shape) for part in parts] == [(torch.uint8, (70,)), (torch.uint8, (30,))]
-    assert rooms.num_bytes == 300
+    assert planned.num_bytes == 200
+
+
+def test_where_slots_are_counted_rooms_are_as_large_as_the_first_guest() -> None:
+    planned = rooms([1] * 3, {0: 1, 1: 0}, in_bytes=False)
+    planned.take(guest(0), [70, 30])
+    assert planned.num_bytes == 300
+    planned.take(guest(1), [120])
+    assert planned.num_bytes == 320
 
 
 def test_rooms_are_used_again() -> None:
-    rooms = Rooms([0] * 2, CPU)
-    places = set()
-    for microbatch in range(50):
-        places.add(rooms.take((0, microbatch, 0), [64])[0].data_ptr())
-        if microbatch:
-            rooms.leave((0, microbatch - 1, 0))
-        assert rooms.num_bytes == 128
-    assert len(places) == 2
+    planned = rooms([64] * 2, {microbatch: microbatch % 2 for microbatch in range(50)})
+    assert len({planned.take(guest(microbatch), [64])[0].data_ptr() for microbatch in range(50)}) == 2
+    assert planned.num_bytes == 128
 
 
-def test_rooms_grow_for_a_larger_guest_and_stay_so() -> None:
-    rooms = Rooms([0] * 2, CPU)
-    first = rooms.take((0, 0, 0), [10])[0].fill_(7)
-    rooms.take((0, 1, 0), [25])
-    assert rooms.num_bytes == 35
+def test_a_room_grows_for_a_guest_larger_than_planned_and_stays_so() -> None:
+    planned = rooms([10, 10], {0: 0, 1: 1, 2: 1})
+    first = planned.take(guest(0), [10])[0].fill_(7)
+    place = planned.take(guest(1), [25])[0].data_ptr()
+    assert planned.num_bytes == 35
     assert first.tolist() == [7] * 10
-    rooms.leave((0, 1, 0))
-    place = rooms.take((0, 2, 0), [5])[0].data_ptr()
-    rooms.leave((0, 2, 0))
-    assert rooms.take((0, 3, 0), [25])[0].data_ptr() == place
-    rooms.leave((0, 0, 0))
-    rooms.take((0, 4, 0), [20])
-    assert rooms.num_bytes == 45
+    assert planned.take(guest(2), [5])[0].data_ptr() == place
 
 
 def test_a_guest_of_no_bytes_has_a_room_too() -> None:
-    rooms = Rooms([0] * 1, CPU)
-    assert rooms.take((0, 0, 0), []) == []
-    rooms.leave((0, 0, 0))
-    assert [part.numel() for part in rooms.take((0, 1, 0), [3])] == [3]
+    planned = rooms([0], {0: 0, 1: 0})
+    assert planned.take(guest(0), []) == []
+    assert [part.numel() for part in planned.take(guest(1), [3])] == [3]
 
 
 def test_clear() -> None:
-    rooms = Rooms([0] * 2, CPU)
-    rooms.take((0, 0, 0), [8])
-    rooms.clear()
-    assert rooms.num_bytes == 0
+    planned = rooms([8, 8], {0: 0})
+    planned.take(guest(0), [8])
+    planned.clear()
+    assert planned.num_bytes == 0
+    planned.take(guest(0), [8])
+    assert planned.num_bytes == 16
 
 
-@pytest.mark.parametrize("guest", [(0, 1, 0), (1, 0, 0), (0, 0, 1)])
-def test_a_stranger_cannot_leave(guest: tuple[int, int, int]) -> None:
-    rooms = Rooms([0] * 2, CPU)
-    rooms.take((0, 0, 0), [8])
+@pytest.mark.parametrize("stranger", [(0, 1, 0), (1, 0, 0), (0, 0, 1)])
+def test_a_stranger_has_no_room(stranger: Guest) -> None:
     with pytest.raises(KeyError):
-        rooms.leave(guest)
+        rooms([8, 8], {0: 0}).take(stranger, [8])
 
 
-@given(st.integers(1, 4), st.data())
-@settings(max_examples=50)
-def test_guests_never_share_memory(count: int, data: st.DataObject) -> None:
-    rooms = Rooms([0] * count, CPU)
-    present: dict[tuple[int, int, int], torch.Tensor] = {}
-    largest = 0
-    for microbatch in range(data.draw(st.integers(1, 20))):
-        if len(present) == count or (present and data.draw(st.booleans())):
-            guest = data.draw(st.sampled_from(sorted(present)))
-            assert (present.pop(guest) == guest[1]).all()  # nobody wrote over it
-            rooms.leave(guest)
-        size = data.draw(st.sampled_from([16, 16, 16, 40]))
-        largest = max(largest, size)
-        (present[0, microbatch, 0],) = rooms.take((0, microbatch, 0), [size])
-        present[0, microbatch, 0].fill_(microbatch)
-        assert rooms.num_bytes <= count * largest
+# Which guest is in which room.
+
+
+@st.composite
+def visits(draw: st.DrawFn) -> tuple[list[Event], list[int]]:
+    """Guests that come and go, and their sizes."""
+    sizes = draw(st.lists(st.sampled_from([1, 2, 3, 5, 8]), min_size=1, max_size=12))
+    events: list[Event] = []
+    present: list[int] = []
+    coming = list(range(len(sizes)))
+    while coming or present:
+        arrives = bool(coming) and (not present or draw(st.booleans()))
+        which = coming.pop(0) if arrives else draw(st.sampled_from(present))
+        present.append(which) if arrives else present.remove(which)
+        events.append((arrives, which))
+    return events, sizes
+
+
+def chain_of(events: list[Event]) -> list[Action]:
+    return [Action(Op.ACCEPT if arrives else Op.WAIT_RETURN, 0, which, peer=1) for arrives, which in events]
+
+
+@given(visits())
+@settings(max_examples=200)
+def test_guests_have_rooms_of_their_own_and_no_step_needs_more(visit: tuple[list[Event], list[int]]) -> None:
+    events, sizes = visit
+    reserved = reserve(chain_of(events), lambda action: sizes[action.microbatch])
+    planned = Rooms(reserved, CPU, in_bytes=True)
+    for _ in range(3):
+        present: dict[int, torch.Tensor] = {}
+        for arrives, which in events:
+            if arrives:
+                (present[which],) = planned.take(guest(which), [sizes[which]])
+                present[which].fill_(which)
+            else:
+                assert (present.pop(which) == which).all()  # nobody wrote over it
+        assert planned.num_bytes == sum(reserved.sizes)
+
+
+@given(visits())
+def test_there_are_as_many_rooms_as_guests_at_once(visit: tuple[list[Event], list[int]]) -> None:
+    events, _ = visit
+    present, most = 0, 0
+    for arrives, _ in events:
+        present += 1 if arrives else -1
+        most = max(most, present)
+    assert len(reserve(chain_of(events)).sizes) == most
+
+
+# The host's.
+
+
+def test_what_is_stored_on_the_host_comes_back() -> None:
+    host = HostRooms(Reserved((5, 9), {guest(0): 0, guest(1): 1}), CPU, in_bytes=True)
+    messages = {
+        0: [torch.arange(5, dtype=torch.uint8)],
+        1: [torch.full((4,), 7, dtype=torch.uint8), torch.ones(5, dtype=torch.uint8)],
+    }
+    for microbatch, sent in messages.items():
+        host.store(guest(microbatch), [message.clone() for message in sent]).wait()
+    assert host.num_bytes == 14
+    for microbatch, sent in messages.items():
+        arrived = [torch.zeros_like(message) for message in sent]
+        host.fetch(guest(microbatch), arrived).wait()
+        assert all(map(torch.equal, arrived, sent))
+    host.clear()
+    assert host.num_bytes == 0

@@ -1,23 +1,37 @@
-"""The ledger against a recount from nothing at every action, and against the plan's own prediction."""
+"""The ledger against a recount from nothing at every action, and against a scan of the plan."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpipe.memory.footprint import Footprint, footprint_of
-from bpipe.memory.ledger import Ledger, predicted_peak_bytes
-from bpipe.memory.stash import Contents
+from bpipe.memory.footprint import Footprint, covering, footprint_of
+from bpipe.memory.ledger import Ledger
+from bpipe.memory.peaks import Peaks
+from bpipe.memory.stash import Contents, Movable
 from bpipe.memory.storages import Held
-from bpipe.schedules import Action, Op, Plan, build
+from bpipe.schedules import Action, Op, Plan, Sizes, build
 from tests.schedules.strategies import plans
 
 Key = tuple[int, int]
 Footprints = dict[Key, Footprint]
+
+
+@st.composite
+def footprints_with_messages(draw: st.DrawFn) -> Footprint:
+    parts = tuple(draw(st.lists(st.integers(0, 9), min_size=2, max_size=2)))
+    own, received, sent = sum(parts) + draw(st.integers(0, 9)), draw(st.integers(0, 9)), draw(st.integers(0, 9))
+    kept = (draw(st.integers(0, min(own, message))) for message in (received, sent))
+    return Footprint(own, sum(parts), 0, parts, received, sent, *kept, draw(st.one_of(st.none(), st.integers(0, 20))))
+
+
+FOOTPRINTS_WITH_MESSAGES = footprints_with_messages()
+FOOTPRINTS = FOOTPRINTS_WITH_MESSAGES.map(lambda footprint: footprint._replace(parts=()))
 
 
 def follow(ledger: Ledger, actions: tuple[Action, ...], footprints: Footprints) -> Iterator[Action]:
@@ -26,6 +40,8 @@ def follow(ledger: Ledger, actions: tuple[Action, ...], footprints: Footprints) 
         key = action[1:3]
         if action.op is Op.F:
             ledger.forward(key, (key[0], ""), footprints[key])
+        elif action.op is Op.I:
+            ledger.input_half(key, footprints[key].between_bytes)
         elif action.op in (Op.B, Op.W):
             ledger.backward(key)
         elif action.op is Op.WAIT_EVICT:
@@ -42,7 +58,10 @@ def recount(actions: tuple[Action, ...], footprints: Footprints) -> tuple[int, i
     for key, footprint in footprints.items():
         is_gone = (Op.F, *key) not in done or (Op.B, *key) in done or (Op.W, *key) in done
         is_away = (Op.WAIT_EVICT, *key) in done and (Op.LOAD, *key) not in done
-        num_bytes += 0 if is_gone else footprint.own_bytes - footprint.movable_bytes * is_away
+        has = footprint.own_bytes - footprint.movable_bytes * is_away
+        if (Op.I, *key) in done and footprint.between_bytes is not None:
+            has = footprint.between_bytes
+        num_bytes += 0 if is_gone else has
         slots += not is_gone and not is_away
     return num_bytes, slots
 
@@ -50,8 +69,7 @@ def recount(actions: tuple[Action, ...], footprints: Footprints) -> tuple[int, i
 @given(plans(), st.data())
 @settings(max_examples=40)
 def test_ledger_against_a_recount(plan: Plan, data: st.DataObject) -> None:
-    sizes = st.tuples(st.integers(0, 9), st.integers(0, 9)).map(lambda pair: Footprint(sum(pair), pair[0], 0))
-    footprints = {(x, i): data.draw(sizes) for x in range(plan.num_stages) for i in range(plan.num_microbatches)}
+    footprints = {(x, i): data.draw(FOOTPRINTS) for x in range(plan.num_stages) for i in range(plan.num_microbatches)}
     for rank, actions in enumerate(plan.actions):
         own = {key: footprint for key, footprint in footprints.items() if plan.stage_ranks[key[0]] == rank}
         ledger = Ledger()
@@ -61,7 +79,7 @@ def test_ledger_against_a_recount(plan: Plan, data: st.DataObject) -> None:
             assert (ledger.live_bytes, ledger.slots) == counts[-1]
         assert (ledger.peak_bytes, ledger.peak_slots) == tuple(map(max, zip(*counts)))
         assert (ledger.live_bytes, ledger.slots) == (0, 0)
-        assert predicted_peak_bytes(actions, own) == ledger.peak_bytes
+        assert Peaks(with_messages=False).of(plan, rank, own) == ledger.peak_bytes
         assert ledger.peak_slots + sum(map(len, plan.rooms(rank).values())) == plan.peak_slots[rank]
         assert ledger.evicted_bytes == ledger.loaded_bytes == sum(own[key].movable_bytes for key in plan.evicted(rank))
 
@@ -80,7 +98,7 @@ def test_peak_is_slots_times_bytes_where_all_microbatches_are_alike(name: str, p
         footprints = {(rank, i): Footprint(movable + fixed, movable, 0) for i in range(m)}
         ledger = Ledger()
         assert len(list(follow(ledger, actions, footprints))) == len(actions)
-        assert predicted_peak_bytes(actions, footprints) == ledger.peak_bytes
+        assert Peaks(with_messages=False).of(plan, rank, footprints) == ledger.peak_bytes
         if fixed == 0 or not plan.evicted(rank):
             assert ledger.peak_bytes == ledger.peak_slots * (movable + fixed)
 
@@ -95,7 +113,7 @@ def test_what_is_shared_counts_once_for_each_kind_of_microbatch() -> None:
 def test_a_second_look_corrects_the_first() -> None:
     ledger = Ledger()
     ledger.forward((0, 0), (0, ""), Footprint(10, 10, 5))
-    ledger.seen_again((0, 0), Footprint(15, 15, 0))
+    ledger.seen_again((0, 0), contents_of(15, fixed=0), (15,))
     ledger.evicted(Action(Op.EVICT, 0, 0, peer=1), 15)
     assert ledger.live_bytes == 0
     ledger.loading(Action(Op.LOAD, 0, 0, peer=1))
@@ -109,10 +127,59 @@ def test_an_eviction_of_what_was_never_saved() -> None:
 
 
 def test_footprint() -> None:
-    tensor = torch.empty(5)
-    contents = Contents([(tensor.untyped_storage(), 1)], fixed_bytes=3, shared={7: Held((2,), torch.float32, 8, "a")})
-    assert footprint_of(contents) == Footprint(own_bytes=23, movable_bytes=20, shared_bytes=8)
+    assert footprint_of(contents_of(20, fixed=3)) == Footprint(own_bytes=23, movable_bytes=20, shared_bytes=8)
+
+
+def contents_of(movable: int, fixed: int) -> Contents:
+    """A look that found so many bytes, and 8 that are shared."""
+    storage = torch.empty(movable, dtype=torch.uint8).untyped_storage()
+    return Contents([Movable(storage, [], False)], fixed={5: fixed}, shared={7: Held((2,), torch.float32, 8, "a")})
+
+
+MESSAGES = {"received_bytes": 4, "sent_bytes": 6, "kept_received_bytes": 4, "kept_sent_bytes": 0}
+
+
+def test_peaks_are_the_plans_where_all_footprints_are_its_sizes() -> None:
+    footprint = Footprint(10, 7, 0, parts=(3, 4), between_bytes=5, **MESSAGES)
+    for name, num_stages in (("1f1b", 4), ("zb_h1", 4), ("zbv", 8), ("interleaved_1f1b", 8)):
+        sizes = Sizes(stages=(footprint.sizes(),) * num_stages, static=(100,) * 4)
+        plan = replace(build(name, num_stages, 8, num_ranks=4), sizes=sizes)
+        for rank in range(4):
+            footprints = {(x, i): footprint for x in range(num_stages) if plan.stage_ranks[x] == rank for i in range(8)}
+            assert 100 + Peaks(with_messages=True).of(plan, rank, footprints) == plan.peak_bytes[rank]
+
+
+def test_peaks_are_scanned_again_when_something_is_another() -> None:
+    peaks, plans_of_two = Peaks(with_messages=False), [build(name, 2, 4) for name in ("1f1b", "gpipe")]
+    small, large = ({(0, i): Footprint(size, size, 0) for i in range(4)} for size in (10, 20))
+    assert [peaks.of(plan, 0, found) for plan in plans_of_two for found in (small, small, large)] == [20, 20, 40, 40, 40, 80]
+    large[0, 0] = Footprint(30, 30, 0)  # the caller's own mapping
+    assert peaks.of(plans_of_two[1], 0, large) == 90
 
 
 def test_nothing_to_predict() -> None:
-    assert predicted_peak_bytes([], {}) == 0
+    plan = build("1f1b", 2, 4)
+    assert Peaks(with_messages=True).of(replace(plan, actions=((), ())), 0, {}) == 0
+
+
+# Sizes that cover several kinds of microbatches.
+
+
+def test_one_kind_is_covered_exactly() -> None:
+    footprint = Footprint(10, 7, 0, parts=(3, 4), **MESSAGES)
+    assert covering([footprint, footprint]) == footprint.sizes()
+
+
+@given(st.lists(FOOTPRINTS_WITH_MESSAGES, min_size=1, max_size=4))
+def test_what_covers_has_room_for_each_at_every_action(footprints: list[Footprint]) -> None:
+    sizes = Sizes(stages=(covering(footprints),) * 4, static=(0,) * 2)
+    for name, num_stages in (("1f1b", 2), ("zb_h1", 2), ("zbv", 4)):
+        plan = replace(build(name, num_stages, 4, num_ranks=2), sizes=replace(sizes, stages=sizes.stages[:num_stages]))
+        for rank in range(2):
+            mixed = {(x, i): footprints[(x + i) % len(footprints)] for x in range(num_stages) for i in range(4)}
+            assert Peaks(with_messages=True).of(plan, rank, mixed) <= plan.peak_bytes[rank]
+
+
+def test_what_is_kept_of_a_message_is_no_more_than_what_is_saved() -> None:
+    sizes = Footprint(3, 3, 0, received_bytes=8, sent_bytes=8, kept_received_bytes=8, kept_sent_bytes=4).sizes()
+    assert (sizes.kept_received, sizes.kept_sent) == (3, 3)

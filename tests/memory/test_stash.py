@@ -120,7 +120,7 @@ def test_gradients_are_the_same_after_a_journey_and_nothing_stays(name: str) -> 
     plain = captured(name, follows=False).backward()
     watched = captured(name)
     moved = captured(name)
-    bundle = Bundle(moved.stash.of_part(moved.contents(), 0), NAME)
+    bundle = Bundle(moved.stash.send_away(moved.contents(), 0), NAME)
     messages = [message.clone() for message in bundle.messages()]
     bundle.empty()
     assert moved.live_bytes() == 0
@@ -128,6 +128,7 @@ def test_gradients_are_the_same_after_a_journey_and_nothing_stays(name: str) -> 
     for target, message in zip(bundle.refill(), messages, strict=True):
         target.copy_(message)
     bundle.scatter(messages)
+    moved.stash.take_back(0)
     del bundle, target
     for forward in (watched, moved):
         assert equal(forward.backward(), plain)
@@ -142,7 +143,7 @@ def test_checkpoint_saves_its_input_alone() -> None:
 def test_views_and_shared_storages_move_once() -> None:
     forward = Captured(lambda x: torch.stack([part * part for part in (x * 1).chunk(4)]), lambda: torch.ones(8))
     assert forward.alive == 8
-    assert [(entry.storage.nbytes(), entry.num_saved) for entry in forward.contents().movable] == [(32, 8)]
+    assert [(entry.storage.nbytes(), len(entry.saved)) for entry in forward.contents().movable] == [(32, 8)]
 
 
 class Doubled(torch.autograd.Function):
@@ -157,7 +158,7 @@ class Doubled(torch.autograd.Function):
 
 def test_storages_inside_a_wrapper_are_seen() -> None:
     forward = Captured(lambda x: Doubled.apply(x).exp(), lambda: torch.ones(4))
-    assert [(entry.storage.nbytes(), entry.num_saved) for entry in forward.contents().movable] == [(16, 1), (16, 1)]
+    assert [(entry.storage.nbytes(), len(entry.saved)) for entry in forward.contents().movable] == [(16, 1), (16, 1)]
 
 
 # What may not move
@@ -279,7 +280,7 @@ def test_what_the_pipeline_holds() -> None:
     contents = forward.contents(ours=outputs)
     assert (contents.movable, contents.fixed_bytes, contents.own_bytes, contents.held) == ([], 24, 24, [])
     contents = forward.contents(leaving=outputs)
-    assert [(entry.storage.nbytes(), entry.num_saved) for entry in contents.movable] == [(24, 1)]
+    assert [(entry.storage.nbytes(), len(entry.saved)) for entry in contents.movable] == [(24, 1)]
     assert len(forward.contents().shared) == 1
 
 
@@ -341,12 +342,12 @@ def captured_gradient(module: Callable[[T], T]) -> list[T | None]:
 
 def test_use_while_away() -> None:
     forward = captured("linear")
-    forward.stash.mark(0, away=True)
+    forward.stash.send_away(forward.contents(), 0)
     with pytest.raises(SavedTensorError, match=f"{NAME} was used while its bytes were on another rank"):
         forward.backward()
     forward = captured("linear")
-    forward.stash.mark(0, away=True)
-    forward.stash.mark(0, away=False)
+    forward.stash.send_away(forward.contents(), 0)
+    forward.stash.take_back(0)
     forward.backward()
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from bpipe.schedules import Destinations, Plan, Sizes, StageSizes, finish
-from bpipe.schedules.balance import in_pieces, level
+from bpipe.schedules.balance import level
+from bpipe.schedules.pieces import in_pieces
 from tests.schedules.strategies import orders
 
 

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from bpipe.errors import ConfigurationError, PlanError
 from bpipe.schedules import Action, Costs, Link, Op, Plan, Sizes, build, finish, simulate
 from bpipe.schedules.action import HOST
-from bpipe.schedules.balance import Destinations, balance, in_pieces
+from bpipe.schedules.balance import balance
 from bpipe.schedules.build import forward_plan
 from bpipe.schedules.communicate import computations_only
 from bpipe.schedules.critical import critical_path
+from bpipe.schedules.destinations import Destinations
+from bpipe.schedules.pieces import in_pieces
 from bpipe.schedules.simulate import _slowed_end
 from tests.schedules import ticks
 from tests.schedules.sized import sized_plans

@@ -8,6 +8,7 @@ import math
 import re
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bpipe.errors import BPipeError, ConfigurationError
-from bpipe.schedules import Costs, Link, Op, build, simulate
+from bpipe.schedules import Action, Costs, Destinations, Link, Op, Sizes, build, finish, simulate
+from bpipe.schedules.action import HOST
+from bpipe.schedules.balance import level
+from bpipe.schedules.communicate import computations_only
+from bpipe.schedules.pieces import in_pieces
 from bpipe.schedules.timeline import Lane, Timeline
 from bpipe.tools.chrome import Origin, lines, save_trace
 from bpipe.tools.chrome_read import load_trace
 from bpipe.tools.chrome_schema import violations
 from bpipe.tools.measured import Measured, merged
+from tests.schedules.sized import sized_plans
 from tests.schedules.strategies import plans
 from tests.tools import perfetto
 from tests.tools.traces import checked
@@ -31,8 +37,9 @@ seconds = st.sampled_from([0.0, 1e-9, 1.0]) | st.floats(0, 1e-3) | st.floats(0, 
 
 @st.composite
 def timelines(draw: st.DrawFn) -> Timeline:
-    """A plan's simulated times, under random costs."""
-    plan = draw(plans(max_stages=4, max_microbatches=5))
+    """A plan's simulated times, under random costs. The last plans gather weights several times, by one name."""
+    gathering = st.integers(1, 3).map(lambda p: build("breadth_first", 2 * p, 3))
+    plan = draw(plans(max_stages=4, max_microbatches=5) | sized_plans(max_stages=4, max_microbatches=5) | gathering)
     costs = Costs(
         forward_s=[draw(seconds) for _ in range(plan.num_stages)],
         backward_s=draw(seconds),
@@ -112,9 +119,9 @@ def count_actions(timeline: Timeline) -> int:
 
 
 def count_arrows(timeline: Timeline) -> int:
-    """A send or a load each has one that comes in; a return's is the load's second."""
-    ops = [action.op for actions in (*timeline.plan.actions, *timeline.plan.served) for action in actions]
-    return sum(op in (Op.RECV_F, Op.RECV_B, Op.ACCEPT) for op in ops) + 2 * ops.count(Op.LOAD)
+    """A send or a load each has one that comes in; a return's is the load's second, which a host does not send."""
+    actions = [action for lane in (*timeline.plan.actions, *timeline.plan.served) for action in lane]
+    return sum((a.op in (Op.RECV_F, Op.RECV_B, Op.ACCEPT, Op.LOAD)) + (a.op is Op.LOAD and a.peer != HOST) for a in actions)
 
 
 def planned(name: str = "balanced_1f1b", p: int = 4, m: int = 8, **costs: Any) -> Timeline:
@@ -169,6 +176,23 @@ def bound(events: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
             tails[event["id"]] = latest[place]
         else:
             yield tails[event["id"]], latest[place]
+
+
+def test_parts_pieces_and_the_host(path):
+    """Arrows go from part to part; what moves to the host has a lane of its own, and no other end."""
+    plan = replace(computations_only(build("1f1b", 4, 8)), sizes=Sizes.of([4] * 4, num_parts=2))
+    plans = [finish(level(in_pieces(plan), plan.sizes, to=Destinations(host=host))) for host in ("no", "only")]
+    save_trace([simulate(plan, Costs(host_link=Link(bytes_per_s=8.0))) for plan in plans], path)
+    slices = [(event["args"]["timeline"], event["cat"], event["name"]) for event in events_of(path, "X")]
+    moved = {name for _, lane, name in slices if lane == "evictions"}
+    assert {"0EVICT1.1", "0LOAD1.1"} < moved and (0, "compute", "0F0.2") in slices
+    assert {name for number, lane, name in slices if lane == "host"} == {
+        str(action) for lane in plans[1].actions for action in lane if action.op in (Op.EVICT, Op.LOAD)
+    }
+    pairs = [tuple(map(Action.parse, pair)) for pair in bound(checked(path)["traceEvents"]) if "EVICT" in pair[0]]
+    assert {tail.part for tail, _ in pairs} == {1, 2} and all(tail[1:4] == head[1:4] for tail, head in pairs)
+    parts = {event["name"]: event["args"].get("part") for event in events_of(path, "X")}
+    assert parts["0F0.2"] == 2 and parts["0SEND_F0"] is None
 
 
 def test_an_arrow_that_the_clocks_turn_backwards_is_left_out(path):

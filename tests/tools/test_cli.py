@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from bpipe.schedules import Op, Plan, build
+from bpipe.schedules import Costs, Op, Plan, build, rules
 from bpipe.schedules.build import forward_plan
+from bpipe.tools.balancing import balanced
 from bpipe.tools.chrome import save_trace
 from bpipe.tools.cli import COMMANDS, main
 
@@ -106,6 +108,187 @@ def test_compare_takes_the_first_as_one(capsys):
     assert [each["name"] for each in found] == ["gpipe", "1f1b"]
 
 
+@pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule.name)
+def test_every_schedule_is_shown_simulated_and_drawn(capsys, tmp_path: Path, rule):
+    plan = build(rule.name, 4 * rule.default_stages_per_rank, 8)
+    assert run(capsys, "show", rule.name, *SMALL) == (0, str(plan) + "\n", "")
+    assert run(capsys, "show", rule.name, "--stages", str(plan.num_stages), "-m", "8") == (0, str(plan) + "\n", "")
+    found = data(capsys, "simulate", rule.name, *SMALL)
+    assert (found["num_stages"], found["num_ranks"]) == (plan.num_stages, 4)
+    assert [rank["peak_slots"] for rank in found["ranks"]] == list(plan.peak_slots)
+    for suffix in ("svg", "html"):
+        assert run(capsys, "plot", rule.name, *SMALL, "--out", str(tmp_path / f"x.{suffix}"))[0] == 0
+
+
+def test_stages_of_a_rank_are_chosen(capsys):
+    plan = build("breadth_first", 12, 8, num_ranks=4)
+    for sizes in (("-p", "4", "-v", "3"), ("--stages", "12", "-v", "3"), ("--stages", "12", "-p", "4")):
+        assert run(capsys, "show", "breadth_first", "-m", "8", *sizes) == (0, str(plan) + "\n", "")
+
+
+def test_compare_gives_all_schedules_the_same_ranks(capsys):
+    """And --stages-per-rank to those that have a choice."""
+    found = data(capsys, "compare", "1f1b", "zbv", "interleaved_1f1b", *SMALL, "-v", "3")
+    assert [(one["num_ranks"], one["num_stages"]) for one in found] == [(4, 4), (4, 8), (4, 12)]
+
+
+def test_costs_are_a_stage_s_or_shared_out_on_request(capsys):
+    costs = ("--forward", "12ms", "--saved", "12MiB", "--static", "6MiB", "--output", "1KiB")
+    schedules = ("compare", "1f1b", "zbv", "interleaved_1f1b", *SMALL, "-v", "3", *costs)
+    each, shared = data(capsys, *schedules), data(capsys, *schedules, "--per-rank")
+    assert [one["ranks"][0]["work_s"] for one in each] == pytest.approx([8 * v * 0.036 for v in (1, 2, 3)])
+    assert [one["ranks"][0]["work_s"] for one in shared] == pytest.approx([8 * 0.036] * 3)
+    mib = [one["ranks"][0]["peak_bytes"] / 2**20 for one in shared]
+    assert mib == [6 + 12 * k for k in (4, 4, (2 * 4 + 2 * 4 - 1) / 3)]
+    assert "--per-rank says that the costs are a rank's" in run(capsys, *schedules)[1]
+    assert "--per-rank" not in run(capsys, *schedules, "--per-rank")[1]
+    assert "--per-rank" not in run(capsys, "compare", "zbv", "v_half", *SMALL)[1]
+
+
+def test_what_is_sent_is_no_share(capsys):
+    """Two stages on each of two ranks: three boundaries between ranks for an output of 1 byte, at a byte a second."""
+    slow = ("breadth_first", "-p", "2", "-m", "1", "--per-rank", "--forward", "0", "--output", "1", "--bandwidth", "1")
+    assert data(capsys, "simulate", *slow)["makespan_s"] == 6.0
+
+
+def test_halves_of_a_backward_are_given_by_the_input_s(capsys):
+    """FACTS.md: ZB-H1 waits (p-1)(F+I-W)."""
+    found = data(capsys, "simulate", "zb_h1", *SMALL, "--forward", "3", "--backward", "5", "--input", "4")
+    assert found["ranks"][0]["bubble_s"] == 3 * (3 + 4 - 1)
+
+
+def test_peaks_of_several_stages_are_counted_in_whole_microbatches_too(capsys):
+    _, out, _ = run(capsys, "compare", "1f1b", "interleaved_1f1b", *SMALL)
+    assert "4 slots on rank 0" in out and "5.5 microbatches (11 slots) on rank 0" in out
+
+
+SIZED = ("1f1b", *SMALL, "--saved", "3GiB,2GiB,2GiB,5GiB")
+GIB = 2**30
+
+
+@pytest.mark.parametrize("more", [(), ("--parts", "4"), ("--parts", "4", "--inside"), ("--host", "only"), ("--static", "1GiB")])
+def test_a_schedule_is_shown_as_low_as_it_gets(capsys, more):
+    found = data(capsys, "show", *SIZED, "--budget", "lowest", *more)
+    static = GIB * ("--static" in more)
+    assert found["unbalanced_peak_bytes"] == [static + gib * GIB for gib in (12, 6, 4, 5)]
+    assert max(found["peak_bytes"]) == max(found["budgets"]) < static + 12 * GIB
+    assert max(found["peak_bytes"]) <= static + (7.5 if "--inside" in more else 9) * GIB
+    lane = " ".join(found["actions"])
+    assert ("0F0.4" in lane) == ("--inside" in more) and ("0EVICT1" in lane) and any(found["served"]) == ("--host" not in more)
+    _, out, _ = run(capsys, "show", *SIZED, "--budget", "lowest", *more)
+    head, told, *grid = out.splitlines()
+    assert "peak" in head and "; budget " in head and "slots" not in head
+    peaks = "13.0 GiB, 7.00 GiB, 5.00 GiB, 6.00 GiB" if static else "12.0 GiB, 6.00 GiB, 4.00 GiB, 5.00 GiB"
+    assert f"1f1b moves {sum(found['evicted'])} of 32 microbatches" in told and f"its peak was {peaks}, and is" in told
+    assert any(("^" if "--host" in more else ">") in line for line in grid) and not any(".4" in line for line in grid)
+
+
+def test_what_is_level_is_said_to_be(capsys):
+    _, out, _ = run(capsys, "show", "gpipe", *SMALL, "--saved", "1GiB", "--budget", "lowest")
+    assert "gpipe is level already: nothing moves, peak 8.00 GiB\n" in out
+    assert (
+        "1f1b fits: nothing moves, peak 4.00 GiB, 3.00"
+        in run(capsys, "show", "1f1b", *SMALL, "--saved", "1GiB", "--budget", "4GiB")[1]
+    )
+
+
+def test_messages_and_static_bytes_are_in_the_peak(capsys):
+    """Of messages at most an input and the next one, an output, and the gradients of both sides."""
+    found = data(capsys, "show", "1f1b", *SMALL, "--saved", "100", "--output", "1", "--static", "10,20,30,40", "--budget", "lowest")
+    plain = [saved + static for saved, static in zip((400, 300, 200, 100), (10, 20, 30, 40))]
+    assert all(1 <= peak - bare <= 5 for peak, bare in zip(found["unbalanced_peak_bytes"], plain))
+
+
+def test_a_budget_is_simulated_drawn_and_compared(capsys, tmp_path: Path):
+    costs = ("--saved", "3GiB", "--forward", "100ms", "--bandwidth", "20GB/s", "--budget", "10GiB", "--parts", "2")
+    found = data(capsys, "simulate", "1f1b", *SMALL, *costs)
+    assert found["budgets"] == [10 * GIB] * 4 and max(rank["peak_bytes"] for rank in found["ranks"]) <= 10 * GIB
+    both = data(capsys, "compare", "1f1b", "balanced_1f1b", *SMALL, *costs)
+    assert [{**one, "name": ""} for one in both] == [{**found, "name": ""}] * 2
+    _, out, _ = run(capsys, "compare", "gpipe", "1f1b", *SMALL, *costs[:-4], "--budget", "lowest")
+    assert "gpipe is level already" in out and "1f1b moves" in out and "1f1b within 9.00 GiB" in out
+    assert "1f1b moves" in run(capsys, "plot", "1f1b", *SMALL, *costs, "--out", str(tmp_path / "x.html"))[1]
+    assert f'"budget":{10 * GIB}' in (tmp_path / "x.html").read_text()
+
+
+def test_the_host_s_link_is_its_own(capsys):
+    costs = ("--saved", "3GiB", "--forward", "100ms", "--budget", "lowest", "--host", "only")
+    slow, fast = (data(capsys, "simulate", "1f1b", *SMALL, *costs, *more) for more in (("--host-bandwidth", "4GB/s"), ()))
+    assert slow["makespan_s"] > fast["makespan_s"] == pytest.approx(3.3)
+    assert max(rank["host_bytes"] for rank in slow["ranks"]) >= 3 * GIB
+    assert "on its host" in run(capsys, "simulate", "1f1b", *SMALL, *costs)[1]
+
+
+def test_a_plan_in_bytes_is_checked_and_balanced_anew(capsys, tmp_path: Path):
+    _, out, _ = run(capsys, "show", *SIZED, "--budget", "lowest")
+    found = data(capsys, "show", *SIZED, "--budget", "lowest")
+    plan = balanced(build("1f1b", 4, 8), Costs(saved_bytes=[3 * GIB, 2 * GIB, 2 * GIB, 5 * GIB]), "lowest")
+    path = tmp_path / "plan.txt"
+    path.write_text(plan.to_text())
+    code, checked, _ = run(capsys, "check", str(path))
+    assert code == 0 and checked.splitlines()[:2] == out.splitlines()[:2]
+    known = data(capsys, "check", str(path))
+    assert (known["peak_bytes"], known["budgets"]) == (found["peak_bytes"], found["budgets"])
+    again = data(capsys, "show", str(path), "--saved", "1GiB", "--budget", "lowest")
+    assert again["unbalanced_peak_bytes"] == [gib * GIB for gib in (4, 3, 2, 1)]
+
+
+def test_costs_come_from_a_trace_of_parts_and_pieces(capsys, tmp_path: Path):
+    """A computation takes what its pieces take together, and a microbatch saves what the plan says."""
+    costs = ("--saved", "3GiB", "--forward", "100ms", "--static", "1GiB")
+    path = tmp_path / "trace.json"
+    run(capsys, "simulate", "1f1b", *SMALL, *costs, "--budget", "lowest", "--parts", "4", "--inside", "--out", str(path))
+    given, measured = (data(capsys, "simulate", "1f1b", *SMALL, *more) for more in (costs, ("--measured", str(path))))
+    assert measured["makespan_s"] == pytest.approx(given["makespan_s"])
+    assert [rank["peak_bytes"] for rank in measured["ranks"]] == [rank["peak_bytes"] for rank in given["ranks"]]
+
+
+def test_a_budget_that_cannot_be_met_names_one_that_can(capsys):
+    code, out, told = run(capsys, "show", *SIZED, "--budget", "3GiB")
+    assert (code, out, told.count("\n")) == (2, "", 1)
+    enough = re.search(r"The smallest budget that works here is budgets=(\d+)", told)[1]
+    assert run(capsys, "show", *SIZED, "--budget", enough)[0] == 0
+
+
+def test_what_can_be_hidden_is_evicted_first_where_that_is_no_higher(capsys):
+    """20 GB/s: 3 GiB take longer than a forward; evicted when they must be, they would be seen."""
+    costs = ("--saved", "3GiB", "--forward", "100ms", "--budget", "lowest")
+    slow = data(capsys, "simulate", "1f1b", *SMALL, *costs, "--bandwidth", "20GB/s")
+    fast = data(capsys, "simulate", "1f1b", *SMALL, *costs)
+    assert slow["budgets"] == fast["budgets"] and slow["makespan_s"] == pytest.approx(fast["makespan_s"])
+
+
+def test_the_lowest_is_no_higher_for_a_slow_link(capsys):
+    slow, fast = (
+        data(capsys, "show", "1f1b", "-p", "8", "-m", "32", "--saved", "3GiB", "--forward", "100ms", "--budget", "lowest", *more)
+        for more in (("--bandwidth", "20GB/s"), ())
+    )
+    assert slow["budgets"] == fast["budgets"] == [15 * GIB] * 8
+
+
+def test_the_readme_s_table_is_the_list_of_schedules(capsys):
+    code, out, _ = run(capsys, "schedules", "--markdown")
+    assert code == 0 and out in (Path(__file__).parents[2] / "README.md").read_text()
+    assert out.count("\n") == 2 + len(rules())
+
+
+def test_schedules_are_listed_for_people_and_scripts(capsys):
+    code, out, _ = run(capsys, "schedules")
+    assert code == 0 and all(f"{rule.name}: {rule.title}\n" in out and f"  peak {rule.peak_text}\n" in out for rule in rules())
+    assert [one["name"] for one in data(capsys, "schedules")] == [rule.name for rule in rules()]
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "breadth_first"])
+def test_traces_of_several_stages_are_read_again(capsys, tmp_path: Path, schedule: str):
+    """Also where a stage's weights are gathered twice: those actions have one name."""
+    path = tmp_path / "trace.json"
+    costs = ("--forward", "1ms", "--output", "1MiB", "--bandwidth", "10GB/s")
+    assert run(capsys, "simulate", schedule, *SMALL, *costs, "--out", str(path))[0] == 0
+    again, before = (data(capsys, "simulate", one, *rest) for one, rest in ((str(path), ()), (schedule, (*SMALL, *costs))))
+    assert again["makespan_s"] == pytest.approx(before["makespan_s"], abs=1e-8)
+    assert [rank["peak_slots"] for rank in again["ranks"]] == [rank["peak_slots"] for rank in before["ranks"]]
+
+
 def test_plans_come_from_files_too(capsys, tmp_path: Path):
     path = tmp_path / "plan.txt"
     path.write_text(build("balanced_1f1b", 4, 8).to_text())
@@ -163,7 +346,26 @@ def test_env_names_what_is_here(capsys):
     [
         (["shwo"], "did you mean 'show'"),
         (["show", "balanced_1f1"], "did you mean 'balanced_1f1b'"),
-        (["show", "1f1b"], "--stages 4 --microbatches 8"),
+        (["show", "1f1b"], "--ranks 4 --microbatches 8"),
+        (["show", "zbv", "-m", "8", "-v", "2"], "--ranks 4 --microbatches 8"),
+        (["show", "1f1b", *SMALL, "-v", "2"], "1f1b takes one stage a rank: 8 stages on 4 ranks do not fit, 4 would"),
+        (["show", "zbv", "--stages", "7", "-m", "8"], "7 stages on 3 ranks do not fit, 6 would"),
+        (["show", "zbv", *SMALL, "--stages", "8", "-v", "2"], "leave one out"),
+        (["show", "interleaved_1f1b", "-p", "4", "-m", "6"], "takes a multiple of p microbatches"),
+        (["simulate", "zbv", *SMALL, "--per-rank", "--forward", "1,2"], "forward_s: --per-rank takes one number"),
+        (["simulate", "zbv", *SMALL, "--per-rank", "--measured", "trace.json"], "leave --per-rank out"),
+        (["simulate", "setup.py", "-p", "4", "-v", "2"], "leave --ranks, --stages-per-rank out"),
+        (["show", "1f1b", *SMALL, "--budget", "lowest"], "say what a microbatch saves, such as --saved"),
+        (["show", "1f1b", *SMALL, "--saved", "1GiB"], "--saved: a grid shows no costs but with --budget"),
+        (["simulate", "1f1b", *SMALL, "--parts", "2", "--host", "last"], "--parts, --host: say the --budget too"),
+        (["simulate", *SIZED, "--budget", "lowest", "--inside"], "give --parts of at least 2"),
+        (["simulate", *SIZED, "--budget", "lowest", "--slots", "3"], "--slots and --budget"),
+        (["simulate", *SIZED, "--budget", "1GiB,2GiB"], "one for each of 4 ranks"),
+        (["simulate", *SIZED, "--budget", "low"], "'low' is no number of bytes"),
+        (["simulate", *SIZED, "--budget=-"], "is no budget: leave it out"),
+        (["simulate", *SIZED, "--budget", "lowest", "--parts", "65"], "more than 64 gain nothing more"),
+        (["simulate", *SIZED, "--budget", "lowest", "--movable", "4GiB"], "would move"),
+        (["simulate", "trace.json", "--budget", "lowest"], "was measured as it is: leave --budget out"),
         (["show", "1f1b", "-p", "0", "-m", "8"], "'0' is no whole number of at least 1"),
         (["show", "1f1b", "-p", "four", "-m", "8"], "'four' is no whole number"),
         (["show", "1f1b", "--from", "-1", *SMALL], "--from -1"),
@@ -308,7 +510,8 @@ def test_a_reader_that_stops_early_is_no_error():
 
 
 def test_quantities_are_read_as_they_are_shown():
-    from bpipe.tools.quantities import bytes_of, seconds_of, show_bytes, show_seconds
+    from bpipe.schedules.amounts import show_bytes
+    from bpipe.tools.quantities import bytes_of, seconds_of, show_seconds
 
     assert bytes_of(show_bytes(1610612736)) == 1610612736
     assert seconds_of(show_seconds(0.0125)) == 0.0125

@@ -7,9 +7,9 @@ from itertools import combinations, pairwise
 import pytest
 
 from bpipe.schedules import Op
-from bpipe.tools.colours import COLOURS, ink, lighten, luminance, shade
+from bpipe.tools.colours import COLOURS, HOST_EVICT, HOST_LOAD, ink, lighten, luminance, shade
 
-ROLES = (Op.F, Op.B, Op.I, Op.W, Op.EVICT, Op.LOAD, Op.ACCEPT, Op.RETURN)
+ROLES = (Op.F, Op.B, Op.I, Op.W, Op.EVICT, Op.LOAD, Op.ACCEPT, Op.RETURN, HOST_EVICT, HOST_LOAD)
 
 # What is left of a colour's linear red, green and blue: Machado, Oliveira and Fernandes 2009, severity 1.
 SIGHT = {
@@ -57,9 +57,9 @@ def test_the_stages_of_a_rank_differ() -> None:
     assert shades == sorted(shades) and min(b - a for a, b in pairwise(shades)) > 0.03
 
 
-@pytest.mark.parametrize("op", ROLES)
-def test_what_is_written_on_a_colour_can_be_read(op: Op) -> None:
-    low, high = sorted((luminance(COLOURS[op]), luminance(ink(COLOURS[op]))))
+@pytest.mark.parametrize("role", ROLES)
+def test_what_is_written_on_a_colour_can_be_read(role: str) -> None:
+    low, high = sorted((luminance(COLOURS[role]), luminance(ink(COLOURS[role]))))
     assert (high + 0.05) / (low + 0.05) > 4.5  # WCAG 2.2, level AA
 
 

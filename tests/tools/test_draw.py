@@ -13,11 +13,11 @@ import pytest
 
 from bpipe.errors import ConfigurationError
 from bpipe.schedules import Costs, Op, Span, Timeline
-from bpipe.tools.colours import COLOURS
+from bpipe.tools.colours import COLOURS, HOST_EVICT, HOST_LOAD, NAMES
 from bpipe.tools.draw import draw
 from bpipe.tools.paper import Paper
 from bpipe.tools.scene import compose
-from tests.tools.timelines import BYTES, SLOW, interleaved, timeline
+from tests.tools.timelines import BYTES, SLOW, in_parts, interleaved, timeline
 
 matplotlib = pytest.importorskip("matplotlib")
 
@@ -35,7 +35,7 @@ def sheet(*shown: Timeline, window: tuple[float, float] | None = None) -> pictur
     return made
 
 
-def boxes(made: picture._Sheet, op: Op) -> list[tuple[float, float, float]]:
+def boxes(made: picture._Sheet, op: str) -> list[tuple[float, float, float]]:
     """Begin, end and top of what has an operation's colour, hatched or in the rows of computations."""
     found = []
     for collection in made.axes.collections:
@@ -104,6 +104,22 @@ def test_every_box_is_where_and_when_it_ran(op: Op) -> None:
     assert len({round(top, 6) for *_, top in drawn}) == len({span.action.stage for span in spans})  # each on its rank's row
 
 
+@pytest.mark.parametrize(("role", "op"), [(HOST_EVICT, Op.EVICT), (HOST_LOAD, Op.LOAD)])
+def test_moves_to_and_from_the_host_have_colours_of_their_own(role: str, op: Op) -> None:
+    shown = in_parts("only")
+    made = sheet(shown)
+    spans = [span for rank in range(4) for span in shown.spans(rank) if span.action.op is op]
+    assert len(boxes(made, role)) == len(spans) > 0 and not boxes(made, op)
+    assert NAMES[role] in [text.get_text() for text in made.figure.legends[0].get_texts()]
+
+
+def test_waits_between_pieces_are_seen() -> None:
+    """Drawn over the box of the computation, which would hide what lies under it."""
+    filled = [one for one in sheet(in_parts()).axes.collections if isinstance(one, PolyCollection) and not one.get_hatch()]
+    heights = {to_hex(one.get_facecolor()[0]): one.get_zorder() for one in filled}
+    assert heights[COLOURS[Op.EVICT]] > max(heights[COLOURS[op]] for op in (Op.F, Op.B))
+
+
 def test_two_timelines_are_on_one_axis() -> None:
     plain, balanced = timeline("1f1b", 4, 8, SLOW), timeline("balanced_1f1b", 4, 8, SLOW)
     made = sheet(plain, balanced)
@@ -130,8 +146,9 @@ def test_a_transfer_in_no_time_is_still_seen() -> None:
         (timeline("1f1b", 8, 12), timeline("balanced_1f1b", 8, 12)),
         (interleaved(),),
         (timeline("gpipe", 2, 200),),
+        (in_parts("last"), timeline("1f1b")),
     ],
-    ids=["1f1b", "slow", "many-ranks", "two", "interleaved", "many-microbatches"],
+    ids=["1f1b", "slow", "many-ranks", "two", "interleaved", "many-microbatches", "parts"],
 )
 def test_no_text_lies_on_another_or_leaves_the_paper(shown: tuple[Timeline, ...]) -> None:
     made = sheet(*shown)

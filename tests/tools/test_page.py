@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 
 from bpipe.schedules import Action, Op, Span, Timeline
-from bpipe.schedules.action import COMPUTE
+from bpipe.schedules.action import COMPUTE, HOST
 from bpipe.tools.draw import draw
 from bpipe.tools.page import as_data, render
 from bpipe.tools.scene import compose
-from tests.tools.timelines import SLOW, interleaved, timeline, timelines
+from tests.tools.timelines import SLOW, in_parts, interleaved, timeline, timelines
 
 NODE = shutil.which("node")
 HERE = Path(__file__).parent
@@ -66,8 +66,12 @@ def embedded(text: str) -> dict[str, Any]:
 def spans(data: dict[str, Any], row: dict[str, Any], kind: str) -> list[Span]:
     """The boxes of a row's strips as the spans they were made of."""
     flat = [number for strip in row["strips"] if strip["kind"] == kind for number in strip["boxes"]]
-    boxes = zip(*[iter(flat)] * 6, strict=True)
-    return [Span(Action(Op(data["ops"][op]), s, m, peer=None if peer < 0 else peer), begin, end) for op, s, m, peer, begin, end in boxes]
+    found = []
+    for role, stage, microbatch, part, peer, begin, end in zip(*[iter(flat)] * 7, strict=True):
+        op, _, host = data["roles"][role].partition("@")
+        action = Action(Op(op), stage, microbatch, part, HOST if host else None if peer < 0 else peer)
+        found.append(Span(action, begin, end))
+    return found
 
 
 def rounded(some: Any) -> list[Span]:
@@ -75,7 +79,9 @@ def rounded(some: Any) -> list[Span]:
 
 
 @pytest.mark.parametrize(
-    "shown", [timeline(), timeline("balanced_1f1b", 8, 16, SLOW), interleaved()], ids=["four", "slow", "several"]
+    "shown",
+    [timeline(), timeline("balanced_1f1b", 8, 16, SLOW), interleaved(), in_parts(), in_parts("only")],
+    ids=["four", "slow", "several", "parts", "host"],
 )
 def test_the_data_in_the_page_are_the_timelines(shown: Timeline) -> None:
     data = embedded(page(shown))
@@ -83,7 +89,7 @@ def test_the_data_in_the_page_are_the_timelines(shown: Timeline) -> None:
     assert panel["name"] == shown.plan.name and data["microbatches"] == shown.plan.num_microbatches
     assert [row["rank"] for row in panel["rows"]] == list(range(shown.num_ranks))
     for rank, row in enumerate(panel["rows"]):
-        assert spans(data, row, "compute") == rounded(shown.computations(rank))
+        assert spans(data, row, "compute") == rounded(compose([shown]).panels[0].rows[rank].computations)
         assert sorted(spans(data, row, "wait")) == sorted(rounded(shown.waits(rank)))
         moves = [s for s in shown.transfers(rank) if s.action.op in (Op.EVICT, Op.LOAD, Op.ACCEPT, Op.RETURN)]
         assert sorted(spans(data, row, "move")) == sorted(rounded(moves))
@@ -99,7 +105,8 @@ def test_every_timeline_makes_a_page(shown: Timeline) -> None:
     data = embedded(text)
     assert data == json.loads(json.dumps(as_data(compose([shown]))))
     for row, actions in zip(data["panels"][0]["rows"], shown.plan.actions):
-        assert len(spans(data, row, "compute")) == sum(action.op in COMPUTE for action in actions)
+        ended = [action for action in actions if action.op in COMPUTE and shown.plan.ends(action)]
+        assert len(spans(data, row, "compute")) == len(ended)
         assert 0 == row["band"][0] <= row["band"][1] <= row["band"][2] <= row["band"][3] <= row["band"][4] <= 1
         assert {op for op, *_ in (s.action for s in spans(data, row, "compute"))} <= set(data["fills"][str(len(row["stages"]))])
 
@@ -201,6 +208,34 @@ def test_what_is_said_of_a_box(tmp_path: Path) -> None:
     assert lines[2] == "0.2 s to 0.2536871 s: 53.69 ms" and lines[3] == "rank 0 then holds 3.00 GiB"
     assert said[1:4] == [evicted.action.peer, "ACCEPT", evicted.action.microbatch]
     assert said[4] == ["rank 0 at 0.7 s", "holds 3.00 GiB"]
+
+
+def test_what_is_said_of_a_part_that_goes_to_the_host(tmp_path: Path) -> None:
+    shown = in_parts("only")
+    evicted = next(span for span in shown.transfers(0) if span.action.op is Op.EVICT)
+    lines, other = run(
+        tmp_path,
+        page(shown),
+        MIDDLES
+        + """
+        const found = middles("move").find(({ box }) => box.op === "EVICT");
+        return [describe({ ...found, when: found.box.begin }), otherEnd(found)];
+        """,
+    )
+    assert lines[:2] == [f"rank 0: {evicted.action}, evict to the host", "other end: this rank's host"] and other is None
+    assert evicted.action.part
+
+
+def test_every_part_leads_to_its_own_other_end(tmp_path: Path) -> None:
+    ends = run(
+        tmp_path,
+        page(in_parts()),
+        MIDDLES
+        + """
+        return middles("move").map(({ panel, box }) => [box.part, otherEnd({ panel, box }).box.part]);
+        """,
+    )
+    assert len({part for part, _ in ends}) > 1 and all(part == other for part, other in ends)
 
 
 def test_every_transfer_leads_to_its_other_end(tmp_path: Path) -> None:

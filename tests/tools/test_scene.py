@@ -17,7 +17,7 @@ from bpipe.schedules.action import COMPUTE
 from bpipe.tools import scene as scenes
 from bpipe.tools.paper import Paper, strips
 from bpipe.tools.scene import Row, amount_text, compose, time_unit, without_dips
-from tests.tools.timelines import BYTES, SLOW, interleaved, timeline, timelines
+from tests.tools.timelines import BYTES, SLOW, in_parts, interleaved, timeline, timelines
 
 MOVES = (Op.EVICT, Op.LOAD, Op.ACCEPT, Op.RETURN)
 
@@ -37,6 +37,31 @@ def test_boxes_are_the_computations_one_to_one(name: str) -> None:
     for row, actions, lane in zip(rows(shown), shown.plan.actions, shown.actions):
         ran = [Span(*entry) for entry in zip(actions, lane.begin_s, lane.end_s) if entry[0].op in COMPUTE]
         assert list(row.computations) == ran and len(ran) == 16
+
+
+def test_pieces_are_one_box_and_what_it_waits_for_lies_in_it() -> None:
+    shown = in_parts()
+    row = rows(shown)[0]
+    assert len(row.computations) == 16 < sum(action.op in COMPUTE for action in shown.plan.actions[0])
+    for span in row.computations:
+        pieces = [piece for piece in shown.computations(0) if piece.action[:3] == span.action[:3]]
+        assert (span.begin_s, span.end_s) == (pieces[0].begin_s, pieces[-1].end_s) and len(pieces) == 4
+        assert not span.action.part
+    inside = [w for w in row.waits for c in row.computations if c.begin_s < w.begin_s and w.end_s < c.end_s]
+    assert inside and {wait.action.op for wait in inside} <= {Op.WAIT_EVICT, Op.WAIT_LOAD}
+    assert len({span.action.part for track in row.moves for span in track}) > 1
+    band = Paper.of(compose([shown])).panels().__next__()[2][0]
+    assert [strip.kind for strip in strips(row, band)][:3] == ["compute", "wait", "wait"]
+
+
+def test_budgets_in_bytes_have_a_line_and_static_bytes_count() -> None:
+    shown = in_parts()
+    scene = compose([shown])
+    assert scene.unit == "bytes"
+    assert [row.budget for row in scene.panels[0].rows] == list(shown.plan.budgets)
+    assert [row.peak for row in scene.panels[0].rows] == list(shown.plan.peak_bytes)
+    assert [row.memory[-1][1] for row in scene.panels[0].rows] == [shown.plan.idle_bytes(rank) for rank in range(4)]
+    assert scene.panels[0].rows[0].memory[-1][1] >= 2**29
 
 
 def test_moves_are_the_transfers_of_saved_bytes() -> None:
@@ -116,7 +141,7 @@ def test_the_facts_of_a_panel() -> None:
     uneven = timeline("1f1b", 2, 2, Costs(forward_s=(1.0, 2.0), backward_s=(2.0, 4.0)))
     assert f"bubble {uneven.bubble_s(0) / uneven.makespan_s:.1%}" in compose([uneven]).panels[0].facts
     assert uneven.bubble_s(0) > uneven.bubble_s(1)
-    assert "p = 6 on 2 ranks" in compose([interleaved()]).panels[0].facts
+    assert "p = 2 with 6 stages" in compose([interleaved()]).panels[0].facts
 
 
 def test_a_window_shows_what_reaches_into_it() -> None:
@@ -155,7 +180,7 @@ def test_every_timeline_has_a_scene_in_which_no_boxes_overlap(shown: list[Timeli
     assert scene.begin_s < scene.end_s
     for (panel, _, bands), each in zip(Paper.of(scene).panels(), shown):
         for row, band in zip(panel.rows, bands):
-            assert len(row.computations) == sum(action.op in COMPUTE for action in each.plan.actions[row.rank])
+            assert [span.action for span in row.computations] == each.plan.compute(row.rank)
             tracks = row.moves if len(row.moves) < scenes.MAX_TRACKS else ()
             for spans in (row.computations, *tracks):
                 assert all(a.end_s <= b.begin_s for a, b in pairwise(spans))

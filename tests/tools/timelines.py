@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
-from bpipe.schedules import Costs, Link, Plan, Timeline, build, finish, gpipe, names, simulate
+from bpipe.schedules import Costs, Destinations, Link, Plan, Sizes, Timeline, build, finish, gpipe, rules, simulate
+from bpipe.schedules.balance import level
+from bpipe.schedules.communicate import computations_only
+from bpipe.schedules.pieces import in_pieces
+from tests.schedules.sized import sized_plans
 from tests.schedules.strategies import computations, plans
 
 BYTES = Costs(forward_s=0.1, saved_bytes=2**30, output_bytes=2**24, link=Link(bytes_per_s=20e9))
 SLOW = Costs(forward_s=0.01, saved_bytes=2**30, output_bytes=2**25, static_bytes=2**30, link=Link(bytes_per_s=30e9, latency_s=1e-4))
+
+
+SLOW_LINK = replace(BYTES, link=Link(bytes_per_s=3e9))
 
 
 def timeline(name: str = "balanced_1f1b", p: int = 4, m: int = 8, costs: Costs = BYTES) -> Timeline:
@@ -18,6 +27,13 @@ def timeline(name: str = "balanced_1f1b", p: int = 4, m: int = 8, costs: Costs =
 def interleaved(costs: Costs = BYTES) -> Timeline:
     """Three stages on each of two ranks."""
     return simulate(interleaved_plan(), costs)
+
+
+def in_parts(host: str = "no", costs: Costs = SLOW_LINK) -> Timeline:
+    """1F1B with 4 stages and 8 microbatches as low as it gets, in four parts that move inside forwards and backwards."""
+    sizes = replace(Sizes.of([2**30] * 4, num_parts=4), static=(2**29, 2**28, 0, 0))
+    base = in_pieces(replace(computations_only(build("1f1b", 4, 8)), sizes=sizes))
+    return simulate(finish(level(base, sizes, to=Destinations(host=host))), costs)
 
 
 def interleaved_plan() -> Plan:
@@ -43,7 +59,10 @@ def costs(draw: st.DrawFn) -> Costs:
 
 @st.composite
 def timelines(draw: st.DrawFn) -> Timeline:
-    """Of the schedules there are and of plans that no schedule makes."""
+    """Of the schedules there are and of plans that no schedule makes, with parts, pieces and the host among them."""
     p, m = draw(st.integers(1, 8)), draw(st.integers(1, 16))
-    built = st.sampled_from(names()).map(lambda name: build(name, p, m))
-    return simulate(draw(built | plans(max_stages=4, max_microbatches=6)), draw(costs()))
+    possible = [rule for rule in rules() if rule.allows(p, m)]
+    built = st.sampled_from(possible).map(lambda rule: build(rule.name, p * rule.default_stages_per_rank, m))
+    return simulate(
+        draw(built | plans(max_stages=4, max_microbatches=6) | sized_plans(max_stages=4, max_microbatches=6)), draw(costs())
+    )

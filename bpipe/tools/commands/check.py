@@ -9,6 +9,7 @@ from bpipe.errors import PlanError
 from bpipe.schedules import verify
 from bpipe.schedules.grid import head
 from bpipe.tools.arguments import read_plan
+from bpipe.tools.balancing import told
 from bpipe.tools.result import Result
 
 __all__: list[str] = []
@@ -30,10 +31,12 @@ def run(args: argparse.Namespace) -> Result:
     try:
         verify(plan)
     except PlanError as error:
-        told = str(error)
-        return Result(data={"file": str(args.file), "is_sound": False, "error": told}, shown=lambda: [told], exit_code=1)
+        found = str(error)
+        return Result(data={"file": str(args.file), "is_sound": False, "error": found}, shown=lambda: [found], exit_code=1)
     count = sum(map(len, (*plan.actions, *plan.served)))
+    data = {"file": str(args.file), "is_sound": True, "name": plan.name, "num_actions": count, "peak_slots": plan.peak_slots}
+    data |= {"peak_bytes": None if plan.sizes is None else plan.peak_bytes, "budgets": plan.budgets}
     return Result(
-        data={"file": str(args.file), "is_sound": True, "name": plan.name, "num_actions": count, "peak_slots": plan.peak_slots},
-        shown=lambda: [head(plan), f"sound: {count} actions, each proven to be in its place"],
+        data=data,
+        shown=lambda: [head(plan), *told(plan), f"sound: {count} actions, each proven to be in its place"],
     )

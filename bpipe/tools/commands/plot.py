@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from bpipe.tools.arguments import add_costs, add_plan, single, timeline_of
+from bpipe.tools.arguments import add_budget, add_costs, add_plan, single, timeline_of
+from bpipe.tools.balancing import told
 from bpipe.tools.draw import SUFFIXES
 from bpipe.tools.output import check_out, write
 from bpipe.tools.quantities import seconds_of
@@ -22,6 +23,7 @@ EXAMPLES = """examples:
 def add(parser: argparse.ArgumentParser) -> None:
     add_plan(parser)
     add_costs(parser)
+    add_budget(parser)
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help=".png, .svg, .pdf or .html")
     parser.add_argument("--from", dest="begin", type=single(seconds_of), metavar="TIME", help="draw from here")
     parser.add_argument("--to", dest="end", type=single(seconds_of), metavar="TIME", help="draw up to here")
@@ -33,4 +35,4 @@ def run(args: argparse.Namespace) -> Result:
     is_part = args.begin is not None or args.end is not None
     window = (args.begin or 0.0, timeline.makespan_s if args.end is None else args.end) if is_part else None
     written = write(timeline, args.out, window=window)
-    return Result(data={"file": str(args.out)}, shown=lambda: written)
+    return Result(data={"file": str(args.out)}, shown=lambda: [*told(timeline.plan), *written])

@@ -1,4 +1,9 @@
-"""Draw a schedule's grid: a row a rank, a column a forward's time; F0 and B0 b0 are microbatch 0, >1 and <1 its moves."""
+"""Draw a schedule's grid: a row a rank, a column a forward's time.
+
+F0 is a forward of microbatch 0, B0 b0 its backward, I0 and W0 the halves of one; 4F0 is of stage 4, where a rank has several.
+Under a rank that evicts, >1 is where microbatch 1, or parts of it, leaves and <1 where it comes back; ^1 and v1 to and from
+the rank's own host. With --budget it is balanced first.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,8 @@ from typing import TYPE_CHECKING
 from bpipe.errors import ConfigurationError
 from bpipe.schedules import Plan
 from bpipe.schedules.grid import head, rows
-from bpipe.tools.arguments import add_plan, plan_of
+from bpipe.tools.arguments import add_budget, add_costs, add_plan, costs_given, costs_of, plan_of, within_budget
+from bpipe.tools.balancing import told, unbalanced_peaks
 from bpipe.tools.result import Result
 from bpipe.tools.terminal import console
 
@@ -19,21 +25,25 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 EXAMPLES = """examples:
-  bpipe show 1f1b --stages 4 --microbatches 8
+  bpipe show 1f1b --ranks 4 --microbatches 8
+  bpipe show interleaved_1f1b -p 4 -m 8 -v 3
   bpipe show balanced_1f1b -p 64 -m 1024 --from 500
+  bpipe show 1f1b -p 4 -m 8 --saved 3GiB,2GiB,2GiB,5GiB --budget lowest --parts 4 --inside
   bpipe show plan.txt --json"""
 
 STYLES = {
     r"\b\d*F\d+": "bold blue",
     r"\b\d*[Bb]\d+": "green",
     r"\b\d*[IiWw]\d+": "yellow",
-    r">\d+": "bold red",
-    r"<\d+": "bold magenta",
+    r"[>^]\d+": "bold red",
+    r"[<v]\d+": "bold magenta",
 }
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_plan(parser)
+    add_costs(parser)
+    add_budget(parser)
     parser.add_argument("--from", dest="first", type=int, default=0, metavar="COLUMN", help="first column to draw (default: 0)")
     parser.add_argument("--columns", type=int, metavar="N", help="columns to draw (default: what fits; all, into a file)")
 
@@ -42,12 +52,16 @@ def run(args: argparse.Namespace) -> Result:
     if args.first < 0 or (args.columns is not None and args.columns < 1):
         raise ConfigurationError(f"--from {args.first} --columns {args.columns}: give a first column from 0 and at least 1 column")
     plan = plan_of(args.schedule, args)
+    if args.budget is not None:
+        plan = within_budget(plan, costs_of(args, plan), args)
+    elif given := costs_given(args):
+        raise ConfigurationError(f"{', '.join(given)}: a grid shows no costs but with --budget; simulate does")
     return Result(data=_data(plan) if args.json else None, shown=lambda: _shown(plan, args.first, args.columns))
 
 
 def _shown(plan: Plan, first: int, columns: int | None) -> list[str | Text]:
     lines = _window(plan, first, columns)
-    return [head(plan), *(map(_coloured, lines) if sys.stdout.isatty() else lines)]
+    return [head(plan), *told(plan), *(map(_coloured, lines) if sys.stdout.isatty() else lines)]
 
 
 def _data(plan: Plan) -> dict[str, object]:
@@ -58,6 +72,9 @@ def _data(plan: Plan) -> dict[str, object]:
         "stage_ranks": plan.stage_ranks,
         "slots": plan.slots,
         "peak_slots": plan.peak_slots,
+        "budgets": plan.budgets,
+        "peak_bytes": None if plan.sizes is None else plan.peak_bytes,
+        "unbalanced_peak_bytes": None if plan.sizes is None else unbalanced_peaks(plan),
         "evicted": [len(plan.evicted(rank)) for rank in range(plan.num_ranks)],
         "actions": [" ".join(map(str, lane)) for lane in plan.actions],
         "served": [" ".join(map(str, lane)) for lane in plan.served],

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from bpipe.tools.arguments import add_costs, add_plan, timeline_of
+from bpipe.tools.arguments import add_budget, add_costs, add_plan, timeline_of
+from bpipe.tools.balancing import told
 from bpipe.tools.output import check_out, write
 from bpipe.tools.result import Result
 from bpipe.tools.summary import data_of, shown_of
@@ -15,12 +16,14 @@ __all__: list[str] = []
 EXAMPLES = """examples:
   bpipe simulate balanced_1f1b -p 4 -m 8
   bpipe simulate balanced_1f1b -p 8 -m 32 --forward 20ms --saved 1.5GiB --output 32MiB --bandwidth 20GB/s
+  bpipe simulate 1f1b -p 8 -m 32 --saved 1.5GiB --budget 8GiB --host last --bandwidth 20GB/s --host-bandwidth 10GB/s
   bpipe simulate 1f1b -p 4 -m 8 --forward 20ms,20ms,20ms,35ms --out predicted.html"""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_plan(parser)
     add_costs(parser)
+    add_budget(parser)
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="write it too: .png, .svg, .html, or .json for Perfetto")
 
 
@@ -29,4 +32,4 @@ def run(args: argparse.Namespace) -> Result:
     timeline = timeline_of(args.schedule, args)
     written = write(timeline, args.out)
     data = data_of(timeline)
-    return Result(data=data, shown=lambda: [*shown_of(timeline, data), *written])
+    return Result(data=data, shown=lambda: [*shown_of(timeline, data), *told(timeline.plan), *written])

@@ -1,0 +1,97 @@
+"""What `Balanced` is asked for: a budget, where evicted memory may go, and what is known beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from bpipe.errors import ConfigurationError
+from bpipe.schedules import Costs, Plan, Sizes, finish
+from bpipe.schedules.balance import balance, level
+from bpipe.schedules.by_count import by_count
+from bpipe.schedules.destinations import Destinations
+from bpipe.schedules.pieces import in_pieces
+
+__all__: list[str] = []
+
+Budget = int | Sequence[int | None] | str | None
+NAMED = ("auto", "lowest")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The arguments of `Balanced` that decide the plan; its docstring describes them. All ranks have the same."""
+
+    budget: Budget
+    parts: int
+    inside: bool
+    to: Destinations
+    costs: Costs | None
+    sizes: Sizes | None
+
+    def check(self, plan: Plan) -> None:
+        """Raise unless all of it fits together, and a plan.
+
+        Raises:
+            ConfigurationError: it does not.
+        """
+        if not _is_count(self.parts):
+            raise ConfigurationError(f"parts={self.parts!r}: give a whole number of at least 1")
+        self._check_budget(plan.num_ranks)
+        self.to.check(plan.num_ranks)
+        if self.sizes is not None:
+            self._check_sizes(self.sizes, plan)
+
+    def _check_budget(self, num_ranks: int) -> None:
+        budget = self.budget
+        if budget is None:
+            self._check_nothing_else()
+        elif isinstance(budget, str):
+            if budget not in NAMED:
+                raise ConfigurationError(f"budget={budget!r}: give bytes, 'auto', 'lowest', or None to count microbatches")
+        elif isinstance(budget, Sequence):
+            if len(budget) != num_ranks or not all(one is None or _is_count(one) for one in budget):
+                raise ConfigurationError(f"budget={budget!r}: give bytes, at least 1, or None for each of {num_ranks} ranks")
+        elif not _is_count(budget):
+            raise ConfigurationError(f"budget={budget!r}: give a whole number of bytes of at least 1")
+
+    def _check_nothing_else(self) -> None:
+        given = {"parts": self.parts > 1, "inside": self.inside, "costs": self.costs is not None, "sizes": self.sizes is not None}
+        unused = [name for name, is_given in given.items() if is_given]
+        if unused:
+            raise ConfigurationError(
+                f"budget=None counts microbatches and has no use for {', '.join(unused)}: give a budget in bytes"
+            )
+
+    def _check_sizes(self, sizes: Sizes, plan: Plan) -> None:
+        parts = {len(stage.parts) for stage in sizes.stages}
+        if (len(sizes.stages), len(sizes.static), parts) != (plan.num_stages, plan.num_ranks, {self.parts}):
+            raise ConfigurationError(
+                f"sizes= has {len(sizes.stages)} stages in {sorted(parts)} parts and {len(sizes.static)} ranks: "
+                f"give {plan.num_stages} stages, each in parts={self.parts}, and {plan.num_ranks} ranks"
+            )
+
+    def plan_by_count(self, computations: Plan) -> Plan:
+        """The proven plan that counts microbatches."""
+        return finish(by_count(computations, self.to))
+
+    def plan_in_bytes(self, computations: Plan, sizes: Sizes, budgets: Sequence[int | None] | None) -> Plan:
+        """The proven plan for some sizes; as low as possible where there are no budgets.
+
+        Raises:
+            BudgetError: the budgets cannot be met.
+        """
+        plan = replace(computations, sizes=sizes)
+        plan = in_pieces(plan) if self.inside else plan
+        if budgets is None:
+            return finish(level(plan, sizes, to=self.to, costs=self.costs))
+        return finish(balance(plan, sizes=sizes, budgets=budgets, to=self.to, costs=self.costs))
+
+    def budgets(self, num_ranks: int) -> tuple[int | None, ...]:
+        """The given bytes of each rank."""
+        assert self.budget is not None and not isinstance(self.budget, str), "a budget in bytes"
+        return (self.budget,) * num_ranks if isinstance(self.budget, int) else tuple(self.budget)
+
+
+def _is_count(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 1

@@ -1,0 +1,150 @@
+"""How one rank finds what to evict: sweeps that try different things, of which the cheapest counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from bpipe.schedules.action import HOST, Action
+from bpipe.schedules.eager import evict_eagerly
+from bpipe.schedules.evict import Decision, Shortage, Sweep, are_uneven
+from bpipe.schedules.guests import Offer
+from bpipe.schedules.meter import Amount
+from bpipe.schedules.pace import Pace
+from bpipe.schedules.rank_steps import Part, RankSteps
+from bpipe.schedules.rooms import reserve
+from bpipe.schedules.weave import mirrored, woven
+
+__all__: list[str] = []
+
+THRIFTS = (1.0, 0.5, 1.5)  # how much a candidate's size counts against it: each finds plans that the others miss
+TRIED_STEPS = 20_000  # how many steps may be swept again to find something cheaper
+
+
+class Settled(NamedTuple):
+    """What a rank evicts, its list with that in it, and the rooms that it needs, by acceptor."""
+
+    decision: Decision
+    lane: tuple[Action, ...]
+    rooms: Mapping[int, int]
+
+
+class Found(NamedTuple):
+    """What a sweep came to."""
+
+    sweep: Sweep
+    settled: Settled
+
+    @property
+    def cost(self) -> tuple[int, int]:
+        return self.settled.decision.cost
+
+    def largest_first(self) -> list[Part]:
+        """What it evicts."""
+        return [e.which for e in sorted(self.settled.decision.evictions, key=lambda e: e.size, reverse=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Evictor:
+    """A rank that may have to evict.
+
+    Args:
+        rank: which one.
+        steps: its list.
+        paces: the times of its steps, the best first.
+        sizes: for each of its stages, the size of each part of a microbatch that can move.
+        moved: what an eviction moves.
+    """
+
+    rank: int
+    steps: RankSteps
+    paces: Sequence[Pace]
+    sizes: Mapping[int, Sequence[int]]
+    moved: Amount
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether a thorough search may find something cheaper: where not all that can move is of one size."""
+        return are_uneven(self.sizes) or max(map(len, self.sizes.values())) > 1
+
+    def decide_eagerly(self, limit: int, offer: Offer) -> Settled | Shortage:
+        """What the paper's rule evicts."""
+        found = evict_eagerly(self.steps, limit, offer.peer)
+        if isinstance(found, Shortage):
+            return found
+        settled = self._settled(found)
+        if offer.room is not None and settled.rooms.get(offer.peer, 0) > offer.room:
+            return Shortage(f"needs {settled.rooms[offer.peer]} rooms on rank {offer.peer}, which has {offer.room}")
+        return settled
+
+    def decide(self, limit: int, offers: Sequence[Offer], *, thorough: bool) -> Settled | Shortage:
+        """What keeps the rank within its limit: to the first peer alone, if that is as good as to any.
+
+        Args:
+            limit: the most it may occupy.
+            offers: who may take what, best first.
+            thorough: whether to look for fewer bytes where some evictions have been found.
+        """
+        best: Found | None = None
+        shortage = Shortage("is over its budget and has no other rank to evict to")
+        for some in (offers[:1], offers) if len(offers) > 1 else (offers,):
+            for found in self._tried(limit, some, thorough):
+                if isinstance(found, Shortage):
+                    shortage = found
+                else:
+                    best = min(best or found, found, key=lambda one: one.cost)
+            if best is not None and not best.settled.decision.was_refused and not best.cost[0]:
+                break
+        if best is None:
+            return shortage
+        return (self._improved(best) if thorough and are_uneven(self.sizes) else best).settled
+
+    def _tried(self, limit: int, offers: Sequence[Offer], thorough: bool) -> Iterator[Found | Shortage]:
+        """Sweeps with whole microbatches first, then with ever fewer parts of each, so that loads come more evenly.
+
+        What a cost model lets start in time may need more room than there is; then transfers are placed without it.
+        """
+        for pace in self.paces:
+            for most_parts in range(max(map(len, self.sizes.values())), 0, -1):
+                for thrift in THRIFTS if are_uneven(self.sizes) else THRIFTS[:1]:
+                    found = self._swept(Sweep(self.steps, pace, limit, self.sizes, offers, most_parts, thrift))
+                    yield found
+                    if isinstance(found, Found) and not thorough:
+                        return
+
+    def _improved(self, best: Found) -> Found:
+        """Leave out one eviction, the largest first, and see whether others are cheaper; again and again, within reason."""
+        tries = TRIED_STEPS // len(self.steps.steps)
+        untried = best.largest_first()
+        while untried and tries > 0:
+            staying = best.sweep.staying | {untried.pop(0)}
+            for thrift in THRIFTS:
+                tries -= 1
+                found = self._swept(replace(best.sweep, staying=staying, thrift=thrift))
+                if isinstance(found, Found) and found.cost < best.cost:
+                    best, untried = found, found.largest_first()
+        return best
+
+    def _swept(self, sweep: Sweep) -> Found | Shortage:
+        """Sweep until the guests fit into rooms: one that a larger guest has left is larger than the next one needs."""
+        while True:
+            decision = sweep.run()
+            if isinstance(decision, Shortage):
+                return decision
+            settled = self._settled(decision)
+            offers = [_without(offer, settled.rooms.get(offer.peer, 0)) for offer in sweep.offers]
+            if offers == list(sweep.offers):
+                return Found(sweep, settled)
+            sweep = replace(sweep, offers=offers)
+
+    def _settled(self, decision: Decision) -> Settled:
+        lane = woven(self.steps, decision.evictions)
+        peers = sorted({eviction.peer for eviction in decision.evictions} - {HOST})
+        rooms = {peer: sum(reserve(mirrored(lane, self.rank, peer), self.moved).sizes) for peer in peers}
+        return Settled(decision, lane, rooms)
+
+
+def _without(offer: Offer, rooms: int) -> Offer:
+    """The offer, smaller by what the rooms of its guests would take too much."""
+    return offer if offer.room is None or rooms <= offer.room else offer._replace(room=2 * offer.room - rooms)

@@ -1,0 +1,66 @@
+"""Who takes a rank's guests: their room, step by step, and the links to them and back, from moment to moment."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from typing import NamedTuple
+
+__all__: list[str] = []
+
+
+class Offer(NamedTuple):
+    """What a peer offers to one evictor.
+
+    Args:
+        peer: the acceptor, or HOST.
+        room: what it can take at once; None for any amount.
+    """
+
+    peer: int
+    room: int | None
+
+
+class Turns:
+    """When one direction of a link is busy: it carries one transfer at a time."""
+
+    def __init__(self) -> None:
+        self._begins: list[float] = []
+        self._ends: list[float] = []
+
+    def latest(self, end: float, seconds: float) -> float:
+        """The latest moment from which it is free for so long, and until which `end` has not passed."""
+        begin = end - seconds
+        for index in range(bisect_left(self._begins, end) - 1, -1, -1):
+            if self._ends[index] <= begin:
+                break
+            begin = min(begin, self._begins[index] - seconds)
+        return begin
+
+    def take(self, begin: float, seconds: float) -> None:
+        index = bisect_right(self._begins, begin)
+        self._begins.insert(index, begin)
+        self._ends.insert(index, begin + seconds)
+
+
+class Guests:
+    """The guests of one evictor at one peer.
+
+    Args:
+        offer: the peer's.
+        num_steps: of the evictor.
+        out: the link to the peer.
+        back: the link from it.
+    """
+
+    def __init__(self, offer: Offer, num_steps: int, out: Turns, back: Turns) -> None:
+        self.peer, self._room = offer
+        self.out, self.back = out, back
+        self._used = [0] * (num_steps + 1)
+
+    def has_room(self, size: int, first: int, last: int) -> bool:
+        return self._room is None or max(self._used[first : last + 1]) + size <= self._room
+
+    def add(self, size: int, first: int, last: int) -> None:
+        """Keep a guest from one step to another; one of a negative size takes another one back."""
+        if self._room is not None:
+            self._used[first : last + 1] = [used + size for used in self._used[first : last + 1]]

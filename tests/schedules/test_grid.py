@@ -1,0 +1,32 @@
+"""The grid over time: where what moves is marked, and what the head says of memory."""
+
+from __future__ import annotations
+
+from bpipe.schedules import Action, Plan, Sizes
+from bpipe.schedules.grid import excerpt, head, rows
+
+LANE = (
+    "0F0.1 0F0.2 0F1.1 0EVICT0.1@host 0EVICT0.2@host 0F1.2 0WAIT_EVICT0.1@host 0WAIT_EVICT0.2@host "
+    "0B1.2 0LOAD0.2@host 0LOAD0.1@host 0B1.1 0WAIT_LOAD0.2@host 0WAIT_LOAD0.1@host 0B0.2 0B0.1"
+)
+
+
+def plan(**memory: object) -> Plan:
+    actions = (tuple(map(Action.parse, LANE.split())),)
+    sizes = Sizes.of([2**30], num_parts=2)
+    known = {"name": "by_hand", "num_microbatches": 2, "stage_ranks": (0,), "served": ((),), "slots": (None,)}
+    return Plan(actions=actions, **known, **{"sizes": sizes, **memory})  # type: ignore[arg-type]
+
+
+def test_what_moves_between_pieces_is_marked_under_their_computation_and_once_for_all_parts() -> None:
+    assert rows(plan()) == ["rank 0 | F0 F1 B1 b1 B0 b0", "       |    ^0 v0"]
+
+
+def test_the_head_counts_bytes_where_the_plan_does() -> None:
+    assert head(plan()) == "by_hand: 1 stages, 2 microbatches, peak 2.00 GiB"
+    assert head(plan(budgets=(2**31,))).endswith(", peak 2.00 GiB; budget 2.00 GiB")
+    assert head(plan(sizes=None, budgets=None)).endswith(", peak slots 2")
+
+
+def test_an_excerpt_names_the_host() -> None:
+    assert excerpt(plan(), 0, False, 3).splitlines()[4] == "      3 0EVICT0.1       host   <-- ERROR HERE"

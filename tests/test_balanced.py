@@ -1,0 +1,482 @@
+"""`Balanced` over every schedule: the same gradients to the bit, a plan once sizes are known, clear words where there is none."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+import time
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage as TorchStage
+
+import bpipe
+import bpipe.balanced
+from bpipe.errors import AgreementError, BudgetError, ConfigurationError
+from bpipe.schedules import Costs, Destinations, Plan, Sizes, build
+from bpipe.schedules.communicate import computations_only
+from bpipe.schedules.one_at_a_time import one_at_a_time
+from tests.models import WIDTH, Block, Result, as_rank, assert_same, batch_of, in_loopback, joined, modules_of, mse, single_process
+from tests.over import Over, pipeline
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+M, STEPS = 8, 3  # the first step measures, the second is the first that is balanced
+ONE_STAGE = [bpipe.OneFOneB, bpipe.GPipe, bpipe.ZBH1]
+TWO_STAGES = [bpipe.Interleaved1F1B, bpipe.BreadthFirst, bpipe.ZBV, bpipe.DualPipeV]
+KINDS_OF = {  # one stage on a rank may draw random numbers, several draw them in the order of the rank's list
+    **{schedule: ["transformer", "conv"] for schedule in ONE_STAGE},
+    **{schedule: ["quiet", "conv"] for schedule in TWO_STAGES},
+}
+CASES = [(schedule, kind) for schedule, kinds in KINDS_OF.items() for kind in kinds]
+CASES += [(schedule, "nested") for schedule in (bpipe.OneFOneB, bpipe.GPipe, bpipe.BreadthFirst)]
+
+
+@cache
+def reference(kind: str) -> Result:
+    return single_process(kind, 4, M, STEPS)
+
+
+def balanced(schedule: type[bpipe.Schedule], kind: str, **options: Any) -> Result:
+    return in_loopback(kind, 4, M, Over(schedule, options), STEPS, num_ranks=4 if schedule in ONE_STAGE else 2)  # type: ignore[arg-type]
+
+
+def squeezed(result: Result, slots: float) -> tuple[int | None, ...]:
+    """Budgets that take some microbatches from the first rank, and leave the others as they were."""
+    stats = result.stats[0]
+    return (int(stats["device_peak_bytes"] - slots * stats["peak_bytes"] / stats["peak_slots"]), *(None for _ in result.stats[1:]))
+
+
+# Gradients, losses and outputs.
+
+
+@pytest.mark.parametrize("schedule, kind", CASES)
+def test_equals_a_single_process_with_any_budget(schedule, kind):
+    unlimited = balanced(schedule, kind, budget=2**40)
+    squeeze = squeezed(unlimited, 0.5)
+    results = {
+        "unlimited": unlimited,
+        "lowest": balanced(schedule, kind, budget="lowest"),
+        "by count": balanced(schedule, kind, budget=None),
+        "parts": balanced(schedule, kind, budget=squeeze, parts=4),
+        "host": balanced(schedule, kind, budget=squeeze, to=Destinations(host="only")),
+    }
+    for result in results.values():
+        assert_same(result, reference(kind))
+    for way in ("parts", "host"):
+        assert results[way].stats[0]["evicted_bytes"] > 0
+        assert results[way].stats[0]["device_peak_bytes"] <= squeeze[0]
+    assert all(stats["evicted_bytes"] == 0 for stats in unlimited.stats)
+
+
+@pytest.mark.parametrize("schedule, num_stages", [(bpipe.OneFOneB, 8), (bpipe.Interleaved1F1B, 16)])
+def test_eight_ranks(schedule, num_stages):
+    result = in_loopback("quiet", num_stages, 16, Over(schedule, {"parts": 4}), STEPS, num_ranks=8)
+    assert_same(result, single_process("quiet", num_stages, 16, STEPS))
+    assert sum(stats["evicted_bytes"] for stats in result.stats) > 0
+
+
+def test_the_first_step_alone_equals_a_single_process():
+    for schedule in (*ONE_STAGE, *TWO_STAGES):
+        result = in_loopback("tied", 4, M, Over(schedule), 1, num_ranks=4 if schedule in ONE_STAGE else 2)
+        assert_same(result, single_process("tied", 4, M, 1))
+
+
+def several(rank: int, num_ranks: int, cases: list[tuple[str, Over]]) -> list[Result]:
+    stages = [num_ranks if over.schedule in ONE_STAGE else 2 * num_ranks for _, over in cases]
+    options: list[Any] = [(kind, num_stages, M, over) for (kind, over), num_stages in zip(cases, stages)]
+    return [as_rank(rank, *each, STEPS, {}, num_ranks=num_ranks) for each in options]
+
+
+PARTS_TO_HOST = {"parts": 4, "to": Destinations(host="only")}
+
+
+@pytest.mark.parametrize(
+    "num_ranks, cases",
+    [
+        (2, [("quiet", Over(bpipe.ZBV)), ("conv", Over(bpipe.DualPipeV, PARTS_TO_HOST)), ("nested", Over(bpipe.Interleaved1F1B))]),
+        (3, [("transformer", Over(bpipe.ZBH1, PARTS_TO_HOST)), ("frozen", Over(bpipe.GPipe, {"parts": 2}))]),
+        (4, [("transformer", Over(bpipe.OneFOneB)), ("conv", Over(bpipe.OneFOneB, {"parts": 3})), ("lstm", Over(bpipe.OneFOneB))]),
+    ],
+)
+def test_processes(num_ranks, cases):
+    results = run_ranks(several, num_ranks, num_ranks, cases, timeout_s=120)
+    for (kind, over), result in zip(cases, map(joined, zip(*results))):
+        assert_same(result, single_process(kind, len(result.gradients), M, STEPS))
+        assert over.schedule is not bpipe.OneFOneB or sum(stats["evicted_bytes"] for stats in result.stats) > 0
+
+
+# Shapes.
+
+
+def by_hand(modules: list[nn.Module], xs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Gradients of one process, microbatch by microbatch."""
+    copies = copy.deepcopy(modules)
+    for module in copies:
+        module.zero_grad()
+    for x in xs:
+        (mse(nn.Sequential(*copies)(x), x) / len(xs)).backward()
+    return [p.grad for module in copies for p in module.parameters()]
+
+
+def batch(sizes: list[int], tokens: int = 16) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(sum(sizes) + tokens)
+    return [torch.randn(size, tokens, WIDTH, generator=generator) for size in sizes]
+
+
+EVEN, SHORTER, UNEVEN = batch([2] * M), batch([2] * M, tokens=8), batch([1, 2, 3, 1, 2, 3, 1, 4])
+
+
+def messages(caplog: pytest.LogCaptureFixture, beginning: str) -> int:
+    return sum(record.message.startswith(f"1f1b: {beginning}") for record in caplog.records)
+
+
+def test_other_shapes_are_measured_and_planned_anew_and_both_plans_stay(caplog):
+    caplog.set_level(logging.INFO, "bpipe")
+    modules = [Block(dropout=0.0) for _ in range(4)]
+    loopback, schedules = pipeline(Over(bpipe.OneFOneB, {"budget": "lowest"}), modules, M, mse)
+    plans: dict[int, set[int]] = {}
+    for step, xs in enumerate([EVEN, EVEN, SHORTER, EVEN, SHORTER, SHORTER, UNEVEN, EVEN, UNEVEN]):
+        for module in modules:
+            module.zero_grad()
+        loopback.step(schedules, arg_mbs=[(x,) for x in xs], target_mbs=xs, return_outputs=False)
+        assert all(map(torch.equal, (p.grad for m in modules for p in m.parameters()), by_hand(modules, xs)))
+        plans.setdefault(id(xs), set()).add(id(schedules[0].plan))
+        if step % 3 == 0:  # an evaluation in between changes nothing
+            assert torch.equal(loopback.eval(schedules, torch.cat(EVEN)), nn.Sequential(*modules)(torch.cat(EVEN)))
+    assert [len(plans[id(xs)]) for xs in (EVEN, SHORTER, UNEVEN)] == [2, 2, 2]  # the measuring one, and its own
+    assert (messages(caplog, "new shapes or sizes"), messages(caplog, "balanced with")) == (2, 3)
+    assert schedules[0].stats["evicted_bytes"] > 0
+    for schedule in schedules:  # microbatches differ, and the plan covers the largest of them
+        assert schedule.stats["device_peak_bytes"] <= schedule.stats["predicted_device_peak_bytes"]
+
+
+class Grows(nn.Module):
+    """Saves more, from its second step on, for inputs of the same shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.is_grown = nn.Linear(WIDTH, WIDTH), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.sigmoid(self.linear(x))
+        return y.exp().sin() if self.is_grown else y
+
+
+def test_sizes_that_grow_are_measured_anew(caplog):
+    caplog.set_level(logging.INFO, "bpipe")
+    modules = [Grows() for _ in range(4)]
+    loopback, schedules = pipeline(Over(bpipe.OneFOneB, {"budget": "lowest"}), modules, M, mse)
+    budgets = []
+    for step in range(6):
+        modules[1].is_grown = step >= 2
+        loopback.step(schedules, torch.cat(EVEN), target=torch.cat(EVEN), return_outputs=False)
+        budgets.append(schedules[0].plan.budgets and schedules[0].plan.budgets[0])
+    assert messages(caplog, "a microbatch of stage 1 saves") == 1
+    assert [budget is None for budget in budgets] == [True, False, False, True, False, False]
+    assert budgets[1] == budgets[2] < budgets[4] == budgets[5]
+    assert schedules[0].stats["device_peak_bytes"] == schedules[0].stats["predicted_device_peak_bytes"]
+
+
+# What is given instead of measured.
+
+
+def sizes_of(plan: Plan) -> Sizes:
+    assert plan.sizes is not None
+    return plan.sizes
+
+
+def test_given_sizes_are_not_measured():
+    measured = pipeline(Over(bpipe.OneFOneB, {"budget": "lowest"}), modules_of("quiet", 4), M, mse)
+    x, y = batch_of("quiet", 2 * M)
+    for _ in range(2):
+        measured[0].step(measured[1], x, target=y, return_outputs=False)
+    plan = measured[1][0].plan
+    for budget in ("lowest", "auto", max(plan.peak_bytes)):
+        over = Over(bpipe.OneFOneB, {"budget": budget, "sizes": sizes_of(plan)})
+        loopback, schedules = pipeline(over, modules_of("quiet", 4), M, mse)
+        assert schedules[0].plan.actions == plan.actions
+        loopback.step(schedules, x, target=y, return_outputs=False)
+        assert schedules[0].plan.actions == plan.actions
+        assert schedules[0].stats["evicted_bytes"] > 0
+
+
+def test_by_count_is_the_papers_rule():
+    _, schedules = pipeline(Over(bpipe.OneFOneB, {"budget": None}), modules_of("quiet", 4), M, mse)
+    assert schedules[0].plan.actions == build("balanced_1f1b", 4, M).actions
+    assert schedules[0].plan.peak_slots == (3, 3, 2, 3)
+
+
+def test_auto_is_the_lowest_on_cpu():
+    plans = []
+    for budget in ("auto", "lowest"):
+        loopback, schedules = pipeline(Over(bpipe.OneFOneB, {"budget": budget}), modules_of("quiet", 4), M, mse)
+        for _ in range(2):
+            loopback.step(schedules, torch.cat(EVEN), target=torch.cat(EVEN))
+        plans.append(schedules[0].plan)
+    assert plans[0] == plans[1]
+    assert plans[0].evicted(0)
+
+
+def test_auto_adds_what_is_free_to_what_is_used(monkeypatch):
+    """As on CUDA: ranks of a loopback share a device, and gradients that are still to come need room of what is free."""
+    monkeypatch.setattr(bpipe.balanced, "available_bytes", lambda device, reserve_bytes: 4 * (2**20 - reserve_bytes))
+    over = Over(bpipe.OneFOneB, {"budget": "auto", "reserve_bytes": 2**10})
+    modules = modules_of("quiet", 4)
+    loopback, schedules = pipeline(over, modules, M, mse)
+    for schedule in schedules:
+        schedule._is_lowest = False
+    loopback.step(schedules, torch.cat(EVEN), target=torch.cat(EVEN), return_outputs=False)
+    for module in modules:
+        module.zero_grad()
+    loopback.step(schedules, torch.cat(EVEN), target=torch.cat(EVEN), return_outputs=False)
+    parameters = sum(p.nbytes for p in modules[0].parameters())
+    assert schedules[0].plan.budgets == (parameters + 2**20 - 2**10,) * 4
+    assert schedules[0].plan.sizes.static[0] == 2 * parameters
+
+
+def test_an_optimizers_states_count():
+    static = []
+    for with_optimizer in (False, True):
+        modules = modules_of("quiet", 4)
+        optimizers = [torch.optim.Adam(module.parameters()) for module in modules]
+        loopback, schedules = pipeline(bpipe.OneFOneB, modules, M, mse)
+        schedules = [
+            bpipe.Balanced(schedule, optimizer=optimizer if with_optimizer else None)
+            for schedule, optimizer in zip(schedules, optimizers)
+        ]
+        for _ in range(2):
+            loopback.step(schedules, torch.cat(EVEN), target=torch.cat(EVEN), return_outputs=False)
+            for optimizer in optimizers:
+                optimizer.step()
+        static.append(schedules[0].stats["static_bytes"])
+    parameters = list(modules[0].parameters())
+    assert static[1] - static[0] == sum(2 * p.nbytes + 4 for p in parameters)  # two moments, and a count of steps
+
+
+def test_modules_on_the_meta_device_are_initialised_later():
+    with torch.device("meta"):
+        modules = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    loopback, schedules = pipeline(Over(bpipe.OneFOneB), modules, M, mse)
+    for module in modules:
+        nn.init.eye_(module.to_empty(device="cpu").weight)
+        nn.init.zeros_(module.bias)
+    for _ in range(2):
+        assert torch.equal(loopback.step(schedules, torch.cat(EVEN), target=torch.cat(EVEN)), torch.cat(EVEN))
+    assert schedules[0].stats["static_bytes"] == 2 * sum(p.nbytes for p in modules[0].parameters())
+
+
+def runs_stages_of_torch(rank: int) -> float:
+    theirs = TorchStage(modules_of("quiet", 4)[rank], rank, 4, torch.device("cpu"))
+    schedule = bpipe.Balanced(bpipe.OneFOneB(theirs, M, loss_fn=mse))
+    for _ in range(2):
+        schedule.step(torch.cat(EVEN), target=torch.cat(EVEN))
+    return schedule.stats["evicted_bytes"]
+
+
+def test_stages_of_torch():
+    assert run_ranks(runs_stages_of_torch, 4)[0] > 0
+
+
+# The step that measures.
+
+
+@pytest.mark.parametrize("name, num_stages", [("1f1b", 3), ("zbv", 6), ("dualpipe_v", 6), ("interleaved_1f1b", 6)])
+def test_one_microbatch_at_a_time(name, num_stages):
+    plan = computations_only(build(name, num_stages, 6, num_ranks=3))
+    measuring = bpipe.schedules.finish(one_at_a_time(plan))
+    assert measuring.peak_slots == (num_stages // 3,) * 3
+    for rank in range(3):
+        theirs, ours = (
+            sorted(str(action).replace("I", "B") for action in p.compute(rank) if action.op != "W") for p in (plan, measuring)
+        )
+        assert ours == theirs
+
+
+def test_its_picture():
+    import bpipe.schedules.one_at_a_time as module
+
+    plan = computations_only(build("1f1b", 3, 2))
+    grid = str(bpipe.schedules.finish(one_at_a_time(plan))).split("\n", 1)[1]
+    assert grid in (module.__doc__ or "")
+
+
+# Bad input.
+
+
+def schedule_of(m: int = M) -> bpipe.Schedule:
+    return bpipe.OneFOneB(bpipe.PipelineStage(nn.Linear(2, 2), 0, 4, "cpu", bpipe.Loopback(4).rank(0)), m, loss_fn=mse)
+
+
+SIZES = Sizes.of([8, 8, 8, 8])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"budget": "atuo"}, "budget='atuo': give bytes, 'auto', 'lowest', or None to count microbatches"),
+        ({"budget": -1}, "budget=-1: give a whole number of bytes of at least 1"),
+        ({"budget": True}, "budget=True: give a whole number of bytes"),
+        ({"budget": 1e9}, "budget=1000000000.0: give a whole number of bytes"),
+        ({"budget": [9, 9, 9]}, "budget=[9, 9, 9]: give bytes, at least 1, or None for each of 4 ranks"),
+        ({"budget": (9, 9, 9, 0)}, "budget=(9, 9, 9, 0): give bytes, at least 1"),
+        ({"parts": 0}, "parts=0: give a whole number of at least 1"),
+        ({"budget": None, "parts": 2}, "budget=None counts microbatches and has no use for parts"),
+        ({"budget": None, "sizes": SIZES, "costs": Costs()}, "has no use for costs, sizes"),
+        ({"sizes": Sizes.of([8, 8])}, "sizes= has 2 stages in [1] parts and 2 ranks: give 4 stages, each in parts=1, and 4 ranks"),
+        ({"sizes": SIZES, "parts": 2}, "in [1] parts and 4 ranks: give 4 stages, each in parts=2"),
+        ({"to": Destinations(pairs=[1, 0])}, "pairs=(1, 0): name one acceptor"),
+        ({"to": Destinations(host="perhaps")}, "host='perhaps': choose"),
+        ({"replicas": 3}, "replicas is a process group of torch.distributed, got int"),
+    ],
+)
+def test_arguments_that_cannot_work(options, message):
+    schedule = schedule_of()
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        bpipe.Balanced(schedule, **options)
+    bpipe.Balanced(schedule)  # nothing has become of the schedule
+
+
+def test_schedules_that_cannot_be_balanced():
+    with pytest.raises(
+        ConfigurationError, match=re.escape("Balanced takes a schedule such as OneFOneB(stage, 8, loss_fn), got Linear")
+    ):
+        bpipe.Balanced(nn.Linear(2, 2))
+    with pytest.raises(ConfigurationError, match="is balanced already: give Balanced the schedule that it was made from"):
+        bpipe.Balanced(bpipe.Balanced(schedule_of()))
+    loopback, schedules = pipeline(bpipe.OneFOneB, modules_of("quiet", 2), M, mse)
+    loopback.step(schedules, torch.cat(EVEN), target=torch.cat(EVEN))
+    closed = schedule_of()
+    closed.close()
+    for used in (schedules[0], closed):
+        with pytest.raises(ConfigurationError, match="has not run and is not closed: make a new one"):
+            bpipe.Balanced(used)
+
+
+def test_the_schedule_that_was_balanced_is_closed():
+    schedule = schedule_of()
+    bpipe.Balanced(schedule)
+    with pytest.raises(bpipe.errors.PipelineBrokenError, match="closed"), schedule._guarded():
+        pass
+
+
+def test_a_budget_that_given_sizes_cannot_meet_is_refused_at_once():
+    with pytest.raises(
+        BudgetError, match=r"^9 bytes are too few for 1f1b.*rank \d.*smallest budget that works here is budgets=\d+"
+    ):
+        bpipe.Balanced(schedule_of(), budget=9, sizes=SIZES)
+
+
+def too_small(rank: int, budget: Any) -> list[str]:
+    """What a step, an evaluation and another step say, and then one of a pipeline with the budget that was named."""
+    module = modules_of("quiet", 4)[rank]
+    schedule = bpipe.Balanced(bpipe.OneFOneB(bpipe.PipelineStage(module, rank, 4, "cpu"), M, loss_fn=mse), budget=budget)
+    x, told = torch.cat(EVEN), []
+    schedule.step(x, target=x)
+    for _ in range(2):
+        with pytest.raises(BudgetError) as caught:
+            schedule.step(x, target=x)
+        told.append(str(caught.value))
+        schedule.eval(x)
+    schedule.close()
+    named = re.search(r"smallest budget that works here is budgets=(\d+)", told[0])
+    assert named is not None
+    enough = bpipe.Balanced(bpipe.OneFOneB(bpipe.PipelineStage(module, rank, 4, "cpu"), M, loss_fn=mse), budget=int(named[1]))
+    for _ in range(2):
+        enough.step(x, target=x)
+    assert enough.stats["device_peak_bytes"] <= int(named[1])
+    return told
+
+
+@pytest.mark.parametrize("budget", [1, 200_000])
+def test_a_budget_that_cannot_be_met(budget):
+    results = run_ranks(too_small, 4, budget)
+    assert all(told == results[0] for told in results)
+    first, again = results[0]
+    assert first == again
+    assert re.match(rf"{budget} bytes are too few for 1f1b with 4 stages and 8 microbatches: rank \d ", first)
+
+
+def differing(rank: int, options: list[dict[str, Any]]) -> str:
+    stage = bpipe.PipelineStage(nn.Linear(WIDTH, WIDTH), rank, 2, "cpu")
+    schedule = bpipe.Balanced(bpipe.OneFOneB(stage, M, loss_fn=mse), **options[rank])
+    with pytest.raises(AgreementError) as caught:
+        schedule.step(torch.cat(EVEN), target=torch.cat(EVEN))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options", [[{"budget": 10**6}, {"budget": 10**6 + 1}], [{"parts": 1}, {"parts": 2}], [{}, {"to": Destinations(host="last")}]]
+)
+def test_ranks_that_were_given_different_things(options):
+    assert all("the ranks disagree on the plan" in told for told in run_ranks(differing, 2, options))
+
+
+def with_replicas(rank: int, sizes: list[int]) -> tuple[str, float, float]:
+    """Two pipelines of two ranks; the second one's microbatches may be of another size."""
+    pipelines, replicas = ([dist.new_group(ranks) for ranks in groups] for groups in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
+    which, stage = divmod(rank, 2)
+    module = Block(dropout=0.0)
+    plain = bpipe.OneFOneB(bpipe.PipelineStage(module, stage, 2, "cpu", pipelines[which]), M, loss_fn=mse)
+    schedule = bpipe.Balanced(plain, replicas=replicas[stage])
+    x = torch.cat(batch([sizes[which]] * M))
+    schedule.step(x, target=x)
+    started, told = time.monotonic(), ""
+    try:
+        schedule.step(x, target=x)
+    except AgreementError as error:
+        told = str(error)
+    return told, time.monotonic() - started, schedule.stats["device_peak_bytes"]
+
+
+def test_replicas_with_different_sizes_are_refused_on_every_rank():
+    told, seconds, _ = zip(*run_ranks(with_replicas, 4, [2, 4]))
+    pattern = (
+        r"replicas differ: of a microbatch of stage [01], rank [01] has (\d+) saved bytes and rank [23] has (\d+)\. "
+        "Give all replicas microbatches of the same shapes."
+    )
+    found = [re.fullmatch(pattern, text) for text in told]
+    assert all(match is not None and 2 * int(match[1]) == int(match[2]) for match in found)
+    assert max(seconds) < 10
+
+
+def test_replicas_with_the_same_sizes():
+    told, _, peaks = zip(*run_ranks(with_replicas, 4, [2, 2]))
+    assert told == ("",) * 4
+    assert peaks[:2] == peaks[2:]
+
+
+def fails_alone(rank: int) -> str:
+    """One rank cannot say what it needs: the other must not wait for it."""
+    plain = bpipe.OneFOneB(bpipe.PipelineStage(nn.Linear(WIDTH, WIDTH), rank, 2, "cpu"), M, loss_fn=mse)
+    schedule = bpipe.Balanced(plain)
+    schedule.step(torch.cat(EVEN), target=torch.cat(EVEN))
+    if rank:
+        schedule._optimizer = "no optimizer"
+    with pytest.raises(AgreementError) as caught:
+        schedule.step(torch.cat(EVEN), target=torch.cat(EVEN))
+    return str(caught.value)
+
+
+def test_a_rank_that_cannot_plan_tells_the_others():
+    assert all(told.startswith("rank 1 cannot make a plan: AttributeError") for told in run_ranks(fails_alone, 2))
+
+
+# What it costs.
+
+
+def test_nothing_is_hooked_where_nothing_is_evicted(monkeypatch):
+    """After the measuring step, a step without evictions does what the plain one does."""
+    loopback, schedules = pipeline(Over(bpipe.OneFOneB, {"budget": 2**40}), modules_of("quiet", 4), M, mse)
+    for _ in range(2):
+        loopback.step(schedules, torch.cat(EVEN), target=torch.cat(EVEN))
+    monkeypatch.setattr(bpipe.memory.stash.Stash, "capture", lambda self: pytest.fail("followed a microbatch"))
+    loopback.step(schedules, torch.cat(EVEN), target=torch.cat(EVEN))
+    plain = bpipe.OneFOneB.rule
+    assert schedules[0].plan.actions == build(plain, 4, M).actions
