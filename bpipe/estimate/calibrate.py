@@ -19,8 +19,9 @@ def calibrated(timelines: Sequence[Timeline], plan: Plan) -> Costs:
     """The costs of a plan as measured on steps of it, or of another plan over the same stages.
 
     Each computation takes the median of its steps; where the plan has another number of microbatches, the median of its
-    stage. A microbatch keeps what a rank's memory grows by for each slot that it occupies, or what the plan itself says. Links are not in a trace, because
-    what a transfer takes there includes waiting for its other end: put them in with `dataclasses.replace`.
+    stage. A microbatch keeps what a rank's memory grows by for each slot that it occupies, or what the plan itself says. Links
+    are not in a trace, because what a transfer takes there includes waiting for its other end: put them in with
+    `dataclasses.replace`.
 
     Args:
         timelines: measured steps, all ranks; evaluations are left out where the plan trains, and steps where it evaluates.
@@ -32,7 +33,7 @@ def calibrated(timelines: Sequence[Timeline], plan: Plan) -> Costs:
     alike = [timeline for timeline in timelines if timeline.plan.has_backward == plan.has_backward]
     if not alike:
         raise ConfigurationError(f"the trace has no {'training steps' if plan.has_backward else 'evaluations'}: trace some")
-    traced = alike[0]
+    traced = next((timeline for timeline in alike if timeline.plan.sizes is not None), alike[0])
     if traced.plan.num_stages != plan.num_stages:
         raise ConfigurationError(
             f"the trace is of {traced.plan.num_stages} stages, and the plan has {plan.num_stages}: trace the stages you plan for"

@@ -67,7 +67,7 @@ class Plan:
         return action.part > 1 if action.op is Op.F else action.part not in (0, self.num_parts(action.stage))
 
     def ends(self, action: Action) -> bool:
-        """Whether a computation is the last piece of one, or a whole one: the last of a forward is the last part, of a backward 1."""
+        """Whether a computation is a whole one, or the last piece: of a forward that is the last part, of a backward part 1."""
         return action.part in (0, self.num_parts(action.stage)) if action.op is Op.F else action.part < 2
 
     def chains(self, rank: int) -> dict[int, tuple[Action, ...]]:
