@@ -17,7 +17,6 @@ from bpipe.comm.agreement import Record
 from bpipe.comm.replicas import difference
 from bpipe.errors import AgreementError, BPipeError, ConfigurationError
 from bpipe.loopback import LoopbackGroup
-from bpipe.memory.footprint import Footprint
 from bpipe.memory.static import available_bytes, bytes_under, present_bytes, static_bytes
 from bpipe.policy import Budget, Policy
 from bpipe.runtime.run import Run
@@ -129,7 +128,7 @@ class Balanced(Schedule):
         self._first_plan = self._plan_before_measuring()
         self._measuring = None if self._first_plan is not None else finish(one_at_a_time(self._base))
         self._shapes: OrderedDict[StepKey, _Shapes] = OrderedDict()
-        self._grown: set[tuple[int, Footprint]] = set()
+        self._largest: dict[int, int] = {}  # saved bytes of a microbatch that outgrew its plan, by stage
         self._num_measurings = 0
         schedule.close()
         super().__init__(*schedule._arguments)
@@ -181,16 +180,17 @@ class Balanced(Schedule):
         return super()._finish(step, run, started)
 
     def _notice_growth(self, run: Run, sizes: Sizes) -> None:
-        """Measure anew if a microbatch that was looked at takes more than planned; once for each such size."""
-        found = {(key[0], footprint) for key, footprint in run.evictions.ledger.footprints.items()}
-        grown = {one for one in found if one[1].own_bytes > sizes.stages[one[0]].saved} - self._grown
-        if grown:
-            self._grown |= grown
-            self._num_measurings += 1
-            self._memory.forget()
-            stage, footprint = max(grown, key=lambda one: one[1].own_bytes)
+        """Measure anew if a microbatch that was looked at takes more than planned, and than any of its stage before."""
+        largest: dict[int, int] = {}
+        for (stage, _), footprint in run.evictions.ledger.footprints.items():
+            largest[stage] = max(largest.get(stage, 0), footprint.own_bytes)
+        for stage, saved in largest.items():
             planned = sizes.stages[stage].saved
-            LOG.info("%s: a microbatch of stage %d saves %d bytes, planned %d", self.rule, stage, footprint.own_bytes, planned)
+            if saved > max(planned, self._largest.get(stage, 0)):
+                self._largest[stage] = saved
+                self._num_measurings += 1
+                self._memory.forget()
+                LOG.info("%s: a microbatch of stage %d saves %d bytes, planned %d", self.rule, stage, saved, planned)
 
     # The plan for what was measured, which all ranks make from the same numbers
 

@@ -65,6 +65,7 @@ class Counting(Observer):
     def __init__(self, schedule: Any, whose: Whose, *, has_rooms: bool = True) -> None:
         self.schedule, self._whose, self._has_rooms, self._count = schedule, whose, has_rooms, StorageCount()
         self.batch: Sequence[torch.Tensor] = ()
+        self.looks = True  # whether it counts, or remembers whose storages are for a later step
         self._modules = [stage.submod for stage in schedule._stages.values()]
         self._loss_fn = schedule._loss_fn
         schedule._observer, schedule._loss_fn = self, self._after_loss
@@ -77,7 +78,7 @@ class Counting(Observer):
         return loss
 
     def _look_inside(self) -> None:
-        self._during = self._live()
+        self._during = self._live() if self.looks else None
 
     def started(self, run: Any) -> None:
         self._run, self._seen = run, []
@@ -90,7 +91,8 @@ class Counting(Observer):
         if action.op in SERVED:
             return
         self._whose.acting = None
-        self._seen.append((action, self._during, self._live()))
+        if self.looks:
+            self._seen.append((action, self._during, self._live()))
 
     def _live(self) -> int:
         parameters = [p for module in self._modules for p in module.parameters()]

@@ -24,7 +24,7 @@ from tests.test_memory_use import live_tensors, resident_bytes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-M = 8
+M = 6
 SCHEDULES = {  # and how many ranks hold four stages
     bpipe.OneFOneB: 4,
     bpipe.GPipe: 4,
@@ -61,6 +61,7 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
     "returns its input": lambda i: Returns() if i in (1, 2) else nn.Linear(WIDTH, WIDTH),
 }
 
+UNLIKE = ["nested", "pair", "frozen", "returns its input"]
 # Stages that save whole messages or nothing of them, get a gradient for each, and give each a gradient of its own.
 EXACT = {
     bpipe.OneFOneB: ["quiet", "conv", "lstm", "views", "autocast", "tied", "ends in relu", "relu in place"],
@@ -69,25 +70,25 @@ EXACT = {
 }
 
 
-def counted(schedule: type[bpipe.Schedule], kind: str, *, steps: int = 3, **options: Any) -> tuple[list[Any], list[Counting]]:
-    """The schedules of some steps of four stages in a loopback, and the counts of the last one."""
+def counted(schedule: type[bpipe.Schedule], kind: str, **options: Any) -> tuple[list[Any], list[Counting]]:
+    """The schedules of three steps of four stages in a loopback, and the counts of the last one."""
     torch.manual_seed(0)
     modules = [MODELS[kind](stage) for stage in range(4)]
     loopback, schedules = pipeline(Over(schedule, options), modules, M, mse, SCHEDULES[schedule])
     whose = Whose()
     counts = [Counting(one, whose) for one in schedules]
-    for step in range(steps):
-        count_step(whose, loopback, schedules, counts, batch_of(kind, 2 * M, step))
+    for step in range(3):  # the first measures, in the second rooms are made as guests arrive
+        count_step(whose, loopback, schedules, counts, batch_of(kind, 2 * M, step), looks=step == 2)
     return schedules, counts
 
 
-def count_step(whose: Whose, loopback: bpipe.Loopback, schedules: list[Any], counts: list[Counting], batch: Any) -> list[int]:
-    """Run a step, and return the peak of each rank."""
+def count_step(
+    whose: Whose, loopback: bpipe.Loopback, schedules: list[Any], counts: list[Counting], batch: Any, *, looks: bool = True
+) -> None:
     for count in counts:
-        count.batch = batch
+        count.batch, count.looks = batch, looks
     with whose:
         loopback.step(schedules, batch[0], target=batch[1], return_outputs=False)
-    return [count.peak for count in counts]
 
 
 def assert_exact(count: Counting) -> None:
@@ -151,8 +152,12 @@ def test_whatever_stages_save_of_their_messages(schedule, kind):
 
 @pytest.mark.parametrize(
     "schedule, kind",
-    [(schedule, kind) for schedule in EXACT for kind in ("nested", "pair", "frozen", "returns its input")]
-    + [(bpipe.ZBH1, "ends in relu"), *((bpipe.DualPipeV, kind) for kind in ("conv", "lstm", "ends in relu"))],
+    [(schedule, kind) for schedule in (bpipe.OneFOneB, bpipe.DualPipeV) for kind in UNLIKE]
+    + [
+        (bpipe.ZBH1, "ends in relu"),
+        (bpipe.ZBH1, "frozen"),
+        *((bpipe.DualPipeV, kind) for kind in ("conv", "lstm", "ends in relu")),
+    ],
 )
 def test_a_plan_never_says_too_little(schedule, kind):
     """Gradients that are not there, messages that share memory, and what is saved by both stages at a turn count once more."""
@@ -207,8 +212,11 @@ def test_the_measuring_step_needs_no_more_than_the_later_ones(schedule):
     loopback, schedules = pipeline(Over(schedule, {"budget": "lowest"}), modules_of("quiet", 4), M, mse, SCHEDULES[schedule])
     whose = Whose()
     counts = [Counting(one, whose) for one in schedules]
-    first, later = (count_step(whose, loopback, schedules, counts, batch_of("quiet", 2 * M)) for _ in range(2))
-    assert all(map(le, first, later))
+    peaks = []
+    for _ in range(2):
+        count_step(whose, loopback, schedules, counts, batch_of("quiet", 2 * M))
+        peaks.append([count.peak for count in counts])
+    assert all(map(le, *peaks))
 
 
 class Caches(nn.Module):
@@ -315,7 +323,7 @@ ONLY_HOST = {"budget": "lowest", "parts": 2, "to": Destinations(host="only")}
 @pytest.mark.parametrize("options, sizes", [(ONLY_HOST, [8]), ({"budget": "lowest"}, [8, 24])], ids=["host", "alternating shapes"])
 def test_a_long_run_stays_flat(options, sizes):
     p = 3 if "to" in options else 4
-    results = run_ranks(long_run, p, p, 201, options, sizes)
+    results = run_ranks(long_run, p, p, 201 if "to" in options else 101, options, sizes)
     for (live_early, resident_early, host_early), (live_late, resident_late, host_late), _ in results:
         assert (live_late, host_late) == (live_early, host_early)
         assert resident_late <= resident_early * 1.01

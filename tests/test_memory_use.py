@@ -106,6 +106,7 @@ def measure(rank: int, module: nn.Module, p: int, m: int, schedule: str, tokens:
     for _ in range(2):  # the first step learns shapes, and reserves its rooms as guests arrive
         watched.step(text[:, :-1].contiguous(), target=text[:, 1:].contiguous())
     stats = watched.schedule.stats
+    assert stats["device_peak_bytes"] == stats["predicted_device_peak_bytes"] > stats["peak_bytes"] + stats["static_bytes"]
     return watched.peak, stats["peak_bytes"], stats["predicted_peak_bytes"]
 
 

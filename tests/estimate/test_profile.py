@@ -73,7 +73,8 @@ def in_a_run(kind: str, rule: type[bpipe.Schedule]) -> list[bpipe.Schedule]:
 def test_bytes_are_those_of_a_run(kind: str, rule: type[bpipe.Schedule]) -> None:
     profiles, schedules = stages_alone(kind), in_a_run(kind, rule)
     for index, (one, schedule) in enumerate(zip(profiles, schedules)):
-        assert set(schedule.ledger.footprints.values()) == {footprint(one.at(ROWS))}, f"stage {index}"
+        saved = {(f.own_bytes, f.movable_bytes, f.shared_bytes) for f in schedule.ledger.footprints.values()}
+        assert saved == {footprint(one.at(ROWS))[:3]}, f"stage {index}"
     simulated = simulate(schedules[0].plan, costs_of(profiles, ROWS))
     for rank, schedule in enumerate(schedules):
         static = profiles[rank].static_bytes()

@@ -108,7 +108,7 @@ class Bytes:
         return ("output", stage - 1, microbatch) if stage and self.is_near(stage - 1) else ("input", stage, microbatch)
 
     def before_backward(self, rank: int, action: Action) -> None:
-        """A backward makes its result at its end; the last piece is part 1. The loss's backward makes the last output's gradient."""
+        """A backward makes its result at its end; its last piece is part 1. The loss's makes the last output's gradient."""
         _, stage, microbatch, part, _ = action
         taken = []
         if stage + 1 == len(self.plan.stage_ranks) and part in (0, self.parts(stage)[-1]):

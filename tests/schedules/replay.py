@@ -168,7 +168,7 @@ class _Machine:
     # Computations.
 
     def forward(self, rank: int, action: Action) -> None:
-        _, stage, microbatch, part, _ = action
+        _, stage, microbatch, *_ = action
         self.check_gathered(action)
         if self.begins(rank, action, first=1, last=self.bytes.parts(stage)[-1]):
             self.in_order("forward", action)
