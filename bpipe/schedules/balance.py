@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bpipe.errors import BudgetError, ConfigurationError
+from bpipe.schedules.amounts import show_each
 from bpipe.schedules.costs import Costs
 from bpipe.schedules.destinations import Destinations
 from bpipe.schedules.plan import Plan
@@ -42,7 +43,7 @@ def balance(
     """Insert evictions and loads so that no rank occupies more than its budget; the order of computations stays.
 
     Args:
-        plan: a plan of computations alone.
+        plan: any; its computations are kept, whole ones and those in pieces, and to be finished anew (`finish`).
         slots: the budget in microbatches, one number or one a rank (None: unlimited).
         sizes: what a microbatch takes in bytes, if bytes are to be counted instead.
         budgets: with `sizes`, the budget in bytes, static ones included, one number or one a rank.
@@ -61,10 +62,12 @@ def balance(
         raise ConfigurationError(f"rule={rule!r}: choose one of 'fewest', 'eager' (the latter where slots are counted)")
     problem = Problem(plan, sizes, Destinations() if to is None else to, costs, rule)
     given = problem.checked(slots if sizes is None else budgets)
-    lacking = problem.solve(given, thorough=False)
-    if isinstance(lacking, str):
-        raise _refusal(problem, given, lacking)
-    return problem.balanced(_cheaper(problem, given, lacking), given)
+    solution = problem.solve(given, thorough=False)
+    if isinstance(solution, str):
+        lacking, solution = solution, _lowest(problem)
+        if _missing(solution, given) > 0:
+            raise _refusal(problem, given, lacking, solution)
+    return problem.balanced(_cheaper(problem, given, solution), given)
 
 
 def level(plan: Plan, sizes: Sizes, *, to: Destinations | None = None, costs: Costs | None = None) -> Plan:
@@ -78,43 +81,52 @@ def level(plan: Plan, sizes: Sizes, *, to: Destinations | None = None, costs: Co
         ConfigurationError: sizes or destinations make no sense.
     """
     problem = Problem(plan, sizes, Destinations() if to is None else to, costs, "fewest")
-    best: Solution | None = None
-    highest = max(problem.peaks)
-    lowest = max(sizes.static) if problem.to.host != "no" else -(-sum(problem.peaks) // plan.num_ranks)
+    lowest = _lowest(problem)
+    return problem.balanced(lowest, (max(lowest.peaks),) * plan.num_ranks) if lowest.settled else problem.plan
+
+
+def _lowest(problem: Problem) -> Solution:
+    """The lowest highest peak that the pass reaches, then the fewest bytes; without evictions if those gain nothing."""
+    best, highest = Solution({}, problem.peaks), max(problem.peaks)
+    static = (0,) if problem.plan.sizes is None else problem.plan.sizes.static
+    lowest = max(static) if problem.to.host != "no" else -(-sum(problem.peaks) // len(problem.peaks))
     while highest - lowest > highest // FINENESS:
         middle = (lowest + highest) // 2
-        found = problem.solve((middle,) * plan.num_ranks, thorough=False)
+        found = problem.solve((middle,) * len(problem.peaks), thorough=False)
         if isinstance(found, Solution):
             best, highest = found, max(found.peaks)
         else:
             lowest = middle + 1
-    budgets = (highest,) * plan.num_ranks
-    return problem.plan if best is None else problem.balanced(_cheaper(problem, budgets, best), budgets)
+    return _cheaper(problem, (highest,) * len(problem.peaks), best)
 
 
 def _cheaper(problem: Problem, budgets: Budgets, solution: Solution) -> Solution:
     """A solution that moves fewer bytes within the same budgets, if there is one."""
-    if not any(problem.ranks[rank].has_choice for rank in solution.settled):
+    if not any(problem.ranks[rank].has_choice(settled.decision) for rank, settled in solution.settled.items()):
         return solution
     other = problem.solve(budgets, thorough=True)
     return other if isinstance(other, Solution) and other.cost < solution.cost else solution
 
 
-def _refusal(problem: Problem, given: Budgets, lacking: str) -> BudgetError:
+def _missing(solution: Solution, budgets: Budgets) -> int:
+    """What budgets lack for a solution."""
+    return max(peak - budget for peak, budget in zip(solution.peaks, budgets) if budget is not None)
+
+
+def _refusal(problem: Problem, given: Budgets, lacking: str, lowest: Solution) -> BudgetError:
     """The error for budgets that cannot be met; it names the smallest that can."""
-    highest = max(problem.peaks)
-    quantum = max(1, highest // FINENESS)
-    short, enough = 0, -(-highest // quantum)
-    while enough - short > 1:
+    short, enough = 0, _missing(lowest, given)
+    while enough - short > max(1, max(problem.peaks) // FINENESS):
         middle = (short + enough) // 2
-        works = isinstance(problem.solve(_raised(given, middle * quantum), thorough=False), Solution)
+        works = isinstance(problem.solve(_raised(given, middle), thorough=False), Solution)
         short, enough = (short, middle) if works else (middle, enough)
-    the = "The" if len(set(given)) == 1 else "With all raised alike, the"
-    name, unit = ("slots", "slots") if problem.plan.sizes is None else ("budgets", "bytes")
+    smallest = _raised(given, enough)
+    is_slots = problem.plan.sizes is None
+    named = f"slots={shown(smallest)}" if is_slots else f"budgets={shown(smallest)} ({show_each(smallest)})"
     return BudgetError(
-        f"{shown(given)} {unit} are too few for {problem.plan.name} with {problem.plan.num_stages} stages and "
-        f"{problem.plan.num_microbatches} microbatches: {lacking}. {the} smallest budget that works here is "
-        f"{name}={shown(_raised(given, enough * quantum))}."
+        f"{shown(given)} {'slots' if is_slots else 'bytes'} are too few for {problem.plan.name} "
+        f"with {problem.plan.num_stages} stages and {problem.plan.num_microbatches} microbatches: {lacking}. "
+        f"{'The' if len(set(given)) == 1 else 'With all raised alike, the'} smallest budget that works here is {named}."
     )
 
 

@@ -14,7 +14,7 @@ projections of that order, so they cannot deadlock; `verify` proves it of the re
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -179,27 +179,23 @@ def _completion(start: Action | None) -> Action | None:
     return None if start is None else Action(WAIT_OF[start.op], *start[1:])
 
 
+def without_transfers(plan: Plan) -> Plan:
+    """A plan without its transfers and budgets, computations in pieces as they are: what a balance pass starts from."""
+    lanes = tuple(tuple(a for a in lane if a.op in SHARDING or a.op in COMPUTE) for lane in plan.actions)
+    return replace(plan, actions=lanes, served=((),) * plan.num_ranks, slots=(None,) * plan.num_ranks, budgets=None)
+
+
 def computations_only(plan: Plan) -> Plan:
-    """A plan without its transfers and budgets: what a balance pass starts from."""
-    lanes = tuple(
-        tuple(a._replace(part=0) if a.part else a for a in lane if a.op in SHARDING or (a.op in COMPUTE and not plan.goes_on(a)))
+    """A plan without its transfers, budgets and sizes, all computations whole."""
+    whole = tuple(
+        tuple(a._replace(part=0) if a.part else a for a in lane if a.op not in COMPUTE or not plan.goes_on(a))
         for lane in plan.actions
     )
-    none: Sequence[None] = (None,) * plan.num_ranks
-    return replace(plan, actions=lanes, served=((),) * plan.num_ranks, slots=tuple(none), sizes=None, budgets=None)
+    return replace(without_transfers(replace(plan, actions=whole)), sizes=None)
 
 
 def forward_only(plan: Plan) -> Plan:
     """The forwards of a plan in their order, for evaluation; to be communicated anew."""
     forwards = tuple(tuple(a for a in plan.compute(rank) if a.op is Op.F) for rank in range(plan.num_ranks))
-    none: Sequence[None] = (None,) * plan.num_ranks
-    return replace(
-        plan,
-        name=f"{plan.name}/forward",
-        actions=forwards,
-        served=((),) * plan.num_ranks,
-        slots=tuple(none),
-        sizes=None,
-        budgets=None,
-        has_backward=False,
-    )
+    plain = without_transfers(replace(plan, actions=forwards))
+    return replace(plain, name=f"{plan.name}/forward", sizes=None, has_backward=False)

@@ -110,7 +110,8 @@ class Sweep:
                 self._live |= self._saved_by(action)
             while self._occupied[t] > self.limit:
                 if not self._evict_before(t):
-                    return Shortage(f"occupies {self._occupied[t]} at {action} and has nothing that it could evict in time")
+                    needed = f"{self._occupied[t]} of {self.limit}"
+                    return Shortage(f"occupies {needed} at {action} and has nothing that it could evict in time")
             if action is not None and action.op in BACKWARD:
                 for part in self.rank.parts_of(action):
                     self._live.pop(part, None)

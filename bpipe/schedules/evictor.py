@@ -18,7 +18,7 @@ from bpipe.schedules.weave import mirrored, woven
 
 __all__: list[str] = []
 
-THRIFTS = (1.0, 0.5, 1.5)  # how much a candidate's size counts against it: each finds plans that the others miss
+THRIFTS = (1.0, 0.5, 1.5, 0.0, 0.75, 2.0, 3.0)  # what a candidate's size counts against it; each finds what others miss
 TRIED_STEPS = 20_000  # how many steps may be swept again to find something cheaper
 
 
@@ -63,10 +63,10 @@ class Evictor:
     sizes: Mapping[int, Sequence[int]]
     moved: Amount
 
-    @property
-    def has_choice(self) -> bool:
-        """Whether a thorough search may find something cheaper: where not all that can move is of one size."""
-        return are_uneven(self.sizes) or max(map(len, self.sizes.values())) > 1
+    def has_choice(self, decision: Decision) -> bool:
+        """Whether a thorough search may find something cheaper than a decision."""
+        is_simple = not are_uneven(self.sizes) and max(map(len, self.sizes.values())) == 1
+        return not is_simple or decision.was_refused or decision.cost[0] > 0
 
     def decide_eagerly(self, limit: int, offer: Offer) -> Settled | Shortage:
         """What the paper's rule evicts."""
@@ -78,40 +78,38 @@ class Evictor:
             return Shortage(f"needs {settled.rooms[offer.peer]} rooms on rank {offer.peer}, which has {offer.room}")
         return settled
 
-    def decide(self, limit: int, offers: Sequence[Offer], *, thorough: bool) -> Settled | Shortage:
-        """What keeps the rank within its limit: to the first peer alone, if that is as good as to any.
+    def decide(self, limit: int, offers: Sequence[Offer], *, steadily: bool, thorough: bool) -> Settled | Shortage:
+        """What keeps the rank within its limit.
 
         Args:
             limit: the most it may occupy.
             offers: who may take what, best first.
-            thorough: whether to look for fewer bytes where some evictions have been found.
+            steadily: whether to place transfers step by step although a cost model says how long they take.
+            thorough: whether to look for something cheaper where something has been found.
         """
         best: Found | None = None
         shortage = Shortage("is over its budget and has no other rank to evict to")
-        for some in (offers[:1], offers) if len(offers) > 1 else (offers,):
-            for found in self._tried(limit, some, thorough):
-                if isinstance(found, Shortage):
-                    shortage = found
-                else:
-                    best = min(best or found, found, key=lambda one: one.cost)
-            if best is not None and not best.settled.decision.was_refused and not best.cost[0]:
+        for found in self._tried(limit, offers, self.paces[-1:] if steadily else self.paces):
+            if isinstance(found, Shortage):
+                shortage = found
+            elif best is None or found.cost < best.cost:
+                best = found
+            if best is not None and not thorough:
                 break
         if best is None:
             return shortage
         return (self._improved(best) if thorough and are_uneven(self.sizes) else best).settled
 
-    def _tried(self, limit: int, offers: Sequence[Offer], thorough: bool) -> Iterator[Found | Shortage]:
-        """Sweeps with whole microbatches first, then with ever fewer parts of each, so that loads come more evenly.
+    def _tried(self, limit: int, offers: Sequence[Offer], paces: Sequence[Pace]) -> Iterator[Found | Shortage]:
+        """Sweeps with the first peer alone, then with all; with whole microbatches, then with ever fewer parts of each.
 
-        What a cost model lets start in time may need more room than there is; then transfers are placed without it.
+        With fewer parts of each, loads come more evenly.
         """
-        for pace in self.paces:
-            for most_parts in range(max(map(len, self.sizes.values())), 0, -1):
-                for thrift in THRIFTS if are_uneven(self.sizes) else THRIFTS[:1]:
-                    found = self._swept(Sweep(self.steps, pace, limit, self.sizes, offers, most_parts, thrift))
-                    yield found
-                    if isinstance(found, Found) and not thorough:
-                        return
+        for pace in paces:
+            for some in (offers[:1], offers) if len(offers) > 1 else (offers,) if offers else ():
+                for most_parts in range(max(map(len, self.sizes.values())), 0, -1):
+                    for thrift in THRIFTS if are_uneven(self.sizes) else THRIFTS[:1]:
+                        yield self._swept(Sweep(self.steps, pace, limit, self.sizes, some, most_parts, thrift))
 
     def _improved(self, best: Found) -> Found:
         """Leave out one eviction, the largest first, and see whether others are cheaper; again and again, within reason."""

@@ -20,6 +20,10 @@ class Meter(NamedTuple):
     takes: Mapping[Op, Amount]
     gives: Mapping[Op, Amount]
 
+    def taken(self, action: Action) -> int:
+        """What an action takes before it runs."""
+        return self.takes[action.op](action) if action.op in self.takes else 0
+
 
 def meter_of(saved: Amount, moved: Amount) -> Meter:
     """A forward takes what it saves until its backward ends; what moves counts at both ends while it is under way.

@@ -51,7 +51,6 @@ SIMPLY_EARLIER = {op: EARLIER[op] | EARLIER_OF_PART[op] for op in Op}  # where n
 # Operations that take a stage's microbatches in one order together: a whole backward is both of its halves.
 KIN = {Op.F: mask({Op.F}), Op.B: mask({Op.B, Op.I, Op.W}), Op.I: mask({Op.I, Op.B}), Op.W: mask({Op.W, Op.B})}
 BACKWARDS = mask(BACKWARD)
-IN_PIECES = mask({Op.F, Op.B})
 
 
 def ordered(own: RankIndex) -> Iterator[Finding]:
@@ -108,18 +107,19 @@ def _needs(own: RankIndex, action: Action) -> Iterator[tuple[Part, int]]:
 
 def in_pieces(own: RankIndex) -> Iterator[Finding]:
     """A computation in pieces has them all, in order, with nothing but evictions and loads between them."""
+    due: set[Action] = set()
     for index in own.begun:
         first = own.lane[index]
         last, step = (own.plan.num_parts(first.stage), 1) if first.op is Op.F else (1, -1)
         expected = [first._replace(part=part) for part in range(first.part, last + step, step)]
+        due.update(expected)
         following = takewhile(lambda action: action.op in EVICTION or action.op in COMPUTE, islice(own.lane, index, None))
         if list(islice((action for action in following if action.op in COMPUTE), len(expected))) != expected:
             text = f"{first} begins a computation in pieces and is not followed by {' '.join(map(str, expected[1:]))} alone"
             yield own.place(index), text
-    for stage, microbatch, part in list(own.present):
-        for op in ops_in(own.present[stage, microbatch, part] & IN_PIECES & ~own.present[stage, microbatch, 0]) if part else ():
-            piece = Action(op, stage, microbatch, part)
-            yield own.place(own.find(op, piece[1:4])), f"{piece} goes on with what never began"
+    for index, action in enumerate(own.lane):
+        if action.part and action.op in COMPUTE and action not in due:
+            yield own.place(index), f"{action} goes on with what never began"
 
 
 def sharded(own: RankIndex) -> Iterator[Finding]:

@@ -19,9 +19,11 @@ def in_pieces(plan: Plan) -> Plan:
 
     Raises:
         PlanError: the plan has no sizes.
+        ConfigurationError: they are not this plan's.
     """
     if plan.sizes is None:
         raise PlanError(f"plan {plan.name!r} has no sizes, which say how many parts a microbatch has")
+    plan.sizes.check(plan.num_stages, plan.num_ranks)
     return replace(plan, actions=tuple(tuple(piece for a in lane for piece in _pieces(plan, a)) for lane in plan.actions))
 
 

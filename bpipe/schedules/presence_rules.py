@@ -23,20 +23,12 @@ NOWHERE = -2
 
 def belongs(own: RankIndex) -> Iterator[Finding]:
     """Each action stands once, on the rank of its stage, in the lane of its kind, and transfers name the right peer."""
-    plan, p, m = own.plan, own.plan.num_stages, own.plan.num_microbatches
+    plan = own.plan
     peers = {(op, stage): _peer(plan, op, stage) for op in (*COMPUTE, *SHARDING, *NEIGHBOURS) for stage in own.stages}
     for index in own.repeated:
         yield own.place(index), f"{own.lane[index]} stands a second time"
     for index, action in enumerate(own.lane):
-        op, stage, microbatch, part, peer = action
-        if not (0 <= stage < p and 0 <= microbatch < m):
-            yield own.place(index), f"{action} is outside {p} stages and {m} microbatches"
-            continue
-        if part and (op not in IN_PARTS or part > plan.num_parts(stage)):
-            yield (
-                own.place(index),
-                f"{action} names a part that there is not: a microbatch of this stage has {plan.num_parts(stage)}",
-            )
+        op, stage, *_, peer = action
         if own.is_served(index) is not (op in SERVED):
             yield own.place(index), f"{action} stands in the wrong lane"
         if peer != peers.get((op, stage), NOWHERE) and not _is_moved(own, action):
@@ -70,7 +62,11 @@ def _misplaced(own: RankIndex, action: Action) -> str:
         rank, peer = own.rank if owner != own.rank else -1, owner
     elif action.op in EVICTION:
         peer = _acceptor(own, action)
-    return f"{action} on rank {own.rank} with peer {action.peer}: expected rank {rank} and peer {peer}"
+    return f"{action} on rank {own.rank} with {_named(action.peer)}: expected rank {rank} and {_named(peer)}"
+
+
+def _named(peer: int | None) -> str:
+    return "no peer" if peer is None else "the host" if peer == HOST else f"peer {peer}"
 
 
 def complete(own: RankIndex) -> Iterator[Finding]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 from bpipe.errors import ConfigurationError
 from bpipe.schedules.action import HOST
+from bpipe.schedules.communicate import without_transfers
 from bpipe.schedules.costs import Costs
 from bpipe.schedules.destinations import Destinations
 from bpipe.schedules.evict import Shortage
@@ -42,22 +44,24 @@ class Problem:
     """What does not change from one attempt to the next.
 
     Args:
-        plan: a plan of computations alone.
+        plan: the computations of this one, without its transfers.
         sizes: what a microbatch takes in bytes; None to count slots.
         to: who may take guests.
         costs: how long computations and transfers take, if known.
         rule: "fewest" or "eager".
 
     Raises:
-        ConfigurationError: destinations or costs do not fit the plan.
+        ConfigurationError: sizes, destinations or costs do not fit the plan.
     """
 
     def __init__(self, plan: Plan, sizes: Sizes | None, to: Destinations, costs: Costs | None, rule: str) -> None:
         to.check(plan.num_ranks)
-        self.plan, self.to, self.rule = replace(plan, sizes=sizes), to, rule
+        if sizes is not None:
+            sizes.check(plan.num_stages, plan.num_ranks)
+        self.plan = replace(without_transfers(plan), sizes=sizes)
+        self.to, self.is_timed, self.rule = to, costs is not None, rule
         ranks = steps_of(self.plan)
-        self.static = (0,) * plan.num_ranks if sizes is None else sizes.static
-        self.peaks = [static + rank.peak for static, rank in zip(self.static, ranks)]  # without evictions
+        self.peaks = [rank.peak for rank in ranks]  # without evictions
         paces: list[list[Pace]] = [[] for _ in ranks] if costs is None else [[pace] for pace in measured(self.plan, ranks, costs)]
         self.ranks: list[Evictor] = []
         for rank, steps in enumerate(ranks):
@@ -78,39 +82,55 @@ class Problem:
             ConfigurationError: they make none.
         """
         p, name = self.plan.num_ranks, "slots" if self.plan.sizes is None else "budgets"
-        budgets = (given,) * p if isinstance(given, int) or given is None else tuple(given)
-        if len(budgets) != p or any(k is not None and (not isinstance(k, int) or k < 1) for k in budgets):
-            raise ConfigurationError(f"{name}={shown(budgets)}: give one number of at least 1, or one for each of {p} ranks")
+        budgets = tuple(given) if isinstance(given, Sequence) else (given,) * p
+        if len(budgets) != p or not all(k is None or (type(k) is int and k > 0) for k in budgets):
+            raise ConfigurationError(f"{name}={given!r}: give a whole number of at least 1, or one for each of {p} ranks")
         return budgets
 
     def solve(self, budgets: Budgets, *, thorough: bool) -> Solution | str:
-        """What each rank evicts, those with the most to evict first, or in words what the budgets lack.
+        """What each rank evicts, or in words what the budgets lack.
+
+        What a cost model lets start in time may need more room than there is; then transfers are placed without it. Who
+        decides first may take the room that another cannot do without; then they decide in the other order.
 
         Args:
             budgets: one a rank.
-            thorough: whether to look for fewer bytes where some evictions have been found.
+            thorough: whether to look for something cheaper where something has been found.
         """
+        best: Solution | None = None
+        lacking = ""
+        for steadily, most_first in product((False, True) if self.is_timed else (False,), (True, False)):
+            found = self._solve(budgets, thorough, steadily, most_first)
+            if isinstance(found, str):
+                lacking = lacking or found
+            elif best is None or found.cost < best.cost:
+                best = found
+            if best is not None and not thorough:
+                break
+        return lacking if best is None else best
+
+    def _solve(self, budgets: Budgets, thorough: bool, steadily: bool, most_first: bool) -> Solution | str:
+        """One rank decides after the other, those with the most to evict first or last."""
         peaks = list(self.peaks)
         room = [None if budget is None else max(0, budget - peak) for budget, peak in zip(budgets, peaks)]
         excess = {rank: peaks[rank] - budget for rank, budget in enumerate(budgets) if budget is not None}
         settled: dict[int, Settled] = {}
-        for rank in sorted((rank for rank, over in excess.items() if over > 0), key=excess.__getitem__, reverse=True):
-            decided = self._decide(rank, (budgets[rank] or 0) - self.static[rank], room, thorough)
+        for rank in sorted((rank for rank, over in excess.items() if over > 0), key=excess.__getitem__, reverse=most_first):
+            offers = [Offer(peer, None if peer == HOST else room[peer]) for peer in self.to.of(rank, room)]
+            limit = self.peaks[rank] - excess[rank]
+            if self.rule == "eager" and offers:
+                decided = self.ranks[rank].decide_eagerly(limit, offers[0])
+            else:
+                decided = self.ranks[rank].decide(limit, offers, steadily=steadily, thorough=thorough)
             if isinstance(decided, Shortage):
                 return f"rank {rank} {decided.text}"
             settled[rank] = decided
-            peaks[rank] = self.static[rank] + decided.decision.peak
+            peaks[rank] = decided.decision.peak
             for peer, taken in decided.rooms.items():
                 peaks[peer] += taken
                 left = room[peer]
                 room[peer] = None if left is None else left - taken
         return Solution(settled, peaks)
-
-    def _decide(self, rank: int, limit: int, room: Sequence[int | None], thorough: bool) -> Settled | Shortage:
-        offers = [Offer(peer, None if peer == HOST else room[peer]) for peer in self.to.of(rank, room)]
-        if self.rule == "eager" and offers:
-            return self.ranks[rank].decide_eagerly(limit, offers[0])
-        return self.ranks[rank].decide(limit, offers, thorough=thorough)
 
     def balanced(self, solution: Solution, budgets: Budgets) -> Plan:
         """The plan with its evictions."""

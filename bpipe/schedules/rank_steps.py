@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -45,15 +45,16 @@ class RankSteps:
     Args:
         plan: a plan of computations.
         rank: of which rank.
-        level: what the rank occupies during each of its computations, and the transfers after it.
+        static: what the rank always occupies.
+        level: what it occupies besides, during each of its computations and the transfers after it.
         arrives: the first computation of the rank, by its index, that comes after a microbatch's output has arrived.
     """
 
-    def __init__(self, plan: Plan, rank: int, level: Sequence[int], arrives: Callable[[Which], int]) -> None:
+    def __init__(self, plan: Plan, rank: int, static: int, level: Iterable[int], arrives: Callable[[Which], int]) -> None:
         self.actions = plan.actions[rank]
         self.steps: list[Action | None] = []  # the computations in order; None for an idle step
         self.level: list[int] = []  # what the rank occupies during each step
-        self._plan, self._arrives = plan, arrives
+        self._plan, self._static, self._arrives = plan, static, arrives
         self._boundaries: list[int] = []  # the step at which the boundary before each whole computation begins
         for action, occupied in zip((action for action in self.actions if action.op in COMPUTE), level):
             if not plan.goes_on(action):
@@ -63,14 +64,11 @@ class RankSteps:
                     self._append(None, occupied)
             self._append(action, occupied)
         self._boundaries.append(len(self.steps))
+        self.peak = max(self.level, default=static)
 
     def _append(self, step: Action | None, occupied: int) -> None:
         self.steps.append(step)
-        self.level.append(occupied)
-
-    @property
-    def peak(self) -> int:
-        return max(self.level, default=0)
+        self.level.append(self._static + occupied)
 
     @cached_property
     def stays(self) -> dict[Part, Stay]:
@@ -115,9 +113,10 @@ def steps_of(plan: Plan) -> list[RankSteps]:
         for action, start in zip(lane, starts):
             if action[0] is Op.F:
                 moments[action[:3]] = start
+    static = (0,) * plan.num_ranks if plan.sizes is None else plan.sizes.static
     with_messages = plan if plan.sizes is None else communicate(plan)
     return [
-        RankSteps(plan, rank, list(_levels(lane, plan.meter())), _Arrivals(plan, rank, begins[rank], moments))
+        RankSteps(plan, rank, static[rank], _levels(lane, plan.meter()), _Arrivals(plan, rank, begins[rank], moments))
         for rank, lane in enumerate(with_messages.actions)
     ]
 
@@ -138,8 +137,9 @@ class _Arrivals:
 
 
 def _levels(lane: Sequence[Action], meter: Meter) -> Iterator[int]:
-    """What is occupied from each computation to the transfers before the next one; the first has those before it, too."""
+    """What is occupied from each computation to the next one; the first has what comes before it, too."""
     occupied = list(occupancy(lane, meter))
     starts = [index for index, action in enumerate(lane) if action.op in COMPUTE]
     for first, end in pairwise([0, *starts[1:], len(lane)] if starts else ()):
-        yield max(occupied[first:end])
+        left = occupied[end] - meter.taken(lane[end]) if end < len(lane) else 0  # half a backward may leave more than it needed
+        yield max(left, *occupied[first:end])

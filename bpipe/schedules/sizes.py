@@ -86,6 +86,18 @@ class Sizes:
         stages = tuple(StageSizes(parts=_cut(size, num_parts)) for size in saved)
         return cls(stages=stages, static=(0,) * (len(stages) if num_ranks is None else num_ranks))
 
+    def check(self, num_stages: int, num_ranks: int) -> None:
+        """Raise unless these are the sizes of a plan.
+
+        Raises:
+            ConfigurationError: they have other numbers of stages or ranks.
+        """
+        if (len(self.stages), len(self.static)) != (num_stages, num_ranks):
+            raise ConfigurationError(
+                f"sizes of {len(self.stages)} stages and {len(self.static)} ranks for a plan of {num_stages} and {num_ranks}: "
+                "give a StageSizes for each stage and the static bytes of each rank"
+            )
+
     def moved(self, action: Action) -> int:
         """What an eviction or a load moves."""
         return self.stages[action.stage].moved(action.part)

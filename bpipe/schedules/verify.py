@@ -9,6 +9,7 @@ from bpipe.errors import PlanError
 from bpipe.schedules.grid import excerpt
 from bpipe.schedules.plan import Plan
 from bpipe.schedules.plan_rules import RULES_OF_ALL
+from bpipe.schedules.presence_rules import IN_PARTS
 from bpipe.schedules.rank_index import Place, RankIndex
 from bpipe.schedules.rank_rules import RULES_OF_A_RANK
 
@@ -49,7 +50,7 @@ def violations_of(plan: Plan) -> Iterator[Violation]:
 
     The rules of all ranks together need ranks that are complete by themselves, and all need a sound shape.
     """
-    shape = [Violation("shape", None, text) for text in _shape(plan)]
+    shape = [Violation("shape", None, text) for text in _shape(plan)] or [Violation("shape", *found) for found in _outside(plan)]
     yield from shape
     if shape:
         return
@@ -88,6 +89,20 @@ def _shape(plan: Plan) -> Iterator[str]:
     for stage, rank in enumerate(plan.stage_ranks):
         if rank not in ranks:
             yield f"stage {stage} is on rank {rank}, and there are ranks 0 to {plan.num_ranks - 1}"
+
+
+def _outside(plan: Plan) -> Iterator[tuple[Place, str]]:
+    """Actions of stages, microbatches or parts that there are not."""
+    p, m = plan.num_stages, plan.num_microbatches
+    num_parts = [plan.num_parts(stage) for stage in range(p)]
+    for served, lanes in ((False, plan.actions), (True, plan.served)):
+        for rank, lane in enumerate(lanes):
+            for position, (op, stage, microbatch, part, _) in enumerate(lane):
+                if not (0 <= stage < p and 0 <= microbatch < m):
+                    yield (rank, served, position), f"{lane[position]} is outside {p} stages and {m} microbatches"
+                elif part and (op not in IN_PARTS or not 0 < part <= num_parts[stage]):
+                    parts = f"a microbatch of this stage has {num_parts[stage]}"
+                    yield (rank, served, position), f"{lane[position]} names a part that there is not: {parts}"
 
 
 _TURN = {rule: turn for turn, rule in enumerate(("shape", *RULES_OF_A_RANK, *RULES_OF_ALL))}

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from random import Random
 
+from bpipe.errors import ConfigurationError
 from bpipe.schedules import Action, Op, Plan
+from bpipe.schedules.action import HOST
+
+MOVES = frozenset(op for op in Op if any(name in op for name in ("EVICT", "LOAD", "ACCEPT", "RETURN")))
 
 Mutation = Callable[[Plan, Random], Plan | None]
 Lane = tuple[Action, ...]
@@ -138,6 +143,81 @@ def budget_lowered(plan: Plan, random: Random) -> Plan | None:
     return replace(plan, slots=tuple(peak - 1 if r == rank else k for r, (k, peak) in enumerate(zip(plan.slots, plan.peak_slots))))
 
 
+def byte_budget_lowered(plan: Plan, random: Random) -> Plan | None:
+    """One byte less than a rank occupies."""
+    if plan.sizes is None:
+        return None
+    rank = random.randrange(plan.num_ranks)
+    given = plan.budgets or (None,) * plan.num_ranks
+    return replace(plan, budgets=tuple(k - 1 if r == rank else b for r, (b, k) in enumerate(zip(given, plan.peak_bytes))))
+
+
+def size_changed(plan: Plan, random: Random) -> Plan | None:
+    """One number of a stage's sizes, or of what stays on a rank, a little more or less."""
+    if plan.sizes is None:
+        return None
+    less_or_more, sizes = random.choice([-2, -1, 1, 2, 9]), plan.sizes
+    stage, name = random.randrange(plan.num_stages), random.choice(["parts", "fixed", "received", "sent", "static"])
+    if name == "static":
+        rank = random.randrange(plan.num_ranks)
+        static = tuple(max(0, b + less_or_more) if r == rank else b for r, b in enumerate(sizes.static))
+        return replace(plan, sizes=replace(sizes, static=static))
+    old = getattr(sizes.stages[stage], name)
+    new = max(0, old + less_or_more) if isinstance(old, int) else (max(0, old[0] + less_or_more), *old[1:])
+    with suppress(ConfigurationError):
+        stages = tuple(replace(one, **{name: new}) if s == stage else one for s, one in enumerate(sizes.stages))
+        return replace(plan, sizes=replace(sizes, stages=stages))
+    return None
+
+
+def part_renumbered(plan: Plan, random: Random) -> Plan | None:
+    """Another part moves, or runs, than was meant."""
+    found = [(i, at) for i, lane in enumerate(lanes(plan)) for at, a in enumerate(lane) if plan.num_parts(max(0, a.stage)) > 1]
+    found = [(i, at) for i, at in found if lanes(plan)[i][at].part]
+    if not found:
+        return None
+    index, at = random.choice(found)
+    action = lanes(plan)[index][at]
+    others = [part for part in range(plan.num_parts(action.stage) + 2) if part != action.part]
+    return rewritten(plan, index, at, action._replace(part=random.choice(others)))
+
+
+def parts_exchanged_on_both_ends(plan: Plan, random: Random) -> Plan | None:
+    """Two parts of one microbatch change places in everything that moves them."""
+    found = [a for lane in lanes(plan) for a in lane if a.op in MOVES and a.part]
+    if not found:
+        return None
+    chosen = random.choice(found)
+    other = random.randrange(1, plan.num_parts(chosen.stage) + 1)
+    names = {chosen.part: other, other: chosen.part}
+
+    def renamed(a: Action) -> Action:
+        is_meant = a.op in MOVES and a[1:3] == chosen[1:3]
+        return a._replace(part=names.get(a.part, a.part)) if is_meant else a
+
+    return with_lanes(plan, {i: tuple(map(renamed, lane)) for i, lane in enumerate(lanes(plan))})
+
+
+def piece_moved(plan: Plan, random: Random) -> Plan | None:
+    """A piece of a computation stands elsewhere, most likely near."""
+    pieces = [(i, at) for i, lane in enumerate(plan.actions) for at, a in enumerate(lane) if a.part and a.op in (Op.F, Op.B)]
+    if not pieces:
+        return None
+    index, at = random.choice(pieces)
+    return at_other_place(plan, index, at, max(0, at + random.choice([-3, -2, -1, 1, 2, 3])))
+
+
+def to_host_instead(plan: Plan, random: Random) -> Plan | None:
+    """A rank keeps in its host's memory what its acceptor expects, or the other way round."""
+    evictions = [(i, at) for i, lane in enumerate(plan.actions) for at, a in enumerate(lane) if a.op in MOVES]
+    if not evictions:
+        return None
+    index, at = random.choice(evictions)
+    action = plan.actions[index][at]
+    other = HOST if action.peer != HOST else random.randrange(plan.num_ranks)
+    return rewritten(plan, index, at, action._replace(peer=other))
+
+
 def stage_elsewhere(plan: Plan, random: Random) -> Plan | None:
     stage, rank = random.randrange(plan.num_stages), random.randrange(plan.num_ranks)
     ranks = tuple(rank if s == stage else r for s, r in enumerate(plan.stage_ranks))
@@ -165,6 +245,16 @@ STRUCTURAL: tuple[Mutation, ...] = (
     stage_elsewhere,
     microbatches_miscounted,
     direction_mistaken,
+    byte_budget_lowered,
+    part_renumbered,
+    to_host_instead,
 )
 # Some of these do no harm: whether one does is for the replay to say.
-ORDERING: tuple[Mutation, ...] = (moved, swapped, reordered_on_both_ends, lanes_exchanged)
+ORDERING: tuple[Mutation, ...] = (
+    moved,
+    swapped,
+    reordered_on_both_ends,
+    lanes_exchanged,
+    parts_exchanged_on_both_ends,
+    piece_moved,
+)

@@ -1,33 +1,103 @@
-"""Random plans in bytes: parts of microbatches, computations in pieces, evictions to other ranks and to the host."""
+"""Random plans in bytes: any sizes, parts, computations in pieces, budgets, evictions to other ranks, nodes and the host."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
+from math import inf
+from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from bpipe.schedules import Destinations, Plan, Sizes, StageSizes, finish
-from bpipe.schedules.balance import level
+from bpipe.errors import BudgetError
+from bpipe.schedules import Costs, Destinations, Link, Op, Plan, Sizes, StageSizes, finish
+from bpipe.schedules.balance import balance, level
 from bpipe.schedules.pieces import in_pieces
 from tests.schedules.strategies import orders
+
+FEW = st.integers(0, 9)
+
+
+class Problem(NamedTuple):
+    """A plan of computations, to be balanced in bytes."""
+
+    plan: Plan
+    sizes: Sizes
+    to: Destinations
+    costs: Costs | None
+
+
+@st.composite
+def stage_sizes(draw: st.DrawFn, received: int, sent: int, most_parts: int) -> StageSizes:
+    """Those of a stage whose messages are given."""
+    parts = tuple(draw(st.lists(FEW, min_size=1, max_size=most_parts)))
+    fixed = draw(FEW)
+    kept = [min(draw(FEW), message, sum(parts) + fixed) for message in (received, sent)]
+    return StageSizes(
+        parts=parts,
+        fixed=fixed,
+        received=received,
+        sent=sent,
+        kept_received=kept[0],
+        kept_sent=kept[1],
+        between=draw(st.none() | FEW),
+    )
 
 
 @st.composite
 def sizes_of(draw: st.DrawFn, plan: Plan, most_parts: int = 3) -> Sizes:
-    """Any for a plan, messages between stages included."""
-    parts = st.lists(st.integers(1, 9), min_size=1, max_size=most_parts).map(tuple)
-    message = draw(st.integers(0, 2))
-    stages = tuple(
-        StageSizes(parts=draw(parts), fixed=draw(st.integers(0, 2)), received=message, sent=message) for _ in plan.stage_ranks
+    """What the microbatches of a plan take: the same on all stages and nothing else, or anything."""
+    if draw(st.booleans()):
+        size, parts = draw(st.integers(1, 9)), draw(st.integers(1, most_parts))
+        return Sizes.of([size * parts] * plan.num_stages, num_ranks=plan.num_ranks, num_parts=parts)
+    inner = draw(st.lists(FEW, min_size=plan.num_stages - 1, max_size=plan.num_stages - 1))
+    messages = [0, *inner, draw(FEW)]
+    return Sizes(
+        stages=tuple(draw(stage_sizes(received, sent, most_parts)) for received, sent in pairwise(messages)),
+        static=tuple(draw(FEW) for _ in range(plan.num_ranks)),
     )
-    return Sizes(stages=stages, static=tuple(draw(st.integers(0, 9)) for _ in range(plan.num_ranks)))
+
+
+@st.composite
+def destinations(draw: st.DrawFn, num_ranks: int) -> Destinations:
+    ranks = st.tuples(*[st.integers(0, num_ranks - 1)] * num_ranks)
+    return Destinations(
+        pairs=draw(st.none() | ranks),
+        others=draw(st.sampled_from([True, True, False])),
+        nodes=draw(st.none() | st.tuples(*[st.integers(0, 1)] * num_ranks)),
+        host=draw(st.sampled_from(["no", "no", "last", "only"])),
+    )
+
+
+@st.composite
+def links(draw: st.DrawFn, to: Destinations) -> Costs:
+    """A cost model in which links differ."""
+    between, across, to_host = (Link(bytes_per_s=draw(st.sampled_from([1.0, 4.0, 16.0, inf]))) for _ in range(3))
+    return Costs(link=between, cross_link=across, host_link=to_host, nodes=to.nodes)
+
+
+@st.composite
+def problems(draw: st.DrawFn, max_stages: int = 5, max_microbatches: int = 8) -> Problem:
+    """Any plan of computations, some in pieces where all backwards are whole."""
+    plan = draw(orders(max_stages, max_microbatches))
+    sizes = draw(sizes_of(plan))
+    is_split = any(action.op is Op.W for lane in plan.actions for action in lane)
+    if not is_split and draw(st.integers(0, 2)) == 0:
+        plan = in_pieces(replace(plan, sizes=sizes))
+    to = draw(destinations(plan.num_ranks))
+    return Problem(plan, sizes, to, draw(st.none() | links(to)))
 
 
 @st.composite
 def sized_plans(draw: st.DrawFn, max_stages: int = 5, max_microbatches: int = 8) -> Plan:
-    """Finished plans, balanced as low as possible."""
-    plan = draw(orders(max_stages, max_microbatches))
-    sizes = draw(sizes_of(plan))
-    plan = replace(plan, sizes=sizes)
-    plan = in_pieces(plan) if draw(st.booleans()) else plan
-    return finish(level(plan, sizes, to=Destinations(host=draw(st.sampled_from(["no", "last", "only"])))))
+    """Finished plans balanced in bytes: as low as possible, or within budgets between that and what they take."""
+    plan, sizes, to, costs = draw(problems(max_stages, max_microbatches))
+    lowest = level(plan, sizes, to=to, costs=costs)
+    if lowest.budgets is None or draw(st.booleans()):
+        return finish(lowest)
+    peaks, low = finish(replace(plan, sizes=sizes)).peak_bytes, max(filter(None, lowest.budgets))
+    budgets = [draw(st.none() | st.integers(min(low, peak), max(low, peak)).map(lambda b: max(1, b))) for peak in peaks]
+    try:
+        return finish(balance(plan, sizes=sizes, budgets=budgets, to=to, costs=costs))
+    except BudgetError:
+        return finish(lowest)

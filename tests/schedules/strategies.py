@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
-from itertools import pairwise
-from math import inf
-from typing import NamedTuple
 
 from hypothesis import assume
 from hypothesis import strategies as st
 
 from bpipe.errors import BudgetError
-from bpipe.schedules import Action, Costs, Link, Op, Plan, Sizes, StageSizes, finish, gpipe, one_f_one_b
-from bpipe.schedules.balance import balance, level
+from bpipe.schedules import Action, Op, Plan, finish, gpipe, one_f_one_b
+from bpipe.schedules.balance import balance
 from bpipe.schedules.destinations import Destinations
 from bpipe.schedules.order import clock
-from bpipe.schedules.pieces import in_pieces
 
 ORDERS = {"gpipe": gpipe.order, "1f1b": one_f_one_b.order}
 
@@ -116,83 +111,3 @@ def plans(draw: st.DrawFn, max_stages: int = 6, max_microbatches: int = 10) -> P
             return finish(balance(plan, slots=budgets, to=Destinations(pairs=pairs), rule=rule))
     assume(False)
     raise AssertionError
-
-
-NUM_BYTES = st.integers(0, 9)
-
-
-@st.composite
-def stage_sizes(draw: st.DrawFn, received: int, sent: int) -> StageSizes:
-    """Of a stage whose messages are given: parts, what cannot move, and what of the messages is kept."""
-    parts = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
-    fixed = draw(NUM_BYTES)
-    kept = [min(draw(NUM_BYTES), message, sum(parts) + fixed) for message in (received, sent)]
-    return StageSizes(
-        parts=tuple(parts), fixed=fixed, received=received, sent=sent, kept_received=kept[0], kept_sent=kept[1]
-    )
-
-
-@st.composite
-def sizes_of(draw: st.DrawFn, plan: Plan) -> Sizes:
-    """What the microbatches of a plan take: the same on all stages, or anything."""
-    if draw(st.booleans()):
-        size, parts = draw(st.integers(1, 9)), draw(st.integers(1, 4))
-        return Sizes.of([size * parts] * plan.num_stages, num_ranks=plan.num_ranks, num_parts=parts)
-    messages = [0, *draw(st.lists(NUM_BYTES, min_size=plan.num_stages - 1, max_size=plan.num_stages - 1)), 0]
-    return Sizes(
-        stages=tuple(draw(stage_sizes(received, sent)) for received, sent in pairwise(messages)),
-        static=tuple(draw(NUM_BYTES) for _ in range(plan.num_ranks)),
-    )
-
-
-@st.composite
-def destinations(draw: st.DrawFn, num_ranks: int) -> Destinations:
-    ranks = st.integers(0, num_ranks - 1)
-    return Destinations(
-        pairs=draw(st.none() | st.tuples(*[ranks] * num_ranks)),
-        others=draw(st.sampled_from([True, True, False])),
-        nodes=draw(st.none() | st.tuples(*[st.integers(0, 1)] * num_ranks)),
-        host=draw(st.sampled_from(["no", "no", "last", "only"])),
-    )
-
-
-class Problem(NamedTuple):
-    """A plan of computations to be balanced in bytes."""
-
-    plan: Plan
-    sizes: Sizes
-    to: Destinations
-    costs: Costs | None
-
-
-@st.composite
-def problems(draw: st.DrawFn, max_stages: int = 6, max_microbatches: int = 10) -> Problem:
-    """Any plan of computations, a third of them in pieces where all backwards are whole, with any sizes and destinations."""
-    plan = draw(orders(max_stages, max_microbatches))
-    sizes = draw(sizes_of(plan))
-    if draw(st.integers(0, 2)) == 0 and not any(a.op is Op.W for lane in plan.actions for a in lane):
-        plan = in_pieces(replace(plan, sizes=sizes))
-    to = draw(destinations(plan.num_ranks))
-    return Problem(plan, sizes, to, draw(st.none() | costs_of(plan, to)))
-
-
-@st.composite
-def costs_of(draw: st.DrawFn, plan: Plan, to: Destinations) -> Costs:
-    links = [Link(bytes_per_s=draw(st.sampled_from([1.0, 4.0, 16.0, inf]))) for _ in range(3)]
-    return Costs(link=links[0], cross_link=links[1], host_link=links[2], nodes=to.nodes)
-
-
-@st.composite
-def byte_plans(draw: st.DrawFn, max_stages: int = 6, max_microbatches: int = 10) -> Plan:
-    """Finished plans balanced in bytes: as low as possible, or within budgets somewhere between that and what they take."""
-    plan, sizes, to, costs = draw(problems(max_stages, max_microbatches))
-    lowest = level(plan, sizes, to=to, costs=costs)
-    peaks = finish(replace(plan, sizes=sizes)).peak_bytes
-    low = max(peaks) if lowest.budgets is None else max(lowest.budgets)
-    if draw(st.booleans()):
-        return finish(lowest)
-    budgets = [max(1, draw(st.integers(min(low, peak), max(low, peak)))) for peak in peaks]
-    try:
-        return finish(balance(plan, sizes=sizes, budgets=budgets, to=to, costs=costs))
-    except BudgetError:
-        return finish(balance(plan, sizes=sizes, budgets=max(1, low), to=to, costs=costs))

@@ -188,8 +188,10 @@ def test_message_of_too_small_a_budget() -> None:
     ("options", "message"),
     [
         ({"slots": 0}, "slots=0"),
-        ({"slots": (3, 3)}, r"slots=3: .* each of 4 ranks"),
+        ({"slots": (3, 3)}, r"slots=\(3, 3\): .* each of 4 ranks"),
         ({"slots": (3, 3, 3, 0)}, "slots=(3, 3, 3, 0)"),
+        ({"slots": 2.5}, "slots=2.5: give a whole number of at least 1"),
+        ({"slots": True}, "slots=True: give a whole number"),
         ({"slots": 3, "pairs": (3, 2, 1)}, "pairs=(3, 2, 1)"),
         ({"slots": 3, "pairs": (4, 2, 1, 0)}, "a rank from 0 to 3"),
         ({"slots": 3, "rule": "lazy"}, "rule='lazy': choose one of 'fewest', 'eager'"),
