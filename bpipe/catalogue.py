@@ -63,7 +63,8 @@ class ZBH1(Schedule):
 
     Every rank holds at most min(p, m) microbatches. Gradients are `OneFOneB`'s to the bit, for any module: what cannot be
     computed in two halves at no cost, such as custom autograd Functions, recomputed and compiled regions, is not. A hook on a
-    tensor inside a stage may run in both halves; what it returns counts once.
+    tensor inside a stage may run in both halves; what it returns counts once, and one that changes its gradient in place is
+    refused. `retain_grad()` on such a tensor may add its gradient up twice.
     """
 
     rule = "zb_h1"

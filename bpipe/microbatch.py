@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
 
+from bpipe.comm.message import PLAIN
 from bpipe.errors import ConfigurationError, StageError
 
 __all__: list[str] = []
@@ -75,7 +76,7 @@ def merge(outputs: Sequence[Any], spec: Any = None) -> Any:
     """Put the outputs of the microbatches together: tensors along the dimension that the spec names (0 by default).
 
     Tensors without dimensions are stacked. A spec with `reduce_fn` and `init_value` (torch's reducers) folds instead;
-    values that are no tensors are those of the first microbatch.
+    plain values (None, bool, int, float, str) are those of the first microbatch.
 
     Raises:
         ConfigurationError: the spec does not fit.
@@ -102,6 +103,8 @@ def _join(parts: tuple[Any, ...], spec: Any) -> Any:
             value = spec.reduce_fn(value, part)
         return value
     if not isinstance(parts[0], torch.Tensor):
+        if type(parts[0]) not in PLAIN:
+            raise TypeError(f"a {type(parts[0]).__qualname__} cannot be put together")
         return parts[0]
     return torch.stack(parts) if parts[0].ndim == 0 else torch.cat(parts, dim=getattr(spec, "split_dim", 0))
 

@@ -12,7 +12,7 @@ Autograd computes only what a run asks for: each half has one of the two product
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -22,13 +22,13 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from bpipe.autograd import Box, run_backward
-from bpipe.errors import SavedTensorError
+from bpipe.errors import SavedTensorError, StageError
 from bpipe.memory.stash import Saved
 
 __all__: list[str] = []
 
-# They run a backward of their own, or free what they saved: once, in a run of the whole graph.
-INDIVISIBLE = frozenset({"CheckpointFunctionBackward", "CompiledFunctionBackward"})
+# These run a backward of their own (so do libraries' own checkpoints), or free what they saved: once, in a run of the whole graph.
+INDIVISIBLE = frozenset({"CompiledFunctionBackward"})
 
 Gradients = Sequence[torch.Tensor | None]
 Graph = dict[Node, list[Node]]  # what each node leads to
@@ -80,12 +80,24 @@ class _Outside(_Branch):
 def _memory(gradients: list[torch.Tensor | None]) -> Callable[[Gradients], Gradients]:
     """A hook that keeps what a node gets first, and gives it again when the node's other hooks have changed it once more."""
 
+    versions: list[int] = []
+
     def hook(arriving: Gradients) -> Gradients:
         if not gradients:
             gradients.extend(arriving)
+            versions.extend(_versions(arriving))
+        elif versions != _versions(gradients):
+            raise StageError(
+                "a gradient was changed in place between the two halves of a backward, by a hook perhaps: "
+                "let the hook return a new tensor, as torch asks for, or use a schedule with whole backwards"
+            )
         return tuple(gradients)
 
     return hook
+
+
+def _versions(gradients: Gradients) -> list[int]:
+    return [-1 if gradient is None else gradient._version for gradient in gradients]
 
 
 class WeightHalf:
@@ -98,13 +110,19 @@ class WeightHalf:
         """Those that it keeps until it runs."""
         return [gradient for branch in self._branches for gradient in branch.gradients if gradient is not None]
 
+    def leads_to(self, leaves: Set[Node]) -> bool:
+        """Whether it has gradients for some of these, as far as is known."""
+        return any(not branch.leaves or not leaves.isdisjoint(edge.node for edge in branch.leaves) for branch in self._branches)
+
     def run(self) -> None:
         """Add the gradients of parameters and other leaves to their `.grad`."""
         while self._branches:
             self._branches.popleft().run()
 
 
-def run_input_half(edges: Sequence[GradientEdge], gradients: Gradients, box: Box) -> WeightHalf:
+def run_input_half(
+    edges: Sequence[GradientEdge], gradients: Gradients, box: Box, before: Callable[[Set[Node]], None]
+) -> WeightHalf:
     """Compute the gradients of a stage's inputs, into their box, and give back memory that the other half does not need.
 
     Both halves together equal one backward to the bit. Therefore a leaf that several branches lead to gets its gradient now,
@@ -115,6 +133,7 @@ def run_input_half(edges: Sequence[GradientEdge], gradients: Gradients, box: Box
         edges: those of the stage's outputs.
         gradients: one for each edge, or None.
         box: of the stage's inputs.
+        before: called with the leaves whose gradients are computed now, before they are.
 
     Returns:
         The other half, to be run once.
@@ -125,12 +144,14 @@ def run_input_half(edges: Sequence[GradientEdge], gradients: Gradients, box: Box
     next_of, trunk = _explore(edges, anchor.node)
     branches = [] if _is_indivisible(next_of) else _branches(next_of, trunk, edges, gradients)
     late = [branch for branch in branches if not branch.is_early]
+    early = [leaf for branch in branches if branch.is_early for leaf in branch.leaves]
+    leaves = {leaf.node for leaf in early} if late else {node for node, following in next_of.items() if not following}
+    before(leaves)
     if not late:
         run_backward(edges, gradients)
         return WeightHalf()
     for branch in late:
         branch.watch()
-    early = [leaf for branch in branches if branch.is_early for leaf in branch.leaves]
     run_backward(edges, gradients, inputs=[anchor, *early], retain_graph=True)
     _forget(next_of.keys() - {node for branch in late for node in branch.nodes})
     return WeightHalf(late)
@@ -154,7 +175,7 @@ def _explore(edges: Iterable[GradientEdge], anchor: Node) -> tuple[Graph, Trunk]
 
 
 def _is_indivisible(nodes: Iterable[Node]) -> bool:
-    return any(type(node).__name__ in INDIVISIBLE for node in nodes)
+    return any(name in INDIVISIBLE or "Checkpoint" in name for name in {type(node).__name__ for node in nodes})
 
 
 def _branches(next_of: Graph, trunk: Trunk, edges: Sequence[GradientEdge], gradients: Gradients) -> list[_Branch]:

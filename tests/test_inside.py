@@ -10,6 +10,7 @@ from torch import nn
 
 import bpipe
 from bpipe.runtime.observe import Observer
+from bpipe.runtime.pieces import PiecesOf
 from bpipe.schedules import Action, Op, Plan
 from bpipe.schedules.action import COMPUTE
 from tests.models import Block
@@ -138,3 +139,17 @@ def test_a_tensor_saved_in_two_pieces() -> None:
     assert all(torch.equal(one, other) for one, other in zip(plain, gradients, strict=True))
     assert does_something_inside(schedules[0].plan)
     assert all(sizes.fixed > 0 for sizes in schedules[0].plan.sizes.stages[1:])
+
+
+def test_what_fails_between_pieces_is_raised_again_if_the_module_catches_it() -> None:
+    """As a fallback around an attention kernel may."""
+    error = RuntimeError("the acceptor is gone")
+
+    def advance(piece: Action) -> None:
+        raise error
+
+    pieces = PiecesOf(Action(Op.F, 0, 0, part=1), 3, advance)
+    for go_on in (lambda: pieces.reach(2), lambda: pieces.reach(3), pieces.finish):
+        with pytest.raises(RuntimeError) as raised:
+            go_on()
+        assert raised.value is error

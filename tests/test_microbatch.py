@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -210,3 +211,16 @@ def test_descriptions(one: Any, other: Any, is_alike: bool) -> None:
 def test_digest_depends_on_the_order() -> None:
     assert len(digest(["a", "b"])) == 16
     assert digest(["a", "b"]) != digest(["b", "a"])
+
+
+@dataclass
+class Unregistered:
+    hidden: torch.Tensor
+
+
+@pytest.mark.parametrize("outputs", [[Unregistered(torch.ones(2)), Unregistered(torch.ones(2))], [[object()], [object()]]])
+def test_outputs_that_cannot_be_put_together(outputs):
+    with pytest.raises(
+        StageError, match=r"a (Unregistered|object) cannot be put together\. .* return_outputs=False"
+    ):
+        merge(outputs)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import GradientEdge, increment_version
+from torch.autograd.graph import GradientEdge, Node, increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
@@ -20,6 +21,7 @@ from bpipe.errors import StageError
 from bpipe.memory.ledger import Key
 from bpipe.memory.storages import keys_of, storages_of
 from bpipe.runtime.evictions import Evictions
+from bpipe.runtime.new_gradients import NewGradients
 from bpipe.runtime.pieces import PiecesOf
 from bpipe.runtime.traffic import Place, Traffic
 from bpipe.schedules import Action, Op
@@ -116,6 +118,7 @@ class Compute:
         self._undivided = undivided
         self._graphs: dict[Key, Graph] = {}
         self._halves: dict[Key, WeightHalf] = {}
+        self._new_gradients = NewGradients(stages)
         self._foreign: dict[int, str] | None = None
         self._foreign_alive: list[StorageWeakRef] = []
 
@@ -151,7 +154,7 @@ class Compute:
         with torch.set_grad_enabled(self._has_backward), stash.capture() if stash is not None else nullcontext():
             output = stage.submod(*inputs.args, **self._job.kwargs[action.microbatch])
             inputs.report_changes()
-            box = inputs.box
+            box, borrowed = inputs.box, keys_of(lent for lent, *_ in inputs.borrowed)
             del inputs
             loss = self._loss(output, action.microbatch) if stage.is_last else None
         if pieces is not None:
@@ -161,7 +164,7 @@ class Compute:
                 evictions.returned(key, (output, loss))
             self._finish_microbatch(output, loss, box, key)
         else:
-            self._hand_on(output, box, key)
+            self._hand_on(output, box, key, borrowed)
         del output, loss
         if self._has_backward:
             evictions.after_forward(key, stash)
@@ -203,13 +206,15 @@ class Compute:
         if self._job.keeps_outputs:
             self.outputs.append(tree_map_only(torch.Tensor, torch.Tensor.detach, output))
 
-    def _hand_on(self, output: Any, box: Box, key: Key) -> None:
+    def _hand_on(self, output: Any, box: Box, key: Key, borrowed: set[int]) -> None:
         """Take a stage's output apart for the next one, and keep the edges for the backward."""
         stage, microbatch = key
         nest, tensors = take_apart(output, f"stage {stage}, microbatch {microbatch}")
         if self._has_backward:
             self._graphs[key] = Graph(edges_of(tensors), box)
         sent = [self._for_sending(tensor) for tensor in tensors]
+        if stage + 1 in self._stages:
+            sent = list(_apart(sent, borrowed))
         layout = Layout(nest, tuple(meta_of(t, requires_grad=tensor.requires_grad) for t, tensor in zip(sent, tensors)))
         self._pass((Op.SEND_F, *key), (Op.F, stage + 1, microbatch), layout, sent)
 
@@ -218,6 +223,7 @@ class Compute:
         graph, gradients = self._graph(action)
         run_backward(graph.edges, gradients)
         del gradients
+        self._new_gradients.separate(action.stage)
         if pieces is not None:
             pieces.finish()
         evictions.after_backward(action[1:3])
@@ -228,14 +234,27 @@ class Compute:
         graph, gradients = self._graph(action)
         if action.stage in self._undivided:
             run_backward(graph.edges, gradients)
-            self._halves[action[1:3]] = WeightHalf()
+            half = WeightHalf()
         else:
-            self._halves[action[1:3]] = run_input_half(graph.edges, gradients, graph.box)
+            half = run_input_half(graph.edges, gradients, graph.box, partial(self._finish_halves, action.stage))
+        self._halves[action[1:3]] = half
+        self._new_gradients.separate(action.stage)
         evictions.after_input_half(action[1:3], self._halves[action[1:3]].gradients())
         self._hand_back(graph.box, action[1:3])
 
+    def _finish_halves(self, stage: int, leaves: Set[Node]) -> None:
+        """Run the halves of earlier microbatches up to the last that leads to leaves whose next gradients come now.
+
+        So the gradients of each leaf add up in one order.
+        """
+        waiting = [half for key, half in self._halves.items() if key[0] == stage]
+        while any(half.leads_to(leaves) for half in waiting):
+            waiting.pop(0).run()
+            self._new_gradients.separate(stage)
+
     def weight_half(self, action: Action, evictions: Evictions) -> None:
         self._halves.pop(action[1:3]).run()
+        self._new_gradients.separate(action.stage)
         evictions.after_backward(action[1:3])
 
     def _graph(self, action: Action) -> tuple[Graph, list[torch.Tensor | None]]:
@@ -260,3 +279,17 @@ class Compute:
             self._traffic.arrived[use] = (layout, list(tensors))
         else:
             self._traffic.outgoing[send] = (layout, list(tensors))
+
+
+def _apart(tensors: Iterable[torch.Tensor], borrowed: Iterable[int]) -> Iterator[torch.Tensor]:
+    """Tensors as the next stage on this rank gets them, where it may change each in place: as over a link, no two share memory.
+
+    Args:
+        tensors: what a stage returned.
+        borrowed: the storages that it got in the same way.
+    """
+    taken = set(borrowed)
+    for tensor in tensors:
+        keys = keys_of([tensor])
+        yield tensor.clone() if keys & taken else tensor
+        taken |= keys

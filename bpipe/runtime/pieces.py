@@ -20,12 +20,22 @@ class PiecesOf:
     def __init__(self, first: Action, last: int, advance: Callable[[Action], None]) -> None:
         self._first, self._last, self._advance = first, last, advance
         self._part, self._step = first.part, 1 if first.op is Op.F else -1
+        self._error: BaseException | None = None
 
     def reach(self, part: int) -> None:
-        """Go on to the piece that saves or needs a part; those before it that autograd passed over are begun on the way."""
+        """Go on to the piece that saves or needs a part; those before it that autograd passed over are begun on the way.
+
+        What that raises passes through the user's forward, which may catch it: it is raised again until the computation ends.
+        """
+        if self._error is not None:
+            raise self._error
         while (part - self._part) * self._step > 0:
             self._part += self._step
-            self._advance(self._first._replace(part=self._part))
+            try:
+                self._advance(self._first._replace(part=self._part))
+            except BaseException as error:
+                self._error = error
+                raise
 
     def finish(self) -> None:
         """Go on to the last piece, when the computation has ended."""
