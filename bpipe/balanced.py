@@ -22,6 +22,7 @@ from bpipe.policy import Budget, Policy
 from bpipe.runtime.run import Run
 from bpipe.schedule import REMEMBERED_SHAPES, Gather, Proven, Schedule, Step, StepKey
 from bpipe.schedules import Costs, Op, Plan, finish
+from bpipe.schedules.amounts import show_each
 from bpipe.schedules.communicate import communicate, computations_only
 from bpipe.schedules.destinations import Destinations
 from bpipe.schedules.one_at_a_time import one_at_a_time
@@ -54,10 +55,11 @@ class Balanced(Schedule):
     """A schedule whose ranks keep within a budget of bytes: what does not fit is evicted to ranks with room.
 
     The order of computations is the schedule's, and so are the gradients, to the bit. The first step, and each first one with
-    inputs of other shapes, runs one microbatch at a time, which needs no more memory than the later ones, and measures. Before
-    the second one the ranks exchange what they measured, make the plan and prove it, the same on all. (Where stages that share
-    a rank draw random numbers, as dropout does, they draw them in another order in such a first step.) Sizes that grow
-    although shapes are the same are noticed in microbatches that are evicted, and measured anew.
+    inputs of other shapes, runs one microbatch at a time, which needs no more memory than the later ones, and measures: ranks
+    take turns in it, so it may take p times as long. Before the second one the ranks exchange what they measured, make the plan
+    and prove it, the same on all. (Where stages that share a rank draw random numbers, as dropout does, they draw them in
+    another order in such a first step.) Sizes that grow although shapes are the same are noticed in microbatches that are
+    evicted, and measured anew.
 
     A rank's bytes are those of its parameters, gradients, buffers and the optimizer's states as they are before the second
     step, of what its modules hold besides, of the outputs and losses that a step returns, of saved activations, messages
@@ -69,7 +71,8 @@ class Balanced(Schedule):
         budget: the most bytes that each rank may use, static ones included, one number or one for each rank of the plan (None:
             no limit); "auto": on CUDA what the rank uses already and what is free when the plan is made, less `reserve_bytes`,
             on CPU as low as possible; "lowest": as low as possible; None: count microbatches, as `BalancedOneFOneB` does.
-        parts: into how many parts a microbatch may be cut, each of which can move by itself.
+        parts: into how many parts, at most 64, a microbatch may be cut, each of which can move by itself: whole storages, so
+            there are never more than it saves.
         inside: whether parts also leave and return inside forwards and backwards, which reaches the mean of the ranks.
         to: who may take a rank's guests; default: its pair p-1-x, then any rank with room. `Destinations(host="last")` lets
             ranks use their host's memory where no rank has room.
@@ -132,7 +135,8 @@ class Balanced(Schedule):
         self._num_measurings = 0
         schedule.close()
         super().__init__(*schedule._arguments)
-        self._memory.num_parts, self._memory.is_inside = parts, inside
+        self._memory.is_inside = inside
+        self._memory.most_parts = {s: parts if sizes is None else len(sizes.stages[s].parts) for s in self._stages}
         asked = f"{self._policy} {replicas is not None}"
         for is_training, (plan, fingerprint) in self._plans.items():
             self._plans[is_training] = Proven(plan, hashlib.sha256(f"{fingerprint} {asked}".encode()).hexdigest()[:32])
@@ -208,14 +212,16 @@ class Balanced(Schedule):
         plan = self._agreed_plan(sizes, None if self._is_lowest else [report["budget"] for report in by_rank], gather)
         before = communicate(replace(self._base, sizes=sizes)).peak_bytes
         num_evicted = sum(action.op is Op.EVICT for lane in plan.actions for action in lane)
-        self._say(f"balanced with {num_evicted} evictions a step: bytes at the peak were {before}, are {plan.peak_bytes}")
+        self._say(
+            f"balanced with {num_evicted} evictions a step: the peak was {show_each(before)}, and is {show_each(plan.peak_bytes)}"
+        )
         return plan
 
     def _agreed_plan(self, sizes: Sizes, budgets: Sequence[int | None] | None, gather: Gather) -> Plan:
         """Make the plan, and raise on all ranks if one of them could not, or has made another."""
         error: BPipeError | None = None
         try:
-            plan = self._policy.plan_in_bytes(self._base, sizes, budgets)
+            plan = self._made_plan(sizes, budgets)
             outcome = plan.fingerprint()
         except BPipeError as failure:
             error, outcome = failure, f"{type(failure).__name__}: {failure}"
@@ -228,6 +234,13 @@ class Balanced(Schedule):
             )
         return plan
 
+    def _made_plan(self, sizes: Sizes, budgets: Sequence[int | None] | None) -> Plan:
+        """The plan for some sizes; ranks of a loopback, which are one process, make it once."""
+        asked = (self._policy, self._base, sizes, budgets)
+        if isinstance(self.group, LoopbackGroup):
+            return self.group.loopback.once(asked, lambda: self._policy.plan_in_bytes(*asked[1:]))
+        return self._policy.plan_in_bytes(*asked[1:])
+
     def _report(self, key: StepKey) -> bytes:
         """What this rank tells the others: its stages' sizes, its static bytes and its budget, or why it cannot go on."""
         try:
@@ -239,13 +252,14 @@ class Balanced(Schedule):
     def _own_report(self, measured: _Measured | None) -> dict[str, Any]:
         assert measured is not None, "a plan is made of what was measured"
         device = self._transport.device
+        refusal = "" if self._replicas is None else difference(self._replicas, measured.stages, device)  # before what may fail
         static = static_bytes(self._modules(), device, self._optimizer) + measured.held_bytes + measured.returned_bytes
         return {
             "rank": self._plan_rank,
             "stages": {stage: asdict(sizes) for stage, sizes in measured.stages.items()},
             "static": static,
             "budget": self._own_budget(measured),
-            "refusal": "" if self._replicas is None else difference(self._replicas, measured.stages, device),
+            "refusal": refusal,
         }
 
     def _own_budget(self, measured: _Measured) -> int | None:

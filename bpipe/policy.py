@@ -16,6 +16,7 @@ __all__: list[str] = []
 
 Budget = int | Sequence[int | None] | str | None
 NAMED = ("auto", "lowest")
+MOST_PARTS = 64  # of a microbatch: more gain nothing more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +36,8 @@ class Policy:
         Raises:
             ConfigurationError: it does not.
         """
-        if not _is_count(self.parts):
-            raise ConfigurationError(f"parts={self.parts!r}: give a whole number of at least 1")
+        if not _is_count(self.parts) or self.parts > MOST_PARTS:
+            raise ConfigurationError(f"parts={self.parts!r}: give a whole number from 1 to {MOST_PARTS}")
         self._check_budget(plan.num_ranks)
         self.to.check(plan.num_ranks)
         if self.sizes is not None:
@@ -64,11 +65,11 @@ class Policy:
             )
 
     def _check_sizes(self, sizes: Sizes, plan: Plan) -> None:
-        parts = {len(stage.parts) for stage in sizes.stages}
-        if (len(sizes.stages), len(sizes.static), parts) != (plan.num_stages, plan.num_ranks, {self.parts}):
+        parts = max((len(stage.parts) for stage in sizes.stages), default=0)
+        if (len(sizes.stages), len(sizes.static)) != (plan.num_stages, plan.num_ranks) or parts > self.parts:
             raise ConfigurationError(
-                f"sizes= has {len(sizes.stages)} stages in {sorted(parts)} parts and {len(sizes.static)} ranks: "
-                f"give {plan.num_stages} stages, each in parts={self.parts}, and {plan.num_ranks} ranks"
+                f"sizes= has {len(sizes.stages)} stages in up to {parts} parts and {len(sizes.static)} ranks: "
+                f"give {plan.num_stages} stages, each in at most parts={self.parts}, and {plan.num_ranks} ranks"
             )
 
     def plan_by_count(self, computations: Plan) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import logging
 import re
@@ -19,6 +20,7 @@ from torch.distributed.pipelining import PipelineStage as TorchStage
 import bpipe
 import bpipe.balanced
 from bpipe.errors import AgreementError, BudgetError, ConfigurationError
+from bpipe.policy import Policy
 from bpipe.schedules import Costs, Destinations, Plan, Sizes, build
 from bpipe.schedules.communicate import computations_only
 from bpipe.schedules.one_at_a_time import one_at_a_time
@@ -29,23 +31,29 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 M, STEPS = 8, 3  # the first step measures, the second is the first that is balanced
-ONE_STAGE = [bpipe.OneFOneB, bpipe.GPipe, bpipe.ZBH1]
-TWO_STAGES = [bpipe.Interleaved1F1B, bpipe.BreadthFirst, bpipe.ZBV, bpipe.DualPipeV]
-KINDS_OF = {  # one stage on a rank may draw random numbers, several draw them in the order of the rank's list
-    **{schedule: ["transformer", "conv"] for schedule in ONE_STAGE},
-    **{schedule: ["quiet", "conv"] for schedule in TWO_STAGES},
-}
-CASES = [(schedule, kind) for schedule, kinds in KINDS_OF.items() for kind in kinds]
+ONE_STAGE = [bpipe.OneFOneB, bpipe.GPipe, bpipe.BalancedOneFOneB, bpipe.ZBH1, bpipe.ZBH2]
+TWO_STAGES = [bpipe.Interleaved1F1B, bpipe.BreadthFirst, bpipe.ZBV, bpipe.VHalf, bpipe.VMin, bpipe.DualPipeV]
+SCHEDULES = [*ONE_STAGE, *TWO_STAGES]
+# One stage on a rank may draw random numbers, several draw them in the order of the rank's list.
+CASES = [(schedule, "transformer") for schedule in ONE_STAGE] + [(schedule, "quiet") for schedule in TWO_STAGES]
 CASES += [(schedule, "nested") for schedule in (bpipe.OneFOneB, bpipe.GPipe, bpipe.BreadthFirst)]
+TO_HOST, HOST_LAST = Destinations(host="only"), Destinations(host="last")
+LOWEST: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "parts": {"parts": 2, "to": HOST_LAST},
+    "inside": {"parts": 4, "inside": True},
+    "inside, to the host": {"parts": 4, "inside": True, "to": TO_HOST},
+}
+WITHIN_BYTES: dict[str, dict[str, Any]] = {"parts": {"parts": 4}, "host": {"to": TO_HOST}, "inside": {"parts": 3, "inside": True}}
 
 
 @cache
-def reference(kind: str) -> Result:
-    return single_process(kind, 4, M, STEPS)
+def reference(kind: str, steps: int) -> Result:
+    return single_process(kind, 4, M, steps)
 
 
-def balanced(schedule: type[bpipe.Schedule], kind: str, **options: Any) -> Result:
-    return in_loopback(kind, 4, M, Over(schedule, options), STEPS, num_ranks=4 if schedule in ONE_STAGE else 2)  # type: ignore[arg-type]
+def balanced(schedule: type[bpipe.Schedule], kind: str, steps: int, **options: Any) -> Result:
+    return in_loopback(kind, 4, M, Over(schedule, options), steps, num_ranks=4 if schedule in ONE_STAGE else 2)  # type: ignore[arg-type]
 
 
 def squeezed(result: Result, slots: float) -> tuple[int | None, ...]:
@@ -57,34 +65,51 @@ def squeezed(result: Result, slots: float) -> tuple[int | None, ...]:
 # Gradients, losses and outputs.
 
 
-@pytest.mark.parametrize("schedule, kind", CASES)
-def test_equals_a_single_process_with_any_budget(schedule, kind):
-    unlimited = balanced(schedule, kind, budget=2**40)
+def test_all_classes_are_here():
+    assert {schedule.__name__ for schedule in SCHEDULES} == set(bpipe.catalogue.__all__)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.rule)
+def test_equals_a_single_process_with_any_budget(schedule):
+    unlimited = balanced(schedule, "conv", 2, budget=2**40)
     squeeze = squeezed(unlimited, 0.5)
-    results = {
-        "unlimited": unlimited,
-        "lowest": balanced(schedule, kind, budget="lowest"),
-        "by count": balanced(schedule, kind, budget=None),
-        "parts": balanced(schedule, kind, budget=squeeze, parts=4),
-        "host": balanced(schedule, kind, budget=squeeze, to=Destinations(host="only")),
-    }
-    for result in results.values():
-        assert_same(result, reference(kind))
-    for way in ("parts", "host"):
-        assert results[way].stats[0]["evicted_bytes"] > 0
-        assert results[way].stats[0]["device_peak_bytes"] <= squeeze[0]
+    assert_same(unlimited, reference("conv", 2))
     assert all(stats["evicted_bytes"] == 0 for stats in unlimited.stats)
+    assert_same(balanced(schedule, "conv", 2, budget=None), reference("conv", 2))
+    for options in LOWEST.values():
+        result = balanced(schedule, "conv", 2, budget="lowest", **options)
+        assert_same(result, reference("conv", 2))
+        for name in ("peak_bytes", "device_peak_bytes", "host_peak_bytes"):
+            assert [stats[name] for stats in result.stats] == [stats[f"predicted_{name}"] for stats in result.stats]
+    for options in WITHIN_BYTES.values():
+        result = balanced(schedule, "conv", 2, budget=squeeze, **options)
+        assert_same(result, reference("conv", 2))
+        assert result.stats[0]["evicted_bytes"] > 0
+        assert result.stats[0]["device_peak_bytes"] <= squeeze[0]
 
 
-@pytest.mark.parametrize("schedule, num_stages", [(bpipe.OneFOneB, 8), (bpipe.Interleaved1F1B, 16)])
-def test_eight_ranks(schedule, num_stages):
-    result = in_loopback("quiet", num_stages, 16, Over(schedule, {"parts": 4}), STEPS, num_ranks=8)
-    assert_same(result, single_process("quiet", num_stages, 16, STEPS))
-    assert sum(stats["evicted_bytes"] for stats in result.stats) > 0
+@pytest.mark.parametrize("schedule, kind", CASES)
+def test_equals_a_single_process_whatever_the_stages(schedule, kind):
+    for options in (LOWEST["whole"], LOWEST["inside"]):
+        assert_same(balanced(schedule, kind, STEPS, budget="lowest", **options), reference(kind, STEPS))
+
+
+@cache
+def reference_for_eight(num_stages: int, m: int) -> Result:
+    return single_process("tied", num_stages, m, 2)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.rule)
+def test_eight_ranks(schedule):
+    num_stages, m = 8 if schedule in ONE_STAGE else 16, 16 if schedule is bpipe.DualPipeV else 8
+    result = in_loopback("tied", num_stages, m, Over(schedule, {"to": HOST_LAST}), 2, num_ranks=8)
+    assert_same(result, reference_for_eight(num_stages, m))
+    is_level = schedule in (bpipe.ZBH1, bpipe.ZBH2)  # and at the peaks gradients wait for weight halves, which cannot move
+    assert is_level or sum(stats["evicted_bytes"] for stats in result.stats) > 0
 
 
 def test_the_first_step_alone_equals_a_single_process():
-    for schedule in (*ONE_STAGE, *TWO_STAGES):
+    for schedule in SCHEDULES:
         result = in_loopback("tied", 4, M, Over(schedule), 1, num_ranks=4 if schedule in ONE_STAGE else 2)
         assert_same(result, single_process("tied", 4, M, 1))
 
@@ -95,7 +120,7 @@ def several(rank: int, num_ranks: int, cases: list[tuple[str, Over]]) -> list[Re
     return [as_rank(rank, *each, STEPS, {}, num_ranks=num_ranks) for each in options]
 
 
-PARTS_TO_HOST = {"parts": 4, "to": Destinations(host="only")}
+PARTS_TO_HOST = {"parts": 4, "to": TO_HOST}
 
 
 @pytest.mark.parametrize(
@@ -103,7 +128,9 @@ PARTS_TO_HOST = {"parts": 4, "to": Destinations(host="only")}
     [
         (2, [("quiet", Over(bpipe.ZBV)), ("conv", Over(bpipe.DualPipeV, PARTS_TO_HOST)), ("nested", Over(bpipe.Interleaved1F1B))]),
         (3, [("transformer", Over(bpipe.ZBH1, PARTS_TO_HOST)), ("frozen", Over(bpipe.GPipe, {"parts": 2}))]),
+        (3, [("quiet", Over(bpipe.VMin, {"parts": 2, "to": HOST_LAST})), ("tied", Over(bpipe.ZBH2))]),
         (4, [("transformer", Over(bpipe.OneFOneB)), ("conv", Over(bpipe.OneFOneB, {"parts": 3})), ("lstm", Over(bpipe.OneFOneB))]),
+        (4, [("quiet", Over(bpipe.OneFOneB, {"budget": [340_000, None, None, None]})), ("tied", Over(bpipe.BreadthFirst))]),
     ],
 )
 def test_processes(num_ranks, cases):
@@ -138,10 +165,11 @@ def messages(caplog: pytest.LogCaptureFixture, beginning: str) -> int:
     return sum(record.message.startswith(f"1f1b: {beginning}") for record in caplog.records)
 
 
-def test_other_shapes_are_measured_and_planned_anew_and_both_plans_stay(caplog):
+@pytest.mark.parametrize("options", [{}, {"parts": 3}, {"parts": 3, "inside": True}, {"parts": 2, "to": TO_HOST}])
+def test_other_shapes_are_measured_and_planned_anew_and_both_plans_stay(caplog, options):
     caplog.set_level(logging.INFO, "bpipe")
     modules = [Block(dropout=0.0) for _ in range(4)]
-    loopback, schedules = pipeline(Over(bpipe.OneFOneB, {"budget": "lowest"}), modules, M, mse)
+    loopback, schedules = pipeline(Over(bpipe.OneFOneB, {"budget": "lowest", **options}), modules, M, mse)
     plans: dict[int, set[int]] = {}
     for step, xs in enumerate([EVEN, EVEN, SHORTER, EVEN, SHORTER, SHORTER, UNEVEN, EVEN, UNEVEN]):
         for module in modules:
@@ -195,6 +223,18 @@ def sizes_of(plan: Plan) -> Sizes:
     return plan.sizes
 
 
+def test_ranks_of_a_loopback_make_a_plan_once(monkeypatch):
+    """And another one for other sizes."""
+    made = []
+    make = Policy.plan_in_bytes
+    monkeypatch.setattr(Policy, "plan_in_bytes", lambda *asked: made.append(asked) or make(*asked))
+    loopback, schedules = pipeline(Over(bpipe.OneFOneB, {"budget": "lowest"}), modules_of("quiet", 4), M, mse)
+    for xs in (EVEN, EVEN, SHORTER, SHORTER):
+        loopback.step(schedules, torch.cat(xs), target=torch.cat(xs), return_outputs=False)
+    assert len(made) == 2
+    assert len({id(schedule.plan) for schedule in schedules}) == 1
+
+
 def test_given_sizes_are_not_measured():
     measured = pipeline(Over(bpipe.OneFOneB, {"budget": "lowest"}), modules_of("quiet", 4), M, mse)
     x, y = batch_of("quiet", 2 * M)
@@ -208,6 +248,25 @@ def test_given_sizes_are_not_measured():
         loopback.step(schedules, x, target=y, return_outputs=False)
         assert schedules[0].plan.actions == plan.actions
         assert schedules[0].stats["evicted_bytes"] > 0
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_there_are_no_more_parts_than_saved_storages(inside):
+    modules = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sigmoid(), nn.Linear(WIDTH, WIDTH), nn.Sigmoid()) for _ in range(4)]
+    over = Over(bpipe.OneFOneB, {"budget": "lowest", "parts": 64, "inside": inside})
+    loopback, schedules = pipeline(over, modules, M, mse)
+    for _ in range(2):
+        for module in modules:
+            module.zero_grad()
+        loopback.step(schedules, torch.cat(EVEN), target=torch.cat(EVEN), return_outputs=False)
+    for stage in sizes_of(schedules[0].plan).stages:
+        assert 2 <= len(stage.parts) <= 4 and all(stage.parts)
+    assert all(map(torch.equal, (p.grad for m in modules for p in m.parameters()), by_hand(modules, EVEN)))
+    assert sum(schedule.stats["evicted_bytes"] for schedule in schedules) > 0
+    given = Over(bpipe.OneFOneB, {**over.options, "sizes": sizes_of(schedules[0].plan)})
+    loopback, others = pipeline(given, modules, M, mse)
+    loopback.step(others, torch.cat(EVEN), target=torch.cat(EVEN), return_outputs=False)
+    assert [one.stats["evicted_bytes"] for one in others] == [one.stats["evicted_bytes"] for one in schedules]
 
 
 def test_by_count_is_the_papers_rule():
@@ -329,11 +388,15 @@ SIZES = Sizes.of([8, 8, 8, 8])
         ({"budget": 1e9}, "budget=1000000000.0: give a whole number of bytes"),
         ({"budget": [9, 9, 9]}, "budget=[9, 9, 9]: give bytes, at least 1, or None for each of 4 ranks"),
         ({"budget": (9, 9, 9, 0)}, "budget=(9, 9, 9, 0): give bytes, at least 1"),
-        ({"parts": 0}, "parts=0: give a whole number of at least 1"),
+        ({"parts": 0}, "parts=0: give a whole number from 1 to 64"),
+        ({"parts": 65}, "parts=65: give a whole number from 1 to 64"),
         ({"budget": None, "parts": 2}, "budget=None counts microbatches and has no use for parts"),
         ({"budget": None, "sizes": SIZES, "costs": Costs()}, "has no use for costs, sizes"),
-        ({"sizes": Sizes.of([8, 8])}, "sizes= has 2 stages in [1] parts and 2 ranks: give 4 stages, each in parts=1, and 4 ranks"),
-        ({"sizes": SIZES, "parts": 2}, "in [1] parts and 4 ranks: give 4 stages, each in parts=2"),
+        ({"sizes": Sizes.of([8, 8])}, "2 stages in up to 1 parts and 2 ranks: give 4 stages, each in at most parts=1, and 4 ranks"),
+        (
+            {"sizes": Sizes.of([8] * 4, num_parts=3), "parts": 2},
+            "in up to 3 parts and 4 ranks: give 4 stages, each in at most parts=2",
+        ),
         ({"to": Destinations(pairs=[1, 0])}, "pairs=(1, 0): name one acceptor"),
         ({"to": Destinations(host="perhaps")}, "host='perhaps': choose"),
         ({"replicas": 3}, "replicas is a process group of torch.distributed, got int"),
@@ -376,6 +439,25 @@ def test_a_budget_that_given_sizes_cannot_meet_is_refused_at_once():
         bpipe.Balanced(schedule_of(), budget=9, sizes=SIZES)
 
 
+@pytest.mark.parametrize("options", [{}, {"parts": 4}, {"parts": 3, "inside": True, "to": HOST_LAST}])
+def test_the_budgets_of_each_rank_that_are_named_work(options):
+    """Where the given ones cannot be met: the message has them raised alike, None where there was none."""
+    modules, x = modules_of("quiet", 4), torch.cat(EVEN)
+    loopback, schedules = pipeline(Over(bpipe.OneFOneB, {"budget": [1, 200_000, None, 10_000], **options}), modules, M, mse)
+    loopback.step(schedules, x, target=x)
+    with pytest.raises(BudgetError, match=r"^\(1, 200000, None, 10000\) bytes are too few.* rank \d ") as caught:
+        loopback.step(schedules, x, target=x)
+    named = re.search(r"With all raised alike, the smallest budget that works here is budgets=(\(.*?\))", str(caught.value))
+    assert named is not None
+    budget = ast.literal_eval(named[1])
+    loopback, schedules = pipeline(Over(bpipe.OneFOneB, {"budget": budget, **options}), modules, M, mse)
+    for _ in range(2):
+        loopback.step(schedules, x, target=x)
+    for schedule, most in zip(schedules, budget, strict=True):
+        assert most is None or schedule.stats["device_peak_bytes"] <= most
+    assert budget[0] - 1 == budget[1] - 200_000 == budget[3] - 10_000
+
+
 def too_small(rank: int, budget: Any) -> list[str]:
     """What a step, an evaluation and another step say, and then one of a pipeline with the budget that was named."""
     module = modules_of("quiet", 4)[rank]
@@ -415,7 +497,7 @@ def differing(rank: int, options: list[dict[str, Any]]) -> str:
 
 
 @pytest.mark.parametrize(
-    "options", [[{"budget": 10**6}, {"budget": 10**6 + 1}], [{"parts": 1}, {"parts": 2}], [{}, {"to": Destinations(host="last")}]]
+    "options", [[{"budget": 10**6}, {"budget": 10**6 + 1}], [{"parts": 1}, {"parts": 2}], [{}, {"to": HOST_LAST}]]
 )
 def test_ranks_that_were_given_different_things(options):
     assert all("the ranks disagree on the plan" in told for told in run_ranks(differing, 2, options))
@@ -467,6 +549,28 @@ def fails_alone(rank: int) -> str:
     return str(caught.value)
 
 
+def fails_beside_a_replica(rank: int) -> tuple[str, float]:
+    """Two pipelines of two ranks; one rank cannot say what it needs, and its replica in the other pipeline goes on."""
+    pipelines, replicas = ([dist.new_group(ranks) for ranks in groups] for groups in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
+    which, stage = divmod(rank, 2)
+    plain = bpipe.OneFOneB(bpipe.PipelineStage(Block(dropout=0.0), stage, 2, "cpu", pipelines[which]), M, loss_fn=mse)
+    schedule = bpipe.Balanced(plain, replicas=replicas[stage], optimizer="no optimizer" if rank == 1 else None)
+    schedule.step(torch.cat(EVEN), target=torch.cat(EVEN))
+    started, told = time.monotonic(), ""
+    try:
+        schedule.step(torch.cat(EVEN), target=torch.cat(EVEN))
+    except AgreementError as error:
+        told = str(error)
+    return told, time.monotonic() - started
+
+
+def test_no_rank_waits_for_a_replica_that_cannot_plan():
+    told, seconds = zip(*run_ranks(fails_beside_a_replica, 4))
+    assert all(text.startswith("rank 1 cannot make a plan: AttributeError") for text in told[:2])
+    assert told[2:] == ("", "")
+    assert max(seconds) < 10
+
+
 def test_a_rank_that_cannot_plan_tells_the_others():
     assert all(told.startswith("rank 1 cannot make a plan: AttributeError") for told in run_ranks(fails_alone, 2))
 
@@ -485,7 +589,7 @@ def plans_otherwise(rank: int, policy: dict[str, Any]) -> str:
 
 
 def test_ranks_that_make_different_plans():
-    told = run_ranks(plans_otherwise, 4, {"budget": "lowest", "to": Destinations(host="only")})
+    told = run_ranks(plans_otherwise, 4, {"budget": "lowest", "to": TO_HOST})
     assert all(text.startswith("AgreementError: the ranks made different plans") for text in told)
     told = run_ranks(plans_otherwise, 4, {"budget": 1})
     assert [text.split(":")[0] for text in told] == ["AgreementError", "BudgetError", "AgreementError", "AgreementError"]

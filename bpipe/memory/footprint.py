@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import zip_longest
 from typing import NamedTuple
 
 from bpipe.memory.stash import Contents
@@ -29,6 +30,10 @@ class Footprint(NamedTuple):
         own, movable, shared = footprint_of(contents)[:3]
         return self._replace(own_bytes=own, movable_bytes=movable, shared_bytes=shared, parts=parts)
 
+    def saved_by(self, part: int) -> int:
+        """What a piece of its forward saves: a part, if it has as many, and with the first what cannot move."""
+        return sum(self.parts[part - 1 : part]) + (self.own_bytes - self.movable_bytes) * (part == 1)
+
     def sizes(self) -> StageSizes:
         """As a plan counts them."""
         return StageSizes(
@@ -53,7 +58,7 @@ def covering(footprints: Iterable[Footprint]) -> StageSizes:
     sizes = [footprint.sizes() for footprint in set(footprints)]
     is_halved = any(one.between is not None for one in sizes)
     return StageSizes(
-        parts=tuple(max(column) for column in zip(*(one.parts for one in sizes), strict=True)),
+        parts=tuple(max(column) for column in zip_longest(*(one.parts for one in sizes), fillvalue=0)),
         fixed=max(one.fixed for one in sizes),
         received=max(one.received for one in sizes),
         sent=max(one.sent for one in sizes),

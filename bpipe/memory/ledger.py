@@ -25,6 +25,8 @@ class Ledger:
         self.peak_bytes = 0
         self.slots = 0
         self.peak_slots = 0
+        self.host_bytes = 0  # copies in the host's memory, in a column of their own: on CPU that is the device's
+        self.peak_host_bytes = 0
         self.evicted_bytes = 0
         self.loaded_bytes = 0
         self.footprints: dict[Key, Footprint] = {}
@@ -87,6 +89,11 @@ class Ledger:
         num_bytes = self._away.pop(action[1:4])
         self.loaded_bytes += num_bytes
         self._change(num_bytes, not action.part)
+
+    def stored(self, num_bytes: int) -> None:
+        """A copy in the host's memory began, or is needed no more (negative)."""
+        self.host_bytes += num_bytes
+        self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
 
     def _change(self, num_bytes: int, slots: int) -> None:
         self.live_bytes += num_bytes

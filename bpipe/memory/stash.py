@@ -249,7 +249,7 @@ class Stash:
     def settle(self, contents: Contents, num_parts: int) -> None:
         """Decide which storages are in which part, after a forward: what is sent to the next stage is in the last."""
         self._outputs = {entry.saved[0].order for entry in contents.movable if entry.is_output}
-        if len(self.cuts) != num_parts - 1:
+        if not self.cuts:
             self.cuts = cuts_for(contents.movable, num_parts)
 
     def send_away(self, contents: Contents, part: int) -> list[tuple[Storage, int]]:
@@ -296,13 +296,17 @@ def _count(tensors: Iterable[torch.Tensor]) -> Counter[int]:
 
 
 def cuts_for(movable: Sequence[Movable], num_parts: int) -> tuple[int, ...]:
-    """Where each part but the first begins, in the order of saving, so that all have about as many bytes."""
+    """Where each part but the first begins, in the order of saving, so that all have about as many bytes.
+
+    There are fewer parts where a storage has the bytes of several.
+    """
     total = sum(entry.storage.nbytes() for entry in movable)
     cuts: list[int] = []
-    before = 0
+    before = index = 0
     for entry in movable:
-        while len(cuts) < num_parts - 1 and before + entry.storage.nbytes() / 2 >= total * (len(cuts) + 1) / num_parts:
+        size = entry.storage.nbytes()
+        reached = min(num_parts - 1, (2 * before + size) * num_parts // (2 * total))  # ends of parts up to its middle
+        if reached > index and before:
             cuts.append(entry.saved[0].order)
-        before += entry.storage.nbytes()
-    end = movable[-1].saved[-1].order + 1 if movable else 0
-    return tuple(cuts) + (end,) * (num_parts - 1 - len(cuts))
+        before, index = before + size, max(index, reached)
+    return tuple(cuts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ REMEMBERED_KINDS = 1024  # of microbatches, by stage and shapes
 class Memory:
     """What a schedule remembers from step to step: measured footprints, the rooms for guests, and those in the host's memory."""
 
-    num_parts: int = 1  # in which a microbatch may move
+    most_parts: Mapping[int, int] = field(default_factory=dict)  # in which a microbatch may move, by stage; default 1
     is_inside: bool = False  # whether parts come and go inside forwards and backwards
     profile: dict[Kind, Footprint] = field(default_factory=dict)
     settled: dict[Kind, Footprint] = field(default_factory=dict)  # as seen before their backward
@@ -142,11 +142,9 @@ class Evictions:
     def begin_piece(self, piece: Action) -> None:
         """A forward takes what it saves piece by piece, a backward gives it back so."""
         footprint = self._memory.profile.get(self._kinds[piece[1:3]])
-        if footprint is not None and footprint.parts:
-            if piece.op is Op.F:
-                self.ledger.piece(piece[1:3], footprint.parts[piece.part - 1])
-            elif piece.part < len(footprint.parts):
-                self.ledger.piece(piece[1:3], -footprint.parts[piece.part])
+        if footprint is not None:
+            num_bytes = footprint.saved_by(piece.part) if piece.op is Op.F else -footprint.saved_by(piece.part + 1)
+            self.ledger.piece(piece[1:3], num_bytes)
 
     def after_forward(self, key: Key, stash: Stash | None) -> None:
         """Enter a microbatch in the ledger: as it was found, or as measured before."""
@@ -156,7 +154,7 @@ class Evictions:
             if self._traffic.is_own(key[0] + 1):
                 stash.lend(self._traffic.result_of(*key))
             contents = stash.contents(self._kept(), self._traffic.holds())
-            stash.settle(contents, self._memory.num_parts)
+            stash.settle(contents, self._memory.most_parts.get(key[0], 1))
             if self._memory.is_inside:
                 del contents  # whose references would count as owners
                 contents = stash.contents(self._kept(), self._traffic.holds())  # the parts decide what can move
@@ -235,6 +233,7 @@ class Evictions:
         bundle = self._bundles[action[1:4]] = Bundle(stash.send_away(contents, action.part), stash.name)
         if action.peer == HOST:
             transfer: Transfer = self._memory.host().store(action[1:4], bundle.messages())
+            self.ledger.stored(bundle.num_bytes)
         else:
             data = header.pack_eviction(traffic.subject(*key), action.part, bundle.message_sizes)
             transfer = traffic.transport.send(traffic.channel(action), bundle.messages(), data)
@@ -257,7 +256,10 @@ class Evictions:
 
     def complete_load(self, action: Action) -> None:
         self._traffic.wait(action)
-        self._bundles.pop(action[1:4]).scatter(self._landing.pop(action[1:4]))
+        bundle = self._bundles.pop(action[1:4])
+        bundle.scatter(self._landing.pop(action[1:4]))
+        if action.peer == HOST:
+            self.ledger.stored(-bundle.num_bytes)
         self._stashes[action[1:3]].take_back(action.part)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from bpipe.comm.placement import pair_adjacent
 from bpipe.errors import ConfigurationError, PlanError
 from bpipe.estimate.calibrate import calibrated
+from bpipe.policy import MOST_PARTS
 from bpipe.schedules import Costs, Link, Plan, Rule, Timeline, build, names, simulate, verify
 from bpipe.schedules.build import rule_named
 from bpipe.schedules.rule import Placement
@@ -21,8 +22,6 @@ from bpipe.tools.quantities import bytes_of, bytes_per_second_of, one_or_each, s
 from bpipe.tools.terminal import sign_of_life
 
 __all__: list[str] = []
-
-MOST_PARTS = 64
 
 
 def add_plan(parser: argparse.ArgumentParser, *, num: str | None = None) -> None:

@@ -24,7 +24,7 @@ Footprints = dict[Key, Footprint]
 
 @st.composite
 def footprints_with_messages(draw: st.DrawFn) -> Footprint:
-    parts = tuple(draw(st.lists(st.integers(0, 9), min_size=2, max_size=2)))
+    parts = tuple(draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
     own, received, sent = sum(parts) + draw(st.integers(0, 9)), draw(st.integers(0, 9)), draw(st.integers(0, 9))
     kept = (draw(st.integers(0, min(own, message))) for message in (received, sent))
     return Footprint(own, sum(parts), 0, parts, received, sent, *kept, draw(st.one_of(st.none(), st.integers(0, 20))))
@@ -168,6 +168,10 @@ def test_nothing_to_predict() -> None:
 def test_one_kind_is_covered_exactly() -> None:
     footprint = Footprint(10, 7, 0, parts=(3, 4), **MESSAGES)
     assert covering([footprint, footprint]) == footprint.sizes()
+
+
+def test_what_covers_has_as_many_parts_as_any() -> None:
+    assert covering([Footprint(3, 3, 0, parts=(1, 2)), Footprint(4, 4, 0, parts=(4,))]).parts == (4, 2)
 
 
 @given(st.lists(FOOTPRINTS_WITH_MESSAGES, min_size=1, max_size=4))
