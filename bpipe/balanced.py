@@ -193,7 +193,7 @@ class Balanced(Schedule):
             if saved > max(planned, self._largest.get(stage, 0)):
                 self._largest[stage] = saved
                 self._num_measurings += 1
-                self._memory.forget()
+                self._memory.kinds.clear()
                 LOG.info("%s: a microbatch of stage %d saves %d bytes, planned %d", self.rule, stage, saved, planned)
 
     # The plan for what was measured, which all ranks make from the same numbers

@@ -262,3 +262,15 @@ def test_changing_what_was_sent_is_refused():
     x = torch.randn(M, WIDTH)
     with pytest.raises((StageError, SavedTensorError), match="modified in place"):
         loopback.step(schedules, x, target=x)
+
+
+def test_more_kinds_of_microbatches_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that was measured first is in flight again, beside a new one."""
+    monkeypatch.setattr(bpipe.runtime.evictions, "REMEMBERED_KINDS", 8)
+    loopback = bpipe.Loopback(2)
+    stages = [bpipe.PipelineStage(nn.Linear(4, 4), rank, 2, "cpu", loopback.rank(rank)) for rank in range(2)]
+    schedules = [bpipe.ZBH1(stage, 2, loss_fn=mse) for stage in stages]
+    for lengths in [(n, n + 1) for n in range(1, 9, 2)] + [(1, 9), (10, 11), (12, 2)]:
+        rows = [torch.ones(1, length, 4) for length in lengths]
+        loopback.step(schedules, arg_mbs=[(row,) for row in rows], target_mbs=rows, return_outputs=False)
+    assert len(schedules[0]._memory.kinds) <= 8 + 2

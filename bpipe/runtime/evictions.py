@@ -32,14 +32,27 @@ REMEMBERED_KINDS = 1024  # of microbatches, by stage and shapes
 
 
 @dataclass
+class _Kind:
+    """What the latest microbatch of a kind took that was followed.
+
+    Args:
+        footprint: as measured after its forward.
+        cuts: where its parts begin.
+        settled: as seen before its backward.
+    """
+
+    footprint: Footprint
+    cuts: tuple[int, ...]
+    settled: Footprint | None
+
+
+@dataclass
 class Memory:
     """What a schedule remembers from step to step: measured footprints, the rooms for guests, and those in the host's memory."""
 
     most_parts: Mapping[int, int] = field(default_factory=dict)  # in which a microbatch may move, by stage; default 1
     is_inside: bool = False  # whether parts come and go inside forwards and backwards
-    profile: dict[Kind, Footprint] = field(default_factory=dict)
-    settled: dict[Kind, Footprint] = field(default_factory=dict)  # as seen before their backward
-    cuts: dict[Kind, tuple[int, ...]] = field(default_factory=dict)  # where the parts of a microbatch begin
+    kinds: dict[Kind, _Kind] = field(default_factory=dict)  # the one used last stands last
     rooms: dict[int, Rooms] = field(default_factory=dict)  # by evictor
     host_rooms: HostRooms | None = None
 
@@ -63,18 +76,21 @@ class Memory:
         assert self.host_rooms is not None, "the plan evicts nothing to the host"
         return self.host_rooms
 
-    def learn(self, kind: Kind, footprint: Footprint) -> None:
-        """Remember the latest microbatch of a kind that was followed, and forget the oldest kind when there are too many."""
-        self.profile[kind] = footprint
-        if len(self.profile) > REMEMBERED_KINDS:
-            oldest = next(iter(self.profile))
-            for of_kinds in (self.profile, self.settled, self.cuts):
-                of_kinds.pop(oldest, None)
+    def kind(self, kind: Kind) -> _Kind | None:
+        """What is known of a kind, which is used now."""
+        if kind in self.kinds:
+            self.kinds[kind] = self.kinds.pop(kind)
+        return self.kinds.get(kind)
 
-    def forget(self) -> None:
-        """Forget what was measured."""
-        for of_kinds in (self.profile, self.settled, self.cuts):
-            of_kinds.clear()
+    def learn(self, kind: Kind, footprint: Footprint, cuts: tuple[int, ...]) -> None:
+        """Remember the latest microbatch of a kind that was followed."""
+        known = self.kinds.get(kind)
+        self.kinds[kind] = _Kind(footprint, cuts, None if known is None else known.settled)
+
+    def tidy(self) -> None:
+        """Forget the kinds that were not used for longest, where there are too many; between steps, when none is in flight."""
+        for kind in list(self.kinds)[:-REMEMBERED_KINDS]:
+            del self.kinds[kind]
 
     @property
     def guest_bytes(self) -> int:
@@ -107,6 +123,7 @@ class Evictions:
         self.ledger = Ledger()
         self._traffic, self._followed, self._memory = traffic, set(followed), memory
         self._find_foreign, self._kept = find_foreign, kept
+        memory.tidy()
         self._kinds: dict[Key, Kind] = {}
         self._first: dict[Kind, Footprint] = {}
         self._stashes: dict[Key, Stash] = {}
@@ -125,13 +142,13 @@ class Evictions:
             pieces: those of its forward, if the plan does something between them.
         """
         key = action[1:3]
-        kind = self._kinds[key] = (key[0], shapes)
-        if key not in self._followed and kind in self._memory.profile:
+        self._kinds[key] = (key[0], shapes)
+        known = self._memory.kind(self._kinds[key])
+        if key not in self._followed and known is not None:
             return None
         self._received[key] = _Message.of(tensors_in(received))
         name, device = f"microbatch {key[1]} of stage {key[0]}", self._traffic.transport.device
-        cuts = self._memory.cuts.get(kind, ())
-        stash = Stash(name, self._find_foreign(), device, cuts, is_inside=self._memory.is_inside)
+        stash = Stash(name, self._find_foreign(), device, () if known is None else known.cuts, is_inside=self._memory.is_inside)
         stash.pieces = pieces
         if self._traffic.is_own(action.stage - 1):
             stash.borrow(tensors_in(received))
@@ -141,9 +158,9 @@ class Evictions:
 
     def begin_piece(self, piece: Action) -> None:
         """A forward takes what it saves piece by piece, a backward gives it back so."""
-        footprint = self._memory.profile.get(self._kinds[piece[1:3]])
-        if footprint is not None:
-            num_bytes = footprint.saved_by(piece.part) if piece.op is Op.F else -footprint.saved_by(piece.part + 1)
+        known = self._memory.kinds.get(self._kinds[piece[1:3]])
+        if known is not None:
+            num_bytes = known.footprint.saved_by(piece.part) if piece.op is Op.F else -known.footprint.saved_by(piece.part + 1)
             self.ledger.piece(piece[1:3], num_bytes)
 
     def after_forward(self, key: Key, stash: Stash | None) -> None:
@@ -158,13 +175,12 @@ class Evictions:
             if self._memory.is_inside:
                 del contents  # whose references would count as owners
                 contents = stash.contents(self._kept(), self._traffic.holds())  # the parts decide what can move
-            self._memory.cuts[kind] = tuple(stash.cuts)
-            self._memory.learn(kind, self._footprint(key, stash, contents))
+            self._memory.learn(kind, self._footprint(key, stash, contents), tuple(stash.cuts))
             self.ledger.seen(contents)
             self._stashes[key] = stash
-        known = None if stash is not None else self._memory.settled.get(kind)
-        self.ledger.forward(key, kind, known or self._memory.profile[kind])
-        self._first.setdefault(kind, self._memory.profile[kind])
+        known = self._memory.kinds[kind]
+        self.ledger.forward(key, kind, known.footprint if stash is not None or known.settled is None else known.settled)
+        self._first.setdefault(kind, known.footprint)
 
     def returned(self, key: Key, result: object) -> None:
         """The last stage and the loss returned this for a microbatch that is followed."""
@@ -184,12 +200,17 @@ class Evictions:
 
     def predicted(self) -> dict[Key, Footprint]:
         """The footprint of each microbatch, if it is like the first of its kind that was measured."""
-        return {key: self._memory.settled.get(kind) or self._first[kind] for key, kind in self._kinds.items()}
+        return {key: self._memory.kinds[kind].settled or self._first[kind] for key, kind in self._kinds.items()}
 
     def settled(self) -> dict[int, StageSizes]:
         """For each stage, sizes that cover this step's microbatches as they were before their backward."""
         kinds = {stage: {kind for key, kind in self._kinds.items() if key[0] == stage} for stage, _ in self._kinds}
-        return {stage: covering(self._memory.settled[kind] for kind in of_stage) for stage, of_stage in kinds.items()}
+        return {stage: covering(self._settled(kind) for kind in of_stage) for stage, of_stage in kinds.items()}
+
+    def _settled(self, kind: Kind) -> Footprint:
+        found = self._memory.kinds[kind].settled
+        assert found is not None, "its backward has begun"
+        return found
 
     def before_backward(self, action: Action, pieces: Pieces | None) -> None:
         """Look once more at the first microbatch of a kind: by now nobody but autograd should hold what it saved.
@@ -201,9 +222,10 @@ class Evictions:
         stash, kind = self._stashes.get(action[1:3]), self._kinds[action[1:3]]
         if stash is not None:
             stash.pieces = pieces
-        if stash is not None and kind not in self._memory.settled and not action.part:
+        known = self._memory.kinds[kind]
+        if stash is not None and known.settled is None and not action.part:
             contents = stash.contents(self._kept(), self._traffic.holds())
-            self._memory.settled[kind] = self._memory.profile[kind].seen_again(contents, stash.part_sizes(contents))
+            known.settled = known.footprint.seen_again(contents, stash.part_sizes(contents))
 
     def after_input_half(self, key: Key, gradients: Iterable[torch.Tensor]) -> None:
         """Measure what the first microbatch of a kind leaves between the halves of its backward.
@@ -213,12 +235,13 @@ class Evictions:
             gradients: those that wait for the weight half.
         """
         stash, kind = self._stashes.get(key), self._kinds[key]
-        settled = self._memory.settled[kind]
+        settled = self._settled(kind)
         if stash is not None and settled.between_bytes is None:
             left = stash.contents(self._kept(), self._traffic.holds())
             waiting = sum({s._cdata: s.nbytes() for gradient in gradients for s in storages_of(gradient)}.values())
-            self._memory.settled[kind] = settled._replace(between_bytes=left.own_bytes + left.borrowed_bytes + waiting)
-        self.ledger.input_half(key, self._memory.settled[kind].between_bytes)
+            settled = settled._replace(between_bytes=left.own_bytes + left.borrowed_bytes + waiting)
+            self._memory.kinds[kind].settled = settled
+        self.ledger.input_half(key, settled.between_bytes)
 
     def after_backward(self, key: Key) -> None:
         self._stashes.pop(key, None)
