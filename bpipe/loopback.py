@@ -145,12 +145,11 @@ class Loopback:
                 with self._random_numbers(group_rank, device), self._on_stream(group_rank, device):
                     runs[group_rank].execute(action)
 
-            for plan_rank, group_rank in group_ranks.items():
-                runs[group_rank].advance = partial(advance, plan_rank)
-            for step in order:
-                execute(*step)
-            for run in runs:
-                run.advance = None  # it knows the runs: a cycle would keep the step's tensors
+            with ExitStack() as driven:
+                for run in runs:
+                    driven.enter_context(run.advancing(partial(advance, run.rank)))
+                for step in order:
+                    execute(*step)
 
     @contextmanager
     def _joined_streams(self, runs: Sequence[Run]) -> Iterator[None]:

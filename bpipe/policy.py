@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from bpipe.errors import ConfigurationError
 from bpipe.schedules import Costs, Plan, Sizes, finish
-from bpipe.schedules.balance import balance, level
+from bpipe.schedules.by_bytes import by_bytes
 from bpipe.schedules.by_count import by_count
 from bpipe.schedules.destinations import Destinations
-from bpipe.schedules.pieces import in_pieces
 
 __all__: list[str] = []
 
@@ -82,11 +81,7 @@ class Policy:
         Raises:
             BudgetError: the budgets cannot be met.
         """
-        plan = replace(computations, sizes=sizes)
-        plan = in_pieces(plan) if self.inside else plan
-        if budgets is None:
-            return finish(level(plan, sizes, to=self.to, costs=self.costs))
-        return finish(balance(plan, sizes=sizes, budgets=budgets, to=self.to, costs=self.costs))
+        return finish(by_bytes(computations, sizes, budgets, is_inside=self.inside, to=self.to, costs=self.costs))
 
     def budgets(self, num_ranks: int) -> tuple[int | None, ...]:
         """The given bytes of each rank."""

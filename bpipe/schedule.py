@@ -353,10 +353,9 @@ class Schedule:
             for action in takewhile(lambda action: action != piece, lane):
                 run.execute(action)
 
-        run.advance = advance
-        for action in lane:
-            run.execute(action)
-        run.advance = None  # it knows the run: a cycle would keep the step's tensors
+        with run.advancing(advance):
+            for action in lane:
+                run.execute(action)
         for server in servers:
             server.finish()
 

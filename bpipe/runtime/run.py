@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch.autograd import profiler
@@ -61,11 +61,23 @@ class Run:
         self.evictions = Evictions(self.traffic, followed, memory, self.compute.foreign, self.compute.kept)
         self._messages = Messages(self.traffic, layouts, is_learning=is_learning)
         self._acceptors = {peer: Acceptor(Traffic(transport, rank, step), rooms) for peer, rooms in memory.rooms.items()}
-        self.advance: Callable[[Action], None] | None = None  # does what stands before a piece of a computation
+        self._advance: Callable[[Action], None] | None = None
         self._piece: Action | None = None  # the one that runs now
         self._observer = observer
         if observer is not None:
             observer.started(self)
+
+    @contextmanager
+    def advancing(self, advance: Callable[[Action], None]) -> Iterator[None]:
+        """While the lane runs, `advance` does what stands in it before a piece of a computation.
+
+        It knows the run: left in place, that cycle would keep the step's tensors.
+        """
+        self._advance = advance
+        try:
+            yield
+        finally:
+            self._advance = None
 
     def _acceptor(self, action: Action) -> Acceptor:
         assert action.peer is not None
@@ -84,12 +96,12 @@ class Run:
 
     def _begin_piece(self, piece: Action) -> None:
         """Do what the plan has before a piece, and go on with the computation."""
-        assert self.advance is not None
+        assert self._advance is not None
         with torch.no_grad():
             self._end_piece()
             if piece.op is Op.B:
                 self.evictions.begin_piece(piece)  # the piece before has given its memory back
-            self.advance(piece)
+            self._advance(piece)
         self._piece = piece
         if piece.op is Op.F:
             self.evictions.begin_piece(piece)

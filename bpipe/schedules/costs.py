@@ -8,7 +8,7 @@ from math import inf
 from typing import Any, TypeVar
 
 from bpipe.errors import ConfigurationError
-from bpipe.schedules.action import HOST, Op
+from bpipe.schedules.action import HOST, Action, Op
 from bpipe.schedules.plan import Plan
 
 __all__ = ["Costs", "Link"]
@@ -46,7 +46,7 @@ class Costs:
     """A cost model. What is not given costs nothing, except that a forward takes 1 second and a backward twice a forward.
 
     Times may be one number, one for each stage, or for each stage a series with one for each microbatch. Bytes are one number
-    or one for each stage, of one microbatch.
+    or one for each stage, of one microbatch; a plan that has sizes of its own takes those instead.
 
     Args:
         forward_s: seconds of F.
@@ -149,12 +149,13 @@ class Costs:
         """Bytes that a stage keeps throughout."""
         return _of_stage(self.static_bytes, stage)
 
-    def message(self, op: Op, stage: int) -> int:
-        """Bytes of the transfer that an operation of a stage posts, on either end.
+    def carried(self, action: Action) -> int:
+        """Bytes that a transfer carries, on either end.
 
         Raises:
-            KeyError: `op` posts no transfer.
+            KeyError: the action posts no transfer.
         """
+        op, stage = action.op, action.stage
         if op in (Op.SEND_F, Op.RECV_F):
             return _of_stage(self.output_bytes, stage - (op is Op.RECV_F))
         if op in (Op.SEND_B, Op.RECV_B):

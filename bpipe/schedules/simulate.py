@@ -32,6 +32,9 @@ Ends = tuple[Purpose, int, int, bool]  # a channel, and whether its sends or its
 def simulate(plan: Plan, costs: Costs) -> Timeline:
     """Predict when each action of a plan runs and what each rank holds.
 
+    All bytes, those of messages too, are the plan's own where it has sizes, and then the costs' bytes count for nothing. Of a
+    plan that counts slots they are the costs': messages take time then, and no memory.
+
     Takes a few microseconds and 24 bytes an action.
 
     Args:
@@ -81,9 +84,6 @@ def idle_bytes(plan: Plan, costs: Costs, rank: int) -> int:
     return static + sum(map(sum, plan.rooms(rank, lambda action: costs.movable(action.stage)).values()))
 
 
-_MOVES = frozenset({Op.EVICT, Op.ACCEPT, Op.LOAD, Op.RETURN})
-
-
 class _LaneRun:
     """A lane while it runs: its place and its record."""
 
@@ -109,6 +109,7 @@ class _Events:
 
     def __init__(self, plan: Plan, costs: Costs) -> None:
         self.plan, self.costs = plan, costs
+        self.carried = costs.carried if plan.sizes is None else plan.sizes.carried
         self.compute = [_LaneRun(rank, lane) for rank, lane in enumerate(plan.actions)]
         self.chains = [{peer: _LaneRun(rank, chain) for peer, chain in plan.chains(rank).items()} for rank in range(plan.num_ranks)]
         self.lanes = [*self.compute, *(lane for chains in self.chains for lane in chains.values())]
@@ -186,18 +187,12 @@ class _Events:
         if not theirs and peer != HOST:
             self.lonely[purpose, src, dst, is_send].append(mine)
             return
-        begin, end = self._carry(src, dst, self._num_bytes(action), now)
+        begin, end = self._carry(src, dst, self.carried(action), now)
         for side in (mine, theirs.popleft()) if theirs else (mine,):
             side.lane.begin_s[side.position], side.lane.end_s[side.position] = begin, end
             self.arrival_s[side.key] = end
             if side.key in self.blocked:
                 heappush(self.agenda, (max(now, end), self.blocked.pop(side.key)))
-
-    def _num_bytes(self, action: Action) -> int:
-        """What a transfer carries: by the plan's own sizes where it evicts in bytes."""
-        if self.plan.sizes is not None and action.op in _MOVES:
-            return self.plan.sizes.moved(action)
-        return self.costs.message(action.op, action.stage)
 
     def _carry(self, src: int, dst: int, num_bytes: int, now: float) -> tuple[float, float]:
         """Put a transfer on its link: when it begins and ends."""

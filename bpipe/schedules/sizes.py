@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from bpipe.errors import ConfigurationError
-from bpipe.schedules.action import Action
+from bpipe.schedules.action import Action, Op
 
 __all__ = ["Sizes", "StageSizes"]
 
@@ -72,6 +72,9 @@ class Sizes:
         stages: one entry a stage.
         static: for each rank, what stays: parameters, gradients, optimizer states.
 
+    Raises:
+        ConfigurationError: a negative number of static bytes.
+
     Example:
         >>> Sizes.of([4, 6]).stages[1].saved
         6
@@ -79,6 +82,10 @@ class Sizes:
 
     stages: tuple[StageSizes, ...]
     static: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(n, int) and n >= 0 for n in self.static):
+            raise ConfigurationError(f"static bytes are whole numbers of at least 0: {self.static}")
 
     @classmethod
     def of(cls, saved: Iterable[int], *, num_ranks: int | None = None, num_parts: int = 1) -> Sizes:
@@ -101,6 +108,15 @@ class Sizes:
     def moved(self, action: Action) -> int:
         """What an eviction or a load moves."""
         return self.stages[action.stage].moved(action.part)
+
+    def carried(self, action: Action) -> int:
+        """What a transfer carries, on either end: an output is `sent`, a gradient as large as what its sender received."""
+        op, stage = action.op, action.stage
+        if op is Op.SEND_F or op is Op.RECV_F:
+            return self.stages[stage - (op is Op.RECV_F)].sent
+        if op is Op.SEND_B or op is Op.RECV_B:
+            return self.stages[stage + (op is Op.RECV_B)].received
+        return self.moved(action)
 
 
 def _cut(size: int, num_parts: int) -> tuple[int, ...]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bpipe.errors import BudgetError, ConfigurationError
+from bpipe.errors import ConfigurationError
 from bpipe.schedules import Costs, Destinations, Op, Plan, Sizes, StageSizes, finish
 from bpipe.schedules.action import HOST
 from bpipe.schedules.amounts import show_bytes, show_each
-from bpipe.schedules.balance import balance, level
+from bpipe.schedules.by_bytes import by_bytes
 from bpipe.schedules.communicate import communicate, computations_only
-from bpipe.schedules.pieces import in_pieces
 
 __all__: list[str] = []
 
@@ -38,29 +37,9 @@ def balanced(plan: Plan, costs: Costs, budget: Budget, *, num_parts: int = 1, is
     sizes = sizes_of(plan, costs, num_parts)
     if not any(stage.saved for stage in sizes.stages):
         raise ConfigurationError("--budget is in bytes: say what a microbatch saves, such as --saved 1.5GiB")
-    base = replace(computations_only(plan), sizes=sizes)
-    base = in_pieces(base) if is_inside else base
+    budgets = None if isinstance(budget, str) else budget
     to = Destinations(nodes=costs.nodes, host=host)
-    return finish(_lowest(base, sizes, to, costs) if isinstance(budget, str) else _within(base, sizes, budget, to, costs))
-
-
-def _lowest(base: Plan, sizes: Sizes, to: Destinations, costs: Costs) -> Plan:
-    """As low as possible; with what can be hidden evicted first where that is not higher."""
-    lowest = level(base, sizes, to=to)
-    if lowest.budgets is None:
-        return lowest
-    try:
-        return balance(base, sizes=sizes, budgets=lowest.budgets, to=to, costs=costs)
-    except BudgetError:
-        return lowest
-
-
-def _within(base: Plan, sizes: Sizes, budgets: int | Sequence[int | None], to: Destinations, costs: Costs) -> Plan:
-    """Within budgets; with what can be hidden evicted first where there is room for that."""
-    try:
-        return balance(base, sizes=sizes, budgets=budgets, to=to, costs=costs)
-    except BudgetError:
-        return balance(base, sizes=sizes, budgets=budgets, to=to)
+    return finish(by_bytes(plan, sizes, budgets, is_inside=is_inside, to=to, costs=costs))
 
 
 def sizes_of(plan: Plan, costs: Costs, num_parts: int) -> Sizes:
