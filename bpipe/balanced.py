@@ -63,8 +63,9 @@ class Balanced(Schedule):
 
     A rank's bytes are those of its parameters, gradients, buffers and the optimizer's states as they are before the second
     step, of what its modules hold besides, of the outputs and losses that a step returns, of saved activations, messages
-    between stages, and rooms for guests. What operations need for a moment while they run is not among them, nor are weights
-    that FSDP gathers.
+    between stages, and rooms for guests. Not among them are weights that FSDP gathers, what operations need for a moment while
+    they run, and tensors that graphs keep other than by saving them (as attributes of an autograd Function's `ctx`, or keyword
+    arguments of a checkpoint).
 
     Args:
         schedule: what to balance, of any class and not yet used; use the balanced one in its place. Its own `slots` are dropped.
@@ -73,7 +74,8 @@ class Balanced(Schedule):
             on CPU as low as possible; "lowest": as low as possible; None: count microbatches, as `BalancedOneFOneB` does.
         parts: into how many parts, at most 64, a microbatch may be cut, each of which can move by itself: whole storages, so
             there are never more than it saves.
-        inside: whether parts also leave and return inside forwards and backwards, which reaches the mean of the ranks.
+        inside: whether parts also leave and return inside forwards and backwards, which reaches the mean of the ranks. Where a
+            part is cut off, operations may hold up to one part and one message more than is planned.
         to: who may take a rank's guests; default: its pair p-1-x, then any rank with room. `Destinations(host="last")` lets
             ranks use their host's memory where no rank has room.
         costs: how long computations and transfers take, if known: what can be hidden is evicted first.
