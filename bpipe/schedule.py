@@ -7,7 +7,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +23,11 @@ from bpipe.memory.ledger import Ledger
 from bpipe.memory.static import static_bytes
 from bpipe.runtime.compute import Job
 from bpipe.runtime.evictions import Memory
+from bpipe.runtime.lanes import Lanes
 from bpipe.runtime.messages import Layouts
 from bpipe.runtime.observe import Observer
 from bpipe.runtime.run import Run
-from bpipe.runtime.serve import Server
-from bpipe.schedules import Action, Plan, build
+from bpipe.schedules import Plan, build
 from bpipe.schedules.build import forward_plan
 from bpipe.stage import stages_of
 from bpipe.stats import Stats
@@ -115,7 +114,7 @@ class Schedule:
         self._group_ranks: list[int] = []
         self._memory = Memory()
         self._learned: OrderedDict[StepKey, Layouts] = OrderedDict()
-        self._side_streams: dict[int, torch.cuda.Stream] = {}
+        self._lanes = Lanes(self._transport.device)
         self._num_steps = 0
         self._is_running = False
         self._connected: Plan | None = None
@@ -325,7 +324,7 @@ class Schedule:
             step = self._begin_or_refuse(begin)
             run = self._agreed(step, self._transport.agree(step.record), lambda told: exchange(self._transport, told(self)))
             with self._breaking(run):
-                self._execute(run)
+                self._lanes.drive(run)
             return self._finish(step, run, started)
 
     def _run_alone(self, begin: Callable[[], Step]) -> Any:
@@ -343,28 +342,6 @@ class Schedule:
         except Exception as error:
             self._transport.agree(self._record(True, refusal=_told(error)).pack())
             raise
-
-    def _execute(self, run: Run) -> None:
-        chains = run.plan.chains(run.rank)
-        servers = [Server(run.execute, chain, self._side_stream(evictor)) for evictor, chain in chains.items()]
-        lane = iter(run.plan.actions[run.rank])
-
-        def advance(piece: Action) -> None:
-            for action in takewhile(lambda action: action != piece, lane):
-                run.execute(action)
-
-        with run.advancing(advance):
-            for action in lane:
-                run.execute(action)
-        for server in servers:
-            server.finish()
-
-    def _side_stream(self, evictor: int) -> torch.cuda.Stream | None:
-        """The stream on which an evictor's rooms live and its transfers run; the same in every step."""
-        device = self._transport.device
-        if device.type == "cuda" and evictor not in self._side_streams:
-            self._side_streams[evictor] = torch.cuda.Stream(device)
-        return self._side_streams.get(evictor)
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
