@@ -12,10 +12,11 @@ evicted first.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import NamedTuple
+
+import numpy as np
 
 from bpipe.schedules.action import BACKWARD, Action, Op
 from bpipe.schedules.guests import Guests, Offer, Turns
@@ -91,6 +92,7 @@ class Sweep:
     most_parts: int
     thrift: float = 1.0
     staying: frozenset[Part] = frozenset()
+    num_ranked: int = field(default=0, init=False)  # how often a candidate was looked at: the effort
     evictions: list[tuple[Eviction, Guests]] = field(default_factory=list, init=False)
     was_refused: bool = field(default=False, init=False)
 
@@ -155,23 +157,26 @@ class Sweep:
 
     def _ranked(self, t: int) -> list[Part]:
         """What could leave before step t and be back in time, the best first."""
-        stays = self.rank.stays
-        parts = [
-            which
-            for which in self._live
-            if max(stays[which].leaves, stays[which].saved + 2) <= t < stays[which].needed - 1
-            and self._num_away[which[:2]] < self.most_parts
-        ]
+        stays, num_away = self.rank.stays, self._num_away
+        full = {which for which, number in num_away.items() if number >= self.most_parts}
+        needed = {
+            which: stay.needed
+            for which, stay in ((which, stays[which]) for which in self._live)
+            if stay.leaves <= t < stay.needed - 1 and which[:2] not in full
+        }
+        self.num_ranked += len(self._live)
         if self._is_even:
-            return sorted(parts, key=lambda which: stays[which].needed, reverse=True)
-        worth = self._worth(t, max((stays[which].needed for which in parts), default=t))
-        return sorted(parts, key=lambda which: worth(self._live[which], stays[which].needed), reverse=True)
+            return sorted(needed, key=needed.__getitem__, reverse=True)
+        worth = self._worth(t, needed)
+        return sorted(needed, key=worth.__getitem__, reverse=True)
 
-    def _worth(self, t: int, end: int) -> Callable[[int, int], tuple[float, int]]:
-        """How much an eviction of some size relieves what is over the limit from step t on, for its size."""
-        excess = [max(0, occupied - self.limit) for occupied in self._occupied[t:end]]
-        relief = {size: list(accumulate(min(size, over) for over in excess)) for size in set(self._live.values())}
-        return lambda size, needed: (relief[size][needed - 2 - t] / size**self.thrift, needed)
+    def _worth(self, t: int, needed: Mapping[Part, int]) -> dict[Part, tuple[float, int]]:
+        """How much each eviction relieves what is over the limit from step t on, for its size; then who is needed last."""
+        excess = np.maximum(0, np.array(self._occupied[t : max(needed.values(), default=t)]) - self.limit)
+        relief = {size: np.minimum(size, excess).cumsum().tolist() for size in set(map(self._live.__getitem__, needed))}
+        weight = {size: size**self.thrift for size in relief}
+        sizes = self._live
+        return {which: (relief[sizes[which]][end - 2 - t] / weight[sizes[which]], end) for which, end in needed.items()}
 
     def _candidate(self, which: Part, t: int) -> tuple[Eviction, Guests] | None:
         """An eviction to the first peer that has room and lets it be hidden, else to the first that has room."""

@@ -19,7 +19,24 @@ from bpipe.schedules.weave import mirrored, woven
 __all__: list[str] = []
 
 THRIFTS = (1.0, 0.5, 1.5, 0.0, 0.75, 2.0, 3.0)  # what a candidate's size counts against it; each finds what others miss
-TRIED_STEPS = 20_000  # how many steps may be swept again to find something cheaper
+
+
+class Effort:
+    """How much may be looked at to find something cheaper than what was found first.
+
+    Args:
+        allowance: how many candidates; a number and not a time, so that all ranks find the same.
+    """
+
+    def __init__(self, allowance: int) -> None:
+        self._left = allowance
+
+    @property
+    def is_spent(self) -> bool:
+        return self._left <= 0
+
+    def spend(self, num_candidates: int) -> None:
+        self._left -= num_candidates
 
 
 class Settled(NamedTuple):
@@ -78,56 +95,56 @@ class Evictor:
             return Shortage(f"needs {settled.rooms[offer.peer]} rooms on rank {offer.peer}, which has {offer.room}")
         return settled
 
-    def decide(self, limit: int, offers: Sequence[Offer], *, steadily: bool, thorough: bool) -> Settled | Shortage:
+    def decide(self, limit: int, offers: Sequence[Offer], effort: Effort, *, steadily: bool) -> Settled | Shortage:
         """What keeps the rank within its limit.
 
         Args:
             limit: the most it may occupy.
             offers: who may take what, best first.
+            effort: for something cheaper, where something has been found.
             steadily: whether to place transfers step by step although a cost model says how long they take.
-            thorough: whether to look for something cheaper where something has been found.
         """
         best: Found | None = None
         shortage = Shortage("is over its budget and has no other rank to evict to")
-        for found in self._tried(limit, offers, self.paces[-1:] if steadily else self.paces):
+        for found in self._tried(limit, offers, self.paces[-1:] if steadily else self.paces, effort):
             if isinstance(found, Shortage):
                 shortage = found
             elif best is None or found.cost < best.cost:
                 best = found
-            if best is not None and not thorough:
+            if best is not None and effort.is_spent:
                 break
         if best is None:
             return shortage
-        return (self._improved(best) if thorough and are_uneven(self.sizes) else best).settled
+        return (self._improved(best, effort) if are_uneven(self.sizes) else best).settled
 
-    def _tried(self, limit: int, offers: Sequence[Offer], paces: Sequence[Pace]) -> Iterator[Found | Shortage]:
+    def _tried(self, limit: int, offers: Sequence[Offer], paces: Sequence[Pace], effort: Effort) -> Iterator[Found | Shortage]:
         """Sweeps with the first peer alone, then with all; with whole microbatches, then with ever fewer parts of each.
 
         With fewer parts of each, loads come more evenly.
         """
+        thrifts = THRIFTS[:1] if not are_uneven(self.sizes) else THRIFTS[:3] if effort.is_spent else THRIFTS
         for pace in paces:
             for some in (offers[:1], offers) if len(offers) > 1 else (offers,) if offers else ():
                 for most_parts in range(max(map(len, self.sizes.values())), 0, -1):
-                    for thrift in THRIFTS if are_uneven(self.sizes) else THRIFTS[:1]:
-                        yield self._swept(Sweep(self.steps, pace, limit, self.sizes, some, most_parts, thrift))
+                    for thrift in thrifts:
+                        yield self._swept(Sweep(self.steps, pace, limit, self.sizes, some, most_parts, thrift), effort)
 
-    def _improved(self, best: Found) -> Found:
-        """Leave out one eviction, the largest first, and see whether others are cheaper; again and again, within reason."""
-        tries = TRIED_STEPS // len(self.steps.steps)
+    def _improved(self, best: Found, effort: Effort) -> Found:
+        """Leave out one eviction, the largest first, and see whether others are cheaper; again and again."""
         untried = best.largest_first()
-        while untried and tries > 0:
+        while untried and not effort.is_spent:
             staying = best.sweep.staying | {untried.pop(0)}
             for thrift in THRIFTS:
-                tries -= 1
-                found = self._swept(replace(best.sweep, staying=staying, thrift=thrift))
+                found = self._swept(replace(best.sweep, staying=staying, thrift=thrift), effort)
                 if isinstance(found, Found) and found.cost < best.cost:
                     best, untried = found, found.largest_first()
         return best
 
-    def _swept(self, sweep: Sweep) -> Found | Shortage:
+    def _swept(self, sweep: Sweep, effort: Effort) -> Found | Shortage:
         """Sweep until the guests fit into rooms: one that a larger guest has left is larger than the next one needs."""
         while True:
             decision = sweep.run()
+            effort.spend(sweep.num_ranked)
             if isinstance(decision, Shortage):
                 return decision
             settled = self._settled(decision)

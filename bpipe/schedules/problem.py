@@ -13,7 +13,7 @@ from bpipe.schedules.communicate import without_transfers
 from bpipe.schedules.costs import Costs
 from bpipe.schedules.destinations import Destinations
 from bpipe.schedules.evict import Shortage
-from bpipe.schedules.evictor import Evictor, Settled
+from bpipe.schedules.evictor import Effort, Evictor, Settled
 from bpipe.schedules.guests import Offer
 from bpipe.schedules.meter import slot
 from bpipe.schedules.pace import Pace, measured, steady
@@ -23,6 +23,8 @@ from bpipe.schedules.sizes import Sizes
 from bpipe.schedules.weave import mirrored
 
 __all__: list[str] = []
+
+EFFORT = 500_000  # candidates that a thorough search may look at: about a second
 
 Budgets = tuple[int | None, ...]
 
@@ -100,7 +102,7 @@ class Problem:
         best: Solution | None = None
         lacking = ""
         for steadily, most_first in product((False, True) if self.is_timed else (False,), (True, False)):
-            found = self._solve(budgets, thorough, steadily, most_first)
+            found = self._solve(budgets, EFFORT if thorough else 0, steadily, most_first)
             if isinstance(found, str):
                 lacking = lacking or found
             elif best is None or found.cost < best.cost:
@@ -109,19 +111,19 @@ class Problem:
                 break
         return lacking if best is None else best
 
-    def _solve(self, budgets: Budgets, thorough: bool, steadily: bool, most_first: bool) -> Solution | str:
+    def _solve(self, budgets: Budgets, effort: int, steadily: bool, most_first: bool) -> Solution | str:
         """One rank decides after the other, those with the most to evict first or last."""
         peaks = list(self.peaks)
         room = [None if budget is None else max(0, budget - peak) for budget, peak in zip(budgets, peaks)]
-        excess = {rank: peaks[rank] - budget for rank, budget in enumerate(budgets) if budget is not None}
+        excess = {r: peaks[r] - budget for r, budget in enumerate(budgets) if budget is not None and budget < peaks[r]}
         settled: dict[int, Settled] = {}
-        for rank in sorted((rank for rank, over in excess.items() if over > 0), key=excess.__getitem__, reverse=most_first):
+        for rank in sorted(excess, key=excess.__getitem__, reverse=most_first):
             offers = [Offer(peer, None if peer == HOST else room[peer]) for peer in self.to.of(rank, room)]
             limit = self.peaks[rank] - excess[rank]
             if self.rule == "eager" and offers:
                 decided = self.ranks[rank].decide_eagerly(limit, offers[0])
             else:
-                decided = self.ranks[rank].decide(limit, offers, steadily=steadily, thorough=thorough)
+                decided = self.ranks[rank].decide(limit, offers, Effort(effort // len(excess)), steadily=steadily)
             if isinstance(decided, Shortage):
                 return f"rank {rank} {decided.text}"
             settled[rank] = decided

@@ -29,8 +29,8 @@ class Stay(NamedTuple):
 
     Args:
         saved: the step at which its forward ends.
-        leaves: the first step before which its eviction may be complete. The output lies in the last part, and must have
-            arrived where it is used.
+        leaves: the first step before which its eviction, which takes one, may be complete. The output lies in the last part,
+            and must have arrived where it is used.
         needed: the step before which it must be back.
     """
 
@@ -87,7 +87,7 @@ class RankSteps:
         stage, microbatch, part = which
         has_output = part in (0, self._plan.num_parts(stage))
         arrived = self._boundaries[self._arrives((stage, microbatch))] if has_output else 0
-        return Stay(saved, max(arrived, saved + 1), needed)
+        return Stay(saved, max(arrived, saved + 2), needed)
 
     def parts_of(self, action: Action) -> list[Part]:
         """The parts that a forward saves when it ends, or a backward needs: a piece of one its own, a whole one all."""

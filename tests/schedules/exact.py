@@ -70,7 +70,7 @@ class _Search:
             for rank, steps in enumerate(self.ranks)
             if over[rank]
             for which, stay in steps.stays.items()
-            for left in range(max(stay.leaves, stay.saved + 2), stay.needed - 1)
+            for left in range(stay.leaves, stay.needed - 1)
             for peer in range(plan.num_ranks)
             if not over[peer]
         ]
