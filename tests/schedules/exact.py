@@ -2,7 +2,8 @@
 
 It has the pass's rules of time: forwards and backwards are whole, an eviction runs during the step before the one that needs its
 memory, a load during the step before its backward, both count at both ends, and acceptors keep rooms for guests whatever they
-compute. It is looser in what a link carries at once, so that it is a lower bound.
+compute. It is looser in what a link carries at once, and in rooms, where a small guest may not need one that a large one has
+left; so it is a lower bound, and not always one that can be reached.
 """
 
 from __future__ import annotations

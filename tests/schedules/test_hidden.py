@@ -75,6 +75,13 @@ def test_what_leaves_no_time_to_return_stays() -> None:
     assert step_s(finish(plan), slow) == step_s(aware, slow) < step_s(unaware, slow)
 
 
+def test_what_can_be_hidden_leaves_before_what_is_needed_last() -> None:
+    """Over a link on which a transfer takes four forwards, the microbatch needed last would come late; an older one does not."""
+    plan, sizes, slow = one_f_one_b(6, 12), Sizes.of([SIZE] * 6), Costs(saved_bytes=SIZE, link=link(4))
+    balanced = within(plan, sizes, [5 * SIZE] * 6, Destinations(), slow)
+    assert step_s(balanced, slow) == step_s(finish(plan), slow)
+
+
 def test_a_budget_too_small_is_refused_with_costs_as_without() -> None:
     with pytest.raises(BudgetError, match=r"budgets=24 \(24 B\)"):
         within(one_f_one_b(4, 8), Sizes.of([SIZE] * 4), [17] * 4, Destinations(), Costs(saved_bytes=SIZE, link=link(4)))
