@@ -117,7 +117,7 @@ class OutOfTurn(bpipe.Interleaved1F1B):
         computations = tuple(tuple(map(Action.parse, lane.split())) for lane in lanes)
         empty, none = ((),) * 2, (None,) * 2
         return finish(
-            Plan(name="by hand", num_microbatches=2, stage_ranks=(0, 1, 0, 1), actions=computations, served=empty, slots=none)
+            Plan(name="by_hand", num_microbatches=2, stage_ranks=(0, 1, 0, 1), actions=computations, served=empty, slots=none)
         )
 
 

@@ -1,4 +1,4 @@
-"""Will this help me? Rank everything that the library could run, and say whether to balance."""
+"""Will this help me? Rank 1F1B and GPipe, plain and balanced, and say whether to balance."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ __all__ = ["advise"]
 MOST_MICROBATCHES = 512  # simulating more takes longer than a few seconds
 
 ASSUMPTIONS = (
+    "Ranked are 1f1b and gpipe, plain and, where that needs less memory, with whole microbatches evicted; `bpipe compare` "
+    "simulates the other schedules, and parts of microbatches.",
     "Memory is what stays, what microbatches save and the rooms for guests. What an action needs only while it runs (gradients of "
     "activations, buffers of collectives) must fit in what is set aside.",
     "Each direction between two ranks carries one transfer at a time, at full bandwidth and without latency, and does not slow "
@@ -55,7 +57,7 @@ def advise(
     nodes: Sequence[int] | None = None,
     progress: Progress | None = None,
 ) -> Advice:
-    """Rank every schedule, plain and balanced, with every microbatch size and recomputation, and say whether to balance.
+    """Rank 1F1B and GPipe, plain and balanced, with every microbatch size and recomputation, and say whether to balance.
 
     Each candidate's real plan is built and simulated: the simulated makespan is its predicted step, the simulated peaks its
     memory. Balancing is advised where the best that fits is balanced and more than 1% faster than the best that is not. Pure

@@ -8,7 +8,7 @@ from statistics import median
 
 from bpipe.errors import ConfigurationError
 from bpipe.schedules import Costs, Op, Plan, Timeline
-from bpipe.schedules.meter import Amount, occupancy
+from bpipe.schedules.meter import occupancy
 
 __all__ = ["calibrated"]
 
@@ -19,9 +19,9 @@ def calibrated(timelines: Sequence[Timeline], plan: Plan) -> Costs:
     """The costs of a plan as measured on steps of it, or of another plan over the same stages.
 
     Each computation takes the median of its steps; where the plan has another number of microbatches, the median of its
-    stage. A microbatch keeps what a rank's memory grows by for each slot that it occupies, or what the plan itself says. Links
-    are not in a trace, because what a transfer takes there includes waiting for its other end: put them in with
-    `dataclasses.replace`.
+    stage. Bytes are those that the traced plan has; where it counts slots, a microbatch keeps what a rank's memory grows by for
+    each slot that it occupies, and messages are not counted. Links are not in a trace, because what a transfer takes there
+    includes waiting for its other end: put them in with `dataclasses.replace`.
 
     Args:
         timelines: measured steps, all ranks; evaluations are left out where the plan trains, and steps where it evaluates.
@@ -45,9 +45,22 @@ def calibrated(timelines: Sequence[Timeline], plan: Plan) -> Costs:
     needed = dict.fromkeys(action.op for rank in range(plan.num_ranks) for action in plan.compute(rank))
     named = {Op.F: "forward_s", Op.B: "backward_s", Op.I: "input_s", Op.W: "weight_s"}
     times = {named[op]: [_series(taken, op, stage, plan) for stage in range(plan.num_stages)] for op in needed}
-    saved = [_saved(traced, stage) for stage in range(plan.num_stages)]
-    static = [_static(traced, rank, saved) for rank in traced.plan.stage_ranks]
-    return Costs(**times, saved_bytes=saved, static_bytes=static)  # type: ignore[arg-type]
+    return Costs(**times, **_bytes(traced))  # type: ignore[arg-type]
+
+
+def _bytes(traced: Timeline) -> dict[str, list[int]]:
+    """What a timeline says of each stage's bytes."""
+    plan, sizes = traced.plan, traced.plan.sizes
+    if sizes is None:
+        saved = [_saved(traced, stage) for stage in range(plan.num_stages)]
+        return {"saved_bytes": saved, "static_bytes": [_static(traced, rank, saved) for rank in plan.stage_ranks]}
+    return {
+        "saved_bytes": [stage.saved for stage in sizes.stages],
+        "movable_bytes": [stage.movable for stage in sizes.stages],
+        "output_bytes": [stage.sent for stage in sizes.stages],
+        "gradient_bytes": [*(stage.received for stage in sizes.stages[1:]), 0],
+        "static_bytes": [sizes.static[rank] // plan.stage_ranks.count(rank) for rank in plan.stage_ranks],
+    }
 
 
 def _worked(timeline: Timeline) -> dict[tuple[Op, int, int], float]:
@@ -61,8 +74,6 @@ def _worked(timeline: Timeline) -> dict[tuple[Op, int, int], float]:
 
 def _saved(timeline: Timeline, stage: int) -> int:
     """The bytes of a slot: what a rank holds beyond its idle bytes when it occupies the most."""
-    if timeline.plan.sizes is not None:
-        return timeline.plan.sizes.stages[stage].saved
     rank = timeline.plan.stage_ranks[stage]
     lane = timeline.actions[rank]
     slots, live = max(zip(occupancy(timeline.plan.actions[rank]), lane.live_bytes), default=(0, 0))
@@ -71,9 +82,7 @@ def _saved(timeline: Timeline, stage: int) -> int:
 
 def _static(timeline: Timeline, rank: int, saved: Sequence[int]) -> int:
     """A stage's share of what a rank holds besides microbatches and the rooms for its guests."""
-    sizes = timeline.plan.sizes
-    moved: Amount = (lambda action: saved[action.stage]) if sizes is None else sizes.moved
-    rooms = sum(map(sum, timeline.plan.rooms(rank, moved).values()))
+    rooms = sum(map(sum, timeline.plan.rooms(rank, lambda action: saved[action.stage]).values()))
     return max(0, timeline.actions[rank].idle_bytes - rooms) // timeline.plan.stage_ranks.count(rank)
 
 

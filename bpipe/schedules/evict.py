@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import NamedTuple
-
-import numpy as np
 
 from bpipe.schedules.action import BACKWARD, Action, Op
 from bpipe.schedules.guests import Guests, Offer, Turns
@@ -172,8 +171,8 @@ class Sweep:
 
     def _worth(self, t: int, needed: Mapping[Part, int]) -> dict[Part, tuple[float, int]]:
         """How much each eviction relieves what is over the limit from step t on, for its size; then who is needed last."""
-        excess = np.maximum(0, np.array(self._occupied[t : max(needed.values(), default=t)]) - self.limit)
-        relief = {size: np.minimum(size, excess).cumsum().tolist() for size in set(map(self._live.__getitem__, needed))}
+        excess = [max(0, occupied - self.limit) for occupied in self._occupied[t : max(needed.values(), default=t)]]
+        relief = {size: list(accumulate(min(size, over) for over in excess)) for size in set(map(self._live.__getitem__, needed))}
         weight = {size: size**self.thrift for size in relief}
         sizes = self._live
         return {which: (relief[sizes[which]][end - 2 - t] / weight[sizes[which]], end) for which, end in needed.items()}

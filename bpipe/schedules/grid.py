@@ -15,25 +15,49 @@ EITHER_SIDE = 5
 MARKS = {Op.EVICT: ">^", Op.LOAD: "<v"}  # to and from another rank, or the host
 
 
+Row = tuple[str, list[str]]  # its label and its cells
+
+
 def rows(plan: Plan, columns: slice = slice(None)) -> list[str]:
     """One line a rank, a column a forward's time: `F0`, `B0 b0` for the two units of a backward, `..` for idle.
 
     With several stages on a rank the stage is written too (`4F0`). Under a rank that evicts, `>3` stands where the eviction
     of microbatch 3, or of parts of it, starts and `<3` where its load does; `^3` and `v3` where these go to the host.
     """
+    grid = _grid(plan, columns)
+    width, label = _widths(grid)
+    return [f"{name:<{label}} | " + " ".join(f"{cell:<{width}}" for cell in cells).rstrip() for name, cells in grid]
+
+
+def num_fitting(plan: Plan, first: int, width: int) -> int:
+    """How many columns from the first one on, at least one, are lines of at most some width."""
+    grid = _grid(plan, slice(first, first + width))
+    fitting = 1
+    for columns in range(2, 1 + len(grid[0][1])):
+        cell, label = _widths([(name, cells[:columns]) for name, cells in grid])
+        if label + len(" |") + columns * (1 + cell) > width:
+            break
+        fitting = columns
+    return fitting
+
+
+def _grid(plan: Plan, columns: slice) -> list[Row]:
     lanes = [plan.compute(rank) for rank in range(plan.num_ranks)]
     starts = clock(lanes, plan.num_stages)
     length = max((times[-1] + UNITS[lane[-1].op] for lane, times in zip(lanes, starts) if lane), default=0)
     window = range(length)[columns]
-    grid: list[tuple[str, list[str]]] = []
+    grid: list[Row] = []
     for rank, (lane, times) in enumerate(zip(lanes, starts)):
         grid.append((f"rank {rank}", _cells(plan, lane, times, window)))
         moves = {column: text for column, text in _moves(plan, rank, times, length).items() if column in window}
         if moves:
             grid.append(("", [moves.get(column, "") for column in window]))
-    width = max((len(cell) for _, cells in grid for cell in cells), default=2)
-    label = max(len(name) for name, _ in grid)
-    return [f"{name:<{label}} | " + " ".join(f"{cell:<{width}}" for cell in cells).rstrip() for name, cells in grid]
+    return grid
+
+
+def _widths(grid: Sequence[Row]) -> tuple[int, int]:
+    """Of a cell, and of a label."""
+    return max((len(cell) for _, cells in grid for cell in cells), default=2), max(len(name) for name, _ in grid)
 
 
 def _cells(plan: Plan, lane: Sequence[Action], starts: Sequence[int], window: range) -> list[str]:

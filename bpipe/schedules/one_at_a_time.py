@@ -40,7 +40,7 @@ def one_at_a_time(plan: Plan) -> Plan:
         lanes.append((*lane, *(Action(Op.REDUCE_GRAD, s, 0) for s in stages if is_sharded)))
     return replace(
         plan,
-        name=f"{plan.name}/one at a time".replace(" ", "_"),
+        name=f"{plan.name}/one_at_a_time",
         actions=tuple(lanes),
         served=((),) * plan.num_ranks,
         slots=(None,) * plan.num_ranks,

@@ -18,7 +18,8 @@ PRECEDENCE = (
     (Op.WAIT_RECV_F, Op.F),
     (Op.F, Op.SEND_F),
     (Op.SEND_F, Op.WAIT_SEND_F),
-    (Op.WAIT_SEND_F, Op.B),  # an output on its way keeps its slot
+    (Op.WAIT_SEND_F, Op.B),  # an output on its way keeps its slot, and its bytes
+    (Op.WAIT_SEND_F, Op.I),
     (Op.WAIT_SEND_F, Op.W),
     (Op.RECV_B, Op.WAIT_RECV_B),
     (Op.F, Op.B),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from bpipe.errors import PlanError
@@ -110,12 +112,13 @@ class Plan:
         """The most bytes each rank occupies: static ones, its own microbatches and messages, its rooms for guests.
 
         Raises:
-            PlanError: the plan has no sizes.
+            PlanError: the plan has no sizes, or not those of its stages, parts and ranks.
         """
-        return tuple(
-            self.idle_bytes(rank) + max(occupancy(self.actions[rank], self.meter()), default=0)
-            for rank in range(self.num_ranks)
-        )
+        with _looking_up(self):
+            return tuple(
+                self.idle_bytes(rank) + max(occupancy(self.actions[rank], self.meter()), default=0)
+                for rank in range(self.num_ranks)
+            )
 
     def idle_bytes(self, rank: int) -> int:
         """The bytes a rank occupies without any microbatch of its own: static ones, and its rooms for guests.
@@ -130,9 +133,10 @@ class Plan:
         """The most bytes a rank's evictions keep in its host's memory.
 
         Raises:
-            PlanError: the plan has no sizes.
+            PlanError: the plan has no sizes, or not those of its stages and parts.
         """
-        return sum(reserve(self.host_chain(rank), self._sized().moved).sizes)
+        with _looking_up(self):
+            return sum(reserve(self.host_chain(rank), self._sized().moved).sizes)
 
     def _sized(self) -> Sizes:
         if self.sizes is None:
@@ -204,4 +208,14 @@ class Plan:
     def __str__(self) -> str:
         from bpipe.schedules.grid import draw
 
-        return draw(self)
+        with _looking_up(self):
+            return draw(self)
+
+
+@contextmanager
+def _looking_up(plan: Plan) -> Iterator[None]:
+    """Say of an unverified plan what is wrong, where something in it is not to be found."""
+    try:
+        yield
+    except LookupError as error:
+        raise PlanError(f"plan {plan.name!r} names what it does not have, and verify() says where: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+from dataclasses import replace
 
 from bpipe.errors import PlanError
 from bpipe.schedules.action import COMPUTE, START_OF, Action, Op
@@ -22,6 +23,11 @@ HEADER = re.compile(
 
 NUMBERS = ("fixed", "received", "sent", "kept_received", "kept_sent", "between")  # of a stage, the last one if there is one
 SHARDING = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)")  # torch writes it; FSDP does it by itself where nothing says when
+
+
+def wrong_with_name(name: str) -> str:
+    """Why a plan of that name could not be read back; empty if it could."""
+    return "" if name.split() == [name] else f"the name {name!r} is no word: a plan's text is read word by word"
 
 
 def to_text(plan: Plan) -> str:
@@ -83,7 +89,7 @@ def _numbers(stage: StageSizes) -> str:
 def _read_sizes(lines: list[str]) -> tuple[Sizes | None, tuple[int | None, ...] | None]:
     """Read the lines of sizes and of budgets, if there are any."""
     stages: list[StageSizes] = []
-    static: tuple[int, ...] | None = None
+    sizes: Sizes | None = None
     budgets: tuple[int | None, ...] | None = None
     for line in lines:
         kind, _, words = line.partition(":")
@@ -93,17 +99,17 @@ def _read_sizes(lines: list[str]) -> tuple[Sizes | None, tuple[int | None, ...] 
                 if len(numbers) not in (len(NUMBERS) - 1, len(NUMBERS)):
                     raise ValueError(f"{len(numbers)} numbers")
                 stages.append(StageSizes(parts=tuple(map(int, parts.split(","))), **dict(zip(NUMBERS, map(int, numbers)))))
-            elif kind == "static":
-                static = tuple(map(int, words.split()))
-            elif kind == "budgets":
+            elif kind == "static" and sizes is None:
+                sizes = Sizes(stages=(), static=tuple(map(int, words.split())))
+            elif kind == "budgets" and budgets is None:
                 budgets = tuple(None if word == "-" else int(word) for word in words.split())
             else:
-                raise ValueError("stages are not in ascending order")
+                raise ValueError("stages are not in ascending order, or a line is there twice")
         except ValueError as error:
             raise PlanError(f"no plan: the sizes in {line[:60]!r} cannot be read: {error}") from error
-    if bool(stages) != (static is not None):
-        raise PlanError(f"no plan: sizes of {len(stages)} stages, and {'no' if static is None else 'a'} line of static bytes")
-    return None if static is None else Sizes(stages=tuple(stages), static=static), budgets
+    if bool(stages) != (sizes is not None):
+        raise PlanError(f"no plan: sizes of {len(stages)} stages, and {'no' if sizes is None else 'a'} line of static bytes")
+    return None if sizes is None else replace(sizes, stages=tuple(stages)), budgets
 
 
 def _write(action: Action, stage_ranks: tuple[int, ...]) -> str:
@@ -139,6 +145,8 @@ def to_csv(plan: Plan) -> str:
 
 def from_csv(text: str, name: str) -> Plan:
     """Keep a CSV's computations and place the transfers anew."""
+    if wrong := wrong_with_name(name):
+        raise PlanError(wrong)
     try:
         cells = list(csv.reader(io.StringIO(text)))
     except csv.Error as error:

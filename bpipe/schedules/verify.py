@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from bpipe.errors import PlanError
+from bpipe.schedules.action import SHARDING
 from bpipe.schedules.grid import excerpt
 from bpipe.schedules.plan import Plan
 from bpipe.schedules.plan_rules import RULES_OF_ALL
 from bpipe.schedules.presence_rules import IN_PARTS
 from bpipe.schedules.rank_index import Place, RankIndex
 from bpipe.schedules.rank_rules import RULES_OF_A_RANK
+from bpipe.schedules.text import wrong_with_name
 
 __all__ = ["Violation", "verify"]
 
@@ -75,6 +77,8 @@ def _at(place: Place | None) -> str:
 
 def _shape(plan: Plan) -> Iterator[str]:
     p, ranks = plan.num_stages, range(plan.num_ranks)
+    if wrong := wrong_with_name(plan.name):
+        yield wrong
     if p < 1 or plan.num_microbatches < 1:
         yield f"{p} stages and {plan.num_microbatches} microbatches: both must be at least 1"
     count = sum(map(len, plan.actions))
@@ -103,6 +107,8 @@ def _outside(plan: Plan) -> Iterator[tuple[Place, str]]:
                 elif part and (op not in IN_PARTS or not 0 < part <= num_parts[stage]):
                     parts = f"a microbatch of this stage has {num_parts[stage]}"
                     yield (rank, served, position), f"{lane[position]} names a part that there is not: {parts}"
+                elif microbatch and op in SHARDING:
+                    yield (rank, served, position), f"{lane[position]} is of a whole stage and names microbatch {microbatch}"
 
 
 _TURN = {rule: turn for turn, rule in enumerate(("shape", *RULES_OF_A_RANK, *RULES_OF_ALL))}

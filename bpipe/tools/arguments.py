@@ -19,7 +19,7 @@ from bpipe.schedules.rule import Placement
 from bpipe.tools.balancing import LOWEST, Budget, balanced
 from bpipe.tools.measured import typical
 from bpipe.tools.quantities import bytes_of, bytes_per_second_of, one_or_each, seconds_of
-from bpipe.tools.terminal import sign_of_life
+from bpipe.tools.terminal import note, sign_of_life
 
 __all__: list[str] = []
 
@@ -187,7 +187,7 @@ def read_plan(path: Path) -> Plan:
         return typical(read_trace(path)).plan
     try:
         text = path.read_text(encoding="utf-8")
-        return Plan.from_text(text) if text.startswith("bpipe-plan") else Plan.from_csv(text, path.stem.replace(" ", "_"))
+        return Plan.from_text(text) if text.startswith("bpipe-plan") else Plan.from_csv(text, "_".join(path.stem.split()))
     except (UnicodeDecodeError, PlanError) as error:
         raise ConfigurationError(f"{path} is no plan: {error}") from error
 
@@ -273,7 +273,10 @@ def costs_of(args: argparse.Namespace, plan: Plan) -> Costs:
     if given or args.per_rank:
         raise ConfigurationError(f"--measured gives the times and bytes of stages: leave {', '.join(given) or '--per-rank'} out")
     steps = read_trace(args.measured)
-    return replace(calibrated(steps if args.step is None else [chosen_step(steps, args.step)], plan), **links)
+    costs = calibrated(steps if args.step is None else [chosen_step(steps, args.step)], plan)
+    if costs.gradient_bytes is None and plan.num_stages > 1:
+        note(f"{plan.name}: the traced plan counts slots and says nothing of messages between stages, so they are not counted")
+    return replace(costs, **links)
 
 
 def shared_out(given: dict[str, Any], plan: Plan) -> dict[str, Any]:

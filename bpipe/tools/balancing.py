@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from bpipe.errors import ConfigurationError
-from bpipe.schedules import Costs, Destinations, Op, Plan, Sizes, StageSizes, finish
+from bpipe.schedules import Action, Costs, Destinations, Op, Plan, Sizes, StageSizes, finish
 from bpipe.schedules.action import HOST
 from bpipe.schedules.amounts import show_bytes, show_each
 from bpipe.schedules.by_bytes import by_bytes
@@ -43,15 +43,18 @@ def balanced(plan: Plan, costs: Costs, budget: Budget, *, num_parts: int = 1, is
 
 
 def sizes_of(plan: Plan, costs: Costs, num_parts: int) -> Sizes:
-    """What costs say in bytes, microbatches in parts of about equal size. What the last stage returns is not known here."""
+    """What costs say in bytes, microbatches in parts of about equal size.
+
+    A stage receives as much as it sends back. What the last stage returns is not known here.
+    """
     movable = Sizes.of(map(costs.movable, range(plan.num_stages)), num_parts=num_parts)
     last = plan.num_stages - 1
     stages = tuple(
         StageSizes(
             parts=part.parts,
             fixed=costs.saved(stage) - costs.movable(stage),
-            received=costs.message(Op.RECV_F, stage) if stage else 0,
-            sent=costs.message(Op.SEND_F, stage) if stage < last else 0,
+            received=costs.carried(Action(Op.SEND_B, stage, 0)) if stage else 0,
+            sent=costs.carried(Action(Op.SEND_F, stage, 0)) if stage < last else 0,
         )
         for stage, part in enumerate(movable.stages)
     )

@@ -86,10 +86,21 @@ def _run(arguments: list[str]) -> int:
         if argument.endswith("=--"):  # argparse takes it for an empty list
             raise ConfigurationError(f"{argument} gives no value")
     command = import_module(f"bpipe.tools.commands.{name}")
-    args = _parser(name, command).parse_args(arguments[1:])
+    args = _parser(name, command).parse_args(_joined(arguments[1:]))
     result: Result = command.run(args)
     _print(result, as_json=args.json)
     return result.exit_code
+
+
+def _joined(arguments: list[str]) -> list[str]:
+    """`--slots -,3` as `--slots=-,3`: what begins with a dash is an option to argparse."""
+    joined: list[str] = []
+    for argument in arguments:
+        if argument.startswith("-,") and joined and joined[-1].startswith("--"):
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
 
 
 class _Parser(argparse.ArgumentParser):

@@ -39,6 +39,11 @@ def _needing_rich() -> Iterator[None]:
         raise ConfigurationError("tables need rich: pip install 'bpipe[cli]', or use --json") from error
 
 
+def note(text: str) -> None:
+    """Say what a result leaves out, on standard error, so that it is no part of the result."""
+    print(f"bpipe: note: {text}", file=sys.stderr)
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> Table:
     """A table: the first column is a name, the others are numbers.
 

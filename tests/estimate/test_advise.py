@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -13,7 +14,7 @@ import pytest
 from bpipe.errors import ConfigurationError
 from bpipe.estimate.advise import advise
 from bpipe.estimate.devices import GIB, device_named
-from bpipe.schedules import build
+from bpipe.schedules import build, rules
 from tests.estimate.samples import MODEL, SETUP, STAGE, between, first_line, stage
 
 
@@ -24,6 +25,8 @@ def test_everything_is_ranked() -> None:
     assert {one for one in seen if one[2] < 4} == {
         (*way, b, how) for way in ways for b in (1, 2) for how in ("none", "selective", "full")
     }
+    said = next(text for text in advice.assumptions if text.startswith("Ranked are "))
+    assert {one.schedule for one in advice.candidates} == {rule.name for rule in rules() if re.search(rf"\b{rule.name}\b", said)}
     fits = [one.fits for one in advice.candidates]
     assert fits == sorted(fits, reverse=True) and len(set(fits)) == 2
     for group in (True, False):

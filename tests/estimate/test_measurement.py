@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from bpipe.errors import ConfigurationError
 from bpipe.estimate import Measurement, Profile, costs_of
-from bpipe.schedules import Link, Op, build, simulate
+from bpipe.schedules import Action, Link, Op, build, simulate
 from tests.estimate.samples import ONE, STAGE
 
 counts = st.integers(0, 2**50)
@@ -127,8 +127,8 @@ def test_costs() -> None:
     costs = costs_of([STAGE, STAGE, last], 2, link=Link(bytes_per_s=5.0))
     assert [costs.seconds(Op.F, x, 0) for x in range(3)] == [1.0, 1.0, 3.0]
     assert (costs.saved(0), costs.movable(0), costs.static(0)) == (100, 90, STAGE.static_bytes() + 7)
-    assert [costs.message(Op.SEND_F, x) for x in (0, 1)] == [10, 10]
-    assert [costs.message(Op.SEND_B, x) for x in (1, 2)] == [11, 13]
+    assert [costs.carried(Action(Op.SEND_F, x, 0)) for x in (0, 1)] == [10, 10]
+    assert [costs.carried(Action(Op.SEND_B, x, 0)) for x in (1, 2)] == [11, 13]
     assert simulate(build("1f1b", 3, 4), costs).peak_bytes(0) == 3 * 100 + STAGE.static_bytes() + 7
 
 

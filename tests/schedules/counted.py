@@ -118,12 +118,17 @@ class Bytes:
         self.stores[rank].hold(*taken)
 
     def after_input_half(self, rank: int, action: Action) -> None:
-        """The gradient of the output is used up; so is the output, where it was kept for no other rank."""
+        """The gradient of the output is used up; so is the output, where it was kept for no other rank.
+
+        What of an output that is still under way was among the saved bytes stays when these go.
+        """
         _, stage, microbatch, *_ = action
-        self.stores[rank].drop(("gradient", stage, microbatch), ("result", stage + 1, microbatch), ("output", stage, microbatch))
+        store, output = self.stores[rank], ("output", stage, microbatch)
+        store.drop(("gradient", stage, microbatch), ("result", stage + 1, microbatch), *[output] * self.is_near(stage))
         if action.op.value == "I" and self.plan.sizes is not None and self.plan.sizes.stages[stage].between is not None:
-            self.stores[rank].drop(("fixed", stage, microbatch), *(("saved", stage, microbatch, k) for k in self.parts(stage)))
-            self.stores[rank].hold((("between", stage, microbatch), self.size(stage, "between")))
+            store.drop(("fixed", stage, microbatch), *(("saved", stage, microbatch, k) for k in self.parts(stage)))
+            under_way = [(output, self.size(stage, "sent"))] * (output in store.objects)
+            store.hold((("between", stage, microbatch), self.size(stage, "between")), *under_way)
 
     def after_weight_half(self, rank: int, action: Action) -> None:
         _, stage, microbatch, *_ = action

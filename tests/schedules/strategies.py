@@ -10,7 +10,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from bpipe.errors import BudgetError
-from bpipe.schedules import Action, Op, Plan, finish, gpipe, one_f_one_b
+from bpipe.schedules import Action, Op, Plan, build, finish, gpipe, one_f_one_b
 from bpipe.schedules.balance import balance
 from bpipe.schedules.destinations import Destinations
 from bpipe.schedules.order import clock
@@ -111,3 +111,9 @@ def plans(draw: st.DrawFn, max_stages: int = 6, max_microbatches: int = 10) -> P
             return finish(balance(plan, slots=budgets, to=Destinations(pairs=pairs), rule=rule))
     assume(False)
     raise AssertionError
+
+
+def gathering_plans() -> st.SearchStrategy[Plan]:
+    """Finished plans that say when a stage's weights are gathered and given back."""
+    sizes = st.tuples(st.integers(1, 3), st.integers(2, 3), st.integers(1, 4))
+    return sizes.map(lambda pvm: build("breadth_first", pvm[0] * pvm[1], pvm[2], num_ranks=pvm[0]))

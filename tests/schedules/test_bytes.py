@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from contextlib import suppress
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -81,6 +82,23 @@ def test_structural_mutations_are_caught(plan: Plan, mutation: Mutation, random:
     if mutant is not None:
         assert replay(mutant) is not None
         assert refused(mutant)
+
+
+@given(sized_plans(), st.sampled_from(STRUCTURAL), st.randoms(use_true_random=False), st.sampled_from(["stages", "static", ""]))
+def test_an_unsound_plan_is_shown_or_refused(plan: Plan, mutation: Mutation, random: Random, lacking: str) -> None:
+    mutant = mutation(plan, random) or plan
+    if lacking:
+        mutant = replace(mutant, sizes=replace(mutant.sizes, **{lacking: getattr(mutant.sizes, lacking)[:-1]}))
+    for show in (str, lambda plan: plan.peak_bytes, lambda plan: plan.host_bytes(0)):
+        with suppress(PlanError):
+            show(mutant)
+
+
+def test_an_unsound_plan_says_that_it_is() -> None:
+    plan = replace(build("1f1b", 4, 8), sizes=Sizes.of([1] * 3, num_ranks=4))
+    for show in (str, lambda plan: plan.peak_bytes):
+        with pytest.raises(PlanError, match="plan '1f1b' names what it does not have, and verify"):
+            show(plan)
 
 
 @given(sized_plans(), st.lists(st.sampled_from(ORDERING), min_size=1, max_size=2), st.randoms(use_true_random=False))

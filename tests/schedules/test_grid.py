@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from bpipe.schedules import Action, Plan, Sizes
-from bpipe.schedules.grid import excerpt, head, rows
+import pytest
+
+from bpipe.schedules import Action, Plan, Sizes, build
+from bpipe.schedules.grid import excerpt, head, num_fitting, rows
 
 LANE = (
     "0F0.1 0F0.2 0F1.1 0EVICT0.1@host 0EVICT0.2@host 0F1.2 0WAIT_EVICT0.1@host 0WAIT_EVICT0.2@host "
@@ -30,3 +32,15 @@ def test_the_head_counts_bytes_where_the_plan_does() -> None:
 
 def test_an_excerpt_names_the_host() -> None:
     assert excerpt(plan(), 0, False, 3).splitlines()[4] == "      3 0EVICT0.1       host   <-- ERROR HERE"
+
+
+@pytest.mark.parametrize("first", [0, 7])
+@pytest.mark.parametrize("width", [1, 15, 16, 40, 81, 1000])
+@pytest.mark.parametrize("shown", [plan(), build("balanced_1f1b", 4, 12), build("zbv", 8, 11)], ids=lambda plan: plan.name)
+def test_the_columns_that_fit_are_as_many_as_do(shown: Plan, width: int, first: int) -> None:
+    def longest(columns: int) -> int:
+        return max(map(len, rows(shown, slice(first, first + columns))))
+
+    fitting = num_fitting(shown, first, width)
+    assert fitting == 1 or longest(fitting) <= width
+    assert longest(fitting + 1) > width or longest(fitting + 1) == longest(1000)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import bpipe.schedules
 from bpipe.errors import ConfigurationError, PlanError
-from bpipe.schedules import Action, Op, Plan, build, gpipe, one_f_one_b, rules, verify
+from bpipe.schedules import Action, Op, Plan, Sizes, build, gpipe, one_f_one_b, rules, verify
 from bpipe.schedules.action import HOST, SHARDING
 from bpipe.schedules.grid import rows
 from bpipe.schedules.meter import occupancy
@@ -129,6 +129,29 @@ def test_damaged_line_is_named(line: str) -> None:
     head, *lines = build("1f1b", 2, 2).to_text().splitlines()
     with pytest.raises(PlanError):
         Plan.from_text("\n".join([head, line, *lines]))
+
+
+@pytest.mark.parametrize("twice", ["static: 1 1", "budgets: 9 9"])
+def test_sizes_are_said_once(twice: str) -> None:
+    head, *lines = replace(build("1f1b", 2, 2), sizes=Sizes.of([1, 1]), budgets=(9, 9)).to_text().splitlines()
+    at = next(index for index, line in enumerate(lines) if line.startswith(twice.partition(" ")[0]))
+    with pytest.raises(PlanError, match=f"{twice!r} cannot be read"):
+        Plan.from_text("\n".join([head, *lines[: at + 1], twice, *lines[at + 1 :]]))
+
+
+def test_static_bytes_are_no_debt() -> None:
+    text = replace(build("1f1b", 2, 2), sizes=Sizes.of([1, 1])).to_text().replace("static: 0 0", "static: 0 -5")
+    with pytest.raises(PlanError, match=r"whole numbers of at least 0: \(0, -5\)"):
+        Plan.from_text(text)
+
+
+@pytest.mark.parametrize("name", ["", "two words", " x", "x\n", "a\u2028b", "\t"])
+def test_a_name_that_could_not_be_read_back_is_refused(name: str) -> None:
+    plan = build("1f1b", 2, 2)
+    with pytest.raises(PlanError, match="is no word"):
+        verify(replace(plan, name=name))
+    with pytest.raises(PlanError, match="is no word"):
+        Plan.from_csv(plan.to_csv(), name)
 
 
 def test_no_plan_survives_truncation() -> None:

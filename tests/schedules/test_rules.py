@@ -258,33 +258,32 @@ def test_no_rank_waits_on_its_own(name: str, p: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "p", "m", "slots", "makespan", "tolerance"),
+    ("name", "p", "m", "slots", "makespan"),
     [
-        ("v_min", 4, 8, 2, 59, 0.03),
-        ("v_half", 4, 8, 3, 53, 0.03),
-        ("zbv", 4, 8, 4, 51, 0.0),
-        ("v_min", 8, 16, 4, 119, 0.03),
-        ("v_half", 8, 16, 5, 113, 0.03),
-        ("zbv", 8, 16, 8, 103, 0.0),
-        ("1f1b", 8, 16, 8, 138, 0.0),
+        ("v_min", 4, 8, 2, 59),
+        ("v_half", 4, 8, 3, 53),
+        ("zbv", 4, 8, 4, 51),
+        ("v_min", 8, 16, 4, 121),  # FACTS.md has 119: its order waits two half forwards less; this is 1.7% more, of 3% allowed
+        ("v_half", 8, 16, 5, 113),
+        ("zbv", 8, 16, 8, 103),
+        ("1f1b", 8, 16, 8, 138),
     ],
 )
-def test_the_v_schedules_of_facts(name: str, p: int, m: int, slots: int, makespan: int, tolerance: float) -> None:
+def test_the_v_schedules_of_facts(name: str, p: int, m: int, slots: int, makespan: int) -> None:
     """Peaks and makespans that FACTS.md's simulations gave, in units of half a rank's forward; 1F1B's ranks have one stage."""
     plan = made(name, p, m)
     v = plan.num_stages // p
     peaks = {Fraction(k, v) for k in plan.peak_slots}
     assert max(peaks) == slots and (name == "1f1b" or len(peaks) == 1)
-    found = 2 / v * simulate(plan, Costs()).makespan_s
-    assert abs(found - makespan) <= tolerance * makespan
+    assert 2 / v * simulate(plan, Costs()).makespan_s == makespan
 
 
-@pytest.mark.parametrize(("name", "share"), [("1f1b", 0.179), ("zb_h1", 0.068), ("v_half", 0.081), ("v_min", 0.123), ("zbv", 0.0)])
+@pytest.mark.parametrize(("name", "share"), [("1f1b", 0.179), ("zb_h1", 0.068), ("v_half", 0.081), ("v_min", 0.115), ("zbv", 0.0)])
 def test_the_largest_idle_shares_of_facts(name: str, share: float) -> None:
-    """Of a rank's own span, p = 8, m = 32; V-Min's order here is one that waits a little less (0.115)."""
+    """Of a rank's own span, p = 8, m = 32; V-Min's order here waits a little less than FACTS.md's .123."""
     timeline = simulate(made(name, 8, 32), Costs())
     found = max(timeline.span_bubble_s(x) / (timeline.span_bubble_s(x) + timeline.work_s(x)) for x in range(8))
-    assert round(found, 3) == share if name != "v_min" else share - 0.01 < found <= share
+    assert round(found, 3) == share
 
 
 @pytest.mark.parametrize("p", [1, 3, 8])

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from bpipe.errors import ConfigurationError, PlanError
-from bpipe.schedules import Action, Costs, Link, Op, Plan, Sizes, build, finish, simulate
+from bpipe.schedules import Action, Costs, Link, Op, Plan, Sizes, StageSizes, build, finish, simulate
 from bpipe.schedules.action import HOST
 from bpipe.schedules.balance import balance
 from bpipe.schedules.build import forward_plan
@@ -53,15 +53,18 @@ def plans_and_costs(draw: st.DrawFn) -> tuple[Plan, Costs]:
 
 @st.composite
 def sized_plans_and_costs(draw: st.DrawFn) -> tuple[Plan, Costs]:
-    """A plan in bytes; computations of 6 units or multiples, so that each of up to 3 pieces is whole too."""
+    """A plan in bytes, and in each message at least one; computations of 6 units, so that each of up to 3 pieces is whole."""
     plan = draw(sized_plans())
+    assert plan.sizes is not None
+    stages = tuple(replace(one, sent=max(1, one.sent), received=max(1, one.received)) for one in plan.sizes.stages)
+    plan = replace(plan, sizes=replace(plan.sizes, stages=stages))
     channels = plan.channels()
     assume(len({(c.src, c.dst) for c in channels}) == len(channels))
     six = st.lists(WHOLE.map(lambda n: 6 * n), min_size=plan.num_stages, max_size=plan.num_stages)
     return plan, Costs(
         forward_s=draw(six),
         backward_s=draw(six.map(lambda series: [2 * s for s in series])),
-        output_bytes=draw(WHOLE),
+        output_bytes=draw(WHOLE),  # which a plan with sizes does not take
         link=Link(bytes_per_s=1),
         host_link=Link(bytes_per_s=draw(st.sampled_from([1, 0.5]))),
     )
@@ -75,9 +78,17 @@ def test_every_action_ends_when_a_second_simulator_says(pair: tuple[Plan, Costs]
     def computing(action: Action) -> int:
         return int(costs.seconds(*action[:3])) // (plan.num_parts(action.stage) if action.part else 1)
 
+    def sent(action: Action) -> int:
+        return costs.carried(action) if plan.sizes is None else plan.sizes.stages[action.stage].sent
+
+    def received(action: Action) -> int:
+        return costs.carried(action) if plan.sizes is None else plan.sizes.stages[action.stage].received
+
+    def moved(action: Action) -> int:
+        return costs.carried(action) if plan.sizes is None else plan.sizes.moved(action)
+
     def carrying(action: Action) -> int:
-        is_message = plan.sizes is None or action.op in (Op.SEND_F, Op.SEND_B)
-        size = costs.message(action.op, action.stage) if is_message else plan.sizes.moved(action)
+        size = {Op.SEND_F: sent, Op.SEND_B: received}.get(action.op, moved)(action)
         return int(size / costs.link_between(0, -1 if action.peer == HOST else 0).bytes_per_s)
 
     expected = ticks.run(plan, computing, carrying)
@@ -199,7 +210,7 @@ def test_transfers_with_the_host_slow_their_own_rank_alone() -> None:
 def test_pieces_share_the_time_of_a_computation() -> None:
     whole = replace(build("1f1b", 2, 3), sizes=Sizes.of([6, 6], num_parts=3))
     pieces = finish(in_pieces(replace(computations_only(whole), sizes=whole.sizes)))
-    costs = Costs(forward_s=3, output_bytes=1, link=Link(bytes_per_s=2))
+    costs = Costs(forward_s=3, link=Link(bytes_per_s=2))
     one, other = simulate(whole, costs), simulate(pieces, costs)
     assert one.makespan_s == other.makespan_s
     assert [s.seconds for s in other.computations(0)] == [s.seconds / 3 for s in one.computations(0) for _ in range(3)]
@@ -213,6 +224,16 @@ def test_a_link_carries_one_transfer_at_a_time() -> None:
     assert forwards == [4, 7, 10]
     sends = [(span.begin_s, span.end_s) for span in timeline.transfers(0) if span.action.op is Op.SEND_F]
     assert sends == [(1, 4), (4, 7), (7, 10)]
+
+
+def test_messages_of_a_plan_in_bytes_are_its_own() -> None:
+    """By hand, m = 1, F 1, B 2 on each of three ranks: outputs of 3 and 4 bytes, gradients of 5 and 6, in a second a byte."""
+    stages = [StageSizes(parts=(1,), received=received, sent=sent) for received, sent in ((0, 3), (5, 4), (6, 0))]
+    plan = replace(build("1f1b", 3, 1), sizes=Sizes(stages=tuple(stages), static=(0, 0, 0)))
+    for output_bytes in (0, 100):
+        timeline = simulate(plan, Costs(output_bytes=output_bytes, link=Link(bytes_per_s=1)))
+        begins = [[span.begin_s for span in timeline.computations(rank)] for rank in range(3)]
+        assert begins == [[0, 25], [4, 18], [9, 10]]
 
 
 def test_latency_is_not_occupancy() -> None:

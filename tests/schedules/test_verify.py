@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpipe.errors import PlanError
-from bpipe.schedules import Action, Op, Plan, build, finish, one_f_one_b, verify
+from bpipe.schedules import Action, Op, Plan, Sizes, StageSizes, build, finish, one_f_one_b, verify
 from bpipe.schedules.order import linearise
 from tests.schedules import mutations
 from tests.schedules.mutations import ORDERING, STRUCTURAL, Mutation, lanes
 from tests.schedules.replay import occupied, replay
-from tests.schedules.strategies import computations, plans, split
+from tests.schedules.strategies import computations, gathering_plans, plans, split
 
 MUTANTS = 12  # of each plan
 
@@ -60,7 +60,7 @@ def test_one_order_of_everything(plan: Plan) -> None:
 # Damaged plans.
 
 
-@given(plans(), st.sampled_from(STRUCTURAL), st.randoms(use_true_random=False))
+@given(plans() | gathering_plans(), st.sampled_from(STRUCTURAL), st.randoms(use_true_random=False))
 @settings(max_examples=400)
 def test_structural_mutations_are_caught(plan: Plan, mutation: Mutation, random: Random) -> None:
     mutant = mutation(plan, random)
@@ -69,7 +69,11 @@ def test_structural_mutations_are_caught(plan: Plan, mutation: Mutation, random:
         assert refused(mutant)
 
 
-@given(plans(), st.lists(st.sampled_from(ORDERING * 3 + STRUCTURAL), min_size=1, max_size=3), st.randoms(use_true_random=False))
+@given(
+    plans() | gathering_plans(),
+    st.lists(st.sampled_from(ORDERING * 3 + STRUCTURAL), min_size=1, max_size=3),
+    st.randoms(use_true_random=False),
+)
 @settings(max_examples=200)
 def test_harmful_mutations_are_caught(plan: Plan, chosen: list[Mutation], random: Random) -> None:
     for _ in range(MUTANTS):
@@ -107,6 +111,7 @@ SMALL: dict[str, Callable[[], Plan]] = {
     "eager": lambda: build("balanced_1f1b", 4, 4, rule="eager"),
     "evictions without a budget": lambda: unlimited(build("gpipe", 2, 5, slots=(3, 7))),
     "halves": lambda: exact(computations([split(lane, frozenset({1}), 0) for lane in one_f_one_b.order(2, 3)], (0, 1))),
+    "weights gathered": lambda: build("breadth_first", 4, 2),
     "two stages on a rank": lambda: finish(computations(one_f_one_b.order(4, 2), (0, 1, 1, 0))),
 }
 
@@ -194,6 +199,42 @@ def test_every_violation_is_reported_at_once_with_the_place_of_the_first() -> No
 def test_a_violation_names_its_rule(change, rule: str) -> None:
     with pytest.raises(PlanError, match=rf"(?m)^  {rule}: "):
         verify(change(build("balanced_1f1b", 4, 8)))
+
+
+@pytest.mark.parametrize("backward", [Op.B, Op.I, Op.W])
+def test_an_output_has_arrived_before_its_backward_gives_memory_back(backward: Op) -> None:
+    """Also before the input half, after which less may be saved: with a budget that does not count what is under way."""
+    halves = frozenset({0}) if backward is Op.B else frozenset[int]()
+    plan = finish(computations([split(lane, halves, 1) for lane in one_f_one_b.order(2, 1)], (0, 1)))
+    lane = list(plan.actions[0])
+    lane.remove(completion := Action(Op.WAIT_SEND_F, 0, 0, peer=1))
+    lane.insert(1 + lane.index(Action(backward, 0, 0)), completion)
+    late = replace(plan, actions=(tuple(lane), plan.actions[1]))
+    with pytest.raises(PlanError, match=rf"0{backward}0 stands before 0WAIT_SEND_F0"):
+        verify(late)
+
+
+def test_an_output_under_way_counts_when_the_saved_bytes_are_gone() -> None:
+    """By hand: 8 saved, the output among them, and 8 of its gradient; 8 more if the first output is still under way then."""
+    lanes = [[Action.parse(f"{stage}{text}") for text in ["F0", "I0", "F1", "I1", "W0", "W1"]] for stage in range(2)]
+    stage = StageSizes(parts=(8,), sent=8, kept_sent=8, between=0)
+    sizes = Sizes(stages=(stage, stage), static=(0, 0))
+    plan = finish(replace(computations(lanes, (0, 1)), sizes=sizes, budgets=(16, None)))
+    assert plan.peak_bytes[0] == 16 and replay(plan) is None
+    lane = list(plan.actions[0])
+    lane.remove(completion := Action(Op.WAIT_SEND_F, 0, 0, peer=1))
+    lane.insert(lane.index(Action(Op.W, 0, 0)), completion)
+    late = replace(plan, actions=(tuple(lane), plan.actions[1]))
+    assert replay(late) == "budget: rank 0 occupies 24 bytes of 16" and refused(late)
+
+
+@pytest.mark.parametrize("op", [Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD])
+@pytest.mark.parametrize("change", [{"microbatch": 1}, {"part": 1}, {"peer": 1}])
+def test_what_is_of_a_whole_stage_names_nothing_else(op: Op, change: dict[str, int]) -> None:
+    plan = build("breadth_first", 4, 2)
+    renamed = tuple(tuple(a._replace(**change) if a.op is op else a for a in lane) for lane in plan.actions)
+    with pytest.raises(PlanError, match=rf"(?m)^  (shape|belongs): rank 0, action \d+: \d{op}"):
+        verify(replace(plan, actions=renamed))
 
 
 # What it costs.

@@ -66,6 +66,21 @@ def test_show_colours_a_terminal(capsys, monkeypatch):
     assert "columns 0 to" in out
 
 
+def test_show_cuts_nothing_off_in_a_terminal(capsys, monkeypatch):
+    """Also where the marks of parts are wider than the computations."""
+    how = ("1f1b", "-p", "4", "-m", "12", "--saved", "3GiB", "--budget", "lowest", "--parts", "4", "--inside", "--host", "only")
+    with monkeypatch.context() as terminal:
+        terminal.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+        terminal.setenv("TERM", "xterm-256color")
+        terminal.setenv("COLUMNS", "80")
+        _, out, _ = run(capsys, "show", *how)
+    shown = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;]*m", "", out).splitlines()]
+    last = int(re.search(r"columns 0 to (\d+)", out)[1])
+    _, out, _ = run(capsys, "show", *how, "--columns", str(last + 1))
+    grid = [line for line in out.splitlines() if " |" in line]
+    assert grid == [line for line in shown if " |" in line] and 70 < max(map(len, grid)) <= 80
+
+
 def test_check_knows_sound_plans_broken_ones_and_what_is_none(capsys, tmp_path: Path):
     plan = build("balanced_1f1b", 4, 8)
     sound, table, broken, other = (tmp_path / name for name in ("sound.txt", "table.csv", "broken.txt", "other.txt"))
@@ -241,6 +256,30 @@ def test_costs_come_from_a_trace_of_parts_and_pieces(capsys, tmp_path: Path):
     given, measured = (data(capsys, "simulate", "1f1b", *SMALL, *more) for more in (costs, ("--measured", str(path))))
     assert measured["makespan_s"] == pytest.approx(given["makespan_s"])
     assert [rank["peak_bytes"] for rank in measured["ranks"]] == [rank["peak_bytes"] for rank in given["ranks"]]
+
+
+def test_a_trace_in_bytes_says_what_messages_take(capsys, tmp_path: Path):
+    """Also what of a microbatch cannot move. A plan that counts slots does not say it, and the command line says that."""
+    costs = ("--saved", "3GiB", "--movable", "2GiB", "--output", "1GiB", "--forward", "100ms", "--static", "1GiB")
+    path, link = tmp_path / "trace.json", ("--bandwidth", "20GB/s")
+    run(capsys, "simulate", "1f1b", *SMALL, *costs, *link, "--budget", "15GiB", "--out", str(path))
+    for name, *rest in (("gpipe",), ("1f1b", "--budget", "lowest")):
+        given, measured = (
+            data(capsys, "simulate", name, *SMALL, *link, *rest, *more) for more in (costs, ("--measured", str(path)))
+        )
+        assert measured["makespan_s"] == pytest.approx(given["makespan_s"])
+        assert [rank["peak_bytes"] for rank in measured["ranks"]] == [rank["peak_bytes"] for rank in given["ranks"]]
+    assert run(capsys, "simulate", "gpipe", *SMALL, "--measured", str(path))[2] == ""
+    run(capsys, "simulate", "1f1b", *SMALL, *costs, "--out", str(path))
+    _, out, told = run(capsys, "simulate", "gpipe", *SMALL, "--measured", str(path))
+    assert told.startswith("bpipe: note: gpipe: the traced plan counts slots and says nothing of messages") and told not in out
+
+
+def test_no_limit_on_the_first_rank(capsys):
+    assert data(capsys, "show", "gpipe", *SMALL, "--slots", "-,5,11,11")["slots"] == [None, 5, 11, 11]
+    sized = data(capsys, "show", "gpipe", *SMALL, "--saved", "1GiB", "--budget", "-,5GiB,11GiB,11GiB")
+    assert sized["budgets"] == [None, 5 * GIB, 11 * GIB, 11 * GIB]
+    assert run(capsys, "show", "gpipe", *SMALL, "-,3")[0] == 2
 
 
 def test_a_budget_that_cannot_be_met_names_one_that_can(capsys):

@@ -38,7 +38,7 @@ def in_parts(host: str = "no", costs: Costs = SLOW_LINK) -> Timeline:
 
 def interleaved_plan() -> Plan:
     ranks = (0, 1, 0, 1, 0, 1)
-    return finish(computations(gpipe.order(len(ranks), 4), ranks, "by hand"))
+    return finish(computations(gpipe.order(len(ranks), 4), ranks, "by_hand"))
 
 
 @st.composite

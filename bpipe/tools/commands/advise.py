@@ -1,4 +1,4 @@
-"""Say whether balancing will help a model on a machine, and rank everything that could run there.
+"""Say whether balancing will help a model on a machine, and rank 1F1B and GPipe there, plain and balanced.
 
 MODEL is a name, or the profiles that bpipe.profile measured and wrote (one for all stages, or one for each), or is left out
 and described by --layers, --hidden and the other dimensions.

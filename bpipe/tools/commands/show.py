@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from bpipe.errors import ConfigurationError
 from bpipe.schedules import Plan
-from bpipe.schedules.grid import head, rows
+from bpipe.schedules.grid import head, num_fitting, rows
 from bpipe.tools.arguments import add_budget, add_costs, add_plan, costs_given, costs_of, plan_of, within_budget
 from bpipe.tools.balancing import told, unbalanced_peaks
 from bpipe.tools.result import Result
@@ -84,18 +84,11 @@ def _data(plan: Plan) -> dict[str, object]:
 def _window(plan: Plan, first: int, columns: int | None) -> list[str]:
     """The grid's lines, and one that says how to see the rest."""
     if columns is None and sys.stdout.isatty():
-        columns = _fitting(plan)
+        columns = num_fitting(plan, first, console().width)
     lines = rows(plan, slice(first, None if columns is None else first + columns))
     if columns is not None:
         lines.append(f"columns {first} to {first + columns - 1}; --from and --columns show others")
     return lines
-
-
-def _fitting(plan: Plan) -> int:
-    """Columns that fit into the terminal's width."""
-    cell = len(f"F{plan.num_microbatches - 1} ") + (len(str(plan.num_stages)) if plan.num_stages > plan.num_ranks else 0)
-    label = len(f"rank {plan.num_ranks - 1} | ")
-    return max(1, (console().width - label) // cell)
 
 
 def _coloured(line: str) -> Text:

@@ -1,0 +1,46 @@
+"""Balance in bytes: what `Balanced` and the command line both do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from bpipe.schedules.balance import balance, level
+from bpipe.schedules.communicate import computations_only
+from bpipe.schedules.costs import Costs
+from bpipe.schedules.destinations import Destinations
+from bpipe.schedules.pieces import in_pieces
+from bpipe.schedules.plan import Plan
+from bpipe.schedules.sizes import Sizes
+
+__all__: list[str] = []
+
+
+def by_bytes(
+    plan: Plan,
+    sizes: Sizes,
+    budgets: int | Sequence[int | None] | None,
+    *,
+    is_inside: bool = False,
+    to: Destinations | None = None,
+    costs: Costs | None = None,
+) -> Plan:
+    """The computations of a plan, balanced and to be finished.
+
+    Args:
+        plan: any; its transfers and budgets are left out.
+        sizes: what a microbatch takes.
+        budgets: the most bytes of each rank, static ones included, one number or one a rank; None: as low as possible.
+        is_inside: whether parts also move inside forwards and backwards.
+        to: who may take the evicted.
+        costs: how long things take, if known: what can be hidden is evicted first, where the budgets have room for that.
+
+    Raises:
+        BudgetError: the budgets cannot be met; the message names the smallest that can.
+        ConfigurationError: sizes, budgets or destinations do not fit the plan.
+    """
+    base = replace(computations_only(plan), sizes=sizes)
+    base = in_pieces(base) if is_inside else base
+    if budgets is None:
+        return level(base, sizes, to=to, costs=costs)
+    return balance(base, sizes=sizes, budgets=budgets, to=to, costs=costs)
