@@ -5,22 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
-from bpipe import microbatch as mb
 from bpipe.comm.agreement import Record
 from bpipe.comm.replicas import difference
-from bpipe.errors import AgreementError, BPipeError, ConfigurationError
+from bpipe.errors import AgreementError, ConfigurationError
 from bpipe.loopback import LoopbackGroup
+from bpipe.measured import KnownShapes, Measured, Shapes
 from bpipe.memory.static import available_bytes, bytes_under, present_bytes, static_bytes
 from bpipe.policy import Budget, Policy
 from bpipe.runtime.run import Run
-from bpipe.schedule import REMEMBERED_SHAPES, Gather, Proven, Schedule, Step, StepKey
+from bpipe.schedule import Gather, Proven, Schedule, Step, StepKey
 from bpipe.schedules import Costs, Op, Plan, finish
 from bpipe.schedules.amounts import show_each
 from bpipe.schedules.communicate import communicate, computations_only
@@ -32,23 +32,7 @@ __all__ = ["Balanced"]
 
 LOG = logging.getLogger("bpipe")
 RESERVE_BYTES = 2**30
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Measured:
-    """What the measuring step found on this rank: the sizes of its stages, what modules hold, what the step returns."""
-
-    stages: dict[int, StageSizes]
-    held_bytes: int
-    returned_bytes: int
-
-
-@dataclass(slots=True)
-class _Shapes:
-    """What is known of steps whose inputs look alike."""
-
-    measured: _Measured | None = None
-    plan: Plan | None = None
+LATEST, OFTEN = 20, 16  # steps: of so many, so many that measure are worth a warning
 
 
 class Balanced(Schedule):
@@ -132,9 +116,11 @@ class Balanced(Schedule):
         self._base = computations_only(schedule.plan)
         self._first_plan = self._plan_before_measuring()
         self._measuring = None if self._first_plan is not None else finish(one_at_a_time(self._base))
-        self._shapes: OrderedDict[StepKey, _Shapes] = OrderedDict()
-        self._largest: dict[int, int] = {}  # saved bytes of a microbatch that outgrew its plan, by stage
-        self._num_measurings = 0
+        self._shapes = KnownShapes()
+        self._revision = 0  # how often this rank has asked to measure anew
+        self._num_states: int | None = None  # of the optimizer, when they were counted last
+        self._recent: deque[bool] = deque(maxlen=LATEST)  # whether the latest steps measured
+        self._has_warned = False
         schedule.close()
         super().__init__(*schedule._arguments)
         self._memory.is_inside = inside
@@ -158,16 +144,21 @@ class Balanced(Schedule):
         return finish(self._base) if self._first_plan is None else self._first_plan
 
     def _record(self, is_training: bool, signature: bytes = bytes(16), refusal: str = "") -> Record:
-        again = mb.digest([signature.hex(), str(self._num_measurings)]) if self._num_measurings else signature
-        return super()._record(is_training, again, refusal)
+        if self._num_states not in (None, self._count_states()):
+            self._measure_anew("the optimizer has states that were not counted")
+            self._num_states = None
+        return super()._record(is_training, signature, refusal)._replace(revision=self._revision)
 
-    def _plan_to_run(self, step: Step, key: StepKey, gather: Gather) -> Plan:
+    def _count_states(self) -> int:
+        return 0 if self._optimizer is None else len(self._optimizer.state)
+
+    def _plan_to_run(self, step: Step, key: StepKey, revisions: tuple[int, ...], gather: Gather) -> Plan:
         if not step.is_training or self._measuring is None:
             return step.plan
-        shapes = self._shapes.setdefault(key, _Shapes())
-        self._shapes.move_to_end(key)
-        if len(self._shapes) > REMEMBERED_SHAPES:
-            self._shapes.popitem(last=False)
+        shapes = self._shapes.of(key)
+        if shapes.revise(revisions):
+            self._memory.kinds.clear()
+        self._warn_if_often(shapes.measured is None)
         if shapes.measured is None:
             if len(self._shapes) > 1:
                 self._say("new shapes or sizes: this step runs one microbatch at a time and measures them")
@@ -176,32 +167,39 @@ class Balanced(Schedule):
             shapes.plan = self.plan = shapes.plan or self._planned(key, gather)
         return self.plan
 
+    def _warn_if_often(self, measures: bool) -> None:
+        """Say once that nearly all of the latest steps have measured."""
+        self._recent.append(measures)
+        if self._recent.count(True) == OFTEN and self._plan_rank == 0 and not self._has_warned:
+            self._has_warned = True
+            LOG.warning(
+                "%s: %d of the latest %d steps had inputs of new shapes, and ran one microbatch at a time to measure them: "
+                "pad inputs to a few shapes, or give Balanced the sizes",
+                self.rule,
+                OFTEN,
+                len(self._recent),
+            )
+
     def _finish(self, step: Step, run: Run, started: float) -> Any:
         if run.plan is self._measuring:
             ledger, returned = run.evictions.ledger, bytes_under(run.compute.kept(), run.device)
-            latest = next(reversed(self._shapes.values()))
-            latest.measured = _Measured(stages=run.evictions.settled(), held_bytes=ledger.held_bytes, returned_bytes=returned)
+            self._shapes.latest().measured = Measured(
+                stages=run.evictions.settled(), held_bytes=ledger.held_bytes, returned_bytes=returned
+            )
         elif self._measuring is not None and run.plan.sizes is not None:
-            self._notice_growth(run, run.plan.sizes)
+            for stage in self._shapes.latest().outgrown(run.plan.sizes, run.evictions.ledger.footprints):
+                self._measure_anew(f"a microbatch of stage {stage} saves more than planned")
         return super()._finish(step, run, started)
 
-    def _notice_growth(self, run: Run, sizes: Sizes) -> None:
-        """Measure anew if a microbatch that was looked at takes more than planned, and than any of its stage before."""
-        largest: dict[int, int] = {}
-        for (stage, _), footprint in run.evictions.ledger.footprints.items():
-            largest[stage] = max(largest.get(stage, 0), footprint.own_bytes)
-        for stage, saved in largest.items():
-            planned = sizes.stages[stage].saved
-            if saved > max(planned, self._largest.get(stage, 0)):
-                self._largest[stage] = saved
-                self._num_measurings += 1
-                self._memory.kinds.clear()
-                LOG.info("%s: a microbatch of stage %d saves %d bytes, planned %d", self.rule, stage, saved, planned)
+    def _measure_anew(self, why: str) -> None:
+        self._revision += 1
+        LOG.info("%s: %s, so that the next step measures anew", self.rule, why)
 
     # The plan for what was measured, which all ranks make from the same numbers
 
     def _planned(self, key: StepKey, gather: Gather) -> Plan:
         reports = [json.loads(data) for data in gather(lambda schedule: schedule._report(key))]
+        self._say("making the plan for what was measured")
         refusal = next((report["refusal"] for report in reports if report["refusal"]), None)
         if refusal is not None:
             raise AgreementError(refusal)
@@ -221,11 +219,11 @@ class Balanced(Schedule):
 
     def _agreed_plan(self, sizes: Sizes, budgets: Sequence[int | None] | None, gather: Gather) -> Plan:
         """Make the plan, and raise on all ranks if one of them could not, or has made another."""
-        error: BPipeError | None = None
+        error: BaseException | None = None
         try:
             plan = self._made_plan(sizes, budgets)
             outcome = plan.fingerprint()
-        except BPipeError as failure:
+        except BaseException as failure:  # told before it is raised, so that no rank waits
             error, outcome = failure, f"{type(failure).__name__}: {failure}"
         outcomes = [data.decode() for data in gather(lambda _: outcome.encode())]
         if error is not None:
@@ -246,25 +244,28 @@ class Balanced(Schedule):
     def _report(self, key: StepKey) -> bytes:
         """What this rank tells the others: its stages' sizes, its static bytes and its budget, or why it cannot go on."""
         try:
-            report = self._own_report(self._shapes[key].measured)
+            report = self._own_report(self._shapes.of(key))
         except Exception as error:
             report = {"refusal": f"rank {self._plan_rank} cannot make a plan: {type(error).__name__}: {error}"}
         return json.dumps(report).encode()
 
-    def _own_report(self, measured: _Measured | None) -> dict[str, Any]:
+    def _own_report(self, shapes: Shapes) -> dict[str, Any]:
+        measured, device = shapes.measured, self._transport.device
         assert measured is not None, "a plan is made of what was measured"
-        device = self._transport.device
-        refusal = "" if self._replicas is None else difference(self._replicas, measured.stages, device)  # before what may fail
+        refusal = ""
+        if self._replicas is not None and not shapes.is_compared:  # before what may fail, and not when one pipeline grows
+            refusal, shapes.is_compared = difference(self._replicas, measured.stages, device), True
+        self._num_states = self._count_states()
         static = static_bytes(self._modules(), device, self._optimizer) + measured.held_bytes + measured.returned_bytes
         return {
             "rank": self._plan_rank,
-            "stages": {stage: asdict(sizes) for stage, sizes in measured.stages.items()},
+            "stages": {stage: asdict(sizes) for stage, sizes in shapes.stages().items()},
             "static": static,
             "budget": self._own_budget(measured),
             "refusal": refusal,
         }
 
-    def _own_budget(self, measured: _Measured) -> int | None:
+    def _own_budget(self, measured: Measured) -> int | None:
         """This rank's budget in bytes; None for no limit, or as low as possible."""
         if self._is_lowest:
             return None

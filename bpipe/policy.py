@@ -37,7 +37,11 @@ class Policy:
         """
         if not _is_count(self.parts) or self.parts > MOST_PARTS:
             raise ConfigurationError(f"parts={self.parts!r}: give a whole number from 1 to {MOST_PARTS}")
+        if self.inside and self.parts == 1:
+            raise ConfigurationError("inside=True moves parts of microbatches inside forwards and backwards: give parts=2 or more")
         self._check_budget(plan.num_ranks)
+        if self.costs is not None:
+            self.costs.check(plan)
         self.to.check(plan.num_ranks)
         if self.sizes is not None:
             self._check_sizes(self.sizes, plan)

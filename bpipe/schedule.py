@@ -259,7 +259,7 @@ class Schedule:
         if not self._group_ranks:
             self._place(records)
         key = (step.is_training, tuple(record.signature for record in records))
-        plan = self._plan_to_run(step, key, gather)
+        plan = self._plan_to_run(step, key, tuple(record.revision for record in records), gather)
         self._connect(plan)
         is_learning = key not in self._learned
         layouts = self._learned.setdefault(key, {})
@@ -286,7 +286,7 @@ class Schedule:
         self._group_ranks = [owner[stage_of[rank]] for rank in range(self.plan.num_ranks)]
         self._connect(self.plan)
 
-    def _plan_to_run(self, step: Step, key: StepKey, gather: Gather) -> Plan:
+    def _plan_to_run(self, step: Step, key: StepKey, revisions: tuple[int, ...], gather: Gather) -> Plan:
         """The plan of a step whose inputs look so on all ranks. Collective where it calls `gather`."""
         return step.plan
 

@@ -7,6 +7,7 @@ import copy
 import logging
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -198,21 +199,59 @@ class Grows(nn.Module):
         return y.exp().sin() if self.is_grown else y
 
 
-def test_sizes_that_grow_are_measured_anew(caplog):
-    caplog.set_level(logging.INFO, "bpipe")
+def growing(steps: list[bool], which: Sequence[int] = range(4)) -> tuple[list[Any], list[list[float]]]:
+    """Steps in which some stages save more, or do not: the schedules, and what each rank used beyond its plan in each step."""
     modules = [Grows() for _ in range(4)]
     loopback, schedules = pipeline(Over(bpipe.OneFOneB, {"budget": "lowest"}), modules, M, mse)
-    budgets, unplanned = [], []
-    for step in range(6):
-        modules[1].is_grown = step >= 2
+    unplanned = []
+    for is_grown in steps:
+        for stage in which:
+            modules[stage].is_grown = is_grown
         loopback.step(schedules, torch.cat(EVEN), target=torch.cat(EVEN), return_outputs=False)
-        stats = schedules[1].stats
-        unplanned.append(stats["device_peak_bytes"] - stats["predicted_device_peak_bytes"])
-        budgets.append(schedules[0].plan.budgets and schedules[0].plan.budgets[0])
-    assert messages(caplog, "a microbatch of stage 1 saves") == 1
-    assert [budget is None for budget in budgets] == [True, False, False, True, False, False]
-    assert budgets[1] == budgets[2] < budgets[4] == budgets[5]
-    assert [more > 0 for more in unplanned] == [False, False, True, False, False, False]
+        unplanned.append([s.stats["device_peak_bytes"] - s.stats["predicted_device_peak_bytes"] for s in schedules])
+    return schedules, unplanned
+
+
+@pytest.mark.parametrize("which", [[1], range(4)])
+def test_sizes_that_grow_are_measured_anew_on_all_ranks(caplog, which):
+    caplog.set_level(logging.INFO, "bpipe")
+    schedules, unplanned = growing([False] * 2 + [True] * 4, which)
+    always, _ = growing([True] * 2, which)
+    assert "saves more than planned, so that the next step measures anew" in caplog.text
+    assert [any(more > 0 for more in ranks) for ranks in unplanned] == [False, False, True, False, False, False]
+    assert unplanned[-1] == [0] * 4
+    assert schedules[0].plan.sizes == always[0].plan.sizes
+
+
+def test_sizes_that_come_and_go_are_covered():
+    _, unplanned = growing([False, False] + [True, False] * 4)
+    beyond = [any(more > 0 for more in ranks) for ranks in unplanned]
+    assert beyond[2] and not any(beyond[4:])
+
+
+def test_states_that_an_optimizer_makes_later_are_counted():
+    """As with gradients accumulated over several steps."""
+    modules = modules_of("quiet", 4)
+    optimizers = [torch.optim.Adam(module.parameters()) for module in modules]
+    loopback, schedules = pipeline(bpipe.OneFOneB, modules, M, mse)
+    schedules = [bpipe.Balanced(schedule, optimizer=optimizer) for schedule, optimizer in zip(schedules, optimizers)]
+    static = []
+    for step in range(6):
+        loopback.step(schedules, torch.cat(EVEN), target=torch.cat(EVEN), return_outputs=False)
+        static.append(schedules[0].stats["static_bytes"])
+        for optimizer in optimizers if step % 3 == 2 else ():
+            optimizer.step()
+    states = sum(2 * p.nbytes + 4 for p in modules[0].parameters())
+    assert static[4] == static[5] == static[2] + states
+
+
+def test_shapes_that_hardly_repeat_are_warned_of(caplog):
+    loopback, schedules = pipeline(Over(bpipe.OneFOneB, {"budget": "lowest"}), modules_of("quiet", 4), M, mse)
+    for tokens in range(1, 21):
+        x = torch.cat([row[:, :1].expand(-1, tokens, -1) for row in EVEN])
+        loopback.step(schedules, x, target=x, return_outputs=False)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "ran one microbatch at a time to measure them: pad inputs to a few shapes" in caplog.text
 
 
 # What is given instead of measured.
@@ -503,6 +542,28 @@ def test_ranks_that_were_given_different_things(options):
     assert all("the ranks disagree on the plan" in told for told in run_ranks(differing, 2, options))
 
 
+def grows_alone(rank: int) -> list[float]:
+    """Two pipelines of two ranks: in one of them microbatches grow, and all reduce gradients with their replicas in each step."""
+    pipelines, replicas = ([dist.new_group(ranks) for ranks in groups] for groups in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
+    which, stage = divmod(rank, 2)
+    torch.manual_seed(stage)
+    module = Grows()
+    plain = bpipe.GPipe(bpipe.PipelineStage(module, stage, 2, "cpu", pipelines[which]), M, loss_fn=mse)
+    schedule = bpipe.Balanced(plain, budget="lowest", to=Destinations(host="only"), replicas=replicas[stage])
+    for step in range(6):
+        module.is_grown = which == 0 and step >= 2
+        schedule.step(torch.cat(EVEN), target=torch.cat(EVEN))
+        for parameter in module.parameters():
+            dist.all_reduce(parameter.grad, group=replicas[stage])
+    return [schedule._revision, *(float(parameter.grad.sum()) for parameter in module.parameters())]
+
+
+def test_a_pipeline_that_grows_alone_does_not_wait_for_its_replicas():
+    results = run_ranks(grows_alone, 4)
+    assert [revision for revision, *_ in results] != [0] * 4
+    assert [gradients for _, *gradients in results[:2]] == [gradients for _, *gradients in results[2:]]
+
+
 def with_replicas(rank: int, sizes: list[int]) -> tuple[str, float, float]:
     """Two pipelines of two ranks; the second one's microbatches may be of another size."""
     pipelines, replicas = ([dist.new_group(ranks) for ranks in groups] for groups in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
@@ -586,6 +647,32 @@ def plans_otherwise(rank: int, policy: dict[str, Any]) -> str:
         schedule.step(torch.cat(EVEN), target=torch.cat(EVEN))
     schedule.eval(torch.cat(EVEN))
     return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def interrupted(rank: int, error: str) -> str:
+    """Planning fails on one rank with an error that is not bpipe's own."""
+    plain = bpipe.OneFOneB(bpipe.PipelineStage(nn.Linear(WIDTH, WIDTH), rank, 2, "cpu"), M, loss_fn=mse)
+    schedule = bpipe.Balanced(plain, budget="lowest")
+    schedule.step(torch.cat(EVEN), target=torch.cat(EVEN))
+    make = schedule._made_plan
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt if error == "KeyboardInterrupt" else RecursionError
+
+    if rank:
+        schedule._made_plan = fail
+    with pytest.raises((AgreementError, KeyboardInterrupt, RecursionError)) as caught:
+        schedule.step(torch.cat(EVEN), target=torch.cat(EVEN))
+    schedule._made_plan = make
+    schedule.step(torch.cat(EVEN), target=torch.cat(EVEN))
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "RecursionError"])
+def test_a_rank_whose_planning_fails_tells_the_others(error):
+    told = run_ranks(interrupted, 2, error)
+    assert told[0].startswith("AgreementError: the ranks made different plans") and error in told[0]
+    assert told[1].startswith(error)
 
 
 def test_ranks_that_make_different_plans():

@@ -12,10 +12,10 @@ __all__: list[str] = []
 
 MOST_STAGES = 64  # on one rank
 NOTHING = 0xFFFF
-RECORD = struct.Struct(f"<6sH16s16sBQIII16s{MOST_STAGES}H256s")
+RECORD = struct.Struct(f"<6sH16s16sBQIII16s{MOST_STAGES}H256sI")
 MAGIC = b"bpipe\1"
 TRACES, GATHERS = b"bpipet", b"bpipel"  # what other collective calls begin with, so that none is mistaken for a step
-OTHER_CALLS = {TRACES: "starts a trace", GATHERS: "gathers a trace"}
+OTHER_CALLS = {TRACES: "starts a trace", GATHERS: "makes a plan or gathers a trace"}
 
 
 class Record(NamedTuple):
@@ -31,6 +31,7 @@ class Record(NamedTuple):
     signature: bytes  # 16 bytes: a hash of the shapes and dtypes of this rank's inputs
     stages: tuple[int, ...]  # that this rank holds
     refusal: str  # why this rank cannot run the step; empty if it can
+    revision: int = 0  # how often this rank has asked to measure its microbatches anew
 
     def pack(self) -> bytes:
         padded = self.stages + (NOTHING,) * (MOST_STAGES - len(self.stages))
@@ -47,6 +48,7 @@ class Record(NamedTuple):
             self.signature,
             *padded,
             self.refusal.encode()[:256],
+            self.revision,
         )
 
     @classmethod
@@ -61,6 +63,7 @@ class Record(NamedTuple):
         magic, count, version, fingerprint, is_training, step, num_stages, num_microbatches, pipeline, signature, *rest = (
             RECORD.unpack(data)
         )
+        *stages, refusal, revision = rest
         if magic in OTHER_CALLS:
             raise AgreementError(f"another rank {OTHER_CALLS[magic]} while this one steps: make the same calls on all ranks")
         if magic != MAGIC or count > MOST_STAGES or num_stages < 1:
@@ -74,8 +77,9 @@ class Record(NamedTuple):
             num_microbatches=num_microbatches,
             pipeline=pipeline,
             signature=signature,
-            stages=tuple(rest[:count]),
-            refusal=_text(rest[-1]),
+            stages=tuple(stages[:count]),
+            refusal=_text(refusal),
+            revision=revision,
         )
 
 

@@ -27,7 +27,8 @@ def exchange(transport: Transport, data: bytes) -> list[bytes]:
     for rank, record in enumerate(transport.agree(LENGTH.pack(GATHERS, len(data)).ljust(RECORD.size, b"\0"))):
         magic, length = LENGTH.unpack_from(record)
         if magic != GATHERS:
-            raise AgreementError(f"rank {rank} runs a step or starts a trace while this one gathers: do the same on all ranks")
+            doing = "runs a step or starts a trace while this one makes a plan or gathers a trace"
+            raise AgreementError(f"rank {rank} {doing}: do the same on all ranks")
         lengths.append(length)
     gathered = transport.agree(data.ljust(max(1, *lengths), b"\0"))
     return [padded[:length] for padded, length in zip(gathered, lengths)]

@@ -55,7 +55,12 @@ def footprint_of(contents: Contents) -> Footprint:
 
 def covering(footprints: Iterable[Footprint]) -> StageSizes:
     """Sizes within which each of some microbatches of a stage stays; those of one, if they are alike."""
-    sizes = [footprint.sizes() for footprint in set(footprints)]
+    return largest_of(footprint.sizes() for footprint in set(footprints))
+
+
+def largest_of(some: Iterable[StageSizes]) -> StageSizes:
+    """Sizes that cover all of some."""
+    sizes = list(some)
     is_halved = any(one.between is not None for one in sizes)
     return StageSizes(
         parts=tuple(max(column) for column in zip_longest(*(one.parts for one in sizes), fillvalue=0)),

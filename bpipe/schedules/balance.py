@@ -19,7 +19,7 @@ from bpipe.schedules.sizes import Sizes
 
 __all__ = ["balance", "level"]
 
-FINENESS = 4096  # a peak is found to within this part of it
+FINENESS = 1024  # a peak is found to within this part of it
 
 
 def default_slots(num_stages: int) -> int:
@@ -48,12 +48,14 @@ def balance(
         sizes: what a microbatch takes in bytes, if bytes are to be counted instead.
         budgets: with `sizes`, the budget in bytes, static ones included, one number or one a rank.
         to: who may take the evicted; default: the pair p-1-x, then any rank with room.
-        costs: how long computations and transfers take; what can be hidden behind computations is evicted first.
+        costs: how long computations and transfers take; what can be hidden behind computations is evicted first. Each rank
+            decides by itself, so that transfers which share a link may still show, by a few percent.
         rule: "fewest" moves as little as the budget allows, what is needed again last;
             "eager" evicts one microbatch with each forward and loads one with each backward (the paper's steady state).
 
     Raises:
-        BudgetError: no placement meets the budget; the message names the smallest one that works.
+        BudgetError: no placement that the pass finds meets the budget; the message names the smallest one that works, to
+            within 1/1024 of the highest peak.
         ConfigurationError: budgets, destinations or rule make no sense.
     """
     if (slots is None) == (sizes is None) or (sizes is None) != (budgets is None):

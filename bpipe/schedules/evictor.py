@@ -21,6 +21,9 @@ __all__: list[str] = []
 THRIFTS = (1.0, 0.5, 1.5, 0.0, 0.75, 2.0, 3.0)  # what a candidate's size counts against it; each finds what others miss
 
 
+PATIENCE = 1_000_000  # candidates
+
+
 class Effort:
     """How much may be looked at to find something cheaper than what was found first.
 
@@ -34,6 +37,11 @@ class Effort:
     @property
     def is_spent(self) -> bool:
         return self._left <= 0
+
+    @property
+    def is_beyond_patience(self) -> bool:
+        """Whether so much was looked at that a rank for which nothing was found has to do without."""
+        return self._left <= -PATIENCE
 
     def spend(self, num_candidates: int) -> None:
         self._left -= num_candidates
@@ -111,7 +119,7 @@ class Evictor:
                 shortage = found
             elif best is None or found.cost < best.cost:
                 best = found
-            if best is not None and effort.is_spent:
+            if effort.is_beyond_patience or (best is not None and effort.is_spent):
                 break
         if best is None:
             return shortage
@@ -125,9 +133,16 @@ class Evictor:
         thrifts = THRIFTS[:1] if not are_uneven(self.sizes) else THRIFTS[:3] if effort.is_spent else THRIFTS
         for pace in paces:
             for some in (offers[:1], offers) if len(offers) > 1 else (offers,) if offers else ():
-                for most_parts in range(max(map(len, self.sizes.values())), 0, -1):
+                for most_parts in self._numbers_of_parts():
                     for thrift in thrifts:
                         yield self._swept(Sweep(self.steps, pace, limit, self.sizes, some, most_parts, thrift), effort)
+
+    def _numbers_of_parts(self) -> Iterator[int]:
+        """How many parts of a microbatch may be away at most: all, and ever fewer; half as many where sweeps are slow."""
+        number, is_slow = max(map(len, self.sizes.values())), are_uneven(self.sizes) and not self.steps.is_in_pieces
+        while number:
+            yield number
+            number = number // 2 if is_slow and number > 4 else number - 1
 
     def _improved(self, best: Found, effort: Effort) -> Found:
         """Leave out one eviction, the largest first, and see whether others are cheaper; again and again."""
@@ -142,15 +157,17 @@ class Evictor:
 
     def _swept(self, sweep: Sweep, effort: Effort) -> Found | Shortage:
         """Sweep until the guests fit into rooms: one that a larger guest has left is larger than the next one needs."""
+        given = sweep.offers
         while True:
             decision = sweep.run()
             effort.spend(sweep.num_ranked)
             if isinstance(decision, Shortage):
                 return decision
             settled = self._settled(decision)
-            offers = [_without(offer, settled.rooms.get(offer.peer, 0)) for offer in sweep.offers]
-            if offers == list(sweep.offers):
-                return Found(sweep, settled)
+            lacking = [0 if room is None else max(0, settled.rooms.get(peer, 0) - room) for peer, room in given]
+            if not any(lacking):
+                return Found(replace(sweep, offers=given), settled)
+            offers = [offer if not less else _smaller(offer, less) for offer, less in zip(sweep.offers, lacking)]
             sweep = replace(sweep, offers=offers)
 
     def _settled(self, decision: Decision) -> Settled:
@@ -160,6 +177,6 @@ class Evictor:
         return Settled(decision, lane, rooms)
 
 
-def _without(offer: Offer, rooms: int) -> Offer:
+def _smaller(offer: Offer, less: int) -> Offer:
     """The offer, smaller by what the rooms of its guests would take too much."""
-    return offer if offer.room is None or rooms <= offer.room else offer._replace(room=2 * offer.room - rooms)
+    return offer if offer.room is None else offer._replace(room=offer.room - less)

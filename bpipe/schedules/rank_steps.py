@@ -64,6 +64,7 @@ class RankSteps:
                     self._append(None, occupied)
             self._append(action, occupied)
         self._boundaries.append(len(self.steps))
+        self.is_in_pieces = any(action.part for action in self.actions if action.op in COMPUTE)
         self.peak = max(self.level, default=static)
 
     def _append(self, step: Action | None, occupied: int) -> None:

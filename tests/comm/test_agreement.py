@@ -23,6 +23,7 @@ RECORDS = st.builds(
     signature=st.binary(min_size=16, max_size=16),
     stages=st.lists(st.integers(0, NOTHING - 1), max_size=MOST_STAGES).map(tuple),
     refusal=st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=60),
+    revision=st.integers(0, 2**32 - 1),
 )
 BASE = Record("1.0", "ab" * 16, True, 3, 3, 8, 1, bytes(16), (0,), "")
 
