@@ -7,7 +7,7 @@ import json
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -21,11 +21,11 @@ from bpipe.memory.static import available_bytes, bytes_under, present_bytes, sta
 from bpipe.policy import Budget, Policy
 from bpipe.runtime.run import Run
 from bpipe.schedule import Gather, Proven, Schedule, Step, StepKey
-from bpipe.schedules import Costs, Op, Plan, finish
-from bpipe.schedules.amounts import show_each
-from bpipe.schedules.communicate import communicate, computations_only
+from bpipe.schedules import Costs, Plan, finish
+from bpipe.schedules.communicate import computations_only
 from bpipe.schedules.destinations import Destinations
 from bpipe.schedules.one_at_a_time import one_at_a_time
+from bpipe.schedules.outcome import outcome
 from bpipe.schedules.sizes import Sizes, StageSizes
 
 __all__ = ["Balanced"]
@@ -210,11 +210,7 @@ class Balanced(Schedule):
             static=tuple(report["static"] for report in by_rank),
         )
         plan = self._agreed_plan(sizes, None if self._is_lowest else [report["budget"] for report in by_rank], gather)
-        before = communicate(replace(self._base, sizes=sizes)).peak_bytes
-        num_evicted = sum(action.op is Op.EVICT for lane in plan.actions for action in lane)
-        self._say(
-            f"balanced with {num_evicted} evictions a step: the peak was {show_each(before)}, and is {show_each(plan.peak_bytes)}"
-        )
+        self._say(outcome(plan))
         return plan
 
     def _agreed_plan(self, sizes: Sizes, budgets: Sequence[int | None] | None, gather: Gather) -> Plan:

@@ -181,10 +181,19 @@ def test_other_shapes_are_measured_and_planned_anew_and_both_plans_stay(caplog, 
         if step % 3 == 0:  # an evaluation in between changes nothing
             assert torch.equal(loopback.eval(schedules, torch.cat(EVEN)), nn.Sequential(*modules)(torch.cat(EVEN)))
     assert [len(plans[id(xs)]) for xs in (EVEN, SHORTER, UNEVEN)] == [2, 2, 2]  # the measuring one, and its own
-    assert (messages(caplog, "new shapes or sizes"), messages(caplog, "balanced with")) == (2, 3)
+    assert (messages(caplog, "new shapes or sizes"), messages(caplog, "moves ")) == (2, 3)
     assert schedules[0].stats["evicted_bytes"] > 0
     for schedule in schedules:  # microbatches differ, and the plan covers the largest of them
         assert schedule.stats["device_peak_bytes"] <= schedule.stats["predicted_device_peak_bytes"]
+
+
+def test_what_is_level_already_is_left_alone_and_said_to_be(caplog):
+    caplog.set_level(logging.INFO, "bpipe")
+    loopback, schedules = pipeline(Over(bpipe.GPipe, {"budget": "lowest"}), modules_of("quiet", 4), M, mse)
+    for _ in range(2):
+        loopback.step(schedules, torch.cat(EVEN), target=torch.cat(EVEN), return_outputs=False)
+    assert schedules[0].plan.actions == build("gpipe", 4, M).actions
+    assert "gpipe: is as low as it gets: nothing moves, peak" in caplog.text
 
 
 class Grows(nn.Module):

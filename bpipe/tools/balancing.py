@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from bpipe.errors import ConfigurationError
 from bpipe.schedules import Action, Costs, Destinations, Op, Plan, Sizes, StageSizes, finish
-from bpipe.schedules.action import HOST
-from bpipe.schedules.amounts import show_bytes, show_each
 from bpipe.schedules.by_bytes import by_bytes
-from bpipe.schedules.communicate import communicate, computations_only
+from bpipe.schedules.outcome import outcome
 
 __all__: list[str] = []
 
@@ -66,23 +63,4 @@ def sizes_of(plan: Plan, costs: Costs, num_parts: int) -> Sizes:
 
 def told(plan: Plan) -> list[str]:
     """What balancing in bytes did, in a line; nothing of a plan that counts slots."""
-    if plan.sizes is None:
-        return []
-    before = unbalanced_peaks(plan)
-    moved = sum(len(plan.evicted(rank)) for rank in range(plan.num_ranks))
-    if not moved:
-        why = "is level already" if len(set(before)) == 1 else "is as low as it gets" if plan.budgets is None else "fits"
-        return [f"{plan.name} {why}: nothing moves, peak {show_each(before)}"]
-    evictions = [action for lane in plan.actions for action in lane if action.op is Op.EVICT]
-    to_hosts = sum(map(plan.sizes.moved, (action for action in evictions if action.peer == HOST)))
-    return [
-        f"{plan.name} moves {moved} of {plan.num_stages * plan.num_microbatches} microbatches of a stage, "
-        f"{show_bytes(sum(map(plan.sizes.moved, evictions)))} each way"
-        + f", {show_bytes(to_hosts)} of it to hosts" * bool(to_hosts)
-        + f"; its peak was {show_each(before)}, and is {show_each(plan.peak_bytes)}"
-    ]
-
-
-def unbalanced_peaks(plan: Plan) -> tuple[int, ...]:
-    """The peaks of a plan's computations without evictions, by its sizes."""
-    return communicate(replace(computations_only(plan), sizes=plan.sizes)).peak_bytes
+    return [] if plan.sizes is None else [f"{plan.name} {outcome(plan)}"]

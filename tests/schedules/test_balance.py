@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from bpipe.errors import BudgetError, ConfigurationError
 from bpipe.schedules import Op, Plan, build, one_f_one_b, verify
+from bpipe.schedules.action import HOST
 from bpipe.schedules.balance import balance
+from bpipe.schedules.destinations import Destinations
 from tests.schedules.replay import occupied, replay
 from tests.schedules.strategies import computations
 
@@ -201,3 +203,11 @@ def test_options_that_make_no_sense(options, message: str) -> None:
     with pytest.raises(ConfigurationError) as raised:
         build("balanced_1f1b", 4, 8, **options)
     assert message in str(raised.value) or re.search(message, str(raised.value))
+
+
+def test_the_pair_is_asked_first_then_ones_own_node_then_the_roomiest() -> None:
+    room = [0, 2, 5, None, 1, 3]
+    assert Destinations().of(0, room) == [5, 3, 2, 1, 4]
+    assert Destinations(nodes=(0, 0, 1, 1, 0, 1)).of(0, room) == [5, 1, 4, 3, 2]
+    assert Destinations(others=False, host="last").of(0, room) == [5, HOST]
+    assert Destinations(host="only").of(0, room) == [HOST]

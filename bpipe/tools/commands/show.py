@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from bpipe.errors import ConfigurationError
 from bpipe.schedules import Plan
 from bpipe.schedules.grid import head, num_fitting, rows
+from bpipe.schedules.outcome import unbalanced_peaks
 from bpipe.tools.arguments import add_budget, add_costs, add_plan, costs_given, costs_of, plan_of, within_budget
-from bpipe.tools.balancing import told, unbalanced_peaks
+from bpipe.tools.balancing import told
 from bpipe.tools.result import Result
 from bpipe.tools.terminal import console
 
