@@ -144,7 +144,7 @@ class Balanced(Schedule):
         return finish(self._base) if self._first_plan is None else self._first_plan
 
     def _record(self, is_training: bool, signature: bytes = bytes(16), refusal: str = "") -> Record:
-        if self._num_states not in (None, self._count_states()):
+        if self._num_states is not None and self._num_states != self._count_states():
             self._measure_anew("the optimizer has states that were not counted")
             self._num_states = None
         return super()._record(is_training, signature, refusal)._replace(revision=self._revision)
