@@ -35,7 +35,7 @@ def refused(plan: Plan) -> bool:
 
 
 @given(sized_plans())
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_balanced_plans_verify_run_and_keep_their_budgets(plan: Plan) -> None:
     verify(plan)
     assert occupied(plan) == plan.peak_slots
@@ -52,7 +52,7 @@ def smallest(error: BudgetError) -> list[int | None]:
 
 
 @given(problems(), st.integers(1, 60) | st.lists(st.none() | st.integers(1, 60), min_size=5, max_size=5))
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_a_budget_is_kept_or_the_smallest_that_works_is_named(problem: Problem, given_budget) -> None:
     """It works, and one quantum less does not: budgets are searched to 1/4096 of the highest peak."""
     plan, sizes, to, costs = problem
@@ -76,7 +76,7 @@ def test_a_budget_is_kept_or_the_smallest_that_works_is_named(problem: Problem, 
 
 
 @given(sized_plans(), st.sampled_from(STRUCTURAL), st.randoms(use_true_random=False))
-@settings(max_examples=150)
+@settings(max_examples=100)
 def test_structural_mutations_are_caught(plan: Plan, mutation: Mutation, random: Random) -> None:
     mutant = mutation(plan, random)
     if mutant is not None:
