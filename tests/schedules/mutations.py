@@ -7,13 +7,24 @@ from contextlib import suppress
 from dataclasses import replace
 from random import Random
 
-from bpipe.errors import ConfigurationError
-from bpipe.schedules import Action, Op, Plan
+from bpipe.errors import ConfigurationError, PlanError
+from bpipe.schedules import Action, Op, Plan, verify
 from bpipe.schedules.action import HOST
 
 MOVES = frozenset(op for op in Op if any(name in op for name in ("EVICT", "LOAD", "ACCEPT", "RETURN")))
 
 Mutation = Callable[[Plan, Random], Plan | None]
+
+
+def refused(plan: Plan) -> bool:
+    """Whether the verifier refuses a plan."""
+    try:
+        verify(plan)
+    except PlanError:
+        return True
+    return False
+
+
 Lane = tuple[Action, ...]
 
 

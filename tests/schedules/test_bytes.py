@@ -16,19 +16,11 @@ from hypothesis import strategies as st
 from bpipe.errors import BudgetError, ConfigurationError, PlanError
 from bpipe.schedules import Costs, Destinations, Plan, Sizes, build, finish, verify
 from bpipe.schedules.balance import FINENESS, balance, level
-from tests.schedules.mutations import ORDERING, STRUCTURAL, Mutation, size_changed
+from tests.schedules.mutations import ORDERING, STRUCTURAL, Mutation, refused, size_changed
 from tests.schedules.replay import occupied, occupied_bytes, replay
 from tests.schedules.sized import Problem, problems, sized_plans
 
 MUTANTS = 12  # of each plan
-
-
-def refused(plan: Plan) -> bool:
-    try:
-        verify(plan)
-    except PlanError:
-        return True
-    return False
 
 
 # Balanced plans.
@@ -54,7 +46,7 @@ def smallest(error: BudgetError) -> list[int | None]:
 @given(problems(), st.integers(1, 60) | st.lists(st.none() | st.integers(1, 60), min_size=5, max_size=5))
 @settings(max_examples=100)
 def test_a_budget_is_kept_or_the_smallest_that_works_is_named(problem: Problem, given_budget) -> None:
-    """It works, and one quantum less does not: budgets are searched to 1/4096 of the highest peak."""
+    """It works, and one quantum less does not: budgets are searched to a part of the highest peak."""
     plan, sizes, to, costs = problem
     budgets = given_budget if isinstance(given_budget, int) else given_budget[: plan.num_ranks]
     quantum = max(1, max(finish(replace(plan, sizes=sizes)).peak_bytes) // FINENESS)

@@ -19,19 +19,11 @@ from bpipe.errors import PlanError
 from bpipe.schedules import Action, Op, Plan, Sizes, StageSizes, build, finish, one_f_one_b, verify
 from bpipe.schedules.order import linearise
 from tests.schedules import mutations
-from tests.schedules.mutations import ORDERING, STRUCTURAL, Mutation, lanes
+from tests.schedules.mutations import ORDERING, STRUCTURAL, Mutation, lanes, refused
 from tests.schedules.replay import occupied, replay
 from tests.schedules.strategies import computations, gathering_plans, plans, split
 
 MUTANTS = 12  # of each plan
-
-
-def refused(plan: Plan) -> bool:
-    try:
-        verify(plan)
-    except PlanError:
-        return True
-    return False
 
 
 # Sound plans.
