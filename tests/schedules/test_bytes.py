@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from random import Random
@@ -14,13 +15,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpipe.errors import BudgetError, ConfigurationError, PlanError
-from bpipe.schedules import Costs, Destinations, Plan, Sizes, build, finish, verify
+from bpipe.schedules import Costs, Destinations, Plan, Sizes, build, finish, problem, verify
 from bpipe.schedules.balance import FINENESS, balance, level
 from tests.schedules.mutations import ORDERING, STRUCTURAL, Mutation, refused, size_changed
 from tests.schedules.replay import occupied, occupied_bytes, replay
 from tests.schedules.sized import Problem, problems, sized_plans
 
 MUTANTS = 12  # of each plan
+
+
+@pytest.fixture(autouse=True, scope="module")
+def little_effort() -> Iterator[None]:
+    """Plans are many here, and judged by whether they are sound: a short search for cheaper ones does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(problem, "EFFORT", 20_000)
+        yield
 
 
 # Balanced plans.
@@ -45,9 +54,9 @@ def smallest(error: BudgetError) -> list[int | None]:
 
 @given(problems(), st.integers(1, 60) | st.lists(st.none() | st.integers(1, 60), min_size=5, max_size=5))
 @settings(max_examples=100)
-def test_a_budget_is_kept_or_the_smallest_that_works_is_named(problem: Problem, given_budget) -> None:
+def test_a_budget_is_kept_or_the_smallest_that_works_is_named(drawn: Problem, given_budget) -> None:
     """It works, and one quantum less does not: budgets are searched to a part of the highest peak."""
-    plan, sizes, to, costs = problem
+    plan, sizes, to, costs = drawn
     budgets = given_budget if isinstance(given_budget, int) else given_budget[: plan.num_ranks]
     quantum = max(1, max(finish(replace(plan, sizes=sizes)).peak_bytes) // FINENESS)
     try:
@@ -115,8 +124,8 @@ def test_a_changed_size_has_the_verdict_of_the_replay(plan: Plan, random: Random
 
 @given(problems())
 @settings(max_examples=60)
-def test_what_is_reached_can_be_asked_for(problem: Problem) -> None:
-    plan, sizes, to, costs = problem
+def test_what_is_reached_can_be_asked_for(drawn: Problem) -> None:
+    plan, sizes, to, costs = drawn
     lowest = level(plan, sizes, to=to, costs=costs)
     if lowest.budgets is not None:
         again = finish(balance(plan, sizes=sizes, budgets=lowest.budgets, to=to, costs=costs))
