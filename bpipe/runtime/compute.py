@@ -118,7 +118,7 @@ class Compute:
         self._undivided = undivided
         self._graphs: dict[Key, Graph] = {}
         self._halves: dict[Key, WeightHalf] = {}
-        self._new_gradients = NewGradients(stages)
+        self._new_gradients = NewGradients(stages if has_backward else {})
         self._foreign: dict[int, str] | None = None
         self._foreign_alive: list[StorageWeakRef] = []
 

@@ -21,7 +21,7 @@ __all__: list[str] = []
 THRIFTS = (1.0, 0.5, 1.5, 0.0, 0.75, 2.0, 3.0)  # what a candidate's size counts against it; each finds what others miss
 
 
-PATIENCE = 1_000_000  # candidates
+PATIENCE = 1_000_000  # candidates that are looked at in vain
 
 
 class Effort:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -91,8 +90,10 @@ def test_an_unsound_plan_is_shown_or_refused(plan: Plan, mutation: Mutation, ran
     if lacking:
         mutant = replace(mutant, sizes=replace(mutant.sizes, **{lacking: getattr(mutant.sizes, lacking)[:-1]}))
     for show in (str, lambda plan: plan.peak_bytes, lambda plan: plan.host_bytes(0)):
-        with suppress(PlanError):
-            show(mutant)
+        try:
+            assert show(mutant) is not None
+        except PlanError:
+            assert refused(mutant)
 
 
 def test_an_unsound_plan_says_that_it_is() -> None:
