@@ -122,7 +122,8 @@ class Balanced(Schedule):
         self._recent: deque[bool] = deque(maxlen=LATEST)  # whether the latest steps measured
         self._has_warned = False
         schedule.close()
-        super().__init__(*schedule._arguments)
+        timeout_s, slow_s = schedule._waits
+        super().__init__(*schedule._arguments, timeout_s=timeout_s, slow_s=slow_s)
         self._memory.is_inside = inside
         self._memory.most_parts = {s: parts if sizes is None else len(sizes.stages[s].parts) for s in self._stages}
         asked = f"{self._policy} {replicas is not None}"
@@ -143,11 +144,11 @@ class Balanced(Schedule):
     def _make_plan(self, *_: Any) -> Plan:
         return finish(self._base) if self._first_plan is None else self._first_plan
 
-    def _record(self, is_training: bool, signature: bytes = bytes(16), refusal: str = "") -> Record:
+    def _record(self, is_training: bool, signature: bytes) -> Record:
         if self._num_states is not None and self._num_states != self._count_states():
             self._measure_anew("the optimizer has states that were not counted")
             self._num_states = None
-        return super()._record(is_training, signature, refusal)._replace(revision=self._revision)
+        return super()._record(is_training, signature)._replace(revision=self._revision)
 
     def _count_states(self) -> int:
         return 0 if self._optimizer is None else len(self._optimizer.state)
@@ -180,7 +181,7 @@ class Balanced(Schedule):
                 len(self._recent),
             )
 
-    def _finish(self, step: Step, run: Run, started: float) -> Any:
+    def _finish(self, step: Step, run: Run, started: float) -> None:
         if run.plan is self._measuring:
             ledger, returned = run.evictions.ledger, bytes_under(run.compute.kept(), run.device)
             self._shapes.latest().measured = Measured(
@@ -189,7 +190,7 @@ class Balanced(Schedule):
         elif self._measuring is not None and run.plan.sizes is not None:
             for stage in self._shapes.latest().outgrown(run.plan.sizes, run.evictions.ledger.footprints):
                 self._measure_anew(f"a microbatch of stage {stage} saves more than planned")
-        return super()._finish(step, run, started)
+        super()._finish(step, run, started)
 
     def _measure_anew(self, why: str) -> None:
         self._revision += 1
@@ -223,6 +224,7 @@ class Balanced(Schedule):
             error, outcome = failure, f"{type(failure).__name__}: {failure}"
         outcomes = [data.decode() for data in gather(lambda _: outcome.encode())]
         if error is not None:
+            self._told = error
             raise error
         if len(set(outcomes)) > 1:
             raise AgreementError(

@@ -89,8 +89,12 @@ class _Stages(Schedule):
         output_merge_spec: Any = None,
         scale_grads: bool = True,
         slots: int | Sequence[int | None] | None = None,
+        *,
+        timeout_s: float | None = None,
+        slow_s: float = 30.0,
     ) -> None:
-        super().__init__(stages, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads, slots)
+        arguments = (loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads, slots)
+        super().__init__(stages, n_microbatches, *arguments, timeout_s=timeout_s, slow_s=slow_s)
 
 
 class Interleaved1F1B(_Stages):

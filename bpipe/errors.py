@@ -10,8 +10,12 @@ __all__ = [
     "ConfigurationError",
     "PipelineBrokenError",
     "PlanError",
+    "RankFailedError",
+    "RankLostError",
     "SavedTensorError",
     "StageError",
+    "TransferError",
+    "TransferTimeoutError",
 ]
 
 
@@ -43,8 +47,35 @@ class CommError(BPipeError, RuntimeError):
     """A transfer failed, or a message is not the one that was agreed."""
 
 
+class TransferError(CommError):
+    """A backend ended a transfer. The reason is mostly another rank's, and is raised in its place where it is known."""
+
+
 class AgreementError(CommError):
     """The ranks of a pipeline do not agree on what they are about to run."""
+
+
+class RankFailedError(CommError):
+    """Another rank failed, so that this one cannot go on. There, the error keeps its own type.
+
+    Attributes:
+        rank: of the pipeline's group, where it happened.
+        step: the number of that rank's step; -1 if it is unknown.
+        action: what it was doing, such as "1F2"; empty if unknown, or outside of any action.
+        error: the type and text of its error.
+    """
+
+    def __init__(self, message: str, *, rank: int = -1, step: int = -1, action: str = "", error: str = "") -> None:
+        super().__init__(message)
+        self.rank, self.step, self.action, self.error = rank, step, action, error
+
+
+class RankLostError(RankFailedError):
+    """Another rank's process ended without a word, or its machine did."""
+
+
+class TransferTimeoutError(CommError, TimeoutError):
+    """A rank waited longer than the pipeline's timeout; the message says for whom, and what every rank was doing."""
 
 
 class PipelineBrokenError(BPipeError, RuntimeError):

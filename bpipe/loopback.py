@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -60,7 +61,7 @@ class Loopback:
         self._streams: dict[tuple[int, torch.device], torch.cuda.Stream] = {}
         self._order: tuple[Plan | None, list[tuple[int, Action]]] = (None, [])
         self._latest: tuple[Any, Plan | None] = (None, None)
-        self._is_running = False
+        self._running = threading.Lock()
         self.wires = Wires()
 
     def rank(self, rank: int) -> LoopbackGroup:
@@ -105,11 +106,10 @@ class Loopback:
         for rank, schedule in enumerate(schedules):
             if schedule.group != LoopbackGroup(self, rank):
                 raise ConfigurationError(f"schedule {rank} is not on rank {rank} of this loopback")
-        if self._is_running:
+        if not self._running.acquire(blocking=False):
             raise PipelineBrokenError("a step of this loopback was called from inside another one: one step at a time")
         with ExitStack() as guards:
-            self._is_running = True
-            guards.callback(setattr, self, "_is_running", False)
+            guards.callback(self._running.release)
             for schedule in schedules:
                 guards.enter_context(schedule._guarded())
             started = time.perf_counter()
@@ -121,10 +121,12 @@ class Loopback:
             ]
             with ExitStack() as breaking:
                 for schedule, run in zip(schedules, runs):
-                    breaking.enter_context(schedule._breaking(run))
+                    breaking.enter_context(schedule._breaking())
+                    breaking.enter_context(run.sharding.in_charge())
                 self._execute(runs)
-            results = [schedule._finish(step, run, started) for schedule, step, run in zip(schedules, steps, runs)]
-            return next((result for result, run in zip(results, runs) if run.holds_last_stage), None)
+                for schedule, step, run in zip(schedules, steps, runs):
+                    schedule._finish(step, run, started)
+            return next((schedule._result(run) for schedule, run in zip(schedules, runs) if run.holds_last_stage), None)
 
     def _execute(self, runs: Sequence[Run]) -> None:
         self.wires.clear()

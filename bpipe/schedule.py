@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -15,9 +16,10 @@ from bpipe import microbatch as mb
 from bpipe._version import __version__
 from bpipe.call import Call, Specs, call_of, microbatches_of
 from bpipe.comm.agreement import Record, check
-from bpipe.comm.exchange import exchange
+from bpipe.comm.control import CallOf
+from bpipe.comm.failure import told
 from bpipe.comm.transport import Transport
-from bpipe.errors import ConfigurationError, PipelineBrokenError
+from bpipe.errors import AgreementError, CommError, ConfigurationError, PipelineBrokenError, PlanError
 from bpipe.loopback import Loopback, LoopbackGroup
 from bpipe.memory.ledger import Ledger
 from bpipe.memory.static import static_bytes
@@ -38,6 +40,7 @@ __all__ = ["Schedule"]
 REMEMBERED_SHAPES = 64  # combinations of input shapes whose messages stay agreed
 
 
+T = TypeVar("T", float, float | None)
 StepKey = tuple[bool, tuple[bytes, ...]]  # whether it trains, and what each rank's inputs look like
 Gather = Callable[[Callable[["Schedule"], bytes]], list[bytes]]  # what each rank's schedule tells, by rank of the group
 
@@ -76,6 +79,9 @@ class Schedule:
         scale_grads: scale the loss of each microbatch by 1/m, so that gradients are those of the mean and steps accumulate.
         slots: the most microbatches a rank may hold, one number or one for each rank (None: no limit); ranks with more evict.
             Default: no limit, but ceil((p+2)/2) for `BalancedOneFOneB`.
+        timeout_s: seconds that a rank waits for another one, in a transfer or at the start of a step, before the pipeline fails
+            on all ranks; default: the process group's timeout.
+        slow_s: seconds in one wait after which the logger "bpipe" shows, once a step, what every rank is doing.
 
     Raises:
         ConfigurationError: arguments that cannot work together, or no process group.
@@ -94,8 +100,12 @@ class Schedule:
         output_merge_spec: Any = None,
         scale_grads: bool = True,
         slots: int | Sequence[int | None] | None = None,
+        *,
+        timeout_s: float | None = None,
+        slow_s: float = 30.0,
     ) -> None:
         self._arguments = (stage, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads)
+        self._waits = _positive("timeout_s", timeout_s), _positive("slow_s", slow_s)
         self._stages = stages_of(stage)
         first = next(iter(self._stages.values()))
         self._loss_fn = loss_fn
@@ -109,16 +119,17 @@ class Schedule:
         self.group = first.group
         if self.group is None and self.plan.num_ranks == 1 and not torch.distributed.is_initialized():
             self.group = Loopback(1, own_random_state=False).rank(0)
-        self._transport = transport_for(self.group, first.device, self.plan.num_ranks)
+        self._transport = transport_for(self.group, first.device, self.plan.num_ranks, timeout_s=timeout_s, slow_s=slow_s)
         self._plan_rank = self.plan.stage_ranks[first.stage_index]
         self._group_ranks: list[int] = []
         self._memory = Memory()
         self._learned: OrderedDict[StepKey, Layouts] = OrderedDict()
         self._lanes = Lanes(self._transport.device)
         self._num_steps = 0
-        self._is_running = False
+        self._running = threading.Lock()
         self._connected: Plan | None = None
         self._broken: BaseException | str | None = None
+        self._told: BaseException | None = None  # an error that all ranks know of, before anything was sent
         self._observer: Observer | None = None
         self._finalizer = weakref.finalize(self, _close, self._transport, self._memory)
         self._transport.enlist()
@@ -185,7 +196,12 @@ class Schedule:
             ConfigurationError: a batch that does not divide into m, a missing target.
             AgreementError: the ranks are about to run different things; raised on all of them, nothing was sent.
             StageError: the module or the loss returned something that cannot be used.
-            CommError: a transfer failed. The pipeline is broken then, as after any error inside a step.
+            RankFailedError: another rank failed in this step, or between steps. The pipeline is broken then, as after any error
+                inside a step; on the rank where it happened, the error is its own.
+            RankLostError: another rank's process ended.
+            TransferTimeoutError: this rank, or another one, waited longer than `timeout_s`.
+            CommError: a message is not what was agreed.
+            PipelineBrokenError: an earlier step failed, the schedule is closed, or a step of it is running.
         """
         call = Call(args, kwargs, target, losses, return_outputs, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs)
         return self._run(lambda: self._begin_step(call))
@@ -200,9 +216,15 @@ class Schedule:
         return self._run(lambda: self._begin_eval(call))
 
     def close(self) -> None:
-        """Give groups, threads and the guests' memory back; also happens when the schedule is garbage collected."""
+        """Give groups, threads and the guests' memory back; also happens when the schedule is garbage collected.
+
+        Raises:
+            PipelineBrokenError: a step of it is running.
+        """
+        if self._running.locked():
+            raise PipelineBrokenError("close() was called inside a step: close a schedule when its step has returned or raised")
         if isinstance(self._broken, BaseException):
-            self._broken = _told(self._broken)  # the error's frames keep the step's tensors alive
+            self._broken = told(self._broken)  # the error's frames keep the step's tensors alive
         self._finalizer()
 
     # A step in its phases, which a loopback runs for all ranks side by side
@@ -237,19 +259,20 @@ class Schedule:
         record = self._record(is_training, mb.digest(job.descriptions)).pack()
         return Step(record, self._plans[is_training].plan, job, call.losses, is_training)
 
-    def _record(self, is_training: bool, signature: bytes = bytes(16), refusal: str = "") -> Record:
+    def _record(self, is_training: bool, signature: bytes) -> Record:
         plan, fingerprint = self._plans[is_training]
         return Record(
             version=__version__,
+            schedule=self.rule,
             fingerprint=fingerprint,
             is_training=is_training,
             step=self._num_steps,
             num_stages=plan.num_stages,
+            num_ranks=plan.num_ranks,
             num_microbatches=plan.num_microbatches,
             pipeline=self._transport.identity,
             signature=signature,
             stages=tuple(sorted(self._stages)),
-            refusal=refusal,
         )
 
     def _agreed(self, step: Step, packed: Sequence[bytes], gather: Gather) -> Run:
@@ -302,7 +325,8 @@ class Schedule:
         self._transport.connect(plan.channels(), self._group_ranks)
         self._memory.reserve(plan, self._plan_rank, self._transport.device)
 
-    def _finish(self, step: Step, run: Run, started: float) -> Any:
+    def _finish(self, step: Step, run: Run, started: float) -> None:
+        """All actions of a step were done."""
         self._num_steps += 1
         self.ledger = run.evictions.ledger
         if self._static_bytes is None:
@@ -312,6 +336,9 @@ class Schedule:
             self._observer.finished(run, self.stats)
         if run.holds_last_stage and step.losses is not None:
             step.losses[:] = run.compute.losses
+
+    def _result(self, run: Run) -> Any:
+        """What the step returns."""
         return mb.merge(run.compute.outputs, self._specs.output) if run.compute.outputs else None
 
     # Driving them
@@ -322,10 +349,15 @@ class Schedule:
         with self._guarded():
             started = time.perf_counter()
             step = self._begin_or_refuse(begin)
-            run = self._agreed(step, self._transport.agree(step.record), lambda told: exchange(self._transport, told(self)))
-            with self._breaking(run):
-                self._lanes.drive(run)
-            return self._finish(step, run, started)
+            with self._failing_together():
+                records = self._transport.exchange(CallOf.STEP, step.record)
+                run = self._agreed(step, records, lambda told: self._transport.exchange(CallOf.PLAN, told(self)))
+                control = self._transport.control
+                with run.sharding.in_charge(), control.interruptible():
+                    self._lanes.drive(run, control, self._group_ranks)
+                self._finish(step, run, started)
+                control.activity.end(self._num_steps)
+            return self._result(run)
 
     def _run_alone(self, begin: Callable[[], Step]) -> Any:
         loopback: Loopback = self.group.loopback
@@ -339,43 +371,68 @@ class Schedule:
         """Prepare a step; if this rank cannot, tell the others before raising, so that none of them waits."""
         try:
             return begin()
-        except Exception as error:
-            self._transport.agree(self._record(True, refusal=_told(error)).pack())
+        except BaseException as error:
+            with suppress(CommError):
+                self._transport.refuse(told(error))
             raise
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         """One step at a time, and none after an error."""
+        if not self._running.acquire(blocking=False):
+            raise PipelineBrokenError("step() was called from inside a step, or from a second thread: one step at a time")
+        try:
+            self._check_whole()
+            yield
+        finally:
+            self._running.release()
+
+    def _check_whole(self) -> None:
+        """Raise if a step has failed, here or on another rank, or if this schedule is closed."""
         if self._broken is not None:
             cause = self._broken if isinstance(self._broken, BaseException) else None
             raise PipelineBrokenError(
-                f"this pipeline broke in step {self._num_steps} ({self._broken if cause is None else _told(cause)}). "
+                f"this pipeline broke in step {self._num_steps} ({self._broken if cause is None else told(cause)}). "
                 "Gradients may be incomplete: zero them, close() this schedule and build a new one over the same process group."
             ) from cause
         if not self._finalizer.alive:
             raise PipelineBrokenError("this schedule was closed: build a new one")
-        if self._is_running:
-            raise PipelineBrokenError("step() was called from inside a step, or from a second thread: one step at a time")
-        self._is_running = True
-        try:
-            yield
-        finally:
-            self._is_running = False
+        with self._breaking():
+            self._transport.control.check()
 
     @contextmanager
-    def _breaking(self, run: Run) -> Iterator[None]:
+    def _failing_together(self) -> Iterator[None]:
+        """Tell all ranks of an error in here, and raise its reason.
+
+        What all of them raise before anything is sent breaks nothing.
+        """
+        try:
+            yield
+        except BaseException as error:
+            control = self._transport.control
+            is_told = isinstance(error, (AgreementError, PlanError)) or error is self._told
+            if is_told and control.failure is None:
+                raise
+            reason = self._broken = control.broke(error, control.activity.place())
+            self._lanes.join()
+            if reason is error:
+                raise
+            raise reason from error
+
+    @contextmanager
+    def _breaking(self) -> Iterator[None]:
         """An error in here leaves messages under way: the pipeline is broken."""
         try:
-            with run.sharding.in_charge():
-                yield
+            yield
         except BaseException as error:
             self._broken = error
-            self._transport.is_broken = True
             raise
 
 
-def _told(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
+def _positive(name: str, seconds: T) -> T:
+    if seconds is not None and not seconds > 0:
+        raise ConfigurationError(f"{name}={seconds!r}: give a positive number of seconds")
+    return seconds
 
 
 def _close(transport: Transport, memory: Memory) -> None:

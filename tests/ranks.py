@@ -33,8 +33,7 @@ def run_ranks(
     Raises:
         RankError: a rank raised (without `expect_errors`), died, or did not end in time.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "bpipe.catalogue", "bpipe.comm.c10d"])
+    context = fork_server()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ends: list[Connection] = []
     processes = []
@@ -59,6 +58,22 @@ def run_ranks(
     return results
 
 
+def fork_server() -> Any:
+    """The context of processes that have torch loaded when they start."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "bpipe.catalogue", "bpipe.comm.c10d"])
+    return context
+
+
+def join(rank: int, size: int, port: int, timeout_s: float = TIMEOUT_S) -> None:
+    """Make this process a rank: one thread, and gloo on the loopback address with a store that is there."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+    dist.barrier()  # all are connected: none may leave before
+
+
 def _result(end: Connection, rank: int, timeout_s: float) -> Any:
     if not wait([end], timeout_s + 10):
         return RankError(f"rank {rank} did not end within {timeout_s + 10} s")
@@ -71,12 +86,8 @@ def _result(end: Connection, rank: int, timeout_s: float) -> Any:
 def _main(
     end: Connection, function: Callable[..., Any], rank: int, size: int, port: int, timeout_s: float, args: tuple[Any, ...]
 ) -> None:
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
-        dist.barrier()  # all are connected: none may leave before
+        join(rank, size, port, timeout_s)
         result = function(rank, *args)
     except BaseException as error:
         error.rank_traceback = f"rank {rank}:\n{traceback.format_exc()}"  # type: ignore[attr-defined]

@@ -180,7 +180,7 @@ def disagree(rank: int, what: str) -> str:
         m += rank
     if what == "duplicate stage":
         index = 0
-    schedule: Any = bpipe.GPipe if what == "plan" and rank else bpipe.OneFOneB
+    schedule: Any = bpipe.GPipe if what == "schedule" and rank else bpipe.OneFOneB
     module = Recurrent() if what == "module" else nn.Linear(WIDTH, WIDTH)
     pipeline = schedule(bpipe.PipelineStage(module, index, p, "cpu"), m, loss_fn=mse)
     size = 5 if what == "batch" and rank == 0 else 20
@@ -202,7 +202,7 @@ def disagree(rank: int, what: str) -> str:
     "what, messages",
     [
         ("microbatches", ["the number of microbatches: rank 0 has 4, rank 1 has 5"] * 2),
-        ("plan", ["the plan: rank 0 has"] * 2),
+        ("schedule", ["the schedule: rank 0 has 1f1b, rank 1 has gpipe"] * 2),
         ("mode", ["train or eval: rank 0 has train, rank 1 has eval"] * 2),
         ("duplicate stage", ["stage 0 is on two ranks, 0 and 1"] * 2),
         (

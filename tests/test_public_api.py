@@ -16,7 +16,9 @@ from torch.distributed import pipelining
 import bpipe
 from bpipe import schedules
 
-SCHEDULE = "(stage, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads, slots)"
+SCHEDULE = (
+    "(stage, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads, slots, timeout_s, slow_s)"
+)
 STAGES = SCHEDULE.replace("(stage,", "(stages,")
 ADVISE = (
     "(model, batch, num_stages, device, memory_bytes, reserved_bytes, num_devices, tensor_parallel, sequence_parallel, sequence, "

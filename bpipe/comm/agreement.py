@@ -12,25 +12,24 @@ __all__: list[str] = []
 
 MOST_STAGES = 64  # on one rank
 NOTHING = 0xFFFF
-RECORD = struct.Struct(f"<6sH16s16sBQIII16s{MOST_STAGES}H256sI")
-MAGIC = b"bpipe\1"
-TRACES, GATHERS = b"bpipet", b"bpipel"  # what other collective calls begin with, so that none is mistaken for a step
-OTHER_CALLS = {TRACES: "starts a trace", GATHERS: "makes a plan or gathers a trace"}
+RECORD = struct.Struct(f"<6sH16s32s16sBQIIII16s{MOST_STAGES}HI")
+MAGIC = b"bpipe\2"
 
 
 class Record(NamedTuple):
     """What one rank is about to run."""
 
     version: str
+    schedule: str
     fingerprint: str  # of the plan: 32 hexadecimal digits
     is_training: bool
     step: int
     num_stages: int
+    num_ranks: int
     num_microbatches: int
     pipeline: int  # which of the group's pipelines, as this rank counts them
     signature: bytes  # 16 bytes: a hash of the shapes and dtypes of this rank's inputs
     stages: tuple[int, ...]  # that this rank holds
-    refusal: str  # why this rank cannot run the step; empty if it can
     revision: int = 0  # how often this rank has asked to measure its microbatches anew
 
     def pack(self) -> bytes:
@@ -39,15 +38,16 @@ class Record(NamedTuple):
             MAGIC,
             len(self.stages),
             self.version.encode()[:16],
+            self.schedule.encode()[:32],
             bytes.fromhex(self.fingerprint),
             self.is_training,
             self.step,
             self.num_stages,
+            self.num_ranks,
             self.num_microbatches,
             self.pipeline,
             self.signature,
             *padded,
-            self.refusal.encode()[:256],
             self.revision,
         )
 
@@ -60,25 +60,23 @@ class Record(NamedTuple):
         """
         if len(data) != RECORD.size:
             raise CommError(f"an agreement record has {len(data)} bytes, expected {RECORD.size}")
-        magic, count, version, fingerprint, is_training, step, num_stages, num_microbatches, pipeline, signature, *rest = (
-            RECORD.unpack(data)
-        )
-        *stages, refusal, revision = rest
-        if magic in OTHER_CALLS:
-            raise AgreementError(f"another rank {OTHER_CALLS[magic]} while this one steps: make the same calls on all ranks")
+        magic, count, version, schedule, fingerprint, is_training, step, *counts, signature = RECORD.unpack(data)[:12]
+        *stages, revision = RECORD.unpack(data)[12:]
+        num_stages, num_ranks, num_microbatches, pipeline = counts
         if magic != MAGIC or count > MOST_STAGES or num_stages < 1:
             raise CommError(f"no agreement record of this version of bpipe: it starts {data[:8]!r}")
         return cls(
             version=_text(version),
+            schedule=_text(schedule),
             fingerprint=fingerprint.hex(),
             is_training=bool(is_training),
             step=step,
             num_stages=num_stages,
+            num_ranks=num_ranks,
             num_microbatches=num_microbatches,
             pipeline=pipeline,
             signature=signature,
             stages=tuple(stages[:count]),
-            refusal=_text(refusal),
             revision=revision,
         )
 
@@ -91,9 +89,12 @@ def _text(data: bytes) -> str:
 COMPARED: dict[str, Callable[[Record], object]] = {
     "bpipe's version": lambda record: record.version,
     "train or eval": lambda record: "train" if record.is_training else "eval",
-    "the number of stages": lambda record: record.num_stages,
-    "the number of microbatches": lambda record: record.num_microbatches,
     "which of the group's pipelines this is": lambda record: record.pipeline,
+    "the schedule": lambda record: record.schedule,
+    "the number of stages": lambda record: record.num_stages,
+    "the number of stages on a rank": lambda record: record.num_stages // max(record.num_ranks, 1),
+    "the number of ranks": lambda record: record.num_ranks,
+    "the number of microbatches": lambda record: record.num_microbatches,
     "the plan": lambda record: record.fingerprint,
     "the number of the step": lambda record: record.step,
 }
@@ -105,9 +106,6 @@ def check(records: Sequence[Record]) -> None:
     Raises:
         AgreementError: names what differs, both values and both ranks; all ranks raise the same.
     """
-    for rank, record in enumerate(records):
-        if record.refusal:
-            raise AgreementError(f"rank {rank} cannot run this step: {record.refusal}")
     for what, value in COMPARED.items():
         for rank, record in enumerate(records):
             if value(record) != value(records[0]):

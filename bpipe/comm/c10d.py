@@ -7,7 +7,8 @@ depend on which groups each rank happens to have closed (a name used twice never
 
 from __future__ import annotations
 
-import uuid
+import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -17,9 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bpipe.comm.aside import Aside
+from bpipe.comm.control import CallOf, Control, Line
 from bpipe.comm.header import FIRST, total_length
+from bpipe.comm.mesh import open_mesh
 from bpipe.comm.transport import Transfer, Transport
-from bpipe.errors import CommError, ConfigurationError
+from bpipe.comm.watch import Patience
+from bpipe.errors import CommError, ConfigurationError, TransferError, TransferTimeoutError
 from bpipe.schedules import Channel, Purpose
 
 __all__: list[str] = []
@@ -27,7 +32,11 @@ __all__: list[str] = []
 PAYLOAD_TAGS = {purpose: tag for tag, purpose in enumerate(Purpose, start=1)}
 HEADER_TAGS = {purpose: tag + len(Purpose) for purpose, tag in PAYLOAD_TAGS.items()}
 ASIDE = frozenset({Purpose.EVICT, Purpose.RETURN})
-TOKEN_BYTES = 16
+NO_TAG = 2 * len(Purpose) + 1  # of no message
+AT_ONCE = timedelta(milliseconds=1)
+LOG = logging.getLogger("bpipe")
+SLOW_S = 30.0
+MARGIN_S = 60.0  # by which gloo's own timeout is later than ours, which says more
 
 
 @contextmanager
@@ -38,22 +47,26 @@ def _transferring() -> Iterator[None]:
     except CommError:
         raise
     except RuntimeError as error:
-        raise CommError(f"a transfer failed: {error}") from error
+        raise TransferError(f"a transfer failed: {error}") from error
 
 
 class C10dTransport(Transport):
     """One rank's end of a pipeline over a process group.
 
-    Two gloo groups carry what the host must see: one the records and headers between stages, one those of evictions, which
+    Two gloo groups carry what the host must see: one the headers between stages, one those of evictions, which
     the acceptor reads in threads of its own. On CPU they carry the tensors too. With NCCL each channel has a communicator
     of two ranks, so that no order between channels can be wrong.
 
     Args:
         group: the pipeline's process group; None for the default one.
         device: where the stage computes.
+        timeout_s: seconds in one wait after which it fails; default: the group's timeout.
+        slow_s: seconds in one wait after which what all ranks do is logged.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, device: torch.device, *, timeout_s: float | None = None, slow_s: float = SLOW_S
+    ) -> None:
         if not dist.is_initialized():
             raise ConfigurationError(
                 "torch.distributed is not initialised: call torch.distributed.init_process_group (under torchrun) first, "
@@ -63,7 +76,10 @@ class C10dTransport(Transport):
         self.group = dist.group.WORLD if group is None else group
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
+        self.control = Control()
+        self._patience = Patience(_timeout_of(self.group).total_seconds() if timeout_s is None else timeout_s, slow_s)
         self._group_ranks: Sequence[int] = ()
+        self._gloo: dict[str, Any] = {}
         self._nccl: dict[Channel, Any] = {}
         self._staging = _Staging(device) if device.type == "cuda" and not self._has_nccl() else None
         self._is_open = False
@@ -72,37 +88,68 @@ class C10dTransport(Transport):
         self.identity = self._count_pipelines(1)
 
     def _count_pipelines(self, change: int) -> int:
-        name = f"bpipe/pipelines/{getattr(self.group, 'group_name', '')}/{self.rank}"
-        return int(dist.distributed_c10d._get_default_store().add(name, change))
+        return int(dist.distributed_c10d._get_default_store().add(f"{self._key('pipelines')}/{self.rank}", change))
+
+    def _key(self, what: str) -> str:
+        return f"bpipe/{what}/{getattr(self.group, 'group_name', '')}"
 
     def _has_nccl(self) -> bool:
         return "nccl" in str(dist.get_backend_config(self.group))
 
+    def exchange(self, call: CallOf, data: bytes) -> list[bytes]:
+        self._open()
+        return self.control.exchange(call, data)
+
+    def refuse(self, why: str) -> None:
+        self._open()
+        self.control.refuse(why)
+
     def _open(self) -> None:
-        self._store = dist.PrefixStore(f"bpipe/{self._shared_token()}", dist.distributed_c10d._get_default_store())
-        self._timeout = _timeout_of(self.group)
-        self._between = self._gloo("between")
-        self._aside = self._gloo("aside")
+        """Meet the other ranks, the first time."""
+        if self._is_open:
+            return
         self._is_open = True
+        if self.size == 1:
+            return
+        aside, began, has_warned = Aside(), time.monotonic(), False
 
-    def _shared_token(self) -> str:
-        token = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8)
-        if self._has_nccl() and self.device.type == "cuda":
-            token = token.to(self.device)
-        dist.broadcast(token, group=self.group, group_src=0)
-        return bytes(token.tolist()).hex()
+        def look() -> None:
+            nonlocal has_warned
+            self.control.check()
+            seconds = time.monotonic() - began
+            text = f"rank {self.rank} has waited {seconds:.1f} s in its first step: {aside.note}"
+            if seconds > self._patience.timeout_s:
+                raise TransferTimeoutError(f"{text}: longer than timeout_s={self._patience.timeout_s:g}")
+            if seconds > self._patience.slow_s and not has_warned:
+                has_warned = True
+                LOG.warning("%s", text)
 
-    def _gloo(self, name: str) -> Any:
-        return dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), self.rank, self.size, self._timeout)
+        aside.run(lambda: self._meet(aside), look)
 
-    @_transferring()
-    def agree(self, record: bytes) -> list[bytes]:
-        if not self._is_open:
-            self._open()
-        mine = _to_tensor(record)
-        gathered = [torch.empty_like(mine) for _ in range(self.size)]
-        self._between.allgather([gathered], [mine]).wait()
-        return [bytes(tensor.tolist()) for tensor in gathered]
+    def _meet(self, aside: Aside) -> None:
+        store = dist.distributed_c10d._get_default_store()
+        mesh = open_mesh(store, self._key("mesh"), self.rank, self.size, aside.check)
+        self._store = dist.PrefixStore(f"bpipe/{mesh.token.hex()}", store)
+        self.control = Line(mesh, self.rank, self._release, self._patience)
+        self.control.name = f"pipeline {self.identity} of its group"
+        for name in ("between", "aside"):
+            aside.check("a connection for tensors is being made")
+            self._gloo[name] = self._new_gloo(name)
+
+    def _new_gloo(self, name: str) -> Any:
+        timeout = timedelta(seconds=self._patience.timeout_s + MARGIN_S)
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), self.rank, self.size, timeout)
+
+    def _release(self) -> None:
+        """End all transfers, and whoever waits for one.
+
+        A gloo wait that runs into its timeout closes all connections of its group, and so ends all other waits.
+        """
+        for gloo in list(self._gloo.values()):
+            with suppress(RuntimeError):
+                gloo.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], (self.rank + 1) % self.size, NO_TAG).wait(AT_ONCE)
+        for communicator in list(self._nccl.values()):
+            communicator.abort()
 
     @_transferring()
     def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int]) -> None:
@@ -117,7 +164,7 @@ class C10dTransport(Transport):
     def _communicator(self, channel: Channel, end: int) -> Any:
         name = f"{channel.purpose.value}/{channel.src}/{channel.dst}"
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout
+        options._timeout = timedelta(seconds=self._patience.timeout_s + MARGIN_S)
         communicator: Any = dist.ProcessGroupNCCL(dist.PrefixStore(name, self._store), end, 2, options)
         with torch.cuda.device(self.device):
             probe = torch.zeros(1, device=self.device)
@@ -148,7 +195,7 @@ class C10dTransport(Transport):
         return _Works([gloo.recv([tensor], peer, tag) for tensor in filled], filled)
 
     def _gloo_for(self, channel: Channel) -> Any:
-        return self._aside if channel.purpose in ASIDE else self._between
+        return self._gloo["aside" if channel.purpose in ASIDE else "between"]
 
     def _send_header(self, channel: Channel, peer: int, header: bytes) -> list[Any]:
         gloo, tag = self._gloo_for(channel), HEADER_TAGS[channel.purpose]
@@ -172,17 +219,18 @@ class C10dTransport(Transport):
     def close(self) -> None:
         if self._staging is not None:
             self._staging.close()
-        if self._nccl and not self.is_broken:
+        is_whole = self.control.failure is None
+        if self._nccl and is_whole:
             torch.cuda.synchronize(self.device)  # what was posted must still arrive
-        for communicator in self._nccl.values():
+        self.control.close()
+        for communicator in self._nccl.values() if is_whole else ():
             communicator.abort()
         self._nccl.clear()
-        if self._is_open:
-            self._is_open = False
-            del self._between, self._aside
-        elif self.identity and dist.is_initialized():  # made and never run: not to be counted
+        self._gloo.clear()
+        if not self._is_open and self.identity and dist.is_initialized():  # made and never run: not to be counted
             with suppress(RuntimeError):
                 self._count_pipelines(-1)
+            self.identity = 0
 
 
 def _to_tensor(data: bytes) -> torch.Tensor:

@@ -20,15 +20,15 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from bpipe.comm.agreement import RECORD, TRACES
+from bpipe.comm.control import CallOf
 from bpipe.comm.transport import Transport
-from bpipe.errors import AgreementError
+from bpipe.errors import AgreementError, CommError
 
 __all__: list[str] = []
 
 NUM_ROUNDS = 8
 TOKEN_BYTES = 16
-READING = struct.Struct(f"<6s{TOKEN_BYTES}s32sHqq256s")
+READING = struct.Struct(f"<{TOKEN_BYTES}s32sHqq")
 
 Readings = Sequence[tuple[int, int]]  # before and after each exchange, in nanoseconds
 
@@ -64,45 +64,40 @@ class Reading(NamedTuple):
     plan_rank: int
     before_ns: int
     previous_after_ns: int
-    refusal: str
 
     def pack(self) -> bytes:
-        texts = self.fingerprint.encode(), self.refusal.encode()[:256]
-        data = READING.pack(TRACES, self.token, texts[0], self.plan_rank, self.before_ns, self.previous_after_ns, texts[1])
-        return data.ljust(RECORD.size, b"\0")  # as long as a step's record, which another rank may be sending
+        return READING.pack(self.token, self.fingerprint.encode(), *self[2:])
 
     @classmethod
     def unpack(cls, data: bytes, rank: int) -> Reading:
         """Read what `pack` wrote.
 
         Raises:
-            AgreementError: the rank is not about to trace.
+            CommError: the bytes of this rank are no reading.
         """
-        magic, token, fingerprint, plan_rank, before_ns, previous_after_ns, refusal = READING.unpack_from(data)
-        if magic != TRACES:
-            raise AgreementError(f"rank {rank} runs a step, or gathers, while this one starts a trace: enter it on all ranks")
-        told = refusal.rstrip(b"\0").decode(errors="replace")
-        return cls(token, fingerprint.decode(), plan_rank, before_ns, previous_after_ns, told)
+        if len(data) != READING.size:
+            raise CommError(f"rank {rank} sent {len(data)} bytes for a reading of its clock, expected {READING.size}")
+        token, fingerprint, *numbers = READING.unpack(data)
+        return cls(token, fingerprint.decode(errors="replace"), *numbers)
 
 
-def align(transport: Transport, fingerprint: str, plan_rank: int, refusal: str = "") -> Clocks:
+def align(transport: Transport, fingerprint: str, plan_rank: int) -> Clocks:
     """Bound how far the ranks' clocks are apart. Collective; blocks for some milliseconds.
 
     Args:
         transport: this rank's.
         fingerprint: of the plan, the same on all ranks.
         plan_rank: this rank's place in it.
-        refusal: why this rank cannot trace; empty if it can.
 
     Raises:
-        AgreementError: the ranks have different plans, or one of them refuses.
+        AgreementError: the ranks have different plans, or one of them cannot trace.
         CommError: an exchange failed.
     """
     token, previous = os.urandom(TOKEN_BYTES), 0
     rounds: list[list[Reading]] = []
     for _ in range(NUM_ROUNDS + 1):  # the last one only tells what the clocks read after the one before
-        reading = Reading(token, fingerprint, plan_rank, time.perf_counter_ns(), previous, refusal)
-        packed = transport.agree(reading.pack())
+        reading = Reading(token, fingerprint, plan_rank, time.perf_counter_ns(), previous)
+        packed = transport.exchange(CallOf.TRACE, reading.pack())
         previous = time.perf_counter_ns()
         rounds.append([Reading.unpack(data, rank) for rank, data in enumerate(packed)])
         _check(rounds[-1])
@@ -115,8 +110,6 @@ def align(transport: Transport, fingerprint: str, plan_rank: int, refusal: str =
 
 def _check(readings: Sequence[Reading]) -> None:
     for rank, reading in enumerate(readings):
-        if reading.refusal:
-            raise AgreementError(f"rank {rank} cannot trace: {reading.refusal}")
         if reading.fingerprint != readings[0].fingerprint:
             raise AgreementError(f"ranks 0 and {rank} trace schedules with different plans: trace the same one on all ranks")
 

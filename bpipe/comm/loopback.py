@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from bpipe.comm.control import CallOf, Control
 from bpipe.comm.transport import Transfer, Transport
 from bpipe.errors import CommError
 from bpipe.schedules import Channel
@@ -84,10 +85,14 @@ class LoopbackTransport(Transport):
 
     def __init__(self, wires: Wires, device: torch.device) -> None:
         self.device = device
+        self.control = Control()
         self._wires = wires
 
-    def agree(self, record: bytes) -> list[bytes]:
+    def exchange(self, call: CallOf, data: bytes) -> list[bytes]:
         raise CommError("the ranks of a loopback agree inside Loopback.step")
+
+    def refuse(self, why: str) -> None:
+        """Nobody waits: the error itself reaches whoever drives the loopback."""
 
     def enlist(self) -> None:
         """Nothing to be mistaken for: whoever drives a loopback names its schedules."""

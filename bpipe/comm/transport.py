@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from bpipe.comm.control import CallOf, Control
 from bpipe.schedules import Channel
 
 __all__: list[str] = []
@@ -20,23 +21,36 @@ class Transfer(Protocol):
         """Return once the caller may read what arrived, or free or overwrite what was sent.
 
         Blocks the host on CPU; on CUDA it makes the current stream wait instead, where the backend allows it.
+
+        Raises:
+            TransferError: it will not complete.
         """
 
 
 class Transport(ABC):
-    """One rank's end of the channels of a pipeline."""
+    """One rank's end of the channels of a pipeline.
+
+    Attributes:
+        device: where the rank's stages compute.
+        control: its line to the other ranks beside the channels.
+        identity: of the pipeline among those of its group.
+    """
 
     device: torch.device
-    identity: int = 0  # of the pipeline among those of its group
-    is_broken: bool = False  # a step failed: messages may be under way for ever
+    control: Control
+    identity: int = 0
 
     @abstractmethod
     def enlist(self) -> None:
         """Take an identity among the pipelines of the group, as this rank counts them."""
 
     @abstractmethod
-    def agree(self, record: bytes) -> list[bytes]:
-        """Collective over the pipeline: exchange records of equal length; return them by rank of the group. Blocks."""
+    def exchange(self, call: CallOf, data: bytes) -> list[bytes]:
+        """Collective over the pipeline: give every rank's bytes to all; return them by rank of the group. Blocks."""
+
+    @abstractmethod
+    def refuse(self, why: str) -> None:
+        """Tell the others that this rank cannot make the call that they make."""
 
     @abstractmethod
     def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import takewhile
 
 import torch
 
+from bpipe.comm.control import Control
 from bpipe.runtime.run import Run
 from bpipe.runtime.serve import Server
 from bpipe.schedules import Action
@@ -22,23 +24,38 @@ class Lanes:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._servers: list[Server] = []
         self._side_streams: dict[int, torch.cuda.Stream] = {}
 
-    def drive(self, run: Run) -> None:
-        """Do all actions of a step."""
-        chains = run.plan.chains(run.rank)
-        servers = [Server(run.execute, chain, self._side_stream(evictor)) for evictor, chain in chains.items()]
-        lane = iter(run.plan.actions[run.rank])
+    def drive(self, run: Run, control: Control, group_ranks: Sequence[int]) -> None:
+        """Do all actions of a step; `group_ranks` are those of the group, by rank of the plan.
+
+        Raises:
+            BaseException: whatever one of them raised, or the reason why another rank cannot go on.
+        """
+        chains, activity = run.plan.chains(run.rank), control.activity
+        activity.begin(run.plan, run.rank, run.step, group_ranks)
+        self._servers = [Server(run.execute, chain, self._side_stream(peer), control) for peer, chain in chains.items()]
+        lane = iter(enumerate(run.plan.actions[run.rank]))
 
         def advance(piece: Action) -> None:
-            for action in takewhile(lambda action: action != piece, lane):
+            for activity.position, action in takewhile(lambda one: one[1] != piece, lane):
                 run.execute(action)
 
         with run.advancing(advance):
-            for action in lane:
+            for activity.position, action in lane:
+                if control.failure is not None:
+                    control.check()
                 run.execute(action)
-        for server in servers:
-            server.finish()
+        activity.position += 1
+        self.join()
+        control.check()
+
+    def join(self) -> None:
+        """Wait until nothing is served any more."""
+        for server in self._servers:
+            server.join()
+        self._servers = []
 
     def _side_stream(self, evictor: int) -> torch.cuda.Stream | None:
         """The stream on which an evictor's rooms live and its transfers run; the same in every step."""

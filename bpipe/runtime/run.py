@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch.autograd import profiler
 
+from bpipe.comm.activity import place_of
 from bpipe.comm.transport import Transport
 from bpipe.runtime.compute import Compute, Job
 from bpipe.runtime.evictions import Evictions, Memory
@@ -120,17 +121,15 @@ class Run:
         """Do one action of the compute lane or the served lane.
 
         Raises:
-            Exception: whatever the user's code or a transfer raises, with a note that says where.
+            BaseException: whatever the user's code or a transfer raises, with a note that says where.
         """
         try:
             if self._observer is None and not profiler._is_profiler_enabled:
                 _METHODS[action.op](self, action)
             else:
                 self._execute_observed(action)
-        except Exception as error:
-            error.add_note(
-                f"bpipe: rank {self.rank}, stage {action.stage}, microbatch {action.microbatch}, action {action}, step {self.step}"
-            )
+        except BaseException as error:
+            error.add_note(f"bpipe: rank {self.rank}, {place_of(action)}, step {self.step}")
             raise
 
     def _execute_observed(self, action: Action) -> None:

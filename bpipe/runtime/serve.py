@@ -9,7 +9,8 @@ from contextlib import nullcontext
 import torch
 
 from bpipe.comm import header
-from bpipe.errors import CommError
+from bpipe.comm.activity import place_of
+from bpipe.comm.control import Control
 from bpipe.memory.guests import Rooms
 from bpipe.runtime.traffic import Traffic
 from bpipe.schedules import Action
@@ -55,28 +56,23 @@ class Server(threading.Thread):
         execute: does one action.
         chain: the actions for this evictor, in order.
         stream: on CUDA, the stream of this evictor's rooms and transfers.
+        control: told of where it stands, and of what goes wrong.
     """
 
-    def __init__(self, execute: Callable[[Action], None], chain: Sequence[Action], stream: torch.cuda.Stream | None) -> None:
+    def __init__(
+        self, execute: Callable[[Action], None], chain: Sequence[Action], stream: torch.cuda.Stream | None, control: Control
+    ) -> None:
+        assert chain[0].peer is not None
         super().__init__(name=f"bpipe-serve-{chain[0].peer}", daemon=True)
-        self._execute, self._chain, self._stream = execute, chain, stream
-        self._error: BaseException | None = None
+        self._execute, self._chain, self._stream, self._control, self._peer = execute, chain, stream, control, chain[0].peer
         self.start()
 
     def run(self) -> None:
+        guests, position = self._control.activity.guests, 0
         try:
             with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
-                for action in self._chain:
+                for position, action in enumerate(self._chain):
+                    guests[self._peer] = position
                     self._execute(action)
         except BaseException as error:
-            self._error = error
-
-    def finish(self) -> None:
-        """Wait until the evictor has everything back.
-
-        Raises:
-            CommError: serving failed; the original error is its cause.
-        """
-        self.join()
-        if self._error is not None:
-            raise CommError(f"serving rank {self._chain[0].peer} failed: {self._error}") from self._error
+            self._control.broke(error, place_of(self._chain[position]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from bpipe.schedules.action import COMPUTE, HOST, Action, Op
 from bpipe.schedules.amounts import show_each
@@ -12,6 +12,7 @@ from bpipe.schedules.plan import Plan
 __all__: list[str] = []
 
 EITHER_SIDE = 5
+AROUND = 12  # columns before and after the ranks' places
 MARKS = {Op.EVICT: ">^", Op.LOAD: "<v"}  # to and from another rank, or the host
 
 
@@ -24,7 +25,10 @@ def rows(plan: Plan, columns: slice = slice(None)) -> list[str]:
     With several stages on a rank the stage is written too (`4F0`). Under a rank that evicts, `>3` stands where the eviction
     of microbatch 3, or of parts of it, starts and `<3` where its load does; `^3` and `v3` where these go to the host.
     """
-    grid = _grid(plan, columns)
+    return _lines(_grid(plan, columns))
+
+
+def _lines(grid: Sequence[Row]) -> list[str]:
     width, label = _widths(grid)
     return [f"{name:<{label}} | " + " ".join(f"{cell:<{width}}" for cell in cells).rstrip() for name, cells in grid]
 
@@ -41,10 +45,41 @@ def num_fitting(plan: Plan, first: int, width: int) -> int:
     return fitting
 
 
-def _grid(plan: Plan, columns: slice) -> list[Row]:
+def where(plan: Plan, positions: Mapping[int, int], names: Sequence[str]) -> list[str]:
+    """The grid around where some ranks are, each one's cell between `>` and `<`: the computation under way, or waited for.
+
+    Args:
+        positions: of an action in each rank's lane, by rank of the plan.
+        names: of the plan's ranks.
+    """
+    lanes, starts, length = _clocked(plan)
+    stuck = {rank: starts[rank][_num_done(plan, rank, position)] for rank, position in positions.items() if starts[rank]}
+    window = range(max(min(stuck.values()) - AROUND, 0), min(max(stuck.values()) + AROUND, length))
+    grid: list[Row] = []
+    for rank, (lane, times) in enumerate(zip(lanes, starts)):
+        cells = _cells(plan, lane, times, window)
+        if rank in stuck:
+            cells[stuck[rank] - window.start] = f">{cells[stuck[rank] - window.start]}<"
+        grid.append((names[rank], cells))
+    return _lines(grid)
+
+
+def _num_done(plan: Plan, rank: int, position: int) -> int:
+    """How many of a rank's computations have ended before a position of its lane; less one if all have."""
+    lane = plan.actions[rank]
+    done = sum(plan.ends(action) for action in lane[:position] if action.op in COMPUTE)
+    return min(done, sum(plan.ends(action) for action in lane if action.op in COMPUTE) - 1)
+
+
+def _clocked(plan: Plan) -> tuple[list[list[Action]], Sequence[Sequence[int]], int]:
+    """The computations of each rank, the column where each starts, and the number of columns."""
     lanes = [plan.compute(rank) for rank in range(plan.num_ranks)]
     starts = clock(lanes, plan.num_stages)
-    length = max((times[-1] + UNITS[lane[-1].op] for lane, times in zip(lanes, starts) if lane), default=0)
+    return lanes, starts, max((times[-1] + UNITS[lane[-1].op] for lane, times in zip(lanes, starts) if lane), default=0)
+
+
+def _grid(plan: Plan, columns: slice) -> list[Row]:
+    lanes, starts, length = _clocked(plan)
     window = range(length)[columns]
     grid: list[Row] = []
     for rank, (lane, times) in enumerate(zip(lanes, starts)):

@@ -6,13 +6,13 @@ import os
 import time
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
 from bpipe.comm.clocks import Clocks, Offset, align
-from bpipe.comm.exchange import exchange
-from bpipe.errors import AgreementError, ConfigurationError
+from bpipe.comm.control import CallOf
+from bpipe.errors import ConfigurationError
 from bpipe.loopback import LoopbackGroup
 from bpipe.runtime.device_times import DeviceTimes
 from bpipe.runtime.recorder import Record, Recorder
@@ -96,15 +96,13 @@ class Trace:
 
     def _aligned(self, problem: str) -> Clocks:
         first = self._schedules[0]
-        if not isinstance(first.group, LoopbackGroup):
-            with suppress(AgreementError) if problem else ExitStack():  # one's own refusal comes back
-                clocks = align(first._transport, first._plans[True].fingerprint, first._plan_rank, problem)
-        else:
-            ranks = tuple(schedule._plan_rank for schedule in self._schedules)
-            clocks = Clocks(os.urandom(16), ranks, (Offset(0, 0),) * len(ranks), time.perf_counter_ns())
         if problem:
+            first._transport.refuse(problem)
             raise ConfigurationError(problem)
-        return clocks
+        if not isinstance(first.group, LoopbackGroup):
+            return align(first._transport, first._plans[True].fingerprint, first._plan_rank)
+        ranks = tuple(schedule._plan_rank for schedule in self._schedules)
+        return Clocks(os.urandom(16), ranks, (Offset(0, 0),) * len(ranks), time.perf_counter_ns())
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         for schedule in self._schedules:
@@ -172,7 +170,7 @@ class Trace:
             return self.timelines
         with first._guarded():
             (part,) = self._parts()
-            files = exchange(first._transport, "".join(lines(part, self._origin())).encode())
+            files = first._transport.exchange(CallOf.GATHER, "".join(lines(part, self._origin())).encode())
         return joined([parse(data, f"rank {rank}") for rank, data in enumerate(files)])
 
 

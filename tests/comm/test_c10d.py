@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from bpipe.comm.c10d import C10dTransport
+from bpipe.comm.control import CallOf
 from bpipe.comm.header import FIRST, FIXED, Subject, pack_eviction, total_length
 from bpipe.comm.transport import Transfer
 from bpipe.errors import CommError, ConfigurationError
@@ -31,7 +32,7 @@ CHANNELS = [
 
 def opened(group: Any = None, group_ranks: tuple[int, ...] = (0, 1), kind: type[C10dTransport] = C10dTransport) -> C10dTransport:
     transport = kind(group, CPU)
-    transport.agree(b"hello")
+    transport.exchange(CallOf.STEP, b"hello")
     transport.connect(CHANNELS, group_ranks)
     return transport
 
@@ -126,8 +127,8 @@ def test_empty_tensors_and_messages() -> None:
 
 def records(rank: int) -> list[bytes]:
     transport = C10dTransport(None, CPU)
-    first = transport.agree(bytes([rank]) * 300)
-    return [part[:2] for part in first + transport.agree(b"step" + bytes([rank]))]
+    first = transport.exchange(CallOf.STEP, bytes([rank]) * 300)
+    return [part[:2] for part in first + transport.exchange(CallOf.STEP, b"step" + bytes([rank]))]
 
 
 def test_records_come_by_rank() -> None:
@@ -138,9 +139,9 @@ def test_records_come_by_rank() -> None:
 class Late(C10dTransport):
     """Joins its groups late, when the other rank has looked for it already."""
 
-    def _gloo(self, name: str) -> Any:
+    def _new_gloo(self, name: str) -> Any:
         time.sleep(0.1)
-        return super()._gloo(name)
+        return super()._new_gloo(name)
 
 
 def pipelines_in_succession(rank: int) -> list[int]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import bpipe
 from bpipe.comm.clocks import Reading, align, offsets
-from bpipe.comm.exchange import exchange
+from bpipe.comm.control import CallOf
 from bpipe.errors import AgreementError
 from tests.models import mse
 from tests.ranks import run_ranks
@@ -59,7 +59,7 @@ def test_clocks_that_may_agree_are_one():
 
 
 def test_a_reading_survives_packing():
-    reading = Reading(b"x" * 16, "f" * 32, 3, -5, 2**62, "no, because")
+    reading = Reading(b"x" * 16, "f" * 32, 3, -5, 2**62)
     assert Reading.unpack(reading.pack(), 0) == reading
 
 
@@ -70,7 +70,7 @@ class Shifted:
     """A transport whose rank has another clock."""
 
     def __init__(self, transport: Any, shift_ns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.agree = transport.agree
+        self.exchange = transport.exchange
         true = time.perf_counter_ns
         monkeypatch.setattr("bpipe.comm.clocks.time.perf_counter_ns", lambda: true() + shift_ns)
 
@@ -105,9 +105,12 @@ def refuse(rank: int, how: str) -> str:
         if how == "step" and rank:
             schedule.step(torch.ones(2, 4), target=torch.ones(2, 4))
         elif how == "gather" and rank:
-            exchange(schedule._transport, b"")
+            schedule._transport.exchange(CallOf.GATHER, b"")
+        elif how == "refusal" and rank:
+            schedule._transport.refuse("no room")
+            return "refused"
         else:
-            align(schedule._transport, str(rank if how == "plan" else 0) * 32, rank, "no room" if how == "refusal" and rank else "")
+            align(schedule._transport, str(rank if how == "plan" else 0) * 32, rank)
     except bpipe.errors.BPipeError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -134,7 +137,7 @@ def test_ranks_that_gather_and_trace_at_once_do_not_hang():
 
 def exchange_lengths(rank: int) -> list[list[bytes]]:
     transport = schedule_of(rank, 3)._transport
-    return [exchange(transport, data) for data in (bytes([rank]) * rank * 1000, b"", b"\0" * (3 - rank))]
+    return [transport.exchange(CallOf.GATHER, data) for data in (bytes([rank]) * rank * 1000, b"", b"\0" * (3 - rank))]
 
 
 def test_exchange_of_any_length():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bpipe.comm.control import CallOf
 from bpipe.comm.loopback import LoopbackTransport, Wires
 from bpipe.errors import CommError
 from bpipe.schedules import Channel, Purpose
@@ -63,7 +64,7 @@ def test_sizes_that_differ() -> None:
 
 def test_there_is_nothing_to_agree_on_alone() -> None:
     with pytest.raises(CommError, match=r"inside Loopback\.step"):
-        transport().agree(b"")
+        transport().exchange(CallOf.STEP, b"")
 
 
 def test_what_a_failed_step_left_is_forgotten() -> None:

@@ -1,0 +1,66 @@
+"""Under which address the other ranks reach this machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from typing import Any, NamedTuple
+
+__all__: list[str] = []
+
+GET_ADDRESS = 0x8915  # SIOCGIFADDR, of Linux
+
+
+class Address(NamedTuple):
+    """An address, and its family: IPv4 or IPv6."""
+
+    text: str
+    family: socket.AddressFamily
+
+
+def own_address(store: Any) -> Address:
+    """That of the interface that gloo is told to use, else the one from which this machine reaches the store's host.
+
+    Args:
+        store: of torch.distributed.
+    """
+    return _of_interface(os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]) or _towards(store) or _of_name()
+
+
+def _of_interface(name: str) -> Address | None:
+    """Where the platform can tell."""
+    if not name:
+        return None
+    try:
+        import fcntl
+
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            answer = fcntl.ioctl(probe.fileno(), GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+        return Address(socket.inet_ntoa(answer[20:24]), socket.AF_INET)
+    except (ImportError, OSError):
+        return None
+
+
+def _towards(store: Any) -> Address | None:
+    """A connected datagram socket knows its own address, and sends nothing."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    if not host or not port:
+        return None
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return Address(probe.getsockname()[0], family)
+    except OSError:
+        return None
+
+
+def _of_name() -> Address:
+    """For stores without a host, such as a file."""
+    try:
+        return Address(socket.gethostbyname(socket.gethostname()), socket.AF_INET)
+    except OSError:
+        return Address("127.0.0.1", socket.AF_INET)

@@ -1,0 +1,63 @@
+"""Work that may block for ever, in a thread of its own: the caller can be interrupted, and gives up when it wants to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__: list[str] = []
+
+T = TypeVar("T")
+LOOK_S = 0.25
+
+
+class GivenUpError(Exception):
+    """The caller does not wait any longer."""
+
+
+class Aside:
+    """Runs one piece of work, which asks now and then whether it is still wanted."""
+
+    def __init__(self) -> None:
+        self._is_given_up = False
+        self.note = ""  # what it is waiting for
+
+    def check(self, note: str) -> None:
+        """Called by the work: say what it waits for.
+
+        Raises:
+            GivenUpError: nobody wants it any more.
+        """
+        self.note = note
+        if self._is_given_up:
+            raise GivenUpError
+
+    def run(self, work: Callable[[], T], look: Callable[[], None]) -> T:
+        """Run the work.
+
+        Args:
+            work: runs in the other thread.
+            look: called now and then while it does; raises to give it up.
+        """
+        results: list[T] = []
+        errors: list[BaseException] = []
+        done = threading.Event()
+
+        def body() -> None:
+            try:
+                results.append(work())
+            except BaseException as error:
+                errors.append(error)
+            done.set()
+
+        threading.Thread(target=body, name="bpipe-opening", daemon=True).start()
+        try:
+            while not done.wait(LOOK_S):
+                look()
+        except BaseException:
+            self._is_given_up = True
+            raise
+        if errors:
+            raise errors[0]
+        return results[0]

@@ -1,0 +1,372 @@
+"""The line between a pipeline's ranks beside their transfers: collective calls, failures, and what each is doing.
+
+A thread reads it, whatever the caller's thread computes or waits for. It runs none of the user's code. What it learns of a
+failure it does at once: it wakes whoever waits here, and releases whoever waits in a transfer.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from enum import IntEnum
+
+from bpipe.comm.activity import Activity, State, Status
+from bpipe.comm.failure import Cause, Failure
+from bpipe.comm.frames import Frame, Kind
+from bpipe.comm.mesh import Mesh, Peer
+from bpipe.comm.watch import Patience, Watch
+from bpipe.errors import AgreementError, CommError, TransferError
+
+__all__: list[str] = []
+
+TICK_S = 0.25  # between two looks at whether something takes too long
+LOOK_S = 0.5  # between two looks at what keeps the others
+SETTLE_S = 1.0  # in which a failed transfer's reason arrives, if it is another rank's
+
+
+class CallOf(IntEnum):
+    """What a collective call is for: those of all ranks must be alike."""
+
+    STEP = 1
+    PLAN = 2
+    TRACE = 3
+    GATHER = 4
+
+
+DOING = {
+    CallOf.STEP: "runs a step",
+    CallOf.PLAN: "makes a plan",
+    CallOf.TRACE: "starts a trace",
+    CallOf.GATHER: "gathers a trace",
+}
+
+CANNOT = {
+    CallOf.STEP: "run this step",
+    CallOf.PLAN: "make a plan",
+    CallOf.TRACE: "trace",
+    CallOf.GATHER: "gather a trace",
+}
+
+_OPEN: weakref.WeakSet[Line] = weakref.WeakSet()  # all lines of this process: pipelines called in different orders meet here only
+
+
+class Control:
+    """What a rank without others has of it: nobody to tell, nothing to wait for."""
+
+    def __init__(self) -> None:
+        self.activity = Activity()
+        self.failure: Failure | None = None
+        self.original: BaseException | None = None  # of the failure, if it is this rank's own
+
+    def exchange(self, call: CallOf, data: bytes) -> list[bytes]:
+        """Collective: give every rank's bytes to all. Blocks the host, and can be interrupted.
+
+        Returns:
+            One bytes object a rank, by rank of the group.
+
+        Raises:
+            AgreementError: another rank cannot make this call, makes another one, or has closed the pipeline.
+            CommError: something has failed.
+        """
+        return [data]
+
+    def refuse(self, why: str) -> None:
+        """Tell the others, in place of the next call, that this rank cannot make it."""
+
+    def check(self) -> None:
+        """Raise if something has failed."""
+
+    def broke(self, error: BaseException, place: str) -> BaseException:
+        """Tell all ranks of an error here, which breaks the pipeline.
+
+        Args:
+            error: what was raised.
+            place: where.
+
+        Returns:
+            What to raise: that error, or the reason why a transfer ended, which is another rank's, or another thread's.
+        """
+        return error
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """A step runs in here, which an interrupt must be able to end."""
+        yield
+
+    def close(self) -> None:
+        """Say goodbye, and give the thread and the connections back."""
+
+
+class Line(Control):
+    """One rank's end.
+
+    Args:
+        mesh: its connections.
+        rank: of the pipeline's group.
+        release: called from any thread when something failed: ends all transfers that are waited for.
+        patience: how long a wait may take.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, release: Callable[[], None], patience: Patience) -> None:
+        super().__init__()
+        self.name = "this pipeline"
+        self._rank, self._size, self._release = rank, len(mesh.peers) + 1, release
+        self._peers = {peer.rank: peer for peer in mesh.peers}
+        self._changed = threading.Condition()
+        self._calls: dict[int, dict[int, Frame]] = defaultdict(dict)  # of the others, by number and rank
+        self._left: dict[int, int] = {}  # after how many steps each rank that closed the pipeline did
+        self._call = 0
+        self._waits_for: frozenset[int] = frozenset()
+        self._is_closing = self._has_left = self._is_known = False
+        self._watch = Watch(rank, self._size, self.activity, self._send_all, self.fail, lambda: self._waits_for, patience)
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        self._thread = threading.Thread(target=self._serve, name="bpipe-control", daemon=True)
+        _close_in_forks(self._sockets())
+        _OPEN.add(self)
+        self._thread.start()
+
+    def _sockets(self) -> list[socket.socket]:
+        return [self._woken, self._waker, *(peer.connection for peer in self._peers.values())]
+
+    # In the caller's thread
+
+    def exchange(self, call: CallOf, data: bytes) -> list[bytes]:
+        self._begin_call(Frame(Kind.CALL, self._call + 1, bytes([call]) + data))
+        before, self.activity.state = self.activity.state, State.MEETING
+        try:
+            theirs = self._collected(call)
+        finally:
+            self.activity.state, self._waits_for = before, frozenset()
+        return [theirs[rank].body[1:] if rank in theirs else data for rank in range(self._size)]
+
+    def refuse(self, why: str) -> None:
+        self._begin_call(Frame(Kind.REFUSAL, self._call + 1, why.encode(errors="replace")[:4096]))
+
+    def _begin_call(self, frame: Frame) -> None:
+        self._call += 1
+        with self._changed:
+            for number in [number for number in self._calls if number < self._call]:
+                del self._calls[number]
+        self._send_all(frame)
+
+    def _collected(self, call: CallOf) -> dict[int, Frame]:
+        """What the others say in this call."""
+        crossed: set[int] = set()
+        looked = time.monotonic()
+        with self._changed:
+            while True:
+                self.check()
+                theirs = self._calls[self._call]
+                for rank, frame in sorted(theirs.items()):
+                    _check_alike(rank, frame, call)
+                missing = self._peers.keys() - theirs.keys()
+                if not missing:
+                    return self._calls.pop(self._call)
+                self._check_present(missing)
+                self._waits_for = frozenset(missing)
+                self._changed.wait(LOOK_S)
+                if time.monotonic() - looked >= LOOK_S:
+                    looked, before = time.monotonic(), crossed
+                    crossed = self._crossed(missing)
+                    self._refuse_crossing(crossed & before)
+
+    def _check_present(self, missing: set[int]) -> None:
+        for rank in sorted(missing & self._left.keys()):
+            raise AgreementError(
+                f"rank {rank} closed this pipeline after {self._left[rank]} steps, and rank {self._rank} makes another call: "
+                "make the same calls on all ranks"
+            )
+
+    def _crossed(self, missing: set[int]) -> set[int]:
+        """The missing ranks that wait for this one in a call of another pipeline, which it has not made."""
+        processes = {self._peers[rank].process: rank for rank in missing}
+        waiting = {process for line in list(_OPEN) if line is not self for process in line._waiting_for_this()}
+        return {rank for process, rank in processes.items() if process in waiting}
+
+    def _waiting_for_this(self) -> list[bytes]:
+        """The processes that are in a call of this pipeline, in which this rank is not."""
+        if self.activity.state is not State.OUTSIDE or self._is_closing:
+            return []
+        return [self._peers[rank].process for rank in list(self._calls.get(self._call + 1, ()))]
+
+    def _refuse_crossing(self, ranks: set[int]) -> None:
+        for rank in sorted(ranks):
+            error = (
+                f"rank {self._rank} calls {self.name} while rank {rank} waits for it in another pipeline: "
+                "call pipelines in the same order on all ranks"
+            )
+            self.fail(Failure(Cause.DISAGREED, self._rank, self.activity.step, "", error))
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self._error()
+
+    def _error(self) -> BaseException:
+        assert self.failure is not None
+        if self.original is not None:
+            return self.original
+        return self.failure.as_error(self._rank, self.activity.place())
+
+    def broke(self, error: BaseException, place: str) -> BaseException:
+        if isinstance(error, TransferError) or self.failure is not None:
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_known, SETTLE_S)
+        if self.failure is not None:
+            return self._error() if isinstance(error, TransferError) else error
+        self.fail(Failure.raised(error, self._rank, self.activity.step, place), error)
+        return error
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Let the control thread know of Ctrl-C, because a blocking transfer does not: it breaks the pipeline, and so releases it.
+
+        Only where Ctrl-C raises KeyboardInterrupt, and nobody else listens to signals in this way.
+        """
+        is_ours = threading.current_thread() is threading.main_thread()
+        if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            yield
+            return
+        before = signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        if before != -1:
+            signal.set_wakeup_fd(before)
+        try:
+            yield
+        finally:
+            if before == -1:
+                signal.set_wakeup_fd(-1)
+
+    # In any thread
+
+    def fail(self, failure: Failure, original: BaseException | None = None) -> None:
+        self._break(failure, original, Frame(Kind.FAILED, 0, failure.pack()))
+
+    def _break(self, failure: Failure, original: BaseException | None = None, frame: Frame | None = None) -> None:
+        """Take note of the first failure, tell the others, and then let nobody wait any longer."""
+        with self._changed:
+            if self.failure is not None or self._is_closing:
+                return
+            self.original, self.failure = original, failure
+        if frame is not None:
+            self._send_all(frame)
+        self._release()
+        with self._changed:
+            self._is_known = True
+            self._changed.notify_all()
+
+    def _send_all(self, frame: Frame) -> None:
+        for peer in list(self._peers.values()):
+            peer.send(frame)
+
+    def close(self) -> None:
+        with self._changed:
+            if self._is_closing:
+                return
+            self._is_closing = True
+        _OPEN.discard(self)
+        self._send_all(Frame(Kind.LEFT, self.activity.step))
+        self._has_left = True
+        with suppress(OSError):
+            self._waker.send(b"\0")
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    # In the control thread
+
+    def _serve(self) -> None:
+        try:
+            with selectors.DefaultSelector() as selector:
+                self._listen(selector)
+        except Exception as error:  # nobody would hear of anything any more
+            self.fail(Failure.raised(error, self._rank, self.activity.step, "in its control thread"))
+        for one in self._sockets():
+            one.close()
+
+    def _listen(self, selector: selectors.BaseSelector) -> None:
+        selector.register(self._woken, selectors.EVENT_READ)
+        for peer in self._peers.values():
+            selector.register(peer.connection, selectors.EVENT_READ, peer)
+        while not self._has_left:
+            for key, _ in selector.select(TICK_S):
+                if key.data is None:
+                    self._heed(self._woken.recv(4096))
+                elif not self._read(key.data):
+                    selector.unregister(key.fileobj)
+            self._watch.tick(time.monotonic())
+
+    def _heed(self, signals: bytes) -> None:
+        if signal.SIGINT in signals:
+            place = self.activity.place()
+            self.fail(Failure(Cause.RAISED, self._rank, self.activity.step, place, "KeyboardInterrupt"))
+
+    def _read(self, peer: Peer) -> bool:
+        """Take in what a peer says; false once it is gone."""
+        data = peer.receive()
+        if not data:
+            self._gone(peer)
+            return False
+        try:
+            for frame in peer.reader.feed(data):
+                self._take(peer, frame)
+        except CommError as error:
+            text = f"rank {peer.rank} sent rank {self._rank} something that is no message of bpipe: {error}"
+            self.fail(Failure(Cause.DISAGREED, peer.rank, -1, "", text))
+            return False
+        return True
+
+    def _gone(self, peer: Peer) -> None:
+        if peer.rank not in self._left:
+            where = f" while rank {self._rank} was at {place}" if (place := self.activity.place()) else ""
+            error = (
+                f"rank {peer.rank} was lost{where}, step {self.activity.step}: its process ended without a word, killed perhaps "
+                "(out of memory?), or its machine did. Look at its log, and start again from a checkpoint."
+            )
+            self.fail(Failure(Cause.LOST, peer.rank, self.activity.step, "", error))
+
+    def _take(self, peer: Peer, frame: Frame) -> None:
+        if frame.kind in (Kind.CALL, Kind.REFUSAL):
+            with self._changed:
+                if frame.number >= self._call:
+                    self._calls[frame.number][peer.rank] = frame
+                self._changed.notify_all()
+        elif frame.kind is Kind.FAILED:
+            self._break(Failure.unpack(frame.body, self._size))
+        elif frame.kind is Kind.LEFT:
+            with self._changed:
+                self._left[peer.rank] = frame.number
+                self._changed.notify_all()
+        elif frame.kind is Kind.ASK:
+            peer.send(Frame(Kind.TELL, frame.number, self._watch.answer(peer.rank).pack()))
+        else:
+            self._watch.told(peer.rank, frame.number, Status.unpack(frame.body))
+
+
+def _check_alike(rank: int, frame: Frame, call: CallOf) -> None:
+    """Raise unless a rank makes the same call."""
+    if frame.kind is Kind.REFUSAL:
+        raise AgreementError(f"rank {rank} cannot {CANNOT[call]}: {frame.body.decode(errors='replace')}")
+    theirs = frame.body[0] if frame.body else 0
+    if theirs != call:
+        doing = DOING[CallOf(theirs)] if theirs in CallOf.__members__.values() else "does something unknown"
+        raise AgreementError(f"rank {rank} {doing} while this one {DOING[call]}: make the same calls on all ranks")
+
+
+def _close_in_forks(sockets: list[socket.socket]) -> None:
+    """Close connections in processes that this one forks, or a rank that ends would seem alive as long as its children."""
+    references = [weakref.ref(one) for one in sockets]
+
+    def close() -> None:
+        for reference in references:
+            if (one := reference()) is not None:
+                one.close()
+
+    os.register_at_fork(after_in_child=close)

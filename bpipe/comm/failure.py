@@ -1,0 +1,114 @@
+"""What broke a pipeline, as every rank is told: where it happened, why, and which error to raise for it."""
+
+from __future__ import annotations
+
+import struct
+import traceback
+from enum import IntEnum
+from typing import NamedTuple
+
+from bpipe.errors import AgreementError, CommError, RankFailedError, RankLostError, TransferTimeoutError
+
+__all__: list[str] = []
+
+HEAD = struct.Struct("<BIqHHI")
+MOST_TEXT, MOST_DETAILS = 4096, 16384  # bytes
+
+
+class Cause(IntEnum):
+    """Of a failure."""
+
+    RAISED = 1  # an error on a rank
+    LOST = 2  # a rank's process ended, or its machine
+    TIMED_OUT = 3
+    DISAGREED = 4
+
+
+class Failure(NamedTuple):
+    """The first thing that went wrong, as far as a rank knows.
+
+    Args:
+        cause: its kind.
+        rank: of the pipeline's group, where it happened.
+        step: its number there; -1 if unknown.
+        place: the stage, microbatch and action; empty outside of any.
+        error: the type and text of the error.
+        details: its traceback, or what every rank was doing.
+    """
+
+    cause: Cause
+    rank: int
+    step: int
+    place: str
+    error: str
+    details: str = ""
+
+    @classmethod
+    def raised(cls, error: BaseException, rank: int, step: int, place: str) -> Failure:
+        """An error of this rank, with the end of its traceback."""
+        lines = "".join(traceback.format_exception(error))
+        return cls(Cause.RAISED, rank, step, place, told(error), lines[-MOST_DETAILS // 4 :])
+
+    @property
+    def action(self) -> str:
+        """The action in the place, such as 1F2; empty if it names none."""
+        return self.place.rpartition("action ")[2]
+
+    def __str__(self) -> str:
+        step = f" in step {self.step}" if self.step >= 0 else ""
+        if self.cause is Cause.RAISED:
+            return f"rank {self.rank} failed{step}{f', {self.place}' if self.place else ''}: {self.error}"
+        return self.error
+
+    def pack(self) -> bytes:
+        texts = [_cut(self.place, MOST_TEXT), _cut(self.error, MOST_TEXT), _cut(self.details, MOST_DETAILS)]
+        return HEAD.pack(self.cause, self.rank, self.step, *map(len, texts)) + b"".join(texts)
+
+    @classmethod
+    def unpack(cls, data: bytes, size: int) -> Failure:
+        """Read what `pack` wrote, in a pipeline of `size` ranks.
+
+        Raises:
+            CommError: the bytes are no failure.
+        """
+        if len(data) < HEAD.size:
+            raise CommError(f"{len(data)} bytes are no failure")
+        cause, rank, step, *lengths = HEAD.unpack_from(data)
+        if cause not in Cause.__members__.values() or rank >= size or len(data) != HEAD.size + sum(lengths):
+            raise CommError(f"no failure of a pipeline of {size} ranks: cause {cause}, rank {rank}, {len(data)} bytes")
+        texts, start = [], HEAD.size
+        for length in lengths:
+            texts.append(data[start : start + length].decode(errors="replace"))
+            start += length
+        return cls(Cause(cause), rank, step, *texts)
+
+    def as_error(self, own_rank: int, place: str) -> CommError:
+        """The error to raise on another rank.
+
+        Args:
+            own_rank: of the rank that raises it.
+            place: where that one is; empty outside of a step.
+        """
+        error: CommError
+        if self.cause is Cause.TIMED_OUT:
+            error = TransferTimeoutError(str(self))
+        elif self.cause is Cause.DISAGREED:
+            error = AgreementError(str(self))
+        else:
+            kind = RankFailedError if self.cause is Cause.RAISED else RankLostError
+            error = kind(str(self), rank=self.rank, step=self.step, action=self.action, error=self.error)
+        if place:
+            error.add_note(f"bpipe: noticed on rank {own_rank}, {place}")
+        if self.details:
+            error.add_note(f"bpipe: on rank {self.rank}:\n{self.details}" if self.cause is Cause.RAISED else self.details)
+        return error
+
+
+def told(error: BaseException) -> str:
+    """An error's type and text."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def _cut(text: str, most_bytes: int) -> bytes:
+    data = text.encode(errors="replace")
+    return data if len(data) <= most_bytes else data[: most_bytes - 3].decode(errors="ignore").encode() + b"..."

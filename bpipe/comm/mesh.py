@@ -1,0 +1,230 @@
+"""A connection from each rank of a pipeline to each other one, for what must get through when transfers do not.
+
+The ranks find each other through the store of their process group, once. After that no store is needed: a process that ends
+closes its connections, and its peers see it at once, whoever hosts the store.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import cache
+from typing import Any, NamedTuple
+
+from bpipe.comm.addresses import own_address
+from bpipe.comm.frames import Frame, FrameReader
+from bpipe.errors import CommError
+
+__all__: list[str] = []
+
+NAME_BYTES = 16
+HELLO = struct.Struct(f"<8sI{NAME_BYTES}s{NAME_BYTES}s{NAME_BYTES}s")
+MAGIC = b"bpmesh\0\1"
+PLACE = struct.Struct(f"<{NAME_BYTES}sH")  # a rank's name in this mesh and its port; its address and its host follow
+HELLO_S, PAUSE_S = 5.0, 0.02
+MOST_SEND_S = 30.0  # a frame is small, and a peer's reader is a thread that does nothing else
+LOST_MACHINE_S = 15  # without an answer of its kernel
+
+# What the kernel does about a machine that is gone without a word; each where the platform has it.
+KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2, "TCP_USER_TIMEOUT": 1000 * LOST_MACHINE_S}
+
+
+class Peer:
+    """The connection to one rank.
+
+    Args:
+        process: tells its process from all others.
+    """
+
+    def __init__(self, connection: socket.socket, rank: int, process: bytes) -> None:
+        self.rank, self.process = rank, process
+        self.reader = FrameReader()
+        self.connection = connection
+        self._sending = threading.Lock()
+
+    def send(self, frame: Frame) -> None:
+        """Send a frame; to a peer that is gone, nothing: whoever reads from it sees that."""
+        data = frame.pack()
+        with self._sending, suppress(OSError):
+            self.connection.sendall(data)
+
+    def receive(self) -> bytes:
+        """What has arrived; nothing once the peer is gone. Call it when there is something."""
+        try:
+            return self.connection.recv(2**16)
+        except TimeoutError as error:
+            raise CommError("a connection was readable, and had nothing to read") from error
+        except OSError:
+            return b""
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self.connection.close()
+
+
+class Mesh(NamedTuple):
+    """All connections of a rank.
+
+    Args:
+        token: 16 bytes that only these ranks know, the same on all, and never again.
+        peers: the other ranks, in order.
+    """
+
+    token: bytes
+    peers: list[Peer]
+
+
+class _Place(NamedTuple):
+    """Where a rank can be reached."""
+
+    name: bytes
+    port: int
+    address: str
+    host: str
+
+    def pack(self) -> bytes:
+        return PLACE.pack(self.name, self.port) + f"{self.address} {self.host}".encode()
+
+    @classmethod
+    def unpack(cls, data: bytes) -> _Place:
+        address, _, host = data[PLACE.size :].decode(errors="replace").partition(" ")
+        name, port = PLACE.unpack_from(data)
+        return cls(name, port, address, host)
+
+
+def open_mesh(store: Any, key: str, rank: int, size: int, check: Callable[[str], None]) -> Mesh:
+    """Connect a rank to all others. Collective; blocks until all have come.
+
+    Args:
+        store: of torch.distributed, which all ranks reach.
+        key: under which they find each other there.
+        check: called again and again with what is waited for; raises to give up.
+
+    Raises:
+        CommError: another rank has given up meanwhile.
+    """
+    address = own_address(store)
+    with ExitStack() as unless_done:
+        listener = unless_done.enter_context(socket.create_server((address.text, 0), family=address.family, backlog=size))
+        listener.setblocking(False)
+        own = _Place(os.urandom(NAME_BYTES), listener.getsockname()[1], address.text, socket.gethostname())
+        meeting = _Meeting(store, key, rank, own)
+        peers = unless_done.enter_context(meeting)
+        store.set(f"{key}/{rank}", own.pack())
+        while missing := [other for other in range(size) if other != rank and other not in peers]:
+            meeting.accept(listener)
+            for other in missing:
+                if other < rank:
+                    meeting.look_for(other)
+            meeting.check_present()
+            check(meeting.describe(missing))
+            time.sleep(0 if len(peers) + 1 == size else PAUSE_S)
+        done = meeting.finish()
+        token = own.name if rank == 0 else meeting.token
+        return Mesh(token, [done[other] for other in sorted(done)])
+
+
+class _Meeting:
+    """The connections of a rank while not all are there; closed, if it does not come to that."""
+
+    def __init__(self, store: Any, key: str, rank: int, own: _Place) -> None:
+        self._store, self._key, self._rank, self._own = store, key, rank, own
+        self._peers: dict[int, Peer] = {}
+        self._unreachable: dict[int, _Place] = {}
+        self.token = b""
+
+    def __enter__(self) -> dict[int, Peer]:
+        return self._peers
+
+    def __exit__(self, *_: object) -> None:
+        for peer in self._peers.values():
+            peer.close()
+
+    def finish(self) -> dict[int, Peer]:
+        """Hand the connections over."""
+        done, self._peers = self._peers, {}
+        return done
+
+    def describe(self, missing: list[int]) -> str:
+        lines = [f"ranks {missing} have not come to their first step"]
+        for other, place in sorted(self._unreachable.items()):
+            if other in missing:
+                lines.append(
+                    f"; rank {other} waits at {place.address}, port {place.port}, of {place.host}, and does not answer there: "
+                    "if ranks are on several machines, set GLOO_SOCKET_IFNAME to the interface between them"
+                )
+                break
+        return "".join(lines)
+
+    def accept(self, listener: socket.socket) -> None:
+        """Take in a rank that has come, if one has."""
+        with suppress(BlockingIOError, OSError, struct.error):
+            connection, _ = listener.accept()
+            with ExitStack() as unless_done:
+                unless_done.callback(connection.close)
+                connection.settimeout(HELLO_S)
+                rank, name, process = self._heard(connection, self._own.name)
+                self._say_hello(connection, name)
+                unless_done.pop_all()
+            self._add(rank, connection, process)
+
+    def look_for(self, other: int) -> None:
+        """Connect to a rank that has said where it is, if it still is there."""
+        if not self._store.check([f"{self._key}/{other}"]):
+            return
+        place = _Place.unpack(self._store.get(f"{self._key}/{other}"))
+        self._unreachable[other] = place
+        with suppress(OSError, struct.error), ExitStack() as unless_done:
+            connection = socket.create_connection((place.address, place.port), timeout=HELLO_S)
+            unless_done.callback(connection.close)
+            self._say_hello(connection, place.name)
+            rank, name, process = self._heard(connection, self._own.name)
+            if (rank, name) != (other, place.name):
+                raise ConnectionError("somebody else")
+            unless_done.pop_all()
+            self._add(other, connection, process)
+            self.token = name if other == 0 else self.token
+
+    def _add(self, rank: int, connection: socket.socket, process: bytes) -> None:
+        connection.settimeout(MOST_SEND_S)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEP_ALIVE.items():
+            if hasattr(socket, option):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        if rank in self._peers:
+            self._peers.pop(rank).close()
+        self._peers[rank] = Peer(connection, rank, process)
+
+    def _say_hello(self, connection: socket.socket, to: bytes) -> None:
+        connection.sendall(HELLO.pack(MAGIC, self._rank, self._own.name, to, process_name(os.getpid())))
+
+    @staticmethod
+    def _heard(connection: socket.socket, expected: bytes) -> tuple[int, bytes, bytes]:
+        """Who says hello: a rank, its name in this mesh, its process."""
+        data = connection.recv(HELLO.size, socket.MSG_WAITALL)
+        magic, rank, name, to, process = HELLO.unpack(data)
+        if magic != MAGIC or to != expected:
+            raise ConnectionError("a stranger, or somebody's earlier pipeline")
+        return rank, name, process
+
+    def check_present(self) -> None:
+        """Raise if a rank that had come has gone."""
+        waiting = {peer.connection: peer.rank for peer in self._peers.values()}
+        for connection in select.select(list(waiting), [], [], 0)[0] if waiting else ():
+            with suppress(BlockingIOError):
+                if not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                    raise CommError(f"rank {waiting[connection]} gave up, or ended, while the ranks met for their first step")
+
+
+@cache
+def process_name(pid: int) -> bytes:
+    """16 bytes that tell a process from all others; a fork gets its own."""
+    return os.urandom(NAME_BYTES)

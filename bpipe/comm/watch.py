@@ -1,0 +1,138 @@
+"""Whether a rank waits too long: it then asks all ranks what they do, shows that once, and in the end gives up."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from bpipe.comm.activity import Activity, State, Status, action_at, place_of
+from bpipe.comm.doings import picture, waited_for
+from bpipe.comm.failure import Cause, Failure
+from bpipe.comm.frames import Frame, Kind
+
+__all__: list[str] = []
+
+LOG = logging.getLogger("bpipe")
+ANSWERS_S = 1.0  # in which a process that runs at all answers
+
+
+class Patience(NamedTuple):
+    """How long a rank waits for another one.
+
+    Args:
+        timeout_s: seconds in one wait after which it fails.
+        slow_s: seconds in one wait after which what all ranks do is shown.
+    """
+
+    timeout_s: float
+    slow_s: float = 30.0
+
+
+class Watch:
+    """Over the waits of one rank. All of it runs in the control thread.
+
+    Args:
+        rank: of the pipeline's group, which has `size`.
+        activity: what this rank does.
+        ask: sends a frame to all other ranks.
+        fail: breaks the pipeline on all ranks.
+        missing: for whom this rank waits in a collective call.
+        patience: how long a wait may take.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        activity: Activity,
+        ask: Callable[[Frame], None],
+        fail: Callable[[Failure], None],
+        missing: Callable[[], frozenset[int]],
+        patience: Patience,
+    ) -> None:
+        self._rank, self._size, self._activity = rank, size, activity
+        self._ask, self._fail, self._missing = ask, fail, missing
+        self._patience = patience
+        self._now = activity.status()
+        self._since = time.monotonic()
+        self._asked_s: float | None = None
+        self._number = 0  # of the latest question
+        self._answers: dict[int, Status] = {}
+        self._others: set[int] = set()  # who ask as well, since this rank's own latest question or the start of the step
+        self._shown_step = -1  # the latest of which this rank, or another one, has shown what all do
+
+    def tick(self, now: float) -> None:
+        """Look at the time."""
+        status = self._activity.status()
+        if (status.state, status.step, status.position) != (self._now.state, self._now.step, self._now.position):
+            self._now, self._since, self._asked_s = status, now, None
+        if not self._activity.is_waiting():
+            return
+        seconds = now - self._since
+        if self._asked_s is None:
+            is_slow = seconds >= self._patience.slow_s and self._shown_step < status.step
+            if is_slow or seconds >= self._patience.timeout_s - ANSWERS_S:
+                self._question(now)
+        elif len(self._answers) + 1 == self._size or now - self._asked_s >= ANSWERS_S:
+            self._show(status, seconds)
+            if seconds >= self._patience.timeout_s:
+                self._give_up(status, seconds)
+            elif seconds < self._patience.timeout_s - ANSWERS_S:
+                self._asked_s = None
+
+    def answer(self, asking: int) -> Status:
+        """What this rank tells a rank that asks."""
+        self._others.add(asking)
+        if self._asked_s is None:
+            self._shown_step = max(self._shown_step, self._activity.step)  # that rank will show it
+        return self._status(time.monotonic())
+
+    def told(self, rank: int, number: int, status: Status) -> None:
+        """A rank has answered."""
+        if number == self._number:
+            self._answers[rank] = status
+
+    def _question(self, now: float) -> None:
+        self._asked_s = now
+        self._number += 1
+        self._answers = {}
+        self._others = set()
+        self._ask(Frame(Kind.ASK, self._number))
+
+    def _status(self, now: float) -> Status:
+        return self._activity.status()._replace(seconds=now - self._since)
+
+    def _show(self, status: Status, seconds: float) -> None:
+        """Log what all ranks do: once a step, and on the lowest of the ranks that ask."""
+        if self._shown_step < status.step and self._rank < min(self._others, default=self._rank + 1):
+            LOG.warning("%s.\n%s", self._waiting(status, seconds), self._picture())
+        self._shown_step = status.step
+
+    def _give_up(self, status: Status, seconds: float) -> None:
+        place = self._activity.place()
+        text = f"{self._waiting(status, seconds)}: longer than timeout_s={self._patience.timeout_s:g}"
+        self._fail(Failure(Cause.TIMED_OUT, self._rank, status.step, place, text, self._picture()))
+
+    def _waiting(self, status: Status, seconds: float) -> str:
+        """One line: who waits for whom, and who is frozen."""
+        waits = f"rank {self._rank} has waited {seconds:.1f} s {self._for_whom(status)}"
+        frozen = [rank for rank in range(self._size) if rank not in self._answers and rank != self._rank]
+        if not frozen:
+            return waits
+        are = "is" if len(frozen) == 1 else "are"
+        why = f"no answer in {ANSWERS_S:g} s (stopped, or in code that holds Python's GIL)"
+        return f"{waits}; {waited_for(frozen)} {are} frozen: {why}"
+
+    def _for_whom(self, status: Status) -> str:
+        if status.state is State.MEETING:
+            return f"for {waited_for(self._missing() or {self._rank})} to come to step {status.step}"
+        action = action_at(self._activity.plan, status)
+        if action is None:
+            return f"in step {status.step} for its guests to be called for"
+        return f"in step {status.step}, {place_of(action)}, for rank {self._activity.group_rank(action.peer)}"
+
+    def _picture(self) -> str:
+        statuses = {**self._answers, self._rank: self._status(time.monotonic())}
+        return picture(self._activity, statuses, self._size)
