@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
 
 from bpipe.comm.agreement import Record
+from bpipe.comm.failure import told
 from bpipe.comm.replicas import difference
-from bpipe.errors import AgreementError, ConfigurationError
+from bpipe.errors import AgreementError, CommError, ConfigurationError
 from bpipe.loopback import LoopbackGroup
 from bpipe.measured import KnownShapes, Measured, Shapes
 from bpipe.memory.static import available_bytes, bytes_under, present_bytes, static_bytes
 from bpipe.policy import Budget, Policy
+from bpipe.report import Report
 from bpipe.runtime.run import Run
 from bpipe.schedule import Gather, Proven, Schedule, Step, StepKey
 from bpipe.schedules import Costs, Plan, finish
@@ -26,7 +26,7 @@ from bpipe.schedules.communicate import computations_only
 from bpipe.schedules.destinations import Destinations
 from bpipe.schedules.one_at_a_time import one_at_a_time
 from bpipe.schedules.outcome import outcome
-from bpipe.schedules.sizes import Sizes, StageSizes
+from bpipe.schedules.sizes import Sizes
 
 __all__ = ["Balanced"]
 
@@ -199,18 +199,18 @@ class Balanced(Schedule):
     # The plan for what was measured, which all ranks make from the same numbers
 
     def _planned(self, key: StepKey, gather: Gather) -> Plan:
-        reports = [json.loads(data) for data in gather(lambda schedule: schedule._report(key))]
+        packed = gather(lambda schedule: schedule._report(key))
+        reports = sorted((Report.unpack(data, sender) for sender, data in enumerate(packed)), key=lambda report: report.rank)
         self._say("making the plan for what was measured")
-        refusal = next((report["refusal"] for report in reports if report["refusal"]), None)
+        refusal = next((report.refusal for report in reports if report.refusal), None)
         if refusal is not None:
             raise AgreementError(refusal)
-        by_rank = sorted(reports, key=lambda report: int(report["rank"]))
-        by_stage = {int(stage): numbers for report in reports for stage, numbers in report["stages"].items()}
-        sizes = Sizes(
-            stages=tuple(StageSizes(**by_stage[s] | {"parts": tuple(by_stage[s]["parts"])}) for s in range(self._base.num_stages)),
-            static=tuple(report["static"] for report in by_rank),
-        )
-        plan = self._agreed_plan(sizes, None if self._is_lowest else [report["budget"] for report in by_rank], gather)
+        by_stage = {stage: sizes for report in reports for stage, sizes in report.stages.items()}
+        if sorted(by_stage) != list(range(self._base.num_stages)):
+            raise CommError(f"the ranks sent sizes of stages {sorted(by_stage)}, of {self._base.num_stages}")
+        stages = tuple(by_stage[stage] for stage in range(self._base.num_stages))
+        sizes = Sizes(stages=stages, static=tuple(report.static for report in reports))
+        plan = self._agreed_plan(sizes, None if self._is_lowest else [report.budget for report in reports], gather)
         self._say(outcome(plan))
         return plan
 
@@ -221,7 +221,7 @@ class Balanced(Schedule):
             plan = self._made_plan(sizes, budgets)
             outcome = plan.fingerprint()
         except BaseException as failure:  # told before it is raised, so that no rank waits
-            error, outcome = failure, f"{type(failure).__name__}: {failure}"
+            error, outcome = failure, told(failure)
         outcomes = [data.decode() for data in gather(lambda _: outcome.encode())]
         if error is not None:
             self._told = error
@@ -244,10 +244,10 @@ class Balanced(Schedule):
         try:
             report = self._own_report(self._shapes.of(key))
         except Exception as error:
-            report = {"refusal": f"rank {self._plan_rank} cannot make a plan: {type(error).__name__}: {error}"}
-        return json.dumps(report).encode()
+            report = Report(self._plan_rank, {}, refusal=f"rank {self._plan_rank} cannot make a plan: {told(error)}")
+        return report.pack()
 
-    def _own_report(self, shapes: Shapes) -> dict[str, Any]:
+    def _own_report(self, shapes: Shapes) -> Report:
         measured, device = shapes.measured, self._transport.device
         assert measured is not None, "a plan is made of what was measured"
         refusal = ""
@@ -255,13 +255,7 @@ class Balanced(Schedule):
             refusal, shapes.is_compared = difference(self._replicas, measured.stages, device), True
         self._num_states = self._count_states()
         static = static_bytes(self._modules(), device, self._optimizer) + measured.held_bytes + measured.returned_bytes
-        return {
-            "rank": self._plan_rank,
-            "stages": {stage: asdict(sizes) for stage, sizes in shapes.stages().items()},
-            "static": static,
-            "budget": self._own_budget(measured),
-            "refusal": refusal,
-        }
+        return Report(self._plan_rank, shapes.stages(), static, self._own_budget(measured), refusal)
 
     def _own_budget(self, measured: Measured) -> int | None:
         """This rank's budget in bytes; None for no limit, or as low as possible."""

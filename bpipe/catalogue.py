@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
+from bpipe.errors import ConfigurationError
 from bpipe.schedule import Schedule
+from bpipe.schedules import Plan, verify
 
 __all__ = [
     "ZBH1",
@@ -16,6 +18,7 @@ __all__ = [
     "BalancedOneFOneB",
     "BreadthFirst",
     "DualPipeV",
+    "FromPlan",
     "GPipe",
     "Interleaved1F1B",
     "OneFOneB",
@@ -74,6 +77,62 @@ class ZBH2(Schedule):
     """ZB-H2: ZB-H1 with more forwards first, and up to 2p-1 microbatches on a rank, so that no rank waits in between."""
 
     rule = "zb_h2"
+
+
+class FromPlan(Schedule):
+    """Any plan: one that you wrote or changed, or one from a file. It is proven here, before anything runs.
+
+    Args:
+        stage: as in `Schedule`; a list where the plan puts several stages on a rank.
+        plan: a finished plan, the same on all ranks, such as `Plan.from_text(path.read_text())` gives.
+        loss_fn: this and the others as in `Schedule`.
+
+    Raises:
+        PlanError: the plan breaks a rule; the message lists every violation, and shows the first.
+        ConfigurationError: it is for other stages or ranks, or only evaluates.
+
+    Example:
+        >>> from torch import nn
+        >>> from bpipe import Loopback, PipelineStage
+        >>> from bpipe.schedules import Plan, build
+        >>> text = build("1f1b", num_stages=2, num_microbatches=4).to_text()
+        >>> loopback = Loopback(2)
+        >>> stages = [PipelineStage(nn.Linear(4, 4), i, 2, "cpu", loopback.rank(i)) for i in range(2)]
+        >>> schedules = [FromPlan(stage, Plan.from_text(text), loss_fn=nn.functional.mse_loss) for stage in stages]
+        >>> loopback.step(schedules, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
+        torch.Size([4, 4])
+    """
+
+    def __init__(
+        self,
+        stage: Any,
+        plan: Plan,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        *,
+        timeout_s: float | None = None,
+        slow_s: float = 30.0,
+    ) -> None:
+        verify(plan)
+        if not plan.has_backward:
+            raise ConfigurationError(f"plan {plan.name!r} only evaluates: give one with backwards, and call eval()")
+        self._given, self.rule = plan, plan.name
+        arguments = (loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads)
+        super().__init__(stage, plan.num_microbatches, *arguments, timeout_s=timeout_s, slow_s=slow_s)
+        self._memory.most_parts = {index: max(1, plan.num_parts(index)) for index in self._stages}
+        self._memory.is_inside = bool(plan.interrupted(self._plan_rank))
+
+    def _make_plan(self, num_stages: int, num_ranks: int, *_: Any) -> Plan:
+        plan = self._given
+        if (plan.num_stages, plan.num_ranks) != (num_stages, num_ranks):
+            raise ConfigurationError(
+                f"plan {plan.name!r} is for {plan.num_stages} stages on {plan.num_ranks} ranks, "
+                f"and these are {num_stages} stages on {num_ranks}"
+            )
+        return plan
 
 
 class _Stages(Schedule):

@@ -30,6 +30,7 @@ SIGNATURES = {
     "BalancedOneFOneB": SCHEDULE,
     "BreadthFirst": STAGES,
     "DualPipeV": STAGES,
+    "FromPlan": SCHEDULE.replace("n_microbatches", "plan").replace(" slots,", ""),
     "GPipe": SCHEDULE,
     "Interleaved1F1B": STAGES,
     "Loopback": "(num_ranks, own_random_state)",

@@ -1,0 +1,56 @@
+"""What a rank tells the others before they make one plan: its stages' sizes, its static bytes and its budget."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from bpipe.errors import BPipeError, CommError
+from bpipe.schedules import StageSizes
+
+__all__: list[str] = []
+
+
+class Report(NamedTuple):
+    """One rank's part.
+
+    Args:
+        rank: in the plan.
+        stages: the bytes of a microbatch, by stage.
+        static: bytes of the rank besides microbatches.
+        budget: in bytes; None for no limit, or as low as possible.
+        refusal: why it cannot go on; empty if it can.
+    """
+
+    rank: int
+    stages: Mapping[int, StageSizes]
+    static: int = 0
+    budget: int | None = None
+    refusal: str = ""
+
+    def pack(self) -> bytes:
+        return json.dumps({**self._asdict(), "stages": {stage: asdict(sizes) for stage, sizes in self.stages.items()}}).encode()
+
+    @classmethod
+    def unpack(cls, data: bytes, sender: int) -> Report:
+        """Read what `pack` wrote.
+
+        Raises:
+            CommError: the bytes of this sender are no report.
+        """
+        try:
+            fields = json.loads(data)
+            stages = {int(stage): _sizes(numbers) for stage, numbers in fields.pop("stages").items()}
+            report = cls(stages=stages, **fields)
+            numbers = (report.rank, report.static, report.budget or 0)
+            if not all(type(number) is int and number >= 0 for number in numbers) or type(report.refusal) is not str:
+                raise ValueError(f"{numbers}")
+            return report
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, BPipeError) as error:
+            raise CommError(f"rank {sender} sent no report of its sizes: {error}") from error
+
+
+def _sizes(numbers: dict[str, Any]) -> StageSizes:
+    return StageSizes(**{**numbers, "parts": tuple(numbers["parts"])})
