@@ -56,7 +56,7 @@ class Watch:
         self._ask, self._fail, self._missing = ask, fail, missing
         self._patience = patience
         self._now = activity.status()
-        self._since = time.monotonic()
+        self._time_s = self._since = time.monotonic()  # of the latest look, and when this rank came to where it is
         self._asked_s: float | None = None
         self._number = 0  # of the latest question
         self._answers: dict[int, Status] = {}
@@ -65,7 +65,7 @@ class Watch:
 
     def tick(self, now: float) -> None:
         """Look at the time."""
-        status = self._activity.status()
+        status, self._time_s = self._activity.status(), now
         if (status.state, status.step, status.position) != (self._now.state, self._now.step, self._now.position):
             self._now, self._since, self._asked_s = status, now, None
         if not self._activity.is_waiting():
@@ -87,7 +87,7 @@ class Watch:
         self._others.add(asking)
         if self._asked_s is None:
             self._shown_step = max(self._shown_step, self._activity.step)  # that rank will show it
-        return self._status(time.monotonic())
+        return self._status()
 
     def told(self, rank: int, number: int, status: Status) -> None:
         """A rank has answered."""
@@ -101,8 +101,8 @@ class Watch:
         self._others = set()
         self._ask(Frame(Kind.ASK, self._number))
 
-    def _status(self, now: float) -> Status:
-        return self._activity.status()._replace(seconds=now - self._since)
+    def _status(self) -> Status:
+        return self._activity.status()._replace(seconds=self._time_s - self._since)
 
     def _show(self, status: Status, seconds: float) -> None:
         """Log what all ranks do: once a step, and on the lowest of the ranks that ask."""
@@ -134,5 +134,5 @@ class Watch:
         return f"in step {status.step}, {place_of(action)}, for rank {self._activity.group_rank(action.peer)}"
 
     def _picture(self) -> str:
-        statuses = {**self._answers, self._rank: self._status(time.monotonic())}
+        statuses = {**self._answers, self._rank: self._status()}
         return picture(self._activity, statuses, self._size)

@@ -1,0 +1,155 @@
+"""When a wait is too long: all ranks are asked, one of them shows what they do, once a step, and in the end the pipeline fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+
+from bpipe.comm.activity import Activity, State, Status
+from bpipe.comm.failure import Cause, Failure
+from bpipe.comm.frames import Frame, Kind
+from bpipe.comm.watch import ANSWERS_S, Patience, Watch
+from bpipe.schedules import Plan, build
+from bpipe.schedules.action import Op
+
+PLAN = build("1f1b", 3, 4)
+SLOW_S, TIMEOUT_S = 10.0, 60.0
+
+
+def position_of(text: str, rank: int, plan: Plan = PLAN) -> int:
+    return [str(action) for action in plan.actions[rank]].index(text)
+
+
+class Ranks:
+    """The watches of three ranks, whose time and messages the test drives."""
+
+    def __init__(self, positions: Sequence[str]) -> None:
+        self.failures: list[Failure] = []
+        self.silent: set[int] = set()
+        self.activities = [Activity() for _ in range(3)]
+        self.watches = [self._watch(rank) for rank in range(3)]
+        self.start = self.watches[0]._since
+        for rank, text in enumerate(positions):
+            self.activities[rank].begin(PLAN, rank, 7, [0, 1, 2])
+            self.activities[rank].position = position_of(text, rank)
+
+    def _watch(self, rank: int) -> Watch:
+        patience = Patience(TIMEOUT_S, SLOW_S)
+        ask = lambda frame: self.ask(rank, frame)  # noqa: E731
+        return Watch(rank, 3, self.activities[rank], ask, self.failures.append, lambda: frozenset({1}), patience)
+
+    def ask(self, rank: int, frame: Frame) -> None:
+        assert frame.kind is Kind.ASK
+        for other in {0, 1, 2} - {rank} - self.silent:
+            self.watches[rank].told(other, frame.number, Status.unpack(self.watches[other].answer(rank).pack()))
+
+    def run(self, seconds: float, begin: float = 0.0, ranks: Sequence[int] = (0, 1, 2)) -> None:
+        for tick in range(int(seconds * 4) + 1):
+            for rank in ranks:
+                self.watches[rank].tick(self.start + begin + tick / 4)
+
+
+def shown(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_a_rank_that_computes_for_long_is_shown_once_by_the_lowest_that_waits(caplog):
+    ranks = Ranks(["0WAIT_RECV_B0", "1F1", "2WAIT_RECV_F1"])
+    ranks.run(SLOW_S - 1)
+    assert not shown(caplog)
+    ranks.run(40, begin=SLOW_S - 1)
+    (text,) = shown(caplog)
+    assert text.startswith("rank 0 has waited 10")
+    assert "in step 7, stage 0, microbatch 0, action 0WAIT_RECV_B0, for rank 1." in text
+    assert "frozen" not in text
+    assert "rank 1 computes 1F1 for" in text
+    assert "rank 2 waits for" in text
+    grid = [line for line in text.splitlines() if "|" in line]
+    assert [line.count(">") for line in grid] == [1, 1, 1]
+    assert ">F1<" in grid[1]
+    assert not ranks.failures
+
+
+def test_a_frozen_rank_is_named(caplog):
+    ranks = Ranks(["0WAIT_RECV_B0", "1F1", "2WAIT_RECV_F1"])
+    ranks.silent = {1}
+    ranks.run(SLOW_S + ANSWERS_S + 1, ranks=(0, 2))
+    (text,) = shown(caplog)
+    assert "rank 1 is frozen: no answer" in text
+    assert "rank 1 does not answer" in text
+    assert "rank 1 ? |" in text
+
+
+def test_what_is_shown_in_a_step_is_shown_again_in_a_later_one_only(caplog):
+    ranks = Ranks(["0WAIT_RECV_B0", "1F1", "2WAIT_RECV_F1"])
+    ranks.run(20)
+    for activity in ranks.activities:
+        activity.position += 1
+    ranks.activities[0].position = position_of("0WAIT_RECV_B1", 0)
+    ranks.run(20, begin=20)
+    assert len(shown(caplog)) == 1
+    for rank, activity in enumerate(ranks.activities):
+        activity.begin(PLAN, rank, 8, [0, 1, 2])
+        activity.position = position_of(f"{rank}{'F0' if rank == 0 else 'WAIT_RECV_F0'}", rank)
+    ranks.run(20, begin=40)
+    assert len(shown(caplog)) == 2
+
+
+def test_the_timeout_fails_with_the_picture(caplog):
+    ranks = Ranks(["0WAIT_RECV_B0", "1F1", "2WAIT_RECV_F1"])
+    ranks.silent = {1}
+    ranks.run(TIMEOUT_S - 0.5, ranks=(0, 2))
+    assert not ranks.failures
+    ranks.run(1.0, begin=TIMEOUT_S - 0.5, ranks=(0, 2))
+    failure = ranks.failures[0]
+    assert (failure.cause, failure.rank, failure.step) == (Cause.TIMED_OUT, 0, 7)
+    assert "rank 1 is frozen" in failure.error
+    assert "longer than timeout_s=60" in failure.error
+    assert "rank 1 does not answer" in failure.details
+    assert len(shown(caplog)) == 1
+
+
+def test_progress_starts_a_wait_anew():
+    ranks = Ranks(["0WAIT_RECV_B0", "1F1", "2WAIT_RECV_F1"])
+    ranks.run(TIMEOUT_S - 2)
+    for activity in ranks.activities:
+        activity.position += 1
+    ranks.run(TIMEOUT_S - 2, begin=TIMEOUT_S - 2)
+    assert not ranks.failures
+
+
+def test_nobody_waits_in_a_computation():
+    ranks = Ranks(["0F1", "1F1", "2F0"])
+    ranks.run(10 * TIMEOUT_S)
+    assert not ranks.failures
+
+
+def test_ranks_that_have_not_come_to_a_step_are_named(caplog):
+    ranks = Ranks(["0F0", "1F0", "2F0"])
+    for rank, activity in enumerate(ranks.activities):
+        activity.end(8)
+        activity.state = State.OUTSIDE if rank == 1 else State.MEETING
+    ranks.run(20)
+    (text,) = shown(caplog)
+    assert "for rank 1 to come to step 8" in text
+    assert "rank 1 is in your own code for" in text
+    assert "between steps: it has made 8" in text
+
+
+def test_a_rank_whose_guests_are_not_called_for_waits(caplog):
+    plan = build("balanced_1f1b", 4, 8)
+    activity = Activity()
+    activity.begin(plan, 3, 0, [0, 1, 2, 3])
+    activity.position = len(plan.actions[3])
+    watch = Watch(3, 4, activity, lambda frame: None, lambda failure: None, frozenset, Patience(TIMEOUT_S, SLOW_S))
+    (evictor,) = activity.guests
+    activity.guests[evictor] = next(i for i, action in enumerate(plan.chains(3)[evictor]) if action.op is Op.WAIT_RETURN)
+    start = watch._since
+    for tick in range(80):
+        watch.tick(start + tick / 4)
+    (text,) = shown(caplog)
+    assert "rank 3 has waited" in text
+    assert "for its guests to be called for" in text
+    assert "serves rank 0 at 0WAIT_RETURN" in text
