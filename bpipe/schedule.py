@@ -15,6 +15,7 @@ import torch
 from bpipe import microbatch as mb
 from bpipe._version import __version__
 from bpipe.call import Call, Specs, call_of, microbatches_of
+from bpipe.comm.activity import State
 from bpipe.comm.agreement import Record, check
 from bpipe.comm.control import CallOf
 from bpipe.comm.failure import told
@@ -351,12 +352,12 @@ class Schedule:
             step = self._begin_or_refuse(begin)
             with self._failing_together():
                 records = self._transport.exchange(CallOf.STEP, step.record)
-                run = self._agreed(step, records, lambda told: self._transport.exchange(CallOf.PLAN, told(self)))
                 control = self._transport.control
+                control.activity.state = State.PREPARING
+                run = self._agreed(step, records, lambda told: self._transport.exchange(CallOf.PLAN, told(self)))
                 with run.sharding.in_charge(), control.interruptible():
                     self._lanes.drive(run, control, self._group_ranks)
                 self._finish(step, run, started)
-                control.activity.end(self._num_steps)
             return self._result(run)
 
     def _run_alone(self, begin: Callable[[], Step]) -> Any:
@@ -418,6 +419,8 @@ class Schedule:
             if reason is error:
                 raise
             raise reason from error
+        finally:
+            self._transport.control.activity.end(self._num_steps)
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:

@@ -24,7 +24,8 @@ class State(IntEnum):
 
     OUTSIDE = 0  # nothing: the user's code between steps
     MEETING = 1  # it waits for the others in a collective call
-    RUNNING = 2  # a step
+    PREPARING = 2  # it makes the plan of a step
+    RUNNING = 3  # a step
 
 
 class Status(NamedTuple):

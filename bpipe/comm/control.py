@@ -141,9 +141,9 @@ class Line(Control):
     # In the caller's thread
 
     def exchange(self, call: CallOf, data: bytes) -> list[bytes]:
-        self._begin_call(Frame(Kind.CALL, self._call + 1, bytes([call]) + data))
         before, self.activity.state = self.activity.state, State.MEETING
         try:
+            self._begin_call(Frame(Kind.CALL, self._call + 1, bytes([call]) + data))
             theirs = self._collected(call)
         finally:
             self.activity.state, self._waits_for = before, frozenset()
@@ -236,14 +236,12 @@ class Line(Control):
         if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             yield
             return
-        before = signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
-        if before != -1:
-            signal.set_wakeup_fd(before)
+        before = signal.set_wakeup_fd(-1)
         try:
+            signal.set_wakeup_fd(self._waker.fileno() if before == -1 else before, warn_on_full_buffer=False)
             yield
         finally:
-            if before == -1:
-                signal.set_wakeup_fd(-1)
+            signal.set_wakeup_fd(before)
 
     # In any thread
 

@@ -39,6 +39,8 @@ def _doing(own: Activity, status: Status | None) -> str:
     since, plan = f"for {status.seconds:.1f} s", own.plan
     if status.state is State.OUTSIDE:
         return f"is in your own code {since}, between steps: it has made {status.step}"
+    if status.state is State.PREPARING:
+        return f"prepares step {status.step} {since}"
     if status.state is State.MEETING:
         return f"waits {since} for the others to come to step {status.step}"
     if plan is None or status.step != own.step:

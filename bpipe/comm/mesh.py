@@ -12,6 +12,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import cache
@@ -46,13 +47,27 @@ class Peer:
         self.rank, self.process = rank, process
         self.reader = FrameReader()
         self.connection = connection
+        self._queue: deque[bytes] = deque()
         self._sending = threading.Lock()
 
     def send(self, frame: Frame) -> None:
-        """Send a frame; to a peer that is gone, nothing: whoever reads from it sees that."""
-        data = frame.pack()
-        with self._sending, suppress(OSError):
-            self.connection.sendall(data)
+        """Send a frame, or leave it to the thread that is sending one: the thread that reads must not wait for it.
+
+        To a peer that is gone nothing is sent: whoever reads from it sees that.
+        """
+        self._queue.append(frame.pack())
+        while self._queue and self._sending.acquire(blocking=False):
+            try:
+                while self._queue:
+                    self.connection.sendall(self._queue.popleft())
+            except OSError:  # a part of a frame may have left
+                self._disconnect()
+            finally:
+                self._sending.release()
+
+    def _disconnect(self) -> None:
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def receive(self) -> bytes:
         """What has arrived; nothing once the peer is gone. Call it when there is something."""
@@ -64,8 +79,7 @@ class Peer:
             return b""
 
     def close(self) -> None:
-        with suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
+        self._disconnect()
         self.connection.close()
 
 
