@@ -124,7 +124,7 @@ class Balanced(Schedule):
         schedule.close()
         timeout_s, slow_s = schedule._waits
         super().__init__(*schedule._arguments, timeout_s=timeout_s, slow_s=slow_s)
-        self._memory.is_inside = inside
+        self._memory.is_inside, self._memory.grows = inside, self._measuring is not None
         self._memory.most_parts = {s: parts if sizes is None else len(sizes.stages[s].parts) for s in self._stages}
         asked = f"{self._policy} {replicas is not None}"
         for is_training, (plan, fingerprint) in self._plans.items():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bpipe
-from bpipe.errors import CommError, ConfigurationError, PlanError
+from bpipe.errors import CommError, ConfigurationError, PlanError, StageError
 from bpipe.report import Report
 from bpipe.schedules import Plan, StageSizes, build
 from bpipe.schedules.build import forward_plan
@@ -116,3 +116,30 @@ def test_damaged_reports_are_reports_or_refused(report, data):
 def test_what_is_no_report_is_refused(text):
     with pytest.raises(CommError, match="rank 1 sent no report of its sizes"):
         Report.unpack(text.encode(), 1)
+
+
+@pytest.mark.parametrize("scale, message", [(1.0, ""), (0.5, r"0EVICT\d+ would move \d+ bytes, and the sizes .* say \d+")])
+def test_an_eviction_larger_than_the_plan_s_sizes_is_refused_by_its_sender(scale, message):
+    """With sizes that were measured the plan runs; with half of them it is refused before anything too large leaves."""
+    x, y = batch_of("quiet", 2 * M, 0)
+    modules, loopback = modules_of("quiet", P), bpipe.Loopback(P)
+    plain = [bpipe.OneFOneB(bpipe.PipelineStage(one, r, P, "cpu", loopback.rank(r)), M, mse) for r, one in enumerate(modules)]
+    balanced = [bpipe.Balanced(schedule, budget="lowest") for schedule in plain]
+    for _ in range(2):
+        loopback.step(balanced, x, target=y)
+    found = balanced[0].plan.sizes
+    sizes = replace(
+        found,
+        stages=tuple(
+            replace(one, parts=tuple(int(n * scale) for n in one.parts), kept_sent=0, kept_received=0) for one in found.stages
+        ),
+    )
+    loopback, modules = bpipe.Loopback(P), modules_of("quiet", P)
+    plain = [bpipe.OneFOneB(bpipe.PipelineStage(one, r, P, "cpu", loopback.rank(r)), M, mse) for r, one in enumerate(modules)]
+    given = [bpipe.Balanced(schedule, budget="lowest", sizes=sizes) for schedule in plain]
+    if message:
+        with pytest.raises(StageError, match=message):
+            loopback.step(given, x, target=y)
+    else:
+        loopback.step(given, x, target=y)
+        assert given[0].stats["evicted_bytes"] > 0

@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.comm import header
 from bpipe.comm.transport import Transfer
+from bpipe.errors import StageError
 from bpipe.memory.bundle import Bundle
 from bpipe.memory.footprint import Footprint, covering, footprint_of
 from bpipe.memory.guests import Rooms
@@ -52,6 +53,8 @@ class Memory:
 
     most_parts: Mapping[int, int] = field(default_factory=dict)  # in which a microbatch may move, by stage; default 1
     is_inside: bool = False  # whether parts come and go inside forwards and backwards
+    grows: bool = False  # whether a microbatch may take more than is planned: then it is measured, and planned anew
+    planned: Callable[[Action], int] | None = None  # the most bytes that an eviction moves
     kinds: dict[Kind, _Kind] = field(default_factory=dict)  # the one used last stands last
     rooms: dict[int, Rooms] = field(default_factory=dict)  # by evictor
     host_rooms: HostRooms | None = None
@@ -64,6 +67,7 @@ class Memory:
         chains, of_host = plan.chains(rank), plan.host_chain(rank)
         self.rooms = {peer: Rooms(reserve(chain, moved), device, in_bytes=in_bytes) for peer, chain in chains.items()}
         self.host_rooms = HostRooms(reserve(of_host, moved), device, in_bytes=in_bytes) if of_host else None
+        self.planned = None if plan.sizes is None or self.grows else plan.sizes.moved
 
     def clear(self) -> None:
         """Give the memory of all rooms back."""
@@ -254,6 +258,7 @@ class Evictions:
         if all(guest[:2] != key for guest in self._bundles):  # all of it is here
             self.ledger.seen_again(key, contents, stash.part_sizes(contents))
         bundle = self._bundles[action[1:4]] = Bundle(stash.send_away(contents, action.part), stash.name)
+        self._check_planned(action, bundle)
         if action.peer == HOST:
             transfer: Transfer = self._memory.host().store(action[1:4], bundle.messages())
             self.ledger.stored(bundle.num_bytes)
@@ -261,6 +266,15 @@ class Evictions:
             data = header.pack_eviction(traffic.subject(*key), action.part, bundle.message_sizes)
             transfer = traffic.transport.send(traffic.channel(action), bundle.messages(), data)
         traffic.posted(action, transfer)
+
+    def _check_planned(self, action: Action, bundle: Bundle) -> None:
+        """Raise before more leaves than the plan has room for on the other side."""
+        planned = self._memory.planned
+        if planned is not None and bundle.num_bytes > planned(action):
+            raise StageError(
+                f"microbatch {action.microbatch} of stage {action.stage}: {action} would move {bundle.num_bytes} bytes, and "
+                f"the sizes that the plan was made of say {planned(action)}. Give larger sizes, or let Balanced measure them."
+            )
 
     def complete_evict(self, action: Action) -> None:
         self._traffic.wait(action)
