@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import bpipe
+from bpipe.errors import RankFailedError
 from bpipe.runtime.observe import Observer
 from tests.models import Block, Result, as_rank, assert_same, joined, mse
 from tests.ranks import run_ranks
@@ -90,12 +92,16 @@ def test_an_eviction_frees_the_allocator_s_memory():
     assert all(torch.equal(p.grad, e) for p, e in zip(module.parameters(), expected))
 
 
-def nccl_rank(rank: int, schedule: type[bpipe.Schedule], slots: Any, store_port: int) -> list[torch.Tensor]:
+def start_nccl(rank: int, store_port: int) -> None:
     dist.destroy_process_group()
     os.environ["NCCL_HOSTID"] = f"rank{rank}"  # lets NCCL take two ranks on one device, over sockets
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
     store = dist.TCPStore("127.0.0.1", store_port, is_master=False)
     dist.init_process_group("nccl", store=dist.PrefixStore("nccl", store), rank=rank, world_size=2, timeout=timedelta(seconds=60))
+
+
+def nccl_rank(rank: int, schedule: type[bpipe.Schedule], slots: Any, store_port: int) -> list[torch.Tensor]:
+    start_nccl(rank, store_port)
     torch.manual_seed(rank)
     module = nn.Sequential(Block(64, 4, 0.0), Block(64, 4, 0.0)).cuda()
     pipeline = schedule(bpipe.PipelineStage(module, rank, 2, "cuda"), 6, mse, slots=slots)
@@ -113,6 +119,41 @@ def test_two_nccl_ranks_smoke():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     balanced = run_ranks(nccl_rank, 2, bpipe.GPipe, (4, 9), store.port, timeout_s=120)
     assert all(torch.equal(a, b) for x, y in zip(plain, balanced) for a, b in zip(x, y))
+
+
+class Failing(nn.Linear):
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 9:  # in the second step
+            raise ValueError("boom")
+        return super().forward(x)
+
+
+def fails_on_nccl(rank: int, store_port: int) -> tuple[str, float]:
+    start_nccl(rank, store_port)
+    module = (Failing if rank else nn.Linear)(64, 64).cuda()
+    pipeline = bpipe.OneFOneB(bpipe.PipelineStage(module, rank, 2, "cuda"), 6, mse)
+    x = torch.randn(12, 64).cuda()
+    pipeline.step(x, target=x)
+    began = time.monotonic()
+    try:
+        for _ in range(2):  # the host may be done with its part before it hears
+            pipeline.step(x, target=x)
+        return "nothing", 0.0
+    except (ValueError, RankFailedError) as error:
+        return f"{type(error).__name__}: {error}", time.monotonic() - began
+    finally:
+        pipeline.close()
+
+
+def test_nccl_ranks_fail_together():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    (other, seconds), (own, _) = run_ranks(fails_on_nccl, 2, store.port, timeout_s=120)
+    assert own == "ValueError: boom"
+    assert other.startswith("RankFailedError: rank 1 failed in step 1, stage 1, microbatch 2, action 1F2: ValueError: boom")
+    assert seconds < 5
 
 
 def test_cuda_tensors_over_gloo_through_pinned_memory():
