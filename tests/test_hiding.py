@@ -22,37 +22,39 @@ PAIRS_OF_STEPS = 3
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        start = time.perf_counter()
+    def forward(ctx: Any, x: torch.Tensor, sleeps: bool) -> torch.Tensor:
+        start, ctx.sleeps = time.perf_counter(), sleeps
         ctx.save_for_backward(x.new_full((SAVED_BYTES // 4,), 1.0))
-        time.sleep(max(0.0, FORWARD_S - (time.perf_counter() - start)))
+        time.sleep(max(0.0, FORWARD_S * sleeps - (time.perf_counter() - start)))
         return x * 1
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         (saved,) = ctx.saved_tensors
-        time.sleep(BACKWARD_S)
-        return gradient * saved[-1]
+        time.sleep(BACKWARD_S * ctx.sleeps)
+        return gradient * saved[-1], None
 
 
 class Sleeper(nn.Module):
-    """A stage of a device that takes its time, with 32 MB of activations a microbatch."""
+    """A stage of a device that takes its time, with 32 MB of activations a microbatch; it need not in steps that nobody times."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
+        self.scale, self.sleeps = nn.Parameter(torch.ones(1)), True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Sleep.apply(x * self.scale)
+        return _Sleep.apply(x * self.scale, self.sleeps)
 
 
 def step_times(rank: int, p: int, m: int) -> tuple[list[float], list[float], list[float]]:
     """Seconds of plain and balanced steps in turns, and the bytes that a balanced one evicts."""
-    stage = bpipe.PipelineStage(Sleeper(), rank, p, "cpu")
+    module = Sleeper()
+    stage = bpipe.PipelineStage(module, rank, p, "cpu")
     schedules = [schedule(stage, m, loss_fn=nn.functional.mse_loss) for schedule in (bpipe.OneFOneB, bpipe.BalancedOneFOneB)]
     x = torch.ones(m, 8)
     seconds: tuple[list[float], list[float]] = ([], [])
-    for turn in range(1 + PAIRS_OF_STEPS):
+    for turn in range(1 + PAIRS_OF_STEPS):  # in the first, messages are learned and rooms are made
+        module.sleeps = turn > 0
         for schedule, taken in zip(schedules, seconds):
             schedule.step(x, target=x)
             if turn:
@@ -60,7 +62,7 @@ def step_times(rank: int, p: int, m: int) -> tuple[list[float], list[float], lis
     return *seconds, [schedules[1].stats["evicted_bytes"]]
 
 
-@pytest.mark.parametrize("p, m", [(4, 8), (8, 12)])
+@pytest.mark.parametrize("p, m", [(4, 7), (8, 12)])
 def test_the_balanced_step_takes_as_long_as_the_plain_one(p, m):
     results = run_ranks(step_times, p, p, m, timeout_s=200)
     plain, balanced, evicted = results[0]

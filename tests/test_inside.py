@@ -61,7 +61,7 @@ def does_something_inside(plan: Plan) -> bool:
     return any(plan.interrupted(rank) for rank in range(plan.num_ranks))
 
 
-@pytest.mark.parametrize(("p", "m"), [(4, 8), (8, 16)])
+@pytest.mark.parametrize(("p", "m"), [(4, 8), (6, 12)])
 def test_gradients_and_memory(p: int, m: int) -> None:
     _, plain = in_loopback(p, m, inside=False, parts=0)
     schedules, gradients = in_loopback(p, m, inside=True, parts=4)

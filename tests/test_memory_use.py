@@ -123,7 +123,7 @@ def measure_main_job(rank: int, p: int, m: int) -> list[tuple[float, float, floa
 
     config = GPTConfig()
     module = build_stage(config, rank, p, device=torch.device("cpu"), seed=0)
-    return [measure(rank, module, p, m, schedule, config.sequence_length, 4) for schedule in SCHEDULES[:2]]
+    return [measure(rank, module, p, m, schedule, config.sequence_length, 1) for schedule in SCHEDULES[:2]]
 
 
 @pytest.mark.parametrize("function, p, m", [(measure_blocks, 4, 8), (measure_blocks, 5, 7), (measure_main_job, 4, 8)])
@@ -137,7 +137,7 @@ def test_counted_peak_equals_the_predicted_one(function, p, m):
 def test_the_bound_holds_in_the_ledger_of_a_loopback(p):
     loopback = bpipe.Loopback(p)
     stages = [bpipe.PipelineStage(nn.Linear(4, 4), i, p, "cpu", loopback.rank(i)) for i in range(p)]
-    for m in sorted({1, 2, max(p - 1, 1), p, p + 1, 2 * p, 4 * p}):
+    for m in sorted({1, 2, max(p - 1, 1), p, p + 1, 2 * p, 4 * p}) if p <= 8 else (p + 1, 2 * p):
         schedules = [bpipe.BalancedOneFOneB(stage, m, loss_fn=nn.functional.mse_loss) for stage in stages]
         loopback.step(schedules, torch.ones(m, 4), target=torch.ones(m, 4))
         peaks = [schedule.stats["peak_slots"] for schedule in schedules]
@@ -178,14 +178,17 @@ def test_memory_is_flat_over_steps():
         assert resident_late <= resident_early * 1.01
 
 
-def peak_of(rank: int, p: int, m: int) -> int:
-    module = stage_of_a_language_model(rank, p, 32)
-    watched = Watched(bpipe.OneFOneB(bpipe.PipelineStage(module, rank, p, "cpu"), m, loss_fn=next_byte), module)
-    text = torch.randint(256, (m, 17), generator=torch.Generator().manual_seed(3))
-    for _ in range(2):
-        watched.step(text[:, :-1].contiguous(), target=text[:, 1:].contiguous())
-    return watched.peak
+def peaks_of(rank: int, p: int, *numbers: int) -> list[int]:
+    module, peaks = stage_of_a_language_model(rank, p, 32), []
+    for m in numbers:
+        watched = Watched(bpipe.OneFOneB(bpipe.PipelineStage(module, rank, p, "cpu"), m, loss_fn=next_byte), module)
+        text = torch.randint(256, (m, 17), generator=torch.Generator().manual_seed(3))
+        for _ in range(2):
+            watched.step(text[:, :-1].contiguous(), target=text[:, 1:].contiguous())
+        peaks.append(watched.peak)
+    return peaks
 
 
 def test_peak_does_not_grow_with_the_number_of_microbatches():
-    assert run_ranks(peak_of, 4, 4, 16) == run_ranks(peak_of, 4, 4, 64)
+    for few, many in run_ranks(peaks_of, 4, 4, 8, 32):
+        assert few == many > 0

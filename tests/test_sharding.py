@@ -120,14 +120,6 @@ def train(rank: int, schedule: type[bpipe.Schedule], nested: bool) -> tuple[list
     return [replica.step(step) for step in range(2)], replica.gradients()
 
 
-@pytest.mark.parametrize("schedule, nested, gathers", [(bpipe.BreadthFirst, False, 2 * V - 1), (Halves, True, 3 * V)])
-def test_gathers_reductions_and_gradients(schedule: type[bpipe.Schedule], nested: bool, gathers: int) -> None:
-    counts, gradients = zip(*run_ranks(train, P * REPLICAS, schedule, nested))
-    reductions = (3 if nested else 1) * V
-    assert all(step == (gathers, reductions) for of_rank in counts for step in of_rank)
-    assert_gradients(gradients, single_process(2))
-
-
 def accumulate(rank: int) -> tuple[list[tuple[int, int]], dict[int, list[torch.Tensor]]]:
     """Two steps of which the user lets only the second one reduce."""
     replica, counts = Replica(rank, bpipe.BreadthFirst, nested=True), []
@@ -138,28 +130,10 @@ def accumulate(rank: int) -> tuple[list[tuple[int, int]], dict[int, list[torch.T
     return counts, replica.gradients()
 
 
-def test_the_user_decides_whether_a_step_reduces() -> None:
-    counts, gradients = zip(*run_ranks(accumulate, P * REPLICAS))
-    assert [[reductions for _, reductions in of_rank] for of_rank in counts] == [[0, 3 * V]] * P * REPLICAS
-    for of_rank in gradients:
-        for stage, found in of_rank.items():
-            torch.testing.assert_close(found, single_process(2)[stage])  # another order: the mean of sums, not the sum of means
-
-
 def in_mixed_precision(rank: int, schedule: type[bpipe.Schedule]) -> dict[tuple[int, int], list[torch.Tensor]]:
     replica = Replica(rank, schedule, nested=False, policy={"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32})
     replica.step(0)
     return {(replica.replica, stage): gradients for stage, gradients in replica.gradients().items()}
-
-
-def test_halves_add_up_in_the_precision_of_the_reduction() -> None:
-    """As whole backwards do, although some weight halves follow one another."""
-    halves, wholes = (
-        {key: gradients for part in run_ranks(in_mixed_precision, P * REPLICAS, schedule) for key, gradients in part.items()}
-        for schedule in (Halves, Wholes)
-    )
-    assert halves.keys() == wholes.keys() and len(halves) == NUM_STAGES * REPLICAS
-    assert all(torch.equal(a, b) for key in halves for a, b in zip(halves[key], wholes[key], strict=True))
 
 
 def before_and_after(rank: int) -> tuple[list[int], bool, list[Any]]:
@@ -177,8 +151,56 @@ def before_and_after(rank: int) -> tuple[list[int], bool, list[Any]]:
     return counts, is_sharded, [module._get_fsdp_state()._comm_ctx.post_forward_order for module in replica.modules.values()]
 
 
-def test_after_a_step_everything_is_as_fsdp_leaves_it() -> None:
-    for counts, is_sharded, forwards_under_way in run_ranks(before_and_after, P * REPLICAS):
+def everything(rank: int) -> dict[str, Any]:
+    """In one start of the processes: what FSDP2 imports takes each of them seconds."""
+    return {
+        "breadth first": train(rank, bpipe.BreadthFirst, nested=False),
+        "halves": train(rank, Halves, nested=True),
+        "not in the plan": train(rank, bpipe.ZBV, nested=True),
+        "accumulated": accumulate(rank),
+        "mixed halves": in_mixed_precision(rank, Halves),
+        "mixed wholes": in_mixed_precision(rank, Wholes),
+        "before and after": before_and_after(rank),
+    }
+
+
+Seen = dict[str, list[Any]]
+
+
+@pytest.fixture(scope="module")
+def seen() -> Seen:
+    """What was seen on each rank, by what was done."""
+    ranks = run_ranks(everything, P * REPLICAS)
+    return {name: [of_rank[name] for of_rank in ranks] for name in ranks[0]}
+
+
+@pytest.mark.parametrize("name, nested, gathers", [("breadth first", False, 2 * V - 1), ("halves", True, 3 * V)])
+def test_gathers_reductions_and_gradients(seen: Seen, name: str, nested: bool, gathers: int) -> None:
+    counts, gradients = zip(*seen[name])
+    reductions = (3 if nested else 1) * V
+    assert all(step == (gathers, reductions) for of_rank in counts for step in of_rank)
+    assert_gradients(gradients, single_process(2))
+
+
+def test_the_user_decides_whether_a_step_reduces(seen: Seen) -> None:
+    counts, gradients = zip(*seen["accumulated"])
+    assert [[reductions for _, reductions in of_rank] for of_rank in counts] == [[0, 3 * V]] * P * REPLICAS
+    for of_rank in gradients:
+        for stage, found in of_rank.items():
+            torch.testing.assert_close(found, single_process(2)[stage])  # another order: the mean of sums, not the sum of means
+
+
+def test_halves_add_up_in_the_precision_of_the_reduction(seen: Seen) -> None:
+    """As whole backwards do, although some weight halves follow one another."""
+    halves, wholes = (
+        {key: gradients for part in seen[name] for key, gradients in part.items()} for name in ("mixed halves", "mixed wholes")
+    )
+    assert halves.keys() == wholes.keys() and len(halves) == NUM_STAGES * REPLICAS
+    assert all(torch.equal(a, b) for key in halves for a, b in zip(halves[key], wholes[key], strict=True))
+
+
+def test_after_a_step_everything_is_as_fsdp_leaves_it(seen: Seen) -> None:
+    for counts, is_sharded, forwards_under_way in seen["before and after"]:
         assert counts[0] == counts[1] > 3 * V  # an evaluation's plan says nothing of sharding: FSDP gathers in each forward
         assert is_sharded
         assert not any(forwards_under_way)
@@ -206,9 +228,9 @@ def test_weights_are_never_stale() -> None:
     assert run_ranks(gathered_in_vain, 2) == [True, True]
 
 
-def test_halves_without_sharding_in_the_plan_are_one_backward() -> None:
+def test_halves_without_sharding_in_the_plan_are_one_backward(seen: Seen) -> None:
     """FSDP frees weights and reduces gradients when a backward has passed a module: a weight half would come too late."""
-    counts, gradients = zip(*run_ranks(train, P * REPLICAS, bpipe.ZBV, True))
+    counts, gradients = zip(*seen["not in the plan"])
     assert all(reductions == 3 * V * M for of_rank in counts for _, reductions in of_rank)
     for of_rank in gradients:
         for stage, found in of_rank.items():

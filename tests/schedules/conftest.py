@@ -1,0 +1,15 @@
+"""What tests of schedules share."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from bpipe.schedules import problem
+
+
+@pytest.fixture(scope="module")
+def little_effort() -> Iterator[None]:
+    """Random plans in bytes are many, and judged by whether they are sound: a short search for cheaper ones does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(problem, "EFFORT", 2_000)
+        yield
