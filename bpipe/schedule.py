@@ -8,6 +8,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing import util
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -133,6 +134,7 @@ class Schedule:
         self._told: BaseException | None = None  # an error that all ranks know of, before anything was sent
         self._observer: Observer | None = None
         self._finalizer = weakref.finalize(self, _close, self._transport, self._memory)
+        util.Finalize(self, self._finalizer, exitpriority=0)  # processes of multiprocessing end without atexit
         self._transport.enlist()
         self.stats: dict[str, float] = {}
         self._counted = Stats(self._memory)

@@ -9,6 +9,10 @@ settings.register_profile("bpipe", deadline=None, database=None, suppress_health
 settings.load_profile("bpipe")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-table", action="store_true", help="write docs/faults.md from this run of tests/faults")
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """As in the ranks of `run_ranks`: sums are split, and so rounded, by the number of threads."""

@@ -108,8 +108,8 @@ class C10dTransport(Transport):
         """Meet the other ranks, the first time."""
         if self._is_open:
             return
-        self._is_open = True
         if self.size == 1:
+            self._is_open = True
             return
         aside, began, has_warned = Aside(), time.monotonic(), False
 
@@ -125,10 +125,11 @@ class C10dTransport(Transport):
                 LOG.warning("%s", text)
 
         aside.run(lambda: self._meet(aside), look)
+        self._is_open = True
 
     def _meet(self, aside: Aside) -> None:
         store = dist.distributed_c10d._get_default_store()
-        mesh = open_mesh(store, self._key("mesh"), self.rank, self.size, aside.check)
+        mesh = open_mesh(store, self._key("mesh"), self.rank, self.size, aside.check, pipeline=self.identity)
         self._store = dist.PrefixStore(f"bpipe/{mesh.token.hex()}", store)
         self.control = Line(mesh, self.rank, self._release, self._patience)
         self.control.name = f"pipeline {self.identity} of its group"
@@ -145,9 +146,12 @@ class C10dTransport(Transport):
 
         A gloo wait that runs into its timeout closes all connections of its group, and so ends all other waits.
         """
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         for gloo in list(self._gloo.values()):
-            with suppress(RuntimeError):
-                gloo.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], (self.rank + 1) % self.size, NO_TAG).wait(AT_ONCE)
+            for peer in range(self.size):  # a wait for one that has gone ends by itself, and closes nothing else
+                with suppress(RuntimeError):
+                    if peer != self.rank:
+                        gloo.recv([nothing], peer, NO_TAG).wait(AT_ONCE)
         for communicator in list(self._nccl.values()):
             communicator.abort()
 
@@ -207,12 +211,12 @@ class C10dTransport(Transport):
         peer = self._group_ranks[channel.src]
         gloo, tag = self._gloo_for(channel), HEADER_TAGS[channel.purpose]
         first = torch.empty(FIRST, dtype=torch.uint8, device="cpu")
-        gloo.recv([first], peer, tag).wait()
+        _wait(gloo.recv([first], peer, tag))
         data = bytes(first.numpy())
         missing = total_length(data) - FIRST
         if missing > 0:
             rest = torch.empty(missing, dtype=torch.uint8, device="cpu")
-            gloo.recv([rest], peer, tag).wait()
+            _wait(gloo.recv([rest], peer, tag))
             data += bytes(rest.numpy())
         return data
 
@@ -244,6 +248,12 @@ def _timeout_of(group: Any) -> timedelta:
     return timeout if isinstance(timeout, timedelta) else timedelta(minutes=30)
 
 
+def _wait(work: Any) -> None:
+    """Wait for a work. One that was aborted may say so by returning False only."""
+    if work.wait() is False:
+        raise TransferError("a transfer was aborted")
+
+
 class _Works:
     """Posted works and their tensors, kept until all have been waited for: dropping a gloo work loses its message."""
 
@@ -254,7 +264,7 @@ class _Works:
     @_transferring()
     def wait(self) -> None:
         for work in self._works:
-            work.wait()
+            _wait(work)
         self._works.clear()
         self._tensors = ()
 
@@ -289,7 +299,7 @@ class _Staging:
         def job() -> torch.cuda.Event:
             copied.synchronize()
             for work in [*works, *map(post, copies)]:
-                work.wait()
+                _wait(work)
             return copied
 
         return _Staged(self._submit(channel, job), self._device, tensors)
@@ -300,7 +310,7 @@ class _Staging:
         def job() -> torch.cuda.Event:
             copies = [torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True) for t in tensors]
             for work in [post(copy) for copy in copies]:
-                work.wait()
+                _wait(work)
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(allocated)
                 for tensor, copy in zip(tensors, copies):

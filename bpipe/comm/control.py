@@ -222,7 +222,7 @@ class Line(Control):
             with self._changed:
                 self._changed.wait_for(lambda: self._is_known, SETTLE_S)
         if self.failure is not None:
-            return self._error() if isinstance(error, TransferError) else error
+            return self._error() if isinstance(error, CommError) else error
         self.fail(Failure.raised(error, self._rank, self.activity.step, place), error)
         return error
 
@@ -286,8 +286,10 @@ class Line(Control):
                 self._listen(selector)
         except Exception as error:  # nobody would hear of anything any more
             self.fail(Failure.raised(error, self._rank, self.activity.step, "in its control thread"))
-        for one in self._sockets():
-            one.close()
+        for peer in self._peers.values():
+            peer.close()
+        self._woken.close()
+        self._waker.close()
 
     def _listen(self, selector: selectors.BaseSelector) -> None:
         selector.register(self._woken, selectors.EVENT_READ)

@@ -105,8 +105,12 @@ class Failure(NamedTuple):
 
 
 def told(error: BaseException) -> str:
-    """An error's type and text."""
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
+    """An error's type and text, as far as it has one."""
+    try:
+        text = str(error)
+    except Exception as failure:  # or nobody would be told of it
+        text = f"its text cannot be made, {type(failure).__name__}"
+    return f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 def _cut(text: str, most_bytes: int) -> bytes:

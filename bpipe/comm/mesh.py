@@ -19,14 +19,14 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from bpipe.comm.addresses import own_address
-from bpipe.comm.frames import Frame, FrameReader
-from bpipe.errors import CommError
+from bpipe.comm.frames import Frame, FrameReader, Kind
+from bpipe.errors import AgreementError, CommError
 
 __all__: list[str] = []
 
 NAME_BYTES = 16
-HELLO = struct.Struct(f"<8sI{NAME_BYTES}s{NAME_BYTES}s{NAME_BYTES}s")
-MAGIC = b"bpmesh\0\1"
+HELLO = struct.Struct(f"<8sII{NAME_BYTES}s{NAME_BYTES}s{NAME_BYTES}s")
+MAGIC = b"bpmesh\0\2"
 PLACE = struct.Struct(f"<{NAME_BYTES}sH")  # a rank's name in this mesh and its port; its address and its host follow
 HELLO_S, PAUSE_S = 5.0, 0.02
 MOST_SEND_S = 30.0  # a frame is small, and a peer's reader is a thread that does nothing else
@@ -79,7 +79,11 @@ class Peer:
             return b""
 
     def close(self) -> None:
+        """Close the connection. What has arrived is read first: closed with something unread, it might take back what was sent."""
         self._disconnect()
+        with suppress(OSError):
+            while self.connection.recv(2**16, socket.MSG_DONTWAIT):
+                pass
         self.connection.close()
 
 
@@ -113,23 +117,24 @@ class _Place(NamedTuple):
         return cls(name, port, address, host)
 
 
-def open_mesh(store: Any, key: str, rank: int, size: int, check: Callable[[str], None]) -> Mesh:
+def open_mesh(store: Any, key: str, rank: int, size: int, check: Callable[[str], None], *, pipeline: int = 0) -> Mesh:
     """Connect a rank to all others. Collective; blocks until all have come.
 
     Args:
         store: of torch.distributed, which all ranks reach.
         key: under which they find each other there.
         check: called again and again with what is waited for; raises to give up.
+        pipeline: which of the group's pipelines meets.
 
     Raises:
-        CommError: another rank has given up meanwhile.
+        AgreementError: another rank opens another pipeline, or has given up meanwhile.
     """
     address = own_address(store)
     with ExitStack() as unless_done:
         listener = unless_done.enter_context(socket.create_server((address.text, 0), family=address.family, backlog=size))
         listener.setblocking(False)
         own = _Place(os.urandom(NAME_BYTES), listener.getsockname()[1], address.text, socket.gethostname())
-        meeting = _Meeting(store, key, rank, own)
+        meeting = _Meeting(store, key, rank, own, pipeline)
         peers = unless_done.enter_context(meeting)
         store.set(f"{key}/{rank}", own.pack())
         while missing := [other for other in range(size) if other != rank and other not in peers]:
@@ -148,8 +153,8 @@ def open_mesh(store: Any, key: str, rank: int, size: int, check: Callable[[str],
 class _Meeting:
     """The connections of a rank while not all are there; closed, if it does not come to that."""
 
-    def __init__(self, store: Any, key: str, rank: int, own: _Place) -> None:
-        self._store, self._key, self._rank, self._own = store, key, rank, own
+    def __init__(self, store: Any, key: str, rank: int, own: _Place, pipeline: int) -> None:
+        self._store, self._key, self._rank, self._own, self._pipeline = store, key, rank, own, pipeline
         self._peers: dict[int, Peer] = {}
         self._unreachable: dict[int, _Place] = {}
         self.token = b""
@@ -157,8 +162,9 @@ class _Meeting:
     def __enter__(self) -> dict[int, Peer]:
         return self._peers
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         for peer in self._peers.values():
+            peer.send(Frame(Kind.REFUSAL, 0, str(error).encode(errors="replace")))
             peer.close()
 
     def finish(self) -> dict[int, Peer]:
@@ -184,8 +190,9 @@ class _Meeting:
             with ExitStack() as unless_done:
                 unless_done.callback(connection.close)
                 connection.settimeout(HELLO_S)
-                rank, name, process = self._heard(connection, self._own.name)
+                rank, pipeline, name, process = self._heard(connection, self._own.name)
                 self._say_hello(connection, name)
+                self._check_pipeline(rank, pipeline)
                 unless_done.pop_all()
             self._add(rank, connection, process)
 
@@ -199,9 +206,10 @@ class _Meeting:
             connection = socket.create_connection((place.address, place.port), timeout=HELLO_S)
             unless_done.callback(connection.close)
             self._say_hello(connection, place.name)
-            rank, name, process = self._heard(connection, self._own.name)
+            rank, pipeline, name, process = self._heard(connection, self._own.name)
             if (rank, name) != (other, place.name):
                 raise ConnectionError("somebody else")
+            self._check_pipeline(rank, pipeline)
             unless_done.pop_all()
             self._add(other, connection, process)
             self.token = name if other == 0 else self.token
@@ -218,24 +226,34 @@ class _Meeting:
         self._peers[rank] = Peer(connection, rank, process)
 
     def _say_hello(self, connection: socket.socket, to: bytes) -> None:
-        connection.sendall(HELLO.pack(MAGIC, self._rank, self._own.name, to, process_name(os.getpid())))
+        connection.sendall(HELLO.pack(MAGIC, self._rank, self._pipeline, self._own.name, to, process_name(os.getpid())))
+
+    def _check_pipeline(self, rank: int, pipeline: int) -> None:
+        if pipeline != self._pipeline:
+            raise AgreementError(
+                f"the ranks disagree on which of the group's pipelines this is: rank {self._rank} has {self._pipeline}, "
+                f"rank {rank} has {pipeline}. Make the same schedules, and call their steps in the same order, on all ranks."
+            )
 
     @staticmethod
-    def _heard(connection: socket.socket, expected: bytes) -> tuple[int, bytes, bytes]:
-        """Who says hello: a rank, its name in this mesh, its process."""
+    def _heard(connection: socket.socket, expected: bytes) -> tuple[int, int, bytes, bytes]:
+        """Who says hello: a rank, its pipeline, its name in this mesh, its process."""
         data = connection.recv(HELLO.size, socket.MSG_WAITALL)
-        magic, rank, name, to, process = HELLO.unpack(data)
+        magic, rank, pipeline, name, to, process = HELLO.unpack(data)
         if magic != MAGIC or to != expected:
             raise ConnectionError("a stranger, or somebody's earlier pipeline")
-        return rank, name, process
+        return rank, pipeline, name, process
 
     def check_present(self) -> None:
         """Raise if a rank that had come has gone."""
         waiting = {peer.connection: peer.rank for peer in self._peers.values()}
         for connection in select.select(list(waiting), [], [], 0)[0] if waiting else ():
-            with suppress(BlockingIOError):
-                if not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                    raise CommError(f"rank {waiting[connection]} gave up, or ended, while the ranks met for their first step")
+            with suppress(BlockingIOError, ConnectionError):
+                seen = connection.recv(4096, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+                first = next(FrameReader().feed(seen), None)
+                if not seen or (first is not None and (first.kind, first.number) == (Kind.REFUSAL, 0)):
+                    why = ", or ended" if first is None else f": {first.body.decode(errors='replace')}"
+                    raise AgreementError(f"rank {waiting[connection]} gave up, while the ranks met for their first step{why}")
 
 
 @cache

@@ -41,6 +41,7 @@ class Lanes:
         def advance(piece: Action) -> None:
             for activity.position, action in takewhile(lambda one: one[1] != piece, lane):
                 run.execute(action)
+            activity.position += 1  # at the piece
 
         with run.advancing(advance):
             for activity.position, action in lane:

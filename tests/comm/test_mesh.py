@@ -90,7 +90,7 @@ def test_strangers_do_not_get_in(store):
         while not stop.wait(0.005):
             if store.check(["key/0"]):
                 port = struct.unpack_from("<16sH", store.get("key/0"))[1]
-                for data in (b"", b"GET / HTTP/1.1\r\n\r\n" * 8, HELLO.pack(b"bpmesh\0\1", 1, *[os.urandom(16)] * 3)):
+                for data in (b"", b"GET / HTTP/1.1\r\n\r\n" * 8, HELLO.pack(b"bpmesh\0\2", 1, 0, *[os.urandom(16)] * 3)):
                     try:
                         with socket.create_connection(("127.0.0.1", port), timeout=1) as stranger:
                             stranger.sendall(data)

@@ -1,0 +1,16 @@
+"""The fault suite's cases, by name."""
+
+from __future__ import annotations
+
+from tests.faults import disagreements, misuse, processes, raises, works
+from tests.faults.case import Case
+
+GROUPS: dict[str, list[Case]] = {
+    "Errors in the user's code": raises.CASES,
+    "Processes that end, stop or are slow": processes.CASES,
+    "Ranks that disagree": disagreements.CASES,
+    "Calls that do not fit together": misuse.CASES,
+    "What looks like trouble and is none": works.CASES,
+}
+
+CASES = {case.name: case for cases in GROUPS.values() for case in cases}

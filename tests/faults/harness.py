@@ -1,0 +1,144 @@
+"""Processes that play case after case over one process group, and what they report."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.faults.case import Case, Fate
+from tests.faults.scene import Leave, Report, Scene
+from tests.ranks import fork_server, join
+
+PATIENCE_S, WORK_S = 8.0, 30.0  # after a case's bound; and for one that works
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Of a case.
+
+    Args:
+        fired: when the fault happened, by rank.
+        reports: by rank.
+        missing: the ranks that should have reported and did not in time.
+        thawed_at: when stopped processes were continued.
+    """
+
+    fired: dict[int, float] = field(default_factory=dict)
+    reports: dict[int, Report] = field(default_factory=dict)
+    missing: set[int] = field(default_factory=set)
+    thawed_at: float = 0.0
+
+    def seconds(self, ranks: Iterable[int]) -> float:
+        """From the fault to the last error of these ranks."""
+        return max(self.reports[rank].fault.at for rank in ranks) - max(self.fired.values())
+
+
+class Company:
+    """The ranks of one process group.
+
+    Args:
+        size: how many.
+        store_on: the rank whose process hosts the store; None: this process.
+    """
+
+    def __init__(self, size: int, store_on: int | None = None) -> None:
+        self.size, self.is_gone = size, False
+        context = fork_server()
+        pairs = [context.Pipe() for _ in range(size)]
+        self._ends: list[Connection] = [ours for ours, _ in pairs]
+        self._processes = [
+            context.Process(target=_rank, args=(theirs, rank, size, rank == store_on), daemon=True)
+            for rank, (_, theirs) in enumerate(pairs)
+        ]
+        for process, (_, theirs) in zip(self._processes, pairs):
+            process.start()
+            theirs.close()
+        self._store = None if store_on is not None else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = self._store.port if self._store is not None else self._ends[store_on or 0].recv()
+        for end in self._ends:
+            end.send((port, [process.pid for process in self._processes]))
+
+    def play(self, case: Case) -> Outcome:
+        """Play a case on all ranks, and wait for their reports."""
+        for end in self._ends:
+            end.send(case.name)
+        outcome, silent = Outcome(), case.culprits if case.fate is not Fate.LIVES else frozenset()
+        self._listen(case, outcome, set(range(self.size)) - silent)
+        if case.fate is Fate.THAWS and not outcome.missing:
+            outcome.thawed_at = time.monotonic()
+            for rank in silent:
+                os.kill(self._processes[rank].pid, signal.SIGCONT)
+            self._listen(case, outcome, set(silent))
+        if outcome.missing or case.is_alone:
+            self.kill(show=outcome.missing)
+        return outcome
+
+    def _listen(self, case: Case, outcome: Outcome, expected: set[int]) -> None:
+        """Hear what ranks tell, until those expected have reported."""
+        ranks, deadline = dict(zip(self._ends, range(self.size))), time.monotonic() + _patience(case)
+        while expected & {*ranks.values()} and (ready := wait(list(ranks), deadline - time.monotonic())):
+            for end in ready:
+                assert isinstance(end, Connection)
+                try:
+                    told = end.recv()
+                except (EOFError, ConnectionError):
+                    ranks.pop(end)
+                    continue
+                if isinstance(told, Report):
+                    outcome.reports[ranks[end]] = told
+                    expected.discard(ranks[end])
+                else:
+                    outcome.fired[ranks[end]] = told
+        outcome.missing |= expected
+
+    def dismiss(self) -> list[int | None]:
+        """Let the processes end by themselves; their exit codes."""
+        for end in self._ends:
+            end.send(None)
+        for process in self._processes:
+            process.join(5)
+        codes = [process.exitcode for process in self._processes]
+        self.kill()
+        return codes
+
+    def kill(self, show: Iterable[int] = ()) -> None:
+        """End all processes; those to be shown print their threads' stacks first."""
+        self.is_gone = True
+        for rank in show:
+            with suppress(ProcessLookupError):
+                os.kill(self._processes[rank].pid, signal.SIGUSR1)
+                time.sleep(0.1)
+        for process, end in zip(self._processes, self._ends):
+            process.kill()
+            process.join()
+            end.close()
+
+
+def _patience(case: Case) -> float:
+    return (case.bound_s if case.here or case.there else WORK_S) + PATIENCE_S
+
+
+def _rank(end: Connection, rank: int, size: int, hosts_store: bool) -> None:
+    """A process that plays cases until it is dismissed."""
+    from tests.faults.cases import CASES
+
+    faulthandler.register(signal.SIGUSR1)
+    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if hosts_store else None
+    if store is not None:
+        end.send(store.port)
+    port, pids = end.recv()
+    join(rank, size, port)
+    with suppress(Leave):
+        while (name := end.recv()) is not None:
+            dist.barrier()
+            end.send(Scene(CASES[name], rank, pids, end.send).play())
+    dist.destroy_process_group()

@@ -1,0 +1,104 @@
+"""The small pipeline of the cases, on one rank: stages in which a fault can strike, and the single process it is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+
+import bpipe
+from tests.faults.case import Setup, Where
+from tests.models import held_by, mse
+
+WIDTH = 8
+
+Struck = Callable[[int, Where, int, Any], Any]  # the stage, where in it, which call of that, and the value that may be replaced
+
+
+def untouched(stage: int, where: Where, call: int, value: Any) -> Any:
+    return value
+
+
+class Cell(nn.Module):
+    """A stage that lets a fault strike where the user's code runs."""
+
+    def __init__(self, stage: int, struck: Struck) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.stage, self.struck, self.calls, calls = stage, struck, count(), count()
+        self.outer.weight.register_hook(lambda gradient: struck(stage, "weight", next(calls), gradient))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        call, y = next(self.calls), torch.tanh(self.outer(torch.tanh(self.inner(x))))
+        if y.requires_grad:
+            y.register_hook(lambda gradient: self.struck(self.stage, "backward", call, gradient))
+        return self.struck(self.stage, "forward", call, y)
+
+
+def cells(num_stages: int, struck: Struck = untouched) -> list[Cell]:
+    torch.manual_seed(0)
+    return [Cell(stage, struck) for stage in range(num_stages)]
+
+
+def batch(m: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(m)
+    return torch.randn(rows * m, WIDTH, generator=generator), torch.randn(rows * m, WIDTH, generator=generator)
+
+
+@cache
+def expected(num_stages: int, m: int, rows: int) -> list[list[torch.Tensor]]:
+    """The gradients of one process, by stage."""
+    modules = cells(num_stages)
+    for x, y in zip(*(part.chunk(m) for part in batch(m, rows))):
+        (mse(nn.Sequential(*modules)(x), y) / m).backward()
+    return gradients_of(modules)
+
+
+def gradients_of(modules: list[Cell]) -> list[list[torch.Tensor]]:
+    return [[p.grad for p in module.parameters() if p.grad is not None] for module in modules]
+
+
+class Pipeline:
+    """One rank's part.
+
+    Args:
+        held: its stages; by default those that the schedule puts there.
+        group: of its ranks; None: the default group.
+    """
+
+    def __init__(
+        self, rank: int, num_ranks: int, setup: Setup, struck: Struck = untouched, held: list[int] | None = None, group: Any = None
+    ) -> None:
+        self.num_stages, self.m = setup.num_stages or num_ranks, setup.m
+        self.batch = batch(setup.m, setup.rows)
+        self.held = held_by(setup.schedule, num_ranks, self.num_stages)[rank] if held is None else held
+        self.modules = [cells(self.num_stages, struck)[stage] for stage in self.held]
+        self._struck, self._calls = struck, count()
+        placed = zip(self.held, self.modules)
+        stages = [bpipe.PipelineStage(module, stage, self.num_stages, "cpu", group) for stage, module in placed]
+        self.schedule = setup.schedule(stages, setup.m, loss_fn=self._loss, **setup.options)
+        if setup.balanced is not None:
+            self.schedule = bpipe.Balanced(self.schedule, **setup.balanced)
+
+    def _loss(self, output: Any, target: torch.Tensor) -> Any:
+        return self._struck(self.num_stages - 1, "loss", next(self._calls), mse(output, target))
+
+    def step(self) -> None:
+        x, y = self.batch
+        self.schedule.step(x, target=y)
+
+    def eval(self) -> None:
+        self.schedule.eval(self.batch[0])
+
+    def check_step(self) -> None:
+        """Raise unless a step's gradients are those of one process, to the bit."""
+        for module in self.modules:
+            module.zero_grad()
+        self.step()
+        for stage, found in zip(self.held, gradients_of(self.modules), strict=True):
+            right = expected(self.num_stages, self.m, len(self.batch[0]) // self.m)[stage]
+            assert all(map(torch.equal, found, right)) and len(found) == len(right), f"inexact gradients of stage {stage}"

@@ -1,0 +1,221 @@
+"""An error in the user's code on one rank: it keeps its type there, and the others name it and its place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+import bpipe
+from bpipe.errors import RankFailedError, SavedTensorError, StageError
+from tests.faults.case import Case, Setup, Strike, Where
+from tests.faults.effects import Effect, boom, changing, raising, send, signalling, sleeping
+from tests.faults.scene import Scene
+
+BALANCED = Setup(schedule=bpipe.BalancedOneFOneB, m=8)
+TOLD = "the others are told"
+
+
+def raised(
+    name: str,
+    kind: type[BaseException],
+    effect: Effect,
+    *,
+    stage: int = 1,
+    where: Where = "forward",
+    microbatch: int = 2,
+    step: int = 1,
+    error: str = "",
+    outcome: str = "",
+    **more: Any,
+) -> Case:
+    """A strike that ends in an error on its rank, of which the others are told."""
+    case = Case(
+        name=name,
+        outcome=f"{outcome or f'{kind.__name__} there'}; {TOLD}",
+        strike=Strike(where=where, stage=stage, microbatch=microbatch, step=step, effect=effect),
+        num_ranks=3,
+        culprits=frozenset({stage}),
+        here=kind,
+        there=RankFailedError,
+        error=error or kind.__name__,
+    )
+    return replace(case, **more)
+
+
+def places() -> Iterator[Case]:
+    """Everywhere that the user's code runs."""
+    boomed: dict[str, Any] = {"error": "ValueError: boom"}
+    for when, step in (("first step", 0), ("later step", 2)):
+        for which, stage in (("first", 0), ("middle", 1), ("last", 2)):
+            for where in ("forward", "backward"):
+                name = f"raise in a {where}, {which} stage, {when}"
+                yield raised(name, ValueError, raising(boom), where=where, stage=stage, step=step, **boomed)
+        yield raised(f"raise in the loss, {when}", ValueError, raising(boom), where="loss", stage=2, step=step, **boomed)
+    yield raised("raise in a gradient hook", ValueError, raising(boom), where="weight", **boomed)
+    halves = Setup(schedule=bpipe.ZBH1)
+    yield raised(
+        "raise in a backward's weight half", ValueError, raising(boom), where="weight", action="1W2", setup=halves, **boomed
+    )
+    looped = Setup(schedule=bpipe.Interleaved1F1B, num_stages=4)
+    second: dict[str, Any] = {"stage": 3, "culprits": frozenset({1}), "num_ranks": 2, "setup": looped}
+    yield raised("raise in a rank's second stage", ValueError, raising(boom), **second, **boomed)
+    yield raised("raise in eval", ValueError, raising(boom), step=0, play=lambda scene: scene.open().eval(), **boomed)
+
+
+# In 0's lane: EVICT1 ... WAIT_EVICT1 F3 ... B0 ... LOAD1. While 3B0 takes its time, rank 0 gets no further than to B0.
+ON_ACCEPTOR: dict[str, Any] = {"where": "backward", "stage": 3, "microbatch": 0, "num_ranks": 4, "setup": BALANCED}
+ON_EVICTOR: dict[str, Any] = {"stage": 0, "microbatch": 3, "num_ranks": 4, "setup": BALANCED}
+
+
+def exhausted() -> BaseException:
+    try:
+        bytearray(2**60)
+    except MemoryError as error:
+        return error
+    return AssertionError("this machine has an exbibyte")
+
+
+def modify_saved(y: torch.Tensor) -> torch.Tensor:
+    z = y * y
+    y.add_(1)
+    return z
+
+
+MEASURED = Setup(m=8, balanced={"budget": "lowest", "parts": 2, "inside": True})
+
+
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+KINDS = [
+    raised("raise on the acceptor while it holds a guest", ValueError, raising(boom, after_s=0.3), **ON_ACCEPTOR),
+    raised("MemoryError on the acceptor while it holds a guest", MemoryError, raising(exhausted, after_s=0.3), **ON_ACCEPTOR),
+    raised("raise on the evictor between evict and load", ValueError, raising(boom), **ON_EVICTOR),
+    raised("raise in a step that measures", ValueError, raising(boom), step=0, num_ranks=4, setup=MEASURED),
+    raised(
+        "raise inside a forward in which a part left",
+        ValueError,
+        raising(boom),
+        stage=0,
+        microbatch=3,
+        step=2,
+        num_ranks=4,
+        setup=MEASURED,
+    ),
+    raised("a device's memory is full", torch.OutOfMemoryError, raising(lambda: torch.OutOfMemoryError("full"))),
+    raised("KeyboardInterrupt in a computation", KeyboardInterrupt, signalling(signal.SIGINT)),
+    raised("sys.exit in a forward", SystemExit, raising(lambda: SystemExit(3))),
+    raised("an error of a million letters", ValueError, raising(lambda: ValueError("boom" * 250_000))),
+    raised("an error that cannot be printed", UnprintableError, raising(UnprintableError)),
+    raised("a saved tensor is changed in place", RuntimeError, changing(modify_saved), action="1B2"),
+    raised(
+        "a saved tensor that is evicted is changed in place",
+        SavedTensorError,
+        changing(modify_saved),
+        stage=0,
+        microbatch=1,
+        num_ranks=4,
+        setup=BALANCED,
+    ),
+]
+
+SENDER = "StageError on the sender, with what was agreed and what came"
+OUTPUTS = [
+    raised(
+        f"an output {what} for inputs that look the same",
+        StageError,
+        changing(change),
+        action="1SEND_F2",
+        outcome=SENDER,
+        says=("float32[2, 8], requires grad", f"got {form}"),
+    )
+    for what, change, form in (
+        ("changes its shape", lambda y: torch.cat([y, y]), '"T" of (float32[4, 8], requires grad)'),
+        ("changes its dtype", torch.Tensor.double, '"T" of (float64[2, 8], requires grad)'),
+        ("no longer needs a gradient", torch.Tensor.detach, '"T" of (float32[2, 8])'),
+    )
+] + [
+    raised(
+        "an output that cannot be sent",
+        StageError,
+        changing(lambda y: {"y": {1, 2}}),
+        outcome="StageError there, with the type and its place in the output",
+        says=("builtins.set", "output['y']"),
+    ),
+    raised("a loss that is no number", StageError, changing(lambda loss: loss.expand(2)), where="loss", stage=2),
+]
+
+
+# Interrupts while this rank runs nothing of the user's.
+
+SLOW_S = 1.0
+
+
+def interrupt_soon(scene: Scene) -> None:
+    def interrupt() -> None:
+        scene.fired()
+        send(signal.SIGINT, scene.pids[scene.rank])
+
+    threading.Timer(0.3, interrupt).start()
+
+
+def interrupted(scene: Scene, late_s: float = 0.0) -> None:
+    """The wait itself ends, not what it waits for; the other rank comes some seconds late."""
+    pipeline = scene.open()
+    pipeline.step()
+    interrupt_soon(scene) if scene.is_culprit else time.sleep(late_s)
+    started = time.monotonic()
+    try:
+        pipeline.step()
+    except KeyboardInterrupt:
+        assert time.monotonic() - started < SLOW_S
+        raise
+
+
+def interrupt_all(scene: Scene, value: Any) -> Any:
+    scene.fired()
+    send(signal.SIGINT, *(pid for pid in scene.pids if pid != os.getpid()), os.getpid())
+    return value
+
+
+INTERRUPTS = [
+    Case(
+        name="KeyboardInterrupt while waiting for a slow peer",
+        outcome="KeyboardInterrupt there; the slow rank is told when its own code returns",
+        strike=Strike(stage=1, microbatch=0, step=1, effect=sleeping(SLOW_S)),
+        play=interrupted,
+        culprits=frozenset({0}),
+        here=KeyboardInterrupt,
+        there=RankFailedError,
+        error="KeyboardInterrupt",
+        action="0WAIT_RECV_B0",
+    ),
+    Case(
+        name="KeyboardInterrupt while the others have not come to the step",
+        outcome="KeyboardInterrupt there; the others are told when they come",
+        play=lambda scene: interrupted(scene, SLOW_S),
+        culprits=frozenset({0}),
+        here=KeyboardInterrupt,
+        there=RankFailedError,
+        error="KeyboardInterrupt",
+    ),
+    Case(
+        name="KeyboardInterrupt on all ranks, as from a terminal",
+        outcome="KeyboardInterrupt on all",
+        num_ranks=3,
+        strike=Strike(stage=1, step=1, effect=interrupt_all),
+        culprits=frozenset({0, 1, 2}),
+        here=KeyboardInterrupt,
+    ),
+]
+
+CASES = [*places(), *KINDS, *OUTPUTS, *INTERRUPTS]
