@@ -244,7 +244,9 @@ class Balanced(Schedule):
         try:
             report = self._own_report(self._shapes.of(key))
         except Exception as error:
-            report = Report(self._plan_rank, {}, refusal=f"rank {self._plan_rank} cannot make a plan: {told(error)}")
+            report = Report(
+                self._plan_rank, {}, refusal=f"rank {self._group_ranks[self._plan_rank]} cannot make a plan: {told(error)}"
+            )
         return report.pack()
 
     def _own_report(self, shapes: Shapes) -> Report:

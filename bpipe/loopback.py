@@ -124,9 +124,10 @@ class Loopback:
                     breaking.enter_context(schedule._breaking())
                     breaking.enter_context(run.sharding.in_charge())
                 self._execute(runs)
+                result = next((schedule._result(run) for schedule, run in zip(schedules, runs) if run.holds_last_stage), None)
                 for schedule, step, run in zip(schedules, steps, runs):
                     schedule._finish(step, run, started)
-            return next((schedule._result(run) for schedule, run in zip(schedules, runs) if run.holds_last_stage), None)
+            return result
 
     def _execute(self, runs: Sequence[Run]) -> None:
         self.wires.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -133,7 +134,7 @@ class Schedule:
         self._broken: BaseException | str | None = None
         self._told: BaseException | None = None  # an error that all ranks know of, before anything was sent
         self._observer: Observer | None = None
-        self._finalizer = weakref.finalize(self, _close, self._transport, self._memory)
+        self._finalizer = weakref.finalize(self, _close, self._transport, self._memory, os.getpid())
         util.Finalize(self, self._finalizer, exitpriority=0)  # processes of multiprocessing end without atexit
         self._transport.enlist()
         self.stats: dict[str, float] = {}
@@ -302,6 +303,7 @@ class Schedule:
             layouts=layouts,
             is_learning=is_learning,
             memory=self._memory,
+            name=f"rank {self._group_ranks[self._plan_rank]}",
             observer=self._observer,
         )
 
@@ -352,15 +354,17 @@ class Schedule:
         with self._guarded():
             started = time.perf_counter()
             step = self._begin_or_refuse(begin)
-            with self._failing_together():
+            with self._failing_together(AgreementError, PlanError):
                 records = self._transport.exchange(CallOf.STEP, step.record)
                 control = self._transport.control
                 control.activity.state = State.PREPARING
                 run = self._agreed(step, records, lambda told: self._transport.exchange(CallOf.PLAN, told(self)))
+            with self._failing_together():
                 with run.sharding.in_charge(), control.interruptible():
                     self._lanes.drive(run, control, self._group_ranks)
+                result = self._result(run)
                 self._finish(step, run, started)
-            return self._result(run)
+            return result
 
     def _run_alone(self, begin: Callable[[], Step]) -> Any:
         loopback: Loopback = self.group.loopback
@@ -375,20 +379,18 @@ class Schedule:
         try:
             return begin()
         except BaseException as error:
-            with suppress(CommError):
+            with self._failing_together(), suppress(CommError):
                 self._transport.refuse(told(error))
             raise
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         """One step at a time, and none after an error."""
-        if not self._running.acquire(blocking=False):
+        if self._running.locked():
             raise PipelineBrokenError("step() was called from inside a step, or from a second thread: one step at a time")
-        try:
+        with self._running:
             self._check_whole()
             yield
-        finally:
-            self._running.release()
 
     def _check_whole(self) -> None:
         """Raise if a step has failed, here or on another rank, or if this schedule is closed."""
@@ -404,17 +406,17 @@ class Schedule:
             self._transport.control.check()
 
     @contextmanager
-    def _failing_together(self) -> Iterator[None]:
-        """Tell all ranks of an error in here, and raise its reason.
+    def _failing_together(self, *told: type[Exception]) -> Iterator[None]:
+        """Tell all ranks of an error in here, and raise its reason: the pipeline is broken.
 
-        What all of them raise before anything is sent breaks nothing.
+        Args:
+            told: errors that all ranks raise alike, before anything is sent: they break nothing.
         """
         try:
             yield
         except BaseException as error:
             control = self._transport.control
-            is_told = isinstance(error, (AgreementError, PlanError)) or error is self._told
-            if is_told and control.failure is None:
+            if control.failure is None and (isinstance(error, told) or error is self._told):
                 raise
             reason = self._broken = control.broke(error, control.activity.place())
             self._lanes.join()
@@ -440,6 +442,7 @@ def _positive(name: str, seconds: T) -> T:
     return seconds
 
 
-def _close(transport: Transport, memory: Memory) -> None:
-    transport.close()
-    memory.clear()
+def _close(transport: Transport, memory: Memory, process: int) -> None:
+    if os.getpid() == process:  # a forked child has no part in it
+        transport.close()
+        memory.clear()

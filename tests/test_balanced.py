@@ -66,7 +66,7 @@ def squeezed(result: Result, slots: float) -> tuple[int | None, ...]:
 
 
 def test_all_classes_are_here():
-    assert {schedule.__name__ for schedule in SCHEDULES} == set(bpipe.catalogue.__all__)
+    assert {schedule.__name__ for schedule in SCHEDULES} == set(bpipe.catalogue.__all__) - {"FromPlan"}  # of no rule
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.rule)

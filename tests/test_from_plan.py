@@ -60,6 +60,20 @@ def test_a_plan_in_bytes_and_parts_that_was_kept_runs_again():
         assert all(map(torch.equal, [p.grad for p in module.parameters()], gradients))
 
 
+def test_a_plan_from_a_file_may_be_balanced():
+    loopback, schedules, modules = loop_of(build("1f1b", P, M))
+    balanced = [bpipe.Balanced(schedule, budget="lowest") for schedule in schedules]
+    x, y = batch_of("quiet", 2 * M, 0)
+    for _ in range(2):
+        for module in modules:
+            module.zero_grad()
+        loopback.step(balanced, x, target=y)
+    assert balanced[0].stats["evicted_bytes"] > 0
+    expected = single_process("quiet", P, M, steps=1)
+    for module, gradients in zip(modules, expected.gradients, strict=True):
+        assert all(map(torch.equal, [p.grad for p in module.parameters()], gradients))
+
+
 def test_an_unsound_plan_is_refused_with_what_is_wrong():
     plan = build("1f1b", 2, 4)
     lane = plan.actions[1]

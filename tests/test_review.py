@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Any
 
 import pytest
@@ -274,3 +275,76 @@ def test_more_kinds_of_microbatches_than_are_remembered(monkeypatch: pytest.Monk
         rows = [torch.ones(1, length, 4) for length in lengths]
         loopback.step(schedules, arg_mbs=[(row,) for row in rows], target_mbs=rows, return_outputs=False)
     assert len(schedules[0]._memory.kinds) <= 8 + 2
+
+
+class Nested(nn.Linear):
+    """Raises an error of bpipe's own in a step, as a pipeline inside a stage may."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            raise bpipe.errors.AgreementError("of another pipeline")
+        return super().forward(x)
+
+
+def nested(rank: int) -> tuple[str, str]:
+    schedule = bpipe.OneFOneB(
+        bpipe.PipelineStage((Nested if rank else nn.Linear)(2, 2), rank, 2, "cpu"), 2, loss_fn=mse, timeout_s=20
+    )
+    x, told = torch.ones(2, 2), []
+    schedule.step(x, target=x)
+    for _ in range(2):
+        try:
+            schedule.step(x, target=x)
+        except bpipe.errors.BPipeError as error:
+            told.append(type(error).__name__)
+    return tuple(told)
+
+
+def test_an_error_of_bpipe_s_in_the_user_s_code_breaks_like_any_other():
+    assert run_ranks(nested, 2) == [("RankFailedError", "PipelineBrokenError"), ("AgreementError", "PipelineBrokenError")]
+
+
+def ends_in_a_fork(rank: int) -> tuple[int, float]:
+    """A child that a rank forks ends normally: the parent's pipeline goes on."""
+    schedule = bpipe.OneFOneB(bpipe.PipelineStage(nn.Linear(2, 2), rank, 2, "cpu"), 2, loss_fn=mse)
+    x = torch.ones(2, 2)
+    schedule.step(x, target=x)
+    child = os.fork()
+    if not child:
+        schedule.close()
+        del schedule
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    schedule.step(x, target=x)
+    return status, float(schedule.stats["step_s"] > 0)
+
+
+def test_a_forked_child_has_no_part_in_the_pipeline():
+    assert run_ranks(ends_in_a_fork, 2) == [(0, 1.0)] * 2
+
+
+def drifts(rank: int) -> list[str]:
+    """One rank has made a schedule that the other has not, and keeps it: refused, until both build anew."""
+
+    def schedule_of() -> bpipe.Schedule:
+        return bpipe.OneFOneB(bpipe.PipelineStage(nn.Linear(2, 2), rank, 2, "cpu"), 2, loss_fn=mse)
+
+    kept, told = [schedule_of() for _ in range(rank)], []
+    x = torch.ones(2, 2)
+    for _ in range(2):
+        schedule = schedule_of()
+        try:
+            schedule.step(x, target=x)
+            told.append("exact")
+        except bpipe.errors.AgreementError:
+            told.append("refused")
+        schedule.close()
+    assert len(kept) == rank
+    return told
+
+
+def test_ranks_that_have_made_other_numbers_of_pipelines_find_together_again():
+    assert run_ranks(drifts, 2) == [["refused", "exact"]] * 2

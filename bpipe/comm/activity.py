@@ -77,6 +77,7 @@ class Activity:
     def __init__(self) -> None:
         self.state = State.OUTSIDE
         self.step = 0
+        self.call = 0  # the number of the latest collective call
         self.rank = 0
         self.plan: Plan | None = None
         self.position = 0

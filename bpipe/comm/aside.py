@@ -17,9 +17,14 @@ class GivenUpError(Exception):
 
 
 class Aside:
-    """Runs one piece of work, which asks now and then whether it is still wanted."""
+    """Runs pieces of work, which ask now and then whether they are still wanted.
 
-    def __init__(self) -> None:
+    Args:
+        look: called in the caller's thread now and then while it waits; raises to give the work up.
+    """
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look = look
         self._is_given_up = False
         self.note = ""  # what it is waiting for
 
@@ -33,13 +38,8 @@ class Aside:
         if self._is_given_up:
             raise GivenUpError
 
-    def run(self, work: Callable[[], T], look: Callable[[], None]) -> T:
-        """Run the work.
-
-        Args:
-            work: runs in the other thread.
-            look: called now and then while it does; raises to give it up.
-        """
+    def run(self, work: Callable[[], T]) -> T:
+        """Run a piece of work in another thread, and wait for it."""
         results: list[T] = []
         errors: list[BaseException] = []
         done = threading.Event()
@@ -54,7 +54,7 @@ class Aside:
         threading.Thread(target=body, name="bpipe-opening", daemon=True).start()
         try:
             while not done.wait(LOOK_S):
-                look()
+                self._look()
         except BaseException:
             self._is_given_up = True
             raise

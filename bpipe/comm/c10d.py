@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from bpipe.comm.aside import Aside
 from bpipe.comm.control import CallOf, Control, Line
 from bpipe.comm.header import FIRST, total_length
-from bpipe.comm.mesh import open_mesh
+from bpipe.comm.mesh import Mesh, OtherPipelineError, open_mesh
 from bpipe.comm.transport import Transfer, Transport
 from bpipe.comm.watch import Patience
 from bpipe.errors import CommError, ConfigurationError, TransferError, TransferTimeoutError
@@ -106,12 +107,10 @@ class C10dTransport(Transport):
 
     def _open(self) -> None:
         """Meet the other ranks, the first time."""
-        if self._is_open:
+        if self._is_open or self.size == 1:
             return
-        if self.size == 1:
-            self._is_open = True
-            return
-        aside, began, has_warned = Aside(), time.monotonic(), False
+        store = dist.distributed_c10d._get_default_store()
+        began, has_warned = time.monotonic(), False
 
         def look() -> None:
             nonlocal has_warned
@@ -124,18 +123,23 @@ class C10dTransport(Transport):
                 has_warned = True
                 LOG.warning("%s", text)
 
-        aside.run(lambda: self._meet(aside), look)
-        self._is_open = True
-
-    def _meet(self, aside: Aside) -> None:
-        store = dist.distributed_c10d._get_default_store()
-        mesh = open_mesh(store, self._key("mesh"), self.rank, self.size, aside.check, pipeline=self.identity)
+        aside = Aside(look)
+        mesh = self._meet(aside, store)
         self._store = dist.PrefixStore(f"bpipe/{mesh.token.hex()}", store)
         self.control = Line(mesh, self.rank, self._release, self._patience)
         self.control.name = f"pipeline {self.identity} of its group"
+        self._is_open = True
         for name in ("between", "aside"):
-            aside.check("a connection for tensors is being made")
-            self._gloo[name] = self._new_gloo(name)
+            aside.note = "a connection for tensors is being made"
+            self._gloo[name] = aside.run(partial(self._new_gloo, name))
+
+    def _meet(self, aside: Aside, store: Any) -> Mesh:
+        key = self._key("mesh")
+        try:
+            return aside.run(lambda: open_mesh(store, key, self.rank, self.size, aside.check, pipeline=self.identity))
+        except OtherPipelineError as error:  # so that the next ones are counted alike
+            self._count_pipelines(max(0, error.theirs - self._count_pipelines(0)))
+            raise
 
     def _new_gloo(self, name: str) -> Any:
         timeout = timedelta(seconds=self._patience.timeout_s + MARGIN_S)

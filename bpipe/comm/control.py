@@ -6,18 +6,17 @@ failure it does at once: it wakes whoever waits here, and releases whoever waits
 
 from __future__ import annotations
 
-import os
 import selectors
 import signal
 import socket
 import threading
 import time
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import IntEnum
 
+from bpipe.comm import crossing
 from bpipe.comm.activity import Activity, State, Status
 from bpipe.comm.failure import Cause, Failure
 from bpipe.comm.frames import Frame, Kind
@@ -54,8 +53,6 @@ CANNOT = {
     CallOf.TRACE: "trace",
     CallOf.GATHER: "gather a trace",
 }
-
-_OPEN: weakref.WeakSet[Line] = weakref.WeakSet()  # all lines of this process: pipelines called in different orders meet here only
 
 
 class Control:
@@ -119,44 +116,44 @@ class Line(Control):
         super().__init__()
         self.name = "this pipeline"
         self._rank, self._size, self._release = rank, len(mesh.peers) + 1, release
-        self._peers = {peer.rank: peer for peer in mesh.peers}
+        self.peers = {peer.rank: peer for peer in mesh.peers}
         self._changed = threading.Condition()
-        self._calls: dict[int, dict[int, Frame]] = defaultdict(dict)  # of the others, by number and rank
+        self.calls: dict[int, dict[int, Frame]] = defaultdict(dict)  # of the others, by number and rank
         self._left: dict[int, int] = {}  # after how many steps each rank that closed the pipeline did
-        self._call = 0
+        self.call, self.caller = 0, 0  # the number of the latest call, and the thread that made it
         self._waits_for: frozenset[int] = frozenset()
-        self._is_closing = self._has_left = self._is_known = False
+        self.is_closing = self._has_left = self._is_told = self._is_known = False
         self._watch = Watch(rank, self._size, self.activity, self._send_all, self.fail, lambda: self._waits_for, patience)
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
         self._thread = threading.Thread(target=self._serve, name="bpipe-control", daemon=True)
-        _close_in_forks(self._sockets())
-        _OPEN.add(self)
+        crossing.add(self)
         self._thread.start()
 
     def _sockets(self) -> list[socket.socket]:
-        return [self._woken, self._waker, *(peer.connection for peer in self._peers.values())]
+        return [self._woken, self._waker, *(peer.connection for peer in self.peers.values())]
 
     # In the caller's thread
 
     def exchange(self, call: CallOf, data: bytes) -> list[bytes]:
+        self.caller = threading.get_ident()
         before, self.activity.state = self.activity.state, State.MEETING
         try:
-            self._begin_call(Frame(Kind.CALL, self._call + 1, bytes([call]) + data))
+            self._begin_call(Frame(Kind.CALL, self.call + 1, bytes([call]) + data))
             theirs = self._collected(call)
         finally:
             self.activity.state, self._waits_for = before, frozenset()
         return [theirs[rank].body[1:] if rank in theirs else data for rank in range(self._size)]
 
     def refuse(self, why: str) -> None:
-        self._begin_call(Frame(Kind.REFUSAL, self._call + 1, why.encode(errors="replace")[:4096]))
+        self._begin_call(Frame(Kind.REFUSAL, self.call + 1, why.encode(errors="replace")[:4096]))
 
     def _begin_call(self, frame: Frame) -> None:
-        self._call += 1
+        self.call = self.activity.call = self.call + 1
         with self._changed:
-            for number in [number for number in self._calls if number < self._call]:
-                del self._calls[number]
+            for number in [number for number in self.calls if number < self.call]:
+                del self.calls[number]
         self._send_all(frame)
 
     def _collected(self, call: CallOf) -> dict[int, Frame]:
@@ -166,18 +163,18 @@ class Line(Control):
         with self._changed:
             while True:
                 self.check()
-                theirs = self._calls[self._call]
+                theirs = self.calls[self.call]
                 for rank, frame in sorted(theirs.items()):
                     _check_alike(rank, frame, call)
-                missing = self._peers.keys() - theirs.keys()
+                missing = self.peers.keys() - theirs.keys()
                 if not missing:
-                    return self._calls.pop(self._call)
+                    return self.calls.pop(self.call)
                 self._check_present(missing)
                 self._waits_for = frozenset(missing)
                 self._changed.wait(LOOK_S)
                 if time.monotonic() - looked >= LOOK_S:
                     looked, before = time.monotonic(), crossed
-                    crossed = self._crossed(missing)
+                    crossed = crossing.crossed(self, missing)
                     self._refuse_crossing(crossed & before)
 
     def _check_present(self, missing: set[int]) -> None:
@@ -186,18 +183,6 @@ class Line(Control):
                 f"rank {rank} closed this pipeline after {self._left[rank]} steps, and rank {self._rank} makes another call: "
                 "make the same calls on all ranks"
             )
-
-    def _crossed(self, missing: set[int]) -> set[int]:
-        """The missing ranks that wait for this one in a call of another pipeline, which it has not made."""
-        processes = {self._peers[rank].process: rank for rank in missing}
-        waiting = {process for line in list(_OPEN) if line is not self for process in line._waiting_for_this()}
-        return {rank for process, rank in processes.items() if process in waiting}
-
-    def _waiting_for_this(self) -> list[bytes]:
-        """The processes that are in a call of this pipeline, in which this rank is not."""
-        if self.activity.state is not State.OUTSIDE or self._is_closing:
-            return []
-        return [self._peers[rank].process for rank in list(self._calls.get(self._call + 1, ()))]
 
     def _refuse_crossing(self, ranks: set[int]) -> None:
         for rank in sorted(ranks):
@@ -218,13 +203,17 @@ class Line(Control):
         return self.failure.as_error(self._rank, self.activity.place())
 
     def broke(self, error: BaseException, place: str) -> BaseException:
-        if isinstance(error, TransferError) or self.failure is not None:
-            with self._changed:
-                self._changed.wait_for(lambda: self._is_known, SETTLE_S)
-        if self.failure is not None:
-            return self._error() if isinstance(error, CommError) else error
-        self.fail(Failure.raised(error, self._rank, self.activity.step, place), error)
-        return error
+        if isinstance(error, TransferError):
+            self._wait_until_known()
+        if self.failure is None:
+            self.fail(Failure.raised(error, self._rank, self.activity.step, place), error)
+        self._wait_until_known()
+        return self._error() if isinstance(error, CommError) and self.failure is not None else error
+
+    def _wait_until_known(self) -> None:
+        """Wait a little until the first failure, if there is one, is known everywhere, and nobody waits any longer."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_known, SETTLE_S)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -245,38 +234,42 @@ class Line(Control):
 
     # In any thread
 
-    def fail(self, failure: Failure, original: BaseException | None = None) -> None:
-        self._break(failure, original, Frame(Kind.FAILED, 0, failure.pack()))
+    def fail(self, failure: Failure, original: BaseException | None = None, *, is_told: bool = False) -> None:
+        """Break the pipeline, unless it is broken already: the control thread tells all, and lets nobody wait any longer.
 
-    def _break(self, failure: Failure, original: BaseException | None = None, frame: Frame | None = None) -> None:
-        """Take note of the first failure, tell the others, and then let nobody wait any longer."""
+        Args:
+            failure: what happened.
+            original: this rank's own error.
+            is_told: whether another rank has told of it.
+        """
         with self._changed:
-            if self.failure is not None or self._is_closing:
+            if self.failure is not None or self.is_closing:
                 return
+            self._is_told = is_told
             self.original, self.failure = original, failure
-        if frame is not None:
-            self._send_all(frame)
-        self._release()
-        with self._changed:
-            self._is_known = True
-            self._changed.notify_all()
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(OSError):
+            self._waker.send(b"\0")
 
     def _send_all(self, frame: Frame) -> None:
-        for peer in list(self._peers.values()):
+        for peer in list(self.peers.values()):
             peer.send(frame)
 
     def close(self) -> None:
         with self._changed:
-            if self._is_closing:
+            if self.is_closing:
                 return
-            self._is_closing = True
-        _OPEN.discard(self)
-        self._send_all(Frame(Kind.LEFT, self.activity.step))
+            self.is_closing = True
+        crossing.remove(self)
+        if self.failure is None:
+            self._send_all(Frame(Kind.LEFT, self.activity.step))
         self._has_left = True
-        with suppress(OSError):
-            self._waker.send(b"\0")
+        self._wake()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        self.original = None  # its frames keep the step's tensors alive
 
     # In the control thread
 
@@ -286,14 +279,15 @@ class Line(Control):
                 self._listen(selector)
         except Exception as error:  # nobody would hear of anything any more
             self.fail(Failure.raised(error, self._rank, self.activity.step, "in its control thread"))
-        for peer in self._peers.values():
+            self._spread(Failure.raised(error, self._rank, self.activity.step, "in its control thread"))
+        for peer in self.peers.values():
             peer.close()
         self._woken.close()
         self._waker.close()
 
     def _listen(self, selector: selectors.BaseSelector) -> None:
         selector.register(self._woken, selectors.EVENT_READ)
-        for peer in self._peers.values():
+        for peer in self.peers.values():
             selector.register(peer.connection, selectors.EVENT_READ, peer)
         while not self._has_left:
             for key, _ in selector.select(TICK_S):
@@ -301,7 +295,18 @@ class Line(Control):
                     self._heed(self._woken.recv(4096))
                 elif not self._read(key.data):
                     selector.unregister(key.fileobj)
+            if self.failure is not None and not self._is_known:
+                self._spread(self.failure)
             self._watch.tick(time.monotonic())
+
+    def _spread(self, failure: Failure) -> None:
+        """Tell the others, and then let nobody wait any longer."""
+        if not self._is_told:
+            self._send_all(Frame(Kind.FAILED, 0, failure.pack()))
+        self._release()
+        with self._changed:
+            self._is_known = True
+            self._changed.notify_all()
 
     def _heed(self, signals: bytes) -> None:
         if signal.SIGINT in signals:
@@ -311,6 +316,7 @@ class Line(Control):
     def _read(self, peer: Peer) -> bool:
         """Take in what a peer says; false once it is gone."""
         data = peer.receive()
+        self._watch.heard(peer.rank)
         if not data:
             self._gone(peer)
             return False
@@ -335,19 +341,30 @@ class Line(Control):
     def _take(self, peer: Peer, frame: Frame) -> None:
         if frame.kind in (Kind.CALL, Kind.REFUSAL):
             with self._changed:
-                if frame.number >= self._call:
-                    self._calls[frame.number][peer.rank] = frame
+                if frame.number >= self.call:
+                    self.calls[frame.number][peer.rank] = frame
                 self._changed.notify_all()
         elif frame.kind is Kind.FAILED:
-            self._break(Failure.unpack(frame.body, self._size))
+            self.fail(Failure.unpack(frame.body, self._size), is_told=True)
         elif frame.kind is Kind.LEFT:
-            with self._changed:
-                self._left[peer.rank] = frame.number
-                self._changed.notify_all()
+            self._take_leave(peer.rank, frame.number)
         elif frame.kind is Kind.ASK:
             peer.send(Frame(Kind.TELL, frame.number, self._watch.answer(peer.rank).pack()))
         else:
             self._watch.told(peer.rank, frame.number, Status.unpack(frame.body))
+
+    def _take_leave(self, rank: int, num_steps: int) -> None:
+        with self._changed:
+            self._left[rank] = num_steps
+            self._changed.notify_all()
+        if self.activity.state is State.RUNNING and num_steps <= self.activity.step:
+            error = f"rank {rank} closed this pipeline in the middle of step {self.activity.step}: its program ends, perhaps"
+            self.fail(Failure(Cause.LOST, rank, self.activity.step, "", error))
+
+    def abandon(self) -> None:
+        """Close the connections, without a word: this process is a child of the one that has them."""
+        for one in self._sockets():
+            one.close()
 
 
 def _check_alike(rank: int, frame: Frame, call: CallOf) -> None:
@@ -358,15 +375,3 @@ def _check_alike(rank: int, frame: Frame, call: CallOf) -> None:
     if theirs != call:
         doing = DOING[CallOf(theirs)] if theirs in CallOf.__members__.values() else "does something unknown"
         raise AgreementError(f"rank {rank} {doing} while this one {DOING[call]}: make the same calls on all ranks")
-
-
-def _close_in_forks(sockets: list[socket.socket]) -> None:
-    """Close connections in processes that this one forks, or a rank that ends would seem alive as long as its children."""
-    references = [weakref.ref(one) for one in sockets]
-
-    def close() -> None:
-        for reference in references:
-            if (one := reference()) is not None:
-                one.close()
-
-    os.register_at_fork(after_in_child=close)

@@ -7,7 +7,7 @@ closes its connections, and its peers see it at once, whoever hosts the store.
 from __future__ import annotations
 
 import os
-import select
+import selectors
 import socket
 import struct
 import threading
@@ -29,11 +29,19 @@ HELLO = struct.Struct(f"<8sII{NAME_BYTES}s{NAME_BYTES}s{NAME_BYTES}s")
 MAGIC = b"bpmesh\0\2"
 PLACE = struct.Struct(f"<{NAME_BYTES}sH")  # a rank's name in this mesh and its port; its address and its host follow
 HELLO_S, PAUSE_S = 5.0, 0.02
-MOST_SEND_S = 30.0  # a frame is small, and a peer's reader is a thread that does nothing else
+MOST_SEND_S = 30.0  # without progress: a peer's reader is a thread that does nothing else
 LOST_MACHINE_S = 15  # without an answer of its kernel
 
 # What the kernel does about a machine that is gone without a word; each where the platform has it.
 KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2, "TCP_USER_TIMEOUT": 1000 * LOST_MACHINE_S}
+
+
+class OtherPipelineError(AgreementError):
+    """Another rank opens another one of the group's pipelines, or counts them otherwise."""
+
+    def __init__(self, theirs: int, message: str) -> None:
+        super().__init__(message)
+        self.theirs = theirs
 
 
 class Peer:
@@ -59,11 +67,18 @@ class Peer:
         while self._queue and self._sending.acquire(blocking=False):
             try:
                 while self._queue:
-                    self.connection.sendall(self._queue.popleft())
-            except OSError:  # a part of a frame may have left
+                    self._send_whole(memoryview(self._queue.popleft()))
+            except BaseException as error:  # a part of a frame may have left
                 self._disconnect()
+                if not isinstance(error, OSError):
+                    raise
             finally:
                 self._sending.release()
+
+    def _send_whole(self, data: memoryview) -> None:
+        """The connection's timeout is for each piece of it."""
+        while data:
+            data = data[self.connection.send(data) :]
 
     def _disconnect(self) -> None:
         with suppress(OSError):
@@ -230,9 +245,11 @@ class _Meeting:
 
     def _check_pipeline(self, rank: int, pipeline: int) -> None:
         if pipeline != self._pipeline:
-            raise AgreementError(
-                f"the ranks disagree on which of the group's pipelines this is: rank {self._rank} has {self._pipeline}, "
-                f"rank {rank} has {pipeline}. Make the same schedules, and call their steps in the same order, on all ranks."
+            have = ", ".join(f"rank {one} has {number}" for one, number in sorted([(self._rank, self._pipeline), (rank, pipeline)]))
+            raise OtherPipelineError(
+                pipeline,
+                f"the ranks disagree on which of the group's pipelines this is: {have}. "
+                "Make the same schedules, and call their steps in the same order, on all ranks.",
             )
 
     @staticmethod
@@ -246,14 +263,20 @@ class _Meeting:
 
     def check_present(self) -> None:
         """Raise if a rank that had come has gone."""
-        waiting = {peer.connection: peer.rank for peer in self._peers.values()}
-        for connection in select.select(list(waiting), [], [], 0)[0] if waiting else ():
-            with suppress(BlockingIOError, ConnectionError):
-                seen = connection.recv(4096, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-                first = next(FrameReader().feed(seen), None)
-                if not seen or (first is not None and (first.kind, first.number) == (Kind.REFUSAL, 0)):
-                    why = ", or ended" if first is None else f": {first.body.decode(errors='replace')}"
-                    raise AgreementError(f"rank {waiting[connection]} gave up, while the ranks met for their first step{why}")
+        with selectors.DefaultSelector() as selector:
+            for peer in self._peers.values():
+                selector.register(peer.connection, selectors.EVENT_READ, peer)
+            for key, _ in selector.select(0):
+                with suppress(OSError):
+                    _check_stays(key.data.rank, key.data.connection.recv(4096, socket.MSG_PEEK))
+
+
+def _check_stays(rank: int, seen: bytes) -> None:
+    """Raise if what a rank says first is that it gives up, or if it has gone."""
+    first = next(FrameReader().feed(seen), None)
+    if not seen or (first is not None and (first.kind, first.number) == (Kind.REFUSAL, 0)):
+        why = ", or ended" if first is None else f": {first.body.decode(errors='replace')}"
+        raise AgreementError(f"rank {rank} gave up, while the ranks met for their first step{why}")
 
 
 @cache

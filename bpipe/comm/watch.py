@@ -55,19 +55,21 @@ class Watch:
         self._rank, self._size, self._activity = rank, size, activity
         self._ask, self._fail, self._missing = ask, fail, missing
         self._patience = patience
-        self._now = activity.status()
+        self._here = (*activity.status()[:4], activity.call)  # where this rank was at the latest look
         self._time_s = self._since = time.monotonic()  # of the latest look, and when this rank came to where it is
         self._asked_s: float | None = None
         self._number = 0  # of the latest question
         self._answers: dict[int, Status] = {}
+        self._heard: set[int] = set()  # from whom anything has come since
         self._others: set[int] = set()  # who ask as well, since this rank's own latest question or the start of the step
         self._shown_step = -1  # the latest of which this rank, or another one, has shown what all do
 
     def tick(self, now: float) -> None:
         """Look at the time."""
         status, self._time_s = self._activity.status(), now
-        if (status.state, status.step, status.position) != (self._now.state, self._now.step, self._now.position):
-            self._now, self._since, self._asked_s = status, now, None
+        here = (*status[:4], self._activity.call)
+        if here != self._here:
+            self._here, self._since, self._asked_s = here, now, None
         if not self._activity.is_waiting():
             return
         seconds = now - self._since
@@ -93,11 +95,17 @@ class Watch:
         """A rank has answered."""
         if number == self._number:
             self._answers[rank] = status
+            self._heard.add(rank)
+
+    def heard(self, rank: int) -> None:
+        """Something has come from a rank: its process runs."""
+        self._heard.add(rank)
 
     def _question(self, now: float) -> None:
         self._asked_s = now
         self._number += 1
         self._answers = {}
+        self._heard = set()
         self._others = set()
         self._ask(Frame(Kind.ASK, self._number))
 
@@ -118,7 +126,7 @@ class Watch:
     def _waiting(self, status: Status, seconds: float) -> str:
         """One line: who waits for whom, and who is frozen."""
         waits = f"rank {self._rank} has waited {seconds:.1f} s {self._for_whom(status)}"
-        frozen = [rank for rank in range(self._size) if rank not in self._answers and rank != self._rank]
+        frozen = sorted(set(range(self._size)) - self._heard - {self._rank})
         if not frozen:
             return waits
         are = "is" if len(frozen) == 1 else "are"

@@ -35,7 +35,8 @@ class Lanes:
         """
         chains, activity = run.plan.chains(run.rank), control.activity
         activity.begin(run.plan, run.rank, run.step, group_ranks)
-        self._servers = [Server(run.execute, chain, self._side_stream(peer), control) for peer, chain in chains.items()]
+        for peer, chain in chains.items():
+            self._servers.append(Server(run.execute, chain, self._side_stream(peer), control))
         lane = iter(enumerate(run.plan.actions[run.rank]))
 
         def advance(piece: Action) -> None:

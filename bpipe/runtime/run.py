@@ -36,6 +36,7 @@ class Run:
         job: what the user wants of this step.
         layouts: the agreed messages, or an empty mapping to learn them into when `is_learning`.
         memory: what the schedule remembers from step to step.
+        name: of this rank, as its users know it.
         observer: told of the step, and before and after each action on the thread that does it.
     """
 
@@ -51,9 +52,10 @@ class Run:
         layouts: Layouts,
         is_learning: bool,
         memory: Memory,
+        name: str,
         observer: Observer | None = None,
     ) -> None:
-        self.plan, self.rank, self.step, self.device = plan, rank, step, transport.device
+        self.plan, self.rank, self.step, self.device, self._name = plan, rank, step, transport.device, name
         self.holds_last_stage = any(stage.is_last for stage in stages.values())
         self.traffic = Traffic(transport, rank, step, stages)
         self.sharding = Sharding(stages, plan.actions[rank])
@@ -129,7 +131,7 @@ class Run:
             else:
                 self._execute_observed(action)
         except BaseException as error:
-            error.add_note(f"bpipe: rank {self.rank}, {place_of(action)}, step {self.step}")
+            error.add_note(f"bpipe: {self._name}, {place_of(action)}, step {self.step}")
             raise
 
     def _execute_observed(self, action: Action) -> None:

@@ -12,7 +12,7 @@ from types import TracebackType
 
 from bpipe.comm.clocks import Clocks, Offset, align
 from bpipe.comm.control import CallOf
-from bpipe.errors import ConfigurationError
+from bpipe.errors import AgreementError, ConfigurationError
 from bpipe.loopback import LoopbackGroup
 from bpipe.runtime.device_times import DeviceTimes
 from bpipe.runtime.recorder import Record, Recorder
@@ -97,10 +97,12 @@ class Trace:
     def _aligned(self, problem: str) -> Clocks:
         first = self._schedules[0]
         if problem:
-            first._transport.refuse(problem)
+            with first._failing_together():
+                first._transport.refuse(problem)
             raise ConfigurationError(problem)
         if not isinstance(first.group, LoopbackGroup):
-            return align(first._transport, first._plans[True].fingerprint, first._plan_rank)
+            with first._failing_together(AgreementError):
+                return align(first._transport, first._plans[True].fingerprint, first._plan_rank)
         ranks = tuple(schedule._plan_rank for schedule in self._schedules)
         return Clocks(os.urandom(16), ranks, (Offset(0, 0),) * len(ranks), time.perf_counter_ns())
 
@@ -168,7 +170,7 @@ class Trace:
         first = self._schedules[0]
         if isinstance(first.group, LoopbackGroup):
             return self.timelines
-        with first._guarded():
+        with first._guarded(), first._failing_together(AgreementError):
             (part,) = self._parts()
             files = first._transport.exchange(CallOf.GATHER, "".join(lines(part, self._origin())).encode())
         return joined([parse(data, f"rank {rank}") for rank, data in enumerate(files)])

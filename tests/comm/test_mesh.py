@@ -208,7 +208,9 @@ def test_one_that_leaves_is_told_apart_from_one_that_is_lost(store):
         made[2].close()
         with pytest.raises(AgreementError, match="rank 2 closed this pipeline after 5 steps"):
             made[0].exchange(CallOf.STEP, b"")
-        made[1]._peers[0].connection.shutdown(socket.SHUT_RDWR)  # as the kernel does when the process ends
+        made[1].peers[0].connection.shutdown(socket.SHUT_RDWR)  # as the kernel does when the process ends
+        while made[0].failure is None:
+            time.sleep(0.01)
         with pytest.raises(RankLostError, match="rank 1 was lost"):
             made[0].exchange(CallOf.STEP, b"")
 
@@ -219,7 +221,7 @@ def test_garbage_on_a_connection_fails_with_the_sender_s_name(data):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with lines(dist.HashStore(), 2) as made:
         whole = data.ljust(64, b"\xff")
-        made[1]._peers[0].connection.sendall(whole)
+        made[1].peers[0].connection.sendall(whole)
         with pytest.raises(AgreementError, match="rank 1 sent rank 0 something that is no message of bpipe"):
             made[0].exchange(CallOf.STEP, b"")
 
@@ -227,7 +229,7 @@ def test_garbage_on_a_connection_fails_with_the_sender_s_name(data):
 @pytest.mark.parametrize("kind", [Kind.FAILED, Kind.TELL])
 def test_a_sound_frame_with_a_senseless_body_fails_likewise(store, kind):
     with lines(store, 2) as made:
-        made[1]._peers[0].send(Frame(kind, 1, b"\xff" * 40))
+        made[1].peers[0].send(Frame(kind, 1, b"\xff" * 40))
         with pytest.raises(AgreementError, match="rank 1 sent rank 0 something that is no message"):
             made[0].exchange(CallOf.STEP, b"")
 
