@@ -61,7 +61,7 @@ def run_ranks(
 def fork_server() -> Any:
     """The context of processes that have torch loaded when they start."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "pytest", "bpipe.catalogue", "bpipe.comm.c10d"])
+    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "pytest", "hypothesis", "bpipe.comm.c10d", "tests.models"])
     return context
 
 

@@ -25,7 +25,7 @@ from bpipe.comm.header import FIRST, total_length
 from bpipe.comm.mesh import Mesh, OtherPipelineError, open_mesh
 from bpipe.comm.transport import Transfer, Transport
 from bpipe.comm.watch import Patience
-from bpipe.errors import CommError, ConfigurationError, TransferError, TransferTimeoutError
+from bpipe.errors import AgreementError, CommError, ConfigurationError, TransferError, TransferTimeoutError
 from bpipe.schedules import Channel, Purpose
 
 __all__: list[str] = []
@@ -139,7 +139,7 @@ class C10dTransport(Transport):
             return aside.run(lambda: open_mesh(store, key, self.rank, self.size, aside.check, pipeline=self.identity))
         except OtherPipelineError as error:  # so that the next ones are counted alike
             self._count_pipelines(max(0, error.theirs - self._count_pipelines(0)))
-            raise
+            raise AgreementError(str(error)) from None
 
     def _new_gloo(self, name: str) -> Any:
         timeout = timedelta(seconds=self._patience.timeout_s + MARGIN_S)

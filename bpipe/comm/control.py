@@ -263,8 +263,8 @@ class Line(Control):
                 return
             self.is_closing = True
         crossing.remove(self)
-        if self.failure is None:
-            self._send_all(Frame(Kind.LEFT, self.activity.step))
+        failure = self.failure
+        self._send_all(Frame(Kind.LEFT, self.activity.step) if failure is None else Frame(Kind.FAILED, 0, failure.pack()))
         self._has_left = True
         self._wake()
         if threading.current_thread() is not self._thread:
@@ -279,7 +279,7 @@ class Line(Control):
                 self._listen(selector)
         except Exception as error:  # nobody would hear of anything any more
             self.fail(Failure.raised(error, self._rank, self.activity.step, "in its control thread"))
-            self._spread(Failure.raised(error, self._rank, self.activity.step, "in its control thread"))
+        self._spread()
         for peer in self.peers.values():
             peer.close()
         self._woken.close()
@@ -295,14 +295,15 @@ class Line(Control):
                     self._heed(self._woken.recv(4096))
                 elif not self._read(key.data):
                     selector.unregister(key.fileobj)
-            if self.failure is not None and not self._is_known:
-                self._spread(self.failure)
+            self._spread()
             self._watch.tick(time.monotonic())
 
-    def _spread(self, failure: Failure) -> None:
-        """Tell the others, and then let nobody wait any longer."""
+    def _spread(self) -> None:
+        """Tell the others of a failure, if there is one that they do not know, and then let nobody wait any longer."""
+        if self.failure is None or self._is_known:
+            return
         if not self._is_told:
-            self._send_all(Frame(Kind.FAILED, 0, failure.pack()))
+            self._send_all(Frame(Kind.FAILED, 0, self.failure.pack()))
         self._release()
         with self._changed:
             self._is_known = True

@@ -27,6 +27,8 @@ from tests.schedules.strategies import plans
 
 WHOLE = st.integers(1, 9)
 
+pytestmark = pytest.mark.usefixtures("little_effort")
+
 
 @st.composite
 def plans_and_costs(draw: st.DrawFn) -> tuple[Plan, Costs]:
