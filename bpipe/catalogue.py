@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from bpipe.comm.watch import SLOW_S
 from bpipe.errors import ConfigurationError
 from bpipe.schedule import Schedule
 from bpipe.schedules import Plan, verify
@@ -114,7 +115,7 @@ class FromPlan(Schedule):
         scale_grads: bool = True,
         *,
         timeout_s: float | None = None,
-        slow_s: float = 30.0,
+        slow_s: float = SLOW_S,
     ) -> None:
         verify(plan)
         if not plan.has_backward:
@@ -150,7 +151,7 @@ class _Stages(Schedule):
         slots: int | Sequence[int | None] | None = None,
         *,
         timeout_s: float | None = None,
-        slow_s: float = 30.0,
+        slow_s: float = SLOW_S,
     ) -> None:
         arguments = (loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads, slots)
         super().__init__(stages, n_microbatches, *arguments, timeout_s=timeout_s, slow_s=slow_s)

@@ -22,6 +22,7 @@ from bpipe.comm.agreement import Record, check
 from bpipe.comm.control import CallOf
 from bpipe.comm.failure import told
 from bpipe.comm.transport import Transport
+from bpipe.comm.watch import SLOW_S
 from bpipe.errors import AgreementError, CommError, ConfigurationError, PipelineBrokenError, PlanError
 from bpipe.loopback import Loopback, LoopbackGroup
 from bpipe.memory.ledger import Ledger
@@ -40,6 +41,7 @@ from bpipe.transports import transport_for
 
 __all__ = ["Schedule"]
 
+RELEASED_S = 5.0  # in which whoever waits in a transfer that was ended comes back
 REMEMBERED_SHAPES = 64  # combinations of input shapes whose messages stay agreed
 
 
@@ -84,7 +86,7 @@ class Schedule:
             Default: no limit, but ceil((p+2)/2) for `BalancedOneFOneB`.
         timeout_s: seconds that a rank waits for another one, in a transfer or at the start of a step, before the pipeline fails
             on all ranks; default: the process group's timeout.
-        slow_s: seconds in one wait after which the logger "bpipe" shows, once a step, what every rank is doing.
+        slow_s: seconds in one wait after which the logger "bpipe" shows, once a step, what every rank is doing; default 30.
 
     Raises:
         ConfigurationError: arguments that cannot work together, or no process group.
@@ -105,7 +107,7 @@ class Schedule:
         slots: int | Sequence[int | None] | None = None,
         *,
         timeout_s: float | None = None,
-        slow_s: float = 30.0,
+        slow_s: float = SLOW_S,
     ) -> None:
         self._arguments = (stage, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads)
         self._waits = _positive("timeout_s", timeout_s), _positive("slow_s", slow_s)
@@ -419,7 +421,7 @@ class Schedule:
             if control.failure is None and (isinstance(error, told) or error is self._told):
                 raise
             reason = self._broken = control.broke(error, control.activity.place())
-            self._lanes.join()
+            self._lanes.join(RELEASED_S)
             if reason is error:
                 raise
             raise reason from error

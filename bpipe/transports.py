@@ -14,9 +14,7 @@ from bpipe.loopback import LoopbackGroup
 __all__: list[str] = []
 
 
-def transport_for(
-    group: Any, device: torch.device, num_ranks: int, *, timeout_s: float | None = None, slow_s: float = 30.0
-) -> Transport:
+def transport_for(group: Any, device: torch.device, num_ranks: int, *, timeout_s: float | None, slow_s: float) -> Transport:
     """This rank's end of a pipeline over a process group, or over a loopback.
 
     Raises:

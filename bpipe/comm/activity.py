@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -84,11 +84,18 @@ class Activity:
         self.guests: dict[int, int] = {}
         self.group_ranks: Sequence[int] = ()
 
-    def begin(self, plan: Plan, rank: int, step: int, group_ranks: Sequence[int]) -> None:
-        """A step starts; `group_ranks` gives the rank of the group that is each rank of the plan."""
+    def begin(self, plan: Plan, rank: int, step: int, group_ranks: Sequence[int], evictors: Iterable[int] = ()) -> None:
+        """A step starts.
+
+        Args:
+            plan: what it runs, and `rank` this rank's place in it.
+            step: its number.
+            group_ranks: the rank of the group that is each rank of the plan.
+            evictors: whose guests this rank keeps.
+        """
         self.plan, self.rank, self.step, self.group_ranks = plan, rank, step, group_ranks
         self.position = 0
-        self.guests = dict.fromkeys(plan.chains(rank), 0)
+        self.guests = dict.fromkeys(evictors, 0)
         self.state = State.RUNNING
 
     def end(self, num_steps: int) -> None:

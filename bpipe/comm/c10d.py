@@ -24,7 +24,7 @@ from bpipe.comm.control import CallOf, Control, Line
 from bpipe.comm.header import FIRST, total_length
 from bpipe.comm.mesh import Mesh, OtherPipelineError, open_mesh
 from bpipe.comm.transport import Transfer, Transport
-from bpipe.comm.watch import Patience
+from bpipe.comm.watch import SLOW_S, Patience
 from bpipe.errors import AgreementError, CommError, ConfigurationError, TransferError, TransferTimeoutError
 from bpipe.schedules import Channel, Purpose
 
@@ -36,7 +36,6 @@ ASIDE = frozenset({Purpose.EVICT, Purpose.RETURN})
 NO_TAG = 2 * len(Purpose) + 1  # of no message
 AT_ONCE = timedelta(milliseconds=1)
 LOG = logging.getLogger("bpipe")
-SLOW_S = 30.0
 MARGIN_S = 60.0  # by which gloo's own timeout is later than ours, which says more
 
 

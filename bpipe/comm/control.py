@@ -120,7 +120,7 @@ class Line(Control):
         self._changed = threading.Condition()
         self.calls: dict[int, dict[int, Frame]] = defaultdict(dict)  # of the others, by number and rank
         self._left: dict[int, int] = {}  # after how many steps each rank that closed the pipeline did
-        self.call, self.caller = 0, 0  # the number of the latest call, and the thread that made it
+        self.caller = 0  # the thread that made the latest call
         self._waits_for: frozenset[int] = frozenset()
         self.is_closing = self._has_left = self._is_told = self._is_known = False
         self._watch = Watch(rank, self._size, self.activity, self._send_all, self.fail, lambda: self._waits_for, patience)
@@ -140,19 +140,19 @@ class Line(Control):
         self.caller = threading.get_ident()
         before, self.activity.state = self.activity.state, State.MEETING
         try:
-            self._begin_call(Frame(Kind.CALL, self.call + 1, bytes([call]) + data))
+            self._begin_call(Frame(Kind.CALL, self.activity.call + 1, bytes([call]) + data))
             theirs = self._collected(call)
         finally:
             self.activity.state, self._waits_for = before, frozenset()
         return [theirs[rank].body[1:] if rank in theirs else data for rank in range(self._size)]
 
     def refuse(self, why: str) -> None:
-        self._begin_call(Frame(Kind.REFUSAL, self.call + 1, why.encode(errors="replace")[:4096]))
+        self._begin_call(Frame(Kind.REFUSAL, self.activity.call + 1, why.encode(errors="replace")[:4096]))
 
     def _begin_call(self, frame: Frame) -> None:
-        self.call = self.activity.call = self.call + 1
+        self.activity.call += 1
         with self._changed:
-            for number in [number for number in self.calls if number < self.call]:
+            for number in [number for number in self.calls if number < self.activity.call]:
                 del self.calls[number]
         self._send_all(frame)
 
@@ -163,12 +163,12 @@ class Line(Control):
         with self._changed:
             while True:
                 self.check()
-                theirs = self.calls[self.call]
+                theirs = self.calls[self.activity.call]
                 for rank, frame in sorted(theirs.items()):
                     _check_alike(rank, frame, call)
                 missing = self.peers.keys() - theirs.keys()
                 if not missing:
-                    return self.calls.pop(self.call)
+                    return self.calls.pop(self.activity.call)
                 self._check_present(missing)
                 self._waits_for = frozenset(missing)
                 self._changed.wait(LOOK_S)
@@ -342,7 +342,7 @@ class Line(Control):
     def _take(self, peer: Peer, frame: Frame) -> None:
         if frame.kind in (Kind.CALL, Kind.REFUSAL):
             with self._changed:
-                if frame.number >= self.call:
+                if frame.number >= self.activity.call:
                     self.calls[frame.number][peer.rank] = frame
                 self._changed.notify_all()
         elif frame.kind is Kind.FAILED:

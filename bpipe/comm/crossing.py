@@ -50,7 +50,7 @@ def _waiting_in(line: Line) -> list[bytes]:
     """The processes that are in a call of a pipeline that this thread calls, too, and has not called now."""
     if line.activity.state is not State.OUTSIDE or line.is_closing or line.caller != threading.get_ident():
         return []
-    frames = list(line.calls.get(line.call + 1, {}).items())
+    frames = list(line.calls.get(line.activity.call + 1, {}).items())
     return [line.peers[rank].process for rank, frame in frames if frame.kind is Kind.CALL]
 
 

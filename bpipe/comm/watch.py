@@ -15,6 +15,7 @@ from bpipe.comm.frames import Frame, Kind
 __all__: list[str] = []
 
 LOG = logging.getLogger("bpipe")
+SLOW_S = 30.0
 ANSWERS_S = 1.0  # in which a process that runs at all answers
 
 
@@ -27,7 +28,7 @@ class Patience(NamedTuple):
     """
 
     timeout_s: float
-    slow_s: float = 30.0
+    slow_s: float
 
 
 class Watch:

@@ -34,7 +34,7 @@ class Lanes:
             BaseException: whatever one of them raised, or the reason why another rank cannot go on.
         """
         chains, activity = run.plan.chains(run.rank), control.activity
-        activity.begin(run.plan, run.rank, run.step, group_ranks)
+        activity.begin(run.plan, run.rank, run.step, group_ranks, chains)
         for peer, chain in chains.items():
             self._servers.append(Server(run.execute, chain, self._side_stream(peer), control))
         lane = iter(enumerate(run.plan.actions[run.rank]))
@@ -53,10 +53,10 @@ class Lanes:
         self.join()
         control.check()
 
-    def join(self) -> None:
-        """Wait until nothing is served any more."""
+    def join(self, most_s: float | None = None) -> None:
+        """Wait until nothing is served any more, or some seconds for each server."""
         for server in self._servers:
-            server.join()
+            server.join(most_s)
         self._servers = []
 
     def _side_stream(self, evictor: int) -> torch.cuda.Stream | None:

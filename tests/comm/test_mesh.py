@@ -25,7 +25,7 @@ from bpipe.comm.mesh import HELLO, Mesh, open_mesh, process_name
 from bpipe.comm.watch import Patience
 from bpipe.errors import AgreementError, CommError, RankFailedError, RankLostError
 
-PATIENCE = Patience(60.0)
+PATIENCE = Patience(60.0, 30.0)
 
 
 def quietly(_: str) -> None:

@@ -141,7 +141,7 @@ def test_ranks_that_have_not_come_to_a_step_are_named(caplog):
 def test_a_rank_whose_guests_are_not_called_for_waits(caplog):
     plan = build("balanced_1f1b", 4, 8)
     activity = Activity()
-    activity.begin(plan, 3, 0, [0, 1, 2, 3])
+    activity.begin(plan, 3, 0, [0, 1, 2, 3], plan.chains(3))
     activity.position = len(plan.actions[3])
     watch = Watch(3, 4, activity, lambda frame: None, lambda failure: None, frozenset, Patience(TIMEOUT_S, SLOW_S))
     (evictor,) = activity.guests

@@ -6,13 +6,28 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from bpipe.errors import AgreementError, CommError, RankFailedError, RankLostError, TransferTimeoutError
 from tests.faults.case import BOUND_S, FROZEN_S, After, Case, Fate, Setup, Strike
-from tests.faults.effects import calling, send, signalling, sleeping
+from tests.faults.effects import Effect, calling, raising, send, signalling, sleeping
 from tests.faults.scene import Leave, Scene
+
+
+def between_steps(effect: Effect) -> Callable[[Scene], None]:
+    """What strikes a rank after a healthy step."""
+
+    def play(scene: Scene) -> None:
+        pipeline = scene.open()
+        pipeline.step()
+        if scene.is_culprit:
+            effect(scene, None)
+        pipeline.step()
+
+    return play
+
 
 # Killed.
 
@@ -37,30 +52,12 @@ def killed(name: str, rank: int, *, microbatch: int = 2, step: int = 1, **more: 
     return lost(name, rank, strike=strike, **more)
 
 
-def killed_between_steps(scene: Scene) -> None:
-    pipeline = scene.open()
-    pipeline.step()
-    if scene.is_culprit:
-        scene.fired()
-        send(signal.SIGKILL, scene.pids[scene.rank])
-    pipeline.step()
-
-
 def leaves_a_child(scene: Scene) -> None:
     """A fork, as a loader of data makes them: it holds all that was open, and outlives this process by some seconds."""
     if os.fork() == 0:
         time.sleep(BOUND_S + 1)
         os._exit(0)
     send(signal.SIGKILL, os.getpid())
-
-
-def ends_between_steps(scene: Scene) -> None:
-    pipeline = scene.open()
-    pipeline.step()
-    if scene.is_culprit:
-        scene.fired()
-        raise Leave
-    pipeline.step()
 
 
 KILLED = [
@@ -70,14 +67,14 @@ KILLED = [
     killed("SIGKILL in the first step", 1, step=0),
     killed("SIGKILL of the store's host, in a step", 0, store_on=0),
     killed("SIGKILL while large messages are under way", 1, microbatch=0, num_ranks=2, setup=Setup(rows=2**17)),
-    lost("SIGKILL between steps", 1, play=killed_between_steps),
-    lost("SIGKILL of the store's host between steps", 0, play=killed_between_steps, store_on=0),
+    lost("SIGKILL between steps", 1, play=between_steps(signalling(signal.SIGKILL))),
+    lost("SIGKILL of the store's host between steps", 0, play=between_steps(signalling(signal.SIGKILL)), store_on=0),
     lost("SIGKILL, and a forked child lives on", 1, strike=Strike(stage=1, step=1, effect=calling(leaves_a_child))),
     Case(
         name="a rank's program ends while the others step on",
         outcome="AgreementError with its rank on the others",
         num_ranks=3,
-        play=ends_between_steps,
+        play=between_steps(raising(Leave)),
         there=AgreementError,
         says=("rank 1 closed",),
         after=After.LEFT,
@@ -110,15 +107,6 @@ def stopped_in_step(rank: int) -> Strike:
     return Strike(stage=rank, step=1, effect=signalling(signal.SIGSTOP))
 
 
-def stopped_between_steps(scene: Scene) -> None:
-    pipeline = scene.open()
-    pipeline.step()
-    if scene.is_culprit:
-        scene.fired()
-        send(signal.SIGSTOP, scene.pids[scene.rank])
-    pipeline.step()
-
-
 def never_comes(scene: Scene) -> None:
     pipeline = scene.open()
     scene.fired()
@@ -127,19 +115,10 @@ def never_comes(scene: Scene) -> None:
     pipeline.step()
 
 
-def comes_late(scene: Scene) -> None:
-    pipeline = scene.open()
-    pipeline.step()
-    if scene.is_culprit:
-        scene.fired()
-        time.sleep(FROZEN_S + 0.5)
-    pipeline.step()
-
-
 STOPPED = [
     frozen("SIGSTOP in a step", 1, strike=stopped_in_step(1)),
     frozen("SIGSTOP of the store's host, in a step", 0, strike=stopped_in_step(0), store_on=0),
-    frozen("SIGSTOP between steps", 1, play=stopped_between_steps),
+    frozen("SIGSTOP between steps", 1, play=between_steps(signalling(signal.SIGSTOP))),
     frozen(
         "SIGSTOP in a step, and SIGCONT later",
         1,
@@ -171,7 +150,7 @@ STOPPED = [
     frozen(
         "a rank's own code takes longer than timeout_s, between steps",
         1,
-        play=comes_late,
+        play=between_steps(sleeping(FROZEN_S + 0.5)),
         here=CommError,
         says=(),
         says_not=("frozen",),
