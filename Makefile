@@ -22,8 +22,8 @@ train: $(READY) ## Train a language model over STAGES=4 processes with balanced 
 	@GLOO_SOCKET_IFNAME=$${GLOO_SOCKET_IFNAME:-$(LOOPBACK)} OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
 		$(TORCHRUN) examples/train_gpt.py $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
-test: $(READY) ## Run all tests; ruff and mypy are among them
-	$(VENV)/bin/python -m pytest $(ARGS)
+test: $(READY) ## Run all tests, two at a time; ruff and mypy are among them
+	$(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
 
 lint: $(READY) ## Check style and types only
 	$(VENV)/bin/ruff check $(wildcard $(PATHS))

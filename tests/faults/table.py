@@ -25,7 +25,7 @@ Each row is a fault in a small pipeline of 2 to 4 processes, and what bpipe does
 
 Measured on one machine with 2 shared CPU cores, with gloo over the loopback address. The suite writes this page:
 
-    make test ARGS="tests/faults --write-table"
+    make test ARGS="-n 0 tests/faults --write-table"
 """
 
 ROW = re.compile(r"^\| (.+) \| (.+) \| (.*) \|$", re.MULTILINE)
