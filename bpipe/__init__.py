@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         VHalf,
         VMin,
     )
-    from bpipe.comm.placement import pair_adjacent
+    from bpipe.comm.placement import pair_adjacent, place
     from bpipe.estimate.advise import advise
     from bpipe.estimate.profile import profile
     from bpipe.loopback import Loopback
@@ -59,6 +59,7 @@ __all__ = [
     "draw",
     "load_trace",
     "pair_adjacent",
+    "place",
     "profile",
     "save_trace",
     "trace",
@@ -87,12 +88,13 @@ _HOMES = {
     "draw": "bpipe.tools.draw",
     "load_trace": "bpipe.tools.chrome_read",
     "pair_adjacent": "bpipe.comm.placement",
+    "place": "bpipe.comm.placement",
     "profile": "bpipe.estimate.profile",
     "save_trace": "bpipe.tools.chrome",
     "trace": "bpipe.tools.tracing",
 }
 
-_NEED_NO_TORCH = frozenset({"advise", "draw", "load_trace", "pair_adjacent", "save_trace"})
+_NEED_NO_TORCH = frozenset({"advise", "draw", "load_trace", "pair_adjacent", "place", "save_trace"})
 
 
 def __getattr__(name: str) -> Any:

@@ -244,6 +244,11 @@ class Schedule:
         return self._begin(call, is_training=False)
 
     def _begin(self, call: Call, *, is_training: bool) -> Step:
+        if self._transport.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ConfigurationError(
+                "a CUDA graph is being captured, and a step of a pipeline cannot be: it waits for other ranks, and its memory "
+                "changes from step to step. Call it outside of torch.cuda.graph()"
+            )
         args, kwargs, targets = inputs = microbatches_of(call, self.plan.num_microbatches, self._specs, is_training=is_training)
         holds_last_stage = self.plan.num_stages - 1 in self._stages
         if is_training and holds_last_stage and targets is None:

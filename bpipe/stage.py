@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from bpipe.comm.agreement import MOST_STAGES
-from bpipe.errors import ConfigurationError
+from bpipe.comm.dtensor import mesh_among
+from bpipe.errors import ConfigurationError, StageError
 
 __all__ = ["PipelineStage"]
 
@@ -20,14 +22,17 @@ class PipelineStage:
 
     The module gets the positional arguments of the schedule's `step` on the first stage, the previous stage's output on
     the others (a tuple or list as several arguments), and the keyword arguments that `step` is given on its own rank. It may return
-    tensors, None, numbers, strings, and tuples, lists and dicts of these.
+    tensors, DTensors, None, numbers, strings, and tuples, lists and dicts of these.
 
     Args:
         submod: the partition.
         stage_index: its place, 0 to num_stages - 1.
         num_stages: stages in the pipeline.
         device: where it computes and receives; by default where its parameters are.
-        group: the process group of the pipeline's ranks (None: the default group), or a rank of a `Loopback`.
+        group: the process group of the pipeline's ranks (None: the default group), a `DeviceMesh` of one dimension such as
+            `mesh["pp"]`, or a rank of a `Loopback`.
+        get_mesh: `get_mesh(mesh_dim_names, mesh_layout)` gives the mesh of this rank for DTensors that the neighbouring stages
+            send, as torch's does (the layout is None here); default: that of the stage's own parameters.
 
     Raises:
         ConfigurationError: an index outside the pipeline, or no module.
@@ -46,6 +51,8 @@ class PipelineStage:
         num_stages: int,
         device: torch.device | str | None = None,
         group: Any = None,
+        *,
+        get_mesh: Callable[[tuple[str, ...], Any], Any] | None = None,
     ) -> None:
         if not isinstance(submod, torch.nn.Module):
             raise ConfigurationError(f"a stage wraps an nn.Module, got {type(submod).__qualname__}")
@@ -57,7 +64,8 @@ class PipelineStage:
         self.stage_index = stage_index
         self.num_stages = num_stages
         self.device = torch.device(device) if device is not None else _device_of(submod)
-        self.group = group
+        self.group = group.get_group() if hasattr(group, "mesh_dim_names") else group
+        self._get_mesh = get_mesh
 
     @classmethod
     def adopt(cls, stage: Any) -> PipelineStage:
@@ -81,6 +89,23 @@ class PipelineStage:
     def is_last(self) -> bool:
         return self.stage_index == self.num_stages - 1
 
+    def find_mesh(self, names: tuple[str, ...] | None, shape: tuple[int, ...]) -> Any:
+        """The device mesh on which this stage has its shards of DTensors from a mesh with these names and this shape.
+
+        Raises:
+            StageError: there is none.
+        """
+        mesh = mesh_among([*self.submod.parameters(), *self.submod.buffers()], names, shape)
+        if mesh is None and self._get_mesh is not None and names is not None:
+            mesh = self._get_mesh(names, None)
+        if mesh is None or tuple(mesh.shape) != shape:
+            raise StageError(
+                f"stage {self.stage_index} gets a DTensor on a mesh {names} of shape {shape}, and knows "
+                f"{'no such mesh' if mesh is None else f'only {mesh}'}: none of its parameters lies on one. Give PipelineStage "
+                "get_mesh=lambda names, layout: your_mesh[names]"
+            )
+        return mesh
+
     def mode(self) -> str:
         """What besides its inputs decides what the stage returns and saves: train or eval, what is trainable, autocast."""
         training = "".join("t" if module.training else "e" for module in self.submod.modules())
@@ -96,7 +121,8 @@ class _AdoptedStage(PipelineStage):
     """Another library's stage as one of ours; its module stays its own to replace."""
 
     def __init__(self, stage: Any) -> None:
-        super().__init__(stage.submod, stage.stage_index, stage.num_stages, stage.device, stage.group)
+        get_mesh = getattr(getattr(stage, "_mesh_cache", None), "_get_mesh_cb", None)
+        super().__init__(stage.submod, stage.stage_index, stage.num_stages, stage.device, stage.group, get_mesh=get_mesh)
         self._stage = stage
 
     def __getattribute__(self, name: str) -> Any:

@@ -130,7 +130,7 @@ class Frozen(nn.Module):
 def mse(output: Any, target: torch.Tensor) -> torch.Tensor:
     while not isinstance(output, torch.Tensor):
         output = output["x"] if isinstance(output, dict) else output[0]
-    return F.mse_loss(output.float(), target)
+    return F.mse_loss(output.float(), target.float())
 
 
 KINDS: dict[str, Callable[[int], nn.Module]] = {

@@ -358,7 +358,7 @@ def test_names_in_the_profiler():
     loopback, schedules = pipeline(blocks(2))
     x, y = batch()
     loopback.step(schedules, x, target=y)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         loopback.step(schedules, x, target=y)
     named = [event.name for event in profile.events() if event.name.startswith("bpipe")]
     assert sorted(named) == sorted(f"bpipe rank {r} {a}" for r, lane in enumerate(schedules[0].plan.actions) for a in lane)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import struct
 from typing import Any, NamedTuple
+
+from bpipe.environment import gloo_interface
 
 __all__: list[str] = []
 
@@ -25,7 +26,7 @@ def own_address(store: Any) -> Address:
     Args:
         store: of torch.distributed.
     """
-    return _of_interface(os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]) or _towards(store) or _of_name()
+    return _of_interface(gloo_interface()) or _towards(store) or _of_name()
 
 
 def _of_interface(name: str) -> Address | None:

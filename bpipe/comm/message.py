@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bpipe.comm.dtensor import FindMesh, describe, from_shard, is_dtensor, shard_of
 from bpipe.errors import CommError, StageError
 
 __all__: list[str] = []
@@ -38,7 +39,10 @@ class TensorMeta(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What is agreed about a message: its nest, as JSON with a "T" for each tensor, and its tensors. None: not there."""
+    """What is agreed about a message: its nest, as JSON with a "T" for each tensor, and its tensors. None: not there.
+
+    A DTensor is a "T" too, its shard, inside a description of the rest.
+    """
 
     nest: str
     tensors: tuple[TensorMeta | None, ...]
@@ -48,7 +52,7 @@ class Layout(NamedTuple):
 
 
 def take_apart(value: Any, where: str) -> tuple[str, list[torch.Tensor]]:
-    """Split a stage's output into its nest and its tensors.
+    """Split a stage's output into its nest and its tensors; of a DTensor, this rank's shard.
 
     Args:
         value: tensors, None, bool, int, float, str, and tuples, lists and dicts of these.
@@ -63,6 +67,8 @@ def take_apart(value: Any, where: str) -> tuple[str, list[torch.Tensor]]:
 
 def _describe(part: Any, path: str, where: str, tensors: list[torch.Tensor]) -> Any:
     """What a part of a nest looks like; its tensors are appended. No closure: a recursive one would keep them alive."""
+    if isinstance(part, torch.Tensor) and is_dtensor(part):
+        return {"dtensor": [describe(part, path, where), _describe(shard_of(part), path, where, tensors)]}
     if isinstance(part, torch.Tensor):
         _check_sendable(part, path, where)
         tensors.append(part)
@@ -89,32 +95,47 @@ def _check_sendable(tensor: torch.Tensor, path: str, where: str) -> None:
         )
 
 
-def put_together(nest: str, tensors: Sequence[Any]) -> Any:
+def _no_mesh(names: tuple[str, ...] | None, shape: tuple[int, ...]) -> Any:
+    raise StageError(f"a DTensor on the mesh {names} of shape {shape} arrived where there is no mesh")
+
+
+def put_together(nest: str, tensors: Sequence[Any], find_mesh: FindMesh = _no_mesh) -> Any:
     """The inverse of `take_apart`.
+
+    Args:
+        nest: what `take_apart` made.
+        tensors: likewise, as they arrived.
+        find_mesh: finds the mesh on which this rank has its shards of a DTensor.
 
     Raises:
         CommError: the nest is none, or asks for another number of tensors.
+        StageError: there is no mesh for a DTensor.
     """
     remaining = iter(tensors)
     try:
-        value = _build(json.loads(nest), remaining)
+        value = _build(json.loads(nest), remaining, find_mesh)
         rest = list(remaining)
-    except (ValueError, AttributeError, TypeError, KeyError, StopIteration, RuntimeError, RecursionError) as error:
+    except StageError:
+        raise
+    except Exception as error:
         raise CommError(f"a message describes no output of a stage: {nest[:200]}") from error
     if rest:
         raise CommError(f"a message has {len(rest)} tensors more than its description: {nest[:200]}")
     return value
 
 
-def _build(part: Any, remaining: Iterator[Any]) -> Any:
+def _build(part: Any, remaining: Iterator[Any], find_mesh: FindMesh) -> Any:
     if part == "T":
         return next(remaining)
     ((kind, content),) = part.items()
+    if kind == "dtensor":
+        description, shard = content
+        return from_shard(_build(shard, remaining, find_mesh), description, find_mesh)
     if kind == "value" and type(content) in PLAIN:
         return content
     if kind == "dict":
-        return {key: _build(item, remaining) for key, item in content}
-    return {"tuple": tuple, "list": list}[kind]([_build(item, remaining) for item in content])
+        return {key: _build(item, remaining, find_mesh) for key, item in content}
+    return {"tuple": tuple, "list": list}[kind]([_build(item, remaining, find_mesh) for item in content])
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

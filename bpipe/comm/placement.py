@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from bpipe.errors import ConfigurationError
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["pair_adjacent"]
+from bpipe.environment import ranks_on_this_node
+from bpipe.errors import ConfigurationError
+from bpipe.schedules.build import rule_named
+
+__all__ = ["Place", "pair_adjacent", "place"]
+
+log = logging.getLogger("bpipe")
 
 
 def pair_adjacent(num_stages: int, ranks_per_node: int) -> list[int]:
@@ -43,3 +53,71 @@ def pair_adjacent(num_stages: int, ranks_per_node: int) -> list[int]:
         early = range(node * q, (node + 1) * q)
         order += [*early, *(num_stages - 1 - stage for stage in reversed(early))]
     return order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a process is in its pipeline.
+
+    Args:
+        group: the process group of the pipeline's ranks, for `PipelineStage`.
+        index: which of the pipeline's ranks it is, in the order of the stages: 0 has the first stage.
+        num_ranks: p.
+        stages: the stages it holds.
+        num_stages: in the whole pipeline.
+    """
+
+    group: Any
+    index: int
+    num_ranks: int
+    stages: tuple[int, ...]
+    num_stages: int
+
+
+def place(mesh: Any, *, rule: str = "1f1b", stages_per_rank: int | None = None, ranks_per_node: int | None = None) -> Place:
+    """Say which stages this process holds, in a pipeline along a dimension of a `DeviceMesh`, so that pairs share a node.
+
+    Nothing is communicated: every rank computes the same order.
+
+    Args:
+        mesh: of one dimension, such as `init_device_mesh("cuda", (2, 4, 2), mesh_dim_names=("dp", "pp", "tp"))["pp"]`.
+        rule: the schedule's name, of `bpipe.schedules.names()`; it decides which stages share a rank.
+        stages_per_rank: v; default: 1 or 2, what the rule takes.
+        ranks_per_node: processes on each node, numbered in a row; default: as many as torchrun has started here, or all.
+
+    Raises:
+        ConfigurationError: the mesh has several dimensions, or the rule is unknown or takes other stages.
+
+    Example:
+        >>> place = bpipe.place(mesh["pp"])  # doctest: +SKIP
+        >>> stage = bpipe.PipelineStage(parts[place.index], place.index, place.num_stages, device, place.group)  # doctest: +SKIP
+    """
+    if mesh.ndim != 1:
+        raise ConfigurationError(f"a pipeline lies along one dimension of a mesh, got {mesh}: choose one, such as mesh['pp']")
+    ranks = mesh.mesh.flatten().tolist()
+    order = _pairs_together(ranks, ranks_per_node or ranks_on_this_node() or max(ranks) + 1)
+    index = order[mesh.get_local_rank()]
+    found = rule_named(rule)
+    per_rank = found.default_stages_per_rank if stages_per_rank is None else stages_per_rank
+    num_stages = per_rank * len(ranks)
+    found.check_placement(num_stages, len(ranks))
+    stage_ranks = found.placement.stage_ranks(len(ranks), per_rank)
+    stages = tuple(stage for stage, rank in enumerate(stage_ranks) if rank == index)
+    return Place(group=mesh.get_group(), index=index, num_ranks=len(ranks), stages=stages, num_stages=num_stages)
+
+
+def _pairs_together(ranks: Sequence[int], ranks_per_node: int) -> list[int]:
+    """The pipeline's rank that each of its processes is, with x and p-1-x on one node where the nodes allow it."""
+    nodes = [rank // ranks_per_node for rank in ranks]
+    counts = set(Counter(nodes).values())
+    is_even = len(counts) == 1 and nodes == sorted(nodes)
+    (most,) = counts if is_even else (1,)
+    if len(ranks) == most or (most % 2 == 0 and len(ranks) % most == 0):
+        return pair_adjacent(len(ranks), most)
+    log.warning(
+        "processes %s of this pipeline lie on nodes %s: pairs of ranks x and p-1-x cannot share them, and evictions cross nodes. "
+        "An even number of the pipeline's ranks on each node, in a row, would keep them inside.",
+        ranks,
+        nodes,
+    )
+    return list(range(len(ranks)))

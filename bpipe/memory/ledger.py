@@ -44,7 +44,7 @@ class Ledger:
 
     def seen(self, contents: Contents) -> None:
         """A followed microbatch was looked at."""
-        self.held, self.foreign = list(contents.shared.values()), contents.foreign
+        self.held, self.foreign = [*contents.unmovable, *contents.shared.values()], contents.foreign
 
     def forward(self, key: Key, kind: Kind, footprint: Footprint) -> None:
         """A microbatch ran forward and keeps its footprint."""

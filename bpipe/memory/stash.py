@@ -10,15 +10,17 @@ import sys
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bpipe.errors import SavedTensorError
-from bpipe.memory.storages import Held, Storage, keys_of, owners, shares_parts, storages_of
+from bpipe.errors import SavedTensorError, StageError
+from bpipe.memory.attributes import Kept
+from bpipe.memory.storages import Held, Storage, keys_of, owners, settle, shares_parts, storages_of
 
 __all__: list[str] = []
 
@@ -89,6 +91,7 @@ class Contents:
 
     movable: list[Movable] = field(default_factory=list, repr=False)
     fixed: dict[int, int] = field(default_factory=dict)  # this microbatch's, and yet not movable: bytes by storage
+    unmovable: list[Held] = field(default_factory=list)  # those of them that its module could let move
     borrowed_bytes: int = 0  # the stage's before, on this rank, and saved by it too
     shared: dict[int, Held] = field(default_factory=dict)  # owned by others too, by storage
     foreign: list[Held] = field(default_factory=list)  # parameters, buffers and the user's batch: not activations
@@ -117,7 +120,7 @@ class Contents:
 
     @property
     def held(self) -> list[Held]:
-        return [*self.shared.values(), *self.foreign]
+        return [*self.unmovable, *self.shared.values(), *self.foreign]
 
 
 class Stash:
@@ -149,11 +152,27 @@ class Stash:
         self._lent: set[int] = set()  # likewise of those that the next stage, on this rank, got without a transfer
         self._borrowed: dict[int, StorageWeakRef] = {}  # what this one got so from the stage before
         self._away: dict[int, list[weakref.ref[Saved]]] = {}  # by part; 0 stands for all
+        self.kept: list[Kept] = []  # what no hook has seen
         self.pieces: Pieces | None = None  # of the forward or backward that runs now, if it is cut into some
 
-    def capture(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """A context in which everything that autograd saves is followed."""
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """A context in which everything that autograd saves is followed.
+
+        Raises:
+            StageError: a transform was used that does not let itself be followed.
+        """
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        except RuntimeError as error:
+            if "torch.func" not in str(error) or "saved tensor hooks" not in str(error):
+                raise
+            raise StageError(
+                f"{self.name} uses a transform of torch.func that refuses saved-tensor hooks, by which bpipe follows what a "
+                "microbatch saves: grad, vjp, jacrev or hessian. Use torch.autograd.grad(..., create_graph=True) or "
+                "torch.autograd.functional in the stage; vmap, jvp and functional_call work."
+            ) from error
 
     def _pack(self, tensor: torch.Tensor) -> Saved:
         if self.pieces is not None:
@@ -206,13 +225,18 @@ class Stash:
             SavedTensorError: a saved tensor that could move was modified in place.
         """
         kept, sent = _count(ours), _count(leaving)
-        contents = Contents()
+        contents, by_functions = Contents(), self._kept_by_functions()
+        for storage, held in by_functions.values():
+            contents.fix(storage)
+            contents.unmovable.append(held)
         for key, group in self._groups().items():
             others = group.others() - kept[key] - sent[key]
             if reason := self._foreign.get(key) or ("a parameter" if _has_parameter(group) else None):
                 contents.foreign.append(group.held(reason))
             elif others and self._is_borrowed(key):
                 contents.borrowed_bytes += group.storage.nbytes()
+            elif key in by_functions:
+                continue
             elif any(saved.is_no_alias for saved in group.saved):
                 contents.shared[key] = group.held("inside a tensor subclass whose detach() makes no alias")
             elif group.saved[0].order in self._lent:
@@ -235,10 +259,20 @@ class Stash:
         """What is saved and not yet freed, by storage, in the order of saving."""
         groups: dict[int, _Group] = {}
         for saved in [saved for ref in self._saved if (saved := ref()) is not None]:
+            settle(saved.tensor)
             for storage in storages_of(saved.tensor):
                 if storage.nbytes():
                     groups.setdefault(storage._cdata, _Group(storage)).saved.append(saved)
         return groups
+
+    def _kept_by_functions(self) -> dict[int, tuple[Storage, Held]]:
+        """What the stage's custom Functions keep by themselves and have not given up, by storage."""
+        found: dict[int, tuple[Storage, Held]] = {}
+        for tensor, reason in [(tensor, one.reason) for one in self.kept if (tensor := one.tensor()) is not None]:
+            for storage in storages_of(tensor):
+                if storage.nbytes() and not (storage._cdata in self._foreign or self._is_borrowed(storage._cdata)):
+                    found[storage._cdata] = (storage, Held(tuple(tensor.shape), tensor.dtype, storage.nbytes(), reason))
+        return found
 
     def _is_elsewhere(self, device: torch.device) -> bool:
         ours = self._device

@@ -26,6 +26,15 @@ def shares_parts(alias: torch.Tensor, tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "__tensor_flatten__") and any(getattr(alias, name) is part for name, part in _parts(tensor).items())
 
 
+def settle(tensor: torch.Tensor) -> None:
+    """Wait until a tensor's bytes are there, if a collective operation still writes and owns them (AsyncCollectiveTensor)."""
+    if hasattr(tensor, "trigger_wait"):
+        tensor.trigger_wait()
+    elif hasattr(tensor, "__tensor_flatten__"):
+        for part in _parts(tensor).values():
+            settle(part)
+
+
 def _parts(tensor: Any) -> dict[str, torch.Tensor]:
     """The tensors inside a wrapper subclass, which may have other parts, such as a DTensor's mesh."""
     parts = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}

@@ -167,7 +167,7 @@ class Compute:
             self._hand_on(output, box, key, borrowed)
         del output, loss
         if self._has_backward:
-            evictions.after_forward(key, stash)
+            evictions.after_forward(key, stash, self._graphs[key].edges)
 
     def _inputs(self, action: Action) -> _Inputs:
         shapes = self._job.descriptions[action.microbatch]
@@ -177,7 +177,7 @@ class Compute:
         tensors = [tensor for tensor in arrived if tensor is not None]
         needs_gradient = [meta.requires_grad and self._has_backward for meta in layout.tensors if meta is not None]
         entered, box = enter(tensors, needs_gradient)
-        value = put_together(layout.nest, entered)
+        value = put_together(layout.nest, entered, self._stages[action.stage].find_mesh)
         args = tuple(value) if isinstance(value, (tuple, list)) else (value,)
         is_borrowed = self._has_backward and action.stage - 1 in self._stages
         borrowed = [(lent, ours, ours._version) for lent, ours in zip(tensors, entered) if lent is not ours] if is_borrowed else ()

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from torch.autograd.graph import GradientEdge
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.comm import header
 from bpipe.comm.transport import Transfer
 from bpipe.errors import StageError
+from bpipe.memory.attributes import kept_by_functions
 from bpipe.memory.bundle import Bundle
 from bpipe.memory.footprint import Footprint, covering, footprint_of
 from bpipe.memory.guests import Rooms
@@ -39,11 +41,13 @@ class _Kind:
     Args:
         footprint: as measured after its forward.
         cuts: where its parts begin.
+        has_kept: whether custom Functions keep something by themselves.
         settled: as seen before its backward.
     """
 
     footprint: Footprint
     cuts: tuple[int, ...]
+    has_kept: bool
     settled: Footprint | None
 
 
@@ -86,10 +90,11 @@ class Memory:
             self.kinds[kind] = self.kinds.pop(kind)
         return self.kinds.get(kind)
 
-    def learn(self, kind: Kind, footprint: Footprint, cuts: tuple[int, ...]) -> None:
+    def learn(self, kind: Kind, footprint: Footprint, stash: Stash) -> None:
         """Remember the latest microbatch of a kind that was followed."""
         known = self.kinds.get(kind)
-        self.kinds[kind] = _Kind(footprint, cuts, None if known is None else known.settled)
+        settled = None if known is None else known.settled
+        self.kinds[kind] = _Kind(footprint, tuple(stash.cuts), bool(stash.kept), settled)
 
     def tidy(self) -> None:
         """Forget the kinds that were not used for longest, where there are too many; between steps, when none is in flight."""
@@ -167,11 +172,19 @@ class Evictions:
             num_bytes = known.footprint.saved_by(piece.part) if piece.op is Op.F else -known.footprint.saved_by(piece.part + 1)
             self.ledger.piece(piece[1:3], num_bytes)
 
-    def after_forward(self, key: Key, stash: Stash | None) -> None:
-        """Enter a microbatch in the ledger: as it was found, or as measured before."""
+    def after_forward(self, key: Key, stash: Stash | None, edges: Iterable[GradientEdge]) -> None:
+        """Enter a microbatch in the ledger: as it was found, or as measured before.
+
+        Args:
+            key: the microbatch.
+            stash: what followed it, if anything did.
+            edges: those of the stage's outputs.
+        """
         kind = self._kinds[key]
         if stash is not None:
             stash.pieces = None
+            if kind not in self._memory.kinds or self._memory.kinds[kind].has_kept:
+                stash.kept = kept_by_functions(edges, stash.name)
             if self._traffic.is_own(key[0] + 1):
                 stash.lend(self._traffic.result_of(*key))
             contents = stash.contents(self._kept(), self._traffic.holds())
@@ -179,7 +192,7 @@ class Evictions:
             if self._memory.is_inside:
                 del contents  # whose references would count as owners
                 contents = stash.contents(self._kept(), self._traffic.holds())  # the parts decide what can move
-            self._memory.learn(kind, self._footprint(key, stash, contents), tuple(stash.cuts))
+            self._memory.learn(kind, self._footprint(key, stash, contents), stash)
             self.ledger.seen(contents)
             self._stashes[key] = stash
         known = self._memory.kinds[kind]

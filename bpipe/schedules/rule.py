@@ -88,16 +88,24 @@ class Rule:
         Raises:
             ConfigurationError: so many stages on so many ranks, or so many microbatches.
         """
-        if not self._fits(num_stages, num_ranks):
-            fitting = num_ranks * self.default_stages_per_rank
-            raise ConfigurationError(
-                f"{self.name} takes {self.placement.value}: {num_stages} stages on {num_ranks} ranks do not fit, {fitting} would"
-            )
+        self.check_placement(num_stages, num_ranks)
         if not self.allows(num_ranks, num_microbatches):
             enough = next(m for m in count(num_microbatches) if self.allows(num_ranks, m))
             raise ConfigurationError(
                 f"{self.name} takes {self.allows_text} microbatches: {num_microbatches} on p = {num_ranks} ranks do not fit, "
                 f"{enough} would"
+            )
+
+    def check_placement(self, num_stages: int, num_ranks: int) -> None:
+        """Refuse stages that the rule cannot place.
+
+        Raises:
+            ConfigurationError: so many stages on so many ranks.
+        """
+        if not self._fits(num_stages, num_ranks):
+            fitting = num_ranks * self.default_stages_per_rank
+            raise ConfigurationError(
+                f"{self.name} takes {self.placement.value}: {num_stages} stages on {num_ranks} ranks do not fit, {fitting} would"
             )
 
     def _fits(self, num_stages: int, num_ranks: int) -> bool:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
-from bpipe import pair_adjacent
+import pytest
+import torch
+
+from bpipe import pair_adjacent, place
 from bpipe.errors import ConfigurationError
 
 SIZES = [(p, r) for p in range(2, 33) for r in range(2, p + 1) if p % r == 0 and (r % 2 == 0 or r == p)]
@@ -48,3 +53,68 @@ def test_sixteen_stages_on_two_nodes() -> None:
 def test_what_cannot_be_placed(p: int, r: int, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         pair_adjacent(p, r)
+
+
+class Row:
+    """What `place` asks of a mesh: a row of processes, of which this is one."""
+
+    ndim = 1
+
+    def __init__(self, processes: Sequence[int], here: int) -> None:
+        self.mesh, self._here = torch.tensor(processes), here
+
+    def get_local_rank(self) -> int:
+        return [*self.mesh].index(self._here)
+
+    def get_group(self) -> str:
+        return "the group"
+
+
+def indices(processes: Sequence[int], **options: Any) -> list[int]:
+    return [place(Row(processes, here), **options).index for here in processes]
+
+
+@pytest.mark.parametrize(
+    ("processes", "ranks_per_node", "expected"),
+    [
+        (range(8), 4, pair_adjacent(8, 4)),
+        (range(8), 8, [*range(8)]),
+        (range(8), None, [*range(8)]),
+        (range(1, 16, 2), 8, pair_adjacent(8, 4)),  # every second process: tensor ranks between them
+        (range(8, 16), 4, pair_adjacent(8, 4)),  # the second of two pipelines
+        (range(0, 32, 4), 8, pair_adjacent(8, 2)),
+    ],
+)
+def test_pairs_share_a_node(processes: Sequence[int], ranks_per_node: int | None, expected: list[int]) -> None:
+    assert indices(processes, ranks_per_node=ranks_per_node) == expected
+
+
+@pytest.mark.parametrize(("processes", "ranks_per_node"), [(range(4), 1), (range(6), 3), (range(6), 4), ([0, 2, 1, 3], 2)])
+def test_pairs_that_cannot_share_a_node(processes: Sequence[int], ranks_per_node: int, caplog: pytest.LogCaptureFixture) -> None:
+    assert indices(processes, ranks_per_node=ranks_per_node) == [*range(len(processes))]
+    assert "pairs of ranks x and p-1-x cannot share them" in caplog.text
+
+
+def test_torchrun_says_how_many_ranks_a_node_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert indices(range(8)) == pair_adjacent(8, 4)
+
+
+@pytest.mark.parametrize(
+    ("rule", "stages_per_rank", "expected"),
+    [("1f1b", None, (1,)), ("interleaved_1f1b", None, (1, 5)), ("interleaved_1f1b", 3, (1, 5, 9)), ("zbv", None, (1, 6))],
+)
+def test_stages_of_a_rank(rule: str, stages_per_rank: int | None, expected: tuple[int, ...]) -> None:
+    found = place(Row(range(4), 1), rule=rule, stages_per_rank=stages_per_rank)
+    assert (found.stages, found.num_stages, found.num_ranks) == (expected, 4 * len(expected), 4)
+    assert found.group == "the group"
+
+
+def test_places_that_there_are_not() -> None:
+    with pytest.raises(ConfigurationError, match="1f1b takes one stage a rank"):
+        place(Row(range(4), 1), stages_per_rank=2)
+    with pytest.raises(ConfigurationError, match="nothing"):
+        place(Row(range(4), 1), rule="nothing")
+    two = SimpleNamespace(ndim=2)
+    with pytest.raises(ConfigurationError, match=r"a pipeline lies along one dimension of a mesh, .* such as mesh\['pp'\]"):
+        place(two)

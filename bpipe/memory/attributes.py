@@ -1,0 +1,63 @@
+"""Tensors that custom autograd Functions keep as attributes of their `ctx`: no hook sees them, the graph's nodes do."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node
+from torch.utils._pytree import tree_leaves
+
+from bpipe.errors import StageError
+
+__all__: list[str] = []
+
+
+class Kept(NamedTuple):
+    """A tensor that a Function keeps by itself, and why it cannot move."""
+
+    tensor: weakref.ref[torch.Tensor]
+    reason: str
+
+
+def kept_by_functions(edges: Iterable[GradientEdge], where: str) -> list[Kept]:
+    """Find what the Functions of a microbatch's graph keep as attributes.
+
+    Args:
+        edges: those of the stage's outputs.
+        where: the stage and microbatch, for messages.
+
+    Raises:
+        StageError: there is a callable that replays a CUDA graph, whose memory the next microbatch overwrites.
+    """
+    return [kept for node in _custom(edges) for kept in _attributes(node, where)]
+
+
+def _custom(edges: Iterable[GradientEdge]) -> Iterator[Any]:
+    """Yield the nodes of custom Functions."""
+    stack: list[Node | None] = [edge.node for edge in edges]
+    seen: set[Node | None] = {None}
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack += [following for following, _ in node.next_functions]
+            if isinstance(node, BackwardCFunction):
+                yield node
+
+
+def _attributes(node: Any, where: str) -> Iterator[Kept]:
+    function = type(node)._forward_cls
+    if (function.__module__, function.__name__) == ("torch.cuda.graphs", "Graphed"):
+        raise StageError(
+            f"{where}: the stage replays a CUDA graph (torch.cuda.make_graphed_callables), whose activations lie in one place for "
+            "all microbatches: with several under way, a backward would use another microbatch's. Use torch.compile without "
+            'mode="reduce-overhead" instead.'
+        )
+    reason = f"kept by {function.__name__} as an attribute of its ctx; with ctx.save_for_backward it could move"
+    for tensor in tree_leaves(vars(node)):
+        if isinstance(tensor, torch.Tensor):
+            yield Kept(weakref.ref(tensor), reason)

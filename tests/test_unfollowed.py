@@ -1,0 +1,185 @@
+"""What a stage does that saved-tensor hooks do not see: gradients are right, the ledger says what stays; or it is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import bpipe
+from bpipe.errors import StageError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+P, M, WIDTH = 4, 8, 16
+BYTES = 2 * WIDTH * 4  # of an activation
+
+
+class Remember(torch.autograd.Function):
+    """Keeps what its backward needs as an attribute."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.parts = {"sigmoid": [torch.sigmoid(x)], "count": 1}
+        return ctx.parts["sigmoid"][0] * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * ctx.parts["sigmoid"][0]
+
+
+class Save(Remember):
+    """The same, kept as torch asks for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        part = torch.sigmoid(x)
+        ctx.save_for_backward(part)
+        return part * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * ctx.saved_tensors[0]
+
+
+class Both(Remember):
+    """Both ways at once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.part = torch.sigmoid(x)
+        ctx.save_for_backward(ctx.part)
+        return ctx.part * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * ctx.part
+
+
+class Stage(nn.Module):
+    """Two layers with something between them."""
+
+    def __init__(self, between: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.between = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), between
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.between(torch.tanh(self.first(x))))
+
+
+def modules_with(between: Callable[[torch.Tensor], torch.Tensor]) -> list[Stage]:
+    torch.manual_seed(0)
+    return [Stage(between) for _ in range(P)]
+
+
+def train(modules: list[Stage], schedule: Any = bpipe.BalancedOneFOneB) -> list[bpipe.Schedule]:
+    loopback = bpipe.Loopback(P)
+    stages = [bpipe.PipelineStage(module, i, P, "cpu", loopback.rank(i)) for i, module in enumerate(modules)]
+    schedules = [schedule(stage, M, loss_fn=F.mse_loss) for stage in stages]
+    x = torch.randn(2 * M, WIDTH, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        loopback.step(schedules, x, target=x)
+    return schedules
+
+
+def assert_equal_to_one_process(modules: list[Stage], alone: list[Stage]) -> None:
+    x = torch.randn(2 * M, WIDTH, generator=torch.Generator().manual_seed(1))
+    for part in [*x.chunk(M), *x.chunk(M)]:
+        (F.mse_loss(nn.Sequential(*alone)(part), part) / M).backward()
+    for module, other in zip(modules, alone, strict=True):
+        for parameter, expected in zip(module.parameters(), other.parameters(), strict=True):
+            assert torch.equal(parameter.grad, expected.grad)
+
+
+@pytest.mark.parametrize("function", [Remember, Both])
+def test_attributes_of_a_ctx_are_counted_and_stay(function: type[Remember]) -> None:
+    modules = modules_with(function.apply)
+    first, *_ = train(modules)
+    assert_equal_to_one_process(modules, modules_with(function.apply))
+    saving, *_ = train(modules_with(Save.apply))
+    assert first.stats["peak_bytes"] == first.stats["predicted_peak_bytes"]
+    assert first.stats["evicted_bytes"] == saving.stats["evicted_bytes"] * 2 // 3  # input, tanh and sigmoid; but not this one
+    assert [(held.num_bytes, held.reason) for held in first.ledger.held] == [
+        (BYTES, f"kept by {function.__name__} as an attribute of its ctx; with ctx.save_for_backward it could move")
+    ]
+    plain, *_ = train(modules_with(function.apply), bpipe.OneFOneB)
+    assert plain.stats["peak_bytes"] == train(modules_with(Save.apply), bpipe.OneFOneB)[0].stats["peak_bytes"]
+
+
+def test_activations_that_a_hook_keeps_stay() -> None:
+    modules, kept = modules_with(torch.sin), []
+    for module in modules:
+        module.first.register_forward_hook(lambda _module, _args, output: kept.append(output))
+    first, *_ = train(modules)
+    assert_equal_to_one_process(modules, modules_with(torch.sin))
+    plain, *_ = train(modules_with(torch.sin))
+    assert len(kept) == 2 * P * M
+    assert not plain.ledger.held
+    assert first.stats["evicted_bytes"] == plain.stats["evicted_bytes"]  # tanh saves its result, not what the hook keeps
+
+
+def test_saved_activations_that_a_hook_keeps_are_held() -> None:
+    def between(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x)
+        return torch.sin(x)
+
+    kept: list[torch.Tensor] = []
+    modules = modules_with(between)
+    first, *_ = train(modules)
+    plain, *_ = train(modules_with(torch.sin))
+    assert_equal_to_one_process(modules, modules_with(torch.sin))
+    assert first.stats["evicted_bytes"] < plain.stats["evicted_bytes"]
+    assert [held.reason for held in first.ledger.held] == ["owned 1 more time outside the graph"]
+
+
+def test_what_the_users_own_hooks_take_is_theirs() -> None:
+    def between(x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu():
+            return torch.sin(x)
+
+    modules = modules_with(between)
+    first, *_ = train(modules)
+    assert_equal_to_one_process(modules, modules_with(between))
+    plain, *_ = train(modules_with(torch.sin))
+    assert 0 < first.stats["evicted_bytes"] <= plain.stats["evicted_bytes"]
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+def test_transforms_that_refuse_hooks_are_refused_with_the_way_out(transform: Any) -> None:
+    def between(x: torch.Tensor) -> torch.Tensor:
+        return x + transform(lambda part: part.sin().sum())(x).sum()
+
+    with pytest.raises(StageError, match=r"^microbatch 0 of stage 0 uses a transform of torch\.func .*torch\.autograd\.grad"):
+        train(modules_with(between))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own, for forward mode
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda x: torch.func.vmap(torch.sin)(x),
+        lambda x: torch.func.jvp(torch.sin, (x,), (x,))[1],
+        lambda x: torch.autograd.grad(x.sin().sum(), x, create_graph=True)[0] * x,
+    ],
+    ids=["vmap", "jvp", "autograd.grad"],
+)
+def test_transforms_that_work(between: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    modules = modules_with(between)
+    schedules = train(modules)
+    assert_equal_to_one_process(modules, modules_with(between))
+    assert schedules[0].stats["evicted_bytes"] > 0
+
+
+def test_a_replayed_cuda_graph_is_refused() -> None:
+    """By the name of its Function: torch.cuda.make_graphed_callables itself runs in tests/gpu."""
+
+    class Graphed(Save):
+        pass
+
+    Graphed.__module__ = "torch.cuda.graphs"
+    with pytest.raises(StageError, match=r"^microbatch 0 of stage 0: the stage replays a CUDA graph"):
+        train(modules_with(Graphed.apply))
