@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from bpipe.comm.agreement import Record
 from bpipe.comm.failure import told
 from bpipe.comm.replicas import difference
 from bpipe.errors import AgreementError, CommError, ConfigurationError
+from bpipe.logs import RankLog
 from bpipe.loopback import LoopbackGroup
 from bpipe.measured import KnownShapes, Measured, Shapes
 from bpipe.memory.static import available_bytes, bytes_under, present_bytes, static_bytes
@@ -30,7 +30,6 @@ from bpipe.schedules.sizes import Sizes
 
 __all__ = ["Balanced"]
 
-LOG = logging.getLogger("bpipe")
 RESERVE_BYTES = 2**30
 LATEST, OFTEN = 20, 16  # steps: of so many, so many that measure are worth a warning
 
@@ -173,7 +172,7 @@ class Balanced(Schedule):
         self._recent.append(measures)
         if self._recent.count(True) == OFTEN and self._plan_rank == 0 and not self._has_warned:
             self._has_warned = True
-            LOG.warning(
+            self._log().warning(
                 "%s: %d of the latest %d steps had inputs of new shapes, and ran one microbatch at a time to measure them: "
                 "pad inputs to a few shapes, or give Balanced the sizes",
                 self.rule,
@@ -194,7 +193,7 @@ class Balanced(Schedule):
 
     def _measure_anew(self, why: str) -> None:
         self._revision += 1
-        LOG.info("%s: %s, so that the next step measures anew", self.rule, why)
+        self._log().info("%s: %s, so that the next step measures anew", self.rule, why)
 
     # The plan for what was measured, which all ranks make from the same numbers
 
@@ -272,7 +271,10 @@ class Balanced(Schedule):
 
     def _say(self, what: str) -> None:
         if self._plan_rank == 0:
-            LOG.info("%s: %s", self.rule, what)
+            self._log().info("%s: %s", self.rule, what)
+
+    def _log(self) -> RankLog:
+        return RankLog(self._group_ranks[self._plan_rank])
 
 
 def _check_unused(schedule: object) -> None:

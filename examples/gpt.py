@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from attention import causal_attention
 from torch import Tensor, nn
 
 __all__ = ["GPT", "GPTConfig", "blocks_of_stage", "build_stage"]
@@ -76,23 +77,23 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.num_heads = config.num_heads
+        self.head_width = config.width // config.num_heads
         self.query = nn.Linear(config.width, config.width, bias=False)
         self.key = nn.Linear(config.width, config.width, bias=False)
         self.value = nn.Linear(config.width, config.width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
-        turns = rotary_turns(config.sequence_length, config.width // config.num_heads)
+        turns = rotary_turns(config.sequence_length, self.head_width)
         self.register_buffer("turns", turns, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (self._heads(linear(x)) for linear in (self.query, self.key, self.value))
-        mixed = F.scaled_dot_product_attention(self._rotate(query), self._rotate(key), value, is_causal=True)
+        mixed = causal_attention(self._rotate(query), self._rotate(key), value)
         output: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return output
 
     def _heads(self, x: Tensor) -> Tensor:
-        """(batch, sequence, width) to (batch, heads, sequence, head width)."""
-        return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+        """(batch, sequence, width) to (batch, heads, sequence, head width); a tensor-parallel rank has some of the heads."""
+        return x.unflatten(2, (-1, self.head_width)).transpose(1, 2)
 
     def _rotate(self, x: Tensor) -> Tensor:
         """Turn each pair of numbers, taken as a complex one, by its place in the sequence."""

@@ -164,7 +164,7 @@ EVEN, SHORTER, UNEVEN = batch([2] * M), batch([2] * M, tokens=8), batch([1, 2, 3
 
 
 def messages(caplog: pytest.LogCaptureFixture, beginning: str) -> int:
-    return sum(record.message.startswith(f"1f1b: {beginning}") for record in caplog.records)
+    return sum(record.message.startswith(f"rank 0: 1f1b: {beginning}") for record in caplog.records)
 
 
 @pytest.mark.parametrize("options", [{}, {"parts": 3}, {"parts": 3, "inside": True}, {"parts": 2, "to": TO_HOST}])
@@ -194,7 +194,7 @@ def test_what_is_level_already_is_left_alone_and_said_to_be(caplog):
     for _ in range(2):
         loopback.step(schedules, torch.cat(EVEN), target=torch.cat(EVEN), return_outputs=False)
     assert schedules[0].plan.actions == build("gpipe", 4, M).actions
-    assert "gpipe: is as low as it gets: nothing moves, peak" in caplog.text
+    assert "rank 0: gpipe: is as low as it gets: nothing moves, peak" in caplog.text
 
 
 class Grows(nn.Module):

@@ -7,7 +7,6 @@ depend on which groups each rank happens to have closed (a name used twice never
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +25,7 @@ from bpipe.comm.mesh import Mesh, OtherPipelineError, open_mesh
 from bpipe.comm.transport import Transfer, Transport
 from bpipe.comm.watch import SLOW_S, Patience
 from bpipe.errors import AgreementError, CommError, ConfigurationError, TransferError, TransferTimeoutError
+from bpipe.logs import LOG
 from bpipe.schedules import Channel, Purpose
 
 __all__: list[str] = []
@@ -35,7 +35,6 @@ HEADER_TAGS = {purpose: tag + len(Purpose) for purpose, tag in PAYLOAD_TAGS.item
 ASIDE = frozenset({Purpose.EVICT, Purpose.RETURN})
 NO_TAG = 2 * len(Purpose) + 1  # of no message
 AT_ONCE = timedelta(milliseconds=1)
-LOG = logging.getLogger("bpipe")
 MARGIN_S = 60.0  # by which gloo's own timeout is later than ours, which says more
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +9,11 @@ from typing import Any
 
 from bpipe.environment import ranks_on_this_node
 from bpipe.errors import ConfigurationError
+from bpipe.logs import LOG
 from bpipe.schedules.build import rule_named
 
 __all__ = ["Place", "pair_adjacent", "place"]
 
-log = logging.getLogger("bpipe")
 
 
 def pair_adjacent(num_stages: int, ranks_per_node: int) -> list[int]:
@@ -94,9 +93,12 @@ def place(mesh: Any, *, rule: str = "1f1b", stages_per_rank: int | None = None, 
     """
     if mesh.ndim != 1:
         raise ConfigurationError(f"a pipeline lies along one dimension of a mesh, got {mesh}: choose one, such as mesh['pp']")
-    ranks = mesh.mesh.flatten().tolist()
-    order = _pairs_together(ranks, ranks_per_node or ranks_on_this_node() or max(ranks) + 1)
-    index = order[mesh.get_local_rank()]
+    ranks, here = mesh.mesh.flatten().tolist(), mesh.get_local_rank()
+    nodes = [rank // (ranks_per_node or ranks_on_this_node() or max(ranks) + 1) for rank in ranks]
+    order = _pairs_together(nodes)
+    if order is None and here == 0:
+        _warn(ranks, nodes)
+    index = here if order is None else order[here]
     found = rule_named(rule)
     per_rank = found.default_stages_per_rank if stages_per_rank is None else stages_per_rank
     num_stages = per_rank * len(ranks)
@@ -106,18 +108,20 @@ def place(mesh: Any, *, rule: str = "1f1b", stages_per_rank: int | None = None, 
     return Place(group=mesh.get_group(), index=index, num_ranks=len(ranks), stages=stages, num_stages=num_stages)
 
 
-def _pairs_together(ranks: Sequence[int], ranks_per_node: int) -> list[int]:
-    """The pipeline's rank that each of its processes is, with x and p-1-x on one node where the nodes allow it."""
-    nodes = [rank // ranks_per_node for rank in ranks]
-    counts = set(Counter(nodes).values())
-    is_even = len(counts) == 1 and nodes == sorted(nodes)
-    (most,) = counts if is_even else (1,)
-    if len(ranks) == most or (most % 2 == 0 and len(ranks) % most == 0):
-        return pair_adjacent(len(ranks), most)
-    log.warning(
-        "processes %s of this pipeline lie on nodes %s: pairs of ranks x and p-1-x cannot share them, and evictions cross nodes. "
-        "An even number of the pipeline's ranks on each node, in a row, would keep them inside.",
+def _pairs_together(nodes: Sequence[int]) -> list[int] | None:
+    """The pipeline's rank that each of its processes is, so that x and p-1-x are on one node; None where the nodes forbid it."""
+    num_ranks, counts = len(nodes), set(Counter(nodes).values())
+    if len(counts) > 1 or list(nodes) != sorted(nodes):
+        return None
+    (per_node,) = counts
+    return pair_adjacent(num_ranks, per_node) if per_node == num_ranks or per_node % 2 == 0 else None
+
+
+def _warn(ranks: Sequence[int], nodes: Sequence[int]) -> None:
+    LOG.warning(
+        "rank %s: processes %s of a pipeline lie on nodes %s: pairs of ranks x and p-1-x cannot share them, and evictions cross "
+        "nodes. An even number of the pipeline's ranks on each node, in a row, would keep them inside.",
+        ranks[0],
         ranks,
         nodes,
     )
-    return list(range(len(ranks)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,10 +10,10 @@ from bpipe.comm.activity import Activity, State, Status, action_at, place_of
 from bpipe.comm.doings import picture, waited_for
 from bpipe.comm.failure import Cause, Failure
 from bpipe.comm.frames import Frame, Kind
+from bpipe.logs import LOG
 
 __all__: list[str] = []
 
-LOG = logging.getLogger("bpipe")
 SLOW_S = 30.0
 ANSWERS_S = 1.0  # in which a process that runs at all answers
 

@@ -38,13 +38,13 @@ def kept_by_functions(edges: Iterable[GradientEdge], where: str) -> list[Kept]:
 
 def _custom(edges: Iterable[GradientEdge]) -> Iterator[Any]:
     """Yield the nodes of custom Functions."""
-    stack: list[Node | None] = [edge.node for edge in edges]
-    seen: set[Node | None] = {None}
+    stack = [edge.node for edge in edges]
+    seen: set[Node] = set()
     while stack:
         node = stack.pop()
         if node not in seen:
             seen.add(node)
-            stack += [following for following, _ in node.next_functions]
+            stack += [following for following, _ in node.next_functions if following is not None]
             if isinstance(node, BackwardCFunction):
                 yield node
 

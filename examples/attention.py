@@ -1,0 +1,42 @@
+"""Causal attention by the fastest kernel there is: flash-attn's where it imports and can run, else PyTorch's own.
+
+`pip install 'bpipe[flash]'` brings flash-attn. PyTorch's scaled_dot_product_attention has flash kernels of its own for CPU and
+CUDA, and needs nothing. Either saves its log-sum-exp, and its random state for dropout, beside queries, keys, values and output:
+bpipe evicts them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["causal_attention", "flash_kernel"]
+
+HOMES = ("flash_attn", "flash_attn.cute")  # of versions 2 and 3, and of version 4
+HALF = (torch.float16, torch.bfloat16)
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attend to what came before: (batch, heads, sequence, head width) each, and so is the result."""
+    flash = flash_kernel()
+    if flash is None or not query.is_cuda or query.dtype not in HALF:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    attended = flash(*(x.transpose(1, 2) for x in (query, key, value)), causal=True)
+    mixed: Tensor = attended[0] if isinstance(attended, tuple) else attended  # version 4 gives the log-sum-exp too
+    return mixed.transpose(1, 2)
+
+
+@cache
+def flash_kernel() -> Callable[..., Tensor | tuple[Tensor, ...]] | None:
+    """Return flash-attn's function, or None. The package may be there without it: version 4 leaves `flash_attn` empty."""
+    for home in HOMES:
+        try:
+            return getattr(import_module(home), "flash_attn_func")  # noqa: B009
+        except (ImportError, AttributeError):
+            continue
+    return None
