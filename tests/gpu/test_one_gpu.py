@@ -76,7 +76,7 @@ def test_an_eviction_frees_the_allocator_s_memory():
     x = torch.randn(BATCH, TOKENS, WIDTH, device="cuda")
     with stash.capture():
         edge = torch.autograd.graph.get_gradient_edge(module(x).sum())
-    bundle = Bundle(stash.of_part(stash.contents(), 0), stash.name)
+    bundle = Bundle(stash.send_away(stash.contents(), 0), stash.name)
     before = torch.cuda.memory_allocated()
     away = [message.cpu() for message in bundle.messages()]
     bundle.empty()
@@ -85,6 +85,7 @@ def test_an_eviction_frees_the_allocator_s_memory():
     for target, source in zip(landing, away):
         target.copy_(source)
     bundle.scatter(landing)
+    stash.take_back(0)
     torch.autograd.backward([edge], [torch.ones((), device="cuda")])
     expected = [p.grad.clone() for p in module.parameters()]
     module.zero_grad()
