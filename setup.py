@@ -21,7 +21,7 @@ def readme() -> str:
 
 CLI = ["rich>=13"]
 PLOT = ["matplotlib>=3.8"]
-EXAMPLES = [*CLI, *PLOT]
+EXAMPLES = [*CLI, *PLOT, "transformers>=5"]
 TEST = [
     *EXAMPLES,
     "build>=1.2",
@@ -33,7 +33,6 @@ TEST = [
     "ruff>=0.9",
     "scipy>=1.12",  # an exact search, which bounds what the balance pass moves
     "setuptools>=77",  # the build's own backend: tests build the package without network
-    "transformers>=5",
     "wheel",
 ]
 

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from bpipe.estimate.advise import advise
     from bpipe.estimate.profile import profile
     from bpipe.loopback import Loopback
+    from bpipe.partition.check import check_split
+    from bpipe.partition.choose import choose_stages
+    from bpipe.partition.measure import measure_layers
+    from bpipe.partition.split import split_model
+    from bpipe.partition.transformers import split_transformer, transformer_layers
     from bpipe.schedule import Schedule
     from bpipe.stage import PipelineStage
     from bpipe.tools.chrome import save_trace
@@ -56,13 +61,19 @@ __all__ = [
     "VMin",
     "__version__",
     "advise",
+    "check_split",
+    "choose_stages",
     "draw",
     "load_trace",
+    "measure_layers",
     "pair_adjacent",
     "place",
     "profile",
     "save_trace",
+    "split_model",
+    "split_transformer",
     "trace",
+    "transformer_layers",
 ]
 
 OLDEST_TORCH = (2, 11)
@@ -85,16 +96,22 @@ _HOMES = {
     "ZBH2": "bpipe.catalogue",
     "ZBV": "bpipe.catalogue",
     "advise": "bpipe.estimate.advise",
+    "check_split": "bpipe.partition.check",
+    "choose_stages": "bpipe.partition.choose",
     "draw": "bpipe.tools.draw",
     "load_trace": "bpipe.tools.chrome_read",
+    "measure_layers": "bpipe.partition.measure",
     "pair_adjacent": "bpipe.comm.placement",
     "place": "bpipe.comm.placement",
     "profile": "bpipe.estimate.profile",
     "save_trace": "bpipe.tools.chrome",
+    "split_model": "bpipe.partition.split",
+    "split_transformer": "bpipe.partition.transformers",
     "trace": "bpipe.tools.tracing",
+    "transformer_layers": "bpipe.partition.transformers",
 }
 
-_NEED_NO_TORCH = frozenset({"advise", "draw", "load_trace", "pair_adjacent", "place", "save_trace"})
+_NEED_NO_TORCH = frozenset({"advise", "choose_stages", "draw", "load_trace", "pair_adjacent", "place", "save_trace"})
 
 
 def __getattr__(name: str) -> Any:

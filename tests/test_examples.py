@@ -28,6 +28,8 @@ TIMEOUT_S = 180.0
 # Each with its number of processes, and a line of what it prints.
 RUNS: dict[str, tuple[int, str]] = {
     "own_model": (2, r"rank 1: \d+ layers, at most \d+ KiB of activations"),
+    "huggingface": (4, r"rank 3: \d+ tensors, at most \d+ KiB of activations"),
+    "split_model": (4, r"rank 0: embedding.weight to blocks\.\d+\.[\w.]+, [\d.]+ MiB of activations"),
     "tensor_parallel": (8, r"stage 0, tensor rank 1: at most \d+ KiB of activations, [1-9]\d* KiB a step evicted"),
 }
 ELSEWHERE = {"train_gpt", "two_nodes"}  # the main job, and one that takes agents of torchrun: below

@@ -43,13 +43,19 @@ SIGNATURES = {
     "ZBH2": SCHEDULE,
     "ZBV": STAGES,
     "advise": ADVISE,
+    "check_split": "(model, parts, args, kwargs)",
+    "choose_stages": "(layers, num_stages, num_microbatches, schedule, num_ranks, slots, objective, memory_bytes, link)",
     "draw": "(timeline, path, other, title, window)",
     "load_trace": "(path)",
+    "measure_layers": "(model, example, kwargs, layers, loss_fn, target, bytes_per_parameter, repeats, flops_per_s)",
     "pair_adjacent": "(num_stages, ranks_per_node)",
     "place": "(mesh, rule, stages_per_rank, ranks_per_node)",
     "profile": "(stage_module, example, microbatch_sizes, loss_fn, target, is_first, backward, repeats)",
     "save_trace": "(timelines, path)",
+    "split_model": "(model, stages, missing, keep_positions)",
+    "split_transformer": "(model, stages)",
     "trace": "(schedule, path)",
+    "transformer_layers": "(model)",
 }
 
 OF_TORCH_ALONE = {"backward_requires_autograd", "defer_pp_recv"}

@@ -1,0 +1,13 @@
+"""Cut a model into stages: by the names of its modules, or by what its layers take. What chooses needs no torch.
+
+Example:
+    >>> layers = [LayerCost(names=(f"layers.{i}",), forward_s=1.0, backward_s=2.0, saved_bytes=100) for i in range(8)]
+    >>> choose_stages(layers, num_stages=4, num_microbatches=8).rank_bytes
+    (800, 600, 400, 200)
+"""
+
+from bpipe.partition.choice import StageChoice
+from bpipe.partition.choose import choose_stages
+from bpipe.partition.layers import LayerCost
+
+__all__ = ["LayerCost", "StageChoice", "choose_stages"]

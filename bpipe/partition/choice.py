@@ -1,0 +1,106 @@
+"""The stages that were chosen, and what is expected of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bpipe.schedules.costs import Costs
+
+__all__ = ["StageChoice"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageChoice:
+    """A model's stages, as `bpipe.choose_stages` found them. `str` makes a table of it.
+
+    Args:
+        stages: for each stage the names of its modules, as `split_model` takes them.
+        schedule: the schedule it was chosen for.
+        num_microbatches: m.
+        stage_ranks: the rank of each stage.
+        forward_s: seconds of each stage's forward, of one microbatch.
+        backward_s: likewise of its backward.
+        saved_bytes: what a microbatch keeps on each stage.
+        output_bytes: what each stage's forward sends.
+        static_bytes: what stays on each stage: parameters, gradients, optimizer states.
+        rank_bytes: the most that each rank holds, static bytes included; messages between stages are not counted.
+        step_s: the simulated step.
+    """
+
+    stages: tuple[tuple[str, ...], ...]
+    schedule: str
+    num_microbatches: int
+    stage_ranks: tuple[int, ...]
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    saved_bytes: tuple[int, ...]
+    output_bytes: tuple[int, ...]
+    static_bytes: tuple[int, ...]
+    rank_bytes: tuple[int, ...]
+    step_s: float
+
+    @property
+    def costs(self) -> Costs:
+        """The stages' costs, as `bpipe.schedules.simulate` takes them."""
+        return costs_of(self.forward_s, self.backward_s, self.saved_bytes, self.output_bytes, self.static_bytes)
+
+    @property
+    def rank_s(self) -> tuple[float, ...]:
+        """Seconds that each rank computes for one microbatch."""
+        seconds = [0.0] * len(self.rank_bytes)
+        for rank, forward, backward in zip(self.stage_ranks, self.forward_s, self.backward_s):
+            seconds[rank] += forward + backward
+        return tuple(seconds)
+
+    def __str__(self) -> str:
+        head = ("stage", "rank", "modules", "forward ms", "backward ms", "saved MiB", "static MiB")
+        rows = [head, *(self._row(stage) for stage in range(len(self.stages)))]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+        slowest, fullest = (values.index(max(values)) for values in (self.rank_s, self.rank_bytes))
+        lines = ["  ".join(_aligned(cell, width, at == 2) for at, (cell, width) in enumerate(zip(row, widths))) for row in rows]
+        return "\n".join(
+            [
+                *(line.rstrip() for line in lines),
+                f"{self.schedule}, {self.num_microbatches} microbatches: a step of {1e3 * self.step_s:.4g} ms, simulated",
+                f"slowest: rank {slowest}, {1e3 * self.rank_s[slowest]:.4g} ms a microbatch; "
+                f"fullest: rank {fullest}, {_mib(self.rank_bytes[fullest])} MiB",
+            ]
+        )
+
+    def _row(self, stage: int) -> tuple[str, ...]:
+        names = self.stages[stage]
+        shown = ", ".join(names) if len(names) < 4 else f"{names[0]} .. {names[-1]} ({len(names)})"
+        times = (f"{1e3 * seconds[stage]:.3f}" for seconds in (self.forward_s, self.backward_s))
+        return (
+            str(stage),
+            str(self.stage_ranks[stage]),
+            shown,
+            *times,
+            _mib(self.saved_bytes[stage]),
+            _mib(self.static_bytes[stage]),
+        )
+
+
+def costs_of(
+    forward_s: tuple[float, ...],
+    backward_s: tuple[float, ...],
+    saved_bytes: tuple[int, ...],
+    output_bytes: tuple[int, ...],
+    static_bytes: tuple[int, ...],
+) -> Costs:
+    """Costs by stage; links are free."""
+    return Costs(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        saved_bytes=saved_bytes,
+        output_bytes=output_bytes,
+        static_bytes=static_bytes,
+    )
+
+
+def _aligned(cell: str, width: int, is_text: bool) -> str:
+    return cell.ljust(width) if is_text else cell.rjust(width)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.2f}"

@@ -1,0 +1,187 @@
+"""Choose where to cut a model: the slowest or the fullest rank as good as it can be, given the schedule.
+
+BaPipe (Zhao et al., arXiv 2012.12544) cuts by measured layers and gives each schedule its own condition on memory. Here the
+schedule's plan says what each rank holds, so that any schedule, several stages on a rank and evictions are counted as they run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from bpipe.errors import BudgetError, ConfigurationError
+from bpipe.estimate.names import check_count
+from bpipe.partition.choice import StageChoice
+from bpipe.partition.holdings import Holdings
+from bpipe.partition.layers import Chain, LayerCost
+from bpipe.partition.search import Ends, best_of_all, even, improved, narrowest, pieces
+from bpipe.schedules import Link, Plan, build, simulate
+
+__all__ = ["choose_stages"]
+
+OBJECTIVES = ("time", "memory")
+
+Limits = Sequence[float]
+
+
+def choose_stages(
+    layers: Sequence[LayerCost],
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    schedule: str = "1f1b",
+    num_ranks: int | None = None,
+    slots: int | Sequence[int | None] | None = None,
+    objective: str = "time",
+    memory_bytes: int | Sequence[int | None] | None = None,
+    link: Link | None = None,
+) -> StageChoice:
+    """Choose the stages of a model, given what its layers take.
+
+    Where each rank has one stage and keeps no other rank's memory, the choice is the best one; else it is the best one of all
+    where these are few, and the best that a search finds where they are many. It needs no torch, runs nothing, and is the same for
+    the same numbers: measure on one rank and give the numbers, or the stages, to the others, because two measurements differ.
+
+    Args:
+        layers: in order, as `bpipe.measure_layers` returns them.
+        num_stages: of all ranks together; each gets one layer or more.
+        num_microbatches: m.
+        schedule: a name of `bpipe.schedules.names()`.
+        num_ranks: p; default: what the schedule takes.
+        slots: the budget in microbatches of one stage, as `build` takes it.
+        objective: "time": the rank that computes longest for a microbatch computes as short as it can, and among such cuts the
+            fullest rank holds the least; "memory": the other way round.
+        memory_bytes: the most bytes that a rank may hold, one number or one for each; default: no limit.
+        link: between ranks, for the simulated step; default: free.
+
+    Raises:
+        ConfigurationError: fewer layers than stages, or numbers that the schedule does not take.
+        BudgetError: no cut found is within `memory_bytes`; the message says what the fullest rank needs at least.
+
+    Example:
+        >>> layers = [LayerCost(names=(f"layers.{i}",), forward_s=1.0 + (i == 5), backward_s=2.0) for i in range(6)]
+        >>> choose_stages(layers, 3, 6).stages
+        (('layers.0', 'layers.1'), ('layers.2', 'layers.3'), ('layers.4', 'layers.5'))
+    """
+    check_count("num_stages", num_stages)
+    if len(layers) < num_stages:
+        raise ConfigurationError(
+            f"{len(layers)} layers do not fill {num_stages} stages: ask for fewer stages, or name smaller layers"
+        )
+    if objective not in OBJECTIVES:
+        raise ConfigurationError(f"objective={objective!r}: give 'time' or 'memory'")
+    plan = build(schedule, num_stages, num_microbatches, num_ranks=num_ranks, slots=slots)
+    task = Task(Chain(layers), plan, _limits(memory_bytes, plan.num_ranks))
+    ends = task.best(by_time=objective == "time")
+    if not task.fits(ends):
+        raise BudgetError(_too_full(task, ends))
+    return task.choice(ends, link or Link())
+
+
+class Task:
+    """A chain to be cut for a plan, within limits."""
+
+    def __init__(self, chain: Chain, plan: Plan, limits: Limits) -> None:
+        self.chain, self.plan, self.limits = chain, plan, limits
+        self.holdings = Holdings(plan)
+
+    def best(self, *, by_time: bool) -> Ends:
+        """The best cuts; cuts that are as little over the limits as they can be, if none is within them."""
+        if self.holdings.are_own:
+            return self._exact(by_time)
+        n, s = len(self.chain), self.plan.num_stages
+
+        def score(ends: Ends) -> tuple[float, ...]:
+            return self.score(ends, by_time=by_time)
+
+        return best_of_all(n, s, score) or improved(self._starts(), score)
+
+    def score(self, ends: Ends, *, by_time: bool) -> tuple[float, ...]:
+        """What makes one way to cut better than another: the excess over the limits, the slowest, the fullest, then the next."""
+        seconds, num_bytes = sorted(self.rank_s(ends), reverse=True), self.rank_bytes(ends)
+        excess = max(0.0, *(held - limit for held, limit in zip(num_bytes, self.limits)))
+        first, second = (seconds, sorted(num_bytes, reverse=True))[:: 1 if by_time else -1]
+        return (excess, first[0], second[0], *first[1:], *second[1:])
+
+    def rank_s(self, ends: Ends) -> list[float]:
+        """Seconds that each rank computes for a microbatch."""
+        seconds = [0.0] * self.plan.num_ranks
+        for rank, piece in zip(self.plan.stage_ranks, pieces(ends)):
+            seconds[rank] += self.chain.seconds(*piece)
+        return seconds
+
+    def rank_bytes(self, ends: Ends) -> list[int]:
+        """The most bytes that each rank holds."""
+        saved = [self.chain.saved_bytes(*piece) for piece in pieces(ends)]
+        static = [self.chain.static_bytes(*piece) for piece in pieces(ends)]
+        return [self.holdings.num_bytes(rank, saved, static) for rank in range(self.plan.num_ranks)]
+
+    def fits(self, ends: Ends) -> bool:
+        """Whether every rank is within its limit."""
+        return all(held <= limit for held, limit in zip(self.rank_bytes(ends), self.limits))
+
+    def _exact(self, by_time: bool) -> Ends:
+        """One stage a rank, which holds nothing else: what a stage costs depends on it alone."""
+        n, s, costs = len(self.chain), self.plan.num_stages, (self._stage_s, self._stage_bytes)
+        first, second = costs if by_time else costs[::-1]
+        ends = narrowest(n, s, first, self._stage_fits)
+        if ends is None:
+            over = narrowest(n, s, lambda *stage: self._stage_bytes(*stage) - self.limits[self.plan.stage_ranks[stage[0]]])
+            assert over is not None, "there are as many layers as stages"
+            return over
+        least = max(first(stage, *piece) for stage, piece in enumerate(pieces(ends)))
+        return narrowest(n, s, second, lambda *stage: self._stage_fits(*stage) and first(*stage) <= least) or ends
+
+    def _stage_s(self, stage: int, start: int, end: int) -> float:
+        return self.chain.seconds(start, end)
+
+    def _stage_bytes(self, stage: int, start: int, end: int) -> float:
+        most = self.holdings.most(self.plan.stage_ranks[stage])
+        return self.chain.static_bytes(start, end) + most * self.chain.saved_bytes(start, end)
+
+    def _stage_fits(self, stage: int, start: int, end: int) -> bool:
+        return self._stage_bytes(stage, start, end) <= self.limits[self.plan.stage_ranks[stage]]
+
+    def _starts(self) -> list[Ends]:
+        """Cuts to begin a search with: as even as they go in layers, in seconds, and in bytes."""
+        n, s = len(self.chain), self.plan.num_stages
+        costs = (self._stage_s, lambda stage, *piece: self.chain.static_bytes(*piece) + self.chain.saved_bytes(*piece))
+        found = [even(n, s), *(narrowest(n, s, cost) for cost in costs)]
+        return [ends for ends in found if ends is not None]
+
+    def choice(self, ends: Ends, link: Link) -> StageChoice:
+        """The cuts with all that is expected of them."""
+        chain, stages = self.chain, pieces(ends)
+        made = StageChoice(
+            stages=tuple(chain.names(*piece) for piece in stages),
+            schedule=self.plan.name,
+            num_microbatches=self.plan.num_microbatches,
+            stage_ranks=self.plan.stage_ranks,
+            forward_s=tuple(chain.forward_s(*piece) for piece in stages),
+            backward_s=tuple(chain.backward_s(*piece) for piece in stages),
+            saved_bytes=tuple(chain.saved_bytes(*piece) for piece in stages),
+            output_bytes=tuple(chain.layers[end - 1].output_bytes for _, end in stages),
+            static_bytes=tuple(chain.static_bytes(*piece) for piece in stages),
+            rank_bytes=tuple(self.rank_bytes(ends)),
+            step_s=0.0,
+        )
+        return replace(made, step_s=simulate(self.plan, replace(made.costs, link=link)).makespan_s)
+
+
+def _limits(memory_bytes: int | Sequence[int | None] | None, num_ranks: int) -> Limits:
+    given = [memory_bytes] * num_ranks if memory_bytes is None or isinstance(memory_bytes, int) else list(memory_bytes)
+    if len(given) != num_ranks:
+        raise ConfigurationError(f"memory_bytes has {len(given)} entries: give one number, or one for each of {num_ranks} ranks")
+    for one in given:
+        if one is not None:
+            check_count("memory_bytes", one)
+    return [float("inf") if one is None else one for one in given]
+
+
+def _too_full(task: Task, ends: Ends) -> str:
+    held = task.rank_bytes(ends)
+    rank = max(range(len(held)), key=lambda rank: held[rank] - task.limits[rank])
+    return (
+        f"no cut found keeps every rank within memory_bytes: the closest needs {held[rank]} bytes on rank {rank}, which may hold "
+        f"{task.limits[rank]:.0f}. Take more stages, fewer microbatches at a time, a smaller microbatch, or recompute"
+    )

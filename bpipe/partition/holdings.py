@@ -1,0 +1,66 @@
+"""The bytes that each rank of a plan holds when its stages have other sizes: linear in these, so worked out once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bpipe.schedules.action import Action
+from bpipe.schedules.meter import meter_of, occupancy
+from bpipe.schedules.plan import Plan
+from bpipe.schedules.rooms import reserve
+
+__all__: list[str] = []
+
+Counts = tuple[int, ...]  # microbatches of each of a rank's stages that it holds at one time
+
+
+class Holdings:
+    """What the ranks of a plan hold: microbatches of their own stages, and rooms for guests."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        ranks = range(plan.num_ranks)
+        self.stages = [[stage for stage, owner in enumerate(plan.stage_ranks) if owner == rank] for rank in ranks]
+        self._counts = [_largest(_counts(plan.actions[rank], self.stages[rank])) for rank in ranks]
+        chains = [list(plan.chains(rank).values()) for rank in ranks]
+        self._guests = [[chain for chain in of_rank if len(_stages_in(chain)) > 1] for of_rank in chains]
+        self._rooms = [  # of guests that are alike: the stage, and how many there are at once
+            [(chain[0].stage, len(reserve(chain).sizes)) for chain in of_rank if len(_stages_in(chain)) == 1] for of_rank in chains
+        ]
+
+    @property
+    def are_own(self) -> bool:
+        """Whether each rank holds microbatches of one stage, its own."""
+        return self.plan.num_stages == self.plan.num_ranks and not any(self._guests) and not any(self._rooms)
+
+    def most(self, rank: int) -> int:
+        """The most microbatches of its one stage that a rank holds."""
+        return max(counts[0] for counts in self._counts[rank])
+
+    def num_bytes(self, rank: int, saved: Sequence[int], static: Sequence[int]) -> int:
+        """The most bytes a rank holds, from what a microbatch keeps on each stage and what stays there."""
+        stages = self.stages[rank]
+        own = max(sum(count * saved[stage] for count, stage in zip(counts, stages)) for counts in self._counts[rank])
+        guests = sum(sum(reserve(chain, lambda action: saved[action.stage]).sizes) for chain in self._guests[rank])
+        rooms = sum(count * saved[stage] for stage, count in self._rooms[rank])
+        return sum(static[stage] for stage in stages) + own + guests + rooms
+
+
+def _stages_in(chain: Sequence[Action]) -> set[int]:
+    return {action.stage for action in chain}
+
+
+def _counts(lane: Sequence[Action], stages: Sequence[int]) -> set[Counts]:
+    """How many microbatches of each stage are held while each action of a lane runs; each combination once."""
+    series = []
+    for stage in stages:
+        meter = meter_of(*[lambda action, stage=stage: int(action.stage == stage)] * 2)
+        series.append(occupancy(lane, meter))
+    return set(zip(*series)) or {(0,) * len(stages)}
+
+
+def _largest(combinations: set[Counts]) -> list[Counts]:
+    """Those that no other covers."""
+    return [
+        one for one in combinations if not any(other != one and all(a <= b for a, b in zip(one, other)) for other in combinations)
+    ]

@@ -1,0 +1,96 @@
+"""What a model's layers take, and what a series of them takes together as one stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from bpipe.errors import ConfigurationError
+from bpipe.estimate.names import check_count
+
+__all__ = ["LayerCost"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """What one layer takes, for one microbatch where it depends on that. `bpipe.measure_layers` measures it.
+
+    Args:
+        names: the modules that make up the layer, and stay on one stage.
+        forward_s: seconds of its forward.
+        backward_s: seconds of its backward.
+        saved_bytes: what its forward keeps for the backward.
+        shared_bytes: of these, what the layer before keeps too, and so counts once where both are on one stage.
+        output_bytes: what it sends if a stage ends with it.
+        static_bytes: parameters, gradients, optimizer states and buffers.
+
+    Raises:
+        ConfigurationError: no names, a negative number, or more shared than saved.
+
+    Example:
+        >>> LayerCost(names=("layers.0",), forward_s=1.0, backward_s=2.0, saved_bytes=4096).static_bytes
+        0
+    """
+
+    names: tuple[str, ...]
+    forward_s: float
+    backward_s: float
+    saved_bytes: int = 0
+    shared_bytes: int = 0
+    output_bytes: int = 0
+    static_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.names, str) or not self.names or not all(isinstance(name, str) for name in self.names):
+            raise ConfigurationError(f"names={self.names!r}: give the names of the layer's modules, such as ('layers.0',)")
+        for name in ("forward_s", "backward_s"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: give seconds of at least 0")
+        for name in ("saved_bytes", "shared_bytes", "output_bytes", "static_bytes"):
+            check_count(name, getattr(self, name), least=0)
+        if self.shared_bytes > self.saved_bytes:
+            raise ConfigurationError(f"shared_bytes={self.shared_bytes} are part of saved_bytes={self.saved_bytes}")
+
+
+class Chain:
+    """Layers in order: what those from `start` to before `end` take as one stage, in constant time."""
+
+    def __init__(self, layers: Sequence[LayerCost]) -> None:
+        self.layers = tuple(layers)
+        self._forward = _sums(layer.forward_s for layer in self.layers)
+        self._backward = _sums(layer.backward_s for layer in self.layers)
+        self._saved = _sums(layer.saved_bytes for layer in self.layers)
+        self._shared = _sums(layer.shared_bytes for layer in self.layers)
+        self._static = _sums(layer.static_bytes for layer in self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def forward_s(self, start: int, end: int) -> float:
+        """Seconds of a forward."""
+        return self._forward[end] - self._forward[start]
+
+    def backward_s(self, start: int, end: int) -> float:
+        """Seconds of a backward."""
+        return self._backward[end] - self._backward[start]
+
+    def seconds(self, start: int, end: int) -> float:
+        """Seconds of a microbatch: forward and backward."""
+        return self.forward_s(start, end) + self.backward_s(start, end)
+
+    def saved_bytes(self, start: int, end: int) -> int:
+        """What a microbatch keeps: what two neighbours share counts once."""
+        return int(self._saved[end] - self._saved[start] - (self._shared[end] - self._shared[min(start + 1, end)]))
+
+    def static_bytes(self, start: int, end: int) -> int:
+        """What stays."""
+        return int(self._static[end] - self._static[start])
+
+    def names(self, start: int, end: int) -> tuple[str, ...]:
+        """The modules of these layers."""
+        return tuple(name for layer in self.layers[start:end] for name in layer.names)
+
+
+def _sums(numbers: Iterable[float]) -> list[float]:
+    return list(accumulate(numbers, initial=0))

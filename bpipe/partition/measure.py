@@ -1,0 +1,215 @@
+"""Measure the layers of a model: seconds and bytes where it can run, operations and bytes on the meta device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+from bpipe.errors import ConfigurationError
+from bpipe.estimate.names import check_count, check_positive
+from bpipe.partition.layers import LayerCost
+from bpipe.partition.names import Names, is_container, is_series
+from bpipe.partition.observe import Loss, Seen, observed
+from bpipe.partition.untouched import untouched
+
+__all__ = ["measure_layers"]
+
+STATE_BYTES, MASTER_BYTES = 8, 4  # Adam's two moments in fp32, and an fp32 copy of parameters in 16 bits
+
+Timed = tuple[float, float]  # a forward and its backward
+
+
+def measure_layers(
+    model: nn.Module,
+    example: Any,
+    kwargs: dict[str, Any] | None = None,
+    *,
+    layers: Sequence[str | Sequence[str]] | None = None,
+    loss_fn: Loss | None = None,
+    target: Any = None,
+    bytes_per_parameter: float | None = None,
+    repeats: int = 5,
+    flops_per_s: float = 1e12,
+) -> tuple[LayerCost, ...]:
+    """Measure what each layer of a model takes for one microbatch, for `bpipe.choose_stages`.
+
+    The model runs once as a whole, which shows the order of its layers, what each is given, and what each saves. Then each layer
+    runs alone, forwards and backwards, and is timed. On the meta device operations are counted instead, of matrix products and
+    attention, so that a model that fits nowhere can be cut; attention is counted there as one kernel that does not save its
+    weights. The model is left as it was. Not collective; blocks the host. Two ranks never measure the same: measure on one.
+
+    Args:
+        model: the whole, in train mode, where and as it will train; or on the meta device.
+        example: a microbatch: its input, or a tuple of positional arguments. Its values count for nothing on the meta device.
+        kwargs: keyword arguments of the model.
+        layers: the layers: names of modules, or groups of names that stay together; default: the modules of the model itself, and
+            the entries of `nn.Sequential`, `nn.ModuleList` and `nn.ModuleDict`; what runs before, between and after such entries
+            stays together. `transformer_layers` names those of a Hugging Face model. What is not named is not measured.
+        loss_fn: `loss_fn(output, target)`, counted with the last layer.
+        target: what it gets.
+        bytes_per_parameter: what stays for each trainable parameter; default: parameter, gradient, Adam's two fp32 moments, and
+            an fp32 copy where it has 16 bits.
+        repeats: timed runs of each layer after one that is not timed; the median counts.
+        flops_per_s: on the meta device: operations per second, which make seconds of them.
+
+    Raises:
+        ConfigurationError: no module, unknown names, or a layer that runs twice or not at all.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> [(one.names, one.saved_bytes, one.shared_bytes) for one in measure_layers(model, torch.zeros(1, 8))]
+        [(('0',), 0, 0), (('1',), 32, 0), (('2',), 32, 32)]
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"measure_layers measures an nn.Module, got {type(model).__qualname__}")
+    check_count("repeats", repeats)
+    check_positive("flops_per_s", flops_per_s)
+    names, groups = Names(model), None if layers is None else [_group(one) for one in layers]
+    modules = _modules(names, groups)
+    args = example if isinstance(example, tuple) else (example,)
+    is_meta = any(parameter.is_meta for parameter in model.parameters())
+    if is_meta:
+        args, kwargs, target = tree_map_only(torch.Tensor, lambda one: one.to("meta"), (args, kwargs, target))
+    clock = _Flops(flops_per_s) if is_meta else _Clock(repeats)
+    with untouched([model]), torch.enable_grad():
+        seen = observed(model, modules, args, kwargs or {}, loss_fn, target)
+        times = {name: clock.timed(modules.get(name, loss_fn), one) for name, one in seen.items()}
+    silent = [name for name in modules if name not in seen]
+    if silent:
+        raise ConfigurationError(f"{', '.join(silent[:8])} did not run in the model's forward: name in layers= what does")
+    return tuple(_costs(names, groups or list(_found(names, seen)), seen, times, bytes_per_parameter))
+
+
+def _group(given: str | Sequence[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _modules(names: Names, groups: list[tuple[str, ...]] | None) -> dict[str, nn.Module]:
+    """The modules to watch.
+
+    Raises:
+        ConfigurationError: names that the model does not have.
+    """
+    if groups is None:
+        return {name: names.modules[name] for name in _leaves(names)}
+    names.check_known(groups)
+    return {name: names.modules[name] for group in groups for name in group if name in names.modules}
+
+
+def _leaves(names: Names) -> Iterator[str]:
+    """Yield the children of a model, and for containers their entries."""
+    for name, module in names.modules.items():
+        owner = names.modules[names.owner(name)]
+        if name and not is_container(module) and (names.owner(name) == "" or _is_open(names, names.owner(name), owner)):
+            yield name
+
+
+def _is_open(names: Names, name: str, module: nn.Module) -> bool:
+    """Whether a module is a container, and all those around it are."""
+    above = names.owner(name)
+    return is_container(module) and (not above or _is_open(names, above, names.modules[above]))
+
+
+def _found(names: Names, seen: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    """Yield the modules that ran, in order; those that are no entries of a series together with their neighbours."""
+    for is_entry, group in groupby((name for name in seen if name), key=lambda name: is_series(names.modules[names.owner(name)])):
+        members = tuple(group)
+        yield from ((name,) for name in members) if is_entry else (members,)
+
+
+class _Clock:
+    """Takes the time of a module alone."""
+
+    def __init__(self, repeats: int) -> None:
+        self._repeats = repeats
+
+    def timed(self, run: Callable[..., Any] | None, seen: Seen) -> Timed:
+        times = [_alone(run, seen, self._measured) for _ in range(self._repeats + 1)][1:]
+        return median(forward for forward, _ in times), median(backward for _, backward in times)
+
+    def _measured(self, work: Callable[[], Any]) -> tuple[Any, float]:
+        start = self._now()
+        result = work()
+        return result, self._now() - start
+
+    def _now(self) -> float:
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+class _Flops:
+    """Counts the operations of a module alone."""
+
+    def __init__(self, flops_per_s: float) -> None:
+        self._flops_per_s = flops_per_s
+
+    def timed(self, run: Callable[..., Any] | None, seen: Seen) -> Timed:
+        return _alone(run, seen, self._measured)
+
+    def _measured(self, work: Callable[[], Any]) -> tuple[Any, float]:
+        with FlopCounterMode(display=False) as counter:
+            result = work()
+        return result, counter.get_total_flops() / self._flops_per_s
+
+
+def _alone(run: Callable[..., Any] | None, seen: Seen, measured: Callable[[Callable[[], Any]], tuple[Any, float]]) -> Timed:
+    """Run a module on what it was given, forward and backward."""
+    assert run is not None, "only the loss has no module"
+    args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.clone, (seen.args, seen.kwargs))  # a clone may be changed in place
+    output, forward_s = measured(lambda: run(*args, **kwargs))
+    results = [one for one in tree_leaves(output) if isinstance(one, torch.Tensor) and one.requires_grad]
+    if not results:
+        return forward_s, 0.0
+    gradients = [torch.ones_like(one) for one in results]
+    return forward_s, measured(lambda: torch.autograd.backward(results, gradients))[1]
+
+
+def _costs(
+    names: Names,
+    groups: Sequence[tuple[str, ...]],
+    seen: dict[str, Seen],
+    times: dict[str, Timed],
+    bytes_per_parameter: float | None,
+) -> Iterator[LayerCost]:
+    before: dict[int, Any] = {}
+    for index, group in enumerate(groups):
+        members = [name for name in group if name in seen] + [""] * (index == len(groups) - 1 and "" in seen)
+        saved = {key: storage for name in members for key, storage in seen[name].saved.items()}
+        last = next((name for name in reversed(seen) if name and name in members), None)
+        yield LayerCost(
+            names=group,
+            forward_s=sum(times[name][0] for name in members),
+            backward_s=sum(times[name][1] for name in members),
+            saved_bytes=_bytes(saved.values()),
+            shared_bytes=_bytes(storage for key, storage in saved.items() if key in before),
+            output_bytes=0 if last is None else seen[last].output_bytes,
+            static_bytes=_static_bytes(names, group, bytes_per_parameter),
+        )
+        before = saved
+
+
+def _bytes(storages: Iterable[Any]) -> int:
+    return sum(storage.nbytes() for storage in storages)
+
+
+def _static_bytes(names: Names, group: Sequence[str], bytes_per_parameter: float | None) -> int:
+    """Parameters and buffers under some names, each once, with gradients and optimizer states."""
+    tensors = {id(tensor): tensor for name, tensor in names.tensors.items() if names.is_kept(name, group)}
+    return round(sum(_kept_bytes(tensor, bytes_per_parameter) for tensor in tensors.values()))
+
+
+def _kept_bytes(tensor: torch.Tensor, bytes_per_parameter: float | None) -> float:
+    if not tensor.requires_grad:
+        return tensor.nbytes
+    if bytes_per_parameter is not None:
+        return tensor.numel() * bytes_per_parameter
+    return 2 * tensor.nbytes + tensor.numel() * (STATE_BYTES + MASTER_BYTES * (tensor.element_size() == 2))

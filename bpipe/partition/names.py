@@ -1,0 +1,135 @@
+"""Which of a model's modules each stage keeps, from lists of names; and everything that is wrong with such lists."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from bpipe.errors import ConfigurationError
+
+__all__: list[str] = []
+
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+MOST_SHOWN = 8
+
+
+def is_container(module: nn.Module | None) -> bool:
+    """Whether a module is nothing but a series of others."""
+    return isinstance(module, CONTAINERS)
+
+
+class Names:
+    """The fully qualified names of a model: its modules, parameters and buffers, those with several names under each."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = dict(model.named_modules(remove_duplicate=False))
+        self.tensors: dict[str, torch.Tensor] = {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers(remove_duplicate=False)),
+        }
+
+    def check(self, stages: Sequence[Sequence[str]]) -> None:
+        """Raise unless the lists make up the model.
+
+        Raises:
+            ConfigurationError: they do not; the message lists every problem.
+        """
+        problems = [*self._unusable(stages, "stage")] or [*self._missing(stages), *self._disordered(stages)]
+        _raise_all(f"these {len(stages)} stages are no split of the model:", problems)
+
+    def check_known(self, layers: Sequence[Sequence[str]]) -> None:
+        """Raise unless the model has all that is named, once in each list.
+
+        Raises:
+            ConfigurationError: it does not; the message lists every problem.
+        """
+        _raise_all("these are no layers of the model:", [*self._unusable(layers, "layer")])
+
+    def is_kept(self, name: str, kept: Iterable[str]) -> bool:
+        """Whether a stage that keeps some names has a module or tensor: it, or one that it is inside of, is named."""
+        return any(name == one or name.startswith(f"{one}.") for one in kept)
+
+    def is_above(self, name: str, kept: Iterable[str]) -> bool:
+        """Whether something inside of a module is kept."""
+        return not name or any(one.startswith(f"{name}.") for one in kept)
+
+    def is_copied(self, name: str, kept: Iterable[str]) -> bool:
+        """Whether a stage has a copy of a module with less in it: it is above what is kept, or a list that may be empty."""
+        if self.is_kept(name, kept):
+            return False
+        may_be_empty = isinstance(self.modules[name], (nn.ModuleList, nn.ModuleDict))
+        return self.is_above(name, kept) or (may_be_empty and self.is_copied(self.owner(name), kept))
+
+    def owner(self, name: str) -> str:
+        """The module that a module or tensor is registered on."""
+        return name.rpartition(".")[0]
+
+    def _unusable(self, stages: Sequence[Sequence[str]], what: str) -> Iterator[str]:
+        if not stages:
+            yield "there are none"
+        known = {*self.modules, *self.tensors} - {""}
+        for index, names in enumerate(stages):
+            if not names:
+                yield f"{what} {index} is empty"
+            for name in names:
+                if name not in known:
+                    near = get_close_matches(name, known, n=1)
+                    yield f"{what} {index} names {name!r}, which the model does not have" + (f": {near[0]!r}?" if near else "")
+            for name in {one for one in names if names.count(one) > 1}:
+                yield f"{what} {index} names {name!r} twice"
+
+    def _missing(self, stages: Sequence[Sequence[str]]) -> Iterator[str]:
+        """What no stage has: modules that compute, whether they have parameters or not, and tensors of the modules above."""
+        named = [name for names in stages for name in names]
+        for name, module in self.modules.items():
+            above = self.is_above(name, named)
+            if not (above or self.is_kept(name, named)) and self.is_above(self.owner(name), named) and any(_parts(module)):
+                yield f"no stage has {name} ({type(module).__name__})"
+        for name in self.tensors:
+            is_loose = isinstance(self.tensors[name], nn.Parameter) and self.is_above(self.owner(name), named)
+            if is_loose and not self.is_kept(name, named):
+                yield f"no stage has the parameter {name}: name it in the stage that uses it"
+
+    def _disordered(self, stages: Sequence[Sequence[str]]) -> Iterator[str]:
+        """Entries of a series on several stages, or on an earlier stage than the entries before them."""
+        named = [name for names in stages for name in names]
+        for name, module in self.modules.items():
+            if not is_series(module) or not self.is_above(name, named) or self.is_kept(name, named):
+                continue
+            prefix = f"{name}." if name else ""
+            places: dict[str, list[int]] = defaultdict(list)
+            for index, names in enumerate(stages):
+                for entry in module._modules:
+                    path = prefix + entry
+                    if self.is_kept(path, names) or self.is_above(path, names):
+                        places[entry].append(index)
+            for entry, found in places.items():
+                if len(found) > 1 and any(self.is_kept(prefix + entry, stages[index]) for index in found):
+                    yield f"{prefix}{entry} is in stages {', '.join(map(str, found))} and would run in each of them"
+            once = [(entry, places[entry][0]) for entry in module._modules if entry in places]
+            for (before, first), (after, second) in pairwise(once):
+                if second < first:
+                    yield f"{prefix}{before} is in stage {first}, and {prefix}{after}, which comes after it, in stage {second}"
+
+
+def _raise_all(headline: str, problems: list[str]) -> None:
+    if problems:
+        more = [f"... and {len(problems) - MOST_SHOWN} more"] * (len(problems) > MOST_SHOWN)
+        raise ConfigurationError("\n  ".join([headline, *problems[:MOST_SHOWN], *more]))
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules inside of a module, itself included, that do or hold something."""
+    return (one for one in module.modules() if not is_container(one) and not isinstance(one, nn.Identity))
+
+
+def is_series(module: nn.Module) -> bool:
+    """Whether the entries of a container run in their order: always but for a dict with names that are no numbers."""
+    if isinstance(module, nn.ModuleDict):
+        return bool(len(module)) and all(key.isdigit() for key in module)
+    return isinstance(module, (nn.Sequential, nn.ModuleList))

@@ -1,0 +1,133 @@
+"""Where to cut a chain of layers: exactly, where each stage counts by itself, else from good places to better ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import combinations, pairwise
+from math import comb, inf
+from random import Random
+
+__all__: list[str] = []
+
+Ends = tuple[int, ...]  # 0, where each later stage begins, and the number of layers
+Cost = Callable[[int, int, int], float]  # of a stage that has the layers from one to before another
+Score = Callable[[Ends], tuple[float, ...]]  # the less, the better
+
+MOST_TRIED = 5000  # so many ways to cut are tried one by one
+NUM_KICKS, KICKED = 24, 3
+MOST_SCORED = 20_000  # after so many scores, no further kick
+LONGEST_BLOCK = 8
+
+
+def narrowest(num_layers: int, num_stages: int, cost: Cost, fits: Callable[[int, int, int], bool] | None = None) -> Ends | None:
+    """Cut so that the stage that costs most costs least, by dynamic programming.
+
+    best[x][end], the least that the dearest of the stages 0 to x costs where they have the layers before `end`, is the least of
+    max(best[x - 1][start], cost(x, start, end)) over all starts.
+
+    Args:
+        num_layers: in the chain.
+        num_stages: each gets one layer or more.
+        cost: `cost(stage, start, end)`.
+        fits: which of these may be at all; default: any.
+
+    Returns:
+        The ends, or None where nothing fits.
+    """
+    best = [inf] * (num_layers + 1)
+    best[0] = -inf
+    choices: list[list[int]] = []
+    for stage in range(num_stages):
+        least, chosen = [inf] * (num_layers + 1), [-1] * (num_layers + 1)
+        for end in range(stage + 1, num_layers - (num_stages - stage - 1) + 1):
+            for start in range(stage, end):
+                if best[start] >= least[end] or (fits is not None and not fits(stage, start, end)):
+                    continue
+                dearest = max(best[start], cost(stage, start, end))
+                if dearest < least[end]:
+                    least[end], chosen[end] = dearest, start
+        best = least
+        choices.append(chosen)
+    if best[num_layers] == inf:
+        return None
+    ends = [num_layers]
+    for chosen in reversed(choices):
+        ends.append(chosen[ends[-1]])
+    return tuple(reversed(ends))
+
+
+def best_of_all(num_layers: int, num_stages: int, score: Score) -> Ends | None:
+    """Try every way to cut; None where there are too many."""
+    if comb(num_layers - 1, num_stages - 1) > MOST_TRIED:
+        return None
+    return min(every_cut(num_layers, num_stages), key=score)
+
+
+def every_cut(num_layers: int, num_stages: int) -> Iterator[Ends]:
+    """Yield every way to cut."""
+    return ((0, *inner, num_layers) for inner in combinations(range(1, num_layers), num_stages - 1))
+
+
+def improved(starts: Iterable[Ends], score: Score) -> Ends:
+    """Move cuts by a layer, one or several neighbouring ones together, as long as that is better; and again from kicked cuts.
+
+    The same for the same arguments, on every rank.
+    """
+    counted = _Counted(score)
+    best = min((_descended(start, counted) for start in starts), key=score)
+    random = Random(0)
+    for _ in range(NUM_KICKS):
+        if counted.count > MOST_SCORED:
+            break
+        other = _descended(_kicked(best, random), counted)
+        best = min(best, other, key=score)
+    return best
+
+
+class _Counted:
+    """A score that counts how often it is asked."""
+
+    def __init__(self, score: Score) -> None:
+        self._score, self.count = score, 0
+
+    def __call__(self, ends: Ends) -> tuple[float, ...]:
+        self.count += 1
+        return self._score(ends)
+
+
+def _descended(ends: Ends, score: Score) -> Ends:
+    reached = score(ends)
+    while True:
+        better = min(_moved(ends), key=score, default=ends)
+        if score(better) >= reached:
+            return ends
+        ends, reached = better, score(better)
+
+
+def _moved(ends: Ends) -> Iterator[Ends]:
+    """Yield the cuts with a block of neighbouring ones moved by a layer, or one moved by two."""
+    last = len(ends) - 1
+    for first in range(1, last):
+        for after in range(first + 1, min(last, first + LONGEST_BLOCK) + 1):
+            for by in (-1, 1, -2, 2) if after == first + 1 else (-1, 1):
+                moved = (*ends[:first], *(end + by for end in ends[first:after]), *ends[after:])
+                if moved[first - 1] < moved[first] and moved[after - 1] < moved[after]:
+                    yield moved
+
+
+def _kicked(ends: Ends, random: Random) -> Ends:
+    """The cuts after some moves at random."""
+    for _ in range(KICKED):
+        moves = list(_moved(ends))
+        ends = random.choice(moves) if moves else ends
+    return ends
+
+
+def even(num_layers: int, num_stages: int) -> Ends:
+    """As many layers on each stage as on the others, or one more."""
+    return tuple(num_layers * stage // num_stages for stage in range(num_stages + 1))
+
+
+def pieces(ends: Ends) -> Sequence[tuple[int, int]]:
+    """The first layer of each stage, and the first one after it."""
+    return list(pairwise(ends))

@@ -1,0 +1,78 @@
+"""A stage as a copy of the model's outer modules, which shares all that it keeps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from bpipe.errors import ConfigurationError
+from bpipe.partition.names import Names, is_container
+from bpipe.partition.placeholders import placeholder
+
+__all__: list[str] = []
+
+Kind = Callable[[str], str]  # what stands for a missing module, by its name
+
+
+def skeleton(
+    model: nn.Module, names: Names, kept: Sequence[str], kind: Kind, *, claimed: Iterable[str], keep_positions: bool
+) -> nn.Module:
+    """Copy the modules above those that are kept; the rest is shared or left out.
+
+    Args:
+        model: the whole.
+        names: its names.
+        kept: what this stage names.
+        kind: the placeholder of a module that it lacks.
+        claimed: what any stage names: a parameter or buffer of a copied module that is named belongs to those who name it.
+        keep_positions: whether missing entries of a series are replaced too, so that the others keep their places.
+
+    Raises:
+        ConfigurationError: an attribute of these modules cannot be copied.
+    """
+    missing = {name for name in names.modules if not names.is_copied(name, kept) and not names.is_kept(name, kept)}
+    outermost = [name for name in missing if names.owner(name) not in missing]
+    memo = _shared(names, kept)
+    copied = {id(module) for name, module in names.modules.items() if names.is_copied(name, kept)}
+    for module in (names.modules[name] for name in missing):
+        if id(module) not in copied:
+            memo.setdefault(id(module), placeholder("pass", module))
+    part = _copied(model, memo)
+    for name in outermost:
+        owner, _, entry = name.rpartition(".")
+        above, stand_in = part.get_submodule(owner), placeholder(kind(name), names.modules[name])
+        if is_container(above) and not keep_positions:
+            del above._modules[entry]
+        else:
+            above._modules[entry] = stand_in
+    for name in set(claimed) & names.tensors.keys():
+        if names.is_copied(names.owner(name), kept) and not names.is_kept(name, kept):
+            owner, _, entry = name.rpartition(".")
+            above = part.get_submodule(owner)
+            (above._parameters if entry in above._parameters else above._buffers)[entry] = None
+    return part
+
+
+def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise ConfigurationError(
+            f"{type(model).__name__} cannot be copied without its parts: {type(error).__name__}: {error}. Take off the attribute "
+            "that deepcopy does not take, and put it on each stage"
+        ) from error
+
+
+def _shared(names: Names, kept: Sequence[str]) -> dict[int, Any]:
+    """What deepcopy takes as it is: kept modules, all parameters and buffers, and plain tensors of the copied modules."""
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in names.tensors.values()}
+    for name, module in names.modules.items():
+        if names.is_kept(name, kept):
+            memo[id(module)] = module
+        elif names.is_copied(name, kept):
+            memo.update((id(value), value) for value in vars(module).values() if isinstance(value, torch.Tensor))
+    return memo

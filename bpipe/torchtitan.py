@@ -1,0 +1,183 @@
+"""bpipe's schedules in torchtitan: a function for the `pipelining_fn` of a `ModelSpec`. torchtitan itself is not imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import accumulate, pairwise
+from math import ceil
+from typing import Any
+
+import torch
+from torch import nn
+
+from bpipe.balanced import Balanced
+from bpipe.catalogue import BalancedOneFOneB
+from bpipe.errors import ConfigurationError
+from bpipe.partition.split import split_model
+from bpipe.schedule import Schedule
+from bpipe.schedules import Rule, rules
+from bpipe.stage import PipelineStage
+
+__all__ = ["pipelining_fn"]
+
+Pipeline = tuple[Schedule | Balanced, list[nn.Module], bool, bool]
+
+FIRST = ("vision_encoder",)  # on the first stage, wherever it is registered
+
+
+def pipelining_fn(
+    schedule: type[Schedule] = BalancedOneFOneB, *, balanced: Mapping[str, Any] | None = None, **options: Any
+) -> Callable[..., Pipeline]:
+    """Make the `pipelining_fn` of a torchtitan (0.3.0) `ModelSpec`.
+
+    It cuts the model by `parallelism.module_fqns_per_model_part`, or as torchtitan does where that is not given, applies
+    `parallelize_fn` to each part (tensor parallelism, checkpointing, compile, FSDP2), and puts them under the schedule. The model
+    may be on the meta device; torchtitan initialises the parts afterwards. The rest of torchtitan's trainer, validation and
+    checkpoints included, is used as it is. `parallelism.pipeline_parallel_schedule` is not looked at: `schedule` says it.
+
+    Args:
+        schedule: a class of `bpipe`.
+        balanced: arguments of `bpipe.Balanced`, to balance the schedule in bytes; default: not.
+        options: further arguments of the schedule, such as `slots` or `timeout_s`.
+
+    Returns:
+        The function; it returns the schedule, this rank's parts, and whether these have the first and the last stage. It is
+        collective over the pipeline's ranks where the schedule's construction is, and raises ConfigurationError where the model,
+        the numbers of stages or the batch do not fit the schedule.
+
+    Example:
+        >>> import bpipe
+        >>> build = pipelining_fn(bpipe.Interleaved1F1B, timeout_s=60.0)  # replace(model_spec, pipelining_fn=build)
+    """
+    return _Pipelining(schedule, balanced, options)
+
+
+class _Pipelining:
+    """What torchtitan calls."""
+
+    def __init__(self, schedule: type[Schedule], balanced: Mapping[str, Any] | None, options: dict[str, Any]) -> None:
+        self._schedule, self._balanced, self._options = schedule, balanced, options
+        self._rule = next(rule for rule in rules() if rule.name == schedule.rule)
+
+    def __call__(
+        self,
+        model: nn.Module,
+        *,
+        parallel_dims: Any,
+        training: Any,
+        parallelism: Any,
+        device: torch.device,
+        parallelize_fn: Callable[..., nn.Module],
+        loss_fn: Callable[..., Any],
+        model_config: Any = None,
+        **others: Any,
+    ) -> Pipeline:
+        num_microbatches = _num_microbatches(training, parallelism)
+        stages = self._stages(model, parallel_dims, parallelism, device)
+        for stage in stages:
+            configs = dict(parallel_dims=parallel_dims, training=training, parallelism=parallelism, **others)
+            stage.submod = parallelize_fn(stage.submod, **configs)
+        made = self._schedule(stages, num_microbatches, loss_fn=_scalar(loss_fn), scale_grads=False, **self._options)
+        schedule = made if self._balanced is None else Balanced(made, **self._balanced)
+        parts = [stage.submod for stage in stages]
+        return schedule, parts, any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
+
+    def _stages(self, model: nn.Module, parallel_dims: Any, parallelism: Any, device: torch.device) -> list[PipelineStage]:
+        """This rank's stages."""
+        mesh = parallel_dims.get_mesh("pp")
+        num_ranks, group = mesh.size(), mesh.get_group("pp")
+        lists = parallelism.module_fqns_per_model_part
+        if lists is None:
+            lists = _names(model, parallelism, _num_stages(model, parallelism, self._rule, num_ranks))
+        per_rank, left = divmod(len(lists), num_ranks)
+        if left or not per_rank:
+            raise ConfigurationError(f"{len(lists)} stages do not divide over {num_ranks} ranks: name as many for each")
+        parts = split_model(model, lists, missing="none")
+        owners = self._rule.placement.stage_ranks(num_ranks, per_rank)
+        get_mesh = _get_mesh(parallel_dims)
+        return [
+            PipelineStage(part, index, len(lists), device, group, get_mesh=get_mesh)
+            for index, part in enumerate(parts)
+            if owners[index] == mesh.get_local_rank()
+        ]
+
+
+def _num_stages(model: nn.Module, parallelism: Any, rule: Rule, num_ranks: int) -> int:
+    """As many as the schedule takes, or as `pipeline_parallel_layers_per_stage` asks for."""
+    per_stage: int | None = parallelism.pipeline_parallel_layers_per_stage
+    if per_stage is None:
+        return num_ranks * rule.default_stages_per_rank
+    return ceil(_num_weighed(model, parallelism) / per_stage)
+
+
+def _num_weighed(model: nn.Module, parallelism: Any) -> int:
+    """The layers, and how many the modules before and after them stand for."""
+    less = parallelism.pipeline_parallel_first_stage_less_layers + parallelism.pipeline_parallel_last_stage_less_layers
+    return int(len(_layers(model)) + less)
+
+
+def _layers(model: nn.Module) -> list[str]:
+    layers = getattr(model, "layers", None)
+    if not isinstance(layers, (nn.ModuleDict, nn.ModuleList)):
+        raise ConfigurationError(
+            f"{type(model).__name__} has no `layers` to cut at: say what each stage has in parallelism.module_fqns_per_model_part"
+        )
+    return [f"layers.{entry}" for entry in layers._modules]
+
+
+def _names(model: nn.Module, parallelism: Any, num_stages: int) -> list[list[str]]:
+    """Cut as torchtitan does: stages as even as they go, earlier ones one more, the ends less by what they have besides layers.
+
+    Raises:
+        ConfigurationError: a stage would get nothing.
+    """
+    layers, less = _layers(model), [0] * num_stages
+    less[0] += parallelism.pipeline_parallel_first_stage_less_layers
+    less[-1] += parallelism.pipeline_parallel_last_stage_less_layers
+    fewest, num_larger = divmod(_num_weighed(model, parallelism), num_stages)
+    counts = [fewest + (index < num_larger) - less[index] for index in range(num_stages)]
+    if min(counts) < 0 or min(counts[1:-1], default=1) < 1:
+        raise ConfigurationError(
+            f"{len(layers)} layers do not fill {num_stages} stages whose ends stand for {less[0]} and {less[-1]} of them: take "
+            "fewer stages, or say what each has in parallelism.module_fqns_per_model_part"
+        )
+    lists = [layers[start:end] for start, end in pairwise(accumulate(counts, initial=0))]
+    children = [name for name, module in model._modules.items() if module is not None]
+    before = [name for name in children if name in FIRST or children.index(name) < children.index("layers")]
+    lists[0][:0] = before
+    lists[-1] += [name for name in children if name != "layers" and name not in before]
+    return lists
+
+
+def _num_microbatches(training: Any, parallelism: Any) -> int:
+    """m, from the batch of a rank and the size of a microbatch.
+
+    Raises:
+        ConfigurationError: the one does not divide by the other, or a schedule's file was given.
+    """
+    if getattr(parallelism, "pipeline_parallel_schedule_csv", None):
+        raise ConfigurationError("pipeline_parallel_schedule_csv is torch's format for torch's runtime: use bpipe.FromPlan")
+    batch, size = training.local_batch_size, parallelism.pipeline_parallel_microbatch_size
+    if batch % size:
+        raise ConfigurationError(f"local_batch_size={batch} does not divide by pipeline_parallel_microbatch_size={size}")
+    return int(batch // size)
+
+
+def _scalar(loss_fn: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    """torchtitan's losses return a number and metrics."""
+
+    def loss(*args: Any, **kwargs: Any) -> torch.Tensor:
+        value: torch.Tensor = loss_fn(*args, **kwargs)[0]
+        return value
+
+    return loss
+
+
+def _get_mesh(parallel_dims: Any) -> Callable[[tuple[str, ...], Any], Any]:
+    """How a stage finds the mesh of DTensors that its neighbours send."""
+
+    def get_mesh(names: tuple[str, ...], layout: Any) -> Any:
+        mesh = parallel_dims.get_mesh(list(names))
+        return None if layout is not None and mesh._layout != layout else mesh
+
+    return get_mesh

@@ -1,0 +1,204 @@
+"""Hugging Face Transformers in a pipeline: small random models, nothing downloaded, gradients of a single process."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bpipe
+from bpipe.errors import ConfigurationError, StageError
+from bpipe.partition.transformers import split_transformer, transformer_layers
+from tests.over import Over
+from tests.partition.models import assert_equal, cross_entropy, gradients_alone, gradients_piped
+from tests.ranks import run_ranks
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what it imports warns
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+M, ROWS, TOKENS, WORDS = 4, 8, 6, 31
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "vocab_size": WORDS}
+SPECIAL = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2LMHeadModel", {"n_embd": 16, "n_layer": 4, "n_head": 2, "vocab_size": WORDS, "n_positions": 16}),
+    "llama": ("LlamaForCausalLM", {**SIZES, "num_key_value_heads": 1}),
+    "bert": ("BertForMaskedLM", SIZES),
+    "qwen2": ("Qwen2ForCausalLM", {**SIZES, "num_key_value_heads": 1, "use_sliding_window": True, "sliding_window": 3}),
+    "gemma2": ("Gemma2ForCausalLM", {**SIZES, "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 3}),
+    "bloom": ("BloomForCausalLM", {"hidden_size": 16, "n_layer": 4, "n_head": 2, "vocab_size": WORDS}),  # layers return tuples
+}
+NO_DROPOUT = ("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_probs_dropout_prob", "hidden_dropout_prob")
+
+
+def model_of(kind: str) -> nn.Module:
+    name, sizes = KINDS[kind]
+    cls = getattr(transformers, name)
+    config = cls.config_class(**sizes, **SPECIAL, **({"max_window_layers": 2} if kind == "qwen2" else {}))
+    for dropout in NO_DROPOUT:  # draws are in another order when stages take turns
+        if hasattr(config, dropout):
+            setattr(config, dropout, 0.0)
+    torch.manual_seed(0)
+    model: nn.Module = cls(config).train()
+    return model
+
+
+class Logits(nn.Module):
+    """The model's logits alone, without a cache, whose layout rounds otherwise."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        return self.model(x, use_cache=False, **kwargs).logits
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.ones(ROWS, TOKENS, dtype=torch.long)
+    mask[::2, -2:] = 0
+    x, y = (torch.randint(3, WORDS, (ROWS, TOKENS), generator=generator) for _ in range(2))
+    return {"x": x, "y": y, "attention_mask": mask, "position_ids": torch.arange(TOKENS).flip(0).repeat(ROWS, 1)}
+
+
+def kwargs_for(kind: str) -> dict[str, torch.Tensor]:
+    return {k: v for k, v in inputs().items() if k == "attention_mask" or (k == "position_ids" and kind != "bloom")}
+
+
+def expected_of(kind: str, model: nn.Module) -> dict[str, torch.Tensor]:
+    found = gradients_alone(Logits(model), M, inputs()["x"], inputs()["y"], **kwargs_for(kind))
+    return {name.removeprefix("model."): gradient for name, gradient in found.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_names_and_keyword_arguments(kind: str) -> None:
+    """Positions and a mask are given, which every stage needs."""
+    model = model_of(kind)
+    x, y, kwargs = inputs()["x"], inputs()["y"], kwargs_for(kind)
+    parts = split_transformer(model, 4)
+    bpipe.check_split(model, parts, x, **kwargs)
+    assert {name for part in parts for name in part.state_dict()} == set(model.state_dict())
+    assert [type(part).__name__ for part in parts] == [type(model).__name__] * 4
+    assert all(isinstance(part, type(model)) for part in parts)
+    tied = {id(one) for one in parts[0].parameters()} & {id(one) for one in parts[-1].parameters()}
+    assert len(tied) == (kind not in ("llama", "qwen2"))
+    expected, found = expected_of(kind, model), gradients_piped(parts, M, x, y, **kwargs)
+    untied = [name for name, parameter in model.named_parameters() if id(parameter) not in tied]
+    for name in {name for name, parameter in model.named_parameters()} - set(untied):
+        # The first stage adds all its lookups to what the last one has added; one process adds both by microbatch.
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-6)
+    assert_equal({name: expected[name] for name in untied}, {name: found[name] for name in untied})
+
+
+def test_checkpointing_turned_on_before_the_split_and_balance_in_bytes() -> None:
+    model = model_of("bert")
+    expected = expected_of("bert", model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        model.gradient_checkpointing_enable()
+    parts, runs = split_transformer(model, 4), []
+    model.bert.encoder.layer[1].attention.register_forward_hook(lambda *_: runs.append(1))
+    in_bytes = Over(bpipe.OneFOneB, {"budget": "lowest"})
+    found = gradients_piped(parts, M, inputs()["x"], inputs()["y"], in_bytes, **kwargs_for("bert"))
+    assert len(runs) == 2 * M  # each microbatch again in its backward
+    tied = "bert.embeddings.word_embeddings.weight"
+    torch.testing.assert_close(found.pop(tied), expected.pop(tied), rtol=1e-4, atol=1e-6)  # another order of sums
+    del found["cls.predictions.decoder.weight"]  # the same one
+    assert_equal(expected, found)
+
+
+def test_dropout_is_drawn_as_in_the_whole_model() -> None:
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**KINDS["gpt2"][1], **SPECIAL)).train()
+    assert model.transformer.drop.p > 0
+    bpipe.check_split(model, split_transformer(model, 4), inputs()["x"])
+
+
+def test_two_uses_of_a_weight_are_two_gradients_to_sum() -> None:
+    """As in two processes: each with a weight of its own, whose gradients are summed by hand."""
+    model = model_of("gpt2")
+    expected = expected_of("gpt2", model)["transformer.wte.weight"]
+    parts = split_transformer(model, 4)
+    parts[-1].lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    found = gradients_piped(parts, M, inputs()["x"], inputs()["y"], **kwargs_for("gpt2"))
+    summed = found["transformer.wte.weight"] + found["lm_head.weight"]
+    torch.testing.assert_close(summed, expected, rtol=1e-4, atol=1e-6)  # another order of sums
+
+
+def as_rank(rank: int) -> dict[str, torch.Tensor]:
+    part = split_transformer(model_of("llama"), 2)[rank]
+    schedule = bpipe.BalancedOneFOneB(bpipe.PipelineStage(part, rank, 2, "cpu"), M, loss_fn=cross_entropy)
+    schedule.step(inputs()["x"], target=inputs()["y"], **kwargs_for("llama"))
+    schedule.close()
+    return {name: parameter.grad for name, parameter in part.named_parameters()}
+
+
+def test_over_gloo() -> None:
+    first, last = run_ranks(as_rank, 2, timeout_s=120.0)
+    assert_equal(expected_of("llama", model_of("llama")), {**first, **last})
+
+
+def test_cut_by_measured_layers_and_by_numbers_of_layers() -> None:
+    model = model_of("llama")
+    groups = transformer_layers(model)
+    assert groups == [("model.embed_tokens",), *((f"model.layers.{i}",) for i in range(4)), ("model.norm", "lm_head")]
+    layers = bpipe.measure_layers(model, inputs()["x"], {"use_cache": False}, layers=groups)
+    choice = bpipe.choose_stages(layers, 3, 6)
+    bpipe.check_split(model, split_transformer(model, choice.stages), inputs()["x"])
+    assert [len(part.model.layers) for part in split_transformer(model, [2, 1, 1])] == [2, 1, 1]
+    bpipe.check_split(model, split_transformer(model, 1), inputs()["x"])
+
+
+def test_a_model_without_a_head_and_one_on_meta() -> None:
+    cls = transformers.BertModel
+    model = cls(transformers.BertConfig(**SIZES))
+    bpipe.check_split(model, split_transformer(model, 2), inputs()["x"])
+    with torch.device("meta"):
+        parts = split_transformer(transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=4)), 2)
+    assert all(parameter.is_meta for part in parts for parameter in part.parameters())
+
+
+def test_nothing_is_cached() -> None:
+    caches: list[Any] = []
+    model = model_of("llama")
+    assert model.config.use_cache
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(lambda _, args, kwargs: caches.append(kwargs["past_key_values"]), with_kwargs=True)
+    gradients_piped(split_transformer(model, 2), M, inputs()["x"], inputs()["y"])
+    assert caches == [None] * (4 * M)
+
+
+def test_what_a_stage_does_not_take() -> None:
+    part = split_transformer(model_of("llama"), 2)[0]
+    with pytest.raises(ConfigurationError, match="a stage of LlamaForCausalLM does not take labels: give them to the schedule"):
+        part(inputs()["x"], labels=inputs()["y"])
+
+
+def test_what_cannot_be_cut() -> None:
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    t5 = transformers.T5Config(d_model=16, d_ff=16, num_layers=2, num_heads=2, vocab_size=9)
+    for model, message in (
+        (nn.Linear(2, 2), "it is no model of transformers"),
+        (transformers.T5ForConditionalGeneration(t5), "it has an encoder and a decoder"),
+        (transformers.ViTModel(transformers.ViTConfig(**small)), "its forward takes no inputs_embeds"),
+        (transformers.AlbertModel(transformers.AlbertConfig(**SIZES, embedding_size=8)), "has 0 lists of 4 layers"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            split_transformer(model, 2)
+    with pytest.raises(ConfigurationError, match="4 layers do not fill 5 stages"):
+        split_transformer(model_of("llama"), 5)
+
+
+def test_what_a_forward_does_outside_of_its_modules_is_caught() -> None:
+    """XGLM drops out by a function in its forward, which every stage would do again."""
+    config = transformers.XGLMConfig(d_model=16, ffn_dim=32, num_layers=2, attention_heads=2, vocab_size=WORDS, dropout=0.5)
+    model = transformers.XGLMForCausalLM(config).train()
+    with pytest.raises(StageError, match="do not compute what the model computes"):
+        bpipe.check_split(model, split_transformer(model, 2), inputs()["x"])
+    bpipe.check_split(model.eval(), split_transformer(model, 2), inputs()["x"])
