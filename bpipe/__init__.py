@@ -41,6 +41,11 @@ if TYPE_CHECKING:
     from bpipe.tools.chrome_read import load_trace
     from bpipe.tools.draw import draw
     from bpipe.tools.tracing import trace
+    from bpipe.training.checkpoint import training_state
+    from bpipe.training.clip import clip_grad_norm_
+    from bpipe.training.loss import share_loss
+    from bpipe.training.scaler import GradScaler
+    from bpipe.training.tied import TiedWeights
 
 __all__ = [
     "ZBH1",
@@ -52,17 +57,20 @@ __all__ = [
     "DualPipeV",
     "FromPlan",
     "GPipe",
+    "GradScaler",
     "Interleaved1F1B",
     "Loopback",
     "OneFOneB",
     "PipelineStage",
     "Schedule",
+    "TiedWeights",
     "VHalf",
     "VMin",
     "__version__",
     "advise",
     "check_split",
     "choose_stages",
+    "clip_grad_norm_",
     "draw",
     "load_trace",
     "measure_layers",
@@ -70,9 +78,11 @@ __all__ = [
     "place",
     "profile",
     "save_trace",
+    "share_loss",
     "split_model",
     "split_transformer",
     "trace",
+    "training_state",
     "transformer_layers",
 ]
 
@@ -85,11 +95,13 @@ _HOMES = {
     "DualPipeV": "bpipe.catalogue",
     "FromPlan": "bpipe.catalogue",
     "GPipe": "bpipe.catalogue",
+    "GradScaler": "bpipe.training.scaler",
     "Interleaved1F1B": "bpipe.catalogue",
     "Loopback": "bpipe.loopback",
     "OneFOneB": "bpipe.catalogue",
     "PipelineStage": "bpipe.stage",
     "Schedule": "bpipe.schedule",
+    "TiedWeights": "bpipe.training.tied",
     "VHalf": "bpipe.catalogue",
     "VMin": "bpipe.catalogue",
     "ZBH1": "bpipe.catalogue",
@@ -98,6 +110,7 @@ _HOMES = {
     "advise": "bpipe.estimate.advise",
     "check_split": "bpipe.partition.check",
     "choose_stages": "bpipe.partition.choose",
+    "clip_grad_norm_": "bpipe.training.clip",
     "draw": "bpipe.tools.draw",
     "load_trace": "bpipe.tools.chrome_read",
     "measure_layers": "bpipe.partition.measure",
@@ -105,9 +118,11 @@ _HOMES = {
     "place": "bpipe.comm.placement",
     "profile": "bpipe.estimate.profile",
     "save_trace": "bpipe.tools.chrome",
+    "share_loss": "bpipe.training.loss",
     "split_model": "bpipe.partition.split",
     "split_transformer": "bpipe.partition.transformers",
     "trace": "bpipe.tools.tracing",
+    "training_state": "bpipe.training.checkpoint",
     "transformer_layers": "bpipe.partition.transformers",
 }
 

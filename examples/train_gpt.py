@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -68,9 +67,9 @@ def main() -> None:
             optimizer.step()
 
             measurements.add(name, schedule.stats)
-            loss, asked_to_stop = add_over_ranks([mean(losses), stop.is_asked], device)
+            [asked_to_stop] = add_over_ranks([stop.is_asked], device)
             history["step"] = step + 1
-            history["losses"].append(loss)
+            history["losses"].append(bpipe.share_loss(losses))
             if is_due(step + 1, options):
                 history["validation_losses"][str(step + 1)] = validate(balanced, text, device)
             if is_due(step + 1, options) or asked_to_stop:
@@ -107,11 +106,6 @@ def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
-def mean(losses: Sequence[Tensor]) -> float:
-    """Return the mean of the microbatches' losses; zero on the ranks that have none."""
-    return torch.stack(list(losses)).mean().item() if losses else 0.0
-
-
 def validate(schedule: bpipe.Schedule, text: Text, device: torch.device) -> float:
     """Return the mean loss over validation batches, always the same ones. Collective."""
     losses: list[Tensor] = []
@@ -119,7 +113,7 @@ def validate(schedule: bpipe.Schedule, text: Text, device: torch.device) -> floa
         some: list[Tensor] = []
         schedule.eval(x.to(device), target=target.to(device), losses=some, return_outputs=False)
         losses += some
-    return add_over_ranks([mean(losses)], device)[0]
+    return bpipe.share_loss(losses)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, step: int, options: argparse.Namespace) -> None:

@@ -27,10 +27,14 @@ TIMEOUT_S = 180.0
 
 # Each with its number of processes, and a line of what it prints.
 RUNS: dict[str, tuple[int, str]] = {
-    "own_model": (2, r"rank 1: \d+ layers, at most \d+ KiB of activations"),
     "huggingface": (4, r"rank 3: \d+ tensors, at most \d+ KiB of activations"),
+    "mixed_precision": (4, r"step 60/60  loss [\d.]+  norm [\d.]+  next scale \d+"),
+    "mixture_of_experts": (4, r"rank 2: its experts get .+ of the tokens"),
+    "own_model": (2, r"rank 1: \d+ layers, at most \d+ KiB of activations"),
+    "resume": (4, r"step 20 over 4 stages  loss [\d.]+"),
     "split_model": (4, r"rank 0: embedding.weight to blocks\.\d+\.[\w.]+, [\d.]+ MiB of activations"),
     "tensor_parallel": (8, r"stage 0, tensor rank 1: at most \d+ KiB of activations, [1-9]\d* KiB a step evicted"),
+    "tied_embeddings": (4, r"rank 0: the matrix sums to (-?[\d.]+)(?s:.*)rank 3: the matrix sums to \1"),
 }
 ELSEWHERE = {"train_gpt", "two_nodes"}  # the main job, and one that takes agents of torchrun: below
 

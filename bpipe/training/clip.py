@@ -1,0 +1,164 @@
+"""The norm of all stages' gradients, and clipping by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from bpipe.errors import AgreementError, ConfigurationError, StageError
+from bpipe.training.group import Ranks
+from bpipe.training.tensors import mesh_of
+
+__all__ = ["clip_grad_norm_"]
+
+Parameters = torch.Tensor | Iterable[torch.Tensor]
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Parameters | Mapping[int, Parameters],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    copies: Iterable[torch.Tensor] = (),
+    group: Any = None,
+) -> torch.Tensor:
+    """Clip the gradients of a whole pipeline by their total norm: torch.nn.utils.clip_grad_norm_ over all stages.
+
+    The ranks exchange the norm of every single gradient, and each puts them together as torch does: the result has the same
+    bits on all ranks, and with whole gradients of one dtype it has the bits of a single process that has all parameters, in
+    the stages' order. A sharded gradient (DTensor: FSDP2, tensor parallelism) adds its mesh's own total, whose sum has another
+    order: equal to a few units in the last place.
+
+    Communicates two all_gathers over the pipeline's group: 40 bytes a rank, and 16 bytes times the most gradients that a rank
+    has; and for DTensors one all_reduce of a number over each of their meshes. Collective over the pipeline, and over those
+    meshes; blocks the host.
+
+    Args:
+        parameters: this rank's; where it holds several stages, a dict of them by stage index, so that norms are in the model's
+            order whatever the placement. They may have no gradient.
+        max_norm: the norm that the gradients have at most afterwards.
+        norm_type: p of the p-norm, or infinity.
+        error_if_nonfinite: raise where the total is infinite or NaN, on all ranks; gradients are left as they are then.
+        foreach: whether torch's foreach functions run; default: where they can.
+        copies: those parameters that another rank counts, such as `TiedWeights.copies`: clipped, and not counted again.
+        group: the process group of the pipeline's ranks, a DeviceMesh of one dimension, or None for the default group.
+
+    Returns:
+        The total norm before clipping, without dimensions, where this rank's gradients are.
+
+    Raises:
+        AgreementError: the ranks clip otherwise; raised on all of them.
+        StageError: with `error_if_nonfinite`.
+        ConfigurationError: the group has ranks over which a gradient is sharded, or is a `Loopback`'s.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(4))
+        >>> weight.grad = torch.ones(4)
+        >>> clip_grad_norm_([weight], 1.0), weight.grad
+        (tensor(2.), tensor([0.5000, 0.5000, 0.5000, 0.5000]))
+    """
+    ranks = Ranks(group, "torch.nn.utils.clip_grad_norm_ over the parameters of all stages does it")
+    stages = {place: _listed(given) for place, given in _by_place(parameters, ranks.rank).items()}
+    elsewhere = set(map(id, copies))
+    counted = {place: [p.grad for p in given if p.grad is not None and id(p) not in elsewhere] for place, given in stages.items()}
+    norms = [(place, norm) for place, gradients in counted.items() for norm in _norms(gradients, norm_type, foreach)]
+    total = _total(norms, (max_norm, norm_type), _problem(chain.from_iterable(counted.values()), ranks), ranks)
+    if error_if_nonfinite and not total.isfinite():
+        raise StageError(f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped by it")
+    everything = [parameter for given in stages.values() for parameter in given if parameter.grad is not None]
+    for alike in _by_mesh(everything, [parameter.grad for parameter in everything]).values():
+        clip_grads_with_norm_(alike, max_norm, total, foreach)
+    return total.to(everything[0].grad.device) if everything else total  # type: ignore[union-attr]
+
+
+def _by_place(parameters: Any, rank: int) -> Mapping[int, Parameters]:
+    return parameters if isinstance(parameters, Mapping) else {rank: parameters}
+
+
+def _listed(parameters: Parameters) -> list[torch.Tensor]:
+    return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+
+
+def _norms(gradients: Sequence[torch.Tensor], norm_type: float, foreach: bool | None) -> list[torch.Tensor]:
+    """The norm of each whole gradient, and one of all that are sharded over the same mesh."""
+    norms: list[torch.Tensor] = []
+    for mesh, alike in _by_mesh(gradients, gradients).items():
+        if mesh is not None:
+            norms.append(get_total_norm(alike, norm_type, foreach=foreach).full_tensor())  # type: ignore[attr-defined]
+        elif foreach is False:
+            norms += [torch.linalg.vector_norm(gradient, norm_type) for gradient in alike]
+        else:
+            norms += torch._foreach_norm(alike, norm_type)
+    return norms
+
+
+def _total(norms: Sequence[tuple[int, torch.Tensor]], how: tuple[float, float], problem: str, ranks: Ranks) -> torch.Tensor:
+    """The norm of all ranks' norms, put in the order of their places.
+
+    Args:
+        norms: this rank's, each with the place of its stage.
+        how: the highest norm, and which norm it is.
+        problem: why this rank can't go on, for all of them to raise.
+        ranks: the pipeline's.
+    """
+    bits = sum({1 << DTYPES.index(norm.dtype) for _, norm in norms})
+    told = torch.tensor([len(norms), bits, bool(problem), *how], dtype=torch.float64)
+    lengths, dtypes, problems, *hows = torch.stack(ranks.gather(told)).T.tolist()
+    if any(problems):
+        raise ConfigurationError(problem or f"rank {problems.index(True)} of the group cannot clip: it says why")
+    if any(len(set(values)) > 1 for values in hows):
+        seen = ", ".join(f"rank {rank} {values}" for rank, values in enumerate(zip(*hows)))
+        raise AgreementError(f"the ranks clip by other (max_norm, norm_type): {seen}. Give the same on all of them.")
+    if not any(lengths):
+        return torch.tensor(0.0)
+    gathered = torch.cat(ranks.gather_uneven(_rows(norms).to(ranks.device), [int(length) for length in lengths]))
+    in_order = gathered[torch.argsort(gathered[:, 0], stable=True), 1]
+    total: torch.Tensor = torch.linalg.vector_norm(in_order.to(_promoted([int(seen) for seen in dtypes])), how[1])
+    return total
+
+
+def _rows(norms: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
+    """Places and norms, side by side in a dtype in which both are exact."""
+    if not norms:
+        return torch.zeros(0, 2, dtype=torch.float64)
+    device = norms[0][1].device
+    places = torch.tensor([place for place, _ in norms], dtype=torch.float64, device=device)
+    return torch.stack([places, torch.stack([norm.to(device, torch.float64) for _, norm in norms])], 1)
+
+
+def _promoted(seen: Sequence[int]) -> torch.dtype:
+    """The dtype of a stack of norms in all dtypes that the ranks have seen, each given as a sum of powers of two."""
+    found = [dtype for index, dtype in enumerate(DTYPES) if any(bits >> index & 1 for bits in seen)]
+    result = found[0]
+    for dtype in found[1:]:
+        result = torch.promote_types(result, dtype)
+    return result
+
+
+def _by_mesh(tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> dict[Any, list[torch.Tensor]]:
+    """Tensors by the mesh of their gradients; None stands for those that are whole on this rank."""
+    groups: dict[Any, list[torch.Tensor]] = {}
+    for tensor, gradient in zip(tensors, gradients):
+        groups.setdefault(mesh_of(gradient), []).append(tensor)
+    return groups
+
+
+def _problem(gradients: Iterable[torch.Tensor], ranks: Ranks) -> str:
+    """Say if shards of one gradient would be counted as gradients of several stages."""
+    pipeline = set(ranks.global_ranks)
+    for mesh in {mesh_of(gradient) for gradient in gradients} - {None}:
+        sharded_over = mesh.mesh.flatten().tolist()
+        if len(pipeline.intersection(sharded_over)) > 1:
+            return (
+                f"gradients are sharded over ranks {sharded_over}, of which the group {sorted(pipeline)} has several: "
+                "give the group of one pipeline, such as mesh['pp']"
+            )
+    return ""

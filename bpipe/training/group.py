@@ -1,0 +1,118 @@
+"""The ranks of a pipeline, as what happens between two steps sees them: who they are, and what each of them tells."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bpipe.errors import ConfigurationError
+from bpipe.loopback import LoopbackGroup
+
+__all__: list[str] = []
+
+
+class Ranks:
+    """The ranks of a pipeline's group, this one among them; without a process group, this one alone.
+
+    Args:
+        group: a process group, a DeviceMesh of one dimension, or None for the default group, as for a `PipelineStage`.
+        instead: what to do where all ranks are in this process, for the error.
+
+    Raises:
+        ConfigurationError: this rank is not in the group, it is a mesh of several dimensions, or a rank of a `Loopback`.
+
+    Attributes:
+        device: where messages are: on the GPU with NCCL, else on the CPU.
+    """
+
+    def __init__(self, group: Any, instead: str) -> None:
+        if isinstance(group, LoopbackGroup):
+            raise ConfigurationError(f"on a Loopback all stages are in this process, where nothing is to be sent: {instead}")
+        self.group, self.rank, self.size, self.device = None, 0, 1, torch.device("cpu")
+        if group is not None or dist.is_initialized():
+            self._join(_process_group(group))
+
+    def _join(self, group: Any) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ConfigurationError(f"rank {dist.get_rank()} is not in the group: give the group of this rank's own pipeline")
+        if "nccl" in str(dist.get_backend_config(group)):
+            self.device = torch.device("cuda", torch.cuda.current_device())
+
+    @property
+    def global_ranks(self) -> list[int]:
+        """The ranks by their numbers in the default group."""
+        return [0] if self.group is None else dist.get_process_group_ranks(self.group)
+
+    def gather(self, row: torch.Tensor) -> list[torch.Tensor]:
+        """What each rank gives, in the order of the ranks; all give as much. Collective, one all_gather.
+
+        Args:
+            row: anywhere.
+
+        Returns:
+            Tensors on `device`.
+        """
+        row = row.to(self.device).contiguous()
+        if self.group is None:
+            return [row]
+        rows = [torch.empty_like(row) for _ in range(self.size)]
+        dist.all_gather(rows, row, group=self.group)
+        return rows
+
+    def gather_uneven(self, rows: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
+        """What each rank gives, where each gives another number of rows. Collective, one all_gather of the longest.
+
+        Args:
+            rows: (number of rows, ...).
+            lengths: the number of rows of each rank.
+        """
+        padded = rows.new_zeros((max(lengths), *rows.shape[1:]))
+        padded[: len(rows)] = rows
+        return [row[:length] for row, length in zip(self.gather(padded), lengths, strict=True)]
+
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """What each rank says. Collective, two all_gathers; blocks the host."""
+        mine = torch.frombuffer(bytearray(data + b"\0"), dtype=torch.uint8)
+        lengths = [int(length) for length in self.gather(torch.tensor([len(mine)]))]
+        return [bytes(row.tolist())[:-1] for row in self.gather_uneven(mine, lengths)]
+
+    def exchange(self, mine: torch.Tensor, ranks: Sequence[int]) -> list[torch.Tensor]:
+        """What each of some ranks gives, of one shape; only they send, to each other, over the group's own lines.
+
+        Args:
+            mine: on `device`, dense.
+            ranks: of the group, this one included.
+
+        Returns:
+            One tensor a rank, in the order of `ranks`; this rank's is `mine` itself.
+        """
+        parts = {rank: mine if rank == self.rank else torch.empty_like(mine) for rank in ranks}
+        others = [rank for rank in ranks if rank != self.rank]
+        self._transfer([(dist.isend, mine, rank) for rank in others] + [(dist.irecv, parts[rank], rank) for rank in others])
+        return [parts[rank] for rank in ranks]
+
+    def send(self, tensor: torch.Tensor, ranks: Sequence[int]) -> None:
+        """Give a tensor on `device` to some ranks."""
+        self._transfer([(dist.isend, tensor, rank) for rank in ranks])
+
+    def receive(self, tensor: torch.Tensor, rank: int) -> None:
+        """Fill a tensor on `device` with what a rank sends."""
+        self._transfer([(dist.irecv, tensor, rank)])
+
+    def _transfer(self, transfers: Sequence[tuple[Any, torch.Tensor, int]]) -> None:
+        ops = [dist.P2POp(op, tensor, self.global_ranks[rank], self.group) for op, tensor, rank in transfers]
+        for work in dist.batch_isend_irecv(ops) if ops else ():
+            work.wait()
+
+
+def _process_group(group: Any) -> Any:
+    if not hasattr(group, "mesh_dim_names"):
+        return dist.group.WORLD if group is None else group
+    if group.ndim != 1:
+        raise ConfigurationError(f"a mesh of {group.ndim} dimensions: give the pipeline's one, such as mesh['pp']")
+    return group.get_group()

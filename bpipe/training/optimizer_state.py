@@ -1,0 +1,110 @@
+"""An optimizer's state by the names of its parameters, as torch.distributed.checkpoint keeps it for pipelines."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from bpipe.errors import ConfigurationError
+
+__all__: list[str] = []
+
+State = dict[str, Any]
+NOT_SAVED = ("params", "param_names")
+
+
+class OptimizerState:
+    """One rank's optimizer as a Stateful: `state.<name>.<what>` and `param_groups.<name>.<what>` of each parameter.
+
+    It is the format of `StateDictOptions(flatten_optimizer_state_dict=True)`: groups are found again by their members, so that
+    another rank may hold them. What a parameter has no state of yet, as all have before the first step, is saved as zeros.
+
+    Args:
+        optimizer: over parameters of this rank.
+        names: of all its parameters.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[torch.Tensor, str]) -> None:
+        self._optimizer, self._names = optimizer, names
+        unknown = [tuple(parameter.shape) for parameter in _parameters(optimizer) if parameter not in names]
+        if unknown:
+            raise ConfigurationError(
+                f"the optimizer has {len(unknown)} parameters that are in none of the modules, the first of shape {unknown[0]}: "
+                "give all modules of this rank, and make the optimizer when their parameters are final"
+            )
+
+    def state_dict(self) -> State:
+        made_up = _made_up(self._optimizer)
+        flat: State = {}
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                name, state = self._names[parameter], made_up.get(parameter) or self._optimizer.state.get(parameter, {})
+                flat |= {f"state.{name}.{key}": value for key, value in state.items()}
+                flat |= {f"param_groups.{name}.{key}": value for key, value in group.items() if key not in NOT_SAVED}
+        return flat
+
+    def load_state_dict(self, flat: State) -> None:
+        states, settings = self._by_name(flat, "state."), self._by_name(flat, "param_groups.")
+        for group in self._optimizer.param_groups:
+            of_group = [settings[self._names[parameter]] for parameter in group["params"]]
+            for parameter, its in zip(group["params"], of_group):
+                self._check_alike(its, of_group[0], parameter)
+                if state := states[self._names[parameter]]:
+                    self._optimizer.state[parameter] = state
+            group.update(of_group[0] if of_group else {})
+
+    def _by_name(self, flat: State, kind: str) -> defaultdict[str, State]:
+        """What a flat dict has of one kind, by the names of parameters; both may have dots in them."""
+        known, found = set(self._names.values()), defaultdict[str, State](dict)
+        for key, value in flat.items():
+            rest = name = key.removeprefix(kind) if key.startswith(kind) else ""
+            while name and name not in known:
+                name = name.rpartition(".")[0]
+            found[name][rest[len(name) + 1 :]] = value
+        return found
+
+    def _check_alike(self, one: State, other: State, parameter: torch.Tensor) -> None:
+        if one != other:
+            differing = {key: (value, other.get(key)) for key, value in one.items() if value != other.get(key)}
+            raise ConfigurationError(
+                f"{self._names[parameter]!r} was saved in another parameter group than others of its group here: {differing}. "
+                "Make the same groups as when it was saved."
+            )
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _made_up(optimizer: Optimizer) -> dict[torch.Tensor, State]:
+    """States for the parameters that have none, for a checkpoint to fill, or to say that nothing has happened.
+
+    Only the optimizer knows what its states look like: it takes a step that changes nothing, and forgets it.
+    """
+    parameters = list(_parameters(optimizer))
+    new = {parameter for parameter in parameters if parameter.requires_grad and not optimizer.state.get(parameter)}
+    is_stateless = len(new) == len(parameters) and any(parameter.grad is not None for parameter in parameters)
+    if not new or is_stateless:
+        return {}
+    gradients, rates = [parameter.grad for parameter in parameters], [group.get("lr") for group in optimizer.param_groups]
+    try:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter) if parameter in new else None
+        for group in optimizer.param_groups:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+        optimizer.step()
+    finally:
+        for parameter, gradient in zip(parameters, gradients):
+            parameter.grad = gradient
+        for group, rate in zip(optimizer.param_groups, rates):
+            group["lr"] = rate
+    return {parameter: _before_any_step(optimizer.state.pop(parameter, {})) for parameter in new}
+
+
+def _before_any_step(state: State) -> State:
+    return {key: value * 0 if key == "step" else value for key, value in state.items()}

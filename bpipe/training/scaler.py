@@ -1,0 +1,83 @@
+"""Loss scaling over stages: all of them take the same step, or none does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.amp.grad_scaler import OptState
+
+from bpipe.training.group import Ranks
+
+__all__ = ["GradScaler"]
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch.amp.GradScaler for the stages of a pipeline: an overflow on one of them skips the step on all.
+
+    Only the last stage sees the loss: scale it in `loss_fn`, and unscale, step and update on every rank. What `losses` gets is
+    scaled, too.
+
+    `unscale_`, and `step` where it was not called before, communicate one all_reduce of 4 bytes over the pipeline's group.
+    Collective, and blocks the host as torch's does: each rank calls them once for each of its optimizers, and all ranks have
+    as many. The scale then takes the same course on all ranks.
+
+    Args:
+        device: the type of the device, as for torch's.
+        init_scale: likewise, as are the following.
+        growth_factor: by which the scale grows after `growth_interval` steps without an overflow.
+        backoff_factor: by which it shrinks after an overflow.
+        growth_interval: in steps.
+        enabled: False to do nothing.
+        group: the process group of the pipeline's ranks, a DeviceMesh of one dimension, or None for the default group.
+
+    Raises:
+        ConfigurationError: this rank is not in the group, or it is a `Loopback`'s.
+
+    Example:
+        >>> scaler = GradScaler("cpu", init_scale=8.0)
+        >>> loss_fn = lambda y, target: scaler.scale(torch.nn.functional.mse_loss(y, target))
+        >>> loss_fn(torch.ones(2), torch.zeros(2))
+        tensor(8.)
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        group: Any = None,
+    ) -> None:
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._ranks = Ranks(group, "torch.amp.GradScaler with one optimizer over all stages does it")
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the gradients by the scale, and learn whether any stage has an overflow. Collective over the pipeline."""
+        if not self.is_enabled():
+            return
+        if self._scale is None:  # the loss is on another rank
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        super().unscale_(optimizer)
+        state = self._per_optimizer_states[id(optimizer)]
+        state["found_inf_per_device"] = self._agreed(state["found_inf_per_device"])
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Take the optimizer's step, or skip it on all ranks. Collective over the pipeline where `unscale_` was not called."""
+        # torch's would leave a fused optimizer to look for overflows by itself.
+        if self.is_enabled() and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        return super().step(optimizer, *args, **kwargs)
+
+    def _agreed(self, found: dict[torch.device, torch.Tensor]) -> dict[torch.device, torch.Tensor]:
+        """Whether an overflow was found on any rank, for each device on which this one has gradients, or its scale."""
+        own = torch.stack([flag.to(self._ranks.device) for flag in found.values()]).amax(0) if found else torch.zeros(())
+        agreed = own.to(self._ranks.device)
+        if self._ranks.group is not None:
+            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._ranks.group)
+        assert self._scale is not None
+        return {device: agreed.to(device) for device in found or [self._scale.device]}

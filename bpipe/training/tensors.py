@@ -1,0 +1,31 @@
+"""What this process itself holds of a parameter, a gradient or a buffer."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+__all__: list[str] = []
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def mesh_of(tensor: Any) -> Any:
+    """The device mesh over which a tensor is sharded; None if this process has all of it."""
+    module = sys.modules.get("torch.distributed.tensor")  # loading it takes a second
+    return tensor.device_mesh if module is not None and isinstance(tensor, module.DTensor) else None
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """This process's own part: a DTensor's shard, else all of it. No copy, no graph."""
+    own: torch.Tensor = tensor.detach() if mesh_of(tensor) is None else tensor.detach().to_local()
+    return own
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """A sum of the bits of this process's part, as whole numbers: equal for equal bits."""
+    own = local(tensor)
+    own = torch.view_as_real(own) if own.is_complex() else own
+    return int(own.contiguous().view(INTEGERS[own.element_size()]).sum(dtype=torch.int64))

@@ -1,0 +1,114 @@
+"""Loss scaling over stages: all take the same step, or none; what is trained is a single process's, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import bpipe
+from bpipe.errors import ConfigurationError
+from tests.ranks import run_ranks
+from tests.training.language import BOUND, LanguageModel, Pipeline, assert_equal, backward_of, cross_entropy, groups_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+P, STEPS = 4, 5
+OVERFLOWS = {1: 2, 3: 0}  # step: stage on which a gradient is not finite
+
+
+def spoil(module: torch.nn.Module) -> None:
+    next(p for name, p in module.named_parameters() if "norm1" in name).grad[3] = float("inf")
+
+
+def alone(optimizer_options: dict[str, Any]) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    whole, scaler = LanguageModel(), torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    optimizer, seen = torch.optim.AdamW(groups_of([whole]), **optimizer_options), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = backward_of(whole, step, lambda y, target: scaler.scale(cross_entropy(y, target)))
+        if step in OVERFLOWS:
+            spoil(whole.blocks[str(OVERFLOWS[step])])
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), BOUND)
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((loss, norm, scaler.get_scale()))
+    return seen, dict(whole.state_dict())
+
+
+def trained(rank: int, optimizer_options: dict[str, Any], *, clips: bool = True) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    scaler = bpipe.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    pipeline, seen = Pipeline(rank, P, loss_fn=lambda y, target: scaler.scale(cross_entropy(y, target))), []
+    optimizer = torch.optim.AdamW(groups_of(pipeline.modules.values()), **optimizer_options)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = pipeline.backward(step)
+        assert pipeline.schedule.stats["peak_bytes"] == pipeline.schedule.stats["predicted_peak_bytes"]
+        if OVERFLOWS.get(step) == rank:
+            spoil(pipeline.modules[rank])
+        norm = None
+        if clips:
+            scaler.unscale_(optimizer)
+            norm = pipeline.clip()
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((loss, norm, scaler.get_scale()))
+    return seen, pipeline.values()
+
+
+def frozen_on_rank_0(rank: int) -> tuple[bool, float]:
+    """A rank without a single gradient takes part: whether it stepped, and its scale."""
+    module = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    scaler, steps = bpipe.GradScaler("cpu", init_scale=8.0), []
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    if rank:
+        module.weight.grad = torch.full((2, 2), float("nan") if rank == 2 else 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    return bool(steps), scaler.get_scale()
+
+
+def everything(rank: int) -> dict[str, Any]:
+    return {
+        "plain": trained(rank, {}),
+        "fused": trained(rank, {"fused": True}),
+        "fused, not clipped": trained(rank, {"fused": True}, clips=False),
+        "frozen": frozen_on_rank_0(rank),
+        "switched off": bpipe.GradScaler("cpu", enabled=False).scale(torch.tensor(2.0)).item(),
+    }
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, list[Any]]:
+    ranks = run_ranks(everything, P)
+    return {name: [of_rank[name] for of_rank in ranks] for name in ranks[0]}
+
+
+@pytest.mark.parametrize("name", ["plain", "fused"])
+def test_training_equals_a_single_process(seen: dict[str, list[Any]], name: str) -> None:
+    """An overflow on one stage skips the step on all; the scale takes the same course."""
+    expected, values = alone({"fused": True} if name == "fused" else {})
+    assert [scale for _, _, scale in expected] == [8.0, 4.0, 4.0, 2.0, 2.0]
+    for of_rank, _ in seen[name]:
+        for (loss, norm, scale), (loss_alone, norm_alone, scale_alone) in zip(of_rank, expected, strict=True):
+            assert (loss, scale) == (loss_alone, scale_alone)
+            assert torch.equal(norm, norm_alone) or not (norm.isfinite() or norm_alone.isfinite())
+    assert_equal({name: value for _, part in seen[name] for name, value in part.items()}, values)
+
+
+def test_a_fused_optimizer_does_not_decide_alone(seen: dict[str, list[Any]]) -> None:
+    courses = [[scale for _, _, scale in of_rank] for of_rank, _ in seen["fused, not clipped"]]
+    assert courses == [[8.0, 4.0, 4.0, 2.0, 2.0]] * P
+
+
+def test_a_rank_without_gradients_takes_part(seen: dict[str, list[Any]]) -> None:
+    assert seen["frozen"] == [(False, 4.0)] * P
+
+
+def test_switched_off_and_on_a_loopback(seen: dict[str, list[Any]]) -> None:
+    assert seen["switched off"] == [2.0] * P
+    with pytest.raises(ConfigurationError, match=r"torch\.amp\.GradScaler with one optimizer over all stages"):
+        bpipe.GradScaler("cpu", group=bpipe.Loopback(2).rank(0))
