@@ -12,10 +12,8 @@ Autograd computes only what a run asks for: each half has one of the two product
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import suppress
-from functools import cache
-from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -23,6 +21,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from bpipe.autograd import Box, run_backward
 from bpipe.errors import SavedTensorError, StageError
+from bpipe.memory.nodes import saved_by
 from bpipe.memory.stash import Saved
 
 __all__: list[str] = []
@@ -214,14 +213,14 @@ def _is_vector(leaf: Node) -> bool:
 
 def _is_recomputed(node: Node) -> bool:
     """Whether a node's backward has to run a forward again first (activation checkpointing): all it saved knows, or nothing."""
-    data = next((data for _, data in _saved(node) if data is not None), None)
+    data = next((data for _, data in saved_by(node) if data is not None), None)
     return type(data).__module__ == "torch.utils.checkpoint"
 
 
 def _forget(nodes: Iterable[Node]) -> None:
     """Free what nodes have saved, and will not be asked for again."""
     for node in nodes:
-        for saved, data in _saved(node):
+        for saved, data in saved_by(node):
             if isinstance(data, Saved):
                 data.forget()
             elif isinstance(data, torch.Tensor):
@@ -237,16 +236,3 @@ def _gone(_: None) -> torch.Tensor:
     raise SavedTensorError(
         "a stage's graph is used a second time, after its backward. Compute what microbatches share anew in each forward."
     )
-
-
-def _saved(node: Node) -> Iterator[tuple[Any, Any]]:
-    """Yield the tensors that a node has saved, each with what hooks made of it; None where there is none."""
-    for name in _saved_names(type(node)):
-        value = getattr(node, name)
-        for saved in value if isinstance(value, tuple) else (value,):
-            yield saved, getattr(saved, "data", None)
-
-
-@cache
-def _saved_names(kind: type[Node]) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))

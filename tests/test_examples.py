@@ -27,6 +27,9 @@ TIMEOUT_S = 180.0
 
 # Each with its number of processes, and a line of what it prints.
 RUNS: dict[str, tuple[int, str]] = {
+    "activation_checkpointing": (4, r"selective, rank 0: at most \d+ KiB of activations, [1-9]\d* KiB"),
+    "compile": (4, r"rank 0: 1 graph\(s\), 0 breaks, [1-9]\d* KiB"),
+    "fsdp": (4, r"pipeline 1, stage 0: \d+ of \d+ weights here"),
     "huggingface": (4, r"rank 3: \d+ tensors, at most \d+ KiB of activations"),
     "mixed_precision": (4, r"step 60/60  loss [\d.]+  norm [\d.]+  next scale \d+"),
     "mixture_of_experts": (4, r"rank 2: its experts get .+ of the tokens"),
@@ -36,6 +39,7 @@ RUNS: dict[str, tuple[int, str]] = {
     "tensor_parallel": (8, r"stage 0, tensor rank 1: at most \d+ KiB of activations, [1-9]\d* KiB a step evicted"),
     "tied_embeddings": (4, r"rank 0: the matrix sums to (-?[\d.]+)(?s:.*)rank 3: the matrix sums to \1"),
 }
+ARGUMENTS = {"compile": ["--backend", "aot_eager"]}  # inductor takes a minute for what it compiles
 ELSEWHERE = {"train_gpt", "two_nodes"}  # the main job, and one that takes agents of torchrun: below
 
 
@@ -72,7 +76,7 @@ def _main(end: Any, name: str, rank: int, size: int, port: int, folder: Path) ->
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     os.chdir(folder)
     sys.path.insert(0, str(EXAMPLES))
-    sys.argv = [name]
+    sys.argv = [name, *ARGUMENTS.get(name, [])]
     text, is_whole = io.StringIO(), True
     try:
         with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text), warnings.catch_warnings():

@@ -1,10 +1,12 @@
-"""Stages under FSDP2: gathered and reduced where the plan says, as often as it says, to the gradients of a single process."""
+"""Stages under FSDP2: gathered and reduced where the plan says, or once a step, to the gradients of a single process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,16 +14,20 @@ import torch
 from torch import nn
 
 import bpipe
-from bpipe.runtime.sharding import Sharding
+import bpipe.runtime.compute
+from bpipe.runtime.sharding import Sharding, _groups
 from bpipe.schedules import Action, Op, Plan
-from tests.models import batch_of, held_by, modules_of, mse
+from tests.models import Block, batch_of, held_by, modules_of, mse
 from tests.operations import Count
+from tests.over import Over
 from tests.ranks import run_ranks
+from tests.replicas import Gradients, assert_gradients, averaged
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 P, V, M, REPLICAS = 2, 2, 4, 2
 NUM_STAGES = P * V
+WIDE = 4  # ranks in a pipeline that evicts
 
 
 def framed(plan: Plan) -> Plan:
@@ -51,78 +57,89 @@ class Wholes(bpipe.Interleaved1F1B):
         return framed(super()._make_plan(*args))
 
 
+def singles(num_stages: int) -> list[nn.Module]:
+    return modules_of("quiet", num_stages)
+
+
+def pairs(num_stages: int) -> list[nn.Module]:
+    """Two blocks a stage, each of them sharded by itself."""
+    torch.manual_seed(0)
+    return [nn.Sequential(Block(dropout=0.0), Block(dropout=0.0)) for _ in range(num_stages)]
+
+
+def parts_of(module: Any) -> Sequence[nn.Module]:
+    return list(module) if isinstance(module, nn.Sequential) else (module.qkv, module.mlp)
+
+
 class Replica:
-    """One rank of one of two pipelines whose stages are sharded over both.
+    """One rank of one of several pipelines whose stages are sharded over all.
 
     Args:
-        rank: in the world: two pipelines of two ranks.
+        rank: in the world: `replicas` pipelines of p ranks.
         schedule: the class to run.
+        num_stages: of each pipeline.
+        make: makes the modules of all stages.
         nested: whether parts of a stage are sharded by themselves.
-        policy: of mixed precision: keywords, or None.
+        policy: of mixed precision: keywords.
+        options: of `fully_shard`; None not to shard.
     """
 
-    def __init__(self, rank: int, schedule: type[bpipe.Schedule], *, nested: bool, policy: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        schedule: Any,
+        *,
+        num_stages: int = NUM_STAGES,
+        make: Callable[[int], list[nn.Module]] = singles,
+        nested: bool = True,
+        p: int = P,
+        replicas: int = REPLICAS,
+        policy: dict[str, Any] | None = None,
+        options: dict[str, Any] | None = {},  # noqa: B006  never changed
+    ) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        mesh = init_device_mesh("cpu", (REPLICAS, P), mesh_dim_names=("replica", "rank"))
-        self.replica, own = mesh.get_local_rank("replica"), mesh.get_local_rank("rank")
-        options = {"mesh": mesh["replica"]} | ({} if policy is None else {"mp_policy": MixedPrecisionPolicy(**policy)})
-        modules = modules_of("quiet", NUM_STAGES)
-        self.modules = {index: modules[index] for index in held_by(schedule, P, NUM_STAGES)[own]}
-        for module in self.modules.values():
-            for part in (module.qkv, module.mlp) if nested else ():
-                fully_shard(part, **options)
-            fully_shard(module, **options)
+        mesh = init_device_mesh("cpu", (replicas, p), mesh_dim_names=("replica", "rank"))
+        self.replica, self.replicas, own = mesh.get_local_rank("replica"), replicas, mesh.get_local_rank("rank")
+        modules = make(num_stages)
+        self.modules = {index: modules[index] for index in held_by(schedule, p, num_stages)[own]}
+        if options is not None:
+            given = {"mesh": mesh["replica"], "mp_policy": MixedPrecisionPolicy(**policy or {}), **options}
+            for module in self.modules.values():
+                for part in parts_of(module) if nested else ():
+                    fully_shard(part, **given)
+                fully_shard(module, **given)
         group = mesh.get_group("rank")
-        stages = [bpipe.PipelineStage(module, index, NUM_STAGES, "cpu", group) for index, module in self.modules.items()]
+        stages = [bpipe.PipelineStage(module, index, num_stages, "cpu", group) for index, module in self.modules.items()]
         self.schedule = schedule(stages, M, loss_fn=mse)
 
-    def step(self, step: int) -> tuple[int, int]:
+    def step(self, step: int, dtype: torch.dtype = torch.float32) -> tuple[int, int]:
         """Train on this replica's share of a batch; how often weights were gathered, and gradients reduced."""
-        x, y = (part.chunk(REPLICAS)[self.replica] for part in batch_of("quiet", REPLICAS * 2 * M, step))
+        x, y = (part.chunk(self.replicas)[self.replica] for part in batch_of("quiet", self.replicas * 2 * M, step))
         with Count() as count:
-            self.schedule.step(x, target=y)
+            self.schedule.step(x.to(dtype), target=y)
         return count.of["_allgather_base_"], count.of["_reduce_scatter_base_"]
 
     def gradients(self) -> dict[int, list[torch.Tensor]]:
         return {index: [p.grad.full_tensor().clone() for p in module.parameters()] for index, module in self.modules.items()}
 
 
-def single_process(steps: int) -> list[list[torch.Tensor]]:
-    """Each replica's gradients of each step, averaged over the replicas and added up over the steps, by stage."""
-    total: list[list[torch.Tensor]] = []
-    for step in range(steps):
-        x, y = batch_of("quiet", REPLICAS * 2 * M, step)
-        of_replicas = [_of_replica(*pair) for pair in zip(x.chunk(REPLICAS), y.chunk(REPLICAS))]
-        mean = [[sum(parts) / REPLICAS for parts in zip(*stages)] for stages in zip(*of_replicas)]
-        total = mean if not total else [[a + b for a, b in zip(*pair)] for pair in zip(total, mean)]
-    return total
+def single_process(steps: int) -> Gradients:
+    return averaged(partial(singles, NUM_STAGES), M, range(steps))
 
 
-def _of_replica(x: torch.Tensor, y: torch.Tensor) -> list[list[torch.Tensor]]:
-    modules = modules_of("quiet", NUM_STAGES)
-    for xi, yi in zip(x.chunk(M), y.chunk(M)):
-        (mse(nn.Sequential(*modules)(xi), yi) / M).backward()
-    return [[p.grad for p in module.parameters()] for module in modules]
+Trained = tuple[list[tuple[int, int]], dict[int, list[torch.Tensor]]]
 
 
-def assert_gradients(ranks: Sequence[dict[int, list[torch.Tensor]]], expected: list[list[torch.Tensor]]) -> None:
-    """To the bit: two replicas' gradients have one sum whatever the order, and their mean is exact."""
-    assert sorted(stage for gradients in ranks for stage in gradients) == sorted([*range(NUM_STAGES)] * REPLICAS)
-    for gradients in ranks:
-        for stage, found in gradients.items():
-            assert all(map(torch.equal, found, expected[stage]))
-
-
-def train(rank: int, schedule: type[bpipe.Schedule], nested: bool) -> tuple[list[tuple[int, int]], dict[int, list[torch.Tensor]]]:
-    replica = Replica(rank, schedule, nested=nested)
+def train(rank: int, schedule: Any, nested: bool, **more: Any) -> Trained:
+    replica = Replica(rank, schedule, nested=nested, **more)
     return [replica.step(step) for step in range(2)], replica.gradients()
 
 
-def accumulate(rank: int) -> tuple[list[tuple[int, int]], dict[int, list[torch.Tensor]]]:
+def accumulate(rank: int, schedule: type[bpipe.Schedule]) -> Trained:
     """Two steps of which the user lets only the second one reduce."""
-    replica, counts = Replica(rank, bpipe.BreadthFirst, nested=True), []
+    replica, counts = Replica(rank, schedule), []
     for step, is_last in enumerate((False, True)):
         for module in replica.modules.values():
             module.set_requires_gradient_sync(is_last)
@@ -130,17 +147,45 @@ def accumulate(rank: int) -> tuple[list[tuple[int, int]], dict[int, list[torch.T
     return counts, replica.gradients()
 
 
-def in_mixed_precision(rank: int, schedule: type[bpipe.Schedule]) -> dict[tuple[int, int], list[torch.Tensor]]:
-    replica = Replica(rank, schedule, nested=False, policy={"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32})
-    replica.step(0)
-    return {(replica.replica, stage): gradients for stage, gradients in replica.gradients().items()}
+# With float32 outputs and sums of gradients; and with everything in bfloat16, inputs and outputs as they come.
+CASTING = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "output_dtype": torch.float32}
+PLAIN = {"param_dtype": torch.bfloat16, "cast_forward_inputs": False}
+
+
+def in_mixed_precision(rank: int, schedule: type[bpipe.Schedule], **more: Any) -> dict[int, list[torch.Tensor]]:
+    replica = Replica(rank, schedule, **more)
+    replica.step(0, torch.bfloat16 if more["policy"] is PLAIN else torch.float32)
+    return replica.gradients()
+
+
+class Cast(nn.Module):
+    """What FSDP makes of a module in mixed precision."""
+
+    def __init__(self, module: nn.Module, policy: dict[str, Any]) -> None:
+        super().__init__()
+        self.inner, self.dtype = deepcopy(module).to(torch.bfloat16), policy.get("output_dtype", torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.to(torch.bfloat16)).to(self.dtype)
+
+
+def in_bfloat16(policy: dict[str, Any], modules: Sequence[Any], x: torch.Tensor, y: torch.Tensor, m: int) -> Gradients:
+    """One replica's gradients: of each microbatch in bfloat16, added up in the precision of the reduction."""
+    cast = [nn.Sequential(*(Cast(block, policy) for block in module)) for module in modules]
+    totals: list[list[Any]] = [[0.0 for _ in module.parameters()] for module in cast]
+    for xi, yi in zip(x.chunk(m), y.chunk(m)):
+        (mse(nn.Sequential(*cast)(xi), yi) / m).backward()
+        for total, module in zip(totals, cast):
+            total[:] = [t + p.grad.to(policy.get("reduce_dtype", torch.bfloat16)) for t, p in zip(total, module.parameters())]
+            module.zero_grad()
+    return totals
 
 
 def before_and_after(rank: int) -> tuple[list[int], bool, list[Any]]:
     """How often an evaluation gathers before and after a step with planned sharding; what that step leaves behind."""
     from torch.distributed.tensor import DTensor
 
-    replica, counts = Replica(rank, bpipe.BreadthFirst, nested=True), []
+    replica, counts = Replica(rank, bpipe.BreadthFirst), []
     x, _ = batch_of("quiet", 2 * M)
     for step in range(2):
         with Count() as count:
@@ -151,15 +196,48 @@ def before_and_after(rank: int) -> tuple[list[int], bool, list[Any]]:
     return counts, is_sharded, [module._get_fsdp_state()._comm_ctx.post_forward_order for module in replica.modules.values()]
 
 
+def with_halves_counted(rank: int, options: dict[str, Any]) -> tuple[Trained, int, bool]:
+    """ZB-H1, how many backwards it ran in halves, and whether weights are sharded again after it."""
+    from torch.distributed.tensor import DTensor
+
+    original, calls = bpipe.runtime.compute.run_input_half, []
+
+    def counted(*args: Any) -> Any:
+        calls.append(1)
+        return original(*args)
+
+    bpipe.runtime.compute.run_input_half = counted
+    replica = Replica(rank, bpipe.ZBH1, num_stages=P, make=pairs, options=options)
+    trained = [replica.step(step) for step in range(2)], replica.gradients()
+    bpipe.runtime.compute.run_input_half = original
+    return trained, len(calls), all(isinstance(p, DTensor) for module in replica.modules.values() for p in module.parameters())
+
+
+def among_four(rank: int, reshard: bool | int) -> Trained:
+    """Two stages on each of four ranks, which are replicas: torch makes the groups of an int only where a mesh has all ranks."""
+    options = {"reshard_after_forward": reshard}
+    return train(rank, bpipe.Interleaved1F1B, True, num_stages=P, make=pairs, p=1, replicas=4, options=options)
+
+
 def everything(rank: int) -> dict[str, Any]:
     """In one start of the processes: what FSDP2 imports takes each of them seconds."""
+    casting: dict[str, Any] = {"make": pairs, "policy": CASTING}
     return {
-        "breadth first": train(rank, bpipe.BreadthFirst, nested=False),
-        "halves": train(rank, Halves, nested=True),
-        "not in the plan": train(rank, bpipe.ZBV, nested=True),
-        "accumulated": accumulate(rank),
-        "mixed halves": in_mixed_precision(rank, Halves),
-        "mixed wholes": in_mixed_precision(rank, Wholes),
+        "breadth first": train(rank, bpipe.BreadthFirst, False),
+        "halves": train(rank, Halves, True),
+        "not in the plan": train(rank, bpipe.ZBV, True, options={"reshard_after_forward": True}),
+        "freed": train(rank, bpipe.OneFOneB, True, num_stages=P, make=pairs, options={"reshard_after_forward": True}),
+        "kept": train(rank, bpipe.OneFOneB, True, num_stages=P, make=pairs, options={"reshard_after_forward": False}),
+        "in halves": with_halves_counted(rank, {"reshard_after_forward": False}),
+        "undivided": with_halves_counted(rank, {"reshard_after_forward": True}),
+        "accumulated": accumulate(rank, bpipe.BreadthFirst),
+        "accumulated by itself": accumulate(rank, bpipe.Interleaved1F1B),
+        "mixed halves": in_mixed_precision(rank, Halves, **casting),
+        "mixed wholes": in_mixed_precision(rank, Wholes, **casting),
+        "mixed by itself": in_mixed_precision(rank, bpipe.Interleaved1F1B, **casting),
+        "plain bfloat16": in_mixed_precision(rank, bpipe.Interleaved1F1B, make=pairs, policy=PLAIN),
+        "groups": among_four(rank, 2),  # weights stay sharded over two of the four replicas
+        "no groups": among_four(rank, True),
         "before and after": before_and_after(rank),
     }
 
@@ -182,21 +260,45 @@ def test_gathers_reductions_and_gradients(seen: Seen, name: str, nested: bool, g
     assert_gradients(gradients, single_process(2))
 
 
-def test_the_user_decides_whether_a_step_reduces(seen: Seen) -> None:
-    counts, gradients = zip(*seen["accumulated"])
+@pytest.mark.parametrize("name", ["freed", "kept"])
+def test_what_the_plan_says_nothing_of_reduces_once_a_step(seen: Seen, name: str) -> None:
+    """Two blocks: what FSDP keeps after a forward is gathered once a step, the rest for each forward and backward."""
+    counts, gradients = zip(*seen[name])
+    assert all(reductions == 2 for of_rank in counts for _, reductions in of_rank)
+    gathers = {gathers for of_rank in counts for gathers, _ in of_rank}
+    assert gathers == {2} if name == "kept" else min(gathers) >= 2 * 2 * M - 1
+    assert_gradients(gradients, averaged(partial(pairs, P), M, range(2)))
+
+
+@pytest.mark.parametrize("name", ["in halves", "undivided"])
+def test_halves_of_weights_that_stay(seen: Seen, name: str) -> None:
+    """FSDP frees weights when a backward has passed a module: a weight half would come too late, if they do not stay."""
+    trained, num_halves, is_sharded = zip(*seen[name])
+    counts, gradients = zip(*trained)
+    assert num_halves == ((2 * M,) * P * REPLICAS if name == "in halves" else (0,) * P * REPLICAS)
+    assert all(reductions == 2 for of_rank in counts for _, reductions in of_rank)
+    assert all(is_sharded)
+    assert_gradients(gradients, averaged(partial(pairs, P), M, range(2)))
+
+
+@pytest.mark.parametrize("name", ["accumulated", "accumulated by itself"])
+def test_the_user_decides_whether_a_step_reduces(seen: Seen, name: str) -> None:
+    counts, gradients = zip(*seen[name])
     assert [[reductions for _, reductions in of_rank] for of_rank in counts] == [[0, 3 * V]] * P * REPLICAS
     for of_rank in gradients:
         for stage, found in of_rank.items():
             torch.testing.assert_close(found, single_process(2)[stage])  # another order: the mean of sums, not the sum of means
 
 
-def test_halves_add_up_in_the_precision_of_the_reduction(seen: Seen) -> None:
-    """As whole backwards do, although some weight halves follow one another."""
-    halves, wholes = (
-        {key: gradients for part in seen[name] for key, gradients in part.items()} for name in ("mixed halves", "mixed wholes")
-    )
-    assert halves.keys() == wholes.keys() and len(halves) == NUM_STAGES * REPLICAS
-    assert all(torch.equal(a, b) for key in halves for a, b in zip(halves[key], wholes[key], strict=True))
+@pytest.mark.parametrize("name", ["mixed halves", "mixed wholes", "mixed by itself"])
+def test_gradients_add_up_in_the_precision_of_the_reduction(seen: Seen, name: str) -> None:
+    """In halves too, although some weight halves follow one another."""
+    assert_gradients(seen[name], averaged(partial(pairs, NUM_STAGES), M, backward=partial(in_bfloat16, CASTING)))
+
+
+def test_bfloat16_throughout(seen: Seen) -> None:
+    expected = averaged(partial(pairs, NUM_STAGES), M, backward=partial(in_bfloat16, PLAIN))
+    assert_gradients(seen["plain bfloat16"], [[gradient.float() for gradient in of_stage] for of_stage in expected])
 
 
 def test_after_a_step_everything_is_as_fsdp_leaves_it(seen: Seen) -> None:
@@ -204,6 +306,68 @@ def test_after_a_step_everything_is_as_fsdp_leaves_it(seen: Seen) -> None:
         assert counts[0] == counts[1] > 3 * V  # an evaluation's plan says nothing of sharding: FSDP gathers in each forward
         assert is_sharded
         assert not any(forwards_under_way)
+
+
+def test_halves_without_sharding_in_the_plan_are_one_backward(seen: Seen) -> None:
+    counts, gradients = zip(*seen["not in the plan"])
+    assert all(reductions == 3 * V for of_rank in counts for _, reductions in of_rank)
+    assert_gradients(gradients, single_process(2))
+
+
+class Seven(bpipe.Interleaved1F1B):
+    """Within seven slots, so that early ranks evict."""
+
+    def _make_plan(self, num_stages: int, num_ranks: int, n_microbatches: int, slots: Any) -> Plan:
+        return super()._make_plan(num_stages, num_ranks, n_microbatches, 7)
+
+
+EVICTING: dict[str, tuple[Any, int]] = {
+    "balanced": (bpipe.BalancedOneFOneB, WIDE),
+    "lowest": (Over(bpipe.OneFOneB, {"budget": "lowest"}), WIDE),
+    "interleaved": (Seven, 2 * WIDE),
+}
+
+
+def evictions(rank: int) -> dict[str, Any]:
+    """Pipelines of four ranks: what they evict without sharding, and with weights that are freed or stay."""
+    found: dict[str, Any] = {}
+    for name, (schedule, num_stages) in EVICTING.items():
+        for reshard in (None, True, False):
+            options = None if reshard is None else {"reshard_after_forward": reshard}
+            replica = Replica(rank, schedule, num_stages=num_stages, make=pairs, p=WIDE, options=options)
+            counts = [replica.step(step)[1] for step in range(2)]
+            found[name, reshard] = counts, replica.schedule.stats, {} if reshard is None else replica.gradients()
+    return found
+
+
+@pytest.fixture(scope="module")
+def evicted() -> list[dict[Any, Any]]:
+    return run_ranks(evictions, REPLICAS * WIDE, timeout_s=120)
+
+
+@pytest.mark.parametrize("name", EVICTING)
+def test_gathered_weights_never_move(evicted: list[dict[Any, Any]], name: str) -> None:
+    """With and without sharding the same bytes leave, a plan's peak is the one that is used, and gradients are the same."""
+    expected = averaged(partial(pairs, EVICTING[name][1]), M, range(2))
+    assert sum(of_rank[name, None][1]["evicted_bytes"] for of_rank in evicted) > 0
+    for reshard in (True, False):
+        for of_rank in evicted:
+            reductions, stats, _ = of_rank[name, reshard]
+            assert stats["evicted_bytes"] == of_rank[name, None][1]["evicted_bytes"] == stats["loaded_bytes"]
+            assert stats["peak_bytes"] == stats["predicted_peak_bytes"]
+            assert stats["peak_bytes"] - stats["held_bytes"] == of_rank[name, None][1]["peak_bytes"]
+            assert bool(stats["held_bytes"]) == (not reshard)  # weights that stay are counted
+            assert reductions == [2 * EVICTING[name][1] // WIDE] * 2
+        assert_gradients([of_rank[name, reshard][2] for of_rank in evicted], expected)
+
+
+def test_resharding_to_groups(seen: Seen) -> None:
+    expected = averaged(partial(pairs, P), M, range(2), replicas=4)
+    for (in_groups, found), (_, freed) in zip(seen["groups"], seen["no groups"]):
+        assert [reductions for _, reductions in in_groups] == [2 * P] * 2
+        for stage in range(P):
+            assert all(map(torch.equal, found[stage], freed[stage]))
+            torch.testing.assert_close(found[stage], expected[stage])  # of four numbers there are several sums
 
 
 def gathered_in_vain(rank: int) -> bool:
@@ -228,40 +392,37 @@ def test_weights_are_never_stale() -> None:
     assert run_ranks(gathered_in_vain, 2) == [True, True]
 
 
-def test_halves_without_sharding_in_the_plan_are_one_backward(seen: Seen) -> None:
-    """FSDP frees weights and reduces gradients when a backward has passed a module: a weight half would come too late."""
-    counts, gradients = zip(*seen["not in the plan"])
-    assert all(reductions == 3 * V * M for of_rank in counts for _, reductions in of_rank)
-    for of_rank in gradients:
-        for stage, found in of_rank.items():
-            torch.testing.assert_close(found, single_process(2)[stage])  # another order: each microbatch is reduced by itself
-
-
-def settings_after_an_error(rank: int) -> bool:
+def settings_after_an_error(rank: int) -> list[bool]:
     from torch.distributed.fsdp import fully_shard
 
-    stage = bpipe.PipelineStage(fully_shard(nn.Linear(4, 4)), 0, 1, "cpu")
-    sharding = Sharding({0: stage}, [Action(Op.UNSHARD, 0, 0)])
+    return [_are_given_back(bpipe.PipelineStage(fully_shard(nn.Linear(4, 4)), 0, 1, "cpu"), op) for op in (Op.UNSHARD, Op.B)]
+
+
+def _are_given_back(stage: Any, op: Op) -> bool:
+    sharding = Sharding({0: stage}, [Action(op, 0, 0)])
     state = stage.submod._get_fsdp_state()
     state._lazy_init()
-    groups = [vars(group).copy() for group in state._fsdp_param_groups]
+    groups = [vars(group).copy() for group in _groups(state)]
     with suppress(KeyError), sharding.in_charge():
-        is_passive = not state._fsdp_param_groups[0].reduce_grads and not state._state_ctx.is_last_backward
+        group, is_last = _groups(state)[0], state._state_ctx.is_last_backward
+        is_passive = not group.reduce_grads and not group.reshard_after_backward and is_last == (op is Op.B)
         raise KeyError
-    return is_passive and state._state_ctx.is_last_backward and groups == [vars(group) for group in state._fsdp_param_groups]
+    return is_passive and state._state_ctx.is_last_backward and groups == [vars(group) for group in _groups(state)]
 
 
 def test_an_error_gives_fsdp_its_settings_back() -> None:
-    assert run_ranks(settings_after_an_error, 1) == [True]
+    assert run_ranks(settings_after_an_error, 1) == [[True, True]]
 
 
 def test_other_modules_are_none_of_its_business() -> None:
     """Sharding actions on plain modules do nothing."""
     stages = {0: bpipe.PipelineStage(nn.Linear(4, 4), 0, 1, "cpu")}
-    lane = [Action(op, 0, 0) for op in (Op.UNSHARD, Op.REDUCE_GRAD, Op.RESHARD)]
+    lane = [Action(op, 0, 0) for op in (Op.UNSHARD, Op.W, Op.REDUCE_GRAD, Op.RESHARD)]
     sharding = Sharding(stages, lane)
     with sharding.in_charge():
-        for do, action in zip((sharding.unshard, sharding.reduce, sharding.reshard), lane, strict=True):
-            do(action)
-        sharding.after_weight_half(lane[0])
-    assert sharding.unplanned == set()
+        sharding.unshard(lane[0])
+        with sharding.around(lane[1]):
+            pass
+        sharding.reduce(lane[2])
+        sharding.reshard(lane[3])
+    assert sharding.undivided == set()

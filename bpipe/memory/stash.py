@@ -36,9 +36,36 @@ class Saved:
         self.version = tensor._version
         self.is_no_alias = shares_parts(self.tensor, tensor)
 
+    @property
+    def guard(self) -> Saved:
+        """What is asked for before this can be used."""
+        return self
+
     def forget(self) -> None:
         """Give the memory up, of which no backward will ask again."""
         self.tensor = self.tensor.new_empty(0)
+
+
+class Cached(NamedTuple):
+    """A tensor that a recomputation will take from where it is kept, after it has asked for a saved one, its guard."""
+
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    guard: weakref.ref[Saved]
+
+
+class _Taken(Saved):
+    """A cached tensor in place of a saved one. It comes and goes with its guard, whose use is refused while it is away."""
+
+    __slots__ = ("_guard",)
+
+    def __init__(self, tensor: torch.Tensor, version: int, guard: Saved) -> None:
+        self.order, self.tensor, self.version, self._guard = guard.order, tensor, version, guard
+        self.is_away, self.is_no_alias = guard.is_away, False
+
+    @property
+    def guard(self) -> Saved:
+        return self._guard
 
 
 class _Group:
@@ -153,6 +180,7 @@ class Stash:
         self._borrowed: dict[int, StorageWeakRef] = {}  # what this one got so from the stage before
         self._away: dict[int, list[weakref.ref[Saved]]] = {}  # by part; 0 stands for all
         self.kept: list[Kept] = []  # what no hook has seen
+        self.cached: list[Cached] = []  # nor these, which may move all the same
         self.pieces: Pieces | None = None  # of the forward or backward that runs now, if it is cut into some
 
     @contextmanager
@@ -258,12 +286,19 @@ class Stash:
     def _groups(self) -> dict[int, _Group]:
         """What is saved and not yet freed, by storage, in the order of saving."""
         groups: dict[int, _Group] = {}
-        for saved in [saved for ref in self._saved if (saved := ref()) is not None]:
+        for saved in self._alive():
             settle(saved.tensor)
             for storage in storages_of(saved.tensor):
                 if storage.nbytes():
                     groups.setdefault(storage._cdata, _Group(storage)).saved.append(saved)
         return groups
+
+    def _alive(self) -> list[Saved]:
+        """What is saved, and cached, in the order of saving."""
+        alive = [saved for ref in self._saved if (saved := ref()) is not None]
+        pairs = [(one.tensor(), one.version, one.guard()) for one in self.cached]
+        alive += [_Taken(tensor, version, guard) for tensor, version, guard in pairs if tensor is not None and guard is not None]
+        return sorted(alive, key=lambda saved: saved.order) if self.cached else alive
 
     def _kept_by_functions(self) -> dict[int, tuple[Storage, Held]]:
         """What the stage's custom Functions keep by themselves and have not given up, by storage."""
@@ -289,7 +324,7 @@ class Stash:
     def send_away(self, contents: Contents, part: int) -> list[tuple[Storage, int]]:
         """Mark a part as away, and return its movable storages, each with the number of its owners."""
         entries = [entry for entry in contents.movable if part in (0, self._part_of(entry))]
-        self._away[part] = [weakref.ref(saved) for entry in entries for saved in entry.saved]
+        self._away[part] = [weakref.ref(saved.guard) for entry in entries for saved in entry.saved]
         self._mark(part, is_away=True)
         return [(entry.storage, len(entry.saved)) for entry in entries]
 
@@ -315,7 +350,7 @@ class Stash:
 
     def _is_across(self, entry: Movable) -> bool:
         """Whether a storage belongs to one part and is used in another: then it can't come and go with a piece."""
-        return any(self._part(saved.order) != self._part_of(entry) for saved in entry.saved)
+        return any(isinstance(saved, _Taken) or self._part(saved.order) != self._part_of(entry) for saved in entry.saved)
 
     def _part(self, order: int) -> int:
         return bisect_right(self.cuts, order) + 1

@@ -19,6 +19,7 @@ from bpipe.memory.footprint import Footprint, covering, footprint_of
 from bpipe.memory.guests import Rooms
 from bpipe.memory.host import HostRooms
 from bpipe.memory.ledger import Key, Kind, Ledger
+from bpipe.memory.recomputed import kept_by_checkpoints
 from bpipe.memory.stash import Contents, Pieces, Stash
 from bpipe.memory.storages import storages_of
 from bpipe.microbatch import tensors_in
@@ -41,7 +42,7 @@ class _Kind:
     Args:
         footprint: as measured after its forward.
         cuts: where its parts begin.
-        has_kept: whether custom Functions keep something by themselves.
+        has_kept: whether custom Functions or checkpointed regions keep something by themselves.
         settled: as seen before its backward.
     """
 
@@ -94,7 +95,7 @@ class Memory:
         """Remember the latest microbatch of a kind that was followed."""
         known = self.kinds.get(kind)
         settled = None if known is None else known.settled
-        self.kinds[kind] = _Kind(footprint, tuple(stash.cuts), bool(stash.kept), settled)
+        self.kinds[kind] = _Kind(footprint, tuple(stash.cuts), bool(stash.kept or stash.cached), settled)
 
     def tidy(self) -> None:
         """Forget the kinds that were not used for longest, where there are too many; between steps, when none is in flight."""
@@ -184,7 +185,8 @@ class Evictions:
         if stash is not None:
             stash.pieces = None
             if kind not in self._memory.kinds or self._memory.kinds[kind].has_kept:
-                stash.kept = kept_by_functions(edges, stash.name)
+                stash.cached, kept = kept_by_checkpoints(edges)
+                stash.kept = [*kept_by_functions(edges, stash.name), *kept]
             if self._traffic.is_own(key[0] + 1):
                 stash.lend(self._traffic.result_of(*key))
             contents = stash.contents(self._kept(), self._traffic.holds())

@@ -59,7 +59,7 @@ class Run:
         self.holds_last_stage = any(stage.is_last for stage in stages.values())
         self.traffic = Traffic(transport, rank, step, stages)
         self.sharding = Sharding(stages, plan.actions[rank])
-        self.compute = Compute(stages, job, self.traffic, has_backward=plan.has_backward, undivided=self.sharding.unplanned)
+        self.compute = Compute(stages, job, self.traffic, has_backward=plan.has_backward, undivided=self.sharding.undivided)
         followed = {*plan.evicted(rank), *plan.interrupted(rank)}
         self.evictions = Evictions(self.traffic, followed, memory, self.compute.foreign, self.compute.kept)
         self._messages = Messages(self.traffic, layouts, is_learning=is_learning)
@@ -115,9 +115,9 @@ class Run:
         if self._observer is not None and self._piece is not None:
             self._observer.after(self, self._piece)
 
-    def _weight_half(self, action: Action) -> None:
-        self.compute.weight_half(action, self.evictions)
-        self.sharding.after_weight_half(action)
+    def _backward(self, action: Action, compute: Callable[[Action], None]) -> None:
+        with self.sharding.around(action):
+            compute(action)
 
     def execute(self, action: Action) -> None:
         """Do one action of the compute lane or the served lane.
@@ -151,9 +151,9 @@ class Run:
 # Beside the class, not bound methods in each run: those would be a cycle that keeps a step's tensors until it is collected.
 _METHODS: dict[Op, Callable[[Run, Action], None]] = {
     Op.F: lambda run, action: run._compute(action, run.compute.forward),
-    Op.B: lambda run, action: run._compute(action, run.compute.backward),
-    Op.I: lambda run, action: run.compute.input_half(action, run.evictions),
-    Op.W: lambda run, action: run._weight_half(action),
+    Op.B: lambda run, action: run._backward(action, lambda first: run._compute(first, run.compute.backward)),
+    Op.I: lambda run, action: run._backward(action, lambda half: run.compute.input_half(half, run.evictions)),
+    Op.W: lambda run, action: run._backward(action, lambda half: run.compute.weight_half(half, run.evictions)),
     Op.UNSHARD: lambda run, action: run.sharding.unshard(action),
     Op.RESHARD: lambda run, action: run.sharding.reshard(action),
     Op.REDUCE_GRAD: lambda run, action: run.sharding.reduce(action),

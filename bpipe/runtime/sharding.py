@@ -1,4 +1,10 @@
-"""Stages under fully sharded data parallelism (FSDP2): gathered, freed and reduced where the plan says, and nowhere else."""
+"""Stages under data parallelism: gathered, freed and reduced where the plan says, and reduced once a step whatever it says.
+
+Under FSDP2 (`fully_shard`) a plan may say when a stage's weights are gathered and freed, and when its gradients are reduced. For
+a stage of which it says nothing, FSDP gathers and frees by itself, and its gradients add up over the microbatches, unsharded,
+until the stage's last backward has run. Weights that FSDP keeps between a forward and its backward stay until then, too: with
+several microbatches under way they would be freed only to be gathered again.
+"""
 
 from __future__ import annotations
 
@@ -9,39 +15,49 @@ from typing import Any
 
 from torch import nn
 
-from bpipe.schedules import Action
+from bpipe.runtime.replicated import Replicated, last_of
+from bpipe.runtime.settings import Setting, changed
+from bpipe.schedules import Action, Op
 from bpipe.schedules.action import SHARDING
 from bpipe.stage import PipelineStage
 
 __all__: list[str] = []
 
-# With these settings of a parameter group, FSDP does nothing by itself after a forward or a backward.
-PASSIVE = {"post_forward_mesh_info": None, "reshard_after_backward": False, "reduce_grads": False, "all_reduce_grads": False}
 REDUCING = ("reduce_grads", "all_reduce_grads")
-
-Setting = tuple[Any, str, Any]  # whose, its name, its value
+# Of a parameter group: FSDP frees no weights by itself after a forward or a backward.
+KEEPING = {"post_forward_mesh_info": None, "reshard_after_backward": False}
+BACKWARDS = (Op.B, Op.I, Op.W)
 
 
 class Sharding:
-    """The sharded weights of one rank during one step.
+    """The data parallelism of one rank's stages during one step.
 
     Args:
         stages: the stages on this rank by index.
         lane: this rank's actions.
     """
 
-    def __init__(self, stages: Mapping[int, PipelineStage], lane: Iterable[Action]) -> None:
+    def __init__(self, stages: Mapping[int, PipelineStage], lane: Sequence[Action]) -> None:
         units = {index: _units(stage.submod) for index, stage in stages.items()}
         planned = {action.stage for action in lane if action.op in SHARDING}
-        self.unplanned = {index for index, found in units.items() if found and index not in planned}
-        self._stages = {index: _ShardedStage(units[index]) for index in planned}
+        self._last = last_of(lane, BACKWARDS)
+        self._stages = {
+            index: _ShardedStage(found, is_planned=index in planned)
+            for index, found in units.items()
+            if index in planned or (found and index in self._last)
+        }
+        self._replicated = Replicated(stages, lane)
+        self.undivided = set(self._replicated.stages)  # their backwards run as a whole; FSDP's are known when it is in charge
 
     @contextmanager
     def in_charge(self) -> Iterator[None]:
-        """Let FSDP do nothing by itself on the stages whose sharding is planned; in the end it is as the user left it."""
+        """Let nothing be reduced by itself, nor freed where the plan says when; in the end all is as the user left it."""
         with ExitStack() as stack:
-            for stage in self._stages.values():
+            stack.enter_context(self._replicated.silent())
+            for index, stage in self._stages.items():
                 stack.enter_context(stage.passive())
+                if stage.frees_after_backward:
+                    self.undivided.add(index)
             yield
 
     def unshard(self, action: Action) -> None:
@@ -53,31 +69,53 @@ class Sharding:
     def reduce(self, action: Action) -> None:
         self._stages[action.stage].reduce()
 
-    def after_weight_half(self, action: Action) -> None:
-        """FSDP adds up each backward's gradients in the precision of its reduction; it does not see a weight half by itself."""
-        if action.stage in self._stages:
-            self._stages[action.stage].collect()
+    @contextmanager
+    def around(self, action: Action) -> Iterator[None]:
+        """Around a backward or a half of one: what its end means for the gradients of its stage."""
+        with self._replicated.around(action):
+            yield
+        stage = self._stages.get(action.stage)
+        if stage is None:
+            return
+        if action.op is Op.W and action.stage not in self.undivided:
+            stage.collect()
+        if not stage.is_planned and self._last[action.stage] == action[:3]:
+            stage.reduce()
 
 
 class _ShardedStage:
-    """A stage's modules under FSDP: none if it is not sharded."""
+    """A stage's modules under FSDP: none if it is not sharded.
 
-    def __init__(self, units: Sequence[Any]) -> None:
-        self._units = units
+    Args:
+        units: they, from the outermost in.
+        is_planned: whether the plan says when to gather, free and reduce.
+    """
+
+    def __init__(self, units: Sequence[Any], *, is_planned: bool) -> None:
+        self._units, self.is_planned = units, is_planned
         self._gathering: list[Any] = []
         self._reducing: list[Setting] = []
+        self.frees_after_backward = False
 
     @contextmanager
     def passive(self) -> Iterator[None]:
         states = [unit._get_fsdp_state() for unit in self._units]
         for state in states:
             state._lazy_init()
-        groups = [group for state in states for group in state._fsdp_param_groups]
+        groups = [group for state in states for group in _groups(state)]
         self._roots = [state for state in states if state._is_root]
+        kept = groups if self.is_planned else [group for group in groups if group.post_forward_mesh_info is None]
+        self.frees_after_backward = any(group.reshard_after_backward for group in groups if group not in kept)
         self._reducing = [(group, name, getattr(group, name)) for group in groups for name in REDUCING]
-        last = [(root._state_ctx, "is_last_backward", False) for root in self._roots]
-        with _set([*last, *((group, name, value) for group in groups for name, value in PASSIVE.items())]):
+        if not self.is_planned:
+            self._reducing += [(group, "reshard_after_backward", group.reshard_after_backward) for group in kept]
+        with changed([*self._passive(groups), *((group, name, value) for group in kept for name, value in KEEPING.items())]):
             yield
+
+    def _passive(self, groups: Iterable[Any]) -> Iterator[Setting]:
+        yield from ((group, name, False) for group in groups for name in REDUCING)
+        if self.is_planned:
+            yield from ((root._state_ctx, "is_last_backward", False) for root in self._roots)
 
     def unshard(self) -> None:
         """Start to gather the weights; each module waits for its own before it computes."""
@@ -91,28 +129,24 @@ class _ShardedStage:
 
     def reduce(self) -> None:
         """Add the gradients up over the data-parallel ranks, unless the user has switched that off for now."""
-        last = [(root._state_ctx, "is_last_backward", True) for root in self._roots]
-        with _set([*self._reducing, *last]):
+        last = [(root._state_ctx, "is_last_backward", True) for root in self._roots] if self.is_planned else []
+        with changed([*self._reducing, *last]):
             self.collect()
 
     def collect(self) -> None:
-        """Do what FSDP does when a backward has ended."""
+        """Do what FSDP does when a backward has ended: it does not see a weight half by itself.
+
+        It adds up each backward's gradients in the precision of its reduction.
+        """
         for root in self._roots:
             root._root_post_backward_final_callback()
 
 
-@contextmanager
-def _set(settings: Iterable[Setting]) -> Iterator[None]:
-    """Change settings for a while."""
-    settings = list(settings)
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in settings]
-    try:
-        for owner, name, value in settings:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
+def _groups(state: Any) -> list[Any]:
+    """The parameter groups of a module: several since torch 2.12, at most one before."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def _units(module: nn.Module) -> list[Any]:

@@ -1,0 +1,24 @@
+"""What the nodes of an autograd graph have saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from torch.autograd.graph import Node
+
+__all__: list[str] = []
+
+
+def saved_by(node: Node) -> Iterator[tuple[Any, Any]]:
+    """Yield the tensors that a node has saved, each with what hooks made of it; None where there is none."""
+    for name in _saved_names(type(node)):
+        value = getattr(node, name)
+        for saved in value if isinstance(value, tuple) else (value,):
+            yield saved, getattr(saved, "data", None)
+
+
+@cache
+def _saved_names(kind: type[Node]) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))

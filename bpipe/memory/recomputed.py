@@ -1,0 +1,106 @@
+"""What regions under `torch.utils.checkpoint` (use_reentrant=False) keep beside their inputs: no saved-tensor hook sees it.
+
+Selective checkpointing keeps the outputs of chosen operations in a dict of Python, from which only the recomputation takes
+them, and each region its keyword arguments and random number states. All hang on the frame of the region, to which the hooks
+of what autograd saved inside lead.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, Node
+from torch.utils._pytree import tree_leaves
+
+from bpipe.memory.attributes import Kept
+from bpipe.memory.nodes import saved_by
+from bpipe.memory.stash import Cached, Saved
+
+__all__: list[str] = []
+
+OF_A_REGION = "kept by a region under torch.utils.checkpoint: a keyword argument, or the state of a random number generator"
+
+
+def kept_by_checkpoints(edges: Iterable[GradientEdge]) -> tuple[list[Cached], list[Kept]]:
+    """Find what the checkpointed regions of a microbatch's graph keep: outputs of chosen operations, and what cannot move.
+
+    A recomputation asks for the positional inputs of its region first, through our hooks, which so guard its outputs. The
+    outputs of a region without such inputs stay.
+    """
+    cached: list[Cached] = []
+    kept: list[Kept] = []
+    for frame in _frames(edges):
+        cells, guard = _cells(frame.recompute_fn), _guard_of(frame)
+        outputs = list(_outputs(cells.pop("recompute_context", None)))
+        if guard is not None:
+            cached += [Cached(weakref.ref(tensor), tensor._version, weakref.ref(guard)) for tensor in outputs]
+            outputs = []
+        found = [*outputs, *tree_leaves([list(cells.values()), *_arguments(frame)])]
+        kept += [Kept(weakref.ref(leaf), OF_A_REGION) for leaf in found if isinstance(leaf, torch.Tensor)]
+    return cached, kept
+
+
+def _frames(edges: Iterable[GradientEdge]) -> Iterator[Any]:
+    """Yield the frames of the regions, those nearest to the stage's outputs first."""
+    stack = [edge.node for edge in edges]
+    seen: set[Node] = set()
+    frames: dict[int, Any] = {}
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack += [following for following, _ in node.next_functions if following is not None]
+            frame = _frame_of(node)
+            if frame is not None and id(frame) not in frames:
+                frames[id(frame)] = frame
+                yield frame
+
+
+def _frame_of(node: Node) -> Any:
+    """The region in which a node is, if that is recomputed: what it saved all leads there."""
+    hooks = (getattr(saved, "unpack_hook", None) for saved, _ in saved_by(node))
+    hook = next((hook for hook in hooks if hook is not None), None)
+    return _cells(hook).get("frame") if getattr(hook, "__module__", "") == "torch.utils.checkpoint" else None
+
+
+def _cells(function: Any) -> dict[str, Any]:
+    """What a function has taken from around it, by name."""
+    names, cells = getattr(getattr(function, "__code__", None), "co_freevars", ()), getattr(function, "__closure__", None)
+    return {name: value for name, cell in zip(names, cells or ()) for value in _content(cell)}
+
+
+def _content(cell: Any) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # still empty
+        return []
+
+
+def _outputs(context: Any) -> Iterator[torch.Tensor]:
+    """Yield what selective checkpointing keeps, in the order in which it was computed, operation by operation."""
+    storage: object = getattr(context, "storage", None)
+    for entries in storage.values() if isinstance(storage, dict) else ():
+        for leaf in tree_leaves(list(entries.values()) if isinstance(entries, dict) else entries):
+            value = getattr(leaf, "val", None)
+            if isinstance(value, torch.Tensor):
+                yield value
+
+
+def _guard_of(frame: Any) -> Saved | None:
+    """A positional input of a region, as we follow it."""
+    inputs = [*getattr(frame, "saved_args", ()), *getattr(_input_node(frame), "_raw_saved_tensors", ())]
+    followed = [one.data for one in inputs if isinstance(getattr(one, "data", None), Saved)]
+    return next((one for one in followed if one.tensor.numel()), None)  # before 2.13, the first is empty, and none of ours
+
+
+def _arguments(frame: Any) -> list[Any]:
+    """What a region got besides its positional tensors; since torch 2.13, named arguments are in its function's cells."""
+    return [*getattr(frame, "saved_args", ()), _cells(getattr(_input_node(frame), "get_args", None)).get("args")]
+
+
+def _input_node(frame: Any) -> Any:
+    """The node that saves a region's inputs, before torch 2.13."""
+    return getattr(getattr(frame, "input_saver", None), "grad_fn", None)
