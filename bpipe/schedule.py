@@ -23,6 +23,7 @@ from bpipe.comm.control import CallOf
 from bpipe.comm.failure import told
 from bpipe.comm.transport import Transport
 from bpipe.comm.watch import SLOW_S
+from bpipe.cut import UNKNOWN, cut_of
 from bpipe.errors import AgreementError, CommError, ConfigurationError, PipelineBrokenError, PlanError
 from bpipe.loopback import Loopback, LoopbackGroup
 from bpipe.memory.ledger import Ledger
@@ -284,6 +285,7 @@ class Schedule:
             pipeline=self._transport.identity,
             signature=signature,
             stages=tuple(sorted(self._stages)),
+            cut=next((cut.digest for stage in self._stages.values() if (cut := cut_of(stage.submod)) is not None), UNKNOWN),
         )
 
     def _agreed(self, step: Step, packed: Sequence[bytes], gather: Gather) -> Run:

@@ -9,6 +9,7 @@ import torch
 
 from bpipe.comm.agreement import MOST_STAGES
 from bpipe.comm.dtensor import mesh_among
+from bpipe.cut import cut_of
 from bpipe.errors import ConfigurationError, StageError
 
 __all__ = ["PipelineStage"]
@@ -35,7 +36,7 @@ class PipelineStage:
             send, as torch's does (the layout is None here); default: that of the stage's own parameters.
 
     Raises:
-        ConfigurationError: an index outside the pipeline, or no module.
+        ConfigurationError: an index outside the pipeline, no module, or one that `split_model` made for another stage.
 
     Example:
         >>> from torch import nn
@@ -60,6 +61,12 @@ class PipelineStage:
             raise ConfigurationError(f"num_stages={num_stages!r}: give a whole number of at least 1")
         if not isinstance(stage_index, int) or not 0 <= stage_index < num_stages:
             raise ConfigurationError(f"stage_index={stage_index!r}: with {num_stages} stages it is 0 to {num_stages - 1}")
+        cut = cut_of(submod)
+        if cut is not None and cut[1:] != (stage_index, num_stages):
+            raise ConfigurationError(
+                f"the module is stage {cut.stage} of {cut.num_stages} of the model that it was cut from, "
+                f"and was given as stage {stage_index} of {num_stages}"
+            )
         self.submod = submod
         self.stage_index = stage_index
         self.num_stages = num_stages
@@ -144,6 +151,8 @@ def stages_of(given: Any) -> dict[int, PipelineStage]:
         values = [getattr(one, name) for one in stages]
         if any(value != values[0] for value in values):
             raise ConfigurationError(f"the stages of a rank have one {name}, got {', '.join(map(str, values))}")
+    if len({cut.digest for one in stages if (cut := cut_of(one.submod)) is not None}) > 1:
+        raise ConfigurationError("the stages of a rank were cut by different lists of names: cut the model once")
     by_index = {one.stage_index: one for one in stages}
     if len(by_index) < len(stages) or stages[0].num_stages % len(stages):
         raise ConfigurationError(

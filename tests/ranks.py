@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import multiprocessing
 import os
 import pickle
+import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,21 +34,29 @@ def run_ranks(
         What each rank returned; with `expect_errors`, the exception of a rank that raised, in its place.
 
     Raises:
-        RankError: a rank raised (without `expect_errors`), died, or did not end in time.
+        RankError: a rank raised (without `expect_errors`), died, or did not end in time: then with what its threads did.
     """
+    with tempfile.TemporaryDirectory() as folder:
+        return _run_ranks(function, num_ranks, args, expect_errors, timeout_s, Path(folder))
+
+
+def _run_ranks(
+    function: Callable[..., Any], num_ranks: int, args: tuple[Any, ...], expect_errors: bool, timeout_s: float, folder: Path
+) -> list[Any]:
     context = fork_server()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ends: list[Connection] = []
     processes = []
     for rank in range(num_ranks):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_main, args=(theirs, function, rank, num_ranks, store.port, timeout_s, args), daemon=True)
+        how = (theirs, function, rank, num_ranks, store.port, timeout_s, args, folder)
+        process = context.Process(target=_main, args=how, daemon=True)
         process.start()
         theirs.close()
         ends.append(ours)
         processes.append(process)
     try:
-        results = [_result(end, rank, timeout_s) for rank, end in enumerate(ends)]
+        results = [_result(end, rank, timeout_s, folder) for rank, end in enumerate(ends)]
     finally:
         for process in processes:
             process.join(5 if all(not isinstance(r, RankError) for r in locals().get("results", [])) else 0.1)
@@ -74,24 +85,39 @@ def join(rank: int, size: int, port: int, timeout_s: float = TIMEOUT_S) -> None:
     dist.barrier()  # all are connected: none may leave before
 
 
-def _result(end: Connection, rank: int, timeout_s: float) -> Any:
+def _result(end: Connection, rank: int, timeout_s: float, folder: Path) -> Any:
     if not wait([end], timeout_s + 10):
-        return RankError(f"rank {rank} did not end within {timeout_s + 10} s")
+        stacks = _stacks(folder, rank).read_text()
+        return RankError(f"rank {rank} did not end within {timeout_s + 10} s. After {timeout_s} s:\n{stacks}")
     try:
         return pickle.loads(end.recv_bytes())
     except EOFError:
         return RankError(f"rank {rank} died without a word")
 
 
+def _stacks(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank}.txt"
+
+
 def _main(
-    end: Connection, function: Callable[..., Any], rank: int, size: int, port: int, timeout_s: float, args: tuple[Any, ...]
+    end: Connection,
+    function: Callable[..., Any],
+    rank: int,
+    size: int,
+    port: int,
+    timeout_s: float,
+    args: tuple[Any, ...],
+    folder: Path,
 ) -> None:
+    stacks = _stacks(folder, rank).open("w")  # open as long as the process lives
+    faulthandler.dump_traceback_later(timeout_s, file=stacks)
     try:
         join(rank, size, port, timeout_s)
         result = function(rank, *args)
     except BaseException as error:
         error.rank_traceback = f"rank {rank}:\n{traceback.format_exc()}"  # type: ignore[attr-defined]
         result = error
+    faulthandler.cancel_dump_traceback_later()
     end.send_bytes(_pickled(result))
     end.close()
     if dist.is_initialized():

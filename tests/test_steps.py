@@ -299,3 +299,12 @@ def many_pipelines(rank: int, close: bool) -> bool:
         one()
     gc.collect()
     return count() <= before[0] + 1 and threading.active_count() == before[1]
+
+
+def test_stats_are_plain_numbers_for_any_logger() -> None:
+    loopback, schedules = loop_of(blocks())
+    x = torch.randn(2 * M, 16, WIDTH)
+    loopback.step(schedules, x, target=x)
+    for schedule in schedules:
+        assert all(type(name) is str and type(value) in (int, float) for name, value in schedule.stats.items())
+        assert schedule.stats["step"] == 0

@@ -6,14 +6,15 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from bpipe.cut import UNKNOWN
 from bpipe.errors import AgreementError, CommError
 
 __all__: list[str] = []
 
 MOST_STAGES = 64  # on one rank
 NOTHING = 0xFFFF
-RECORD = struct.Struct(f"<6sH16s32s16sBQIIII16s{MOST_STAGES}HI")
-MAGIC = b"bpipe\2"
+RECORD = struct.Struct(f"<6sH16s32s16sBQIIII16s{MOST_STAGES}HI16s")
+MAGIC = b"bpipe\3"
 
 
 class Record(NamedTuple):
@@ -31,6 +32,7 @@ class Record(NamedTuple):
     signature: bytes  # 16 bytes: a hash of the shapes and dtypes of this rank's inputs
     stages: tuple[int, ...]  # that this rank holds
     revision: int = 0  # how often this rank has asked to measure its microbatches anew
+    cut: bytes = UNKNOWN  # 16 bytes: how the model was cut into stages
 
     def pack(self) -> bytes:
         padded = self.stages + (NOTHING,) * (MOST_STAGES - len(self.stages))
@@ -49,6 +51,7 @@ class Record(NamedTuple):
             self.signature,
             *padded,
             self.revision,
+            self.cut,
         )
 
     @classmethod
@@ -61,7 +64,7 @@ class Record(NamedTuple):
         if len(data) != RECORD.size:
             raise CommError(f"an agreement record has {len(data)} bytes, expected {RECORD.size}")
         magic, count, version, schedule, fingerprint, is_training, step, *counts, signature = RECORD.unpack(data)[:12]
-        *stages, revision = RECORD.unpack(data)[12:]
+        *stages, revision, cut = RECORD.unpack(data)[12:]
         num_stages, num_ranks, num_microbatches, pipeline = counts
         if magic != MAGIC or count > MOST_STAGES or num_stages < 1:
             raise CommError(f"no agreement record of this version of bpipe: it starts {data[:8]!r}")
@@ -78,6 +81,7 @@ class Record(NamedTuple):
             signature=signature,
             stages=tuple(stages[:count]),
             revision=revision,
+            cut=cut,
         )
 
 
@@ -113,6 +117,7 @@ def check(records: Sequence[Record]) -> None:
                     f"the ranks disagree on {what}: rank 0 has {value(records[0])}, rank {rank} has {value(record)}. "
                     "Make the same schedules, and call their steps in the same order, on all ranks."
                 )
+    _check_cut(records)
     owner: dict[int, int] = {}
     for rank, record in enumerate(records):
         for stage in record.stages:
@@ -123,3 +128,14 @@ def check(records: Sequence[Record]) -> None:
     if missing is not None:
         held = ", ".join(f"rank {rank}: {list(record.stages)}" for rank, record in enumerate(records))
         raise AgreementError(f"no rank holds stage {missing} of {records[0].num_stages} ({held})")
+
+
+def _check_cut(records: Sequence[Record]) -> None:
+    """Raise if two ranks have stages of a model that was cut differently: layers would run twice, or not at all."""
+    known = [(rank, record.cut) for rank, record in enumerate(records) if record.cut != UNKNOWN]
+    other = next((rank for rank, cut in known if cut != known[0][1]), None)
+    if other is not None:
+        raise AgreementError(
+            f"ranks {known[0][0]} and {other} have cut the model into different stages: choose the stages on one rank, because two "
+            "measurements differ, and send the lists of names to the others (torch.distributed.broadcast_object_list)"
+        )

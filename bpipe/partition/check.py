@@ -1,9 +1,10 @@
-"""Prove a split on an example: the stages one after the other compute what the whole model computes, to the bit."""
+"""Prove a split on an example: the stages one after the other compute what the whole model computes, and its gradients."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any
 
 import torch
@@ -22,10 +23,14 @@ HINT = (
 
 
 def check_split(model: nn.Module, parts: Sequence[nn.Module], *args: Any, **kwargs: Any) -> None:
-    """Run a model, and its stages one after the other, and raise unless the outputs are equal to the bit.
+    """Run a model, and its stages one after the other, and raise unless they compute the same.
 
-    Nothing is left behind: random numbers and buffers are put back. Not collective; blocks the host. Runs forwards alone, in the
-    train or eval mode that the modules are in; random numbers start the same for both.
+    Outputs must be equal to the bit. So must it be which of the model's parameters get gradients; their values are compared by
+    norm, to a part in a hundred, because a GPU sums in another order each time, and a forward that scales or detaches in each
+    stage is further off. Parameters that the stages do not share with the model (on meta before) have outputs compared alone.
+
+    Nothing is left behind: random numbers, gradients and buffers are put back. Not collective; blocks the host. Runs a forward
+    and a backward of each in the train or eval mode that the modules are in; random numbers start the same for both.
 
     Args:
         model: the whole, on a device where it can run.
@@ -34,7 +39,7 @@ def check_split(model: nn.Module, parts: Sequence[nn.Module], *args: Any, **kwar
         kwargs: keyword arguments, which every stage gets, as from a schedule's `step`.
 
     Raises:
-        StageError: a stage raised, or the outputs differ.
+        StageError: a stage raised, or the outputs or the gradients differ.
         ConfigurationError: there are no stages, or parameters are on the meta device, where nothing has a value.
 
     Example:
@@ -46,12 +51,25 @@ def check_split(model: nn.Module, parts: Sequence[nn.Module], *args: Any, **kwar
         raise ConfigurationError("no stages to check: give the list that split_model returned")
     if any(parameter.is_meta for module in (model, *parts) for parameter in module.parameters()):
         raise ConfigurationError("parameters are on the meta device, where nothing has a value: check an initialised small model")
-    with torch.no_grad():
+    staged = {id(parameter) for part in parts for parameter in part.parameters()}
+    shared = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in staged}
+    with torch.enable_grad():
         with untouched([model, *parts]):
             expected = tree_leaves(_plain(model(*_copied(args), **_copied({**_without_cache(model), **kwargs}))))
+            gradients = _gradients(expected, shared)
         with untouched([model, *parts]):
             found = tree_leaves(_chained(parts, _copied(args), kwargs))
-    _compare(expected, found, len(parts))
+            _compare(expected, found, len(parts))
+            _compare_gradients(gradients, _gradients(found, shared))
+
+
+def _gradients(outputs: Sequence[Any], parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor | None]:
+    """What parameters get where each output gets a gradient that is different in each of its elements."""
+    results = [one for one in outputs if isinstance(one, torch.Tensor) and one.requires_grad]
+    rising = [torch.linspace(-1, 1, one.numel(), device=one.device).view(one.shape).to(one.dtype) for one in results]
+    if results:
+        torch.autograd.backward(results, rising)
+    return {name: parameter.grad for name, parameter in parameters.items()}
 
 
 def _without_cache(model: nn.Module) -> dict[str, bool]:
@@ -76,6 +94,24 @@ def _compare(expected: list[Any], found: list[Any], num_stages: int) -> None:
         if not _is_same(one, other):
             raise StageError(
                 f"the {num_stages} stages do not compute what the model computes: output {index} {_difference(one, other)}. {HINT}"
+            )
+
+
+def _compare_gradients(expected: dict[str, torch.Tensor | None], found: dict[str, torch.Tensor | None]) -> None:
+    norms = [gradient.norm().item() for gradient in expected.values() if gradient is not None]
+    largest = max(filter(isfinite, norms), default=0.0)
+    for name, gradient in expected.items():
+        other = found[name]
+        if gradient is None or other is None:
+            is_same = gradient is other
+        else:
+            is_near = bool((gradient - other).norm() <= 0.01 * gradient.norm() + 1e-4 * largest)
+            is_same = is_near or not isfinite(gradient.norm().item())
+        if not is_same:
+            told = ["none" if one is None else f"one of norm {one.norm().item():.4g}" for one in (gradient, other)]
+            raise StageError(
+                f"the stages compute what the model computes, but {name} gets another gradient: {told[0]} in the model, and "
+                f"{told[1]} in the stages. {HINT}"
             )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from statistics import median
 from typing import Any
 
@@ -61,7 +61,7 @@ def measure_layers(
         flops_per_s: on the meta device: operations per second, which make seconds of them.
 
     Raises:
-        ConfigurationError: no module, unknown names, or a layer that runs twice or not at all.
+        ConfigurationError: no module, unknown names, layers inside of others or out of order, or one that runs twice or not at all.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -85,6 +85,7 @@ def measure_layers(
     silent = [name for name in modules if name not in seen]
     if silent:
         raise ConfigurationError(f"{', '.join(silent[:8])} did not run in the model's forward: name in layers= what does")
+    _check_order(groups or [], list(seen))
     return tuple(_costs(names, groups or list(_found(names, seen)), seen, times, bytes_per_parameter))
 
 
@@ -102,6 +103,16 @@ def _modules(names: Names, groups: list[tuple[str, ...]] | None) -> dict[str, nn
         return {name: names.modules[name] for name in _leaves(names)}
     names.check_known(groups)
     return {name: names.modules[name] for group in groups for name in group if name in names.modules}
+
+
+def _check_order(groups: Sequence[tuple[str, ...]], order: Sequence[str]) -> None:
+    """Raise unless layers are given in the order in which they run: stages are made of neighbours."""
+    first = {group: min(map(order.index, ran)) for group in groups if (ran := set(group) & set(order))}
+    for before, after in pairwise(first):
+        if first[after] < first[before]:
+            raise ConfigurationError(
+                f"{', '.join(after)} runs before {', '.join(before)}: give layers= in the order of the forward"
+            )
 
 
 def _leaves(names: Names) -> Iterator[str]:

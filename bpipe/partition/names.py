@@ -43,12 +43,19 @@ class Names:
         _raise_all(f"these {len(stages)} stages are no split of the model:", problems)
 
     def check_known(self, layers: Sequence[Sequence[str]]) -> None:
-        """Raise unless the model has all that is named, once in each list.
+        """Raise unless the model has all that is named, once, and not inside of something else that is named.
 
         Raises:
             ConfigurationError: it does not; the message lists every problem.
         """
-        _raise_all("these are no layers of the model:", [*self._unusable(layers, "layer")])
+        problems = [*self._unusable(layers, "layer")]
+        place = {name: index for index, names in enumerate(layers) for name in names}
+        for index, names in enumerate(layers):
+            for name in names:
+                around = [one for one in place if name.startswith(f"{one}.")]
+                problems += [f"{name} of layer {index} is part of {one} of layer {place[one]}" for one in around]
+                problems += [f"{name} is in layers {index} and {place[name]}"] * (place[name] != index)
+        _raise_all("these are no layers of the model:", problems)
 
     def is_kept(self, name: str, kept: Iterable[str]) -> bool:
         """Whether a stage that keeps some names has a module or tensor: it, or one that it is inside of, is named."""
@@ -99,7 +106,7 @@ class Names:
         """Entries of a series on several stages, or on an earlier stage than the entries before them."""
         named = [name for names in stages for name in names]
         for name, module in self.modules.items():
-            if not is_series(module) or not self.is_above(name, named) or self.is_kept(name, named):
+            if not is_series(module) or not self.is_above(name, named):
                 continue
             prefix = f"{name}." if name else ""
             places: dict[str, list[int]] = defaultdict(list)
@@ -111,10 +118,10 @@ class Names:
             for entry, found in places.items():
                 if len(found) > 1 and any(self.is_kept(prefix + entry, stages[index]) for index in found):
                     yield f"{prefix}{entry} is in stages {', '.join(map(str, found))} and would run in each of them"
-            once = [(entry, places[entry][0]) for entry in module._modules if entry in places]
-            for (before, first), (after, second) in pairwise(once):
-                if second < first:
-                    yield f"{prefix}{before} is in stage {first}, and {prefix}{after}, which comes after it, in stage {second}"
+            for before, after in pairwise(entry for entry in module._modules if entry in places):
+                last, first = places[before][-1], places[after][0]
+                if first < last:
+                    yield f"{prefix}{before} is in stage {last}, and {prefix}{after}, which comes after it, in stage {first}"
 
 
 def _raise_all(headline: str, problems: list[str]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from bpipe.errors import ConfigurationError
 from bpipe.partition.names import Names, is_container
@@ -28,7 +29,7 @@ def skeleton(
         names: its names.
         kept: what this stage names.
         kind: the placeholder of a module that it lacks.
-        claimed: what any stage names: a parameter or buffer of a copied module that is named belongs to those who name it.
+        claimed: what any stage names: a parameter or buffer of a copied module belongs to those who name it or that module.
         keep_positions: whether missing entries of a series are replaced too, so that the others keep their places.
 
     Raises:
@@ -46,11 +47,11 @@ def skeleton(
         owner, _, entry = name.rpartition(".")
         above, stand_in = part.get_submodule(owner), placeholder(kind(name), names.modules[name])
         if is_container(above) and not keep_positions:
-            del above._modules[entry]
+            above._modules.pop(entry, None)  # already gone where the series has two names
         else:
             above._modules[entry] = stand_in
-    for name in set(claimed) & names.tensors.keys():
-        if names.is_copied(names.owner(name), kept) and not names.is_kept(name, kept):
+    for name in names.tensors:
+        if names.is_copied(names.owner(name), kept) and names.is_kept(name, claimed) and not names.is_kept(name, kept):
             owner, _, entry = name.rpartition(".")
             above = part.get_submodule(owner)
             (above._parameters if entry in above._parameters else above._buffers)[entry] = None
@@ -74,5 +75,5 @@ def _shared(names: Names, kept: Sequence[str]) -> dict[int, Any]:
         if names.is_kept(name, kept):
             memo[id(module)] = module
         elif names.is_copied(name, kept):
-            memo.update((id(value), value) for value in vars(module).values() if isinstance(value, torch.Tensor))
+            memo.update((id(value), value) for value in tree_leaves(vars(module)) if isinstance(value, torch.Tensor))
     return memo

@@ -7,6 +7,7 @@ from itertools import pairwise
 
 from torch import nn
 
+from bpipe.cut import mark
 from bpipe.errors import ConfigurationError
 from bpipe.partition.names import Names
 from bpipe.partition.placeholders import check_kind
@@ -28,7 +29,7 @@ def split_model(
 
     The forward of each stage is the model's, fed with what the stage before returned. Not every forward goes well with missing
     modules: `check_split` proves a split on an example, and should be run once for each kind of model. All ranks of a pipeline
-    must give the same lists.
+    must give the same lists: the first step compares them, unless a wrapper (DDP) hides what the parts say of it.
 
     Args:
         model: the whole; it is not changed.
@@ -57,14 +58,16 @@ def split_model(
     """
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"split_model cuts an nn.Module, got {type(model).__qualname__}")
-    names, lists = Names(model), [_listed(one) for one in stages]
+    names, lists = Names(model), [listed(one) for one in stages]
     names.check(lists)
     kinds = _kinds(missing, names)
     claimed = {name for one in lists for name in one}
-    return [
+    parts = [
         skeleton(model, names, kept, lambda name: kinds.get(name, kinds[""]), claimed=claimed, keep_positions=keep_positions)
         for kept in lists
     ]
+    mark(parts, [sorted(kept) for kept in lists])  # in which order a stage's modules are named changes nothing
+    return parts
 
 
 def at_cuts(layers: Sequence[str], cuts: Sequence[str]) -> list[list[str]]:
@@ -87,7 +90,12 @@ def at_cuts(layers: Sequence[str], cuts: Sequence[str]) -> list[list[str]]:
     return [ordered[start:end] for start, end in pairwise(ends)]
 
 
-def _listed(names: Sequence[str]) -> list[str]:
+def listed(names: Sequence[str]) -> list[str]:
+    """One stage's names.
+
+    Raises:
+        ConfigurationError: they are a text.
+    """
     if isinstance(names, str):
         raise ConfigurationError(f"a stage is a list of names, got the text {names!r}: write [{names!r}]")
     return list(names)

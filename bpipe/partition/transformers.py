@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from bpipe.errors import ConfigurationError
 from bpipe.estimate.stages import split_layers
-from bpipe.partition.split import split_model
+from bpipe.partition.split import listed, split_model
 
 __all__ = ["split_transformer", "transformer_layers"]
 
@@ -176,7 +176,7 @@ def _lists(outline: _Outline, stages: int | Sequence[int] | Sequence[Sequence[st
     if not stages:
         raise ConfigurationError("stages=[]: give a number, or an entry for each stage")
     if all(not isinstance(one, int) for one in stages):
-        return [list(cast(Sequence[str], one)) for one in stages]
+        return [listed(cast(Sequence[str], one)) for one in stages]
     counts = split_layers(len(outline.layers), len(stages), cast(Sequence[int], stages))
     lists = [list(outline.layers[start:end]) for start, end in pairwise(accumulate(counts, initial=0))]
     lists[0][:0] = outline.before
@@ -197,6 +197,10 @@ def _stage_class(cls: Any, is_first: bool, is_last: bool) -> type[nn.Module]:
             output = cls.forward(self, **{**kwargs, **inputs})
         else:
             output = cast(nn.Module, self.base_model)(**{**kwargs, **inputs})
+        if is_last and self.base_model is not self and "logits" not in output:
+            raise ConfigurationError(
+                f"{cls.__name__} returns {' and '.join(output)}, and a last stage returns logits: use split_model"
+            )
         return cast(Tensor, output["logits"] if "logits" in output else output[0])
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "forward": forward}

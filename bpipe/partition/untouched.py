@@ -14,6 +14,7 @@ __all__: list[str] = []
 @contextmanager
 def untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Put buffers, gradients and random numbers back, whatever happens; gradients start from none."""
+    owners = [(one, dict(one._buffers)) for module in modules for one in module.modules()]  # a forward may assign new buffers
     buffers = {id(buffer): (buffer, buffer.clone()) for module in modules for buffer in module.buffers()}
     parameters = {id(parameter): parameter for module in modules for parameter in module.parameters()}
     gradients = [(parameter, parameter.grad) for parameter in parameters.values()]
@@ -29,3 +30,5 @@ def untouched(modules: Sequence[nn.Module]) -> Iterator[None]:
             with torch.no_grad():
                 for buffer, value in buffers.values():
                     buffer.copy_(value)
+            for owner, its in owners:
+                owner._buffers.update(its)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from bpipe.errors import ConfigurationError
@@ -95,11 +96,21 @@ class _ModelState:
 def _names(modules: Iterable[nn.Module], tied: TiedWeights | None) -> dict[torch.Tensor, str]:
     """The names of all parameters, in the original model; of tied ones the first."""
     names: dict[torch.Tensor, str] = {weight: name for name, weight in tied.weights.items()} if tied is not None else {}
-    for name, parameter in chain.from_iterable(module.named_parameters() for module in modules):
-        for wrapper in WRAPPERS:
-            name = name.replace(wrapper, "")
+    for name, parameter in chain.from_iterable(map(_named, modules)):
         names.setdefault(parameter, name)
     return names
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters with the names that torch's get_model_state_dict gives them: without those of wrappers."""
+    wrapped = [f"{name}." if name else "" for name, child in module.named_modules() if isinstance(child, DistributedDataParallel)]
+    for name, parameter in module.named_parameters():
+        for prefix in reversed(wrapped):  # the inner ones first: their names have the outer ones' in them
+            if name.startswith(f"{prefix}module."):
+                name = prefix + name.removeprefix(f"{prefix}module.")
+        for wrapper in WRAPPERS:
+            name = name.replace(wrapper, "")
+        yield name, parameter
 
 
 def _check_names(states: Sequence[Mapping[str, Any]], ranks: Ranks) -> None:

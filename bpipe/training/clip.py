@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -37,13 +36,13 @@ def clip_grad_norm_(
     the stages' order. A sharded gradient (DTensor: FSDP2, tensor parallelism) adds its mesh's own total, whose sum has another
     order: equal to a few units in the last place.
 
-    Communicates two all_gathers over the pipeline's group: 40 bytes a rank, and 16 bytes times the most gradients that a rank
+    Communicates two all_gathers over the pipeline's group: 48 bytes a rank, and 16 bytes times the most gradients that a rank
     has; and for DTensors one all_reduce of a number over each of their meshes. Collective over the pipeline, and over those
     meshes; blocks the host.
 
     Args:
         parameters: this rank's; where it holds several stages, a dict of them by stage index, so that norms are in the model's
-            order whatever the placement. They may have no gradient.
+            order whatever the placement. They may have no gradient; one that several of the stages share counts once.
         max_norm: the norm that the gradients have at most afterwards.
         norm_type: p of the p-norm, or infinity.
         error_if_nonfinite: raise where the total is infinite or NaN, on all ranks; gradients are left as they are then.
@@ -57,7 +56,8 @@ def clip_grad_norm_(
     Raises:
         AgreementError: the ranks clip otherwise; raised on all of them.
         StageError: with `error_if_nonfinite`.
-        ConfigurationError: the group has ranks over which a gradient is sharded, or is a `Loopback`'s.
+        ConfigurationError: a gradient is sparse, or sharded over several ranks of the group; raised on all ranks. Or the group is
+            a `Loopback`'s.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(4))
@@ -66,21 +66,31 @@ def clip_grad_norm_(
         (tensor(2.), tensor([0.5000, 0.5000, 0.5000, 0.5000]))
     """
     ranks = Ranks(group, "torch.nn.utils.clip_grad_norm_ over the parameters of all stages does it")
-    stages = {place: _listed(given) for place, given in _by_place(parameters, ranks.rank).items()}
+    places = _places(parameters, ranks.rank)
+    everything = [parameter for parameter in places if parameter.grad is not None]
+    problem = _problem([parameter.grad for parameter in everything], ranks)
     elsewhere = set(map(id, copies))
-    counted = {place: [p.grad for p in given if p.grad is not None and id(p) not in elsewhere] for place, given in stages.items()}
+    counted: dict[int, list[Any]] = {place: [] for place in places.values()}
+    for parameter in everything:
+        if id(parameter) not in elsewhere and parameter.grad.layout is torch.strided:  # type: ignore[union-attr]
+            counted[places[parameter]].append(parameter.grad)
     norms = [(place, norm) for place, gradients in counted.items() for norm in _norms(gradients, norm_type, foreach)]
-    total = _total(norms, (max_norm, norm_type), _problem(chain.from_iterable(counted.values()), ranks), ranks)
+    total = _total(norms, (max_norm, norm_type, error_if_nonfinite), problem, ranks)
     if error_if_nonfinite and not total.isfinite():
         raise StageError(f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped by it")
-    everything = [parameter for given in stages.values() for parameter in given if parameter.grad is not None]
     for alike in _by_mesh(everything, [parameter.grad for parameter in everything]).values():
         clip_grads_with_norm_(alike, max_norm, total, foreach)
     return total.to(everything[0].grad.device) if everything else total  # type: ignore[union-attr]
 
 
-def _by_place(parameters: Any, rank: int) -> Mapping[int, Parameters]:
-    return parameters if isinstance(parameters, Mapping) else {rank: parameters}
+def _places(parameters: Any, rank: int) -> dict[torch.Tensor, int]:
+    """Each parameter once, with the place of its stage; of one that several stages share, of the first."""
+    by_place = parameters if isinstance(parameters, Mapping) else {rank: parameters}
+    places: dict[torch.Tensor, int] = {}
+    for place in sorted(by_place):
+        for parameter in _listed(by_place[place]):
+            places.setdefault(parameter, place)
+    return places
 
 
 def _listed(parameters: Parameters) -> list[torch.Tensor]:
@@ -100,12 +110,12 @@ def _norms(gradients: Sequence[torch.Tensor], norm_type: float, foreach: bool | 
     return norms
 
 
-def _total(norms: Sequence[tuple[int, torch.Tensor]], how: tuple[float, float], problem: str, ranks: Ranks) -> torch.Tensor:
+def _total(norms: Sequence[tuple[int, torch.Tensor]], how: tuple[float, float, bool], problem: str, ranks: Ranks) -> torch.Tensor:
     """The norm of all ranks' norms, put in the order of their places.
 
     Args:
         norms: this rank's, each with the place of its stage.
-        how: the highest norm, and which norm it is.
+        how: the highest norm, which norm it is, and whether to raise where it is not finite.
         problem: why this rank can't go on, for all of them to raise.
         ranks: the pipeline's.
     """
@@ -116,7 +126,9 @@ def _total(norms: Sequence[tuple[int, torch.Tensor]], how: tuple[float, float], 
         raise ConfigurationError(problem or f"rank {problems.index(True)} of the group cannot clip: it says why")
     if any(len(set(values)) > 1 for values in hows):
         seen = ", ".join(f"rank {rank} {values}" for rank, values in enumerate(zip(*hows)))
-        raise AgreementError(f"the ranks clip by other (max_norm, norm_type): {seen}. Give the same on all of them.")
+        raise AgreementError(
+            f"the ranks clip by other (max_norm, norm_type, error_if_nonfinite): {seen}. Give the same on all of them."
+        )
     if not any(lengths):
         return torch.tensor(0.0)
     gathered = torch.cat(ranks.gather_uneven(_rows(norms).to(ranks.device), [int(length) for length in lengths]))
@@ -151,9 +163,11 @@ def _by_mesh(tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor |
     return groups
 
 
-def _problem(gradients: Iterable[torch.Tensor], ranks: Ranks) -> str:
-    """Say if shards of one gradient would be counted as gradients of several stages."""
+def _problem(gradients: Sequence[Any], ranks: Ranks) -> str:
+    """Say if there is a gradient that has no norm, or shards of one would be counted as gradients of several stages."""
     pipeline = set(ranks.global_ranks)
+    if any(gradient.layout is not torch.strided for gradient in gradients):
+        return "a gradient is sparse, and torch has no norm of it: use nn.Embedding(sparse=False)"
     for mesh in {mesh_of(gradient) for gradient in gradients} - {None}:
         sharded_over = mesh.mesh.flatten().tolist()
         if len(pipeline.intersection(sharded_over)) > 1:

@@ -21,7 +21,8 @@ class OptimizerState:
     """One rank's optimizer as a Stateful: `state.<name>.<what>` and `param_groups.<name>.<what>` of each parameter.
 
     It is the format of `StateDictOptions(flatten_optimizer_state_dict=True)`: groups are found again by their members, so that
-    another rank may hold them. What a parameter has no state of yet, as all have before the first step, is saved as zeros.
+    another rank may hold them. What a parameter has no state of yet, as all have before the first step, is saved as zeros, and
+    is no state again for an optimizer that has not begun either.
 
     Args:
         optimizer: over parameters of this rank.
@@ -53,7 +54,8 @@ class OptimizerState:
             of_group = [settings[self._names[parameter]] for parameter in group["params"]]
             for parameter, its in zip(group["params"], of_group):
                 self._check_alike(its, of_group[0], parameter)
-                if state := states[self._names[parameter]]:
+                state = states[self._names[parameter]]
+                if state and (self._optimizer.state.get(parameter) or _has_begun(state)):
                     self._optimizer.state[parameter] = state
             group.update(of_group[0] if of_group else {})
 
@@ -108,3 +110,8 @@ def _made_up(optimizer: Optimizer) -> dict[torch.Tensor, State]:
 
 def _before_any_step(state: State) -> State:
     return {key: value * 0 if key == "step" else value for key, value in state.items()}
+
+
+def _has_begun(state: State) -> bool:
+    """Whether the state is of some step: what was made up before the first one is no start for all (NAdam, ASGD, Rprop)."""
+    return bool(state.get("step", 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,15 +17,16 @@ from bpipe.training.tensors import checksum, local
 __all__ = ["TiedWeights"]
 
 ON_META = "on the meta device"
-NO_GRADIENT, WITH_GRADIENT, SPARSE = range(3)
+NO_GRADIENT, WITH_GRADIENT, SPARSE, SUMMED = range(4)
 
 
 class TiedWeights:
     """Weights that stages on several ranks share: each holder has a copy, and all copies stay equal to the bit.
 
-    Make it once, when the parameters are final (on their device, sharded), then call `sum_grads` between `step` and the
-    optimizer's step, on every rank. Of a weight sharded over another mesh (FSDP2, tensor parallelism) each rank exchanges its
-    shard. Stages on one rank share the parameter itself, and need nothing of this.
+    Make it once, when the parameters are final (on their device, sharded), then call `sum_grads` once before each of the
+    optimizer's steps, on every rank: after `step`, or after the last one where several steps' gradients accumulate. Of a
+    weight sharded over another mesh (FSDP2, tensor parallelism) each rank exchanges its shard. Stages on one rank share the
+    parameter itself, and need nothing of this.
 
     The constructor communicates two all_gathers of some hundred bytes over the pipeline's group: collective, blocks the host.
 
@@ -54,6 +56,7 @@ class TiedWeights:
         self.weights = {name: weight for name, weight in sorted(weights.items()) if weight is not None}
         told = [json.loads(data) for data in self._ranks.gather_bytes(_described(weights))]
         _check_alike(told)
+        self._summed: dict[str, tuple[Any, int]] = {}
         self._holders = {name: [rank for rank, names in enumerate(told) if names[name] is not None] for name in self.weights}
         self.copies = [weight for name, weight in self.weights.items() if self._holders[name][0] != self._ranks.rank]
 
@@ -80,21 +83,24 @@ class TiedWeights:
         Summed in the order of the ranks. A single process adds up microbatch by microbatch what its two uses of a weight give:
         the sums differ in the order of their additions alone, by some units in the last place.
 
+        Call it once before each of the optimizer's steps: what a step adds to a sum would be summed with it again.
+
         Communicates, between the holders alone, 24 bytes and then the gradient, each to each. Collective over them; blocks
         the host; needs memory for one gradient a holder.
 
         Raises:
             StageError: copies have another value than the first one, or a weight that is trained has no gradient anywhere,
-                or a sparse one; raised on all its holders.
+                or a sparse one, or one that nothing was added to since it was summed; raised on all its holders.
         """
         for name, weight in self.weights.items():
             if len(self._holders[name]) > 1 and self._check(name, weight):
                 self._sum(weight, self._holders[name])
+                self._summed[name] = weakref.ref(weight.grad), local(weight.grad)._version
 
     def _check(self, name: str, weight: nn.Parameter) -> bool:
         """Whether there is something to sum: what the holders agree on, or raise alike."""
         holders = self._holders[name]
-        told = [_kind(weight.grad), checksum(weight), int(weight.requires_grad)]
+        told = [SUMMED if self._is_summed(name, weight) else _kind(weight.grad), checksum(weight), int(weight.requires_grad)]
         mine = torch.tensor(told, device=self._ranks.device)
         kinds, sums, trained = torch.stack(self._ranks.exchange(mine, holders)).T.tolist()
         if len(set(sums)) > 1:
@@ -104,12 +110,22 @@ class TiedWeights:
             )
         if SPARSE in kinds:
             raise StageError(f"the gradient of {name!r} is sparse on one of the ranks {holders}: use nn.Embedding(sparse=False)")
+        if SUMMED in kinds:
+            raise StageError(
+                f"the gradient of {name!r} on one of the ranks {holders} is the sum that it was made before: call sum_grads() once "
+                "before each of the optimizer's steps, and zero_grad() after it"
+            )
         if any(trained) and WITH_GRADIENT not in kinds:
             raise StageError(
                 f"{name!r} has no gradient on any of its ranks {holders}: call sum_grads() between step() and zero_grad(), and "
                 "make TiedWeights when the parameters are final, after FSDP or a meta-device initialisation has replaced them"
             )
         return WITH_GRADIENT in kinds
+
+    def _is_summed(self, name: str, weight: nn.Parameter) -> bool:
+        """Whether nothing has changed the gradient since it was summed."""
+        of, version = self._summed.get(name, (lambda: None, 0))
+        return weight.grad is not None and of() is weight.grad and local(weight.grad)._version == version
 
     def _sum(self, weight: nn.Parameter, holders: Sequence[int]) -> None:
         if weight.grad is None:

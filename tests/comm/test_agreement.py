@@ -25,6 +25,7 @@ RECORDS = st.builds(
     signature=st.binary(min_size=16, max_size=16),
     stages=st.lists(st.integers(0, NOTHING - 1), max_size=MOST_STAGES).map(tuple),
     revision=st.integers(0, 2**32 - 1),
+    cut=st.binary(min_size=16, max_size=16),
 )
 BASE = Record("1.0", "1f1b", "ab" * 16, True, 3, 3, 3, 8, 1, bytes(16), (0,))
 
@@ -101,6 +102,15 @@ def test_differences_are_named(what: str) -> None:
 def test_the_difference_that_explains_the_others_comes_first() -> None:
     with pytest.raises(AgreementError, match="the number of microbatches"):
         check(ranks(num_microbatches=16, fingerprint="cd" * 16, step=9))
+
+
+def test_models_that_were_cut_differently() -> None:
+    """A rank whose module nobody has cut, or wrapped, has nothing to compare."""
+    check(ranks(cut=b"x" * 16))
+    one, other = b"x" * 16, b"y" * 16
+    check([BASE._replace(cut=one), BASE._replace(stages=(1,)), BASE._replace(stages=(2,), cut=one)])
+    with pytest.raises(AgreementError, match=r"^ranks 0 and 2 have cut the model into different stages: choose"):
+        check([BASE._replace(cut=one), BASE._replace(stages=(1,)), BASE._replace(stages=(2,), cut=other)])
 
 
 def test_duplicate_stage() -> None:

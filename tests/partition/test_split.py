@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.partition.models import (
     gradients_piped,
     words,
 )
+from tests.ranks import RankError, run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -146,6 +148,61 @@ def test_parameters_and_buffers_of_the_model_itself() -> None:
     assert bpipe.split_model(model, [["start", "scale", "layers.0"], ["layers.1"]])[1].scale is None
 
 
+class Scaled(nn.ModuleList):
+    """A list with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__([nn.Linear(4, 4)])
+        self.scale = nn.Parameter(torch.ones(4))
+
+
+def test_a_parameter_of_a_list_is_on_the_stage_that_names_the_list() -> None:
+    model = nn.Sequential()
+    model.layers, model.head = Scaled(), nn.Linear(4, 4)
+    first, last = bpipe.split_model(model, [["layers"], ["head"]])
+    assert list(first.state_dict()) == ["layers.scale", "layers.0.weight", "layers.0.bias"]
+    assert list(last.state_dict()) == ["head.weight", "head.bias"]
+
+
+class TwoNames(nn.Module):
+    """A list of layers under two names, and tensors in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.layers = self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.tables = {"rope": (torch.randn(4), torch.randn(4))}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.addcmul(layer(x), *self.tables["rope"]) if layer is self.layers[-1] else layer(x)
+        return x
+
+
+def test_a_list_with_two_names_and_tensors_in_a_plain_attribute() -> None:
+    model = TwoNames()
+    parts = bpipe.split_model(model, [[f"model.layers.{i}", f"layers.{i}"] for i in range(3)])
+    assert [len(part.layers) for part in parts] == [1, 1, 1] and all(part.layers is part.model.layers for part in parts)
+    assert all(part.tables["rope"][0] is model.tables["rope"][0] for part in parts)
+
+
+def train_differently_cut(rank: int, is_alike: bool) -> list[str]:
+    cut = ["0", "1"] if is_alike or rank else ["0"]
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    names = [cut, [name for name in "0123" if name not in cut]]
+    part = bpipe.split_model(model, [one[:: 1 - 2 * rank] for one in names])[rank]  # in another order: the same cut
+    schedule = bpipe.BalancedOneFOneB(bpipe.PipelineStage(part, rank, 2, "cpu"), 2, loss_fn=nn.functional.mse_loss)
+    schedule.step(torch.ones(4, 4), target=torch.ones(4, 4))
+    schedule.close()
+    return list(part._modules)
+
+
+def test_ranks_that_cut_differently_are_told() -> None:
+    assert run_ranks(train_differently_cut, 2, True) == [["0", "1"], ["2", "3"]]
+    with pytest.raises(RankError, match="ranks 0 and 1 have cut the model into different stages"):
+        run_ranks(train_differently_cut, 2, False)
+
+
 def test_every_problem_is_listed() -> None:
     with pytest.raises(ConfigurationError) as raised:
         bpipe.split_model(Transformer(3), [["embed", "blocks.7"], [], ["blok.1", "head", "head"]])
@@ -166,6 +223,11 @@ def test_every_problem_is_listed() -> None:
     ]
     with pytest.raises(ConfigurationError, match=r"blocks.0 is in stage 1, and blocks.1, which comes after it, in stage 0"):
         bpipe.split_model(Transformer(2), [["embed", "blocks.1"], ["blocks.0", "norm", "head"]])
+    nested = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+    with pytest.raises(ConfigurationError, match="0 is in stage 1, and 1, which comes after it, in stage 0"):
+        bpipe.split_model(nested, [["0.0", "1"], ["0.1"]])
+    with pytest.raises(ConfigurationError, match=r"blocks.2 is in stages 0, 1 and would run in each of them"):
+        bpipe.split_model(Transformer(3), [["embed", "blocks"], ["blocks.2", "norm", "head"]])
     with pytest.raises(ConfigurationError, match=r"\.\.\. and 23 more"):
         bpipe.split_model(Transformer(30), [["embed", "blocks.0"]])
 
@@ -259,6 +321,74 @@ def test_positions_are_kept_where_asked_for() -> None:
     with pytest.raises(StageError, match="do not compute what the model computes"):
         bpipe.check_split(model, bpipe.split_model(model, stages), x)
     bpipe.check_split(model, bpipe.split_model(model, stages, keep_positions=True), x)
+
+
+class Identical(nn.Module):
+    """Does to its input, outside of its modules, what changes no output but every gradient."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor, self.layers = factor, nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+        self.layers[0].requires_grad_(factor == 1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.detach() + self.factor * (x - x.detach())
+
+
+@pytest.mark.parametrize(("factor", "message"), [(1.0, None), (2.0, "layers.1.weight gets another gradient: one of norm")])
+def test_gradients_are_checked_too(factor: float, message: str | None) -> None:
+    model, x = Identical(factor), torch.randn(2, 4)
+    parts = bpipe.split_model(model, [["layers.0", "layers.1"], ["layers.2", "layers.3"]])
+    with nullcontext() if message is None else pytest.raises(StageError, match=message):
+        bpipe.check_split(model, parts, x)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+class Frozen(nn.Module):
+    """Keeps gradients from its first layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.layers = nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x).detach()
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_detached_stage_is_told() -> None:
+    model = Frozen()
+    with pytest.raises(StageError, match=r"layers.0.weight gets another gradient: one of norm [\d.]+ in the model, and none"):
+        bpipe.check_split(model, bpipe.split_model(model, [["stem", "layers.0"], ["layers.1"]]), torch.randn(2, 4))
+    model.layers[1].weight.data.fill_(float("nan"))
+    bpipe.check_split(model, bpipe.split_model(model, [["stem"], ["layers.0", "layers.1"]]), torch.randn(2, 4))
+
+
+class Averaging(nn.Module):
+    """Assigns a new tensor to its buffer in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.average = 0.9 * self.average + x.detach().mean(0)
+        for layer in self.layers:
+            x = layer(x)
+        return x + self.average if len(self.layers) > 1 else x
+
+
+def test_buffers_that_a_forward_replaces_are_put_back() -> None:
+    model = nn.Sequential(Averaging(), nn.Linear(4, 4))
+    average = model[0].average
+    bpipe.check_split(model, bpipe.split_model(model, [["0"], ["1"]]), torch.randn(2, 4))
+    bpipe.measure_layers(model, torch.randn(2, 4), repeats=1)
+    assert model[0].average is average and not average.any()
 
 
 def test_checking_leaves_nothing_behind() -> None:

@@ -180,6 +180,13 @@ def test_what_a_stage_does_not_take() -> None:
         part(inputs()["x"], labels=inputs()["y"])
 
 
+def test_a_head_without_logits_is_refused() -> None:
+    """The second of its two outputs would be lost, and its weights would never learn."""
+    model = transformers.BertForQuestionAnswering(transformers.BertConfig(**SIZES))
+    with pytest.raises(StageError, match="BertForQuestionAnswering returns start_logits and end_logits, and a last stage returns"):
+        bpipe.check_split(model, split_transformer(model, 2), inputs()["x"])
+
+
 def test_what_cannot_be_cut() -> None:
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     t5 = transformers.T5Config(d_model=16, d_ff=16, num_layers=2, num_heads=2, vocab_size=9)
@@ -191,6 +198,8 @@ def test_what_cannot_be_cut() -> None:
     ):
         with pytest.raises(ConfigurationError, match=message):
             split_transformer(model, 2)
+    with pytest.raises(ConfigurationError, match="a stage is a list of names, got the text 'model"):
+        split_transformer(model_of("llama"), ["model.norm", "lm_head"])
     with pytest.raises(ConfigurationError, match="4 layers do not fill 5 stages"):
         split_transformer(model_of("llama"), 5)
 

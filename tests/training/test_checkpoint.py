@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.nn.parallel import DistributedDataParallel
 
 import bpipe
 from bpipe.errors import BPipeError, ConfigurationError
@@ -180,11 +183,22 @@ def told(call: Any) -> str:
     return "nothing"
 
 
-def names_of(rank: int) -> dict[str, str]:
+def names_under_wrappers(rank: int) -> tuple[set[str], set[str]]:
+    """The names in the model's state and in the optimizer's, of a wrapped stage that has a "module" of its own, too."""
+    group = [dist.new_group([one]) for one in range(2)][rank]
+    block = DistributedDataParallel(nn.Sequential(OrderedDict(module=nn.Linear(1, 1))), process_group=group)
+    stage = DistributedDataParallel(nn.Sequential(nn.Linear(1, 1), block), process_group=group)
+    state = bpipe.training_state(stage, torch.optim.SGD(stage.parameters(), lr=0.1), group=group)
+    settings = state["optimizer"].state_dict()
+    return set(state["model"].state_dict()), {key.split(".", 1)[1].removesuffix(".lr") for key in settings if key.endswith(".lr")}
+
+
+def names_of(rank: int) -> dict[str, Any]:
     """Stages whose names are not the model's, and stages that hold the same."""
     torch.manual_seed(rank)
     renamed, alike = nn.Sequential(nn.Linear(2, 2)), nn.BatchNorm1d(3)
     return {
+        "wrapped": names_under_wrappers(rank),
         "renamed": told(lambda: bpipe.training_state(renamed)["model"].state_dict()),
         "alike": told(lambda: bpipe.training_state(alike)["model"].state_dict()),
         "twice on a rank": told(lambda: bpipe.training_state([alike, nn.BatchNorm1d(4 if rank else 3)])["model"].state_dict()),
@@ -197,6 +211,11 @@ def test_two_tensors_of_one_name_are_refused(on_two_ranks: dict[str, list[Any]])
         assert seen["renamed"].startswith(text)
         assert seen["alike"] == "nothing"
         assert "'bias'" in seen["twice on a rank"]
+
+
+def test_names_of_data_parallel_modules_are_the_model_s(on_two_ranks: dict[str, list[Any]]) -> None:
+    expected = {"0.weight", "0.bias", "1.module.weight", "1.module.bias"}
+    assert [seen["wrapped"] for seen in on_two_ranks["names"]] == [(expected, expected)] * 2
 
 
 def test_other_groups_and_other_modules_are_refused() -> None:
@@ -231,6 +250,17 @@ def test_other_optimizers(make: Any, tmp_path: Path) -> None:
     dcp.save(bpipe.training_state(whole, optimizer), checkpoint_id=tmp_path)
     dcp.load(bpipe.training_state(other, others), checkpoint_id=tmp_path)
     assert list(train_alone(other, AFTER, others)) == list(train_alone(whole, AFTER, optimizer))
+    assert_equal(dict(other.state_dict()), dict(whole.state_dict()))
+
+
+@pytest.mark.parametrize("make", [torch.optim.NAdam, torch.optim.ASGD, torch.optim.Rprop, torch.optim.Adagrad, torch.optim.AdamW])
+def test_a_first_step_after_loading(make: Any, tmp_path: Path) -> None:
+    """Of these some have states that are not zero before any step, and depend on the learning rate."""
+    whole, other = LanguageModel(), LanguageModel()
+    optimizer, others = make(whole.parameters(), lr=0.01), make(other.parameters(), lr=0.01)
+    dcp.save(bpipe.training_state(whole, optimizer), checkpoint_id=tmp_path)
+    dcp.load(bpipe.training_state(other, others), checkpoint_id=tmp_path)
+    assert list(train_alone(other, BEFORE, others)) == list(train_alone(whole, BEFORE, optimizer))
     assert_equal(dict(other.state_dict()), dict(whole.state_dict()))
 
 

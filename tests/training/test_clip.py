@@ -104,6 +104,10 @@ def checked(rank: int) -> dict[str, Any]:
     again()
     found["nothing on rank 1"] = bpipe.clip_grad_norm_(parameters if rank != 1 else [], 0.01)
     found["unlike bounds"] = error_of(lambda: bpipe.clip_grad_norm_(parameters, 1.0 + (rank == 2)))
+    found["one raises"] = error_of(lambda: bpipe.clip_grad_norm_(parameters, 1.0, error_if_nonfinite=rank == 1))
+    if rank == 2:
+        parameters[0].grad = parameters[0].grad.to_sparse()
+    found["sparse"] = error_of(lambda: bpipe.clip_grad_norm_(parameters, 1.0))
     again()
     parameters[0].grad.view(-1)[0] = float("nan") if rank == 2 else 0.0
     found["not finite, refused"] = error_of(lambda: bpipe.clip_grad_norm_(parameters, 0.01, error_if_nonfinite=True))
@@ -197,12 +201,24 @@ def test_dtypes(seen: dict[str, list[Any]]) -> None:
 
 
 def test_refusals_and_overflows_are_every_rank_s(seen: dict[str, list[Any]]) -> None:
-    text = "AgreementError: the ranks clip by other (max_norm, norm_type): rank 0 (1.0, 2.0), rank 1 (1.0, 2.0), rank 2 (2.0, 2.0)"
-    assert all(error.startswith(text) for error in seen["unlike bounds"])
+    text = "AgreementError: the ranks clip by other (max_norm, norm_type, error_if_nonfinite): rank 0 (1.0, 2.0, 0.0), rank 1 "
+    assert all(error.startswith(f"{text}(1.0, 2.0, 0.0), rank 2 (2.0, 2.0, 0.0)") for error in seen["unlike bounds"])
+    assert all(error.startswith(f"{text}(1.0, 2.0, 1.0), rank 2 (1.0, 2.0, 0.0)") for error in seen["one raises"])
+    assert seen["sparse"][2].startswith("ConfigurationError: a gradient is sparse, and torch has no norm of it")
+    assert {seen["sparse"][rank] for rank in (0, 1, 3)} == {"ConfigurationError: rank 2 of the group cannot clip: it says why"}
     text = "StageError: the total norm of order 2.0 of the gradients is nan"
     assert all(error.startswith(text) for error in seen["not finite, refused"])
     assert all(seen["left alone"])
     assert all(total.isnan() for total in seen["not finite"])
+
+
+def test_a_weight_that_stages_on_one_rank_share_counts_and_is_clipped_once() -> None:
+    """In a V the first rank has both ends of the model, which may be one matrix."""
+    ours, theirs = singles_of(0), singles_of(0)
+    expected = torch.nn.utils.clip_grad_norm_(theirs, 0.01)
+    shared_by = {3: [ours[0], *ours[3:]], 0: [*ours[:3], ours[1]]}
+    assert torch.equal(bpipe.clip_grad_norm_(shared_by, 0.01), expected)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours, theirs))
 
 
 def test_a_loopback_has_torch_s_own() -> None:

@@ -142,6 +142,33 @@ def sparse(rank: int, weight: nn.Parameter) -> None:
     weight.grad = torch.ones(2, 3).to_sparse() if rank else weight.grad
 
 
+def swapped(rank: int, weight: nn.Parameter) -> None:
+    """Of the same numbers, in another order."""
+    weight.data[1] = 2.0
+    if rank:
+        weight.data = weight.data.flip(0)
+
+
+def twice(rank: int) -> bpipe.TiedWeights:
+    """A second sum adds up what is a sum already, on one holder at least."""
+    tied = one_per_end(rank)
+    tied.sum_grads()
+    if rank == 0:
+        tied.weights["w"].grad.add_(1.0)
+    return tied
+
+
+def twice_with_a_step_between(rank: int, *, in_place: bool) -> bpipe.TiedWeights:
+    tied = one_per_end(rank)
+    tied.sum_grads()
+    for weight in tied.weights.values():
+        if in_place:
+            weight.grad.zero_()
+        else:
+            weight.grad = torch.ones(2, 3)
+    return tied
+
+
 REFUSED: dict[str, Callable[[int], bpipe.TiedWeights]] = {
     "other names": lambda rank: bpipe.TiedWeights({"v" if rank == 2 else "w": None}),
     "other shapes": lambda rank: bpipe.TiedWeights({"w": nn.Parameter(torch.ones(2 + (rank == 3)))}),
@@ -150,6 +177,10 @@ REFUSED: dict[str, Callable[[int], bpipe.TiedWeights]] = {
     "drifted": lambda rank: one_per_end(rank, drifted),
     "without gradient": lambda rank: one_per_end(rank, without_gradient),
     "sparse": lambda rank: one_per_end(rank, sparse),
+    "swapped": lambda rank: one_per_end(rank, swapped),
+    "twice": twice,
+    "gradients set to zero": lambda rank: twice_with_a_step_between(rank, in_place=True),
+    "gradients set to none": lambda rank: twice_with_a_step_between(rank, in_place=False),
     "frozen": lambda rank: one_per_end(rank, lambda rank, weight: weight.requires_grad_(False)),
 }
 
@@ -172,6 +203,10 @@ ON_HOLDERS = {
     "drifted": "StageError: the copies of 'w' on ranks [0, 3] of the group have other values: call broadcast()",
     "without gradient": "StageError: 'w' has no gradient on any of its ranks [0, 3]: call sum_grads() between",
     "sparse": "StageError: the gradient of 'w' is sparse on one of the ranks [0, 3]",
+    "swapped": "StageError: the copies of 'w' on ranks [0, 3] of the group have other values",
+    "twice": "StageError: the gradient of 'w' on one of the ranks [0, 3] is the sum that it was made before: call sum_grads() once",
+    "gradients set to zero": "nothing",
+    "gradients set to none": "nothing",
     "frozen": "nothing",
 }
 
