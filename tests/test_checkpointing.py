@@ -200,6 +200,25 @@ def test_without_a_followed_input_outputs_stay() -> None:
     assert len(contents.unmovable) == 5
 
 
+class Chosen(nn.Module):
+    """Keeps the indices that it has chosen, as a router does for its statistics."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        values, self.indices = x.exp().topk(2)
+        return values * x
+
+
+def test_indices_stay_which_the_stage_may_have_too() -> None:
+    """Before torch 2.12 selective checkpointing keeps the very tensor that the operation returned."""
+    options = selectively([torch.ops.aten.topk.default])
+    module = nn.Sequential(nn.Linear(WIDTH, 2), Recomputed(Chosen(), preserve_rng_state=False, **options))
+    captured = looked_at(module)
+    moved = [entry.storage for entry in captured.contents().movable]
+    assert len(captured.stash.cached) == 1 and len(moved) >= 2  # the values, and their region's input
+    assert module[1].inner.indices.untyped_storage()._cdata not in {storage._cdata for storage in moved}
+    assert captured.contents().fixed_bytes == 2 * TOKENS * 2 * 8
+
+
 def test_nothing_is_kept_alive() -> None:
     """What the stash knows of a region ends with the graph."""
     captured = looked_at(Recomputed(Block(dropout=0.0), **WAYS["a policy"]))

@@ -21,7 +21,7 @@ from tests.models import Block, batch_of, held_by, modules_of, mse
 from tests.operations import Count
 from tests.over import Over
 from tests.ranks import run_ranks
-from tests.replicas import Gradients, assert_gradients, averaged
+from tests.replicas import Gradients, assert_gradients, averaged, of_replica
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -412,6 +412,92 @@ def _are_given_back(stage: Any, op: Op) -> bool:
 
 def test_an_error_gives_fsdp_its_settings_back() -> None:
     assert run_ranks(settings_after_an_error, 1) == [[True, True]]
+
+
+class Fails(nn.Module):
+    """Raises in the third forward or backward since it was told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.where, self.calls = nn.Linear(32, 32), "", 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self._pass("forward")
+        x.register_hook(lambda _: self._pass("backward"))
+        return torch.tanh(self.linear(x))
+
+    def _pass(self, where: str) -> None:
+        self.calls += where == self.where
+        if self.calls == 3:
+            self.where, self.calls = "", 0
+            raise KeyError(where)
+
+
+def failing() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(Block(dropout=0.0), Fails(), Block(dropout=0.0))]
+
+
+def after_failures(rank: int, reshard: bool) -> tuple[list[dict[int, list[torch.Tensor]]], bool]:
+    """The gradients of the first step after each failure, by what a broken pipeline tells its user to do."""
+    from torch.distributed.tensor import DTensor
+
+    made = {"make": lambda _: failing(), "num_stages": 1, "p": 1, "options": {"reshard_after_forward": reshard}}
+    replica, found = Replica(rank, bpipe.OneFOneB, **made), []
+    (module,) = replica.modules.values()
+    optimizer = torch.optim.SGD(module.parameters())
+    for where in ("forward", "backward"):
+        optimizer.zero_grad()
+        module[1].where = where
+        with pytest.raises(KeyError):
+            replica.step(0)
+        optimizer.zero_grad()
+        replica.schedule.close()
+        replica.schedule = bpipe.OneFOneB(bpipe.PipelineStage(module, 0, 1, "cpu", replica.schedule.group), M, loss_fn=mse)
+        replica.step(0)
+        found.append(replica.gradients())
+    return found, all(isinstance(p, DTensor) for p in module.parameters())
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_what_a_failed_step_added_up_does_not_enter_the_next_one(reshard: bool) -> None:
+    found, are_sharded = zip(*run_ranks(after_failures, REPLICAS, reshard))
+    for gradients in zip(*found):
+        assert_gradients(gradients, averaged(failing, M))
+    assert all(are_sharded)
+
+
+class Shifted(nn.Module):
+    """The gradient of its shift is a view of that of its input, where a microbatch is one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.linear = nn.Parameter(torch.rand(16, 32)), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x + self.shift.unsqueeze(0)))
+
+
+def shifted(num_stages: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Shifted() for _ in range(num_stages)]
+
+
+def one_by_one(rank: int) -> dict[int, list[torch.Tensor]]:
+    replica = Replica(rank, bpipe.OneFOneB, num_stages=P, make=shifted, nested=False)
+    x, y = (part.chunk(REPLICAS)[replica.replica] for part in batch_of("quiet", REPLICAS * M))
+    replica.schedule.step(x, target=y)
+    return replica.gradients()
+
+
+def test_gradients_that_add_up_share_no_memory_with_what_is_sent() -> None:
+    modules, (x, y) = shifted(P), batch_of("quiet", REPLICAS * M)
+    each = []
+    for xs, ys in zip(x.chunk(REPLICAS), y.chunk(REPLICAS)):
+        nn.Sequential(*modules).zero_grad()
+        each.append([[p.clone() for p in of_stage] for of_stage in of_replica(modules, xs, ys, M)])
+    expected = [[(a + b) / 2 for a, b in zip(*stages)] for stages in zip(*each)]
+    assert_gradients(run_ranks(one_by_one, P * REPLICAS), expected)
 
 
 def test_other_modules_are_none_of_its_business() -> None:

@@ -21,7 +21,7 @@ from bpipe.memory.stash import Cached, Saved
 
 __all__: list[str] = []
 
-OF_A_REGION = "kept by a region under torch.utils.checkpoint: a keyword argument, or the state of a random number generator"
+OF_A_REGION = "kept by a region under torch.utils.checkpoint: a keyword, integers, or the state of random numbers"
 
 
 def kept_by_checkpoints(edges: Iterable[GradientEdge]) -> tuple[list[Cached], list[Kept]]:
@@ -36,8 +36,8 @@ def kept_by_checkpoints(edges: Iterable[GradientEdge]) -> tuple[list[Cached], li
         cells, guard = _cells(frame.recompute_fn), _guard_of(frame)
         outputs = list(_outputs(cells.pop("recompute_context", None)))
         if guard is not None:
-            cached += [Cached(weakref.ref(tensor), tensor._version, weakref.ref(guard)) for tensor in outputs]
-            outputs = []
+            cached += [Cached(weakref.ref(one), one._version, weakref.ref(guard)) for one in outputs if _is_alias(one)]
+            outputs = [one for one in outputs if not _is_alias(one)]
         found = [*outputs, *tree_leaves([list(cells.values()), *_arguments(frame)])]
         kept += [Kept(weakref.ref(leaf), OF_A_REGION) for leaf in found if isinstance(leaf, torch.Tensor)]
     return cached, kept
@@ -87,6 +87,11 @@ def _outputs(context: Any) -> Iterator[torch.Tensor]:
             value = getattr(leaf, "val", None)
             if isinstance(value, torch.Tensor):
                 yield value
+
+
+def _is_alias(output: torch.Tensor) -> bool:
+    """Whether what is kept of an output is surely a tensor of its own: before torch 2.12, indices are what the stage has, too."""
+    return output.is_floating_point() or output.is_complex()
 
 
 def _guard_of(frame: Any) -> Saved | None:

@@ -13,8 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
+from bpipe.memory.storages import owners, storages_of
 from bpipe.runtime.replicated import Replicated, last_of
 from bpipe.runtime.settings import Setting, changed
 from bpipe.schedules import Action, Op
@@ -77,6 +79,7 @@ class Sharding:
         stage = self._stages.get(action.stage)
         if stage is None:
             return
+        stage.separate()
         if action.op is Op.W and action.stage not in self.undivided:
             stage.collect()
         if not stage.is_planned and self._last[action.stage] == action[:3]:
@@ -95,6 +98,7 @@ class _ShardedStage:
         self._units, self.is_planned = units, is_planned
         self._gathering: list[Any] = []
         self._reducing: list[Setting] = []
+        self._without: list[Any] = []  # FSDP's parameters without an unsharded gradient
         self.frees_after_backward = False
 
     @contextmanager
@@ -103,6 +107,7 @@ class _ShardedStage:
         for state in states:
             state._lazy_init()
         groups = [group for state in states for group in _groups(state)]
+        self._without = [parameter for group in groups for parameter in group.fsdp_params]
         self._roots = [state for state in states if state._is_root]
         kept = groups if self.is_planned else [group for group in groups if group.post_forward_mesh_info is None]
         self.frees_after_backward = any(group.reshard_after_backward for group in groups if group not in kept)
@@ -110,12 +115,40 @@ class _ShardedStage:
         if not self.is_planned:
             self._reducing += [(group, "reshard_after_backward", group.reshard_after_backward) for group in kept]
         with changed([*self._passive(groups), *((group, name, value) for group in kept for name, value in KEEPING.items())]):
-            yield
+            try:
+                yield
+            except BaseException:
+                self._abandon(groups)
+                raise
+
+    def _abandon(self, groups: Sequence[Any]) -> None:
+        """Let go of what a step that failed has gathered and added up: `zero_grad` sees sharded gradients alone.
+
+        Nothing is waited for: another replica may never gather again.
+        """
+        for group in groups:
+            if group.device.type == "cpu":
+                group._all_gather_result = None
+        ending = [(root._state_ctx, "is_last_backward", True) for root in self._roots]
+        with changed([*((group, "reshard_after_backward", True) for group in groups), *ending]):
+            self.collect()
+        for parameter in (parameter for group in groups for parameter in group.fsdp_params):
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
 
     def _passive(self, groups: Iterable[Any]) -> Iterator[Setting]:
         yield from ((group, name, False) for group in groups for name in REDUCING)
         if self.is_planned:
             yield from ((root._state_ctx, "is_last_backward", False) for root in self._roots)
+
+    def separate(self) -> None:
+        """Give the unsharded gradients that a backward has made memory of their own, as `NewGradients` does with all others."""
+        for parameter in self._without:
+            gradient = _unsharded_gradient(parameter)
+            if gradient is not None and any(owners(storage) > 1 for storage in storages_of(gradient)):
+                parameter._unsharded_param.grad = gradient.clone()
+        self._without = [parameter for parameter in self._without if _unsharded_gradient(parameter) is None]
 
     def unshard(self) -> None:
         """Start to gather the weights; each module waits for its own before it computes."""
@@ -147,6 +180,11 @@ def _groups(state: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _unsharded_gradient(parameter: Any) -> torch.Tensor | None:
+    """What adds up before it is reduced, if there is anything; `parameter` is FSDP's, and gathered at first."""
+    return parameter._unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None
 
 
 def _units(module: nn.Module) -> list[Any]:
