@@ -139,7 +139,7 @@ def test_counted_bytes_are_the_predicted_ones() -> None:
             assert peak == stats["peak_bytes"] == stats["predicted_peak_bytes"]
     evicted = {name: stats["evicted_bytes"] for name, (_, stats, _) in ranks[0].items()}
     assert evicted["nothing"] > evicted["a policy"] > evicted["reentrant"] == evicted["not reentrant"] > 0
-    assert "keyword argument" in ranks[0]["by name"][2][0]
+    assert "keyword" in ranks[0]["by name"][2][0]
     assert evicted["by name"] < evicted["not reentrant"]
 
 

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from bpipe.comm.failure import told
+
 __all__: list[str] = []
 
 T = TypeVar("T")
@@ -25,18 +27,18 @@ class Aside:
 
     def __init__(self, look: Callable[[], None]) -> None:
         self._look = look
-        self._is_given_up = False
+        self._reason: BaseException | None = None  # why the work was given up
         self.note = ""  # what it is waiting for
 
     def check(self, note: str) -> None:
         """Called by the work: say what it waits for.
 
         Raises:
-            GivenUpError: nobody wants it any more.
+            GivenUpError: nobody wants it any more; with the reason, for whoever else waits for the work.
         """
         self.note = note
-        if self._is_given_up:
-            raise GivenUpError
+        if self._reason is not None:
+            raise GivenUpError(told(self._reason))
 
     def run(self, work: Callable[[], T]) -> T:
         """Run a piece of work in another thread, and wait for it."""
@@ -55,8 +57,8 @@ class Aside:
         try:
             while not done.wait(LOOK_S):
                 self._look()
-        except BaseException:
-            self._is_given_up = True
+        except BaseException as error:
+            self._reason = error
             raise
         if errors:
             raise errors[0]

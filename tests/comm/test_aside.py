@@ -1,0 +1,38 @@
+"""Work in a thread of its own: its caller gives it up, and the work says why to whoever else waits for it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from bpipe.comm.aside import Aside, GivenUpError
+
+
+def test_the_work_hears_why_it_is_given_up() -> None:
+    heard: list[BaseException] = []
+    ended = threading.Event()
+
+    def look() -> None:
+        raise TimeoutError(f"waited too long: {aside.note}")
+
+    def work() -> None:
+        try:
+            while True:
+                aside.check("for rank 1")
+        except GivenUpError as error:
+            heard.append(error)
+            ended.set()
+
+    aside = Aside(look)
+    with pytest.raises(TimeoutError, match="waited too long: for rank 1"):
+        aside.run(work)
+    assert ended.wait(10)
+    assert str(heard[0]) == "TimeoutError: waited too long: for rank 1"
+
+
+def test_what_the_work_returns_and_raises_is_the_caller_s() -> None:
+    aside = Aside(lambda: None)
+    assert aside.run(lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        aside.run(lambda: 1 / 0)
