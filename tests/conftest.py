@@ -1,6 +1,11 @@
 """Hypothesis, set for two busy cores: no deadline for one example, no store of earlier failures. One thread where bits count."""
 
+import fcntl
+import os
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,6 +16,24 @@ settings.load_profile("bpipe")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-table", action="store_true", help="write docs/faults.md from this run of tests/faults")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Tests run two at a time, but for those that are marked `alone`."""
+    with turn(is_alone=item.get_closest_marker("alone") is not None):
+        return (yield)
+
+
+@contextmanager
+def turn(*, is_alone: bool) -> Iterator[None]:
+    """Wait for one's turn among the workers of a run: with others, or alone. Who waits to be alone goes before who comes later."""
+    name = Path(tempfile.gettempdir()) / f"bpipe-tests-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
+    with open(f"{name}-gate", "w") as gate, open(f"{name}-turn", "w") as mine:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(mine, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        yield
 
 
 @pytest.fixture

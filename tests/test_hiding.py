@@ -16,6 +16,8 @@ from torch import nn
 import bpipe
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.alone
+
 FORWARD_S, BACKWARD_S, SAVED_BYTES = 0.1, 0.2, 32 * 1024**2
 PAIRS_OF_STEPS = 3
 

@@ -18,6 +18,8 @@ from bpipe.schedules import Link, simulate
 from tests.ranks import run_ranks
 from tests.test_hiding import Sleeper
 
+pytestmark = pytest.mark.alone
+
 TOLERANCE = 0.10
 ATTEMPTS = 3
 NUM_MICROBATCHES = 8
