@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import bpipe
 from bpipe.errors import SavedTensorError
+from bpipe.memory.nodes import nodes_behind
 from bpipe.memory.recomputed import kept_by_checkpoints
 from tests.memory.captured import Captured
 from tests.models import KINDS, TOKENS, WIDTH, Block, Result, assert_same, batch_of, in_loopback, modules_of, mse, single_process
@@ -163,7 +164,7 @@ def footprint_of(make: Callable[[int], nn.Module]) -> Any:
 
 def looked_at(module: nn.Module) -> Captured:
     captured = Captured(module, lambda: torch.ones(2, TOKENS, WIDTH))
-    captured.stash.cached, captured.stash.kept = kept_by_checkpoints(captured.edges)
+    captured.stash.cached, captured.stash.kept = kept_by_checkpoints(nodes_behind(captured.edges))
     return captured
 
 

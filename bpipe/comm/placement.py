@@ -15,7 +15,6 @@ from bpipe.schedules.build import rule_named
 __all__ = ["Place", "pair_adjacent", "place"]
 
 
-
 def pair_adjacent(num_stages: int, ranks_per_node: int) -> list[int]:
     """The stage that each rank should hold, so that stages x and p-1-x share a node.
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 from bpipe.errors import StageError
@@ -23,30 +23,17 @@ class Kept(NamedTuple):
     reason: str
 
 
-def kept_by_functions(edges: Iterable[GradientEdge], where: str) -> list[Kept]:
+def kept_by_functions(nodes: Iterable[Node], where: str) -> list[Kept]:
     """Find what the Functions of a microbatch's graph keep as attributes.
 
     Args:
-        edges: those of the stage's outputs.
+        nodes: those of the graph.
         where: the stage and microbatch, for messages.
 
     Raises:
         StageError: there is a callable that replays a CUDA graph, whose memory the next microbatch overwrites.
     """
-    return [kept for node in _custom(edges) for kept in _attributes(node, where)]
-
-
-def _custom(edges: Iterable[GradientEdge]) -> Iterator[Any]:
-    """Yield the nodes of custom Functions."""
-    stack = [edge.node for edge in edges]
-    seen: set[Node] = set()
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack += [following for following, _ in node.next_functions if following is not None]
-            if isinstance(node, BackwardCFunction):
-                yield node
+    return [kept for node in nodes if isinstance(node, BackwardCFunction) for kept in _attributes(node, where)]
 
 
 def _attributes(node: Any, where: str) -> Iterator[Kept]:

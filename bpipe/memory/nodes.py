@@ -1,14 +1,26 @@
-"""What the nodes of an autograd graph have saved."""
+"""The nodes of an autograd graph, and what they have saved."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 
 __all__: list[str] = []
+
+
+def nodes_behind(edges: Iterable[GradientEdge]) -> list[Node]:
+    """All nodes to which some edges lead, those nearest to them first."""
+    stack = [edge.node for edge in edges]
+    seen: dict[Node, None] = {}
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen[node] = None
+            stack += [following for following, _ in node.next_functions if following is not None]
+    return list(seen)
 
 
 def saved_by(node: Node) -> Iterator[tuple[Any, Any]]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
 from bpipe.memory.attributes import Kept
@@ -24,7 +24,7 @@ __all__: list[str] = []
 OF_A_REGION = "kept by a region under torch.utils.checkpoint: a keyword, integers, or the state of random numbers"
 
 
-def kept_by_checkpoints(edges: Iterable[GradientEdge]) -> tuple[list[Cached], list[Kept]]:
+def kept_by_checkpoints(nodes: Iterable[Node]) -> tuple[list[Cached], list[Kept]]:
     """Find what the checkpointed regions of a microbatch's graph keep: outputs of chosen operations, and what cannot move.
 
     A recomputation asks for the positional inputs of its region first, through our hooks, which so guard its outputs. The
@@ -32,7 +32,7 @@ def kept_by_checkpoints(edges: Iterable[GradientEdge]) -> tuple[list[Cached], li
     """
     cached: list[Cached] = []
     kept: list[Kept] = []
-    for frame in _frames(edges):
+    for frame in _frames(nodes):
         cells, guard = _cells(frame.recompute_fn), _guard_of(frame)
         outputs = list(_outputs(cells.pop("recompute_context", None)))
         if guard is not None:
@@ -43,20 +43,9 @@ def kept_by_checkpoints(edges: Iterable[GradientEdge]) -> tuple[list[Cached], li
     return cached, kept
 
 
-def _frames(edges: Iterable[GradientEdge]) -> Iterator[Any]:
-    """Yield the frames of the regions, those nearest to the stage's outputs first."""
-    stack = [edge.node for edge in edges]
-    seen: set[Node] = set()
-    frames: dict[int, Any] = {}
-    while stack:
-        node = stack.pop()
-        if node not in seen:
-            seen.add(node)
-            stack += [following for following, _ in node.next_functions if following is not None]
-            frame = _frame_of(node)
-            if frame is not None and id(frame) not in frames:
-                frames[id(frame)] = frame
-                yield frame
+def _frames(nodes: Iterable[Node]) -> Iterable[Any]:
+    """The frames of the regions, those nearest to the stage's outputs first."""
+    return {id(frame): frame for node in nodes if (frame := _frame_of(node)) is not None}.values()
 
 
 def _frame_of(node: Node) -> Any:

@@ -19,6 +19,7 @@ from bpipe.memory.footprint import Footprint, covering, footprint_of
 from bpipe.memory.guests import Rooms
 from bpipe.memory.host import HostRooms
 from bpipe.memory.ledger import Key, Kind, Ledger
+from bpipe.memory.nodes import nodes_behind
 from bpipe.memory.recomputed import kept_by_checkpoints
 from bpipe.memory.stash import Contents, Pieces, Stash
 from bpipe.memory.storages import storages_of
@@ -185,8 +186,10 @@ class Evictions:
         if stash is not None:
             stash.pieces = None
             if kind not in self._memory.kinds or self._memory.kinds[kind].has_kept:
-                stash.cached, kept = kept_by_checkpoints(edges)
-                stash.kept = [*kept_by_functions(edges, stash.name), *kept]
+                nodes = nodes_behind(edges)
+                stash.cached, kept = kept_by_checkpoints(nodes)
+                stash.kept = [*kept_by_functions(nodes, stash.name), *kept]
+                del nodes
             if self._traffic.is_own(key[0] + 1):
                 stash.lend(self._traffic.result_of(*key))
             contents = stash.contents(self._kept(), self._traffic.holds())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
+
+from bpipe.comm.dtensor import is_dtensor
 
 __all__: list[str] = []
 
@@ -15,8 +16,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def mesh_of(tensor: Any) -> Any:
     """The device mesh over which a tensor is sharded; None if this process has all of it."""
-    module = sys.modules.get("torch.distributed.tensor")  # loading it takes a second
-    return tensor.device_mesh if module is not None and isinstance(tensor, module.DTensor) else None
+    return tensor.device_mesh if is_dtensor(tensor) else None
 
 
 def local(tensor: Any) -> torch.Tensor:
