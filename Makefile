@@ -23,7 +23,7 @@ train: $(READY) ## Train a language model over STAGES=4 processes with balanced 
 		$(TORCHRUN) examples/train_gpt.py $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 test: $(READY) ## Run all tests, two at a time; ruff and mypy are among them
-	$(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
 
 lint: $(READY) ## Check style and types only
 	$(VENV)/bin/ruff check $(wildcard $(PATHS))

@@ -9,6 +9,7 @@ import torch
 
 from bpipe.comm.agreement import MOST_STAGES
 from bpipe.comm.dtensor import mesh_among
+from bpipe.comm.group import group_of
 from bpipe.cut import cut_of
 from bpipe.errors import ConfigurationError, StageError
 
@@ -36,7 +37,8 @@ class PipelineStage:
             send, as torch's does (the layout is None here); default: that of the stage's own parameters.
 
     Raises:
-        ConfigurationError: an index outside the pipeline, no module, or one that `split_model` made for another stage.
+        ConfigurationError: an index outside the pipeline, no module, one that `split_model` made for another stage, or a mesh of
+            several dimensions.
 
     Example:
         >>> from torch import nn
@@ -71,7 +73,7 @@ class PipelineStage:
         self.stage_index = stage_index
         self.num_stages = num_stages
         self.device = torch.device(device) if device is not None else _device_of(submod)
-        self.group = group.get_group() if hasattr(group, "mesh_dim_names") else group
+        self.group = group_of(group)
         self._get_mesh = get_mesh
 
     @classmethod

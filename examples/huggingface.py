@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import bpipe
 
-NUM_STEPS, NUM_MICROBATCHES, BATCH = 40, 8, 32
+NUM_STEPS, NUM_MICROBATCHES, BATCH = 20, 8, 32
 WORDS, TOKENS = 256, 32
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import bpipe
 
-NUM_STEPS = 200
+NUM_STEPS = 100
 
 
 def main() -> None:

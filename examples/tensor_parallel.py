@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 import bpipe
 
-TENSOR_RANKS, STAGES, STEPS = 2, 4, 10
+TENSOR_RANKS, STAGES, STEPS = 2, 4, 6
 CONFIG = GPTConfig(sequence_length=64, num_blocks=4, width=64)
 
 
@@ -52,7 +52,7 @@ def main() -> None:
         with loss_parallel():
             schedule.step(text[:, :-1], target=text[:, 1:], losses=losses, return_outputs=False)
         optimizer.step()
-        if losses and mesh.get_local_rank("tp") == 0 and step % 5 == 0:
+        if losses and mesh.get_local_rank("tp") == 0 and step % 3 == 0:
             print(f"step {step}/{STEPS}  loss {torch.stack(losses).mean().item():.4f}", flush=True)
     peak, evicted = (schedule.stats[name] / 1024 for name in ("peak_bytes", "evicted_bytes"))
     where = f"stage {place.index}, tensor rank {mesh.get_local_rank('tp')}"

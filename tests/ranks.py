@@ -72,7 +72,8 @@ def _run_ranks(
 def fork_server() -> Any:
     """The context of processes that have torch loaded when they start."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "pytest", "hypothesis", "bpipe.comm.c10d", "tests.models"])
+    loaded = ["torch", "torch._dynamo", "torch.distributed.fsdp", "pytest", "hypothesis", "bpipe.comm.c10d", "tests.models"]
+    context.set_forkserver_preload(loaded)
     return context
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.ranks import fork_server
@@ -75,7 +76,8 @@ def _main(end: Any, name: str, rank: int, size: int, port: int, folder: Path) ->
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "GROUP_RANK": 0, "MASTER_PORT": port}
     os.environ |= {key: str(value) for key, value in where.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}  # the store is there, as torchrun's is
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo"}
+    torch.set_num_threads(1)  # torch was loaded before, and would not look at OMP_NUM_THREADS
     os.chdir(folder)
     sys.path.insert(0, str(EXAMPLES))
     sys.argv = [name, *ARGUMENTS.get(name, [])]

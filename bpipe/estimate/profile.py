@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -23,6 +23,7 @@ from bpipe.memory.footprint import Footprint, footprint_of
 from bpipe.memory.stash import Stash
 from bpipe.memory.storages import keys_of, storages_of
 from bpipe.microbatch import tensors_in
+from bpipe.untouched import untouched
 
 __all__ = ["profile"]
 
@@ -81,7 +82,7 @@ def profile(
     if is_first is None:
         is_first = not any(map(_is_differentiable, tensors_in(args)))
     bench = _Bench(stage_module, args, target, loss_fn, device, is_first=is_first, has_backward=backward)
-    with _left_as_it_was(stage_module, device):
+    with untouched([stage_module], device), torch.enable_grad():
         measurements = tuple(_measured(bench, size, repeats) for size in sizes)
         gradient_bytes = sum(_bytes(parameter.grad) for parameter in stage_module.parameters() if parameter.grad is not None)
     parameters = list(stage_module.parameters())
@@ -266,33 +267,3 @@ def _is_differentiable(tensor: torch.Tensor) -> bool:
 
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-@contextmanager
-def _left_as_it_was(module: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Put gradients, buffers and random numbers back, whatever happens; gradients start from none."""
-    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    buffers = [(owner, dict(owner._buffers)) for owner in module.modules()]
-    values = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-        try:
-            for parameter, _ in gradients:
-                parameter.grad = None
-            yield
-        finally:
-            _restore(gradients, buffers, values)
-
-
-def _restore(
-    gradients: Iterable[tuple[torch.nn.Parameter, torch.Tensor | None]],
-    buffers: Iterable[tuple[torch.nn.Module, dict[str, torch.Tensor | None]]],
-    values: Iterable[tuple[torch.Tensor, torch.Tensor]],
-) -> None:
-    for parameter, gradient in gradients:
-        parameter.grad = gradient
-    for owner, named in buffers:
-        owner._buffers.clear()
-        owner._buffers.update(named)
-    with torch.no_grad():
-        for buffer, value in values:
-            buffer.copy_(value)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bpipe.errors import ConfigurationError, StageError
-from bpipe.partition.untouched import untouched
+from bpipe.untouched import untouched
 
 __all__ = ["check_split"]
 

@@ -18,7 +18,7 @@ from bpipe.estimate.names import check_count, check_positive
 from bpipe.partition.layers import LayerCost
 from bpipe.partition.names import Names, is_container, is_series
 from bpipe.partition.observe import Loss, Seen, observed
-from bpipe.partition.untouched import untouched
+from bpipe.untouched import untouched
 
 __all__ = ["measure_layers"]
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bpipe.comm.group import group_of
 from bpipe.errors import ConfigurationError
 from bpipe.loopback import LoopbackGroup
 
@@ -33,7 +34,7 @@ class Ranks:
             raise ConfigurationError(f"on a Loopback all stages are in this process, where nothing is to be sent: {instead}")
         self.group, self.rank, self.size, self.device = None, 0, 1, torch.device("cpu")
         if group is not None or dist.is_initialized():
-            self._join(_process_group(group))
+            self._join(dist.group.WORLD if group is None else group_of(group))
 
     def _join(self, group: Any) -> None:
         self.group = group
@@ -108,11 +109,3 @@ class Ranks:
         ops = [dist.P2POp(op, tensor, self.global_ranks[rank], self.group) for op, tensor, rank in transfers]
         for work in dist.batch_isend_irecv(ops) if ops else ():
             work.wait()
-
-
-def _process_group(group: Any) -> Any:
-    if not hasattr(group, "mesh_dim_names"):
-        return dist.group.WORLD if group is None else group
-    if group.ndim != 1:
-        raise ConfigurationError(f"a mesh of {group.ndim} dimensions: give the pipeline's one, such as mesh['pp']")
-    return group.get_group()
