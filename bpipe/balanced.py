@@ -68,6 +68,10 @@ class Balanced(Schedule):
         optimizer: whose states count as static bytes of this rank.
         replicas: a process group of the ranks that hold the same stages in other pipelines: their sizes are compared, and
             refused where they differ. Collective over it with each plan, so replicas change shapes in the same steps.
+        by: "evict", or "recompute": what is over the budget keeps its input alone and runs forward once more ahead of its
+            backward, on its own rank, with the same random numbers (torch's) and buffers. It costs a forward a microbatch and no
+            transfer. Copies of buffers that a forward writes, such as BatchNorm's, are not in the plan's bytes. Stages next to
+            each other on one rank, as in a V, keep theirs.
 
     Raises:
         ConfigurationError: arguments that cannot work together, or a schedule that has run or is balanced already.
@@ -102,13 +106,14 @@ class Balanced(Schedule):
         reserve_bytes: int = RESERVE_BYTES,
         optimizer: torch.optim.Optimizer | None = None,
         replicas: Any = None,
+        by: str = "evict",
     ) -> None:
         _check_unused(schedule)
         if replicas is not None and not isinstance(replicas, torch.distributed.ProcessGroup):
             raise ConfigurationError(f"replicas is a process group of torch.distributed, got {type(replicas).__qualname__}")
         to = Destinations() if to is None else to
         self.rule = schedule.rule
-        self._policy = Policy(budget=budget, parts=parts, inside=inside, to=to, costs=costs, sizes=sizes)
+        self._policy = Policy(budget=budget, parts=parts, inside=inside, to=to, costs=costs, sizes=sizes, by=by)
         self._policy.check(schedule.plan)
         self._is_lowest = budget == "lowest" or (budget == "auto" and schedule._transport.device.type != "cuda")
         self._reserve_bytes, self._optimizer, self._replicas = reserve_bytes, optimizer, replicas

@@ -10,11 +10,13 @@ from bpipe.schedules import Costs, Plan, Sizes, finish
 from bpipe.schedules.by_bytes import by_bytes
 from bpipe.schedules.by_count import by_count
 from bpipe.schedules.destinations import Destinations
+from bpipe.schedules.recompute import recompute, recompute_by_count
 
 __all__: list[str] = []
 
 Budget = int | Sequence[int | None] | str | None
 NAMED = ("auto", "lowest")
+WAYS = ("evict", "recompute")
 MOST_PARTS = 64  # of a microbatch: more gain nothing more
 
 
@@ -28,6 +30,7 @@ class Policy:
     to: Destinations
     costs: Costs | None
     sizes: Sizes | None
+    by: str = "evict"
 
     def check(self, plan: Plan) -> None:
         """Raise unless all of it fits together, and a plan.
@@ -39,6 +42,10 @@ class Policy:
             raise ConfigurationError(f"parts={self.parts!r}: give a whole number from 1 to {MOST_PARTS}")
         if self.inside and self.parts == 1:
             raise ConfigurationError("inside=True moves parts of microbatches inside forwards and backwards: give parts=2 or more")
+        if self.by not in WAYS:
+            raise ConfigurationError(f"by={self.by!r}: choose 'evict' or 'recompute'")
+        if self.by == "recompute":
+            self._check_recomputing()
         self._check_budget(plan.num_ranks)
         if self.costs is not None:
             self.costs.check(plan)
@@ -67,6 +74,12 @@ class Policy:
                 f"budget=None counts microbatches and has no use for {', '.join(unused)}: give a budget in bytes"
             )
 
+    def _check_recomputing(self) -> None:
+        given = {"parts": self.parts > 1, "to": self.to != Destinations(), "costs": self.costs is not None}
+        unused = [name for name, is_given in given.items() if is_given]
+        if unused:
+            raise ConfigurationError(f"by='recompute' moves nothing and has no use for {', '.join(unused)}: leave them out")
+
     def _check_sizes(self, sizes: Sizes, plan: Plan) -> None:
         parts = max((len(stage.parts) for stage in sizes.stages), default=0)
         if (len(sizes.stages), len(sizes.static)) != (plan.num_stages, plan.num_ranks) or parts > self.parts:
@@ -77,7 +90,7 @@ class Policy:
 
     def plan_by_count(self, computations: Plan) -> Plan:
         """The proven plan that counts microbatches."""
-        return finish(by_count(computations, self.to))
+        return finish(by_count(computations, self.to) if self.by == "evict" else recompute_by_count(computations))
 
     def plan_in_bytes(self, computations: Plan, sizes: Sizes, budgets: Sequence[int | None] | None) -> Plan:
         """The proven plan for some sizes; as low as possible where there are no budgets.
@@ -85,6 +98,8 @@ class Policy:
         Raises:
             BudgetError: the budgets cannot be met.
         """
+        if self.by == "recompute":
+            return finish(recompute(computations, sizes=sizes, budgets=budgets))
         return finish(by_bytes(computations, sizes, budgets, is_inside=self.inside, to=self.to, costs=self.costs))
 
     def budgets(self, num_ranks: int) -> tuple[int | None, ...]:

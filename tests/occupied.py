@@ -123,8 +123,9 @@ class Counting(Observer):
 
 def planned(plan: Plan, rank: int) -> Iterator[tuple[int, int]]:
     """What a plan's list comes to during each action, and behind it."""
-    meter, live = plan.meter(), 0
+    meter, live, twice = plan.meter(), 0, plan.recomputed(rank)
     for action in plan.actions[rank]:
-        during = live + (meter.takes[action.op](action) if action.op in meter.takes else 0)
-        live = during - (meter.gives[action.op](action) if action.op in meter.gives else 0)
+        takes, gives = meter.recomputed if action[1:3] in twice else meter[:2]
+        during = live + (takes[action.op](action) if action.op in takes else 0)
+        live = during - (gives[action.op](action) if action.op in gives else 0)
         yield during, live

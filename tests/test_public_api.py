@@ -26,7 +26,7 @@ ADVISE = (
     "progress)"
 )
 SIGNATURES = {
-    "Balanced": "(schedule, budget, parts, inside, to, costs, sizes, reserve_bytes, optimizer, replicas)",
+    "Balanced": "(schedule, budget, parts, inside, to, costs, sizes, reserve_bytes, optimizer, replicas, by)",
     "BalancedOneFOneB": SCHEDULE,
     "BreadthFirst": STAGES,
     "DualPipeV": STAGES,

@@ -44,7 +44,7 @@ def calibrated(timelines: Sequence[Timeline], plan: Plan) -> Costs:
             taken[op, stage][microbatch].append(seconds)
     needed = dict.fromkeys(action.op for rank in range(plan.num_ranks) for action in plan.compute(rank))
     named = {Op.F: "forward_s", Op.B: "backward_s", Op.I: "input_s", Op.W: "weight_s"}
-    times = {named[op]: [_series(taken, op, stage, plan) for stage in range(plan.num_stages)] for op in needed}
+    times = {named[op]: [_series(taken, op, stage, plan) for stage in range(plan.num_stages)] for op in needed if op is not Op.R}
     return Costs(**times, **_bytes(traced))  # type: ignore[arg-type]
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from bpipe.memory.footprint import Footprint
 from bpipe.memory.ledger import Key
 from bpipe.schedules import Plan, Sizes, StageSizes
-from bpipe.schedules.meter import Amount, Meter, bytes_meter, occupancy
+from bpipe.schedules.meter import Amount, Amounts, Meter, bytes_meter, occupancy
 
 __all__: list[str] = []
 
@@ -47,9 +47,15 @@ def _meter(plan: Plan, footprints: Mapping[Key, Footprint], with_messages: bool)
             alike[found] = bytes_meter(Sizes(stages=sizes, static=()), plan.stage_ranks)
         meters.append(alike[found])
 
-    takes = {op: _by_microbatch([meter.takes[op] for meter in meters]) for op in meters[0].takes}
-    gives = {op: _by_microbatch([meter.gives[op] for meter in meters]) for op in meters[0].gives}
-    return Meter(takes, gives)
+    usual = _together([Amounts(meter.takes, meter.gives) for meter in meters])
+    return Meter(*usual, _together([meter.recomputed for meter in meters]))
+
+
+def _together(each: Sequence[Amounts]) -> Amounts:
+    """Amounts of which each microbatch has its own."""
+    takes = {op: _by_microbatch([one.takes[op] for one in each]) for op in each[0].takes}
+    gives = {op: _by_microbatch([one.gives[op] for one in each]) for op in each[0].gives}
+    return Amounts(takes, gives)
 
 
 def _by_microbatch(amounts: Sequence[Amount]) -> Amount:

@@ -190,17 +190,8 @@ class Stash:
         Raises:
             StageError: a transform was used that does not let itself be followed.
         """
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-                yield
-        except RuntimeError as error:
-            if "torch.func" not in str(error) or "saved tensor hooks" not in str(error):
-                raise
-            raise StageError(
-                f"{self.name} uses a transform of torch.func that refuses saved-tensor hooks, by which bpipe follows what a "
-                "microbatch saves: grad, vjp, jacrev or hessian. Use torch.autograd.grad(..., create_graph=True) or "
-                "torch.autograd.functional in the stage; vmap, jvp and functional_call work."
-            ) from error
+        with following(self.name), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
 
     def _pack(self, tensor: torch.Tensor) -> Saved:
         if self.pieces is not None:
@@ -354,6 +345,25 @@ class Stash:
 
     def _part(self, order: int) -> int:
         return bisect_right(self.cuts, order) + 1
+
+
+@contextmanager
+def following(name: str) -> Iterator[None]:
+    """A context for a forward under hooks of ours on what it saves.
+
+    Raises:
+        StageError: a transform was used that does not let itself be followed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "torch.func" not in str(error) or "saved tensor hooks" not in str(error):
+            raise
+        raise StageError(
+            f"{name} uses a transform of torch.func that refuses saved-tensor hooks, by which bpipe follows what a "
+            "microbatch saves: grad, vjp, jacrev or hessian. Use torch.autograd.grad(..., create_graph=True) or "
+            "torch.autograd.functional in the stage; vmap, jvp and functional_call work."
+        ) from error
 
 
 def _has_parameter(group: _Group) -> bool:

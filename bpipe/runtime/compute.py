@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,9 @@ from bpipe.memory.storages import keys_of, storages_of
 from bpipe.runtime.evictions import Evictions
 from bpipe.runtime.new_gradients import NewGradients
 from bpipe.runtime.pieces import PiecesOf
-from bpipe.runtime.traffic import Place, Traffic
+from bpipe.runtime.replicated import equalise_buffers
+from bpipe.runtime.rerun import Rerun, Writing
+from bpipe.runtime.traffic import Mail, Place, Traffic
 from bpipe.schedules import Action, Op
 from bpipe.split import WeightHalf, run_input_half
 from bpipe.stage import PipelineStage
@@ -101,6 +103,8 @@ class Compute:
         traffic: where inputs arrive and results leave.
         has_backward: whether graphs are built.
         undivided: the stages whose backward runs as a whole, in its input half.
+        recomputed: the microbatches whose forward runs twice.
+        writing: the buffers that the forwards of stages write, as far as they are known.
     """
 
     def __init__(
@@ -111,11 +115,15 @@ class Compute:
         *,
         has_backward: bool,
         undivided: Collection[int] = (),
+        recomputed: Collection[Key] = (),
+        writing: MutableMapping[int, Writing],
     ) -> None:
         self.losses: list[torch.Tensor] = []
         self.outputs: list[Any] = []
         self._stages, self._job, self._traffic, self._has_backward = stages, job, traffic, has_backward
-        self._undivided = undivided
+        self._undivided, self._recomputed = undivided, recomputed
+        self._writing = writing
+        self._reruns: dict[Key, tuple[Rerun, Mail | None]] = {}  # with what the stage before has sent
         self._graphs: dict[Key, Graph] = {}
         self._halves: dict[Key, WeightHalf] = {}
         self._new_gradients = NewGradients(stages if has_backward else {})
@@ -149,7 +157,10 @@ class Compute:
 
     def forward(self, action: Action, evictions: Evictions, pieces: PiecesOf | None) -> None:
         stage, key = self._stages[action.stage], action[1:3]
-        inputs = self._inputs(action)
+        if key in self._recomputed:
+            self._first_forward(action)
+            return
+        inputs = self._inputs(action, self._mail(action))
         stash = evictions.follow(action, inputs.shapes, inputs.received, pieces) if self._has_backward else None
         with torch.set_grad_enabled(self._has_backward), stash.capture() if stash is not None else nullcontext():
             output = stage.submod(*inputs.args, **self._job.kwargs[action.microbatch])
@@ -162,18 +173,61 @@ class Compute:
         if stage.is_last:
             if stash is not None:
                 evictions.returned(key, (output, loss))
-            self._finish_microbatch(output, loss, box, key)
+            made = self._finish_microbatch(output, loss)
         else:
-            self._hand_on(output, box, key, borrowed)
+            made = self._hand_on(output, key, borrowed)
         del output, loss
         if self._has_backward:
+            self._graphs[key] = Graph(edges_of(made), box)
+            del made
             evictions.after_forward(key, stash, self._graphs[key].edges)
 
-    def _inputs(self, action: Action) -> _Inputs:
+    def _first_forward(self, action: Action) -> None:
+        """The first of a microbatch's two forwards: its results go on, and it keeps its input alone."""
+        stage, mail, microbatch = self._stages[action.stage], self._mail(action), action.microbatch
+        inputs = self._inputs(action, mail)
+        target = self._job.targets[microbatch] if stage.is_last and self._job.targets is not None else None
+        given = mb.tensors_in([inputs.args, self._job.kwargs[microbatch], target])
+        equalise_buffers(stage.submod)
+        writing = self._writing.setdefault(action.stage, Writing(stage.submod))
+        rerun = Rerun(f"microbatch {microbatch} of stage {action.stage}", given, writing, self._traffic.transport.device)
+        self._reruns[action[1:3]] = rerun, mail
+        with torch.enable_grad(), rerun.first():
+            output = stage.submod(*inputs.args, **self._job.kwargs[microbatch])
+            loss = self._loss(output, microbatch) if stage.is_last else None
+        if stage.is_last:
+            self._finish_microbatch(output, loss)
+        else:
+            self._hand_on(output, action[1:3], set())
+
+    def recompute(self, action: Action, evictions: Evictions) -> None:
+        """The second of a microbatch's two forwards: it makes the graph, and saves what the backward needs."""
+        stage, key = self._stages[action.stage], action[1:3]
+        rerun, mail = self._reruns.pop(key)
+        inputs = self._inputs(action, mail)
+        del mail
+        stash = evictions.follow(action, inputs.shapes, inputs.received, None)
+        with torch.enable_grad(), rerun.again(), stash.capture() if stash is not None else nullcontext():
+            output = stage.submod(*inputs.args, **self._job.kwargs[action.microbatch])
+            loss = self._loss(output, action.microbatch) if stage.is_last else None
+        box = inputs.box
+        del inputs, rerun
+        made = [loss] if loss is not None else take_apart(output, f"stage {action.stage}, microbatch {action.microbatch}")[1]
+        if stash is not None:
+            evictions.returned(key, (output, loss))
+        self._graphs[key] = Graph(edges_of(made), box)
+        del output, loss, made
+        evictions.after_forward(key, stash, self._graphs[key].edges)
+
+    def _mail(self, action: Action) -> Mail | None:
+        """What the stage before has sent for a forward."""
+        return self._traffic.arrived.pop(action[:3]) if action.stage else None
+
+    def _inputs(self, action: Action, mail: Mail | None) -> _Inputs:
         shapes = self._job.descriptions[action.microbatch]
-        if action.stage == 0:
+        if mail is None:
             return _Inputs(self._job.args[action.microbatch], Box(), shapes, is_received=False)
-        layout, arrived = self._traffic.arrived.pop(action[:3])
+        layout, arrived = mail
         tensors = [tensor for tensor in arrived if tensor is not None]
         needs_gradient = [meta.requires_grad and self._has_backward for meta in layout.tensors if meta is not None]
         entered, box = enter(tensors, needs_gradient)
@@ -197,26 +251,25 @@ class Compute:
             )
         return loss
 
-    def _finish_microbatch(self, output: Any, loss: torch.Tensor | None, box: Box, key: Key) -> None:
+    def _finish_microbatch(self, output: Any, loss: torch.Tensor | None) -> list[torch.Tensor]:
+        """Keep what the last stage returned; return where its backward begins."""
         if loss is not None:
             is_part = loss.untyped_storage().nbytes() > loss.element_size()  # of more, which would be kept with it
             self.losses.append(loss.detach().clone() if is_part else loss.detach())
-            if self._has_backward:
-                self._graphs[key] = Graph(edges_of([loss]), box)
         if self._job.keeps_outputs:
             self.outputs.append(tree_map_only(torch.Tensor, torch.Tensor.detach, output))
+        return [] if loss is None else [loss]
 
-    def _hand_on(self, output: Any, box: Box, key: Key, borrowed: set[int]) -> None:
-        """Take a stage's output apart for the next one, and keep the edges for the backward."""
+    def _hand_on(self, output: Any, key: Key, borrowed: set[int]) -> list[torch.Tensor]:
+        """Take a stage's output apart for the next one; return its tensors, where its backward begins."""
         stage, microbatch = key
         nest, tensors = take_apart(output, f"stage {stage}, microbatch {microbatch}")
-        if self._has_backward:
-            self._graphs[key] = Graph(edges_of(tensors), box)
         sent = [self._for_sending(tensor) for tensor in tensors]
         if stage + 1 in self._stages:
             sent = list(_apart(sent, borrowed))
         layout = Layout(nest, tuple(meta_of(t, requires_grad=tensor.requires_grad) for t, tensor in zip(sent, tensors)))
         self._pass((Op.SEND_F, *key), (Op.F, stage + 1, microbatch), layout, sent)
+        return tensors
 
     def backward(self, action: Action, evictions: Evictions, pieces: PiecesOf | None) -> None:
         evictions.before_backward(action, pieces)

@@ -74,6 +74,14 @@ class Replicated:
             replica.require_forward_param_sync = True  # buffers are made equal before the next forward, as without a pipeline
 
 
+def equalise_buffers(module: nn.Module) -> None:
+    """Make the buffers of replicas equal where the next forward would: one that runs twice has to find them so both times."""
+    for replica in _replicas(module):
+        if replica.will_sync_module_buffers() and replica._check_sync_bufs_pre_fwd():
+            replica._sync_buffers()
+            replica.require_forward_param_sync = False
+
+
 def _replicas(module: nn.Module) -> list[DistributedDataParallel]:
     return [one for one in module.modules() if isinstance(one, DistributedDataParallel)]
 

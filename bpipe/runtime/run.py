@@ -59,7 +59,15 @@ class Run:
         self.holds_last_stage = any(stage.is_last for stage in stages.values())
         self.traffic = Traffic(transport, rank, step, stages)
         self.sharding = Sharding(stages, plan.actions[rank])
-        self.compute = Compute(stages, job, self.traffic, has_backward=plan.has_backward, undivided=self.sharding.undivided)
+        self.compute = Compute(
+            stages,
+            job,
+            self.traffic,
+            has_backward=plan.has_backward,
+            undivided=self.sharding.undivided,
+            recomputed=plan.recomputed(rank),
+            writing=memory.writing,
+        )
         followed = {*plan.evicted(rank), *plan.interrupted(rank)}
         self.evictions = Evictions(self.traffic, followed, memory, self.compute.foreign, self.compute.kept)
         self._messages = Messages(self.traffic, layouts, is_learning=is_learning)
@@ -154,6 +162,7 @@ _METHODS: dict[Op, Callable[[Run, Action], None]] = {
     Op.B: lambda run, action: run._backward(action, lambda first: run._compute(first, run.compute.backward)),
     Op.I: lambda run, action: run._backward(action, lambda half: run.compute.input_half(half, run.evictions)),
     Op.W: lambda run, action: run._backward(action, lambda half: run.compute.weight_half(half, run.evictions)),
+    Op.R: lambda run, action: run.compute.recompute(action, run.evictions),
     Op.UNSHARD: lambda run, action: run.sharding.unshard(action),
     Op.RESHARD: lambda run, action: run.sharding.reshard(action),
     Op.REDUCE_GRAD: lambda run, action: run.sharding.reduce(action),

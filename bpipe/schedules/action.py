@@ -19,6 +19,7 @@ class Op(StrEnum):
     B = "B"  # full backward
     I = "I"  # noqa: E741  input half of the backward, the field's name for it
     W = "W"  # weight half of the backward
+    R = "R"  # recomputation: the forward once more, of a microbatch of which the first one saved nothing
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
@@ -42,7 +43,7 @@ class Op(StrEnum):
     __hash__ = str.__hash__  # Enum's own is a Python call, and plans hash millions of operations
 
 
-COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W})
+COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W, Op.R})
 SHARDING = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
 BACKWARD = frozenset({Op.B, Op.I})  # what needs the gradient of a stage's outputs
 SERVED = frozenset({Op.ACCEPT, Op.WAIT_ACCEPT, Op.RETURN, Op.WAIT_RETURN})

@@ -25,6 +25,8 @@ from bpipe.schedules.plan import Plan
 
 __all__: list[str] = []
 
+KEPT = (COMPUTE - {Op.R}) | SHARDING  # by a pass that decides anew what moves and what is recomputed
+
 Moment = tuple[int, int]  # place in the global order: (time, rank)
 
 
@@ -180,13 +182,13 @@ def _completion(start: Action | None) -> Action | None:
 
 
 def without_transfers(plan: Plan) -> Plan:
-    """A plan without its transfers and budgets, computations in pieces as they are: what a balance pass starts from."""
-    lanes = tuple(tuple(a for a in lane if a.op in SHARDING or a.op in COMPUTE) for lane in plan.actions)
+    """A plan without its transfers, recomputations and budgets, computations in pieces as they are: where a balance pass starts."""
+    lanes = tuple(tuple(a for a in lane if a.op in KEPT) for lane in plan.actions)
     return replace(plan, actions=lanes, served=((),) * plan.num_ranks, slots=(None,) * plan.num_ranks, budgets=None)
 
 
 def computations_only(plan: Plan) -> Plan:
-    """A plan without its transfers, budgets and sizes, all computations whole."""
+    """A plan without its transfers, recomputations, budgets and sizes, all computations whole."""
     whole = tuple(
         tuple(a._replace(part=0) if a.part else a for a in lane if a.op not in COMPUTE or not plan.goes_on(a))
         for lane in plan.actions

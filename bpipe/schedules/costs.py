@@ -49,7 +49,7 @@ class Costs:
     or one for each stage, of one microbatch; a plan that has sizes of its own takes those instead.
 
     Args:
-        forward_s: seconds of F.
+        forward_s: seconds of F, and of R.
         backward_s: seconds of B; default: twice those of F.
         input_s: seconds of I, the input half of a split backward; default: half of B.
         weight_s: seconds of W, its weight half; default: what B leaves of I.
@@ -123,7 +123,7 @@ class Costs:
         Raises:
             KeyError: `op` is no computation.
         """
-        if op is Op.F:
+        if op is Op.F or op is Op.R:
             return _of_microbatch(self.forward_s, stage, microbatch)
         backward = 2 * self.seconds(Op.F, stage, microbatch)
         if self.backward_s is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -14,11 +14,24 @@ __all__: list[str] = []
 Amount = Callable[[Action], int]
 
 
-class Meter(NamedTuple):
+class Amounts(NamedTuple):
     """What actions take before they run and give back after they ran, by operation."""
 
     takes: Mapping[Op, Amount]
     gives: Mapping[Op, Amount]
+
+
+class Meter(NamedTuple):
+    """What actions take before they run and give back after they ran, by operation.
+
+    Args:
+        takes, gives: of a microbatch that stays or is evicted.
+        recomputed: of one whose forward runs again: the first one keeps its input alone.
+    """
+
+    takes: Mapping[Op, Amount]
+    gives: Mapping[Op, Amount]
+    recomputed: Amounts
 
     def taken(self, action: Action) -> int:
         """What an action takes before it runs."""
@@ -33,6 +46,7 @@ def meter_of(saved: Amount, moved: Amount) -> Meter:
     return Meter(
         takes={Op.F: saved, Op.LOAD: moved, Op.ACCEPT: moved},
         gives={Op.B: saved, Op.W: saved, Op.WAIT_EVICT: moved, Op.WAIT_RETURN: moved},
+        recomputed=Amounts(takes={Op.R: saved}, gives={Op.B: saved, Op.W: saved}),
     )
 
 
@@ -44,11 +58,12 @@ def slot(action: Action) -> int:
 SLOTS = meter_of(slot, slot)
 
 
-def occupancy(actions: Iterable[Action], meter: Meter = SLOTS) -> Iterator[int]:
+def occupancy(actions: Sequence[Action], meter: Meter = SLOTS) -> Iterator[int]:
     """Yield what is occupied while each action runs, in the meter's unit."""
-    takes, gives = meter
-    live = 0
+    recomputed = {action[1:3] for action in actions if action[0] is Op.R}
+    usual, live = Amounts(meter.takes, meter.gives), 0
     for action in actions:
+        takes, gives = meter.recomputed if recomputed and action[1:3] in recomputed else usual
         taken = takes.get(action[0])
         if taken is not None:
             live += taken(action)
@@ -137,4 +152,23 @@ def bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...]) -> Meter:
         Op.W: amounts(lambda s, part, n: sizes.stages[s].late),
         Op.WAIT_SEND_B: amounts(lambda s, part, n: messages[s].result),
     }
-    return Meter({**own.takes, **takes}, {**own.gives, **gives})
+    again = Amounts(
+        takes={
+            Op.RECV_F: takes[Op.RECV_F],
+            Op.F: amounts(lambda s, part, n: sizes.stages[s].sent),
+            Op.RECV_B: takes[Op.RECV_B],
+            Op.R: amounts(lambda s, part, n: messages[s].made + sizes.stages[s].saved - messages[s].kept),
+            Op.B: takes[Op.B],
+            Op.I: takes[Op.I],
+        },
+        gives={
+            Op.F: amounts(lambda s, part, n: sizes.stages[s].sent * (s + 1 == len(stage_ranks))),
+            Op.WAIT_SEND_F: amounts(lambda s, part, n: sizes.stages[s].sent),
+            Op.R: amounts(lambda s, part, n: messages[s].made + messages[s].handed - messages[s].kept),
+            Op.B: gives[Op.B],
+            Op.I: gives[Op.I],
+            Op.W: gives[Op.W],
+            Op.WAIT_SEND_B: gives[Op.WAIT_SEND_B],
+        },
+    )
+    return Meter({**own.takes, **takes}, {**own.gives, **gives}, again)

@@ -15,11 +15,11 @@ __all__ = ["Moments", "Stuck", "clock", "linearise", "run_greedily"]
 
 Key = tuple[Op, int, int]
 
-UNITS = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1}
+UNITS = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1, Op.R: 1}
 
 
 # What others wait for: the input half stands for the whole backward.
-RESULT = {Op.F: Op.F, Op.B: Op.B, Op.I: Op.B, Op.W: Op.W}
+RESULT = {Op.F: Op.F, Op.B: Op.B, Op.I: Op.B, Op.W: Op.W, Op.R: Op.R}
 
 
 def needs(action: Action, last_stage: int) -> Key | None:
@@ -27,6 +27,8 @@ def needs(action: Action, last_stage: int) -> Key | None:
     op, stage, microbatch, *_ = action
     if op is Op.F:
         return (Op.F, stage - 1, microbatch) if stage else None
+    if op is Op.R:
+        return (Op.F, stage, microbatch)
     if op is Op.W:
         return (Op.B, stage, microbatch)
     return (Op.F, stage, microbatch) if stage == last_stage else (Op.B, stage + 1, microbatch)

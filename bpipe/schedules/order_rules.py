@@ -25,6 +25,9 @@ PRECEDENCE = (
     (Op.F, Op.B),
     (Op.F, Op.I),
     (Op.I, Op.W),
+    (Op.F, Op.R),
+    (Op.R, Op.B),
+    (Op.R, Op.I),
     (Op.WAIT_RECV_B, Op.B),
     (Op.WAIT_RECV_B, Op.I),
     (Op.B, Op.SEND_B),
@@ -49,7 +52,7 @@ EARLIER_OF_PART = {op: mask(earlier for earlier, later in PRECEDENCE_OF_PARTS if
 
 SIMPLY_EARLIER = {op: EARLIER[op] | EARLIER_OF_PART[op] for op in Op}  # where nothing moves in parts
 
-# Operations that take a stage's microbatches in one order together: a whole backward is both of its halves.
+# Operations that take a stage's microbatches in one order together: a whole backward is both of its halves. R may take any order.
 KIN = {Op.F: mask({Op.F}), Op.B: mask({Op.B, Op.I, Op.W}), Op.I: mask({Op.I, Op.B}), Op.W: mask({Op.W, Op.B})}
 BACKWARDS = mask(BACKWARD)
 
@@ -98,7 +101,7 @@ def _needs(own: RankIndex, action: Action) -> Iterator[tuple[Part, int]]:
     yield (stage, microbatch, 0), EARLIER[op] & ~(0 if has_output else BITS[Op.WAIT_SEND_F] * (op is Op.WAIT_EVICT))
     yield (stage, microbatch, part), EARLIER_OF_PART[op]
     if op in COMPUTE:
-        yield (stage, microbatch - 1, 0), KIN[op]
+        yield (stage, microbatch - 1, 0), KIN.get(op, 0)
         for other in (0,) if part else range(1, num_parts + 1):  # what moved with the whole, or by itself
             yield (stage, microbatch, other), EARLIER_OF_PART[op]
     for near in _neighbours(own, stage):
@@ -121,6 +124,15 @@ def in_pieces(own: RankIndex) -> Iterator[Finding]:
     for index, action in enumerate(own.lane):
         if action.part and action.op in COMPUTE and action not in due:
             yield own.place(index), f"{action} goes on with what never began"
+
+
+def recomputed(own: RankIndex) -> Iterator[Finding]:
+    """What is recomputed runs in one piece, on a stage that hands over to, and gets from, other ranks only."""
+    for index, action in enumerate(own.lane):
+        if action.op is Op.R and _neighbours(own, action.stage):
+            yield own.place(index), f"{action} recomputes a stage that shares memory with another one of rank {own.rank}"
+        elif action.op is Op.R and any(own.lane[begun][1:3] == action[1:3] for begun in own.begun):
+            yield own.place(index), f"{action} recomputes what runs in pieces"
 
 
 def sharded(own: RankIndex) -> Iterator[Finding]:

@@ -152,6 +152,10 @@ class Plan:
         """The (stage, microbatch) pairs of which a rank evicts all or parts, in the order of their first eviction."""
         return list(dict.fromkeys((a.stage, a.microbatch) for a in self.actions[rank] if a.op is Op.EVICT))
 
+    def recomputed(self, rank: int) -> set[tuple[int, int]]:
+        """The (stage, microbatch) pairs whose forward runs twice on a rank: the first one keeps its input alone."""
+        return {action[1:3] for action in self.actions[rank] if action.op is Op.R}
+
     def interrupted(self, rank: int) -> set[tuple[int, int]]:
         """The (stage, microbatch) pairs of which a rank does something between two pieces of the forward or the backward."""
         running: Action | None = None

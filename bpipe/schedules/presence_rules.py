@@ -92,9 +92,10 @@ def _moves_once(own: RankIndex, which: Part, found: int) -> Iterator[Finding]:
 
 
 def _complete_sets(plan: Plan, stage: int) -> list[frozenset[Op]]:
-    """The sets of operations that make a microbatch of a stage complete: with a whole or a split backward, evicted or not."""
+    """The sets of operations that make a microbatch of a stage complete: a whole or a split backward; kept, moved or recomputed."""
     backwards = (frozenset({Op.B}), frozenset({Op.I, Op.W})) if plan.has_backward else (frozenset[Op](),)
-    return [_required(plan, stage, backward) | moved for backward in backwards for moved in (frozenset[Op](), EVICTION)]
+    spared = (frozenset[Op](), EVICTION, *([frozenset({Op.R})] if plan.has_backward else []))
+    return [_required(plan, stage, backward) | how for backward in backwards for how in spared]
 
 
 def _required(plan: Plan, stage: int, backward: frozenset[Op]) -> frozenset[Op]:

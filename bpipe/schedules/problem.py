@@ -42,6 +42,18 @@ class Solution(NamedTuple):
         return sum(late for late, _ in costs), sum(moved for _, moved in costs)
 
 
+def checked(given: int | Sequence[int | None] | None, num_ranks: int, name: str) -> Budgets:
+    """One budget a rank.
+
+    Raises:
+        ConfigurationError: they make none.
+    """
+    budgets = tuple(given) if isinstance(given, Sequence) else (given,) * num_ranks
+    if len(budgets) != num_ranks or not all(k is None or (type(k) is int and k > 0) for k in budgets):
+        raise ConfigurationError(f"{name}={given!r}: give a whole number of at least 1, or one for each of {num_ranks} ranks")
+    return budgets
+
+
 class Problem:
     """What does not change from one attempt to the next.
 
@@ -83,11 +95,7 @@ class Problem:
         Raises:
             ConfigurationError: they make none.
         """
-        p, name = self.plan.num_ranks, "slots" if self.plan.sizes is None else "budgets"
-        budgets = tuple(given) if isinstance(given, Sequence) else (given,) * p
-        if len(budgets) != p or not all(k is None or (type(k) is int and k > 0) for k in budgets):
-            raise ConfigurationError(f"{name}={given!r}: give a whole number of at least 1, or one for each of {p} ranks")
-        return budgets
+        return checked(given, self.plan.num_ranks, "slots" if self.plan.sizes is None else "budgets")
 
     def solve(self, budgets: Budgets, *, thorough: bool) -> Solution | str:
         """What each rank evicts, or in words what the budgets lack.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bpipe.schedules.meter import SLOTS, Meter, occupancy
-from bpipe.schedules.order_rules import in_pieces, ordered, sharded
+from bpipe.schedules.order_rules import in_pieces, ordered, recomputed, sharded
 from bpipe.schedules.presence_rules import belongs, complete
 from bpipe.schedules.rank_index import Finding, RankIndex, Rule
 
@@ -40,5 +40,6 @@ RULES_OF_A_RANK: dict[str, Rule] = {
     "ordered": ordered,
     "in pieces": in_pieces,
     "sharded": sharded,
+    "recomputed": recomputed,
     "affordable": affordable,
 }

@@ -137,6 +137,8 @@ def to_csv(plan: Plan) -> str:
     """A row a rank; starts of transfers only, since torch waits where it needs to."""
     if any(plan.served):
         raise PlanError(f"{plan.name} evicts, which torch.distributed.pipelining's CSV cannot say: use to_text()")
+    if any(map(plan.recomputed, range(plan.num_ranks))):
+        raise PlanError(f"{plan.name} recomputes, which torch.distributed.pipelining's CSV cannot say: use to_text()")
     rows = [[str(action) for action in lane if action.op not in START_OF] for lane in plan.actions]
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(rows)

@@ -104,6 +104,28 @@ class Bytes:
         if action.stage + 1 == len(self.plan.stage_ranks):  # the loss has been computed
             self.stores[rank].drop(("output", *action[1:3]))
 
+    def before_first_forward(self, rank: int, action: Action) -> None:
+        """Of what runs again, the input stays beside the output; nothing is saved."""
+        self.stores[rank].hold((("output", *action[1:3]), self.size(action.stage, "sent")))
+
+    def after_first_forward(self, rank: int, action: Action) -> None:
+        if action.stage + 1 == len(self.plan.stage_ranks):
+            self.stores[rank].drop(("output", *action[1:3]))
+
+    def before_second_forward(self, rank: int, action: Action) -> None:
+        """The output is made once more, and whoever has to send the first one may still have it."""
+        _, stage, microbatch, *_ = action
+        store, given = self.stores[rank], self.input_of(stage, microbatch)
+        taken = [(("saved", stage, microbatch, k), self.part(stage, k)) for k in self.parts(stage)]
+        taken.append((("fixed", stage, microbatch), self.size(stage, "fixed")))
+        taken.append((("second output", stage, microbatch), self.size(stage, "sent") - self.size(stage, "kept_sent")))
+        if given in store.objects:
+            taken.append((given, max(0, store.objects[given] - self.size(stage, "kept_received"))))
+        store.hold(*taken)
+
+    def after_second_forward(self, rank: int, action: Action) -> None:
+        self.stores[rank].drop(self.input_of(*action[1:3]), ("second output", *action[1:3]))
+
     def input_of(self, stage: int, microbatch: int) -> tuple[object, ...]:
         return ("output", stage - 1, microbatch) if stage and self.is_near(stage - 1) else ("input", stage, microbatch)
 

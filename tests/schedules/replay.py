@@ -91,6 +91,7 @@ class _Machine:
         self.bytes = Bytes(plan)
         self.rooms: dict[tuple[int, object], Rooms] = defaultdict(Rooms)  # in bytes, by acceptor and evictor
         self.under_way: dict[int, tuple[object, ...]] = {}  # a rank's next piece of a computation in pieces
+        self.again = {a[1:3] for lane in plan.actions for a in lane if a.op.value == "R"}  # microbatches that run forward twice
         self.sharded = {a.stage for lane in plan.actions for a in lane if a.op.value in SHARDING}
         self.gathered: set[int] = set()
         self.reduced: set[int] = set()
@@ -170,6 +171,9 @@ class _Machine:
     def forward(self, rank: int, action: Action) -> None:
         _, stage, microbatch, *_ = action
         self.check_gathered(action)
+        if (stage, microbatch) in self.again:
+            self.first_forward(rank, action)
+            return
         if self.begins(rank, action, first=1, last=self.bytes.parts(stage)[-1]):
             self.in_order("forward", action)
             if stage:
@@ -184,6 +188,35 @@ class _Machine:
             self.tokens[rank, "output", stage, microbatch] = ("output", stage, microbatch)
             self.counts["forward done", stage] += 1
             self.bytes.after_forward(rank, action)
+
+    def first_forward(self, rank: int, action: Action) -> None:
+        """Nothing is saved but the input: whoever goes backward from here finds nothing."""
+        _, stage, microbatch, *_ = action
+        insist(not action.part, "cut in two:", action, "is to run again as a whole")
+        insist(not {stage - 1, stage + 1} & self.stages_of(rank), "shared memory:", action, "is next to a stage of its rank")
+        self.in_order("forward", action)
+        if stage:
+            self.use((rank, "input", stage, microbatch), ("output", stage - 1, microbatch), action)
+        self.tokens[rank, "kept", stage, microbatch] = ("kept", stage, microbatch)
+        self.bytes.before_first_forward(rank, action)
+        self.tokens[rank, "output", stage, microbatch] = ("output", stage, microbatch)
+        self.counts["forward done", stage] += 1
+        self.bytes.after_first_forward(rank, action)
+
+    def second_forward(self, rank: int, action: Action) -> None:
+        """It uses the kept input up, and saves. Its output goes nowhere."""
+        _, stage, microbatch, *_ = action
+        self.check_gathered(action)
+        insist(self.plan.has_backward, "no use:", action, "has no backward")
+        self.use((rank, "kept", stage, microbatch), ("kept", stage, microbatch), action)
+        self.occupy(rank, action, "saved")
+        self.bytes.before_second_forward(rank, action)
+        for place in self.saved(rank, action):
+            self.tokens[place] = place[1:]
+        self.bytes.after_second_forward(rank, action)
+
+    def stages_of(self, rank: int) -> set[int]:
+        return {stage for stage, owner in enumerate(self.plan.stage_ranks) if owner == rank}
 
     def begins(self, rank: int, action: Action, first: int, last: int) -> bool:
         """Whether a computation is whole or the first piece of one; notes the piece that must follow."""
@@ -327,7 +360,8 @@ class _Machine:
 
     def send_forward(self, rank: int, action: Action) -> None:
         self.start_send("forward", rank, action, (rank, "output", *action[1:3]))
-        self.occupy(rank, action, "sending")
+        if action[1:3] not in self.again:  # else it counts once its bytes are there to stay
+            self.occupy(rank, action, "sending")
 
     def sent_forward(self, rank: int, action: Action) -> bool:
         done = self.complete_send(rank, action)
@@ -438,6 +472,7 @@ COMPUTING: Dispatch = {
     "B": _Machine.backward,
     "I": _Machine.whole_input_half,
     "W": _Machine.weight_half,
+    "R": _Machine.second_forward,
     "SEND_F": _Machine.send_forward,
     "RECV_F": _Machine.receive_forward,
     "SEND_B": _Machine.send_backward,

@@ -78,7 +78,7 @@ def test_actions_are_written_as_the_field_writes_them(text: str) -> None:
     ],
 )
 def test_a_transfer_in_flight_occupies_a_slot_at_both_ends(lane: str, expected: list[int]) -> None:
-    assert list(occupancy(map(Action.parse, lane.split()))) == expected
+    assert list(occupancy([*map(Action.parse, lane.split())])) == expected
 
 
 @given(plans())
