@@ -55,10 +55,12 @@ class Microbatches(NamedTuple):
     args: list[tuple[Any, ...]]
     kwargs: list[dict[str, Any]]
     targets: list[Any] | None
+    are_alike: bool  # cut here, into equal parts
 
     def descriptions(self) -> list[str]:
         """What each microbatch looks like."""
-        return [mb.describe(parts) for parts in zip(self.args, self.kwargs, self.targets or [None] * len(self.args))]
+        each = zip(self.args, self.kwargs, self.targets or [None] * len(self.args))
+        return [mb.describe(next(each))] * len(self.args) if self.are_alike else list(map(mb.describe, each))
 
 
 def microbatches_of(call: Call, num_microbatches: int, specs: Specs, *, is_training: bool) -> Microbatches:
@@ -85,7 +87,8 @@ def microbatches_of(call: Call, num_microbatches: int, specs: Specs, *, is_train
         kwargs = mb.split(call.kwargs, specs.kwargs, m, "a keyword argument") if call.kwargs else [{}] * m
     if targets is None and call.target is not None:
         targets = mb.split(call.target, None, m, "the target")
-    return Microbatches(args, kwargs, targets)
+    are_alike = call.arg_mbs is None and call.kwarg_mbs is None and call.target_mbs is None
+    return Microbatches(args, kwargs, targets, are_alike)
 
 
 def _presplit(given: list[Any] | None, whole: Any, m: int, name: str, entry: type) -> list[Any] | None:

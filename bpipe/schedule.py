@@ -250,18 +250,18 @@ class Schedule:
                 "a CUDA graph is being captured, and a step of a pipeline cannot be: it waits for other ranks, and its memory "
                 "changes from step to step. Call it outside of torch.cuda.graph()"
             )
-        args, kwargs, targets = inputs = microbatches_of(call, self.plan.num_microbatches, self._specs, is_training=is_training)
+        inputs = microbatches_of(call, self.plan.num_microbatches, self._specs, is_training=is_training)
         holds_last_stage = self.plan.num_stages - 1 in self._stages
-        if is_training and holds_last_stage and targets is None:
+        if is_training and holds_last_stage and inputs.targets is None:
             raise ConfigurationError(
                 "the last stage has a loss_fn and got no target: pass target= (or target_mbs=) to step() there"
             )
         keeps_outputs = call.return_outputs and holds_last_stage
         mode = " ".join([*(stage.mode() for stage in self._stages.values()), str(keeps_outputs)])
         job = Job(
-            args=args,
-            kwargs=kwargs,
-            targets=targets,
+            args=inputs.args,
+            kwargs=inputs.kwargs,
+            targets=inputs.targets,
             descriptions=[f"{mode} {description}" for description in inputs.descriptions()],
             loss_fn=self._loss_fn,
             loss_kwargs=call.loss_kwargs or {},

@@ -8,12 +8,12 @@ depend on which groups each rank happens to have closed (a name used twice never
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -32,29 +32,36 @@ __all__: list[str] = []
 
 PAYLOAD_TAGS = {purpose: tag for tag, purpose in enumerate(Purpose, start=1)}
 HEADER_TAGS = {purpose: tag + len(Purpose) for purpose, tag in PAYLOAD_TAGS.items()}
-ASIDE = frozenset({Purpose.EVICT, Purpose.RETURN})
+GROUP_OF = {Purpose.FORWARD: "forward", Purpose.BACKWARD: "backward", Purpose.EVICT: "aside", Purpose.RETURN: "aside"}
 NO_TAG = 2 * len(Purpose) + 1  # of no message
 AT_ONCE = timedelta(milliseconds=1)
 MARGIN_S = 60.0  # by which gloo's own timeout is later than ours, which says more
 
+Method = TypeVar("Method", bound=Callable[..., Any])
 
-@contextmanager
-def _transferring() -> Iterator[None]:
+
+def _transferring(method: Method) -> Method:
     """Turn a backend's errors into ours."""
-    try:
-        yield
-    except CommError:
-        raise
-    except RuntimeError as error:
-        raise TransferError(f"a transfer failed: {error}") from error
+
+    @wraps(method)
+    def transferring(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except CommError:
+            raise
+        except RuntimeError as error:
+            raise TransferError(f"a transfer failed: {error}") from error
+
+    return cast(Method, transferring)
 
 
 class C10dTransport(Transport):
     """One rank's end of a pipeline over a process group.
 
-    Two gloo groups carry what the host must see: one the headers between stages, one those of evictions, which
-    the acceptor reads in threads of its own. On CPU they carry the tensors too. With NCCL each channel has a communicator
-    of two ranks, so that no order between channels can be wrong.
+    Gloo groups carry what the host must see: one the headers from stage to stage, one those back, one those of evictions,
+    which the acceptor reads in threads of its own. On CPU they carry the tensors too; each direction has a group, because
+    gloo's thread spins for what arrives on a connection while the caller is sending on it. With NCCL each channel has a
+    communicator of two ranks, so that no order between channels can be wrong.
 
     Args:
         group: the pipeline's process group; None for the default one.
@@ -127,7 +134,7 @@ class C10dTransport(Transport):
         self.control = Line(mesh, self.rank, self._release, self._patience)
         self.control.name = f"pipeline {self.identity} of its group"
         self._is_open = True
-        for name in ("between", "aside"):
+        for name in dict.fromkeys(GROUP_OF.values()):
             aside.note = "a connection for tensors is being made"
             self._gloo[name] = aside.run(partial(self._new_gloo, name))
 
@@ -157,7 +164,7 @@ class C10dTransport(Transport):
         for communicator in list(self._nccl.values()):
             communicator.abort()
 
-    @_transferring()
+    @_transferring
     def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int]) -> None:
         self._group_ranks = group_ranks
         if self.device.type != "cuda" or self._staging is not None:
@@ -177,7 +184,7 @@ class C10dTransport(Transport):
             (communicator.send([probe], 1, 0) if end == 0 else communicator.recv([probe], 0, 0)).wait()
         return communicator
 
-    @_transferring()
+    @_transferring
     def send(self, channel: Channel, tensors: Sequence[torch.Tensor], header: bytes | None = None) -> Transfer:
         peer = self._group_ranks[channel.dst]
         works = [] if header is None else self._send_header(channel, peer, header)
@@ -189,7 +196,7 @@ class C10dTransport(Transport):
             return self._staging.send(channel, filled, works, lambda tensor: gloo.send([tensor], peer, tag))
         return _Works(works + [gloo.send([tensor], peer, tag) for tensor in filled], filled)
 
-    @_transferring()
+    @_transferring
     def receive(self, channel: Channel, tensors: Sequence[torch.Tensor]) -> Transfer:
         peer = self._group_ranks[channel.src]
         filled = [tensor for tensor in tensors if tensor.numel()]
@@ -201,14 +208,14 @@ class C10dTransport(Transport):
         return _Works([gloo.recv([tensor], peer, tag) for tensor in filled], filled)
 
     def _gloo_for(self, channel: Channel) -> Any:
-        return self._gloo["aside" if channel.purpose in ASIDE else "between"]
+        return self._gloo[GROUP_OF[channel.purpose]]
 
     def _send_header(self, channel: Channel, peer: int, header: bytes) -> list[Any]:
         gloo, tag = self._gloo_for(channel), HEADER_TAGS[channel.purpose]
         parts = [_to_tensor(header[:FIRST].ljust(FIRST, b"\0")), *([_to_tensor(header[FIRST:])] if len(header) > FIRST else [])]
         return [_Works([gloo.send([part], peer, tag)], [part]) for part in parts]
 
-    @_transferring()
+    @_transferring
     def receive_header(self, channel: Channel) -> bytes:
         peer = self._group_ranks[channel.src]
         gloo, tag = self._gloo_for(channel), HEADER_TAGS[channel.purpose]
@@ -263,7 +270,7 @@ class _Works:
         self._works = works
         self._tensors: Sequence[torch.Tensor] = tensors
 
-    @_transferring()
+    @_transferring
     def wait(self) -> None:
         for work in self._works:
             _wait(work)
@@ -335,7 +342,7 @@ class _Staged:
         self._future, self._device = future, device
         self._tensors: Sequence[torch.Tensor] = tensors
 
-    @_transferring()
+    @_transferring
     def wait(self) -> None:
         copied = self._future.result()
         torch.cuda.current_stream(self._device).wait_event(copied)

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 
 from bpipe.comm.dtensor import FindMesh, describe, from_shard, is_dtensor, shard_of
 from bpipe.errors import CommError, StageError
+from bpipe.memory.storages import bytes_of
 
 __all__: list[str] = []
 
 PLAIN = (bool, int, float, str, type(None))
+COMMON = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8})
+ONE_TENSOR = '"T"'  # the nest of a tensor alone
 
 
 class TensorMeta(NamedTuple):
@@ -48,7 +52,12 @@ class Layout(NamedTuple):
     tensors: tuple[TensorMeta | None, ...]
 
     def __str__(self) -> str:
-        return f"{self.nest} of ({', '.join(map(str, self.tensors))})"
+        return _text_of(self)
+
+
+@lru_cache(maxsize=1024)
+def _text_of(layout: Layout) -> str:
+    return f"{layout.nest} of ({', '.join(map(str, layout.tensors))})"
 
 
 def take_apart(value: Any, where: str) -> tuple[str, list[torch.Tensor]]:
@@ -61,6 +70,9 @@ def take_apart(value: Any, where: str) -> tuple[str, list[torch.Tensor]]:
     Raises:
         StageError: there is something in it that cannot be sent.
     """
+    if type(value) is torch.Tensor:  # nearly always
+        _check_sendable(value, "output", where)
+        return ONE_TENSOR, [value]
     tensors: list[torch.Tensor] = []
     return json.dumps(_describe(value, "output", where, tensors)), tensors
 
@@ -111,6 +123,8 @@ def put_together(nest: str, tensors: Sequence[Any], find_mesh: FindMesh = _no_me
         CommError: the nest is none, or asks for another number of tensors.
         StageError: there is no mesh for a DTensor.
     """
+    if nest == ONE_TENSOR and len(tensors) == 1:
+        return tensors[0]
     remaining = iter(tensors)
     try:
         value = _build(json.loads(nest), remaining, find_mesh)
@@ -145,6 +159,11 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.trigger_wait()
     tensor = tensor.resolve_conj().resolve_neg()
     return tensor if torch.ops.aten.is_non_overlapping_and_dense(tensor) else tensor.contiguous()
+
+
+def on_the_wire(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor as backends carry it, at either end: itself if all of them can, else its bytes; no copy."""
+    return tensor if tensor.dtype in COMMON and tensor.is_contiguous() else bytes_of(tensor)
 
 
 def meta_of(tensor: torch.Tensor, *, requires_grad: bool) -> TensorMeta:

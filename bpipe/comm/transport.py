@@ -58,11 +58,11 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, channel: Channel, tensors: Sequence[torch.Tensor], header: bytes | None = None) -> Transfer:
-        """Post a send of uint8 tensors, behind a header if there is one. Returns at once."""
+        """Post a send of contiguous tensors, behind a header if there is one. Returns at once."""
 
     @abstractmethod
     def receive(self, channel: Channel, tensors: Sequence[torch.Tensor]) -> Transfer:
-        """Post a receive into uint8 tensors of the very sizes that are sent. Returns at once."""
+        """Post a receive into contiguous tensors of the very sizes and dtypes that are sent. Returns at once."""
 
     @abstractmethod
     def receive_header(self, channel: Channel) -> bytes:

@@ -8,9 +8,8 @@ from collections.abc import MutableMapping
 import torch
 
 from bpipe.comm import header
-from bpipe.comm.message import Layout
+from bpipe.comm.message import Layout, on_the_wire
 from bpipe.errors import StageError
-from bpipe.memory.storages import bytes_of
 from bpipe.runtime.traffic import Traffic
 from bpipe.schedules import Action, Channel, Op, Purpose
 from bpipe.schedules.action import START_OF, WAIT_OF
@@ -48,9 +47,10 @@ class Messages:
         elif layout != self._layouts[boundary]:
             raise _changed(action, self._layouts[boundary], layout)
         sent = [tensor for tensor in tensors if tensor is not None]
-        views = [bytes_of(tensor) for tensor in sent]
+        views = [on_the_wire(tensor) for tensor in sent]
         self._versions[action[:3]] = [(t, t._version) for t in sent if not t.is_inference()]
-        self._traffic.posted(action, self._traffic.transport.send(self._traffic.channel(action), views, data), [*views, *sent])
+        owners = [*sent, *(view for view, tensor in zip(views, sent) if view is not tensor)]
+        self._traffic.posted(action, self._traffic.transport.send(self._traffic.channel(action), views, data), owners)
 
     def complete_send(self, action: Action) -> None:
         self._traffic.wait(action)
@@ -83,7 +83,7 @@ class Messages:
     def _post(self, action: Action, layout: Layout) -> None:
         transport = self._traffic.transport
         tensors = [None if meta is None else meta.new(transport.device) for meta in layout.tensors]
-        views = [bytes_of(tensor) for tensor in tensors if tensor is not None]
+        views = [on_the_wire(tensor) for tensor in tensors if tensor is not None]
         self._landing[action[:3]] = (layout, tensors)
         self._traffic.posted(action, transport.receive(self._traffic.channel(action), views))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -71,9 +71,13 @@ class Sharding:
     def reduce(self, action: Action) -> None:
         self._stages[action.stage].reduce()
 
-    @contextmanager
-    def around(self, action: Action) -> Iterator[None]:
+    def around(self, action: Action) -> AbstractContextManager[None]:
         """Around a backward or a half of one: what its end means for the gradients of its stage."""
+        is_parallel = action.stage in self._stages or action.stage in self._replicated.stages
+        return self._around(action) if is_parallel else nullcontext()
+
+    @contextmanager
+    def _around(self, action: Action) -> Iterator[None]:
         with self._replicated.around(action):
             yield
         stage = self._stages.get(action.stage)
