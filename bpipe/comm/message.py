@@ -98,7 +98,8 @@ def _describe(part: Any, path: str, where: str, tensors: list[torch.Tensor]) -> 
 
 
 def _check_sendable(tensor: torch.Tensor, path: str, where: str) -> None:
-    is_wrapper = hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "trigger_wait")  # such as a DTensor
+    is_plain = type(tensor) is torch.Tensor
+    is_wrapper = not is_plain and hasattr(tensor, "__tensor_flatten__") and not hasattr(tensor, "trigger_wait")  # such as a DTensor
     is_special = tensor.is_quantized or tensor.is_nested or is_wrapper or tensor.device.type == "meta"
     if is_special or tensor.layout is not torch.strided:
         raise StageError(
@@ -155,6 +156,8 @@ def _build(part: Any, remaining: Iterator[Any], find_mesh: FindMesh) -> Any:
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself where its memory has no gaps and no overlaps, in whatever order of strides, else a contiguous copy."""
     tensor = tensor.detach()
+    if type(tensor) is torch.Tensor and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        return tensor
     if hasattr(tensor, "trigger_wait"):  # an AsyncCollectiveTensor has no bytes of its own
         tensor = tensor.trigger_wait()
     tensor = tensor.resolve_conj().resolve_neg()

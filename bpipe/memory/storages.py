@@ -14,7 +14,7 @@ Storage = torch.UntypedStorage
 
 def storages_of(tensor: torch.Tensor) -> Iterator[Storage]:
     """Yield the storages that hold a tensor's data, those inside a wrapper subclass (such as DTensor) included."""
-    if hasattr(tensor, "__tensor_flatten__"):
+    if type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__"):
         for part in _parts(tensor).values():
             yield from storages_of(part)
     elif tensor.layout is torch.strided:

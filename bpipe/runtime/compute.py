@@ -153,7 +153,8 @@ class Compute:
 
     def _for_sending(self, tensor: torch.Tensor) -> torch.Tensor:
         """An output as it is sent: where it lies, but a copy of what the stage itself keeps and may change."""
-        return dense(tensor.clone() if keys_of([tensor]) & self.foreign().keys() else tensor)
+        foreign = self.foreign()
+        return dense(tensor.clone() if any(storage._cdata in foreign for storage in storages_of(tensor)) else tensor)
 
     def forward(self, action: Action, evictions: Evictions, pieces: PiecesOf | None) -> None:
         stage, key = self._stages[action.stage], action[1:3]

@@ -16,6 +16,13 @@ from bpipe.schedules.action import START_OF, WAIT_OF
 
 __all__: list[str] = []
 
+USE = {Op.RECV_F: Op.F, Op.RECV_B: Op.B}  # of what arrives
+BOUNDARY = {  # what crosses it, and how far the stage before it is from the one that acts
+    Op.SEND_F: (Purpose.FORWARD, 0),
+    Op.RECV_F: (Purpose.FORWARD, 1),
+    Op.SEND_B: (Purpose.BACKWARD, 1),
+    Op.RECV_B: (Purpose.BACKWARD, 0),
+}
 Layouts = MutableMapping[tuple[Purpose, int, int], Layout]  # by purpose, stage before the boundary, microbatch
 
 
@@ -68,17 +75,18 @@ class Messages:
             self._post(action, self._layouts[self._boundary(action)])
 
     def complete_receive(self, action: Action) -> None:
-        start = action._replace(op=START_OF[action.op])
-        unlearned = self._unlearned[self._traffic.channel(start)]
-        while start in unlearned:
-            self._learn(unlearned.popleft())
+        op, stage, microbatch = START_OF[action.op], action.stage, action.microbatch
+        if self._is_learning:
+            start = action._replace(op=op)
+            unlearned = self._unlearned[self._traffic.channel(start)]
+            while start in unlearned:
+                self._learn(unlearned.popleft())
         self._traffic.wait(action)
-        use = Op.F if start.op is Op.RECV_F else Op.B
-        self._traffic.arrived[use, action.stage, action.microbatch] = self._landing.pop(start[:3])
+        self._traffic.arrived[USE[op], stage, microbatch] = self._landing.pop((op, stage, microbatch))
 
     def _boundary(self, action: Action) -> tuple[Purpose, int, int]:
-        upstream = action.stage - (action.op in (Op.SEND_B, Op.RECV_F))
-        return self._traffic.channel(action).purpose, upstream, action.microbatch
+        purpose, offset = BOUNDARY[action.op]
+        return purpose, action.stage - offset, action.microbatch
 
     def _post(self, action: Action, layout: Layout) -> None:
         transport = self._traffic.transport
