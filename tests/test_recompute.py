@@ -318,6 +318,59 @@ def test_evaluations_between_steps():
     assert all(map(torch.equal, *left))
 
 
+class OwnNorm(nn.Module):
+    """BatchNorm by hand, which writes its statistics without counting it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("variance", torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.batch_norm(self.linear(x), self.mean, self.variance, training=self.training)
+
+
+@pytest.mark.parametrize("make", [Statistics, OwnNorm])
+def test_stages_that_are_frozen_first(make):
+    """In eval mode nothing is written, and nothing is learned of what train mode writes."""
+    left = []
+    for loopback, schedules, modules in pair_of(lambda stage: make()):
+        for step, is_training in enumerate((False, True, True)):
+            for module in modules:
+                module.train(is_training)
+            x, y = batch_of("quiet", 2 * M, step)
+            loopback.step(schedules, x, target=y)
+        left.append(left_by(modules))
+    assert all(map(torch.equal, *left))
+
+
+class Weighted(nn.Module):
+    """A loss with a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.ones(1))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.weight.mul_(0.9)
+        return mse(output, target) * self.weight.clone()
+
+
+@pytest.mark.parametrize("name", ["__call__", "forward"])
+def test_a_loss_with_buffers(name):
+    left = []
+    for over in (bpipe.GPipe, Over(bpipe.GPipe, BY_COUNT)):
+        torch.manual_seed(0)
+        modules, loss = [nn.Linear(WIDTH, WIDTH) for _ in range(4)], Weighted()
+        loopback, schedules = pipeline(over, modules, M, loss if name == "__call__" else loss.forward)
+        for step in range(2):
+            x, y = batch_of("quiet", 2 * M, step)
+            loopback.step(schedules, x, target=y)
+        left.append(left_by([*modules, loss]))
+    assert all(map(torch.equal, *left))
+
+
 def test_the_loss_runs_twice_on_the_last_stage():
     calls = []
 
@@ -356,6 +409,9 @@ class Changes(nn.Module):
             x = x.mul_(2)
         elif self.what == "buffer" and self.calls == M:
             self.often.add_(1)
+        elif self.what == "parameter":
+            with torch.no_grad():
+                self.linear.bias.mul_(0.9)
         elif self.what == "gradient":
             value = x.detach().requires_grad_()
             x = x + torch.autograd.grad(self.linear(value).square().sum(), value)[0]
@@ -381,6 +437,7 @@ def fails(rank: int, what: str) -> str:
     [
         ("input", "of stage 1 cannot be recomputed: its input was changed in place. Let the stage work on a clone of it"),
         ("buffer", "of stage 1 cannot be recomputed: its forward writes the buffer often, which earlier ones did not"),
+        ("parameter", "of stage 1 cannot be recomputed: its forward writes the parameter bias"),
         ("gradient", "a backward ran inside the first of two forwards"),
         ("transform", "uses a transform of torch.func that refuses saved-tensor hooks"),
     ],

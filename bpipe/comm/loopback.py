@@ -58,9 +58,10 @@ class Wires:
         return posted
 
     def _copy(self, channel: Channel, sent: _Posted, received: _Posted) -> None:
-        sizes = [[tensor.numel() for tensor in end.tensors] for end in (sent, received)]
-        if sizes[0] != sizes[1]:
-            raise CommError(f"{channel}: messages of {sizes[0]} bytes were sent and {sizes[1]} received")
+        kinds = [[(tensor.dtype, tensor.numel()) for tensor in end.tensors] for end in (sent, received)]
+        if kinds[0] != kinds[1]:
+            sizes = [[tensor.nbytes for tensor in end.tensors] for end in (sent, received)]
+            raise CommError(f"{channel}: messages of {sizes[0]} bytes were sent and {sizes[1]} received, or of other dtypes")
         if received.ready is None or sent.ready is None:
             self._copy_tensors(sent, received)
         else:

@@ -166,7 +166,9 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def on_the_wire(tensor: torch.Tensor) -> torch.Tensor:
     """A dense tensor as backends carry it, at either end: itself if all of them can, else its bytes; no copy."""
-    return tensor if tensor.dtype in COMMON and tensor.is_contiguous() else bytes_of(tensor)
+    if tensor.dtype not in COMMON or not tensor.is_contiguous():
+        return bytes_of(tensor)
+    return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)
 
 
 def meta_of(tensor: torch.Tensor, *, requires_grad: bool) -> TensorMeta:

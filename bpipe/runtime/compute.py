@@ -104,7 +104,7 @@ class Compute:
         has_backward: whether graphs are built.
         undivided: the stages whose backward runs as a whole, in its input half.
         recomputed: the microbatches whose forward runs twice.
-        writing: the buffers that the forwards of stages write, as far as they are known.
+        writing: the buffers that the forwards of stages write, by stage and mode, as far as they are known.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Compute:
         has_backward: bool,
         undivided: Collection[int] = (),
         recomputed: Collection[Key] = (),
-        writing: MutableMapping[int, Writing],
+        writing: MutableMapping[tuple[int, str], Writing],
     ) -> None:
         self.losses: list[torch.Tensor] = []
         self.outputs: list[Any] = []
@@ -188,9 +188,11 @@ class Compute:
         stage, mail, microbatch = self._stages[action.stage], self._mail(action), action.microbatch
         inputs = self._inputs(action, mail)
         target = self._job.targets[microbatch] if stage.is_last and self._job.targets is not None else None
-        given = mb.tensors_in([inputs.args, self._job.kwargs[microbatch], target])
+        given = mb.tensors_in([inputs.args, self._job.kwargs[microbatch], target, dict(self._job.loss_kwargs)])
         equalise_buffers(stage.submod)
-        writing = self._writing.setdefault(action.stage, Writing(stage.submod))
+        running = [stage.submod, *(_modules_of(self._job.loss_fn) if stage.is_last else ())]
+        mode = f"{stage.mode()} {[part.training for module in running for part in module.modules()]}"
+        writing = self._writing.setdefault((action.stage, mode), Writing(running))
         rerun = Rerun(f"microbatch {microbatch} of stage {action.stage}", given, writing, self._traffic.transport.device)
         self._reruns[action[1:3]] = rerun, mail
         with torch.enable_grad(), rerun.first():
@@ -333,6 +335,13 @@ class Compute:
             self._traffic.arrived[use] = (layout, list(tensors))
         else:
             self._traffic.outgoing[send] = (layout, list(tensors))
+
+
+def _modules_of(loss_fn: Any) -> Iterator[torch.nn.Module]:
+    """The module that a loss function is, or a method of."""
+    owner = getattr(loss_fn, "__self__", loss_fn)
+    if isinstance(owner, torch.nn.Module):
+        yield owner
 
 
 def _apart(tensors: Iterable[torch.Tensor], borrowed: Iterable[int]) -> Iterator[torch.Tensor]:

@@ -77,7 +77,7 @@ class Replicated:
 def equalise_buffers(module: nn.Module) -> None:
     """Make the buffers of replicas equal where the next forward would: one that runs twice has to find them so both times."""
     for replica in _replicas(module):
-        if replica.will_sync_module_buffers() and replica._check_sync_bufs_pre_fwd():
+        if replica._check_sync_bufs_pre_fwd():
             replica._sync_buffers()
             replica.require_forward_param_sync = False
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
 
 from bpipe.errors import StageError
 from bpipe.memory.stash import following
@@ -33,14 +34,14 @@ class _Buffer(NamedTuple):
 
 
 class Writing:
-    """The buffers that a module's forward writes, such as BatchNorm's statistics: learned in its first forward.
+    """The buffers that forwards write, such as BatchNorm's statistics: learned in the first one, for which all are copied.
 
     Args:
-        module: a stage.
+        modules: what runs, in one mode.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
         self._written: list[_Buffer] | None = None
 
     @contextmanager
@@ -52,18 +53,24 @@ class Writing:
             values: to be filled with what the forward found in the buffers that it writes.
 
         Raises:
-            StageError: it wrote a buffer that the first forward left alone.
+            StageError: it wrote a parameter, or a buffer that the first forward left alone.
         """
-        buffers = [_Buffer(owner, name) for owner in self._module.modules() for name in owner._buffers]
+        parts = [part for module in self._modules for part in module.modules()]
+        parameters = [(name, p, p._version) for part in parts for name, p in part.named_parameters(recurse=False) if not is_lazy(p)]
+        buffers = [_Buffer(part, name) for part in parts for name in part._buffers]
         candidates = buffers if self._written is None else self._written
         before = {buffer: buffer.state() for buffer in buffers}
         copies = {id(buffer.tensor): None if buffer.tensor is None else buffer.tensor.clone() for buffer in candidates}
         found = {buffer: copies[id(buffer.tensor)] for buffer in candidates}  # modules that share a buffer share its copy
         yield
         written = {buffer for buffer in buffers if buffer.state() != before[buffer]}
-        if not written <= {*candidates}:
-            names = ", ".join(sorted(buffer.name for buffer in written - {*candidates}))
-            raise StageError(f"{name} cannot be recomputed: its forward writes the buffer {names}, which earlier ones did not")
+        odd = [f"the buffer {buffer.name}, which earlier ones did not" for buffer in sorted(written - {*candidates}, key=_name)]
+        odd += [f"the parameter {parameter}" for parameter, p, version in parameters if p._version != version]
+        if odd:
+            raise StageError(
+                f"{name} cannot be recomputed: its forward writes {odd[0]}. Let it write the same buffers each time, and no "
+                "parameter, or evict instead (by='evict')"
+            )
         if self._written is None:  # some operations, BatchNorm's among them, write without counting it
             self._written = [buffer for buffer in candidates if buffer in written or not _are_equal(buffer.tensor, found[buffer])]
         values.update((buffer, found[buffer]) for buffer in self._written)
@@ -120,6 +127,10 @@ class Rerun:
             raise StageError(
                 f"{self._name} cannot be recomputed: its input was changed in place. Let the stage work on a clone of it"
             )
+
+
+def _name(buffer: _Buffer) -> str:
+    return buffer.name
 
 
 def _are_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
