@@ -12,7 +12,7 @@ TORCHRUN := $(VENV)/bin/torchrun --nnodes 1 --nproc-per-node $(STAGES) \
 	--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test lint clean
+.PHONY: help train test bench lint clean
 
 help: ## Show this help
 	@echo "usage: make <target>"
@@ -24,6 +24,9 @@ train: $(READY) ## Train a language model over STAGES=4 processes with balanced 
 
 test: $(READY) ## Run all tests, two at a time; ruff and mypy are among them
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
+
+bench: $(READY) ## Measure what bpipe costs beside its alternatives, all studies or STUDIES="...", into benchmarks/RESULTS.md
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m benchmarks $(STUDIES)
 
 lint: $(READY) ## Check style and types only
 	$(VENV)/bin/ruff check $(wildcard $(PATHS))

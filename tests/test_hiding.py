@@ -1,13 +1,12 @@
 """Evictions hide behind compute: an acceptor that computes for long does not hold them up.
 
 Forwards and backwards sleep, so that 2 cores can stand for p devices; the transfers are real.
+benchmarks/same_cap.py has eight ranks.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
-from typing import Any
 
 import pytest
 import torch
@@ -15,42 +14,17 @@ from torch import nn
 
 import bpipe
 from tests.ranks import run_ranks
+from tests.sleepers import Sleeper
 
 pytestmark = pytest.mark.alone
 
-FORWARD_S, BACKWARD_S, SAVED_BYTES = 0.1, 0.2, 32 * 1024**2
+FORWARD_S, SAVED_BYTES = 0.1, 32 * 1024**2
 PAIRS_OF_STEPS = 3
-
-
-class _Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, sleeps: bool) -> torch.Tensor:
-        start, ctx.sleeps = time.perf_counter(), sleeps
-        ctx.save_for_backward(x.new_full((SAVED_BYTES // 4,), 1.0))
-        time.sleep(max(0.0, FORWARD_S * sleeps - (time.perf_counter() - start)))
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (saved,) = ctx.saved_tensors
-        time.sleep(BACKWARD_S * ctx.sleeps)
-        return gradient * saved[-1], None
-
-
-class Sleeper(nn.Module):
-    """A stage of a device that takes its time, with 32 MB of activations a microbatch; it need not in steps that nobody times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.sleeps = nn.Parameter(torch.ones(1)), True
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Sleep.apply(x * self.scale, self.sleeps)
 
 
 def step_times(rank: int, p: int, m: int) -> tuple[list[float], list[float], list[float]]:
     """Seconds of plain and balanced steps in turns, and the bytes that a balanced one evicts."""
-    module = Sleeper()
+    module = Sleeper(FORWARD_S, SAVED_BYTES)
     stage = bpipe.PipelineStage(module, rank, p, "cpu")
     schedules = [schedule(stage, m, loss_fn=nn.functional.mse_loss) for schedule in (bpipe.OneFOneB, bpipe.BalancedOneFOneB)]
     x = torch.ones(m, 8)

@@ -16,7 +16,7 @@ import bpipe
 from bpipe.estimate import Profile, costs_of
 from bpipe.schedules import Link, simulate
 from tests.ranks import run_ranks
-from tests.test_hiding import Sleeper
+from tests.sleepers import Sleeper
 
 pytestmark = pytest.mark.alone
 
@@ -50,7 +50,7 @@ def of_the_main_job(rank: int) -> Predictions:
 
 def of_sleeping_stages(rank: int) -> Predictions:
     """Plain and balanced 1F1B over four ranks whose stages take a device's time and keep 32 MB a microbatch."""
-    module = Sleeper()
+    module = Sleeper(forward_s=0.1, saved_bytes=32 * 1024**2)
 
     def measure() -> Profile:
         return bpipe.profile(module, torch.ones(1, 8), microbatch_sizes=[1], repeats=3)

@@ -1,0 +1,76 @@
+"""Run the studies, and write RESULTS.md from what they found.
+
+make bench                          # all studies
+make bench STUDIES="growth ..."     # some of them
+make bench STUDIES=none             # only write RESULTS.md and draw its pictures again
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from benchmarks.studies import STUDIES
+from benchmarks.study import Study, section
+
+RESULTS = Path(__file__).parent / "RESULTS.md"
+HEAD = """# What bpipe costs, measured
+
+Written by `make bench` from the JSON files in `results/`; no figure in here was typed by hand. Ratios with "from" and "to" are
+medians over rounds in which both ran in turns, in the same processes, with the 95% interval of the median. Where only the interval
+reaches a target, the table says so. `NOTES.md` tells how the figures came to be.
+"""
+UNKNOWN_S = 120.0  # what a study that was never run is taken to last
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("studies", nargs="*", metavar="study", help=f"of {', '.join(s.name for s in STUDIES)} (default: all)")
+    names = parser.parse_args().studies
+    unknown = set(names) - {study.name for study in STUDIES} - {"none"}
+    if unknown:
+        sys.exit(f"there is no study {', '.join(sorted(unknown))}: choose of {', '.join(s.name for s in STUDIES)}")
+    torch.set_num_threads(1)
+    run([study for study in STUDIES if not names or study.name in names])
+    for study in STUDIES:
+        study.save_picture()
+    RESULTS.write_text("\n".join([HEAD, *(line for study in STUDIES for line in section(study))]), encoding="utf-8")
+    print(f"wrote {RESULTS.relative_to(Path.cwd()) if RESULTS.is_relative_to(Path.cwd()) else RESULTS}")
+
+
+def run(studies: Sequence[Study]) -> None:
+    """Run studies one after the other, and show how far they are: a bar on a terminal, else a line for each case."""
+    console = Console()
+    columns = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("of which left"),
+        TimeRemainingColumn(),
+    ]
+    expected = {study.name: float((study.known() or {}).get("took_s", UNKNOWN_S)) for study in studies}
+    with Progress(*columns, console=console, disable=not console.is_terminal, speed_estimate_period=600) as bar:
+        task = bar.add_task("", total=sum(expected.values()) or None)
+        for study in studies:
+            per_case, done = expected[study.name] / max(len(study.cases()), 1), 0
+
+            def advance(case: str, study: Study = study, per_case: float = per_case) -> None:
+                nonlocal done
+                bar.update(task, description=f"{study.name}: {case}", advance=per_case if done else 0)
+                if bar.disable:
+                    console.print(f"{study.name}: {case}", highlight=False)
+                done += 1
+
+            study.run(advance)
+            bar.update(task, advance=per_case)
+
+
+if __name__ == "__main__":
+    main()

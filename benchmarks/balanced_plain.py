@@ -1,0 +1,193 @@
+"""Balanced beside plain: what evictions cost, by how much they move for each second of compute, and how much of it is hidden."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from matplotlib.figure import Figure
+from torch import nn
+
+import bpipe
+from benchmarks.alternate import Taken, in_turns, step_cpu_s, step_seconds
+from benchmarks.blocks import Size, block
+from benchmarks.intervals import ratios
+from benchmarks.study import Case, Claim, Row, Study
+from tests.ranks import run_ranks
+from tests.sleepers import Sleeper
+
+SECONDS = 25.0  # of alternating steps, in each case
+FORWARD_S = 0.05  # of a sleeping stage
+BLOCKS = Size(256, 64, 2)
+MIB = 1024**2
+
+
+class Work(NamedTuple):
+    """One case.
+
+    Args:
+        p, m: ranks and microbatches.
+        stages: "sleeping" or "blocks".
+        saved_mib: of a sleeping stage's microbatch.
+        schedule: "1F1B", balanced to ceil((p+2)/2) slots; "GPipe", to m-2 on the first of two ranks and m+3 on the other.
+    """
+
+    p: int
+    m: int
+    stages: str
+    saved_mib: int = 0
+    schedule: str = "1F1B"
+
+
+WORKS = (
+    *(Work(4, 12, "sleeping", saved_mib) for saved_mib in (2, 8, 32, 64, 128)),
+    Work(8, 24, "sleeping", 16),
+    Work(4, 12, "blocks"),
+    Work(2, 8, "blocks", schedule="GPipe"),
+)
+
+
+class OfRank(NamedTuple):
+    """What a rank measured."""
+
+    taken: dict[str, Taken]
+    moved_bytes: float
+    moving_s: list[float]  # of steps in which nothing is computed
+
+
+def on_rank(rank: int, work: Work) -> OfRank:
+    """All measurements of a case."""
+    torch.manual_seed(rank)
+    sleeper = Sleeper(FORWARD_S, work.saved_mib * MIB) if work.stages == "sleeping" else None
+    module: nn.Module = nn.Sequential(block(BLOCKS), block(BLOCKS)) if sleeper is None else sleeper
+    batch = torch.randn(work.m * BLOCKS.sequences, BLOCKS.tokens, BLOCKS.width) if sleeper is None else torch.ones(work.m, 8)
+    stage = bpipe.PipelineStage(module, rank, work.p, "cpu")
+    schedules = {name: _schedule(stage, work, is_balanced=name == "balanced") for name in ("plain", "balanced")}
+
+    def step(name: str) -> None:
+        schedules[name].step(batch, target=batch, return_outputs=False)
+        module.zero_grad()
+
+    steps = {name: partial(step, name) for name in schedules}
+    for one in (*steps.values(), *steps.values()):
+        one()
+    taken = in_turns(steps, seconds=SECONDS)
+    moving_s = []
+    if sleeper is not None:
+        sleeper.sleeps = False
+        for _ in range(5):
+            step("balanced")
+            moving_s.append(schedules["balanced"].stats["step_s"])
+    dist.barrier()
+    return OfRank(taken, schedules["balanced"].stats["evicted_bytes"], moving_s)
+
+
+def _schedule(stage: Any, work: Work, *, is_balanced: bool) -> Any:
+    rule = {"1F1B": bpipe.OneFOneB, "GPipe": bpipe.GPipe}[work.schedule]
+    if not is_balanced:
+        return rule(stage, work.m, loss_fn=nn.functional.mse_loss)
+    slots = -(-(work.p + 2) // 2) if work.schedule == "1F1B" else (work.m - 2, work.m + 3)
+    return rule(stage, work.m, loss_fn=nn.functional.mse_loss, slots=slots)
+
+
+def measure(work: Work) -> list[Row]:
+    """One case."""
+    ranks = run_ranks(on_rank, work.p, work, timeout_s=400.0)
+    of = {name: [rank.taken[name] for rank in ranks] for name in ("plain", "balanced")}
+    seconds = {name: step_seconds(taken) for name, taken in of.items()}
+    time, cpu = ratios(seconds["balanced"], seconds["plain"]), ratios(step_cpu_s(of["balanced"]), step_cpu_s(of["plain"]))
+    row: dict[str, Any] = {
+        **work._asdict(),
+        "num_rounds": len(seconds["plain"]),
+        "moved_mib": sum(rank.moved_bytes for rank in ranks) / MIB,
+        **{f"time{end}": value for end, value in zip(("", "_low", "_high"), time)},
+        **{f"cpu{end}": value for end, value in zip(("", "_low", "_high"), cpu)},
+    }
+    if work.stages == "sleeping":
+        alone_s = sorted(max(of_step) for of_step in zip(*(rank.moving_s for rank in ranks)))[2]
+        plain_s = sorted(seconds["plain"])[len(seconds["plain"]) // 2]
+        row["alone"] = alone_s / plain_s
+        row["hidden"] = 1 - max(time.median - 1, 0.0) / row["alone"]
+    return [row]
+
+
+def cases() -> list[Case]:
+    """All of them."""
+    return [(name_of(work._asdict()), partial(measure, work)) for work in WORKS]
+
+
+def name_of(row: Row) -> str:
+    """A case in words."""
+    what = f"sleeping stages, {row['saved_mib']} MiB" if row["stages"] == "sleeping" else "transformer blocks"
+    return f"{row['schedule']}, p = {row['p']}, m = {row['m']}, {what}"
+
+
+def claims(rows: Sequence[Row]) -> list[Claim]:
+    """What blocks cost."""
+    keys = {"1F1B": ("cpu", "CPU seconds"), "GPipe": ("time", "step time")}  # four ranks have two cores, two have one each
+    found = []
+    for row in rows:
+        if row["stages"] == "blocks":
+            key, what = keys[row["schedule"]]
+            what = f"{what} of balanced over plain, {name_of(row)}"
+            found.append(Claim(what=what, target=1.05, value=row[key], low=row[f"{key}_low"], high=row[f"{key}_high"]))
+    return found
+
+
+def draw(rows: Sequence[Row]) -> Figure:
+    """Step time over how long the evictions take by themselves."""
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for p, marker in ((4, "o"), (8, "s")):
+        some = [row for row in rows if row["stages"] == "sleeping" and row["p"] == p]
+        errors = [[row["time"] - row["time_low"] for row in some], [row["time_high"] - row["time"] for row in some]]
+        axes.errorbar([row["alone"] for row in some], [row["time"] for row in some], yerr=errors, fmt=marker, label=f"p = {p}")
+        for row in some:
+            axes.annotate(
+                f"{row['saved_mib']} MiB", (row["alone"], row["time"]), (0, 12), textcoords="offset points", ha="center", fontsize=8
+            )
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xlabel("a step that evicts and does not compute, over a plain step")
+    axes.set_ylabel("balanced step, over plain")
+    axes.set_title("What evictions cost where stages sleep for 0.05 s a forward")
+    axes.set_xscale("log")
+    axes.margins(x=0.1, y=0.15)
+    axes.legend(loc="upper left")
+    axes.grid(alpha=0.3)
+    return figure
+
+
+STUDY = Study(
+    name="balanced_plain",
+    title="Balanced against plain",
+    text=(
+        "The same schedule with and without evictions, in turns. Stages that sleep take 0.05 s a forward and twice that a\n"
+        "backward, and save what the table says of each microbatch, memory that nobody has written, which costs less to send;\n"
+        "blocks are two transformer blocks a stage (width 256, 2 x 64 tokens). `alone` is a step that evicts the same and\n"
+        "does not sleep, over a plain step; `hidden` is the share of it that the balanced step does not take longer. Four\n"
+        "ranks of blocks share 2 cores, so that what counts there are CPU seconds."
+    ),
+    cases=cases,
+    columns=[
+        ("schedule", "schedule", ""),
+        ("p", "p", "d"),
+        ("m", "m", "d"),
+        ("stages", "stages", ""),
+        ("saved_mib", "MiB a microbatch", "d"),
+        ("num_rounds", "rounds", "d"),
+        ("moved_mib", "MiB evicted a step", ".0f"),
+        ("alone", "alone", ".2f"),
+        ("hidden", "hidden", ".2f"),
+        ("time", "step time / plain", ".3f"),
+        ("time_low", "from", ".3f"),
+        ("time_high", "to", ".3f"),
+        ("cpu", "CPU seconds / plain", ".3f"),
+        ("cpu_low", "from", ".3f"),
+        ("cpu_high", "to", ".3f"),
+    ],
+    claims=claims,
+    draw=draw,
+)

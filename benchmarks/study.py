@@ -1,0 +1,166 @@
+"""A study: what is measured, kept as JSON beside its picture, and told in a table."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+import bpipe
+
+RESULTS = Path(__file__).parent / "results"
+
+Row = Mapping[str, Any]  # what a case gave
+Case = tuple[str, Callable[[], Sequence[Row]]]  # its name, and what measures it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claim:
+    """A figure that has to be reached.
+
+    Args:
+        what: the figure, in words.
+        target: the most it may be, or the least where `is_least`.
+        value: what was measured.
+        low, high: the 95% interval of the value, where it is a median of many.
+        is_least: whether more is better.
+        why: where it was not reached, the reason.
+    """
+
+    what: str
+    target: float
+    value: float
+    low: float
+    high: float
+    is_least: bool = False
+    why: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """Whether the value reaches the target, or only its interval does."""
+        value, best = (-self.value, -self.high) if self.is_least else (self.value, self.low)
+        target = -self.target if self.is_least else self.target
+        reached = "yes" if value <= target else "within the interval" if best <= target else "no"
+        return f"{reached}: {self.why}" if reached == "no" and self.why else reached
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Study:
+    """One question, and how it is answered.
+
+    Args:
+        name: of its files.
+        title: the question.
+        text: what was done, for a reader of the table.
+        cases: what is measured one after the other; each takes about as long.
+        columns: of the table: the key in a row, the heading and the format.
+        claims: the figures that its rows have to reach.
+        draw: a picture of its rows.
+    """
+
+    name: str
+    title: str
+    text: str
+    cases: Callable[[], Sequence[Case]]
+    columns: Sequence[tuple[str, str, str]]
+    claims: Callable[[Sequence[Row]], Sequence[Claim]]
+    draw: Callable[[Sequence[Row]], Figure]
+
+    @property
+    def path(self) -> Path:
+        return RESULTS / f"{self.name}.json"
+
+    def run(self, advance: Callable[[str], None]) -> None:
+        """Measure all cases, and keep what they gave.
+
+        Args:
+            advance: called with each case's name, before it is measured.
+        """
+        rows: list[Row] = []
+        began = time.perf_counter()
+        for name, measure in self.cases():
+            advance(name)
+            rows.extend(measure())
+        kept = {"study": self.name, **conditions(), "took_s": round(time.perf_counter() - began), "rows": rows}
+        RESULTS.mkdir(exist_ok=True)
+        self.path.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+    def save_picture(self) -> None:
+        """Draw what was kept, if anything was."""
+        known = self.known()
+        if known is not None:
+            self.draw(known["rows"]).savefig(RESULTS / f"{self.name}.png", dpi=110)
+
+    def known(self) -> dict[str, Any] | None:
+        """What was kept of the latest run."""
+        return json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else None
+
+
+def conditions() -> dict[str, str]:
+    """Where and with what something is measured."""
+    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": f"{_cpu()}, {len(os.sched_getaffinity(0))} cores{gpu}",
+        "versions": f"bpipe {bpipe.__version__} ({_commit()}), torch {torch.__version__}, Python {platform.python_version()}",
+    }
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _commit() -> str:
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "no git"
+
+
+def section(study: Study) -> Iterator[str]:
+    """A study in RESULTS.md, line by line."""
+    known = study.known()
+    yield f"## {study.title}"
+    yield ""
+    yield study.text
+    yield ""
+    if known is None:
+        yield f"Not measured here: `make bench STUDIES={study.name}`."
+        yield ""
+        return
+    yield f"{known['date']}, {known['machine']}; {known['versions']}; took {known['took_s']} s."
+    yield ""
+    yield from claims_table(study.claims(known["rows"]))
+    yield f"![{study.title}](results/{study.name}.png)"
+    yield ""
+    yield "| " + " | ".join(heading for _, heading, _ in study.columns) + " |"
+    yield "|" + "---|" * len(study.columns)
+    for row in known["rows"]:
+        yield "| " + " | ".join(_cell(row.get(key), form) for key, _, form in study.columns) + " |"
+    yield ""
+
+
+def claims_table(claims: Sequence[Claim]) -> Iterator[str]:
+    """What had to be reached, and whether it was."""
+    if claims:
+        yield "| must reach | measured (95% interval) | reached |"
+        yield "|---|---|---|"
+        for claim in claims:
+            bound = f"{'at least' if claim.is_least else 'at most'} {claim.target:.2f}"
+            interval = f"{claim.value:.3f} ({claim.low:.3f} to {claim.high:.3f})"
+            yield f"| {claim.what}: {bound} | {interval} | {claim.verdict} |"
+        yield ""
+
+
+def _cell(value: Any, form: str) -> str:
+    return "" if value is None else format(value, form)

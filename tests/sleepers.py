@@ -1,0 +1,46 @@
+"""Stages that sleep for a device's time, so that 2 cores can stand for p devices; what they save and send is real."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class _Sleep(torch.autograd.Function):
+    """The identity, which takes its time both ways and saves some bytes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float, saved_bytes: int) -> torch.Tensor:
+        start, ctx.backward_s = time.perf_counter(), backward_s
+        saved = x.new_empty(saved_bytes // x.element_size() + 1)  # untouched: fresh pages cost more than their transfer
+        saved[-1] = 1.0
+        ctx.save_for_backward(saved)
+        time.sleep(max(0.0, forward_s - (time.perf_counter() - start)))
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (saved,) = ctx.saved_tensors  # which may take its own time: a checkpoint runs forward here
+        time.sleep(ctx.backward_s)
+        return gradient * saved[-1], None, None, None
+
+
+class Sleeper(nn.Module):
+    """A stage of a device that takes its time; it need not in steps that nobody times.
+
+    Args:
+        forward_s: seconds of a forward.
+        saved_bytes: of a microbatch.
+    """
+
+    def __init__(self, forward_s: float, saved_bytes: int) -> None:
+        super().__init__()
+        self.scale, self.sleeps = nn.Parameter(torch.ones(1)), True
+        self._forward_s, self._saved_bytes = forward_s, saved_bytes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        forward_s = self._forward_s * self.sleeps
+        return _Sleep.apply(x * self.scale, forward_s, 2 * forward_s, self._saved_bytes)
