@@ -154,6 +154,8 @@ def draw(rows: Sequence[Row]) -> Figure:
     axes.set_ylabel("balanced step, over plain")
     axes.set_title("What evictions cost where stages sleep for 0.05 s a forward")
     axes.set_xscale("log")
+    axes.set_xticks([0.03, 0.1, 0.3, 1.0], ["0.03", "0.1", "0.3", "1"])
+    axes.minorticks_off()
     axes.margins(x=0.1, y=0.15)
     axes.legend(loc="upper left")
     axes.grid(alpha=0.3)
