@@ -21,7 +21,7 @@ from tests.sleepers import Sleeper
 pytestmark = pytest.mark.alone
 
 TOLERANCE = 0.10
-ATTEMPTS = 3
+ATTEMPTS = 5
 NUM_MICROBATCHES = 8
 LINK = Link(latency_s=1e-4, bytes_per_s=1e9)  # gloo between processes of one machine (TORCH_NOTES.md: 1 to 2 GB/s)
 
@@ -87,7 +87,7 @@ def gathered(profile: Profile) -> list[Profile]:
 
 @pytest.mark.parametrize("job, num_ranks", [(of_the_main_job, 2), (of_sleeping_stages, 4)])
 def test_the_predicted_step_is_the_measured_one(job: Any, num_ranks: int) -> None:
-    """In one of three attempts: what else runs on the machine, while steps are measured or stages profiled, is not predicted."""
+    """In one of five attempts: what else runs on the machine, while steps are measured or stages profiled, is not predicted."""
     seen = []
     for _ in range(ATTEMPTS):
         seen.append(run_ranks(job, num_ranks, timeout_s=200)[0])
