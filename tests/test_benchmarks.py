@@ -97,7 +97,7 @@ def test_every_study_draws_and_tells_what_it_kept(study):
     [
         (against_torch, against_torch.Work("1F1B", 2, 2, "small")),
         (against_torch, against_torch.Work("interleaved", 2, 4, "small")),
-        (balanced_plain, balanced_plain.Work(2, 4, "blocks", schedule="GPipe")),
+        (balanced_plain, balanced_plain.Work(2, 8, "blocks", schedule="GPipe")),
     ],
 )
 def test_a_case_is_measured(module, work, monkeypatch):
