@@ -209,8 +209,8 @@ STUDY = Study(
         "larger: width 256, 2 x 64 tokens), gloo, p processes on the machine's cores with one thread each. Both libraries\n"
         "step the same modules on the same batches in turns. A step lasts until its slowest rank is done; CPU seconds are\n"
         "those of all ranks and threads. Peak bytes are those of the tensors that live in the second step beside weights\n"
-        "and the batch: receive buffers, activations, gradients. The first step is that of a new schedule, construction\n"
-        "included, the median of three."
+        "and the batch: receive buffers, activations, gradients. The first step is that of a new schedule, its construction\n"
+        "left out, the median of three."
     ),
     cases=cases,
     columns=[

@@ -61,7 +61,7 @@ class Wires:
         kinds = [[(tensor.dtype, tensor.numel()) for tensor in end.tensors] for end in (sent, received)]
         if kinds[0] != kinds[1]:
             sizes = [[tensor.nbytes for tensor in end.tensors] for end in (sent, received)]
-            raise CommError(f"{channel}: messages of {sizes[0]} bytes were sent and {sizes[1]} received, or of other dtypes")
+            raise CommError(f"{channel}: messages of {sizes[0]} bytes were sent and {sizes[1]} received: {kinds[0]} and {kinds[1]}")
         if received.ready is None or sent.ready is None:
             self._copy_tensors(sent, received)
         else:

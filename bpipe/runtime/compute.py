@@ -104,7 +104,7 @@ class Compute:
         has_backward: whether graphs are built.
         undivided: the stages whose backward runs as a whole, in its input half.
         recomputed: the microbatches whose forward runs twice.
-        writing: the buffers that the forwards of stages write, by stage and mode, as far as they are known.
+        writing: the buffers that the forwards of stages write, by stage, as far as they are known.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Compute:
         has_backward: bool,
         undivided: Collection[int] = (),
         recomputed: Collection[Key] = (),
-        writing: MutableMapping[tuple[int, str], Writing],
+        writing: MutableMapping[int, Writing],
     ) -> None:
         self.losses: list[torch.Tensor] = []
         self.outputs: list[Any] = []
@@ -191,13 +191,11 @@ class Compute:
         given = mb.tensors_in([inputs.args, self._job.kwargs[microbatch], target, dict(self._job.loss_kwargs)])
         equalise_buffers(stage.submod)
         running = [stage.submod, *(_modules_of(self._job.loss_fn) if stage.is_last else ())]
-        mode = f"{stage.mode()} {[part.training for module in running for part in module.modules()]}"
-        writing = self._writing.setdefault((action.stage, mode), Writing(running))
+        writing = self._writing.setdefault(action.stage, Writing(running))
         rerun = Rerun(f"microbatch {microbatch} of stage {action.stage}", given, writing, self._traffic.transport.device)
         self._reruns[action[1:3]] = rerun, mail
         with torch.enable_grad(), rerun.first():
-            output = stage.submod(*inputs.args, **self._job.kwargs[microbatch])
-            loss = self._loss(output, microbatch) if stage.is_last else None
+            output, loss = self._returned(action, inputs)
         if stage.is_last:
             self._finish_microbatch(output, loss)
         else:
@@ -205,14 +203,13 @@ class Compute:
 
     def recompute(self, action: Action, evictions: Evictions) -> None:
         """The second of a microbatch's two forwards: it makes the graph, and saves what the backward needs."""
-        stage, key = self._stages[action.stage], action[1:3]
+        key = action[1:3]
         rerun, mail = self._reruns.pop(key)
         inputs = self._inputs(action, mail)
         del mail
         stash = evictions.follow(action, inputs.shapes, inputs.received, None)
         with torch.enable_grad(), rerun.again(), stash.capture() if stash is not None else nullcontext():
-            output = stage.submod(*inputs.args, **self._job.kwargs[action.microbatch])
-            loss = self._loss(output, action.microbatch) if stage.is_last else None
+            output, loss = self._returned(action, inputs)
         box = inputs.box
         del inputs, rerun
         made = [loss] if loss is not None else take_apart(output, f"stage {action.stage}, microbatch {action.microbatch}")[1]
@@ -221,6 +218,12 @@ class Compute:
         self._graphs[key] = Graph(edges_of(made), box)
         del output, loss, made
         evictions.after_forward(key, stash, self._graphs[key].edges)
+
+    def _returned(self, action: Action, inputs: _Inputs) -> tuple[Any, torch.Tensor | None]:
+        """What a stage returns for a microbatch that runs twice, and on the last stage its loss."""
+        stage = self._stages[action.stage]
+        output = stage.submod(*inputs.args, **self._job.kwargs[action.microbatch])
+        return output, self._loss(output, action.microbatch) if stage.is_last else None
 
     def _mail(self, action: Action) -> Mail | None:
         """What the stage before has sent for a forward."""

@@ -65,7 +65,7 @@ class Memory:
     kinds: dict[Kind, _Kind] = field(default_factory=dict)  # the one used last stands last
     rooms: dict[int, Rooms] = field(default_factory=dict)  # by evictor
     host_rooms: HostRooms | None = None
-    writing: dict[tuple[int, str], Writing] = field(default_factory=dict)  # by stage and mode: the buffers that it writes
+    writing: dict[int, Writing] = field(default_factory=dict)  # by stage: the buffers that its forward writes
 
     def reserve(self, plan: Plan, rank: int, device: torch.device) -> None:
         """Make the rooms of a plan's guests on this rank and its host, in place of another plan's."""
@@ -207,7 +207,7 @@ class Evictions:
         self._first.setdefault(kind, known.footprint)
 
     def returned(self, key: Key, result: object) -> None:
-        """A followed microbatch returned this, which is not sent, or was already: of the last stage, or run once more."""
+        """What a followed microbatch returned that is not about to be sent: the last stage's, or what ran once more."""
         self._returned[key] = _Message.of(tensors_in(result))
 
     def _footprint(self, key: Key, stash: Stash, contents: Contents) -> Footprint:

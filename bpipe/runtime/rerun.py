@@ -34,15 +34,16 @@ class _Buffer(NamedTuple):
 
 
 class Writing:
-    """The buffers that forwards write, such as BatchNorm's statistics: learned in the first one, for which all are copied.
+    """The buffers that forwards write, such as BatchNorm's statistics: learned in the first one of a mode (train or eval, module
+    by module), for which all are copied.
 
     Args:
-        modules: what runs, in one mode.
+        modules: what runs.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        self._written: list[_Buffer] | None = None
+        self._written: dict[tuple[bool, ...], list[_Buffer]] = {}  # by mode
 
     @contextmanager
     def watched(self, name: str, values: dict[_Buffer, torch.Tensor | None]) -> Iterator[None]:
@@ -53,12 +54,13 @@ class Writing:
             values: to be filled with what the forward found in the buffers that it writes.
 
         Raises:
-            StageError: it wrote a parameter, or a buffer that the first forward left alone.
+            StageError: it wrote a parameter, or a buffer that the mode's first forward left alone.
         """
         parts = [part for module in self._modules for part in module.modules()]
+        mode = tuple(part.training for part in parts)
         parameters = [(name, p, p._version) for part in parts for name, p in part.named_parameters(recurse=False) if not is_lazy(p)]
         buffers = [_Buffer(part, name) for part in parts for name in part._buffers]
-        candidates = buffers if self._written is None else self._written
+        candidates = self._written.get(mode, buffers)
         before = {buffer: buffer.state() for buffer in buffers}
         copies = {id(buffer.tensor): None if buffer.tensor is None else buffer.tensor.clone() for buffer in candidates}
         found = {buffer: copies[id(buffer.tensor)] for buffer in candidates}  # modules that share a buffer share its copy
@@ -71,9 +73,9 @@ class Writing:
                 f"{name} cannot be recomputed: its forward writes {odd[0]}. Let it write the same buffers each time, and no "
                 "parameter, or evict instead (by='evict')"
             )
-        if self._written is None:  # some operations, BatchNorm's among them, write without counting it
-            self._written = [buffer for buffer in candidates if buffer in written or not _are_equal(buffer.tensor, found[buffer])]
-        values.update((buffer, found[buffer]) for buffer in self._written)
+        if mode not in self._written:  # some operations, BatchNorm's among them, write without counting it
+            self._written[mode] = [one for one in candidates if one in written or not _are_equal(one.tensor, found[one])]
+        values.update((buffer, found[buffer]) for buffer in self._written[mode])
 
 
 class Rerun:

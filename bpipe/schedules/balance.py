@@ -10,16 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bpipe.errors import BudgetError, ConfigurationError
-from bpipe.schedules.amounts import show_each
 from bpipe.schedules.costs import Costs
 from bpipe.schedules.destinations import Destinations
 from bpipe.schedules.plan import Plan
-from bpipe.schedules.problem import Budgets, Problem, Solution, shown
+from bpipe.schedules.problem import FINENESS, Budgets, Problem, Solution, raised, refusal
 from bpipe.schedules.sizes import Sizes
 
 __all__ = ["balance", "level"]
-
-FINENESS = 1024  # a peak is found to within this part of it
 
 
 def default_slots(num_stages: int) -> int:
@@ -120,17 +117,6 @@ def _refusal(problem: Problem, given: Budgets, lacking: str, lowest: Solution) -
     short, enough = 0, _missing(lowest, given)
     while enough - short > max(1, max(problem.peaks) // FINENESS):
         middle = (short + enough) // 2
-        works = isinstance(problem.solve(_raised(given, middle), thorough=False), Solution)
+        works = isinstance(problem.solve(raised(given, middle), thorough=False), Solution)
         short, enough = (short, middle) if works else (middle, enough)
-    smallest = _raised(given, enough)
-    is_slots = problem.plan.sizes is None
-    named = f"slots={shown(smallest)}" if is_slots else f"budgets={shown(smallest)} ({show_each(smallest)})"
-    return BudgetError(
-        f"{shown(given)} {'slots' if is_slots else 'bytes'} are too few for {problem.plan.name} "
-        f"with {problem.plan.num_stages} stages and {problem.plan.num_microbatches} microbatches: {lacking}. "
-        f"{'The' if len(set(given)) == 1 else 'With all raised alike, the'} smallest budget that works here is {named}."
-    )
-
-
-def _raised(budgets: Budgets, more: int) -> Budgets:
-    return tuple(None if k is None else k + more for k in budgets)
+    return refusal(problem.plan, given, lacking, raised(given, enough))

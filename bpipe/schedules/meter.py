@@ -152,23 +152,14 @@ def bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...]) -> Meter:
         Op.W: amounts(lambda s, part, n: sizes.stages[s].late),
         Op.WAIT_SEND_B: amounts(lambda s, part, n: messages[s].result),
     }
-    again = Amounts(
-        takes={
-            Op.RECV_F: takes[Op.RECV_F],
-            Op.F: amounts(lambda s, part, n: sizes.stages[s].sent),
-            Op.RECV_B: takes[Op.RECV_B],
-            Op.R: amounts(lambda s, part, n: messages[s].made + sizes.stages[s].saved - messages[s].kept),
-            Op.B: takes[Op.B],
-            Op.I: takes[Op.I],
-        },
-        gives={
-            Op.F: amounts(lambda s, part, n: sizes.stages[s].sent * (s + 1 == len(stage_ranks))),
-            Op.WAIT_SEND_F: amounts(lambda s, part, n: sizes.stages[s].sent),
-            Op.R: amounts(lambda s, part, n: messages[s].made + messages[s].handed - messages[s].kept),
-            Op.B: gives[Op.B],
-            Op.I: gives[Op.I],
-            Op.W: gives[Op.W],
-            Op.WAIT_SEND_B: gives[Op.WAIT_SEND_B],
-        },
-    )
+    takes_again = {
+        Op.F: amounts(lambda s, part, n: sizes.stages[s].sent),
+        Op.R: amounts(lambda s, part, n: messages[s].made + sizes.stages[s].saved - messages[s].kept),
+    }
+    gives_again = {
+        Op.F: amounts(lambda s, part, n: sizes.stages[s].sent * (s + 1 == len(stage_ranks))),
+        Op.WAIT_SEND_F: amounts(lambda s, part, n: sizes.stages[s].sent),
+        Op.R: amounts(lambda s, part, n: messages[s].made + messages[s].handed - messages[s].kept),
+    }
+    again = Amounts({**takes, **takes_again}, {**gives, **gives_again})
     return Meter({**own.takes, **takes}, {**own.gives, **gives}, again)

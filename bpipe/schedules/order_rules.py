@@ -128,10 +128,11 @@ def in_pieces(own: RankIndex) -> Iterator[Finding]:
 
 def recomputed(own: RankIndex) -> Iterator[Finding]:
     """What is recomputed runs in one piece, on a stage that hands over to, and gets from, other ranks only."""
+    begun = {own.lane[index][1:3] for index in own.begun}
     for index, action in enumerate(own.lane):
         if action.op is Op.R and _neighbours(own, action.stage):
             yield own.place(index), f"{action} recomputes a stage that shares memory with another one of rank {own.rank}"
-        elif action.op is Op.R and any(own.lane[begun][1:3] == action[1:3] for begun in own.begun):
+        elif action.op is Op.R and action[1:3] in begun:
             yield own.place(index), f"{action} recomputes what runs in pieces"
 
 

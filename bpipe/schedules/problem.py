@@ -7,8 +7,9 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from bpipe.errors import ConfigurationError
+from bpipe.errors import BudgetError, ConfigurationError
 from bpipe.schedules.action import HOST
+from bpipe.schedules.amounts import show_each
 from bpipe.schedules.communicate import without_transfers
 from bpipe.schedules.costs import Costs
 from bpipe.schedules.destinations import Destinations
@@ -24,6 +25,7 @@ from bpipe.schedules.weave import mirrored
 
 __all__: list[str] = []
 
+FINENESS = 1024  # a peak is found to within this part of it
 EFFORT = 500_000  # candidates that a thorough search may look at: about a second
 
 Budgets = tuple[int | None, ...]
@@ -52,6 +54,22 @@ def checked(given: int | Sequence[int | None] | None, num_ranks: int, name: str)
     if len(budgets) != num_ranks or not all(k is None or (type(k) is int and k > 0) for k in budgets):
         raise ConfigurationError(f"{name}={given!r}: give a whole number of at least 1, or one for each of {num_ranks} ranks")
     return budgets
+
+
+def raised(budgets: Budgets, more: int) -> Budgets:
+    """All budgets by so much more."""
+    return tuple(None if one is None else one + more for one in budgets)
+
+
+def refusal(plan: Plan, given: Budgets, lacking: str, smallest: Budgets) -> BudgetError:
+    """The error for budgets that cannot be met; it names the smallest that can."""
+    is_slots = plan.sizes is None
+    named = f"slots={shown(smallest)}" if is_slots else f"budgets={shown(smallest)} ({show_each(smallest)})"
+    return BudgetError(
+        f"{shown(given)} {'slots' if is_slots else 'bytes'} are too few for {plan.name} "
+        f"with {plan.num_stages} stages and {plan.num_microbatches} microbatches: {lacking}. "
+        f"{'The' if len(set(given)) == 1 else 'With all raised alike, the'} smallest budget that works here is {named}."
+    )
 
 
 class Problem:

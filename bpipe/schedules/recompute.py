@@ -17,17 +17,15 @@ from heapq import heappop, heappush
 
 from bpipe.errors import BudgetError, ConfigurationError
 from bpipe.schedules.action import BACKWARD, Action, Op
-from bpipe.schedules.amounts import show_each
 from bpipe.schedules.balance import default_slots
 from bpipe.schedules.communicate import communicate, computations_only
 from bpipe.schedules.meter import Amount, Amounts, Meter
 from bpipe.schedules.plan import Plan
-from bpipe.schedules.problem import Budgets, checked, shown
+from bpipe.schedules.problem import FINENESS, Budgets, checked, raised, refusal
 from bpipe.schedules.sizes import Sizes
 
 __all__ = ["recompute"]
 
-FINENESS = 1024  # a peak is found to within this part of it
 TRIES = 4  # to make room for messages that R lets arrive earlier
 
 Which = tuple[int, int]  # stage, microbatch
@@ -112,32 +110,23 @@ class _Problem:
         """The plan within the lowest budgets that can be met: these, all raised alike."""
         highest = max(_peaks(self.plan))
         too_few, enough = 0, highest
-        best = self.within(_raised(budgets, enough))
+        best = self.within(raised(budgets, enough))
         assert best is not None, "with its own peak for a budget, a plan needs nothing"
         while enough - too_few > max(1, highest // FINENESS):
             middle = (too_few + enough) // 2
-            found = self.within(_raised(budgets, middle))
+            found = self.within(raised(budgets, middle))
             best, too_few, enough = (best, middle, enough) if found is None else (found, too_few, middle)
         return best
 
     def refusal(self, given: Budgets) -> BudgetError:
         """The error for budgets that cannot be met."""
-        lowest, is_slots = self.lowest(given), self.plan.sizes is None
-        smallest = (lowest.slots if is_slots else lowest.budgets) or ()
-        named = f"slots={shown(smallest)}" if is_slots else f"budgets={shown(smallest)} ({show_each(smallest)})"
-        return BudgetError(
-            f"{shown(given)} {'slots' if is_slots else 'bytes'} are too few for {self.plan.name} with {self.plan.num_stages} "
-            f"stages and {self.plan.num_microbatches} microbatches, recomputing all that it would take: "
-            f"{'the' if len(set(given)) == 1 else 'with all raised alike, the'} smallest budget that works here is {named}."
-        )
+        lowest = self.lowest(given)
+        smallest = (lowest.slots if self.plan.sizes is None else lowest.budgets) or ()
+        return refusal(self.plan, given, "recomputing all that it would take is not enough", smallest)
 
 
 def _peaks(plan: Plan) -> tuple[int, ...]:
     return plan.peak_slots if plan.sizes is None else communicate(plan).peak_bytes
-
-
-def _raised(budgets: Budgets, more: int) -> Budgets:
-    return tuple(None if one is None else one + more for one in budgets)
 
 
 def _running_again(lane: Sequence[Action], chosen: set[Which]) -> tuple[Action, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from random import Random
@@ -10,6 +10,7 @@ from random import Random
 from bpipe.errors import ConfigurationError, PlanError
 from bpipe.schedules import Action, Op, Plan, verify
 from bpipe.schedules.action import HOST
+from tests.schedules.replay import replay
 
 MOVES = frozenset(op for op in Op if any(name in op for name in ("EVICT", "LOAD", "ACCEPT", "RETURN")))
 
@@ -269,3 +270,17 @@ ORDERING: tuple[Mutation, ...] = (
     parts_exchanged_on_both_ends,
     piece_moved,
 )
+
+
+def damaged(plan: Plan, chosen: Sequence[Mutation], random: Random) -> Plan:
+    """A plan after some mutations, as far as they can be made."""
+    for mutation in chosen:
+        if plan.num_microbatches and any(lanes(plan)):
+            plan = mutation(plan, random) or plan
+    return plan
+
+
+def assert_caught(mutant: Plan) -> None:
+    """The verifier refuses what the independent machine cannot run."""
+    harm = replay(mutant)
+    assert harm is None or refused(mutant), harm
