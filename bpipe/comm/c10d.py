@@ -18,10 +18,13 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from bpipe.comm.addresses import own_address
 from bpipe.comm.aside import Aside
 from bpipe.comm.control import CallOf, Control, Line
-from bpipe.comm.header import FIRST, total_length
+from bpipe.comm.dial import open_connections
+from bpipe.comm.header import MOST_BYTES
 from bpipe.comm.mesh import Mesh, OtherPipelineError, open_mesh
+from bpipe.comm.stream import SMALL, Inlet, Outlet
 from bpipe.comm.transport import Transfer, Transport
 from bpipe.comm.watch import SLOW_S, Patience
 from bpipe.errors import AgreementError, CommError, ConfigurationError, TransferError, TransferTimeoutError
@@ -30,10 +33,9 @@ from bpipe.schedules import Channel, Purpose
 
 __all__: list[str] = []
 
-PAYLOAD_TAGS = {purpose: tag for tag, purpose in enumerate(Purpose, start=1)}
-HEADER_TAGS = {purpose: tag + len(Purpose) for purpose, tag in PAYLOAD_TAGS.items()}
+TAGS = {purpose: tag for tag, purpose in enumerate(Purpose, start=1)}
 GROUP_OF = {Purpose.FORWARD: "forward", Purpose.BACKWARD: "backward", Purpose.EVICT: "aside", Purpose.RETURN: "aside"}
-NO_TAG = 2 * len(Purpose) + 1  # of no message
+NO_TAG = len(Purpose) + 1  # of no message
 AT_ONCE = timedelta(milliseconds=1)
 MARGIN_S = 60.0  # by which gloo's own timeout is later than ours, which says more
 
@@ -58,10 +60,9 @@ def _transferring(method: Method) -> Method:
 class C10dTransport(Transport):
     """One rank's end of a pipeline over a process group.
 
-    Gloo groups carry what the host must see: one the headers from stage to stage, one those back, one those of evictions,
-    which the acceptor reads in threads of its own. On CPU they carry the tensors too; each direction has a group, because
-    gloo's thread spins for what arrives on a connection while the caller is sending on it. With NCCL each channel has a
-    communicator of two ranks, so that no order between channels can be wrong.
+    Each channel has a connection of its own for headers, and on CPU for small messages. The large ones travel over gloo, in a
+    group for each direction and one for evictions, because gloo's thread spins for what arrives on a connection while the caller
+    is sending on it. With NCCL each channel has a communicator of two ranks, so that no order between channels can be wrong.
 
     Args:
         group: the pipeline's process group; None for the default one.
@@ -85,6 +86,9 @@ class C10dTransport(Transport):
         self.control = Control()
         self._patience = Patience(_timeout_of(self.group).total_seconds() if timeout_s is None else timeout_s, slow_s)
         self._group_ranks: Sequence[int] = ()
+        self._opened: set[Channel] = set()
+        self._outlets: dict[Channel, Outlet] = {}
+        self._inlets: dict[Channel, Inlet] = {}
         self._gloo: dict[str, Any] = {}
         self._nccl: dict[Channel, Any] = {}
         self._staging = _Staging(device) if device.type == "cuda" and not self._has_nccl() else None
@@ -101,6 +105,9 @@ class C10dTransport(Transport):
 
     def _has_nccl(self) -> bool:
         return "nccl" in str(dist.get_backend_config(self.group))
+
+    def _uses_gloo(self) -> bool:
+        return self.device.type != "cuda" or self._staging is not None
 
     def exchange(self, call: CallOf, data: bytes) -> list[bytes]:
         self._open()
@@ -130,11 +137,12 @@ class C10dTransport(Transport):
 
         aside = Aside(look)
         mesh = self._meet(aside, store)
+        self._token = mesh.token
         self._store = dist.PrefixStore(f"bpipe/{mesh.token.hex()}", store)
         self.control = Line(mesh, self.rank, self._release, self._patience)
         self.control.name = f"pipeline {self.identity} of its group"
         self._is_open = True
-        for name in dict.fromkeys(GROUP_OF.values()):
+        for name in dict.fromkeys(GROUP_OF.values()) if self._uses_gloo() else ():
             aside.note = "a connection for tensors is being made"
             self._gloo[name] = aside.run(partial(self._new_gloo, name))
 
@@ -155,6 +163,8 @@ class C10dTransport(Transport):
 
         A gloo wait that runs into its timeout closes all connections of its group, and so ends all other waits.
         """
+        for stream in [*self._outlets.values(), *self._inlets.values()]:
+            stream.end()
         nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         for gloo in list(self._gloo.values()):
             for peer in range(self.size):  # a wait for one that has gone ends by itself, and closes nothing else
@@ -167,12 +177,28 @@ class C10dTransport(Transport):
     @_transferring
     def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int]) -> None:
         self._group_ranks = group_ranks
-        if self.device.type != "cuda" or self._staging is not None:
-            return
-        for channel in channels:
-            ends = [group_ranks[channel.src], group_ranks[channel.dst]]
-            if self.rank in ends and channel not in self._nccl:
+        new = [channel for channel in channels if channel not in self._opened]
+        self._opened.update(new)
+        if new and self.size > 1:
+            self._open_streams(new)
+        for channel in () if self._uses_gloo() else new:
+            ends = self._ends(channel)
+            if self.rank in ends:
                 self._nccl[channel] = self._communicator(channel, ends.index(self.rank))
+
+    def _ends(self, channel: Channel) -> tuple[int, int]:
+        return self._group_ranks[channel.src], self._group_ranks[channel.dst]
+
+    def _open_streams(self, channels: Sequence[Channel]) -> None:
+        ends, address = [self._ends(channel) for channel in channels], own_address(self._store)
+        for index, connection in open_connections(ends, self.rank, address, self._token, self.control).items():
+            channel, (sender, receiver) = channels[index], ends[index]
+            name = f"{channel.purpose.value} messages from rank {sender} to {receiver}"
+            if sender == self.rank:
+                self._outlets[channel] = Outlet(connection, name)
+            else:
+                self._inlets[channel] = Inlet(connection, name)
+        self.control.check()  # whatever failed before has not ended these
 
     def _communicator(self, channel: Channel, end: int) -> Any:
         name = f"{channel.purpose.value}/{channel.src}/{channel.dst}"
@@ -186,48 +212,34 @@ class C10dTransport(Transport):
 
     @_transferring
     def send(self, channel: Channel, tensors: Sequence[torch.Tensor], header: bytes | None = None) -> Transfer:
-        peer = self._group_ranks[channel.dst]
-        works = [] if header is None else self._send_header(channel, peer, header)
         filled = [tensor for tensor in tensors if tensor.numel()]
+        if self._is_small(filled):
+            return self._outlets[channel].send(header, filled)
+        works = [] if header is None else [self._outlets[channel].send(header, None)]
         if channel in self._nccl:
             return _Works(works + [self._nccl[channel].send([tensor], 1, 0) for tensor in filled], filled)
-        gloo, tag = self._gloo_for(channel), PAYLOAD_TAGS[channel.purpose]
+        gloo, peer, tag = self._gloo[GROUP_OF[channel.purpose]], self._group_ranks[channel.dst], TAGS[channel.purpose]
         if self._staging is not None:
             return self._staging.send(channel, filled, works, lambda tensor: gloo.send([tensor], peer, tag))
         return _Works(works + [gloo.send([tensor], peer, tag) for tensor in filled], filled)
 
     @_transferring
     def receive(self, channel: Channel, tensors: Sequence[torch.Tensor]) -> Transfer:
-        peer = self._group_ranks[channel.src]
         filled = [tensor for tensor in tensors if tensor.numel()]
+        if self._is_small(filled):
+            return self._inlets[channel].receive(filled)
         if channel in self._nccl:
             return _Works([self._nccl[channel].recv([tensor], 0, 0) for tensor in filled], filled)
-        gloo, tag = self._gloo_for(channel), PAYLOAD_TAGS[channel.purpose]
+        gloo, peer, tag = self._gloo[GROUP_OF[channel.purpose]], self._group_ranks[channel.src], TAGS[channel.purpose]
         if self._staging is not None:
             return self._staging.receive(channel, filled, lambda tensor: gloo.recv([tensor], peer, tag))
         return _Works([gloo.recv([tensor], peer, tag) for tensor in filled], filled)
 
-    def _gloo_for(self, channel: Channel) -> Any:
-        return self._gloo[GROUP_OF[channel.purpose]]
+    def _is_small(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return self.device.type == "cpu" and sum(tensor.nbytes for tensor in tensors) <= SMALL
 
-    def _send_header(self, channel: Channel, peer: int, header: bytes) -> list[Any]:
-        gloo, tag = self._gloo_for(channel), HEADER_TAGS[channel.purpose]
-        parts = [_to_tensor(header[:FIRST].ljust(FIRST, b"\0")), *([_to_tensor(header[FIRST:])] if len(header) > FIRST else [])]
-        return [_Works([gloo.send([part], peer, tag)], [part]) for part in parts]
-
-    @_transferring
     def receive_header(self, channel: Channel) -> bytes:
-        peer = self._group_ranks[channel.src]
-        gloo, tag = self._gloo_for(channel), HEADER_TAGS[channel.purpose]
-        first = torch.empty(FIRST, dtype=torch.uint8, device="cpu")
-        _wait(gloo.recv([first], peer, tag))
-        data = bytes(first.numpy())
-        missing = total_length(data) - FIRST
-        if missing > 0:
-            rest = torch.empty(missing, dtype=torch.uint8, device="cpu")
-            _wait(gloo.recv([rest], peer, tag))
-            data += bytes(rest.numpy())
-        return data
+        return self._inlets[channel].read_header(MOST_BYTES)
 
     def close(self) -> None:
         if self._staging is not None:
@@ -238,16 +250,16 @@ class C10dTransport(Transport):
         self.control.close()
         for communicator in self._nccl.values() if is_whole else ():
             communicator.abort()
+        for stream in [*self._outlets.values(), *self._inlets.values()]:
+            stream.close()
+        self._outlets.clear()
+        self._inlets.clear()
         self._nccl.clear()
         self._gloo.clear()
         if not self._is_open and self.identity and dist.is_initialized():  # made and never run: not to be counted
             with suppress(RuntimeError):
                 self._count_pipelines(-1)
             self.identity = 0
-
-
-def _to_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 def _timeout_of(group: Any) -> timedelta:

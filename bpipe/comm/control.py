@@ -38,6 +38,7 @@ class CallOf(IntEnum):
     PLAN = 2
     TRACE = 3
     GATHER = 4
+    CONNECT = 5
 
 
 DOING = {
@@ -45,6 +46,7 @@ DOING = {
     CallOf.PLAN: "makes a plan",
     CallOf.TRACE: "starts a trace",
     CallOf.GATHER: "gathers a trace",
+    CallOf.CONNECT: "opens channels",
 }
 
 CANNOT = {
@@ -52,6 +54,7 @@ CANNOT = {
     CallOf.PLAN: "make a plan",
     CallOf.TRACE: "trace",
     CallOf.GATHER: "gather a trace",
+    CallOf.CONNECT: "open channels",
 }
 
 

@@ -7,8 +7,6 @@
     then the body: kind 1, a layout: for each tensor its dtype, whether it needs a gradient, its dimensions, shape and
     strides; then the nest as UTF-8. Kind 2, an eviction: the part of the microbatch that moves, 0 for all,
     then the size of each message, as int64.
-
-The first FIRST bytes travel as one message of that fixed size; what does not fit follows in a second one.
 """
 
 from __future__ import annotations
@@ -28,8 +26,8 @@ __all__: list[str] = []
 
 MAGIC, VERSION = b"bpipe\0", 2
 FIXED = struct.Struct("<6sHHHIQIII")
-FIRST = 512
 MAX_BODY = 16 * 1024**2
+MOST_BYTES = FIXED.size + MAX_BODY
 MAX_DIMS = 64
 LAYOUT, EVICTION = 1, 2
 ABSENT = 255
@@ -157,28 +155,18 @@ def _pack(kind: int, subject: Subject, count: int, body: bytes) -> bytes:
 
 
 def _unpack(data: bytes, kind: int, expected: Subject) -> tuple[int, bytes]:
-    length = total_length(data)
-    if len(data) < length:
-        raise CommError(f"{expected}: a header of {length} bytes is cut off after {len(data)}")
+    if len(data) < FIXED.size:
+        raise CommError(f"{expected}: {len(data)} bytes are no header")
+    magic, version, _, _, length, *_ = FIXED.unpack_from(data)
+    if magic != MAGIC or version != VERSION:
+        raise CommError(f"{expected}: no bpipe header of version {VERSION}: it starts {data[:8]!r}")
+    if len(data) != FIXED.size + length:
+        raise CommError(f"{expected}: a header of {FIXED.size + length} bytes has {len(data)}")
     *fields, crc = FIXED.unpack_from(data)
-    body = data[FIXED.size : length]
+    body = data[FIXED.size :]
     if crc != zlib.crc32(FIXED.pack(*fields, 0) + body):
         raise CommError(f"{expected}: a header is damaged, its checksum is wrong")
     _, _, seen_kind, count, _, *subject = fields
     if seen_kind != kind or Subject(*subject) != expected:
         raise CommError(f"expected a header of kind {kind} for {expected}, got kind {seen_kind} for {Subject(*subject)}")
     return count, body
-
-
-def total_length(data: bytes) -> int:
-    """The length of the header whose first bytes these are.
-
-    Raises:
-        CommError: they start no header of this version.
-    """
-    if len(data) < FIXED.size:
-        raise CommError(f"{len(data)} bytes are no header")
-    magic, version, _, _, length, *_ = FIXED.unpack_from(data)
-    if magic != MAGIC or version != VERSION or length > MAX_BODY:
-        raise CommError(f"no bpipe header of version {VERSION}: it starts {data[:8]!r}")
-    return FIXED.size + int(length)

@@ -14,16 +14,15 @@ from hypothesis import strategies as st
 from bpipe.comm import header
 from bpipe.comm.header import (
     EVICTION,
-    FIRST,
     FIXED,
     LAYOUT,
     MAGIC,
     MAX_BODY,
+    MOST_BYTES,
     VERSION,
     Subject,
     pack_eviction,
     pack_layout,
-    total_length,
     unpack_eviction,
     unpack_layout,
 )
@@ -52,8 +51,7 @@ def test_layouts_round_trip(value: Any, subject: Subject) -> None:
     layout = layout_of(value)
     data = pack_layout(subject, layout)
     assert unpack_layout(data, subject) == layout
-    assert unpack_layout(data.ljust(FIRST, b"\0"), subject) == layout  # as it travels
-    assert total_length(data[: FIXED.size]) == len(data)
+    assert len(data) <= MOST_BYTES
 
 
 def test_absent_tensors_round_trip() -> None:
@@ -94,9 +92,7 @@ def test_every_flipped_byte_is_noticed(kind: int, place: int, flip: int, more: b
 @pytest.mark.parametrize("kind", SAMPLES)
 def test_every_truncation_is_noticed(kind: int) -> None:
     for length in range(len(SAMPLES[kind])):
-        with pytest.raises(
-            CommError, match=f"cut off after {length}$" if length >= FIXED.size else f"^{length} bytes are no header"
-        ):
+        with pytest.raises(CommError, match=f"bytes has {length}$" if length >= FIXED.size else f": {length} bytes are no header"):
             UNPACK[kind - 1](SAMPLES[kind][:length], SUBJECT)
 
 
@@ -111,18 +107,7 @@ def test_other_versions() -> None:
     data = bytearray(SAMPLES[LAYOUT])
     struct.pack_into("<H", data, len(MAGIC), VERSION + 1)
     with pytest.raises(CommError, match=f"no bpipe header of version {VERSION}: it starts"):
-        total_length(bytes(data))
-
-
-@pytest.mark.parametrize("unpack", UNPACK)
-def test_length_is_bounded_before_anything_is_allocated(unpack: Callable[[bytes, Subject], Any]) -> None:
-    for length in (MAX_BODY + 1, 2**31, 2**32 - 1):
-        data = FIXED.pack(MAGIC, VERSION, LAYOUT, 0, length, *SUBJECT, 0)
-        with pytest.raises(CommError):
-            total_length(data)
-        with pytest.raises(CommError):
-            unpack(data, SUBJECT)
-    assert total_length(FIXED.pack(MAGIC, VERSION, LAYOUT, 0, MAX_BODY, *SUBJECT, 0)) == FIXED.size + MAX_BODY
+        unpack_layout(bytes(data), SUBJECT)
 
 
 # What is sound, and not what was expected

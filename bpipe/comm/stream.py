@@ -1,0 +1,203 @@
+"""A connection for one channel, which carries what is small: headers, and tensors that are copied sooner than a thread is woken.
+
+Each message travels behind its length. The sender hands it to the kernel and goes on; the receiver reads it when it waits for
+it, in the very thread that waits. What the kernel has no room for follows from a thread of its own, so that no send ever blocks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+import torch
+
+from bpipe.comm.transport import Transfer
+from bpipe.errors import CommError, TransferError
+
+__all__: list[str] = []
+
+SMALL = 256 * 1024  # bytes of a message up to which it is sent here
+LENGTH = struct.Struct("<Q")
+MOST_PARTS = 512  # of one system call
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor: no copy, and nothing that keeps it alive."""
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+class Stream:
+    """One end.
+
+    Args:
+        connection: to the other end, blocking.
+        name: of the channel, for messages.
+    """
+
+    def __init__(self, connection: socket.socket, name: str) -> None:
+        self._connection, self._name = connection, name
+
+    def end(self) -> None:
+        """End all waits at both ends; from any thread."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Give the connection back. What was sent still arrives."""
+        self._connection.close()
+
+    def _lost(self, why: object) -> TransferError:
+        return TransferError(f"a transfer failed: the connection of {self._name} ended ({why})")
+
+
+class Outlet(Stream):
+    """The sender's end."""
+
+    def __init__(self, connection: socket.socket, name: str) -> None:
+        super().__init__(connection, name)
+        self._thread: ThreadPoolExecutor | None = None
+        self._late: Future[None] | None = None
+
+    def send(self, header: bytes | None, tensors: Sequence[torch.Tensor] | None) -> Transfer:
+        """Send a header, or tensors as one message, or both. Returns at once."""
+        parts = [] if header is None else _message([memoryview(header)])
+        if tensors is not None:
+            parts += _message([memory_of(tensor) for tensor in tensors])
+        if self._late is None or self._late.done():
+            parts = self._pushed(parts, socket.MSG_DONTWAIT)
+        if not parts:
+            return _DONE
+        self._thread = self._thread or ThreadPoolExecutor(1, "bpipe-send")
+        self._late = self._thread.submit(self._push_late, parts)
+        return _Late(self._late, tensors)
+
+    def _push_late(self, parts: list[memoryview]) -> None:
+        self._pushed(parts, 0)
+
+    def _pushed(self, parts: list[memoryview], flags: int) -> list[memoryview]:
+        """Send as much as the connection takes; return the rest."""
+        try:
+            while parts:
+                parts = _behind(parts, self._connection.sendmsg(parts[:MOST_PARTS], (), flags))
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            raise self._lost(error) from error
+        return parts
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+        super().close()
+
+
+class Inlet(Stream):
+    """The receiver's end. One thread at a time uses it."""
+
+    def __init__(self, connection: socket.socket, name: str) -> None:
+        super().__init__(connection, name)
+        self._posted: deque[_Receipt] = deque()
+
+    def receive(self, tensors: Sequence[torch.Tensor]) -> Transfer:
+        """Post a receive of one message into contiguous tensors. It arrives in the order of posting, whichever is waited for."""
+        receipt = _Receipt(self, tensors)
+        self._posted.append(receipt)
+        return receipt
+
+    def read_header(self, most_bytes: int) -> bytes:
+        """Wait for the next header, behind all that was posted.
+
+        Raises:
+            CommError: it is longer than so many bytes.
+        """
+        self.read_posted()
+        length = bytearray(LENGTH.size)
+        self._fill([memoryview(length)])
+        (size,) = LENGTH.unpack(length)
+        if size > most_bytes:
+            raise CommError(f"{self._name}: a header of {size} bytes arrived, which may have {most_bytes}")
+        data = bytearray(size)
+        self._fill([memoryview(data)])
+        return bytes(data)
+
+    def read_posted(self, last: _Receipt | None = None) -> None:
+        """Wait for what was posted, up to some receipt."""
+        while self._posted and (last is None or last.tensors is not None):
+            receipt = self._posted.popleft()
+            assert receipt.tensors is not None
+            self._read([memory_of(tensor) for tensor in receipt.tensors])
+            receipt.tensors = None
+
+    def _read(self, parts: list[memoryview]) -> None:
+        expected, length = sum(map(len, parts)), bytearray(LENGTH.size)
+        rest = [memoryview(length), *parts]
+        while rest and len(rest) > len(parts):  # the length first, with whatever has come behind it
+            rest = _behind(rest, self._taken(rest, 0))
+        (size,) = LENGTH.unpack(length)
+        if size != expected:
+            raise CommError(f"{self._name}: a message of {size} bytes arrived where {expected} were expected")
+        self._fill(rest)
+
+    def _fill(self, parts: list[memoryview]) -> None:
+        while parts:
+            parts = _behind(parts, self._taken(parts, socket.MSG_WAITALL))
+
+    def _taken(self, parts: list[memoryview], flags: int) -> int:
+        try:
+            count, *_ = self._connection.recvmsg_into(parts[:MOST_PARTS], 0, flags)
+        except OSError as error:
+            raise self._lost(error) from error
+        if not count:
+            raise self._lost("its other end is gone")
+        return count
+
+
+class _Receipt:
+    """A receive that was posted; its tensors are None once they are filled."""
+
+    def __init__(self, inlet: Inlet, tensors: Sequence[torch.Tensor]) -> None:
+        self._inlet = inlet
+        self.tensors: Sequence[torch.Tensor] | None = tensors
+
+    def wait(self) -> None:
+        self._inlet.read_posted(self)
+
+
+class _Done:
+    """A send of which the kernel has all."""
+
+    def wait(self) -> None:
+        pass
+
+
+_DONE = _Done()
+
+
+class _Late:
+    """A send whose rest a thread sends."""
+
+    def __init__(self, sent: Future[None], tensors: Sequence[torch.Tensor] | None) -> None:
+        self._sent = sent
+        self._tensors = tensors
+
+    def wait(self) -> None:
+        self._sent.result()
+        self._tensors = None
+
+
+def _message(parts: list[memoryview]) -> list[memoryview]:
+    return [memoryview(LENGTH.pack(sum(map(len, parts)))), *parts]
+
+
+def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of some memory after its first bytes."""
+    for index, part in enumerate(parts):
+        if count < len(part):
+            return [part[count:], *parts[index + 1 :]]
+        count -= len(part)
+    return []

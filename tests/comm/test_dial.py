@@ -1,0 +1,94 @@
+"""Connections from senders to receivers: each rank gets its own ends, and strangers none."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import pytest
+
+from bpipe.comm import dial
+from bpipe.comm.addresses import Address
+from bpipe.comm.control import CallOf, Control
+from bpipe.comm.dial import HELLO, TOKEN_BYTES, open_connections
+from bpipe.errors import TransferError
+
+HERE = Address("127.0.0.1", socket.AF_INET)
+TOKEN = b"t" * TOKEN_BYTES
+
+
+class Together:
+    """What a few threads tell each other, as ranks do."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.barrier = size, threading.Barrier(size)
+        self.told: dict[int, bytes] = {}
+        self.strangers: list[socket.socket] = []
+
+    def opened(self, ends: Sequence[tuple[int, int]], says: Sequence[bytes] = ()) -> list[dict[int, socket.socket]]:
+        """The connections of all ranks, after strangers have come and said something."""
+
+        def on_rank(rank: int) -> dict[int, socket.socket]:
+            return open_connections(ends, rank, HERE, TOKEN, Line(self, rank, says))
+
+        with ThreadPoolExecutor(self.size) as pool:
+            return list(pool.map(on_rank, range(self.size)))
+
+
+class Line(Control):
+    """A rank's line to the others."""
+
+    def __init__(self, together: Together, rank: int, says: Sequence[bytes]) -> None:
+        super().__init__()
+        self._together, self._rank, self._says = together, rank, says
+
+    def exchange(self, call: CallOf, data: bytes) -> list[bytes]:
+        together = self._together
+        together.told[self._rank] = data
+        together.barrier.wait(10)
+        told = [together.told[rank] for rank in range(together.size)]
+        if self._rank == 0 and data:
+            together.strangers = [stranger(place, words) for place in told for words in self._says]
+        together.barrier.wait(10)
+        return told
+
+
+def stranger(place: bytes, words: bytes) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", int(place.split()[0])))
+    connection.sendall(words)
+    return connection
+
+
+ENDS = [(0, 1), (1, 0), (0, 2), (0, 1)]
+SAYS = [b"GET / HTTP/1.1\r\nHost: somebody else\r\n\r\n", HELLO.pack(b"x" * TOKEN_BYTES, 0), HELLO.pack(TOKEN, 77)]
+
+
+@pytest.mark.parametrize("says", [[], SAYS], ids=["alone", "strangers come first"])
+def test_each_connection_has_its_two_ends(says: list[bytes]) -> None:
+    together = Together(3)
+    found = together.opened(ENDS, says)
+    with ExitStack() as stack:
+        for connection in [*together.strangers, *(one for of_rank in found for one in of_rank.values())]:
+            stack.enter_context(connection)
+        assert [sorted(of_rank) for of_rank in found] == [[0, 1, 2, 3], [0, 1, 3], [2]]
+        for index, (sender, receiver) in enumerate(ENDS):
+            found[sender][index].sendall(b"%d" % index)
+            assert found[receiver][index].recv(1) == b"%d" % index
+
+
+def test_a_rank_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> socket.socket:
+        raise ConnectionRefusedError("no")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    with pytest.raises(TransferError, match=r"^rank 0 cannot be reached at 127\.0\.0\.1, port \d+: no"):
+        Together(1).opened([(0, 0)])
+
+
+def test_a_connection_that_does_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dial, "HELLO_S", 0.1)
+    with pytest.raises(TransferError, match=r"connections \[0\] were made, and did not arrive in 0.1 s"):
+        Together(1).opened([(1, 0)])

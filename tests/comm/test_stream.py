@@ -1,0 +1,156 @@
+"""A channel's own connection: order, lengths, what the kernel has no room for, and its end."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bpipe.comm.stream import LENGTH, Inlet, Outlet
+from bpipe.errors import CommError, TransferError
+
+NAME = "forward messages from rank 0 to 1"
+MOST = 1000
+
+
+class Pair(NamedTuple):
+    """Both ends, and what the sender writes to."""
+
+    outlet: Outlet
+    inlet: Inlet
+    raw: socket.socket
+
+
+@contextmanager
+def connected(room: int = 0) -> Iterator[Pair]:
+    """Two ends, between which the kernel keeps about so many bytes; 0: as many as usual."""
+    ours, theirs = socket.socketpair()
+    if room:
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, room)
+    with ours, theirs:
+        yield Pair(Outlet(ours, NAME), Inlet(theirs, NAME), ours)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with connected() as pair:
+        yield pair
+
+
+@pytest.fixture
+def narrow() -> Iterator[Pair]:
+    with connected(room=4096) as pair:
+        yield pair
+
+
+def numbers(start: int, size: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.arange(start, start + size).to(dtype)
+
+
+MESSAGES = st.lists(
+    st.tuples(st.booleans(), st.lists(st.sampled_from([1, 7, 100, 5000]), max_size=600)), min_size=1, max_size=6
+)  # whether a header goes before, and how large the tensors are
+
+
+@given(MESSAGES, st.sampled_from([0, 4096]), st.randoms(use_true_random=False))
+@settings(max_examples=30, deadline=None)
+def test_what_arrives_is_what_was_sent(messages: list[tuple[bool, list[int]]], room: int, random: Random) -> None:
+    """However little the kernel takes at once, and in whatever order receives without a header are waited for."""
+    sent = [[numbers(index, size, torch.bfloat16) for size in sizes] for index, (_, sizes) in enumerate(messages)]
+    landed = [[torch.empty(size, dtype=torch.bfloat16) for size in sizes] for _, sizes in messages]
+    with connected(room) as pair:
+        under_way = [pair.outlet.send(b"a header" if has_header else None, one) for (has_header, _), one in zip(messages, sent)]
+        receipts = []
+        for (has_header, _), landing in zip(messages, landed):
+            assert not has_header or pair.inlet.read_header(MOST) == b"a header"
+            receipts.append(pair.inlet.receive(landing))
+        for transfer in [*random.sample(receipts, len(receipts)), *under_way]:
+            transfer.wait()
+    for tensors, landing in zip(sent, landed):
+        assert all(map(torch.equal, tensors, landing))
+
+
+def test_a_send_never_blocks_and_keeps_its_tensors_until_they_are_gone(narrow: Pair) -> None:
+    tensor = numbers(0, 100_000)
+    large = narrow.outlet.send(None, [tensor])
+    small = narrow.outlet.send(b"behind it", None)
+    waiting = threading.Thread(target=large.wait)
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()  # the receiver has read nothing
+    landing = torch.empty_like(tensor)
+    narrow.inlet.receive([landing]).wait()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    assert torch.equal(landing, tensor)
+    assert narrow.inlet.read_header(MOST) == b"behind it"
+    small.wait()
+
+
+def test_a_small_send_is_over_at_once(pair: Pair) -> None:
+    tensor = numbers(0, 10)
+    pair.outlet.send(None, [tensor]).wait()
+    tensor.zero_()  # the sender's again
+    landing = torch.empty_like(tensor)
+    pair.inlet.receive([landing]).wait()
+    assert torch.equal(landing, numbers(0, 10))
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_a_message_has_the_size_that_is_expected(pair: Pair, size: int) -> None:
+    pair.outlet.send(None, [numbers(0, size)])
+    receipt = pair.inlet.receive([torch.empty(4, dtype=torch.int64)])
+    with pytest.raises(CommError, match=f"^{NAME}: a message of {8 * size} bytes arrived where 32 were expected"):
+        receipt.wait()
+
+
+def test_a_header_may_not_be_longer_than_said(pair: Pair) -> None:
+    pair.raw.sendall(LENGTH.pack(2**60))
+    with pytest.raises(CommError, match=f"a header of {2**60} bytes arrived, which may have {MOST}"):
+        pair.inlet.read_header(MOST)
+
+
+@pytest.mark.parametrize("end", ["inlet", "outlet"])
+def test_whoever_waits_is_released_from_another_thread(pair: Pair, end: str) -> None:
+    receipt = pair.inlet.receive([torch.empty(4)])
+    threading.Timer(0.05, getattr(pair, end).end).start()
+    with pytest.raises(TransferError, match=f"^a transfer failed: the connection of {NAME} ended"):
+        receipt.wait()
+
+
+def test_a_send_under_way_is_released_as_well(narrow: Pair) -> None:
+    transfer = narrow.outlet.send(None, [numbers(0, 100_000)])
+    threading.Timer(0.05, narrow.outlet.end).start()
+    with pytest.raises(TransferError, match="ended"):
+        transfer.wait()
+
+
+def test_what_was_sent_arrives_though_the_sender_is_gone(pair: Pair) -> None:
+    pair.outlet.send(None, [numbers(0, 4)])
+    pair.outlet.close()
+    landing = torch.empty(4, dtype=torch.int64)
+    pair.inlet.receive([landing]).wait()
+    assert landing.tolist() == [0, 1, 2, 3]
+    with pytest.raises(TransferError, match="its other end is gone"):
+        pair.inlet.read_header(MOST)
+
+
+def test_nothing_can_be_sent_to_a_receiver_that_is_gone(pair: Pair) -> None:
+    pair.inlet.close()
+    with pytest.raises(TransferError, match="ended"):
+        pair.outlet.send(b"nobody reads this", None)
+
+
+def test_a_header_cut_off_in_the_middle(pair: Pair) -> None:
+    pair.raw.sendall(LENGTH.pack(10) + b"half")
+    pair.raw.shutdown(socket.SHUT_WR)
+    with pytest.raises(TransferError, match="its other end is gone"):
+        pair.inlet.read_header(MOST)
