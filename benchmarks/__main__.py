@@ -3,6 +3,8 @@
 make bench                          # all studies
 make bench STUDIES="growth ..."     # some of them
 make bench STUDIES=none             # only write RESULTS.md and draw its pictures again
+
+A study that takes what is not here, such as a GPU, is left out, and what is known of it stays.
 """
 
 from __future__ import annotations
@@ -38,11 +40,26 @@ def main() -> None:
     if unknown:
         sys.exit(f"there is no study {', '.join(sorted(unknown))}: choose of {', '.join(s.name for s in STUDIES)}")
     torch.set_num_threads(1)
-    run([study for study in STUDIES if not names or study.name in names])
+    run(chosen(names))
     for study in STUDIES:
         study.save_picture()
     RESULTS.write_text("\n".join([HEAD, *(line for study in STUDIES for line in section(study))]), encoding="utf-8")
     print(f"wrote {RESULTS.relative_to(Path.cwd()) if RESULTS.is_relative_to(Path.cwd()) else RESULTS}")
+
+
+def chosen(names: Sequence[str]) -> list[Study]:
+    """The studies of some names, or all that can be measured here, saying of each other one why not.
+
+    Raises:
+        SystemExit: one was asked for by name and cannot be measured.
+    """
+    asked = [study for study in STUDIES if not names or study.name in names]
+    missing = {study.name: needs for study in asked if (needs := study.needs())}
+    told = [f"{name} is not measured: {needs}" for name, needs in missing.items()]
+    if names and told:
+        sys.exit("\n".join(told))
+    print(*told, sep="\n", end="\n" if told else "")
+    return [study for study in asked if study.name not in missing]
 
 
 def run(studies: Sequence[Study]) -> None:

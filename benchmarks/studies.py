@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from benchmarks import against_torch, balanced_plain, growth, overheads, same_cap
+from benchmarks import against_torch, balanced_plain, growth, one_gpu, overheads, same_cap
 
-STUDIES = (against_torch.STUDY, balanced_plain.STUDY, same_cap.STUDY, overheads.STUDY, growth.STUDY)
+STUDIES = (against_torch.STUDY, balanced_plain.STUDY, same_cap.STUDY, overheads.STUDY, one_gpu.STUDY, growth.STUDY)

@@ -66,6 +66,7 @@ class Study:
         columns: of the table: the key in a row, the heading and the format.
         claims: the figures that its rows have to reach.
         draw: a picture of its rows.
+        needs: what it takes that is not here; empty where it can be measured.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Study:
     columns: Sequence[tuple[str, str, str]]
     claims: Callable[[Sequence[Row]], Sequence[Claim]]
     draw: Callable[[Sequence[Row]], Figure]
+    needs: Callable[[], str] = str
 
     @property
     def path(self) -> Path:
