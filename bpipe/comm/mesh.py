@@ -11,7 +11,6 @@ import selectors
 import socket
 import struct
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -28,7 +27,8 @@ NAME_BYTES = 16
 HELLO = struct.Struct(f"<8sII{NAME_BYTES}s{NAME_BYTES}s{NAME_BYTES}s")
 MAGIC = b"bpmesh\0\2"
 PLACE = struct.Struct(f"<{NAME_BYTES}sH")  # a rank's name in this mesh and its port; its address and its host follow
-HELLO_S, PAUSE_S = 5.0, 0.02
+HELLO_S = 5.0
+LEAST_PAUSE_S, MOST_PAUSE_S = 0.001, 0.02  # between two looks at who has come
 MOST_SEND_S = 30.0  # without progress: a peer's reader is a thread that does nothing else
 LOST_MACHINE_S = 15  # without an answer of its kernel
 
@@ -147,19 +147,21 @@ def open_mesh(store: Any, key: str, rank: int, size: int, check: Callable[[str],
     address = own_address(store)
     with ExitStack() as unless_done:
         listener = unless_done.enter_context(socket.create_server((address.text, 0), family=address.family, backlog=size))
-        listener.setblocking(False)
         own = _Place(os.urandom(NAME_BYTES), listener.getsockname()[1], address.text, socket.gethostname())
         meeting = _Meeting(store, key, rank, own, pipeline)
         peers = unless_done.enter_context(meeting)
         store.set(f"{key}/{rank}", own.pack())
+        pause_s = LEAST_PAUSE_S
         while missing := [other for other in range(size) if other != rank and other not in peers]:
-            meeting.accept(listener)
+            meeting.accept_all(listener)
             for other in missing:
                 if other < rank:
                     meeting.look_for(other)
             meeting.check_present()
             check(meeting.describe(missing))
-            time.sleep(0 if len(peers) + 1 == size else PAUSE_S)
+            listener.settimeout(0 if len(peers) + 1 == size else pause_s)
+            meeting.accept(listener)
+            pause_s = min(2 * pause_s, MOST_PAUSE_S)
         done = meeting.finish()
         token = own.name if rank == 0 else meeting.token
         return Mesh(token, [done[other] for other in sorted(done)])
@@ -198,18 +200,27 @@ class _Meeting:
                 break
         return "".join(lines)
 
-    def accept(self, listener: socket.socket) -> None:
-        """Take in a rank that has come, if one has."""
-        with suppress(BlockingIOError, OSError, struct.error):
+    def accept_all(self, listener: socket.socket) -> None:
+        """Take in all ranks that have come."""
+        listener.settimeout(0)
+        while self.accept(listener):
+            pass
+
+    def accept(self, listener: socket.socket) -> bool:
+        """Take in a rank that comes before the listener's timeout; whether somebody came."""
+        try:
             connection, _ = listener.accept()
-            with ExitStack() as unless_done:
-                unless_done.callback(connection.close)
-                connection.settimeout(HELLO_S)
-                rank, pipeline, name, process = self._heard(connection, self._own.name)
-                self._say_hello(connection, name)
-                self._check_pipeline(rank, pipeline)
-                unless_done.pop_all()
+        except OSError:
+            return False
+        with suppress(OSError, struct.error), ExitStack() as unless_done:
+            unless_done.callback(connection.close)
+            connection.settimeout(HELLO_S)
+            rank, pipeline, name, process = self._heard(connection, self._own.name)
+            self._say_hello(connection, name)
+            self._check_pipeline(rank, pipeline)
+            unless_done.pop_all()
             self._add(rank, connection, process)
+        return True
 
     def look_for(self, other: int) -> None:
         """Connect to a rank that has said where it is, if it still is there."""
