@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 import bpipe
 import bpipe.runtime.serve
@@ -48,13 +47,6 @@ class Watched(Observer):
                 return transfer
 
             setattr(transport, name, post)
-        receive_header = transport.receive_header
-
-        def uncounted(channel: Any) -> bytes:
-            with _disable_current_modes():
-                return receive_header(channel)
-
-        transport.receive_header = uncounted
 
     def after(self, run: Any, action: Any) -> None:
         if action.op in SERVED:

@@ -71,10 +71,10 @@ class Outlet(Stream):
         if self._late is None or self._late.done():
             parts = self._pushed(parts, socket.MSG_DONTWAIT)
         if not parts:
-            return _DONE
+            return _Sent(None, ())
         self._thread = self._thread or ThreadPoolExecutor(1, "bpipe-send")
         self._late = self._thread.submit(self._push_late, parts)
-        return _Late(self._late, tensors)
+        return _Sent(self._late, tensors or ())
 
     def _push_late(self, parts: list[memoryview]) -> None:
         self._pushed(parts, 0)
@@ -168,26 +168,16 @@ class _Receipt:
         self._inlet.read_posted(self)
 
 
-class _Done:
-    """A send of which the kernel has all."""
+class _Sent:
+    """A send, of which a thread may still send the rest."""
+
+    def __init__(self, rest: Future[None] | None, tensors: Sequence[torch.Tensor]) -> None:
+        self._rest, self._tensors = rest, tensors
 
     def wait(self) -> None:
-        pass
-
-
-_DONE = _Done()
-
-
-class _Late:
-    """A send whose rest a thread sends."""
-
-    def __init__(self, sent: Future[None], tensors: Sequence[torch.Tensor] | None) -> None:
-        self._sent = sent
-        self._tensors = tensors
-
-    def wait(self) -> None:
-        self._sent.result()
-        self._tensors = None
+        if self._rest is not None:
+            self._rest.result()
+        self._tensors = ()
 
 
 def _message(parts: list[memoryview]) -> list[memoryview]:
