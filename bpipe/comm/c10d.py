@@ -8,12 +8,11 @@ depend on which groups each rank happens to have closed (a name used twice never
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial, wraps
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,10 +23,12 @@ from bpipe.comm.control import CallOf, Control, Line
 from bpipe.comm.dial import open_connections
 from bpipe.comm.header import MOST_BYTES
 from bpipe.comm.mesh import Mesh, OtherPipelineError, open_mesh
+from bpipe.comm.staging import Staging
 from bpipe.comm.stream import SMALL, Inlet, Outlet
 from bpipe.comm.transport import Transfer, Transport
 from bpipe.comm.watch import SLOW_S, Patience
-from bpipe.errors import AgreementError, CommError, ConfigurationError, TransferError, TransferTimeoutError
+from bpipe.comm.works import Works, transferring
+from bpipe.errors import AgreementError, ConfigurationError, TransferTimeoutError
 from bpipe.logs import LOG
 from bpipe.schedules import Channel, Purpose
 
@@ -38,23 +39,6 @@ GROUP_OF = {Purpose.FORWARD: "forward", Purpose.BACKWARD: "backward", Purpose.EV
 NO_TAG = len(Purpose) + 1  # of no message
 AT_ONCE = timedelta(milliseconds=1)
 MARGIN_S = 60.0  # by which gloo's own timeout is later than ours, which says more
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _transferring(method: Method) -> Method:
-    """Turn a backend's errors into ours."""
-
-    @wraps(method)
-    def transferring(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(*args, **kwargs)
-        except CommError:
-            raise
-        except RuntimeError as error:
-            raise TransferError(f"a transfer failed: {error}") from error
-
-    return cast(Method, transferring)
 
 
 class C10dTransport(Transport):
@@ -91,7 +75,7 @@ class C10dTransport(Transport):
         self._inlets: dict[Channel, Inlet] = {}
         self._gloo: dict[str, Any] = {}
         self._nccl: dict[Channel, Any] = {}
-        self._staging = _Staging(device) if device.type == "cuda" and not self._has_nccl() else None
+        self._staging = Staging(device) if device.type == "cuda" and not self._has_nccl() else None
         self._is_open = False
 
     def enlist(self) -> None:
@@ -174,7 +158,7 @@ class C10dTransport(Transport):
         for communicator in list(self._nccl.values()):
             communicator.abort()
 
-    @_transferring
+    @transferring
     def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int]) -> None:
         self._group_ranks = group_ranks
         new = [channel for channel in channels if channel not in self._opened]
@@ -210,30 +194,30 @@ class C10dTransport(Transport):
             (communicator.send([probe], 1, 0) if end == 0 else communicator.recv([probe], 0, 0)).wait()
         return communicator
 
-    @_transferring
+    @transferring
     def send(self, channel: Channel, tensors: Sequence[torch.Tensor], header: bytes | None = None) -> Transfer:
         filled = [tensor for tensor in tensors if tensor.numel()]
         if self._is_small(filled):
             return self._outlets[channel].send(header, filled)
         works = [] if header is None else [self._outlets[channel].send(header, None)]
         if channel in self._nccl:
-            return _Works(works + [self._nccl[channel].send([tensor], 1, 0) for tensor in filled], filled)
+            return Works(works + [self._nccl[channel].send([tensor], 1, 0) for tensor in filled], filled)
         gloo, peer, tag = self._gloo[GROUP_OF[channel.purpose]], self._group_ranks[channel.dst], TAGS[channel.purpose]
         if self._staging is not None:
             return self._staging.send(channel, filled, works, lambda tensor: gloo.send([tensor], peer, tag))
-        return _Works(works + [gloo.send([tensor], peer, tag) for tensor in filled], filled)
+        return Works(works + [gloo.send([tensor], peer, tag) for tensor in filled], filled)
 
-    @_transferring
+    @transferring
     def receive(self, channel: Channel, tensors: Sequence[torch.Tensor]) -> Transfer:
         filled = [tensor for tensor in tensors if tensor.numel()]
         if self._is_small(filled):
             return self._inlets[channel].receive(filled)
         if channel in self._nccl:
-            return _Works([self._nccl[channel].recv([tensor], 0, 0) for tensor in filled], filled)
+            return Works([self._nccl[channel].recv([tensor], 0, 0) for tensor in filled], filled)
         gloo, peer, tag = self._gloo[GROUP_OF[channel.purpose]], self._group_ranks[channel.src], TAGS[channel.purpose]
         if self._staging is not None:
             return self._staging.receive(channel, filled, lambda tensor: gloo.recv([tensor], peer, tag))
-        return _Works([gloo.recv([tensor], peer, tag) for tensor in filled], filled)
+        return Works([gloo.recv([tensor], peer, tag) for tensor in filled], filled)
 
     def _is_small(self, tensors: Sequence[torch.Tensor]) -> bool:
         return self.device.type == "cpu" and sum(tensor.nbytes for tensor in tensors) <= SMALL
@@ -267,95 +251,3 @@ def _timeout_of(group: Any) -> timedelta:
     backend = group._get_backend(torch.device("cpu" if "gloo" in str(dist.get_backend_config(group)) else "cuda"))
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else timedelta(minutes=30)
-
-
-def _wait(work: Any) -> None:
-    """Wait for a work. One that was aborted may say so by returning False only."""
-    if work.wait() is False:
-        raise TransferError("a transfer was aborted")
-
-
-class _Works:
-    """Posted works and their tensors, kept until all have been waited for: dropping a gloo work loses its message."""
-
-    def __init__(self, works: list[Any], tensors: Sequence[torch.Tensor]) -> None:
-        self._works = works
-        self._tensors: Sequence[torch.Tensor] = tensors
-
-    @_transferring
-    def wait(self) -> None:
-        for work in self._works:
-            _wait(work)
-        self._works.clear()
-        self._tensors = ()
-
-
-class _Staging:
-    """CUDA tensors over gloo: through pinned host memory, on a stream of their own.
-
-    A channel's transfers run one after the other in its own thread, because gloo may read the host's copy only once the
-    device has written it. The thread runs none of the user's code.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._threads: dict[Channel, ThreadPoolExecutor] = {}
-
-    def _submit(self, channel: Channel, job: Callable[[], torch.cuda.Event]) -> Future[torch.cuda.Event]:
-        if channel not in self._threads:
-            self._threads[channel] = ThreadPoolExecutor(1, f"bpipe-{channel.purpose.value}")
-        return self._threads[channel].submit(job)
-
-    def send(
-        self, channel: Channel, tensors: Sequence[torch.Tensor], works: list[Any], post: Callable[[torch.Tensor], Any]
-    ) -> Transfer:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            copies = [
-                torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True).copy_(t, non_blocking=True) for t in tensors
-            ]
-            copied: torch.cuda.Event = self._stream.record_event()
-
-        def job() -> torch.cuda.Event:
-            copied.synchronize()
-            for work in [*works, *map(post, copies)]:
-                _wait(work)
-            return copied
-
-        return _Staged(self._submit(channel, job), self._device, tensors)
-
-    def receive(self, channel: Channel, tensors: Sequence[torch.Tensor], post: Callable[[torch.Tensor], Any]) -> Transfer:
-        allocated = torch.cuda.current_stream(self._device).record_event()
-
-        def job() -> torch.cuda.Event:
-            copies = [torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True) for t in tensors]
-            for work in [post(copy) for copy in copies]:
-                _wait(work)
-            with torch.cuda.stream(self._stream):
-                self._stream.wait_event(allocated)
-                for tensor, copy in zip(tensors, copies):
-                    tensor.copy_(copy, non_blocking=True)
-                arrived: torch.cuda.Event = self._stream.record_event()
-            return arrived
-
-        return _Staged(self._submit(channel, job), self._device, tensors)
-
-    def close(self) -> None:
-        for thread in self._threads.values():
-            thread.shutdown(wait=False, cancel_futures=True)
-        self._threads.clear()
-
-
-class _Staged:
-    """A transfer through pinned memory: the host waits for the network, the current stream for the copy."""
-
-    def __init__(self, future: Future[torch.cuda.Event], device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
-        self._future, self._device = future, device
-        self._tensors: Sequence[torch.Tensor] = tensors
-
-    @_transferring
-    def wait(self) -> None:
-        copied = self._future.result()
-        torch.cuda.current_stream(self._device).wait_event(copied)
-        self._tensors = ()

@@ -1,0 +1,51 @@
+"""Transfers that torch.distributed's backends make, and their errors as ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+
+from bpipe.errors import CommError, TransferError
+
+__all__: list[str] = []
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def transferring(method: Method) -> Method:
+    """Turn a backend's errors into ours."""
+
+    @wraps(method)
+    def calling(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(*args, **kwargs)
+        except CommError:
+            raise
+        except RuntimeError as error:
+            raise TransferError(f"a transfer failed: {error}") from error
+
+    return cast(Method, calling)
+
+
+def wait_for(work: Any) -> None:
+    """Wait for a work. One that was aborted may say so by returning False only."""
+    if work.wait() is False:
+        raise TransferError("a transfer was aborted")
+
+
+class Works:
+    """Posted works and their tensors, kept until all have been waited for: dropping a gloo work loses its message."""
+
+    def __init__(self, works: list[Any], tensors: Sequence[torch.Tensor]) -> None:
+        self._works = works
+        self._tensors: Sequence[torch.Tensor] = tensors
+
+    @transferring
+    def wait(self) -> None:
+        for work in self._works:
+            wait_for(work)
+        self._works.clear()
+        self._tensors = ()
