@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+HEAD_WIDTH = 128  # of a GPT block
 
 
 class Size(NamedTuple):
@@ -18,3 +22,32 @@ class Size(NamedTuple):
 def block(size: Size) -> nn.Module:
     """A transformer block as PyTorch has it."""
     return nn.TransformerEncoderLayer(size.width, 4, 4 * size.width, dropout=0.0, batch_first=True, norm_first=True)
+
+
+class GPTBlock(nn.Module):
+    """A pre-norm GPT block.
+
+    Args:
+        size: its width, and the tokens of a sequence.
+        attention: "flash", or "materialised": the softmax of all pairs is saved.
+    """
+
+    def __init__(self, size: Size, attention: str) -> None:
+        super().__init__()
+        width = size.width
+        self._num_heads, self._is_flash = max(1, width // HEAD_WIDTH), attention == "flash"
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.register_buffer("mask", torch.full((size.tokens, size.tokens), float("-inf")).triu(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self._num_heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(self._attend(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if not self._is_flash:
+            return (q * q.shape[-1] ** -0.5 @ k.mT + self.mask).softmax(-1) @ v
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)

@@ -17,6 +17,7 @@ from bpipe.comm.loopback import Wires
 from bpipe.errors import ConfigurationError, PipelineBrokenError
 from bpipe.runtime.run import Run
 from bpipe.schedules import Action, Plan
+from bpipe.schedules.action import SERVED
 from bpipe.schedules.order import linearise
 
 if TYPE_CHECKING:
@@ -30,6 +31,14 @@ class LoopbackGroup(NamedTuple):
 
     loopback: Loopback
     rank: int
+
+
+class _Lane(NamedTuple):
+    """What a rank does in order: its computations, or what it does for an evictor whose guests it keeps."""
+
+    rank: int
+    evictor: int | None
+    device: torch.device
 
 
 class Loopback:
@@ -58,7 +67,7 @@ class Loopback:
         self.num_ranks = num_ranks
         self._own_random_state = own_random_state
         self._random = [_RandomState() for _ in range(num_ranks)]
-        self._streams: dict[tuple[int, torch.device], torch.cuda.Stream] = {}
+        self._streams: dict[_Lane, torch.cuda.Stream] = {}
         self._order: tuple[Plan | None, list[tuple[int, Action]]] = (None, [])
         self._latest: tuple[Any, Plan | None] = (None, None)
         self._running = threading.Lock()
@@ -144,9 +153,9 @@ class Loopback:
 
             def execute(plan_rank: int, action: Action) -> None:
                 group_rank = group_ranks[plan_rank]
-                device = runs[group_rank].device
-                with self._random_numbers(group_rank, device), self._on_stream(group_rank, device):
-                    runs[group_rank].execute(action)
+                run, evictor = runs[group_rank], action.peer if action.op in SERVED else None
+                with self._random_numbers(group_rank, run.device), self._on_stream(_Lane(group_rank, evictor, run.device)):
+                    run.execute(action)
 
             with ExitStack() as driven:
                 for run in runs:
@@ -156,19 +165,25 @@ class Loopback:
 
     @contextmanager
     def _joined_streams(self, runs: Sequence[Run]) -> Iterator[None]:
-        """On CUDA: the ranks' streams start after what the caller has queued, and the caller's goes on after theirs."""
-        on_cuda = [(rank, run.device) for rank, run in enumerate(runs) if run.device.type == "cuda"]
-        for key in on_cuda:
-            self._streams.setdefault(key, torch.cuda.Stream(key[1])).wait_stream(torch.cuda.current_stream(key[1]))
+        """On CUDA: the ranks' streams start after what the caller has queued, and the caller's goes on after theirs.
+
+        As in processes, what a rank does for each evictor has a stream of its own.
+        """
+        on_cuda = [(rank, run) for rank, run in enumerate(runs) if run.device.type == "cuda"]
+        lanes = [_Lane(rank, evictor, run.device) for rank, run in on_cuda for evictor in (None, *run.plan.chains(run.rank))]
+        for lane in lanes:
+            if lane not in self._streams:
+                self._streams[lane] = torch.cuda.Stream(lane.device)
+            self._streams[lane].wait_stream(torch.cuda.current_stream(lane.device))
         yield
-        for key in on_cuda:
-            torch.cuda.current_stream(key[1]).wait_stream(self._streams[key])
+        for lane in lanes:
+            torch.cuda.current_stream(lane.device).wait_stream(self._streams[lane])
 
     def _random_numbers(self, rank: int, device: torch.device) -> AbstractContextManager[Any]:
         return self._random[rank].active(device) if self._own_random_state else nullcontext()
 
-    def _on_stream(self, rank: int, device: torch.device) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._streams[rank, device]) if device.type == "cuda" else nullcontext()
+    def _on_stream(self, lane: _Lane) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._streams[lane]) if lane.device.type == "cuda" else nullcontext()
 
 
 class _RandomState:

@@ -1,0 +1,55 @@
+"""What one eviction takes by itself, beside a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from benchmarks.alternate import Step
+from benchmarks.gpu import device_us
+from bpipe.comm.loopback import LoopbackTransport, Wires
+from bpipe.memory.bundle import Bundle
+from bpipe.memory.guests import Rooms
+from bpipe.memory.host import HostRooms
+from bpipe.memory.stash import Stash
+from bpipe.schedules import Channel, Purpose
+from bpipe.schedules.rooms import Reserved
+
+
+def alone(module: nn.Module, x: torch.Tensor, *, to_host: bool) -> dict[str, float | None]:
+    """A forward of a stage, and an eviction of what it saves, each with the device to itself.
+
+    Args:
+        module: the stage.
+        x: its input, which needs a gradient.
+        to_host: or to the rooms of a peer in a loopback.
+    """
+    forward_us = device_us(lambda: module(x), x.device)
+    stash = Stash("a microbatch", {}, x.device)
+    with stash.capture():
+        output = module(x)
+    bundle = Bundle(stash.send_away(stash.contents(), 0), stash.name)
+    evict_us = device_us(eviction(bundle.messages(), x.device, to_host=to_host), x.device)
+    del output  # its graph owned what was saved
+    gb_s = None if evict_us is None else bundle.num_bytes / evict_us / 1000
+    return {"forward_us": forward_us, "evict_us": evict_us, "gb_s": gb_s}
+
+
+def eviction(messages: Sequence[torch.Tensor], device: torch.device, *, to_host: bool) -> Step:
+    """A call that copies messages to the rooms of a peer or of the host, and lets the stream wait for it."""
+    guest, sizes = (0, 0, 0), [len(message) for message in messages]
+    reserved = Reserved((sum(sizes),), {guest: 0})
+    if to_host:
+        host = HostRooms(reserved, device, in_bytes=True)
+        return lambda: host.store(guest, messages).wait()
+    parts, wires = Rooms(reserved, device, in_bytes=True).take(guest, sizes), Wires()
+    evictor, acceptor = LoopbackTransport(wires, device), LoopbackTransport(wires, device)
+
+    def over_the_device() -> None:
+        channel = Channel(Purpose.EVICT, 0, 1)
+        for transfer in [evictor.send(channel, messages), acceptor.receive(channel, parts)]:
+            transfer.wait()
+
+    return over_the_device
