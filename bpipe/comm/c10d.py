@@ -162,13 +162,13 @@ class C10dTransport(Transport):
     def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int]) -> None:
         self._group_ranks = group_ranks
         new = [channel for channel in channels if channel not in self._opened]
-        self._opened.update(new)
         if new and self.size > 1:
             self._open_streams(new)
         for channel in () if self._uses_gloo() else new:
             ends = self._ends(channel)
             if self.rank in ends:
                 self._nccl[channel] = self._communicator(channel, ends.index(self.rank))
+        self._opened.update(new)
 
     def _ends(self, channel: Channel) -> tuple[int, int]:
         return self._group_ranks[channel.src], self._group_ranks[channel.dst]

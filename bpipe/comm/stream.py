@@ -71,12 +71,13 @@ class Outlet(Stream):
         if self._late is None or self._late.done():
             parts = self._pushed(parts, socket.MSG_DONTWAIT)
         if not parts:
-            return _Sent(None, ())
+            return _Sent(None, tensors)
         self._thread = self._thread or ThreadPoolExecutor(1, "bpipe-send")
-        self._late = self._thread.submit(self._push_late, parts)
-        return _Sent(self._late, tensors or ())
+        self._late = self._thread.submit(self._push_late, parts, tensors)
+        return _Sent(self._late, tensors)
 
-    def _push_late(self, parts: list[memoryview]) -> None:
+    def _push_late(self, parts: list[memoryview], owners: object) -> None:
+        """Send it all; the owners of the memory stay alive until then."""
         self._pushed(parts, 0)
 
     def _pushed(self, parts: list[memoryview], flags: int) -> list[memoryview]:
@@ -169,15 +170,15 @@ class _Receipt:
 
 
 class _Sent:
-    """A send, of which a thread may still send the rest."""
+    """A send, of which a thread may still send the rest. It keeps its tensors as long as any other does: memory is as planned."""
 
-    def __init__(self, rest: Future[None] | None, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, rest: Future[None] | None, tensors: Sequence[torch.Tensor] | None) -> None:
         self._rest, self._tensors = rest, tensors
 
     def wait(self) -> None:
         if self._rest is not None:
             self._rest.result()
-        self._tensors = ()
+        self._tensors = None
 
 
 def _message(parts: list[memoryview]) -> list[memoryview]:
