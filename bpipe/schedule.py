@@ -335,9 +335,9 @@ class Schedule:
         """Open a plan's channels, and make rooms for the guests that it sends to this rank."""
         if plan is self._connected or (self._connected is not None and not plan.has_backward):
             return
-        self._connected = plan
         self._transport.connect(plan.channels(), self._group_ranks)
         self._memory.reserve(plan, self._plan_rank, self._transport.device)
+        self._connected = plan
 
     def _finish(self, step: Step, run: Run, started: float) -> None:
         """All actions of a step were done."""

@@ -176,6 +176,7 @@ class C10dTransport(Transport):
     def _open_streams(self, channels: Sequence[Channel]) -> None:
         ends, address = [self._ends(channel) for channel in channels], own_address(self._store)
         for index, connection in open_connections(ends, self.rank, address, self._token, self.control).items():
+            self.control.others.append(connection)
             channel, (sender, receiver) = channels[index], ends[index]
             name = f"{channel.purpose.value} messages from rank {sender} to {receiver}"
             if sender == self.rank:

@@ -65,6 +65,7 @@ class Control:
         self.activity = Activity()
         self.failure: Failure | None = None
         self.original: BaseException | None = None  # of the failure, if it is this rank's own
+        self.others: list[socket.socket] = []  # connections of the pipeline that are not for a forked child either
 
     def exchange(self, call: CallOf, data: bytes) -> list[bytes]:
         """Collective: give every rank's bytes to all. Blocks the host, and can be interrupted.
@@ -367,7 +368,7 @@ class Line(Control):
 
     def abandon(self) -> None:
         """Close the connections, without a word: this process is a child of the one that has them."""
-        for one in self._sockets():
+        for one in [*self._sockets(), *self.others]:
             one.close()
 
 

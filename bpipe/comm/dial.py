@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import selectors
 import socket
 import struct
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+import time
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 
 from bpipe.comm.addresses import Address
 from bpipe.comm.control import CallOf, Control
+from bpipe.comm.tcp import prepare
 from bpipe.errors import TransferError
 
 __all__: list[str] = []
@@ -16,6 +19,7 @@ __all__: list[str] = []
 TOKEN_BYTES = 16
 HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")  # the pipeline's token, and which of the connections this is
 HELLO_S = 5.0
+LOOK_S = 0.25  # between two looks at whether something has failed
 
 
 def open_connections(
@@ -44,39 +48,66 @@ def open_connections(
             if sender == rank:
                 opened[index] = unless_done.enter_context(_called(places[receiver], receiver, HELLO.pack(token, index)))
         control.exchange(CallOf.CONNECT, b"")  # now all have called, and nobody has to be waited for
-        listener.settimeout(HELLO_S)
-        while missing:
-            index, connection = _accepted(listener, token, sorted(missing))
+        for index, connection in _arrived(listener, token, missing, control).items():
             opened[index] = unless_done.enter_context(connection)
-            missing.remove(index)
         listener.close()
         unless_done.pop_all()
     for connection in opened.values():
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        prepare(connection)
         connection.settimeout(None)
     return opened
 
 
 def _called(place: Sequence[str], receiver: int, hello: bytes) -> socket.socket:
     port, host = place
-    try:
-        connection = socket.create_connection((host, int(port)), timeout=HELLO_S)
-        connection.sendall(hello)
-    except OSError as error:
-        raise TransferError(f"rank {receiver} cannot be reached at {host}, port {port}: {error}") from error
+    with ExitStack() as unless_done:
+        try:
+            connection = unless_done.enter_context(socket.create_connection((host, int(port)), timeout=HELLO_S))
+            connection.sendall(hello)
+        except OSError as error:
+            raise TransferError(f"rank {receiver} cannot be reached at {host}, port {port}: {error}") from error
+        unless_done.pop_all()
     return connection
 
 
-def _accepted(listener: socket.socket, token: bytes, missing: Sequence[int]) -> tuple[int, socket.socket]:
-    """The next connection that one of these ranks has made, and its index. Strangers are sent away."""
-    while True:
+def _arrived(listener: socket.socket, token: bytes, missing: Collection[int], control: Control) -> dict[int, socket.socket]:
+    """The connections that others have made, by index. Strangers are sent away, and nobody waits for what they say."""
+    found: dict[int, socket.socket] = {}
+    with ExitStack() as strangers, selectors.DefaultSelector() as selector:
+        listener.setblocking(False)
+        selector.register(listener, selectors.EVENT_READ)
+        until = time.monotonic() + HELLO_S
+        while len(found) < len(missing):
+            control.check()
+            if time.monotonic() > until:
+                late = sorted({*missing} - found.keys())
+                raise TransferError(f"connections {late} were made, and did not arrive in {HELLO_S:g} s")
+            for key, _ in selector.select(LOOK_S):
+                if key.fileobj is listener:
+                    connection, _ = listener.accept()
+                    connection.setblocking(False)
+                    selector.register(strangers.enter_context(connection), selectors.EVENT_READ, _Caller(connection))
+                elif key.data.has_spoken():
+                    selector.unregister(key.fileobj)
+                    theirs, index = HELLO.unpack(key.data.heard)
+                    if theirs == token and index in missing:
+                        found[index] = key.data.connection
+        return {index: socket.socket(fileno=connection.detach()) for index, connection in found.items()}
+
+
+class _Caller:
+    """Who has made a connection, and what was heard of it."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection, self.heard = connection, b""
+
+    def has_spoken(self) -> bool:
+        """Hear more; whether that is all. What will not come any more is zeros."""
         try:
-            connection, _ = listener.accept()
-        except TimeoutError as error:
-            raise TransferError(f"connections {list(missing)} were made, and did not arrive in {HELLO_S:g} s") from error
-        connection.settimeout(HELLO_S)
-        with suppress(OSError, struct.error):
-            theirs, index = HELLO.unpack(connection.recv(HELLO.size, socket.MSG_WAITALL))
-            if theirs == token and index in missing:
-                return index, connection
-        connection.close()
+            self.heard += self.connection.recv(HELLO.size - len(self.heard)) or bytes(HELLO.size)
+        except BlockingIOError:
+            return False
+        except OSError:
+            self.heard = bytes(HELLO.size)
+        self.heard = self.heard[: HELLO.size]
+        return len(self.heard) == HELLO.size

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from bpipe.comm.addresses import own_address
 from bpipe.comm.frames import Frame, FrameReader, Kind
+from bpipe.comm.tcp import prepare
 from bpipe.errors import AgreementError, CommError
 
 __all__: list[str] = []
@@ -31,9 +32,6 @@ HELLO_S = 5.0
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.001, 0.02  # between two looks at who has come
 MOST_SEND_S = 30.0  # without progress: a peer's reader is a thread that does nothing else
 LOST_MACHINE_S = 15  # without an answer of its kernel
-
-# What the kernel does about a machine that is gone without a word; each where the platform has it.
-KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2, "TCP_USER_TIMEOUT": 1000 * LOST_MACHINE_S}
 
 
 class OtherPipelineError(AgreementError):
@@ -153,14 +151,14 @@ def open_mesh(store: Any, key: str, rank: int, size: int, check: Callable[[str],
         store.set(f"{key}/{rank}", own.pack())
         pause_s = LEAST_PAUSE_S
         while missing := [other for other in range(size) if other != rank and other not in peers]:
-            meeting.accept_all(listener)
             for other in missing:
                 if other < rank:
                     meeting.look_for(other)
+            listener.settimeout(pause_s)
+            while len(peers) + 1 < size and meeting.accept(listener):
+                pass
             meeting.check_present()
             check(meeting.describe(missing))
-            listener.settimeout(0 if len(peers) + 1 == size else pause_s)
-            meeting.accept(listener)
             pause_s = min(2 * pause_s, MOST_PAUSE_S)
         done = meeting.finish()
         token = own.name if rank == 0 else meeting.token
@@ -200,12 +198,6 @@ class _Meeting:
                 break
         return "".join(lines)
 
-    def accept_all(self, listener: socket.socket) -> None:
-        """Take in all ranks that have come."""
-        listener.settimeout(0)
-        while self.accept(listener):
-            pass
-
     def accept(self, listener: socket.socket) -> bool:
         """Take in a rank that comes before the listener's timeout; whether somebody came."""
         try:
@@ -242,11 +234,7 @@ class _Meeting:
 
     def _add(self, rank: int, connection: socket.socket, process: bytes) -> None:
         connection.settimeout(MOST_SEND_S)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in KEEP_ALIVE.items():
-            if hasattr(socket, option):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        prepare(connection, TCP_USER_TIMEOUT=1000 * LOST_MACHINE_S)
         if rank in self._peers:
             self._peers.pop(rank).close()
         self._peers[rank] = Peer(connection, rank, process)

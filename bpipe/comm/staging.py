@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 
 from bpipe.comm.transport import Transfer
+from bpipe.comm.worker import Worker
 from bpipe.comm.works import transferring, wait_for
 from bpipe.schedules import Channel
 
@@ -25,12 +26,12 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
-        self._threads: dict[Channel, ThreadPoolExecutor] = {}
+        self._workers: dict[Channel, Worker] = {}
 
     def _submit(self, channel: Channel, job: Callable[[], torch.cuda.Event]) -> Future[torch.cuda.Event]:
-        if channel not in self._threads:
-            self._threads[channel] = ThreadPoolExecutor(1, f"bpipe-{channel.purpose.value}")
-        return self._threads[channel].submit(job)
+        if channel not in self._workers:
+            self._workers[channel] = Worker(f"bpipe-{channel.purpose.value}")
+        return self._workers[channel].submit(job)
 
     def send(
         self, channel: Channel, tensors: Sequence[torch.Tensor], works: list[Any], post: Callable[[torch.Tensor], Any]
@@ -67,9 +68,9 @@ class Staging:
         return _Staged(self._submit(channel, job), self._device, tensors)
 
     def close(self) -> None:
-        for thread in self._threads.values():
-            thread.shutdown(wait=False, cancel_futures=True)
-        self._threads.clear()
+        for worker in self._workers.values():
+            worker.close()
+        self._workers.clear()
 
 
 class _Staged:

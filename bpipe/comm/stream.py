@@ -11,12 +11,14 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 
 import torch
 
 from bpipe.comm.transport import Transfer
+from bpipe.comm.worker import Worker
 from bpipe.errors import CommError, TransferError
 
 __all__: list[str] = []
@@ -26,9 +28,15 @@ LENGTH = struct.Struct("<Q")
 MOST_PARTS = 512  # of one system call
 
 
+_view = ctypes.pythonapi.PyMemoryView_FromMemory
+_view.restype, _view.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+WRITABLE = 0x200  # PyBUF_WRITE
+
+
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor: no copy, and nothing that keeps it alive."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    memory: memoryview = _view(tensor.data_ptr(), tensor.nbytes, WRITABLE)
+    return memory
 
 
 class Stream:
@@ -60,7 +68,7 @@ class Outlet(Stream):
 
     def __init__(self, connection: socket.socket, name: str) -> None:
         super().__init__(connection, name)
-        self._thread: ThreadPoolExecutor | None = None
+        self._worker: Worker | None = None
         self._late: Future[None] | None = None
 
     def send(self, header: bytes | None, tensors: Sequence[torch.Tensor] | None) -> Transfer:
@@ -69,11 +77,12 @@ class Outlet(Stream):
         if tensors is not None:
             parts += _message([memory_of(tensor) for tensor in tensors])
         if self._late is None or self._late.done():
+            _Sent(self._late, None).wait()  # nothing goes out behind what did not
             parts = self._pushed(parts, socket.MSG_DONTWAIT)
         if not parts:
             return _Sent(None, tensors)
-        self._thread = self._thread or ThreadPoolExecutor(1, "bpipe-send")
-        self._late = self._thread.submit(self._push_late, parts, tensors)
+        self._worker = self._worker or Worker("bpipe-send")
+        self._late = self._worker.submit(partial(self._push_late, parts, tensors))
         return _Sent(self._late, tensors)
 
     def _push_late(self, parts: list[memoryview], owners: object) -> None:
@@ -88,12 +97,15 @@ class Outlet(Stream):
         except BlockingIOError:
             pass
         except OSError as error:
+            self.end()  # a part may have left
             raise self._lost(error) from error
         return parts
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._late is not None and not self._late.done():
+            self.end()  # which wakes the thread that sends
+        if self._worker is not None:
+            self._worker.close()
         super().close()
 
 
@@ -129,10 +141,10 @@ class Inlet(Stream):
     def read_posted(self, last: _Receipt | None = None) -> None:
         """Wait for what was posted, up to some receipt."""
         while self._posted and (last is None or last.tensors is not None):
-            receipt = self._posted.popleft()
+            receipt = self._posted[0]
             assert receipt.tensors is not None
             self._read([memory_of(tensor) for tensor in receipt.tensors])
-            receipt.tensors = None
+            self._posted.popleft().tensors = None
 
     def _read(self, parts: list[memoryview]) -> None:
         expected, length = sum(map(len, parts)), bytearray(LENGTH.size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -63,13 +64,14 @@ def stranger(place: bytes, words: bytes) -> socket.socket:
 
 
 ENDS = [(0, 1), (1, 0), (0, 2), (0, 1)]
-SAYS = [b"GET / HTTP/1.1\r\nHost: somebody else\r\n\r\n", HELLO.pack(b"x" * TOKEN_BYTES, 0), HELLO.pack(TOKEN, 77)]
+SAYS = [b"", b"half", b"GET / HTTP/1.1\r\nHost: somebody else\r\n\r\n", HELLO.pack(b"x" * TOKEN_BYTES, 0), HELLO.pack(TOKEN, 77)]
 
 
 @pytest.mark.parametrize("says", [[], SAYS], ids=["alone", "strangers come first"])
 def test_each_connection_has_its_two_ends(says: list[bytes]) -> None:
-    together = Together(3)
+    together, began = Together(3), time.monotonic()
     found = together.opened(ENDS, says)
+    assert time.monotonic() - began < 2.0  # nobody waits for who says nothing
     with ExitStack() as stack:
         for connection in [*together.strangers, *(one for of_rank in found for one in of_rank.values())]:
             stack.enter_context(connection)

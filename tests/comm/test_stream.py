@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -154,3 +156,58 @@ def test_a_header_cut_off_in_the_middle(pair: Pair) -> None:
     pair.raw.shutdown(socket.SHUT_WR)
     with pytest.raises(TransferError, match="its other end is gone"):
         pair.inlet.read_header(MOST)
+
+
+class Failing:
+    """A connection that takes a little, and then fails, once."""
+
+    def __init__(self) -> None:
+        self.outcomes = [10, BlockingIOError(), OSError("no buffer space"), 100]
+        self.has_ended = False
+
+    def sendmsg(self, parts: object, ancillary: object, flags: int) -> int:
+        outcome = self.outcomes.pop(0)
+        if isinstance(outcome, OSError):
+            raise outcome
+        return outcome
+
+    def shutdown(self, how: int) -> None:
+        self.has_ended = True
+
+
+def test_nothing_follows_what_did_not_get_through() -> None:
+    """Behind a hole, the next message would be taken for a part of it."""
+    connection: Any = Failing()
+    outlet = Outlet(connection, NAME)
+    transfer = outlet.send(None, [numbers(0, 10)])
+    with pytest.raises(TransferError, match="no buffer space"):
+        transfer.wait()
+    assert connection.has_ended
+    with pytest.raises(TransferError, match="no buffer space"):
+        outlet.send(None, [numbers(0, 1)])
+    assert connection.outcomes == [100]
+
+
+def test_a_receipt_that_failed_fails_again(pair: Pair) -> None:
+    pair.outlet.send(None, [numbers(0, 3)])
+    receipt = pair.inlet.receive([torch.empty(4, dtype=torch.int64)])
+    pair.outlet.close()
+    for _ in range(2):
+        with pytest.raises(CommError):
+            receipt.wait()
+
+
+PROGRAM = """
+import socket, threading, torch
+from bpipe.comm.stream import Outlet
+ours, theirs = socket.socketpair()
+outlet = Outlet(ours, "a channel")
+transfer = outlet.send(None, [torch.zeros(10**7)])
+threading.Thread(target=transfer.wait, daemon=True).start()
+print("main is done")
+"""
+
+
+def test_a_process_ends_though_nobody_reads_what_it_sends() -> None:
+    ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout == "main is done\n"

@@ -84,6 +84,7 @@ class Case:
         culprits: the ranks on which it happens.
         here: the error there; None: none.
         there: the error on the other ranks.
+        early: those that may have done their part of the step, and hear of it in their next call.
         error: of the culprit, as the others name it, with its place.
         action: in which it happens; by default where the strike is.
         says: what every error's text has in it, and `says_not` what none has.
@@ -102,6 +103,7 @@ class Case:
     culprits: frozenset[int] = frozenset({1})
     here: Errors = None
     there: Errors = None
+    early: frozenset[int] = frozenset()
     error: str = ""
     action: str = ""
     says: tuple[str, ...] = ()

@@ -66,7 +66,10 @@ def places() -> Iterator[Case]:
     looped = Setup(schedule=bpipe.Interleaved1F1B, num_stages=4)
     second: dict[str, Any] = {"stage": 3, "culprits": frozenset({1}), "num_ranks": 2, "setup": looped}
     yield raised("raise in a rank's second stage", ValueError, raising(boom), **second, **boomed)
-    yield raised("raise in eval", ValueError, raising(boom), stage=0, step=0, play=lambda scene: scene.open().eval(), **boomed)
+    evaluated: dict[str, Any] = {"step": 0, "play": lambda scene: scene.open().eval(), **boomed}
+    yield raised("raise in eval, first stage", ValueError, raising(boom), stage=0, **evaluated)
+    early = "ValueError there, in its next call on the first rank if that has returned"
+    yield raised("raise in eval, middle stage", ValueError, raising(boom), early=frozenset({0}), outcome=early, **evaluated)
 
 
 # In 0's lane: EVICT1 ... WAIT_EVICT1 F3 ... B0 ... LOAD1. While 3B0 takes its time, rank 0 gets no further than to B0.

@@ -69,7 +69,7 @@ def told(outcome: Outcome) -> str:
 def check_error(case: Case, rank: int, found: Seen) -> None:
     is_culprit = rank in case.culprits
     expected = case.here if is_culprit else case.there
-    if expected is None:
+    if expected is None or (found.kind is None and rank in case.early):
         assert found.kind is None, found.traceback
         return
     assert found.kind is not None, f"rank {rank} ended without an error"
@@ -93,7 +93,8 @@ def check_next(case: Case, found: Seen) -> None:
         assert found.kind is None, found.traceback
         return
     assert found.kind is not None, "the call after the fault went through"
-    assert issubclass(found.kind, BPipeError if case.after is After.LEFT else PipelineBrokenError), found.traceback
+    is_refused = case.after is After.LEFT or case.early
+    assert issubclass(found.kind, BPipeError if is_refused else PipelineBrokenError), found.traceback
     assert found.seconds < AT_ONCE_S
 
 

@@ -1,0 +1,24 @@
+"""What all connections between ranks have in common."""
+
+from __future__ import annotations
+
+import socket
+
+__all__: list[str] = []
+
+# What the kernel does about a machine that is gone without a word; each where the platform has it.
+KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2}
+
+
+def prepare(connection: socket.socket, **options: int) -> None:
+    """Send small messages at once, and look now and then whether the other machine is there.
+
+    Args:
+        connection: TCP.
+        options: further ones of TCP, by name, where the platform has them.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in {**KEEP_ALIVE, **options}.items():
+        if hasattr(socket, option):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

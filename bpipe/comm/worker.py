@@ -1,0 +1,46 @@
+"""A thread that does jobs one after the other, and keeps no process from ending."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+__all__: list[str] = []
+
+T = TypeVar("T")
+Jobs = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
+
+
+class Worker:
+    """Unlike `concurrent.futures`, whose threads the interpreter waits for before anything else that happens at its end.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._jobs: Jobs = SimpleQueue()
+        threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True).start()
+
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        """Do a job after those that were submitted before."""
+        future: Future[T] = Future()
+        self._jobs.put((job, future))
+        return future
+
+    def close(self) -> None:
+        """Let the thread end, once it has done all."""
+        self._jobs.put(None)
+
+
+def _work(jobs: Jobs) -> None:
+    while (one := jobs.get()) is not None:
+        job, future = one
+        try:
+            future.set_result(job())
+        except BaseException as error:
+            future.set_exception(error)
+        del one, job, future  # and what they hold, while the next one is waited for
