@@ -293,6 +293,7 @@ class Line(Control):
         selector.register(self._woken, selectors.EVENT_READ)
         for peer in self.peers.values():
             selector.register(peer.connection, selectors.EVENT_READ, peer)
+        ticked = time.monotonic()
         while not self._has_left:
             for key, _ in selector.select(TICK_S):
                 if key.data is None:
@@ -300,7 +301,9 @@ class Line(Control):
                 elif not self._read(key.data):
                     selector.unregister(key.fileobj)
             self._spread()
-            self._watch.tick(time.monotonic())
+            if (now := time.monotonic()) - ticked >= TICK_S / 2:
+                ticked = now
+                self._watch.tick(now)
 
     def _spread(self) -> None:
         """Tell the others of a failure, if there is one that they do not know, and then let nobody wait any longer."""

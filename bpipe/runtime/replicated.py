@@ -38,9 +38,9 @@ class Replicated:
     """
 
     def __init__(self, stages: Mapping[int, PipelineStage], lane: Iterable[Action]) -> None:
-        self._last = last_of(lane, (Op.B, Op.I))  # weight halves are empty
-        found = {index: _replicas(stage.submod) for index, stage in stages.items()}
-        self.stages = {index: replicas for index, replicas in found.items() if replicas and index in self._last}
+        found = {index: replicas for index, stage in stages.items() if (replicas := _replicas(stage.submod))}
+        self._last = last_of(lane, (Op.B, Op.I)) if found else {}  # weight halves are empty
+        self.stages = {index: replicas for index, replicas in found.items() if index in self._last}
         self._reducing: dict[int, list[DistributedDataParallel]] = {}
 
     @contextmanager

@@ -42,7 +42,7 @@ class Sharding:
     def __init__(self, stages: Mapping[int, PipelineStage], lane: Sequence[Action]) -> None:
         units = {index: _units(stage.submod) for index, stage in stages.items()}
         planned = {action.stage for action in lane if action.op in SHARDING}
-        self._last = last_of(lane, BACKWARDS)
+        self._last = last_of(lane, BACKWARDS) if any(units.values()) else {}
         self._stages = {
             index: _ShardedStage(found, is_planned=index in planned)
             for index, found in units.items()
