@@ -111,6 +111,10 @@ def _join(parts: tuple[Any, ...], spec: Any) -> Any:
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors of a nest."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if type(value) in (list, tuple):  # as a tree would, and much faster
+        return [tensor for part in value for tensor in tensors_in(part)]
     return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
 
 

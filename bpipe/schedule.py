@@ -257,12 +257,16 @@ class Schedule:
                 "the last stage has a loss_fn and got no target: pass target= (or target_mbs=) to step() there"
             )
         keeps_outputs = call.return_outputs and holds_last_stage
+        for stage in self._stages.values():
+            stage.look()
         mode = " ".join([*(stage.mode() for stage in self._stages.values()), str(keeps_outputs)])
+        texts = inputs.descriptions()
+        described = {text: f"{mode} {text}" for text in dict.fromkeys(texts)}  # mostly one
         job = Job(
             args=inputs.args,
             kwargs=inputs.kwargs,
             targets=inputs.targets,
-            descriptions=[f"{mode} {description}" for description in inputs.descriptions()],
+            descriptions=[described[text] for text in texts],
             loss_fn=self._loss_fn,
             loss_kwargs=call.loss_kwargs or {},
             loss_scale=self._loss_scale,

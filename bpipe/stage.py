@@ -75,6 +75,7 @@ class PipelineStage:
         self.device = torch.device(device) if device is not None else _device_of(submod)
         self.group = group_of(group)
         self._get_mesh = get_mesh
+        self.look()
 
     @classmethod
     def adopt(cls, stage: Any) -> PipelineStage:
@@ -115,10 +116,16 @@ class PipelineStage:
             )
         return mesh
 
+    def look(self) -> None:
+        """Note of which modules and parameters the stage consists now, when a step begins."""
+        self.modules: list[torch.nn.Module] = list(self.submod.modules())
+        found = [parameter for module in self.modules for parameter in module._parameters.values() if parameter is not None]
+        self.parameters: list[torch.nn.Parameter] = list({id(parameter): parameter for parameter in found}.values())
+
     def mode(self) -> str:
         """What besides its inputs decides what the stage returns and saves: train or eval, what is trainable, autocast."""
-        training = "".join("t" if module.training else "e" for module in self.submod.modules())
-        trainable = "".join("1" if parameter.requires_grad else "0" for parameter in self.submod.parameters())
+        training = "".join(["t" if module.training else "e" for module in self.modules])
+        trainable = "".join(["1" if parameter.requires_grad else "0" for parameter in self.parameters])
         kind = self.device.type
         return f"{training} {trainable} {torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None}"
 

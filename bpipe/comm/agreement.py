@@ -1,4 +1,4 @@
-"""What all ranks must agree on before a step's first transfer, as a record of fixed size from each."""
+"""What all ranks must agree on before a step's first transfer, as a record from each."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from bpipe.errors import AgreementError, CommError
 __all__: list[str] = []
 
 MOST_STAGES = 64  # on one rank
-NOTHING = 0xFFFF
-RECORD = struct.Struct(f"<6sH16s32s16sBQIIII16s{MOST_STAGES}HI16s")
-MAGIC = b"bpipe\3"
+MOST_INDEX = 0xFFFF  # of a stage
+HEAD = struct.Struct("<6sH16s32s16sBQIIII16sI16s")  # the stages' indices follow
+MAGIC = b"bpipe\4"
 
 
 class Record(NamedTuple):
@@ -35,8 +35,7 @@ class Record(NamedTuple):
     cut: bytes = UNKNOWN  # 16 bytes: how the model was cut into stages
 
     def pack(self) -> bytes:
-        padded = self.stages + (NOTHING,) * (MOST_STAGES - len(self.stages))
-        return RECORD.pack(
+        head = HEAD.pack(
             MAGIC,
             len(self.stages),
             self.version.encode()[:16],
@@ -49,10 +48,10 @@ class Record(NamedTuple):
             self.num_microbatches,
             self.pipeline,
             self.signature,
-            *padded,
             self.revision,
             self.cut,
         )
+        return head + struct.pack(f"<{len(self.stages)}H", *self.stages)
 
     @classmethod
     def unpack(cls, data: bytes) -> Record:
@@ -61,12 +60,11 @@ class Record(NamedTuple):
         Raises:
             CommError: the bytes are no record.
         """
-        if len(data) != RECORD.size:
-            raise CommError(f"an agreement record has {len(data)} bytes, expected {RECORD.size}")
-        magic, count, version, schedule, fingerprint, is_training, step, *counts, signature = RECORD.unpack(data)[:12]
-        *stages, revision, cut = RECORD.unpack(data)[12:]
+        if len(data) < HEAD.size:
+            raise CommError(f"an agreement record has {len(data)} bytes, expected {HEAD.size} or more")
+        magic, count, version, schedule, fingerprint, is_training, step, *counts, signature, revision, cut = HEAD.unpack_from(data)
         num_stages, num_ranks, num_microbatches, pipeline = counts
-        if magic != MAGIC or count > MOST_STAGES or num_stages < 1:
+        if magic != MAGIC or count > MOST_STAGES or num_stages < 1 or len(data) != HEAD.size + 2 * count:
             raise CommError(f"no agreement record of this version of bpipe: it starts {data[:8]!r}")
         return cls(
             version=_text(version),
@@ -79,10 +77,13 @@ class Record(NamedTuple):
             num_microbatches=num_microbatches,
             pipeline=pipeline,
             signature=signature,
-            stages=tuple(stages[:count]),
+            stages=struct.unpack_from(f"<{count}H", data, HEAD.size),
             revision=revision,
             cut=cut,
         )
+
+
+ALIKE = Record._fields.index("signature")  # so many fields, the first, are alike on all ranks
 
 
 def _text(data: bytes) -> str:
@@ -110,7 +111,8 @@ def check(records: Sequence[Record]) -> None:
     Raises:
         AgreementError: names what differs, both values and both ranks; all ranks raise the same.
     """
-    for what, value in COMPARED.items():
+    are_alike = len({record[:ALIKE] for record in records}) == 1
+    for what, value in () if are_alike else COMPARED.items():
         for rank, record in enumerate(records):
             if value(record) != value(records[0]):
                 raise AgreementError(

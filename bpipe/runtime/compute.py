@@ -141,14 +141,13 @@ class Compute:
         to an activation.
         """
         if self._foreign is None:
-            kinds: list[tuple[str, Iterable[torch.Tensor]]] = [
-                ("the step's batch", mb.tensors_in([self._job.args, self._job.kwargs, self._job.targets])),
-                *(("a buffer", stage.submod.buffers()) for stage in self._stages.values()),
-                *(("a parameter", stage.submod.parameters()) for stage in self._stages.values()),
-            ]
-            found = [(kind, storage) for kind, tensors in kinds for t in tensors if not is_lazy(t) for storage in storages_of(t)]
-            self._foreign = {storage._cdata: kind for kind, storage in found}
-            self._foreign_alive = [StorageWeakRef(storage) for _, storage in found]
+            modules = [module for stage in self._stages.values() for module in stage.modules]
+            buffers = [buffer for module in modules for buffer in module._buffers.values()]
+            parameters = [parameter for module in modules for parameter in module._parameters.values()]
+            batch = _storages(mb.tensors_in([self._job.args, self._job.kwargs, self._job.targets]))
+            kinds = {"the step's batch": batch, "a buffer": _storages(buffers), "a parameter": _storages(parameters)}
+            self._foreign = {storage._cdata: kind for kind, storages in kinds.items() for storage in storages}
+            self._foreign_alive = [StorageWeakRef(storage) for storages in kinds.values() for storage in storages]
         return self._foreign
 
     def _for_sending(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -359,3 +358,9 @@ def _apart(tensors: Iterable[torch.Tensor], borrowed: Iterable[int]) -> Iterator
         keys = keys_of([tensor])
         yield tensor.clone() if keys & taken else tensor
         taken |= keys
+
+
+def _storages(tensors: Iterable[torch.Tensor | None]) -> list[torch.UntypedStorage]:
+    """Those under tensors that have any, each once."""
+    found = (storage for tensor in tensors if tensor is not None and not is_lazy(tensor) for storage in storages_of(tensor))
+    return list({storage._cdata: storage for storage in found}.values())

@@ -22,7 +22,7 @@ class NewGradients:
     def __init__(self, stages: Mapping[int, PipelineStage]) -> None:
         self._without: dict[int, list[nn.Parameter]] = {}
         for index, stage in stages.items():
-            self._without[index] = [p for p in stage.submod.parameters() if p.requires_grad and p.grad is None]
+            self._without[index] = [p for p in stage.parameters if p.requires_grad and p.grad is None]
 
     def separate(self, stage: int) -> None:
         """Give the gradients that a backward of a stage has made memory of their own."""

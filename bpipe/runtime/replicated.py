@@ -38,7 +38,7 @@ class Replicated:
     """
 
     def __init__(self, stages: Mapping[int, PipelineStage], lane: Iterable[Action]) -> None:
-        found = {index: replicas for index, stage in stages.items() if (replicas := _replicas(stage.submod))}
+        found = {index: replicas for index, stage in stages.items() if (replicas := _replicas(stage.modules))}
         self._last = last_of(lane, (Op.B, Op.I)) if found else {}  # weight halves are empty
         self.stages = {index: replicas for index, replicas in found.items() if index in self._last}
         self._reducing: dict[int, list[DistributedDataParallel]] = {}
@@ -76,14 +76,14 @@ class Replicated:
 
 def equalise_buffers(module: nn.Module) -> None:
     """Make the buffers of replicas equal where the next forward would: one that runs twice has to find them so both times."""
-    for replica in _replicas(module):
+    for replica in _replicas(module.modules()):
         if replica._check_sync_bufs_pre_fwd():
             replica._sync_buffers()
             replica.require_forward_param_sync = False
 
 
-def _replicas(module: nn.Module) -> list[DistributedDataParallel]:
-    return [one for one in module.modules() if isinstance(one, DistributedDataParallel)]
+def _replicas(modules: Iterable[nn.Module]) -> list[DistributedDataParallel]:
+    return [one for one in modules if isinstance(one, DistributedDataParallel)]
 
 
 def _check(replica: DistributedDataParallel, stage: int) -> None:

@@ -40,7 +40,7 @@ class Sharding:
     """
 
     def __init__(self, stages: Mapping[int, PipelineStage], lane: Sequence[Action]) -> None:
-        units = {index: _units(stage.submod) for index, stage in stages.items()}
+        units = {index: _units(stage.modules) for index, stage in stages.items()}
         planned = {action.stage for action in lane if action.op in SHARDING}
         self._last = last_of(lane, BACKWARDS) if any(units.values()) else {}
         self._stages = {
@@ -191,7 +191,7 @@ def _unsharded_gradient(parameter: Any) -> torch.Tensor | None:
     return parameter._unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None
 
 
-def _units(module: nn.Module) -> list[Any]:
-    """The modules under FSDP, from the outermost in. Without FSDP loaded there are none, and loading it takes a second."""
+def _units(modules: Iterable[nn.Module]) -> list[Any]:
+    """Those under FSDP, from the outermost in. Without FSDP loaded there are none, and loading it takes a second."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return [] if fsdp is None else [unit for unit in module.modules() if isinstance(unit, fsdp.FSDPModule)]
+    return [] if fsdp is None else [unit for unit in modules if isinstance(unit, fsdp.FSDPModule)]
