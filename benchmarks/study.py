@@ -125,8 +125,14 @@ def _cpu() -> str:
 
 
 def _commit() -> str:
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "no git"
+    """The commit, and whether any code is not as it was there; earlier results may be."""
+    commit = _git("rev-parse", "--short", "HEAD")
+    return f"{commit}{'-dirty' if _git('status', '--porcelain', '--', '*.py') else ''}" if commit else "no git"
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(Path(__file__).parents[1]), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def section(study: Study) -> Iterator[str]:
