@@ -170,7 +170,7 @@ STUDY = Study(
         "backward, and save what the table says of each microbatch, memory that nobody has written, which costs less to send;\n"
         "blocks are two transformer blocks a stage (width 256, 2 x 64 tokens). `alone` is a step that evicts the same and\n"
         "does not sleep, over a plain step; `hidden` is the share of it that the balanced step does not take longer. Four\n"
-        "ranks of blocks share the cores, so that what counts there are CPU seconds."
+        "ranks of blocks share cores where there are 2, so that what counts there are CPU seconds."
     ),
     cases=cases,
     columns=[

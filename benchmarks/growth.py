@@ -85,13 +85,14 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
 def draw(rows: Sequence[Row]) -> Figure:
     """Costs an action over the actions of a plan."""
     figure = Figure(figsize=(9, 3.6), layout="constrained")
-    time_axes, memory_axes = figure.subplots(1, 2)
+    time_axes, memory_axes = figure.subplots(1, 2, sharex=True)
     actions = [row["actions"] for row in rows]
     for key, name, marker in (("plan_us", "plan and prove", "o"), ("simulate_us", "simulate", "s")):
         time_axes.semilogx(actions, [row[key] for row in rows], marker=marker, label=name)
     time_axes.set(xlabel="actions of the plan", ylabel="CPU µs an action", ylim=(0, None))
     time_axes.legend(frameon=False)
-    memory_axes.semilogx(actions, [row["bytes_an_action"] for row in rows], "o-")
+    grown = [(row["actions"], row["bytes_an_action"]) for row in rows if row["bytes_an_action"]]
+    memory_axes.semilogx([size for size, _ in grown], [grew for _, grew in grown], "o-")
     memory_axes.set(xlabel="actions of the plan", ylabel="bytes of the process an action", ylim=(0, None))
     return figure
 

@@ -28,7 +28,6 @@ from bpipe.runtime.observe import Observer
 from bpipe.schedules import Destinations, Op
 from tests.ranks import run_ranks
 
-SECONDS = 15.0  # of alternating steps, in each case
 TIMEOUT_S = 200.0  # of a case
 REPEATS = 7  # of steps whose waits are timed
 MIB = 1024**2
@@ -45,6 +44,7 @@ class Work(NamedTuple):
         to: where evictions go: to a "peer" of a loopback, which is a copy on the device, to the "host", or to a "process".
         size: of the block that is a stage.
         device: where all is.
+        seconds: of alternating steps.
     """
 
     p: int
@@ -53,6 +53,7 @@ class Work(NamedTuple):
     to: str
     size: Size = Size(2048, 1024, 4)
     device: str = "cuda"
+    seconds: float = 15.0
 
 
 WORKS = (
@@ -221,7 +222,7 @@ def in_one_process(_: int, work: Work) -> OfProcess:
             found = {"gpu_mib": gpu_peak_mib(pipeline, work.device)}
             found |= bytes_of(pipeline, partial(torch.cuda.memory_allocated, work.device))
             figures |= found if name == "balanced" else {f"plain_{key}": found[key] for key in ("peak_mib", "gpu_mib")}
-    taken = in_turns({name: pipeline.step for name, pipeline in pipelines.items()}, seconds=SECONDS)
+    taken = in_turns({name: pipeline.step for name, pipeline in pipelines.items()}, seconds=work.seconds)
     figures["overlapped"] = overlapped(*copies_and_kernels(trace_of(pipelines["balanced"].step)))
     if is_on_gpu(work.device):
         figures |= exposed(pipelines["balanced"], event_mark)
@@ -235,7 +236,7 @@ def in_a_process(rank: int, work: Work) -> OfProcess:
     pipelines = {name: Pipeline(*how, is_balanced=name == "balanced", rank=rank) for name in ("plain", "balanced")}
     for pipeline in [*pipelines.values()] * 2:
         pipeline.step()
-    taken = in_turns({name: pipeline.step for name, pipeline in pipelines.items()}, seconds=SECONDS)
+    taken = in_turns({name: pipeline.step for name, pipeline in pipelines.items()}, seconds=work.seconds)
     return OfProcess(taken, pipelines["balanced"].schedules[0].stats["evicted_bytes"], {})
 
 
@@ -247,7 +248,7 @@ def measure(work: Work) -> list[Row]:
     return [
         {
             **dict.fromkeys(key for key, *_ in COLUMNS),
-            **{key: value for key, value in work._asdict().items() if key not in ("size", "device")},
+            **{key: value for key, value in work._asdict().items() if key not in ("size", "device", "seconds")},
             **work.size._asdict(),
             **found[0].figures,
             "num_rounds": len(seconds["plain"]),
@@ -362,7 +363,7 @@ STUDY = Study(
         "forward and an eviction are timed by themselves, with events. `copies beside kernels` is the share of the copies' time\n"
         "in which a kernel ran, by the profiler; `exposed` that of the step for which the stream of a rank, the one that waits\n"
         "longest, stood still for its evictions and loads, by events: what other ranks computed meanwhile is not taken off.\n"
-        "Between processes, the kernels of one do not run beside those of another, and gloo is slower than any forward."
+        "Between processes, the kernels of one do not run beside those of another, and gloo takes longer than a forward."
     ),
     cases=cases,
     columns=COLUMNS,

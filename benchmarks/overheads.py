@@ -207,7 +207,7 @@ def draw(rows: Sequence[Row]) -> Figure:
     axes.bar_label(bars, [f"{one['cpu_us']:,.1f}" for one in some], padding=3, fontsize=9)
     axes.set_yticks([-index for index in range(len(some))], [one["what"] for one in some], fontsize=9)
     axes.set_xscale("log")
-    axes.margins(x=0.15)
+    axes.set_xlim(right=8 * max(one["cpu_us"] for one in some))
     axes.set_xlabel("CPU microseconds")
     return figure
 

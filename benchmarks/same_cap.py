@@ -259,8 +259,8 @@ def draw(rows: Sequence[Row]) -> Figure:
         axis.set_xlim(left=0)
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("step time, over plain 1F1B's")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=9)
+    shown = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels())}
+    figure.legend(list(shown.values()), list(shown), loc="outside lower center", ncols=4, fontsize=9)
     return figure
 
 

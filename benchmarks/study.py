@@ -125,7 +125,7 @@ def _cpu() -> str:
 
 
 def _commit() -> str:
-    """The commit, and whether any code is not as it was there; earlier results may be."""
+    """The commit, and whether any code is not as it was there. Results of other runs are no code."""
     commit = _git("rev-parse", "--short", "HEAD")
     return f"{commit}{'-dirty' if _git('status', '--porcelain', '--', '*.py') else ''}" if commit else "no git"
 

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import util
 from typing import Any, NamedTuple, TypeVar
@@ -36,7 +36,7 @@ from bpipe.runtime.observe import Observer
 from bpipe.runtime.run import Run
 from bpipe.schedules import Plan, build
 from bpipe.schedules.build import forward_plan
-from bpipe.stage import stages_of
+from bpipe.stage import Parts, stages_of
 from bpipe.stats import Stats
 from bpipe.transports import transport_for
 
@@ -64,6 +64,7 @@ class Step(NamedTuple):
     record: bytes
     plan: Plan
     job: Job
+    parts: Mapping[int, Parts]
     losses: list[torch.Tensor] | None
     is_training: bool
 
@@ -257,9 +258,8 @@ class Schedule:
                 "the last stage has a loss_fn and got no target: pass target= (or target_mbs=) to step() there"
             )
         keeps_outputs = call.return_outputs and holds_last_stage
-        for stage in self._stages.values():
-            stage.look()
-        mode = " ".join([*(stage.mode() for stage in self._stages.values()), str(keeps_outputs)])
+        parts = {index: stage.parts() for index, stage in self._stages.items()}
+        mode = " ".join([*(stage.mode(parts[index]) for index, stage in self._stages.items()), str(keeps_outputs)])
         texts = inputs.descriptions()
         described = {text: f"{mode} {text}" for text in dict.fromkeys(texts)}  # mostly one
         job = Job(
@@ -273,7 +273,7 @@ class Schedule:
             keeps_outputs=keeps_outputs,
         )
         record = self._record(is_training, mb.digest(job.descriptions)).pack()
-        return Step(record, self._plans[is_training].plan, job, call.losses, is_training)
+        return Step(record, self._plans[is_training].plan, job, parts, call.losses, is_training)
 
     def _record(self, is_training: bool, signature: bytes) -> Record:
         plan, fingerprint = self._plans[is_training]
@@ -311,6 +311,7 @@ class Schedule:
             rank=self._plan_rank,
             step=self._num_steps,
             stages=self._stages,
+            parts=step.parts,
             transport=self._transport,
             job=step.job,
             layouts=layouts,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,13 @@ from bpipe.cut import cut_of
 from bpipe.errors import ConfigurationError, StageError
 
 __all__ = ["PipelineStage"]
+
+
+class Parts(NamedTuple):
+    """What a module consists of at some moment, each once. To be kept for a step only: it keeps what is replaced alive."""
+
+    modules: list[torch.nn.Module]
+    parameters: list[torch.nn.Parameter]
 
 
 class PipelineStage:
@@ -75,7 +82,6 @@ class PipelineStage:
         self.device = torch.device(device) if device is not None else _device_of(submod)
         self.group = group_of(group)
         self._get_mesh = get_mesh
-        self.look()
 
     @classmethod
     def adopt(cls, stage: Any) -> PipelineStage:
@@ -116,16 +122,16 @@ class PipelineStage:
             )
         return mesh
 
-    def look(self) -> None:
-        """Note of which modules and parameters the stage consists now, when a step begins."""
-        self.modules: list[torch.nn.Module] = list(self.submod.modules())
-        found = [parameter for module in self.modules for parameter in module._parameters.values() if parameter is not None]
-        self.parameters: list[torch.nn.Parameter] = list({id(parameter): parameter for parameter in found}.values())
+    def parts(self) -> Parts:
+        """What the module consists of now."""
+        modules = list(self.submod.modules())
+        found = [parameter for module in modules for parameter in module._parameters.values() if parameter is not None]
+        return Parts(modules, list({id(parameter): parameter for parameter in found}.values()))
 
-    def mode(self) -> str:
+    def mode(self, parts: Parts) -> str:
         """What besides its inputs decides what the stage returns and saves: train or eval, what is trainable, autocast."""
-        training = "".join(["t" if module.training else "e" for module in self.modules])
-        trainable = "".join(["1" if parameter.requires_grad else "0" for parameter in self.parameters])
+        training = "".join(["t" if module.training else "e" for module in parts.modules])
+        trainable = "".join(["1" if parameter.requires_grad else "0" for parameter in parts.parameters])
         kind = self.device.type
         return f"{training} {trainable} {torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None}"
 

@@ -26,7 +26,7 @@ OF_GPU |= {"exposed", "exposed_low", "exposed_high"}
 
 
 def small(attention: str, to: str) -> Work:
-    return Work(4, 6, attention, to, SMALL, "cpu")
+    return Work(4, 6, attention, to, SMALL, "cpu", 0.1)
 
 
 def pipeline(work: Work, *, is_balanced: bool = True) -> Pipeline:
@@ -35,9 +35,8 @@ def pipeline(work: Work, *, is_balanced: bool = True) -> Pipeline:
 
 
 @pytest.mark.parametrize("attention, to", [("materialised", "host"), ("flash", "process")])
-def test_a_case_is_measured(attention, to, monkeypatch):
+def test_a_case_is_measured(attention, to):
     """What a GPU alone can give is not there, and no CPU figure stands in its place."""
-    monkeypatch.setattr(one_gpu, "SECONDS", 0.1)
     (row,) = one_gpu.measure(small(attention, to))
     assert set(row) == {key for key, *_ in COLUMNS}
     assert json.loads(json.dumps(row)) == row

@@ -376,7 +376,7 @@ def gathered_in_vain(rank: int) -> bool:
 
     stage = bpipe.PipelineStage(fully_shard(nn.Linear(4, 4)), 0, 1, "cpu")
     gather, free = Action(Op.UNSHARD, 0, 0), Action(Op.RESHARD, 0, 0)
-    sharding = Sharding({0: stage}, [gather, free])
+    sharding = Sharding({0: stage.parts()}, [gather, free])
     with sharding.in_charge(), torch.no_grad():
         sharding.unshard(gather)
         sharding.reshard(free)
@@ -399,7 +399,7 @@ def settings_after_an_error(rank: int) -> list[bool]:
 
 
 def _are_given_back(stage: Any, op: Op) -> bool:
-    sharding = Sharding({0: stage}, [Action(op, 0, 0)])
+    sharding = Sharding({0: stage.parts()}, [Action(op, 0, 0)])
     state = stage.submod._get_fsdp_state()
     state._lazy_init()
     groups = [vars(group).copy() for group in _groups(state)]
@@ -502,7 +502,7 @@ def test_gradients_that_add_up_share_no_memory_with_what_is_sent() -> None:
 
 def test_other_modules_are_none_of_its_business() -> None:
     """Sharding actions on plain modules do nothing."""
-    stages = {0: bpipe.PipelineStage(nn.Linear(4, 4), 0, 1, "cpu")}
+    stages = {0: bpipe.PipelineStage(nn.Linear(4, 4), 0, 1, "cpu").parts()}
     lane = [Action(op, 0, 0) for op in (Op.UNSHARD, Op.W, Op.REDUCE_GRAD, Op.RESHARD)]
     sharding = Sharding(stages, lane)
     with sharding.in_charge():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -144,3 +145,15 @@ def runs_torch_stage(rank: int) -> tuple[bool, ...]:
 
 def test_a_stage_of_torch_runs() -> None:
     assert run_ranks(runs_torch_stage, 1) == [(True, True, True)]
+
+
+def test_what_a_module_replaces_is_not_kept() -> None:
+    """Between construction and the first step, where fully_shard comes, and between steps."""
+    module = nn.Linear(4, 4)
+    stage = PipelineStage(module, 0, 1, "cpu", bpipe.Loopback(1).rank(0))
+    schedule = bpipe.OneFOneB(stage, 2, loss_fn=nn.functional.mse_loss)
+    for _ in range(2):
+        replaced = weakref.ref(module.weight)
+        module.weight = nn.Parameter(torch.ones(4, 4))
+        assert replaced() is None
+        schedule.step(torch.ones(2, 4), target=torch.ones(2, 4))

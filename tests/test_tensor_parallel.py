@@ -197,12 +197,12 @@ def late(rank: int) -> dict[str, Any]:
         modules, loopback = [Late() for _ in range(4)], bpipe.Loopback(4)
         stages = [bpipe.PipelineStage(module, i, 4, "cpu", loopback.rank(i)) for i, module in enumerate(modules)]
         schedules = [schedule(stage, M, loss_fn=F.mse_loss) for stage in stages]
-        x = torch.randn(2 * M, WIDTH)
-        for _ in range(2):
+        x, held = torch.randn(2 * M, WIDTH), []
+        for _ in range(4):
             loopback.step(schedules, x, target=x)
-        first = schedules[0]
+            held.append(schedules[0].ledger.held)
         found[schedule.__name__] = [p.grad for module in modules for p in module.parameters()]
-        found["held"], found["stats"] = first.ledger.held, dict(first.stats)
+        found["held"], found["stats"] = held, dict(schedules[0].stats)
     return found
 
 
@@ -299,7 +299,7 @@ def test_what_a_collective_still_writes_is_waited_for_and_moves(seen: dict[str, 
     for found in seen["late"]:
         assert all(map(torch.equal, found["OneFOneB"], found["BalancedOneFOneB"]))
         assert found["stats"]["evicted_bytes"] > 0
-        assert len(found["held"]) <= 1  # gloo's thread may own what it wrote for a moment longer
+        assert not min(found["held"], key=len)  # now and then gloo's thread owns what it wrote for a moment longer
 
 
 def test_what_cannot_cross_is_refused_with_the_way_out(seen: dict[str, list[Any]]) -> None:

@@ -12,8 +12,8 @@ from bpipe.errors import AgreementError, CommError
 __all__: list[str] = []
 
 MOST_STAGES = 64  # on one rank
-MOST_INDEX = 0xFFFF  # of a stage
-HEAD = struct.Struct("<6sH16s32s16sBQIIII16sI16s")  # the stages' indices follow
+HEAD = struct.Struct("<6sH16s32s16sBQIIII16sI16s")
+INDEX = struct.Struct("<I")  # of each stage, behind the head
 MAGIC = b"bpipe\4"
 
 
@@ -51,7 +51,7 @@ class Record(NamedTuple):
             self.revision,
             self.cut,
         )
-        return head + struct.pack(f"<{len(self.stages)}H", *self.stages)
+        return head + b"".join(map(INDEX.pack, self.stages))
 
     @classmethod
     def unpack(cls, data: bytes) -> Record:
@@ -64,7 +64,9 @@ class Record(NamedTuple):
             raise CommError(f"an agreement record has {len(data)} bytes, expected {HEAD.size} or more")
         magic, count, version, schedule, fingerprint, is_training, step, *counts, signature, revision, cut = HEAD.unpack_from(data)
         num_stages, num_ranks, num_microbatches, pipeline = counts
-        if magic != MAGIC or count > MOST_STAGES or num_stages < 1 or len(data) != HEAD.size + 2 * count:
+        if magic == MAGIC and len(data) != HEAD.size + INDEX.size * count:
+            raise CommError(f"an agreement record of {count} stages has {len(data)} bytes")
+        if magic != MAGIC or count > MOST_STAGES or num_stages < 1:
             raise CommError(f"no agreement record of this version of bpipe: it starts {data[:8]!r}")
         return cls(
             version=_text(version),
@@ -77,7 +79,7 @@ class Record(NamedTuple):
             num_microbatches=num_microbatches,
             pipeline=pipeline,
             signature=signature,
-            stages=struct.unpack_from(f"<{count}H", data, HEAD.size),
+            stages=tuple(index for (index,) in INDEX.iter_unpack(data[HEAD.size :])),
             revision=revision,
             cut=cut,
         )

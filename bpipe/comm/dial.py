@@ -50,11 +50,11 @@ def open_connections(
         control.exchange(CallOf.CONNECT, b"")  # now all have called, and nobody has to be waited for
         for index, connection in _arrived(listener, token, missing, control).items():
             opened[index] = unless_done.enter_context(connection)
+        for connection in opened.values():
+            prepare(connection)
+            connection.settimeout(None)
         listener.close()
         unless_done.pop_all()
-    for connection in opened.values():
-        prepare(connection)
-        connection.settimeout(None)
     return opened
 
 
@@ -84,7 +84,10 @@ def _arrived(listener: socket.socket, token: bytes, missing: Collection[int], co
                 raise TransferError(f"connections {late} were made, and did not arrive in {HELLO_S:g} s")
             for key, _ in selector.select(LOOK_S):
                 if key.fileobj is listener:
-                    connection, _ = listener.accept()
+                    try:
+                        connection, _ = listener.accept()
+                    except OSError:  # who called has gone already
+                        continue
                     connection.setblocking(False)
                     selector.register(strangers.enter_context(connection), selectors.EVENT_READ, _Caller(connection))
                 elif key.data.has_spoken():

@@ -28,9 +28,9 @@ LENGTH = struct.Struct("<Q")
 MOST_PARTS = 512  # of one system call
 
 
-_view = ctypes.pythonapi.PyMemoryView_FromMemory
-_view.restype, _view.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 WRITABLE = 0x200  # PyBUF_WRITE
+_VIEW = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_view = _VIEW(("PyMemoryView_FromMemory", ctypes.pythonapi))
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
@@ -56,7 +56,7 @@ class Stream:
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the connection back. What was sent still arrives."""
+        """Give the connection back. What the kernel has of what was sent still arrives."""
         self._connection.close()
 
     def _lost(self, why: object) -> TransferError:
@@ -77,7 +77,8 @@ class Outlet(Stream):
         if tensors is not None:
             parts += _message([memory_of(tensor) for tensor in tensors])
         if self._late is None or self._late.done():
-            _Sent(self._late, None).wait()  # nothing goes out behind what did not
+            if self._late is not None:
+                self._late.result()  # nothing goes out behind what did not
             parts = self._pushed(parts, socket.MSG_DONTWAIT)
         if not parts:
             return _Sent(None, tensors)
@@ -115,6 +116,7 @@ class Inlet(Stream):
     def __init__(self, connection: socket.socket, name: str) -> None:
         super().__init__(connection, name)
         self._posted: deque[_Receipt] = deque()
+        self._error: CommError | None = None  # after which nobody knows where a message begins
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> Transfer:
         """Post a receive of one message into contiguous tensors. It arrives in the order of posting, whichever is waited for."""
@@ -147,6 +149,15 @@ class Inlet(Stream):
             self._posted.popleft().tensors = None
 
     def _read(self, parts: list[memoryview]) -> None:
+        if self._error is not None:
+            raise self._error
+        try:
+            self._read_message(parts)
+        except CommError as error:
+            self._error = error
+            raise
+
+    def _read_message(self, parts: list[memoryview]) -> None:
         expected, length = sum(map(len, parts)), bytearray(LENGTH.size)
         rest = [memoryview(length), *parts]
         while rest and len(rest) > len(parts):  # the length first, with whatever has come behind it

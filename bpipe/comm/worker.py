@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -15,7 +16,7 @@ Jobs = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 
 
 class Worker:
-    """Unlike `concurrent.futures`, whose threads the interpreter waits for before anything else that happens at its end.
+    """A daemon thread: for those of `concurrent.futures` the interpreter waits before anything else that happens at its end.
 
     Args:
         name: of the thread.
@@ -24,6 +25,7 @@ class Worker:
     def __init__(self, name: str) -> None:
         self._jobs: Jobs = SimpleQueue()
         threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True).start()
+        self._finalizer = weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
         """Do a job after those that were submitted before."""
@@ -33,14 +35,18 @@ class Worker:
 
     def close(self) -> None:
         """Let the thread end, once it has done all."""
-        self._jobs.put(None)
+        self._finalizer()
 
 
 def _work(jobs: Jobs) -> None:
     while (one := jobs.get()) is not None:
         job, future = one
-        try:
-            future.set_result(job())
-        except BaseException as error:
-            future.set_exception(error)
+        if future.set_running_or_notify_cancel():
+            try:
+                result = job()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+                del result
         del one, job, future  # and what they hold, while the next one is waited for

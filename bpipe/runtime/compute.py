@@ -28,7 +28,7 @@ from bpipe.runtime.rerun import Rerun, Writing
 from bpipe.runtime.traffic import Mail, Place, Traffic
 from bpipe.schedules import Action, Op
 from bpipe.split import WeightHalf, run_input_half
-from bpipe.stage import PipelineStage
+from bpipe.stage import Parts, PipelineStage
 
 __all__: list[str] = []
 
@@ -98,7 +98,7 @@ class Compute:
     """The computations of one rank during one step.
 
     Args:
-        stages: the stages on this rank by index.
+        stages: the stages on this rank by index, and the `parts` that they consist of.
         job: what the user wants.
         traffic: where inputs arrive and results leave.
         has_backward: whether graphs are built.
@@ -110,6 +110,7 @@ class Compute:
     def __init__(
         self,
         stages: Mapping[int, PipelineStage],
+        parts: Mapping[int, Parts],
         job: Job,
         traffic: Traffic,
         *,
@@ -121,12 +122,13 @@ class Compute:
         self.losses: list[torch.Tensor] = []
         self.outputs: list[Any] = []
         self._stages, self._job, self._traffic, self._has_backward = stages, job, traffic, has_backward
+        self._parts = parts
         self._undivided, self._recomputed = undivided, recomputed
         self._writing = writing
         self._reruns: dict[Key, tuple[Rerun, Mail | None]] = {}  # with what the stage before has sent
         self._graphs: dict[Key, Graph] = {}
         self._halves: dict[Key, WeightHalf] = {}
-        self._new_gradients = NewGradients(stages if has_backward else {})
+        self._new_gradients = NewGradients(parts if has_backward else {})
         self._foreign: dict[int, str] | None = None
         self._foreign_alive: list[StorageWeakRef] = []
 
@@ -141,7 +143,7 @@ class Compute:
         to an activation.
         """
         if self._foreign is None:
-            modules = [module for stage in self._stages.values() for module in stage.modules]
+            modules = [module for parts in self._parts.values() for module in parts.modules]
             buffers = [buffer for module in modules for buffer in module._buffers.values()]
             parameters = [parameter for module in modules for parameter in module._parameters.values()]
             batch = _storages(mb.tensors_in([self._job.args, self._job.kwargs, self._job.targets]))
@@ -188,7 +190,7 @@ class Compute:
         inputs = self._inputs(action, mail)
         target = self._job.targets[microbatch] if stage.is_last and self._job.targets is not None else None
         given = mb.tensors_in([inputs.args, self._job.kwargs[microbatch], target, dict(self._job.loss_kwargs)])
-        equalise_buffers(stage.submod)
+        equalise_buffers(self._parts[action.stage].modules)
         running = [stage.submod, *(_modules_of(self._job.loss_fn) if stage.is_last else ())]
         writing = self._writing.setdefault(action.stage, Writing(running))
         rerun = Rerun(f"microbatch {microbatch} of stage {action.stage}", given, writing, self._traffic.transport.device)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from bpipe.memory.storages import owners, storages_of
-from bpipe.stage import PipelineStage
+from bpipe.stage import Parts
 
 __all__: list[str] = []
 
@@ -19,10 +19,10 @@ class NewGradients:
     sent to the stage before (`x + bias.unsqueeze(0)`), or waits for a weight half. What is added to `.grad` later would change it.
     """
 
-    def __init__(self, stages: Mapping[int, PipelineStage]) -> None:
+    def __init__(self, stages: Mapping[int, Parts]) -> None:
         self._without: dict[int, list[nn.Parameter]] = {}
-        for index, stage in stages.items():
-            self._without[index] = [p for p in stage.parameters if p.requires_grad and p.grad is None]
+        for index, parts in stages.items():
+            self._without[index] = [p for p in parts.parameters if p.requires_grad and p.grad is None]
 
     def separate(self, stage: int) -> None:
         """Give the gradients that a backward of a stage has made memory of their own."""

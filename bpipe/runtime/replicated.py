@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bpipe.errors import StageError
 from bpipe.runtime.settings import changed
 from bpipe.schedules import Action, Op
-from bpipe.stage import PipelineStage
+from bpipe.stage import Parts
 
 __all__: list[str] = []
 
@@ -33,12 +33,12 @@ class Replicated:
     """The modules of one rank's stages that are under DDP, during one step. Their backwards run as a whole.
 
     Args:
-        stages: the stages on this rank by index.
+        stages: what the stages on this rank consist of, by index.
         lane: this rank's actions.
     """
 
-    def __init__(self, stages: Mapping[int, PipelineStage], lane: Iterable[Action]) -> None:
-        found = {index: replicas for index, stage in stages.items() if (replicas := _replicas(stage.modules))}
+    def __init__(self, stages: Mapping[int, Parts], lane: Iterable[Action]) -> None:
+        found = {index: replicas for index, parts in stages.items() if (replicas := _replicas(parts.modules))}
         self._last = last_of(lane, (Op.B, Op.I)) if found else {}  # weight halves are empty
         self.stages = {index: replicas for index, replicas in found.items() if index in self._last}
         self._reducing: dict[int, list[DistributedDataParallel]] = {}
@@ -74,9 +74,9 @@ class Replicated:
             replica.require_forward_param_sync = True  # buffers are made equal before the next forward, as without a pipeline
 
 
-def equalise_buffers(module: nn.Module) -> None:
+def equalise_buffers(modules: Iterable[nn.Module]) -> None:
     """Make the buffers of replicas equal where the next forward would: one that runs twice has to find them so both times."""
-    for replica in _replicas(module.modules()):
+    for replica in _replicas(modules):
         if replica._check_sync_bufs_pre_fwd():
             replica._sync_buffers()
             replica.require_forward_param_sync = False

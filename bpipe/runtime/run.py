@@ -20,7 +20,7 @@ from bpipe.runtime.sharding import Sharding
 from bpipe.runtime.traffic import Traffic
 from bpipe.schedules import Action, Op, Plan
 from bpipe.schedules.action import COMPUTE
-from bpipe.stage import PipelineStage
+from bpipe.stage import Parts, PipelineStage
 
 __all__: list[str] = []
 
@@ -31,7 +31,7 @@ class Run:
     Args:
         plan: what to run; `rank` is this rank's place in it.
         step: its number.
-        stages: the stages on this rank by index.
+        stages: the stages on this rank by index, and the `parts` that they consist of when the step begins.
         transport: carries the messages.
         job: what the user wants of this step.
         layouts: the agreed messages, or an empty mapping to learn them into when `is_learning`.
@@ -47,6 +47,7 @@ class Run:
         rank: int,
         step: int,
         stages: Mapping[int, PipelineStage],
+        parts: Mapping[int, Parts],
         transport: Transport,
         job: Job,
         layouts: Layouts,
@@ -58,9 +59,10 @@ class Run:
         self.plan, self.rank, self.step, self.device, self._name = plan, rank, step, transport.device, name
         self.holds_last_stage = any(stage.is_last for stage in stages.values())
         self.traffic = Traffic(transport, rank, step, stages)
-        self.sharding = Sharding(stages, plan.actions[rank])
+        self.sharding = Sharding(parts, plan.actions[rank])
         self.compute = Compute(
             stages,
+            parts,
             job,
             self.traffic,
             has_backward=plan.has_backward,

@@ -21,7 +21,7 @@ from bpipe.runtime.replicated import Replicated, last_of
 from bpipe.runtime.settings import Setting, changed
 from bpipe.schedules import Action, Op
 from bpipe.schedules.action import SHARDING
-from bpipe.stage import PipelineStage
+from bpipe.stage import Parts
 
 __all__: list[str] = []
 
@@ -35,12 +35,12 @@ class Sharding:
     """The data parallelism of one rank's stages during one step.
 
     Args:
-        stages: the stages on this rank by index.
+        stages: what the stages on this rank consist of, by index.
         lane: this rank's actions.
     """
 
-    def __init__(self, stages: Mapping[int, PipelineStage], lane: Sequence[Action]) -> None:
-        units = {index: _units(stage.modules) for index, stage in stages.items()}
+    def __init__(self, stages: Mapping[int, Parts], lane: Sequence[Action]) -> None:
+        units = {index: _units(parts.modules) for index, parts in stages.items()}
         planned = {action.stage for action in lane if action.op in SHARDING}
         self._last = last_of(lane, BACKWARDS) if any(units.values()) else {}
         self._stages = {

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpipe.comm.agreement import COMPARED, HEAD, MAGIC, MOST_INDEX, MOST_STAGES, Record, check
+from bpipe.comm.agreement import COMPARED, HEAD, INDEX, MAGIC, MOST_STAGES, Record, check
 from bpipe.errors import AgreementError, BPipeError, CommError
 
 RECORDS = st.builds(
@@ -23,7 +23,7 @@ RECORDS = st.builds(
     num_microbatches=st.integers(0, 2**32 - 1),
     pipeline=st.integers(0, 2**32 - 1),
     signature=st.binary(min_size=16, max_size=16),
-    stages=st.lists(st.integers(0, MOST_INDEX), max_size=MOST_STAGES).map(tuple),
+    stages=st.lists(st.integers(0, 2**32 - 1), max_size=MOST_STAGES).map(tuple),
     revision=st.integers(0, 2**32 - 1),
     cut=st.binary(min_size=16, max_size=16),
 )
@@ -39,7 +39,7 @@ def ranks(**changes: Any) -> list[Record]:
 @settings(max_examples=100)
 def test_round_trip(record: Record) -> None:
     data = record.pack()
-    assert len(data) == HEAD.size + 2 * len(record.stages)
+    assert len(data) == HEAD.size + INDEX.size * len(record.stages)
     assert Record.unpack(data) == record
 
 
@@ -50,10 +50,26 @@ def test_random_bytes(data: bytes) -> None:
         Record.unpack(data)
 
 
-@given(RECORDS, st.integers(0, HEAD.size - 1), st.integers(1, 255), st.booleans())
+@given(RECORDS, st.binary(min_size=1, max_size=9))
+def test_a_record_with_more_behind_it(record: Record, more: bytes) -> None:
+    with pytest.raises(CommError, match="an agreement record of"):
+        Record.unpack(record.pack() + more)
+
+
+@pytest.mark.parametrize("field", Record._fields[: Record._fields.index("signature")])
+def test_what_all_ranks_have_alike(field: str) -> None:
+    """Each field before the signature, so that ranks that agree in these need not be compared further."""
+    value = getattr(BASE, field)
+    other = not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else value[::-1]
+    with pytest.raises(AgreementError, match=r"^the ranks disagree on"):
+        check(ranks(**{field: other}))
+
+
+@given(RECORDS, st.integers(0, 10**6), st.integers(1, 255), st.booleans())
 @settings(max_examples=200)
 def test_damaged_records_are_records_or_errors(record: Record, place: int, flip: int, is_cut: bool) -> None:
     data = bytearray(record.pack())
+    place %= len(data)
     data[place] ^= flip
     if place < len(MAGIC) or is_cut:
         with pytest.raises(CommError):

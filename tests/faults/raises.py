@@ -68,7 +68,7 @@ def places() -> Iterator[Case]:
     yield raised("raise in a rank's second stage", ValueError, raising(boom), **second, **boomed)
     evaluated: dict[str, Any] = {"step": 0, "play": lambda scene: scene.open().eval(), **boomed}
     yield raised("raise in eval, first stage", ValueError, raising(boom), stage=0, **evaluated)
-    early = "ValueError there, in its next call on the first rank if that has returned"
+    early = "ValueError there; if the first rank has returned, it is told in its next call"
     yield raised("raise in eval, middle stage", ValueError, raising(boom), early=frozenset({0}), outcome=early, **evaluated)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -14,7 +15,7 @@ from tests.faults.cases import CASES, GROUPS
 from tests.faults.harness import Company, Outcome
 from tests.faults.pipeline import Pipeline
 from tests.faults.raises import BALANCED, MEASURED
-from tests.faults.scene import Seen
+from tests.faults.scene import Report, Seen
 from tests.faults.table import PATH, page, untimed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,7 +55,7 @@ def test_case(case: Case, companies: Companies, measured: dict[str, float]) -> N
     for rank, report in outcome.reports.items():
         check_error(case, rank, report.fault)
         if report.next is not None:
-            check_next(case, report.next)
+            check_next(case, rank, report)
         if report.retry is not None:
             assert report.retry.kind is None, report.retry.traceback
     assert not case.culprits or case.culprits & outcome.fired.keys(), "the fault did not happen"
@@ -88,13 +89,17 @@ def missing(words: Iterable[str], text: str) -> list[str]:
     return [word for word in words if word not in text]
 
 
-def check_next(case: Case, found: Seen) -> None:
+def check_next(case: Case, rank: int, report: Report) -> None:
+    found = report.next
+    assert found is not None
+    if rank in case.early and report.fault.kind is None:
+        check_error(replace(case, early=frozenset()), rank, found)
+        return
     if case.after is After.WHOLE:
         assert found.kind is None, found.traceback
         return
     assert found.kind is not None, "the call after the fault went through"
-    is_refused = case.after is After.LEFT or case.early
-    assert issubclass(found.kind, BPipeError if is_refused else PipelineBrokenError), found.traceback
+    assert issubclass(found.kind, BPipeError if case.after is After.LEFT else PipelineBrokenError), found.traceback
     assert found.seconds < AT_ONCE_S
 
 
