@@ -26,8 +26,6 @@ __all__: list[str] = []
 SMALL = 256 * 1024  # bytes of a message up to which it is sent here
 LENGTH = struct.Struct("<Q")
 MOST_PARTS = 512  # of one system call
-
-
 WRITABLE = 0x200  # PyBUF_WRITE
 _VIEW = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _view = _VIEW(("PyMemoryView_FromMemory", ctypes.pythonapi))

@@ -41,12 +41,18 @@ class Worker:
 def _work(jobs: Jobs) -> None:
     while (one := jobs.get()) is not None:
         job, future = one
-        if future.set_running_or_notify_cancel():
-            try:
-                result = job()
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-                del result
-        del one, job, future  # and what they hold, while the next one is waited for
+        del one
+        result, error = _outcome(job) if future.set_running_or_notify_cancel() else (None, None)
+        del job  # and what it holds, before anybody goes on
+        if error is not None:
+            future.set_exception(error)
+        elif not future.cancelled():
+            future.set_result(result)
+        del future, result, error
+
+
+def _outcome(job: Callable[[], Any]) -> tuple[Any, BaseException | None]:
+    try:
+        return job(), None
+    except BaseException as error:
+        return None, error
