@@ -71,7 +71,7 @@ class Run:
             writing=memory.writing,
         )
         followed = {*plan.evicted(rank), *plan.interrupted(rank)}
-        self.evictions = Evictions(self.traffic, followed, memory, self.compute.foreign, self.compute.kept)
+        self.evictions = Evictions(self.traffic, followed, memory, self.compute.foreign, self.compute.kept, plan.num_parts)
         self._messages = Messages(self.traffic, layouts, is_learning=is_learning)
         self._acceptors = {peer: Acceptor(Traffic(transport, rank, step), rooms) for peer, rooms in memory.rooms.items()}
         self._advance: Callable[[Action], None] | None = None
