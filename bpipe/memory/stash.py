@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bpipe.errors import SavedTensorError, StageError
+from bpipe.errors import SavedTensorError, StageError, text_of
 from bpipe.memory.attributes import Kept
 from bpipe.memory.storages import Held, Storage, keys_of, owners, settle, shares_parts, storages_of
 
@@ -359,7 +359,8 @@ def following(name: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "torch.func" not in str(error) or "saved tensor hooks" not in str(error):
+        text = text_of(error)
+        if "torch.func" not in text or "saved tensor hooks" not in text:
             raise
         raise StageError(
             f"{name} uses a transform of torch.func that refuses saved-tensor hooks, by which bpipe follows what a "

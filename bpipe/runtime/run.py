@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch.autograd import profiler
 
+from bpipe.cleanup import note
 from bpipe.comm.activity import place_of
 from bpipe.comm.transport import Transport
 from bpipe.runtime.compute import Compute, Job
@@ -141,7 +142,7 @@ class Run:
             else:
                 self._execute_observed(action)
         except BaseException as error:
-            error.add_note(f"bpipe: {self._name}, {place_of(action)}, step {self.step}")
+            note(error, f"bpipe: {self._name}, {place_of(action)}, step {self.step}")
             raise
 
     def _execute_observed(self, action: Action) -> None:
