@@ -80,3 +80,11 @@ class TransferTimeoutError(CommError, TimeoutError):
 
 class PipelineBrokenError(BPipeError, RuntimeError):
     """A call on a pipeline whose earlier step failed; build a new one over the same process group."""
+
+
+def text_of(error: BaseException) -> str:
+    """An error's text, also where its class cannot make one: nobody would be told of it else."""
+    try:
+        return str(error)
+    except BaseException as failure:
+        return f"its text cannot be made, {type(failure).__name__}"

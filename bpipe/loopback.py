@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from bpipe.call import call_of
+from bpipe.cleanup import keeping
 from bpipe.comm.loopback import Wires
 from bpipe.errors import ConfigurationError, PipelineBrokenError
 from bpipe.runtime.run import Run
@@ -183,7 +184,7 @@ class Loopback:
         return self._random[rank].active(device) if self._own_random_state else nullcontext()
 
     def _on_stream(self, lane: _Lane) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._streams[lane]) if lane.device.type == "cuda" else nullcontext()
+        return keeping(torch.cuda.stream(self._streams[lane])) if lane.device.type == "cuda" else nullcontext()
 
 
 class _RandomState:
@@ -215,9 +216,11 @@ class _RandomState:
         outside = torch.cuda.get_rng_state(device)
         if device not in self._cuda:
             self._cuda[device] = outside if self._seed is None else torch.Generator(device).manual_seed(self._seed).get_state()
-        torch.cuda.set_rng_state(self._cuda[device], device)
-        try:
+        with keeping(ExitStack()) as after:  # a device that failed has no state to ask for
+            after.callback(self._swap_back, outside, device)
+            torch.cuda.set_rng_state(self._cuda[device], device)
             yield
-        finally:
-            self._cuda[device] = torch.cuda.get_rng_state(device)
-            torch.cuda.set_rng_state(outside, device)
+
+    def _swap_back(self, outside: torch.Tensor, device: torch.device) -> None:
+        self._cuda[device] = torch.cuda.get_rng_state(device)
+        torch.cuda.set_rng_state(outside, device)

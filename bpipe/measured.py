@@ -52,7 +52,12 @@ class Shapes:
     def stages(self) -> dict[int, StageSizes]:
         """Sizes that cover what was measured, and seen in other steps."""
         assert self.measured is not None, "a plan is made of what was measured"
-        return {stage: largest_of([sizes, self.seen.get(stage, sizes)]) for stage, sizes in self.measured.stages.items()}
+        return {stage: self._covered(stage, sizes) for stage, sizes in self.measured.stages.items()}
+
+    def _covered(self, stage: int, sizes: StageSizes) -> StageSizes:
+        """Sizes of a stage that have room for what was seen: of as much, the parts that it was cut into before say nothing."""
+        seen = self.seen.get(stage, sizes)
+        return sizes if seen.saved <= sizes.saved else largest_of([sizes, seen])
 
     def outgrown(self, sizes: Sizes, footprints: Mapping[Key, Footprint]) -> Iterable[int]:
         """Remember stages whose microbatches take more than planned, and than any of them before."""

@@ -17,6 +17,7 @@ import torch
 from bpipe import microbatch as mb
 from bpipe._version import __version__
 from bpipe.call import Call, Specs, call_of, microbatches_of
+from bpipe.cleanup import noted_on
 from bpipe.comm.activity import State
 from bpipe.comm.agreement import Record, check
 from bpipe.comm.control import CallOf
@@ -393,7 +394,7 @@ class Schedule:
         try:
             return begin()
         except BaseException as error:
-            with self._failing_together(), suppress(CommError):
+            with noted_on(error), self._failing_together(), suppress(CommError):
                 self._transport.refuse(told(error))
             raise
 
@@ -432,8 +433,11 @@ class Schedule:
             control = self._transport.control
             if control.failure is None and (isinstance(error, told) or error is self._told):
                 raise
-            reason = self._broken = control.broke(error, control.activity.place())
-            self._lanes.join(RELEASED_S)
+            reason = self._broken = error
+            with noted_on(error):
+                reason = self._broken = control.broke(error, control.activity.place())
+            with noted_on(reason):
+                self._lanes.join(RELEASED_S)
             if reason is error:
                 raise
             raise reason from error

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
+
+from bpipe.cleanup import keeping
 
 __all__: list[str] = []
 
@@ -24,17 +26,18 @@ def untouched(modules: Sequence[nn.Module], device: torch.device | None = None) 
     parameters = {id(parameter): parameter for module in modules for parameter in module.parameters()}
     gradients = [(parameter, parameter.grad) for parameter in parameters.values()]
     devices = {*(parameter.device for parameter in parameters.values()), *(() if device is None else (device,))}
-    with torch.random.fork_rng([one for one in devices if one.type == "cuda"]):
-        try:
-            for parameter, _ in gradients:
-                parameter.grad = None
-            yield
-        finally:
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            for owner, its in owners:
-                owner._buffers.clear()
-                owner._buffers.update(its)
-            with torch.no_grad():
-                for buffer, value in buffers.values():
-                    buffer.copy_(value)
+    with keeping(torch.random.fork_rng([one for one in devices if one.type == "cuda"])), keeping(ExitStack()) as after:
+        for buffer, value in buffers.values():
+            after.callback(_refill, buffer, value)
+        for owner, its in owners:
+            after.callback(owner._buffers.update, its)
+            after.callback(owner._buffers.clear)  # before that: the last one is called first
+        for parameter, gradient in gradients:
+            after.callback(setattr, parameter, "grad", gradient)
+            parameter.grad = None
+        yield
+
+
+def _refill(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        buffer.copy_(value)

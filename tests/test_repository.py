@@ -34,15 +34,33 @@ def test_types() -> None:
 
 
 def test_make_without_a_target_shows_every_target() -> None:
-    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     shown = run("make", "--no-print-directory")
-    assert {"train", "test", "lint", "clean"} <= set(targets)
+    assert {"train", "test", "test-all", "lint", "clean"} <= set(targets)
     assert [line.split()[0] for line in shown.splitlines()[1:]] == targets
 
 
 def test_ci_runs_the_tests() -> None:
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
-    assert "make test" in (ROOT / ".ci" / "run").read_text()
+    assert (ROOT / ".ci" / "run").read_text().splitlines()[-2:] == ["make test", "make test-all"]
+
+
+@pytest.mark.parametrize("num_marked, options, expected", [(0, "", 0), (1, "", 1), (2, "", 1), (1, "-k nothing", 0)])
+def test_exhaustive_tests_run_on_their_own(num_marked: int, options: str, expected: int, tmp_path: Path) -> None:
+    """Those that are marked and no others; it is no error if there are none, and one if one fails."""
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "venv" / ".ready").touch()
+    marked = ["@pytest.mark.exhaustive\ndef test_marked(): pass\n", "@pytest.mark.exhaustive\ndef test_failing(): assert 0\n"]
+    test = tmp_path / "test_some.py"
+    test.write_text("import pytest\n" + "".join(marked[:num_marked]) + "def test_plain(): assert 0\n")
+    arguments = [f"VENV={tmp_path / 'venv'}", f"ARGS={test} -n 0 -c pyproject.toml --confcutdir {tmp_path} {options}"]
+    command = ["make", "--no-print-directory", "-o", str(tmp_path / "venv" / ".ready"), "test-all", *arguments]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert (done.returncode == 0) == (num_marked < 2), done.stdout
+    assert f"{expected} passed" in done.stdout or not expected
 
 
 def test_no_file_names_a_machine() -> None:

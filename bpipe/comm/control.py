@@ -13,9 +13,10 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from enum import IntEnum
 
+from bpipe.cleanup import keeping
 from bpipe.comm import crossing
 from bpipe.comm.activity import Activity, State, Status
 from bpipe.comm.failure import Cause, Failure
@@ -230,11 +231,10 @@ class Line(Control):
             yield
             return
         before = signal.set_wakeup_fd(-1)
-        try:
+        with keeping(ExitStack()) as after:
+            after.callback(signal.set_wakeup_fd, before)
             signal.set_wakeup_fd(self._waker.fileno() if before == -1 else before, warn_on_full_buffer=False)
             yield
-        finally:
-            signal.set_wakeup_fd(before)
 
     # In any thread
 

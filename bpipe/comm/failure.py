@@ -7,7 +7,7 @@ import traceback
 from enum import IntEnum
 from typing import NamedTuple
 
-from bpipe.errors import AgreementError, CommError, RankFailedError, RankLostError, TransferTimeoutError
+from bpipe.errors import AgreementError, CommError, RankFailedError, RankLostError, TransferTimeoutError, text_of
 
 __all__: list[str] = []
 
@@ -46,8 +46,7 @@ class Failure(NamedTuple):
     @classmethod
     def raised(cls, error: BaseException, rank: int, step: int, place: str) -> Failure:
         """An error of this rank, with the end of its traceback."""
-        lines = "".join(traceback.format_exception(error))
-        return cls(Cause.RAISED, rank, step, place, told(error), lines[-MOST_DETAILS // 4 :])
+        return cls(Cause.RAISED, rank, step, place, told(error), _end_of_traceback(error))
 
     @property
     def action(self) -> str:
@@ -106,11 +105,14 @@ class Failure(NamedTuple):
 
 def told(error: BaseException) -> str:
     """An error's type and text, as far as it has one."""
+    return f"{type(error).__name__}: {text_of(error)}".removesuffix(": ")
+
+
+def _end_of_traceback(error: BaseException) -> str:
     try:
-        text = str(error)
-    except Exception as failure:  # or nobody would be told of it
-        text = f"its text cannot be made, {type(failure).__name__}"
-    return f"{type(error).__name__}: {text}".removesuffix(": ")
+        return "".join(traceback.format_exception(error))[-MOST_DETAILS // 4 :]
+    except BaseException as failure:  # of a class that only looks like one
+        return f"its traceback cannot be made, {type(failure).__name__}"
 
 
 def _cut(text: str, most_bytes: int) -> bytes:

@@ -17,10 +17,11 @@ from contextlib import ExitStack, suppress
 from functools import cache
 from typing import Any, NamedTuple
 
+from bpipe.cleanup import noted_on
 from bpipe.comm.addresses import own_address
 from bpipe.comm.frames import Frame, FrameReader, Kind
 from bpipe.comm.tcp import prepare
-from bpipe.errors import AgreementError, CommError
+from bpipe.errors import AgreementError, CommError, text_of
 
 __all__: list[str] = []
 
@@ -178,9 +179,12 @@ class _Meeting:
         return self._peers
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        why = b"" if error is None else text_of(error).encode(errors="replace")
         for peer in self._peers.values():
-            peer.send(Frame(Kind.REFUSAL, 0, str(error).encode(errors="replace")))
-            peer.close()
+            with noted_on(error):
+                peer.send(Frame(Kind.REFUSAL, 0, why))
+            with noted_on(error):
+                peer.close()
 
     def finish(self) -> dict[int, Peer]:
         """Hand the connections over."""

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from bpipe.autograd import Box, edges_of, enter, run_backward
+from bpipe.cleanup import note
 from bpipe.comm.message import dense, put_together, take_apart
 from bpipe.errors import ConfigurationError, StageError
 from bpipe.estimate.measurement import Measurement, Profile
@@ -124,7 +125,7 @@ def _measured(bench: _Bench, size: int, repeats: int) -> Measurement:
         footprint, output_bytes, input_gradient_bytes = bench.counted(size)
         times = [bench.timed(size) for _ in range(repeats)]
     except Exception as error:
-        error.add_note(f"while bpipe.profile ran {type(bench.module).__name__} on a microbatch of {size}")
+        note(error, f"while bpipe.profile ran {type(bench.module).__name__} on a microbatch of {size}")
         raise
     return Measurement(
         microbatch_size=size,

@@ -34,10 +34,17 @@ class Footprint(NamedTuple):
         """What a piece of its forward saves: a part, if it has as many, and with the first what cannot move."""
         return sum(self.parts[part - 1 : part]) + (self.own_bytes - self.movable_bytes) * (part == 1)
 
-    def sizes(self) -> StageSizes:
-        """As a plan counts them."""
+    def sizes(self, num_parts: int = 0) -> StageSizes:
+        """As a plan counts them.
+
+        Args:
+            num_parts: of the plan, which may have been made of a microbatch with more or fewer; 0 for as many as there are.
+        """
+        parts = self.parts or (self.movable_bytes,)
+        if num_parts:
+            parts = (*parts[: num_parts - 1], sum(parts[num_parts - 1 :]), *[0] * (num_parts - 1 - len(parts)))
         return StageSizes(
-            parts=self.parts or (self.movable_bytes,),
+            parts=parts,
             fixed=self.own_bytes - self.movable_bytes,
             received=self.received_bytes,
             sent=self.sent_bytes,

@@ -43,7 +43,8 @@ def _meter(plan: Plan, footprints: Mapping[Key, Footprint], with_messages: bool)
     for microbatch in range(plan.num_microbatches):
         found = tuple(footprints.get((stage, microbatch)) for stage in stages)
         if found not in alike:
-            sizes = tuple(ELSEWHERE if one is None else _sizes(one, with_messages) for one in found)
+            counted = (ELSEWHERE if one is None else _sizes(one, plan.num_parts(s), with_messages) for s, one in enumerate(found))
+            sizes = tuple(counted)
             alike[found] = bytes_meter(Sizes(stages=sizes, static=()), plan.stage_ranks)
         meters.append(alike[found])
 
@@ -62,6 +63,6 @@ def _by_microbatch(amounts: Sequence[Amount]) -> Amount:
     return lambda action: amounts[action.microbatch](action)
 
 
-def _sizes(footprint: Footprint, with_messages: bool) -> StageSizes:
-    sizes = footprint.sizes()
+def _sizes(footprint: Footprint, num_parts: int, with_messages: bool) -> StageSizes:
+    sizes = footprint.sizes(num_parts)
     return sizes if with_messages else replace(sizes, received=0, sent=0, kept_received=0, kept_sent=0)

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bpipe.errors import SavedTensorError, StageError
+from bpipe.errors import SavedTensorError, StageError, text_of
 from bpipe.memory.attributes import Kept
 from bpipe.memory.storages import Held, Storage, keys_of, owners, settle, shares_parts, storages_of
 
@@ -157,7 +157,8 @@ class Stash:
         name: the microbatch, for messages, such as "microbatch 3 of stage 0".
         foreign: storages that are nobody's activations, and what they are.
         device: only what lies there can move; None for any.
-        cuts: where each part but the first begins, in the order of saving; none where a microbatch moves as a whole.
+        cuts: where each part but the first begins, in the order of saving; none where a microbatch moves as a whole, None where
+            that is to be decided after its forward.
         is_inside: whether parts come and go inside the forward and the backward.
     """
 
@@ -166,11 +167,12 @@ class Stash:
         name: str,
         foreign: Mapping[int, str],
         device: torch.device | None = None,
-        cuts: Sequence[int] = (),
+        cuts: Sequence[int] | None = None,
         *,
         is_inside: bool = False,
     ) -> None:
-        self.name, self.cuts, self._is_inside = name, cuts, is_inside
+        self.name, self.cuts, self._is_inside = name, () if cuts is None else cuts, is_inside
+        self._is_cut = cuts is not None
         self._device = device
         self._foreign = foreign
         self._saved: list[weakref.ref[Saved]] = []
@@ -309,7 +311,7 @@ class Stash:
     def settle(self, contents: Contents, num_parts: int) -> None:
         """Decide which storages are in which part, after a forward: what is sent to the next stage is in the last."""
         self._outputs = {entry.saved[0].order for entry in contents.movable if entry.is_output}
-        if not self.cuts:
+        if not self._is_cut:
             self.cuts = cuts_for(contents.movable, num_parts)
 
     def send_away(self, contents: Contents, part: int) -> list[tuple[Storage, int]]:
@@ -357,7 +359,8 @@ def following(name: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if "torch.func" not in str(error) or "saved tensor hooks" not in str(error):
+        text = text_of(error)
+        if "torch.func" not in text or "saved tensor hooks" not in text:
             raise
         raise StageError(
             f"{name} uses a transform of torch.func that refuses saved-tensor hooks, by which bpipe follows what a "

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from bpipe.comm.failure import told
 from bpipe.errors import ConfigurationError, StageError
 from bpipe.untouched import untouched
 
@@ -83,7 +84,7 @@ def _chained(parts: Sequence[nn.Module], args: Any, kwargs: dict[str, Any]) -> A
         try:
             value = part(*(value if isinstance(value, (tuple, list)) else (value,)), **_copied(kwargs))
         except Exception as error:
-            raise StageError(f"stage {index} of {len(parts)} cannot run: {type(error).__name__}: {error}. {HINT}") from error
+            raise StageError(f"stage {index} of {len(parts)} cannot run: {told(error)}. {HINT}") from error
     return value
 
 

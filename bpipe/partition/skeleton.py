@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from bpipe.comm.failure import told
 from bpipe.errors import ConfigurationError
 from bpipe.partition.names import Names, is_container
 from bpipe.partition.placeholders import placeholder
@@ -63,7 +64,7 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         return copy.deepcopy(model, memo)
     except Exception as error:
         raise ConfigurationError(
-            f"{type(model).__name__} cannot be copied without its parts: {type(error).__name__}: {error}. Take off the attribute "
+            f"{type(model).__name__} cannot be copied without its parts: {told(error)}. Take off the attribute "
             "that deepcopy does not take, and put it on each stage"
         ) from error
 

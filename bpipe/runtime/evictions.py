@@ -123,6 +123,7 @@ class Evictions:
         memory: footprints measured so far; a first microbatch with new shapes adds to them.
         find_foreign: finds storages that are no activations, and what they are.
         kept: the tensors that the step will return to the user.
+        num_parts: how many parts the plan gives a stage's microbatches; 0 if it does not say.
     """
 
     def __init__(
@@ -132,10 +133,11 @@ class Evictions:
         memory: Memory,
         find_foreign: Callable[[], dict[int, str]],
         kept: Callable[[], list[torch.Tensor]],
+        num_parts: Callable[[int], int],
     ) -> None:
         self.ledger = Ledger()
         self._traffic, self._followed, self._memory = traffic, set(followed), memory
-        self._find_foreign, self._kept = find_foreign, kept
+        self._find_foreign, self._kept, self._num_parts = find_foreign, kept, num_parts
         memory.tidy()
         self._kinds: dict[Key, Kind] = {}
         self._first: dict[Kind, Footprint] = {}
@@ -161,13 +163,18 @@ class Evictions:
             return None
         self._received[key] = _Message.of(tensors_in(received))
         name, device = f"microbatch {key[1]} of stage {key[0]}", self._traffic.transport.device
-        stash = Stash(name, self._find_foreign(), device, () if known is None else known.cuts, is_inside=self._memory.is_inside)
+        cuts = None if known is None else known.cuts[: self._most_parts(key[0]) - 1]  # the plan may be of another measurement
+        stash = Stash(name, self._find_foreign(), device, cuts, is_inside=self._memory.is_inside)
         stash.pieces = pieces
         if self._traffic.is_own(action.stage - 1):
             stash.borrow(tensors_in(received))
         if action.part:
             self.begin_piece(action)
         return stash
+
+    def _most_parts(self, stage: int) -> int:
+        """In how many parts a microbatch may move: no more than the plan knows."""
+        return self._num_parts(stage) or self._memory.most_parts.get(stage, 1)
 
     def begin_piece(self, piece: Action) -> None:
         """A forward takes what it saves piece by piece, a backward gives it back so."""
@@ -195,7 +202,7 @@ class Evictions:
             if self._traffic.is_own(key[0] + 1):
                 stash.lend(self._traffic.result_of(*key))
             contents = stash.contents(self._kept(), self._traffic.holds())
-            stash.settle(contents, self._memory.most_parts.get(key[0], 1))
+            stash.settle(contents, self._most_parts(key[0]))
             if self._memory.is_inside:
                 del contents  # whose references would count as owners
                 contents = stash.contents(self._kept(), self._traffic.holds())  # the parts decide what can move

@@ -25,11 +25,13 @@ class PiecesOf:
     def reach(self, part: int) -> None:
         """Go on to the piece that saves or needs a part; those before it that autograd passed over are begun on the way.
 
+        What is saved behind the last piece belongs to it: a piece that the plan does not have would never be reached.
+
         What that raises passes through the user's forward, which may catch it: it is raised again until the computation ends.
         """
         if self._error is not None:
             raise self._error
-        while (part - self._part) * self._step > 0:
+        while (part - self._part) * self._step > 0 and self._part != self._last:
             self._part += self._step
             try:
                 self._advance(self._first._replace(part=self._part))

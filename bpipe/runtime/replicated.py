@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bpipe.cleanup import noted_on
 from bpipe.errors import StageError
 from bpipe.runtime.settings import changed
 from bpipe.schedules import Action, Op
@@ -68,9 +69,16 @@ class Replicated:
         reducing = self._reducing.get(action.stage, ()) if is_last else ()
         for replica in reducing:
             replica.reducer.prepare_for_backward([])
-        yield
+        try:
+            yield
+            for replica in reducing:
+                _check_reduced(replica, action)
+        except BaseException as error:
+            for replica in reducing:
+                with noted_on(error):
+                    _abandon(replica)
+            raise
         for replica in reducing:
-            _check_reduced(replica, action)
             replica.require_forward_param_sync = True  # buffers are made equal before the next forward, as without a pipeline
 
 
@@ -94,6 +102,12 @@ def _check(replica: DistributedDataParallel, stage: int) -> None:
                 f"stage {stage} is under DistributedDataParallel with {name}={getattr(replica, option)}: {reason}. "
                 "Leave that option out, or use fully_shard"
             )
+
+
+def _abandon(replica: DistributedDataParallel) -> None:
+    """Let go of averages that a backward has begun and will not end: the next forward would refuse to run."""
+    if hasattr(replica.reducer, "_reset_state"):
+        replica.reducer._reset_state()
 
 
 def _check_reduced(replica: DistributedDataParallel, action: Action) -> None:

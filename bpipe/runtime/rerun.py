@@ -11,6 +11,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parameter import is_lazy
 
+from bpipe.cleanup import keeping
 from bpipe.errors import StageError
 from bpipe.memory.stash import following
 
@@ -115,7 +116,8 @@ class Rerun:
         self._check_input()
         cpu, cuda = self._random
         now = {buffer: buffer.tensor for buffer in self._values}
-        with torch.random.fork_rng([] if cuda is None else [self._device]), ExitStack() as after:
+        forked = torch.random.fork_rng([] if cuda is None else [self._device])
+        with keeping(forked), keeping(ExitStack()) as after:
             torch.set_rng_state(cpu)
             if cuda is not None:
                 torch.cuda.set_rng_state(cuda, self._device)

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch.autograd import profiler
 
+from bpipe.cleanup import note
 from bpipe.comm.activity import place_of
 from bpipe.comm.transport import Transport
 from bpipe.runtime.compute import Compute, Job
@@ -71,7 +72,7 @@ class Run:
             writing=memory.writing,
         )
         followed = {*plan.evicted(rank), *plan.interrupted(rank)}
-        self.evictions = Evictions(self.traffic, followed, memory, self.compute.foreign, self.compute.kept)
+        self.evictions = Evictions(self.traffic, followed, memory, self.compute.foreign, self.compute.kept, plan.num_parts)
         self._messages = Messages(self.traffic, layouts, is_learning=is_learning)
         self._acceptors = {peer: Acceptor(Traffic(transport, rank, step), rooms) for peer, rooms in memory.rooms.items()}
         self._advance: Callable[[Action], None] | None = None
@@ -141,7 +142,7 @@ class Run:
             else:
                 self._execute_observed(action)
         except BaseException as error:
-            error.add_note(f"bpipe: {self._name}, {place_of(action)}, step {self.step}")
+            note(error, f"bpipe: {self._name}, {place_of(action)}, step {self.step}")
             raise
 
     def _execute_observed(self, action: Action) -> None:

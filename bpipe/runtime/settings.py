@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+
+from bpipe.cleanup import keeping
 
 __all__: list[str] = []
 
@@ -16,10 +18,9 @@ def changed(settings: Iterable[Setting]) -> Iterator[None]:
     """Change settings; in the end they are what they were."""
     settings = list(settings)
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in settings]
-    try:
+    with keeping(ExitStack()) as after:
+        for owner, name, value in before:
+            after.callback(setattr, owner, name, value)
         for owner, name, value in settings:
             setattr(owner, name, value)
         yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)

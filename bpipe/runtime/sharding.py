@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bpipe.cleanup import keeping, noted_on
 from bpipe.memory.storages import owners, storages_of
 from bpipe.runtime.replicated import Replicated, last_of
 from bpipe.runtime.settings import Setting, changed
@@ -54,7 +55,7 @@ class Sharding:
     @contextmanager
     def in_charge(self) -> Iterator[None]:
         """Let nothing be reduced by itself, nor freed where the plan says when; in the end all is as the user left it."""
-        with ExitStack() as stack:
+        with keeping(ExitStack()) as stack:
             stack.enter_context(self._replicated.silent())
             for index, stage in self._stages.items():
                 stack.enter_context(stage.passive())
@@ -78,9 +79,11 @@ class Sharding:
 
     @contextmanager
     def _around(self, action: Action) -> Iterator[None]:
+        stage = self._stages.get(action.stage)
+        if stage is not None:
+            stage.pass_over()
         with self._replicated.around(action):
             yield
-        stage = self._stages.get(action.stage)
         if stage is None:
             return
         stage.separate()
@@ -103,6 +106,7 @@ class _ShardedStage:
         self._gathering: list[Any] = []
         self._reducing: list[Setting] = []
         self._without: list[Any] = []  # FSDP's parameters without an unsharded gradient
+        self._never_gathered: list[Any] = []  # its groups of parameters that no forward has needed yet
         self.frees_after_backward = False
 
     @contextmanager
@@ -112,6 +116,7 @@ class _ShardedStage:
             state._lazy_init()
         groups = [group for state in states for group in _groups(state)]
         self._without = [parameter for group in groups for parameter in group.fsdp_params]
+        self._never_gathered = groups
         self._roots = [state for state in states if state._is_root]
         kept = groups if self.is_planned else [group for group in groups if group.post_forward_mesh_info is None]
         self.frees_after_backward = any(group.reshard_after_backward for group in groups if group not in kept)
@@ -121,8 +126,9 @@ class _ShardedStage:
         with changed([*self._passive(groups), *((group, name, value) for group in kept for name, value in KEEPING.items())]):
             try:
                 yield
-            except BaseException:
-                self._abandon(groups)
+            except BaseException as error:
+                with noted_on(error):
+                    self._abandon(groups)
                 raise
 
     def _abandon(self, groups: Sequence[Any]) -> None:
@@ -133,13 +139,15 @@ class _ShardedStage:
         for group in groups:
             if group.device.type == "cpu":
                 group._all_gather_result = None
-        ending = [(root._state_ctx, "is_last_backward", True) for root in self._roots]
-        with changed([*((group, "reshard_after_backward", True) for group in groups), *ending]):
-            self.collect()
         for parameter in (parameter for group in groups for parameter in group.fsdp_params):
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
+        for root in self._roots:
+            root._state_ctx.iter_forward_root = None  # or the next forward would not begin as the first one
+        ending = [(root._state_ctx, "is_last_backward", True) for root in self._roots]
+        with changed([*((group, "reshard_after_backward", True) for group in groups), *ending]):
+            self.collect()
 
     def _passive(self, groups: Iterable[Any]) -> Iterator[Setting]:
         yield from ((group, name, False) for group in groups for name in REDUCING)
@@ -175,8 +183,16 @@ class _ShardedStage:
 
         It adds up each backward's gradients in the precision of its reduction.
         """
+        self.pass_over()
         for root in self._roots:
             root._root_post_backward_final_callback()
+
+    def pass_over(self) -> None:
+        """Let the end of a backward pass over parameters that were never gathered: where it does not reduce, FSDP looks for
+        their gradients all the same, where there is no place for them yet."""
+        self._never_gathered = [group for group in self._never_gathered if not _was_gathered(group)]
+        for group in self._never_gathered:
+            group._training_state = type(group._training_state).POST_BACKWARD
 
 
 def _groups(state: Any) -> list[Any]:
@@ -184,6 +200,10 @@ def _groups(state: Any) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _was_gathered(group: Any) -> bool:
+    return all(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params)
 
 
 def _unsharded_gradient(parameter: Any) -> torch.Tensor | None:

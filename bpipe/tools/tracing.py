@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
+from bpipe.cleanup import noted_on
 from bpipe.comm.clocks import Clocks, Offset, align
 from bpipe.comm.control import CallOf
 from bpipe.errors import AgreementError, ConfigurationError
@@ -109,16 +110,12 @@ class Trace:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         for schedule in self._schedules:
             schedule._observer = None
-        for recorder in self._recorders:
-            if recorder.device_times is not None:
-                recorder.device_times.resolve(wait=error is None)  # what failed may leave the device waiting for ever
         self._is_complete = error is None
-        try:
+        with noted_on(error, "nor could the trace be written"):
+            for recorder in self._recorders:
+                if recorder.device_times is not None:
+                    recorder.device_times.resolve(wait=error is None)  # what failed may leave the device waiting for ever
             self._write()
-        except OSError as failure:
-            if error is None:
-                raise
-            error.add_note(f"bpipe: nor could the trace be written: {failure}")
 
     def _write(self) -> None:
         if self._path is None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from bpipe.cleanup import keeping
 from bpipe.errors import ConfigurationError
 
 __all__: list[str] = []
@@ -94,17 +96,14 @@ def _made_up(optimizer: Optimizer) -> dict[torch.Tensor, State]:
     if not new or is_stateless:
         return {}
     gradients, rates = [parameter.grad for parameter in parameters], [group.get("lr") for group in optimizer.param_groups]
-    try:
-        for parameter in parameters:
+    with keeping(ExitStack()) as after:
+        for parameter, gradient in zip(parameters, gradients):
+            after.callback(setattr, parameter, "grad", gradient)
             parameter.grad = torch.zeros_like(parameter) if parameter in new else None
-        for group in optimizer.param_groups:
+        for group, rate in zip(optimizer.param_groups, rates):
+            after.callback(group.__setitem__, "lr", rate)
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
         optimizer.step()
-    finally:
-        for parameter, gradient in zip(parameters, gradients):
-            parameter.grad = gradient
-        for group, rate in zip(optimizer.param_groups, rates):
-            group["lr"] = rate
     return {parameter: _before_any_step(optimizer.state.pop(parameter, {})) for parameter in new}
 
 
