@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,13 @@ from bpipe.measured import KnownShapes, Measured, Shapes
 from bpipe.memory.static import available_bytes, bytes_under, present_bytes, static_bytes
 from bpipe.policy import Budget, Policy
 from bpipe.report import Report
+from bpipe.runtime.observe import Observer
+from bpipe.runtime.ordered import OrderWatch
 from bpipe.runtime.run import Run
+from bpipe.runtime.shared import why_in_order
 from bpipe.schedule import Gather, Proven, Schedule, Step, StepKey
 from bpipe.schedules import Costs, Plan, finish
+from bpipe.schedules.action import COMPUTE
 from bpipe.schedules.communicate import computations_only
 from bpipe.schedules.destinations import Destinations
 from bpipe.schedules.one_at_a_time import one_at_a_time
@@ -107,19 +111,21 @@ class Balanced(Schedule):
         optimizer: torch.optim.Optimizer | None = None,
         replicas: Any = None,
         by: str = "evict",
+        measure: str = "auto",
     ) -> None:
         _check_unused(schedule)
         if replicas is not None and not isinstance(replicas, torch.distributed.ProcessGroup):
             raise ConfigurationError(f"replicas is a process group of torch.distributed, got {type(replicas).__qualname__}")
         to = Destinations() if to is None else to
         self.rule = schedule.rule
-        self._policy = Policy(budget=budget, parts=parts, inside=inside, to=to, costs=costs, sizes=sizes, by=by)
+        self._policy = Policy(budget=budget, parts=parts, inside=inside, to=to, costs=costs, sizes=sizes, by=by, measure=measure)
         self._policy.check(schedule.plan)
         self._is_lowest = budget == "lowest" or (budget == "auto" and schedule._transport.device.type != "cuda")
         self._reserve_bytes, self._optimizer, self._replicas = reserve_bytes, optimizer, replicas
         self._base = computations_only(schedule.plan)
         self._first_plan = self._plan_before_measuring()
-        self._measuring = None if self._first_plan is not None else finish(one_at_a_time(self._base))
+        self._one_at_a_time = None if self._first_plan is not None else finish(one_at_a_time(self._base))
+        self._in_order: Plan | None = None  # the other one that measures, where it was needed
         self._shapes = KnownShapes()
         self._revision = 0  # how often this rank has asked to measure anew
         self._num_states: int | None = None  # of the optimizer, when they were counted last
@@ -128,7 +134,7 @@ class Balanced(Schedule):
         schedule.close()
         timeout_s, slow_s = schedule._waits
         super().__init__(*schedule._arguments, timeout_s=timeout_s, slow_s=slow_s)
-        self._memory.is_inside, self._memory.grows = inside, self._measuring is not None
+        self._memory.is_inside, self._memory.grows = inside, self._one_at_a_time is not None
         self._memory.most_parts = {s: parts if sizes is None else len(sizes.stages[s].parts) for s in self._stages}
         asked = f"{self._policy} {replicas is not None}"
         for is_training, (plan, fingerprint) in self._plans.items():
@@ -158,19 +164,48 @@ class Balanced(Schedule):
         return 0 if self._optimizer is None else len(self._optimizer.state)
 
     def _plan_to_run(self, step: Step, key: StepKey, revisions: tuple[int, ...], gather: Gather) -> Plan:
-        if not step.is_training or self._measuring is None:
+        if not step.is_training or self._one_at_a_time is None:
             return step.plan
         shapes = self._shapes.of(key)
         if shapes.revise(revisions):
             self._memory.kinds.clear()
         self._warn_if_often(shapes.measured is None)
         if shapes.measured is None:
-            if len(self._shapes) > 1:
-                self._say("new shapes or sizes: this step runs one microbatch at a time and measures them")
-            self.plan = self._measuring
+            self.plan = self._plan_to_measure(gather)
         else:
             shapes.plan = self.plan = shapes.plan or self._planned(key, gather)
         return self.plan
+
+    def _plan_to_measure(self, gather: Gather) -> Plan:
+        """The plan of a step that measures: one microbatch at a time, if that gives the same results on all ranks."""
+        assert self._one_at_a_time is not None, "nothing is measured where sizes are known"
+        if self._policy.measure == "in_order":
+            reasons = ["as it was asked for"]
+        else:
+            reasons = [reason for reason in (data.decode() for data in gather(lambda one: one._needs_order())) if reason]
+        if len(self._shapes) > 1 or reasons:
+            how = f"in the schedule's own order ({reasons[0]})" if reasons else "one microbatch at a time"
+            self._say(f"new shapes or sizes: this step runs {how} and measures them")
+        if not reasons:
+            return self._one_at_a_time
+        if self._in_order is None:
+            self._in_order = self._made_once("in order", lambda: self._policy.plan_by_count(self._base))
+        return self._in_order
+
+    def _needs_order(self) -> bytes:
+        return why_in_order(self._stages, self._loss_fn, shares_random=self._shares_random()).encode()
+
+    def _shares_random(self) -> bool:
+        """Whether this rank's forwards and those of another stage draw from the same random numbers."""
+        with_ranks = isinstance(self.group, LoopbackGroup) and not self.group.loopback.own_random_state
+        return self.plan.num_stages > 1 if with_ranks else len(self._stages) > 1
+
+    def _observer_of(self, step: Step, plan: Plan) -> Observer | None:
+        shares_random = self._shares_random()
+        is_alike = not shares_random and _computed(plan, self._plan_rank) == _computed(self._base, self._plan_rank)
+        if plan is not self._one_at_a_time or is_alike:
+            return self._observer
+        return OrderWatch(self._stages, step.job, self._transport.device, shares_random=shares_random, inner=self._observer)
 
     def _warn_if_often(self, measures: bool) -> None:
         """Say once that nearly all of the latest steps have measured."""
@@ -186,12 +221,12 @@ class Balanced(Schedule):
             )
 
     def _finish(self, step: Step, run: Run, started: float) -> None:
-        if run.plan is self._measuring:
+        if step.is_training and (run.plan is self._one_at_a_time or run.plan is self._in_order):
             ledger, returned = run.evictions.ledger, bytes_under(run.compute.kept(), run.device)
             self._shapes.latest().measured = Measured(
                 stages=run.evictions.settled(), held_bytes=ledger.held_bytes, returned_bytes=returned
             )
-        elif self._measuring is not None and run.plan.sizes is not None:
+        elif self._one_at_a_time is not None and run.plan.sizes is not None:
             for stage in self._shapes.latest().outgrown(run.plan.sizes, run.evictions.ledger.footprints):
                 self._measure_anew(f"a microbatch of stage {stage} saves more than planned")
         super()._finish(step, run, started)
@@ -238,10 +273,12 @@ class Balanced(Schedule):
 
     def _made_plan(self, sizes: Sizes, budgets: Sequence[int | None] | None) -> Plan:
         """The plan for some sizes; ranks of a loopback, which are one process, make it once."""
-        asked = (self._policy, self._base, sizes, budgets)
+        return self._made_once((sizes, budgets), lambda: self._policy.plan_in_bytes(self._base, sizes, budgets))
+
+    def _made_once(self, asked: object, make: Callable[[], Plan]) -> Plan:
         if isinstance(self.group, LoopbackGroup):
-            return self.group.loopback.once(asked, lambda: self._policy.plan_in_bytes(*asked[1:]))
-        return self._policy.plan_in_bytes(*asked[1:])
+            return self.group.loopback.once((self._policy, self._base, asked), make)
+        return make()
 
     def _report(self, key: StepKey) -> bytes:
         """What this rank tells the others: its stages' sizes, its static bytes and its budget, or why it cannot go on."""
@@ -280,6 +317,11 @@ class Balanced(Schedule):
 
     def _log(self) -> RankLog:
         return RankLog(self._group_ranks[self._plan_rank])
+
+
+def _computed(plan: Plan, rank: int) -> list[tuple[object, ...]]:
+    """What a rank computes, in order."""
+    return [action[:3] for action in plan.actions[rank] if action.op in COMPUTE]
 
 
 def _check_unused(schedule: object) -> None:

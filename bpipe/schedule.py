@@ -318,8 +318,12 @@ class Schedule:
             is_learning=is_learning,
             memory=self._memory,
             name=f"rank {self._group_ranks[self._plan_rank]}",
-            observer=self._observer,
+            observer=self._observer_of(step, plan),
         )
+
+    def _observer_of(self, step: Step, plan: Plan) -> Observer | None:
+        """Who follows a step that runs a plan."""
+        return self._observer
 
     def _place(self, records: Sequence[Record]) -> None:
         """Learn which rank of the group holds which of the plan's ranks, and open the channels."""
@@ -334,6 +338,10 @@ class Schedule:
 
     def _report(self, key: StepKey) -> bytes:
         """What this rank tells the others before a plan is made for inputs that look so."""
+        raise NotImplementedError
+
+    def _needs_order(self) -> bytes:
+        """Why this rank cannot measure one microbatch at a time, if it knows of a reason."""
         raise NotImplementedError
 
     def _connect(self, plan: Plan) -> None:
