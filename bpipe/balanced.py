@@ -17,6 +17,7 @@ from bpipe.logs import RankLog
 from bpipe.loopback import LoopbackGroup
 from bpipe.measured import KnownShapes, Measured, Shapes
 from bpipe.memory.static import available_bytes, bytes_under, present_bytes, static_bytes
+from bpipe.plain_numbers import Looks
 from bpipe.policy import Budget, Policy
 from bpipe.report import Report
 from bpipe.runtime.observe import Observer
@@ -128,6 +129,7 @@ class Balanced(Schedule):
         self._in_order: Plan | None = None  # the other one that measures, where it was needed
         self._shapes = KnownShapes()
         self._revision = 0  # how often this rank has asked to measure anew
+        self._revisions: tuple[int, ...] = ()  # of all ranks, in the latest step that trained
         self._num_states: int | None = None  # of the optimizer, when they were counted last
         self._recent: deque[bool] = deque(maxlen=LATEST)  # whether the latest steps measured
         self._has_warned = False
@@ -154,21 +156,26 @@ class Balanced(Schedule):
     def _make_plan(self, *_: Any) -> Plan:
         return finish(self._base) if self._first_plan is None else self._first_plan
 
-    def _record(self, is_training: bool, signature: bytes) -> Record:
+    def _record(self, is_training: bool, looks: Looks) -> Record:
         if self._num_states is not None and self._num_states != self._count_states():
             self._measure_anew("the optimizer has states that were not counted")
             self._num_states = None
-        return super()._record(is_training, signature)._replace(revision=self._revision)
+        return super()._record(is_training, looks)._replace(revision=self._revision)
 
     def _count_states(self) -> int:
         return 0 if self._optimizer is None else len(self._optimizer.state)
 
-    def _plan_to_run(self, step: Step, key: StepKey, revisions: tuple[int, ...], gather: Gather) -> Plan:
+    def _plan_to_run(self, step: Step, records: Sequence[Record], gather: Gather) -> Plan:
         if not step.is_training or self._one_at_a_time is None:
             return step.plan
+        key = (True, tuple(record.form for record in records))
         shapes = self._shapes.of(key)
+        revisions = tuple(record.revision for record in records)
         if shapes.revise(revisions):
             self._memory.kinds.clear()
+        if revisions != self._revisions:  # some rank's microbatches take more, for whatever reason
+            self._revisions = revisions
+            self._numbers.count_again(step.looks)
         self._warn_if_often(shapes.measured is None)
         if shapes.measured is None:
             self.plan = self._plan_to_measure(gather)
@@ -230,6 +237,12 @@ class Balanced(Schedule):
             for stage in self._shapes.latest().outgrown(run.plan.sizes, run.evictions.ledger.footprints):
                 self._measure_anew(f"a microbatch of stage {stage} saves more than planned")
         super()._finish(step, run, started)
+
+    def _learn_numbers(self, looks: Looks, run: Run) -> bool:
+        counts_again = super()._learn_numbers(looks, run)
+        if counts_again:
+            self._measure_anew("a plain number among the inputs has changed what a microbatch takes")
+        return counts_again
 
     def _measure_anew(self, why: str) -> None:
         self._revision += 1

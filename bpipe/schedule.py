@@ -28,6 +28,7 @@ from bpipe.errors import AgreementError, CommError, ConfigurationError, Pipeline
 from bpipe.loopback import Loopback, LoopbackGroup
 from bpipe.memory.ledger import Ledger
 from bpipe.memory.static import static_bytes
+from bpipe.plain_numbers import CountedNumbers, Looks
 from bpipe.runtime.compute import Job
 from bpipe.runtime.evictions import Memory
 from bpipe.runtime.lanes import Lanes
@@ -67,6 +68,7 @@ class Step(NamedTuple):
     parts: Mapping[int, Parts]
     losses: list[torch.Tensor] | None
     is_training: bool
+    looks: Looks
 
 
 class Schedule:
@@ -131,6 +133,7 @@ class Schedule:
         self._group_ranks: list[int] = []
         self._memory = Memory()
         self._learned: OrderedDict[StepKey, Layouts] = OrderedDict()
+        self._numbers = CountedNumbers()
         self._lanes = Lanes(self._transport.device)
         self._num_steps = 0
         self._running = threading.Lock()
@@ -260,22 +263,21 @@ class Schedule:
         keeps_outputs = call.return_outputs and holds_last_stage
         parts = {index: stage.parts() for index, stage in self._stages.items()}
         mode = " ".join([*(stage.mode(parts[index]) for index, stage in self._stages.items()), str(keeps_outputs)])
-        texts = inputs.descriptions()
-        described = {text: f"{mode} {text}" for text in dict.fromkeys(texts)}  # mostly one
+        looks = self._numbers.looks(mode, inputs.descriptions())
         job = Job(
             args=inputs.args,
             kwargs=inputs.kwargs,
             targets=inputs.targets,
-            descriptions=[described[text] for text in texts],
+            descriptions=looks.counted,
             loss_fn=self._loss_fn,
             loss_kwargs=call.loss_kwargs or {},
             loss_scale=self._loss_scale,
             keeps_outputs=keeps_outputs,
         )
-        record = self._record(is_training, mb.digest(job.descriptions)).pack()
-        return Step(record, self._plans[is_training].plan, job, parts, call.losses, is_training)
+        record = self._record(is_training, looks).pack()
+        return Step(record, self._plans[is_training].plan, job, parts, call.losses, is_training, looks)
 
-    def _record(self, is_training: bool, signature: bytes) -> Record:
+    def _record(self, is_training: bool, looks: Looks) -> Record:
         plan, fingerprint = self._plans[is_training]
         return Record(
             version=__version__,
@@ -287,9 +289,10 @@ class Schedule:
             num_ranks=plan.num_ranks,
             num_microbatches=plan.num_microbatches,
             pipeline=self._transport.identity,
-            signature=signature,
+            signature=(signature := mb.digest(looks.exact)),
             stages=tuple(sorted(self._stages)),
             cut=next((cut.digest for stage in self._stages.values() if (cut := cut_of(stage.submod)) is not None), UNKNOWN),
+            form=mb.digest(looks.counted) if looks.numbered else signature,
         )
 
     def _agreed(self, step: Step, packed: Sequence[bytes], gather: Gather) -> Run:
@@ -299,7 +302,7 @@ class Schedule:
         if not self._group_ranks:
             self._place(records)
         key = (step.is_training, tuple(record.signature for record in records))
-        plan = self._plan_to_run(step, key, tuple(record.revision for record in records), gather)
+        plan = self._plan_to_run(step, records, gather)
         self._connect(plan)
         is_learning = key not in self._learned
         layouts = self._learned.setdefault(key, {})
@@ -332,8 +335,8 @@ class Schedule:
         self._group_ranks = [owner[stage_of[rank]] for rank in range(self.plan.num_ranks)]
         self._connect(self.plan)
 
-    def _plan_to_run(self, step: Step, key: StepKey, revisions: tuple[int, ...], gather: Gather) -> Plan:
-        """The plan of a step whose inputs look so on all ranks. Collective where it calls `gather`."""
+    def _plan_to_run(self, step: Step, records: Sequence[Record], gather: Gather) -> Plan:
+        """The plan of a step that all ranks have described. Collective where it calls `gather`."""
         return step.plan
 
     def _report(self, key: StepKey) -> bytes:
@@ -358,11 +361,18 @@ class Schedule:
         self.ledger = run.evictions.ledger
         if self._static_bytes is None:
             self._static_bytes = static_bytes(self._modules(), self._transport.device)
+        if step.is_training:
+            self._learn_numbers(step.looks, run)
         self.stats = self._counted.of(run, self._static_bytes, time.perf_counter() - started)
         if self._observer is not None:
             self._observer.finished(run, self.stats)
         if run.holds_last_stage and step.losses is not None:
             step.losses[:] = run.compute.losses
+
+    def _learn_numbers(self, looks: Looks, run: Run) -> bool:
+        """See which plain numbers among the inputs decide what microbatches take on this rank; whether some do that did not."""
+        news = [(microbatch, *one) for microbatch, one in looks.numbered.items() if self._numbers.is_news(*one)]
+        return any([self._numbers.learn(form, numbers, run.taken(microbatch)) for microbatch, form, numbers in news])
 
     def _result(self, run: Run) -> Any:
         """What the step returns."""

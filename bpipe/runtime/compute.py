@@ -132,6 +132,10 @@ class Compute:
         self._foreign: dict[int, str] | None = None
         self._foreign_alive: list[StorageWeakRef] = []
 
+    def edges(self, key: Key) -> list[GradientEdge]:
+        """Where the backward of a microbatch will begin."""
+        return self._graphs[key].edges
+
     def kept(self) -> list[torch.Tensor]:
         """The tensors that the step will return to the user."""
         return mb.tensors_in([self.outputs, self.losses])

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
 
 from bpipe.errors import StageError
+from bpipe.memory.nodes import nodes_behind
 from bpipe.runtime.compute import Job, modules_of
 from bpipe.runtime.observe import Observer
 from bpipe.runtime.run import Run
@@ -52,6 +54,7 @@ class OrderWatch(Observer):
         self._stages, self._job, self._device = stages, job, device
         self._shares_random, self._inner = shares_random, Observer() if inner is None else inner
         self._found: tuple[State, State] = {}, {}
+        self._leaves: dict[int, int] = {}  # the stage whose graph leads to each
 
     def started(self, run: Run) -> None:
         self._inner.started(run)
@@ -63,6 +66,8 @@ class OrderWatch(Observer):
 
     def after(self, run: Run, action: Action) -> None:
         self._inner.after(run, action)
+        if action.op is Op.F and len(self._stages) > 1 and not action.microbatch:
+            self._check_leaves(action, run.compute.edges(action[1:3]))
         if not self._is_watched(action):
             return
         random, kept = map(changed, self._found, self._look(action))
@@ -70,6 +75,13 @@ class OrderWatch(Observer):
             raise _refusal(action, f"draws random numbers ({random})")
         if kept is not None and action.op in BACKWARDS:
             raise _refusal(action, f"changes {kept}")
+
+    def _check_leaves(self, action: Action, edges: Iterable[GradientEdge]) -> None:
+        """Raise if gradients of two stages add up in one tensor: a keyword argument, say, or a weight that the loss closes over."""
+        for leaf in (getattr(node, "variable", None) for node in nodes_behind(edges)):
+            other = self._leaves.setdefault(id(leaf), action.stage)
+            if leaf is not None and other != action.stage:
+                raise _refusal(action, f"uses a tensor of shape {list(leaf.shape)} that needs a gradient, as stage {other} does")
 
     def _is_watched(self, action: Action) -> bool:
         return action.op in BACKWARDS or (action.op is Op.F and self._shares_random)
@@ -89,7 +101,7 @@ class OrderWatch(Observer):
         """What the microbatches get alike, as it is repeated and not cut."""
         targets = () if self._job.targets is None else self._job.targets[microbatch]
         given = [self._job.args[microbatch], self._job.kwargs[microbatch], targets, dict(self._job.loss_kwargs)]
-        return (leaf for leaf in tree_leaves(given) if not isinstance(leaf, torch.Tensor))
+        return [leaf for leaf in tree_leaves(given) if not isinstance(leaf, torch.Tensor)]
 
 
 def _refusal(action: Action, what: str) -> StageError:

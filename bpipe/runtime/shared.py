@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
@@ -28,7 +27,7 @@ def why_in_order(stages: Mapping[int, PipelineStage], loss_fn: Any, *, shares_ra
     modules = {index: list(_modules(stage, loss_fn)) for index, stage in stages.items()}
     owner: dict[int, int] = {}
     for index, of_stage in modules.items():
-        for key in _storages(of_stage):
+        for key in _kept(of_stage):
             if owner.setdefault(key, index) != index:
                 return f"stages {owner[key]} and {index} share a parameter or a buffer"
     drawing = (f"stage {index} has a {type(one).__name__}" for index, some in modules.items() for one in some if _draws(one))
@@ -42,11 +41,14 @@ def _modules(stage: PipelineStage, loss_fn: Any) -> Iterator[nn.Module]:
         yield from (part for loss in modules_of(loss_fn) for part in loss.modules())
 
 
-def _storages(modules: Iterable[nn.Module]) -> set[int]:
-    """The storages of parameters and buffers; empty ones belong to nobody."""
-    tensors: list[torch.Tensor | None] = [t for m in modules for kept in (m._parameters, m._buffers) for t in kept.values()]
-    known = (tensor for tensor in tensors if tensor is not None and not is_lazy(tensor))
-    return {storage._cdata for tensor in known for storage in storages_of(tensor) if storage.nbytes()}
+def _kept(modules: Iterable[nn.Module]) -> set[int]:
+    """The identities of parameters, whose gradients add up, and of the storages of buffers, which forwards may write.
+
+    Two parameters over one storage have a gradient each: it does not matter to them which stage comes first.
+    """
+    parameters = {id(p) for module in modules for p in module._parameters.values() if p is not None}
+    buffers = (b for module in modules for b in module._buffers.values() if b is not None and not is_lazy(b))
+    return parameters | {storage._cdata for buffer in buffers for storage in storages_of(buffer) if storage.nbytes()}
 
 
 def _draws(module: nn.Module) -> bool:
