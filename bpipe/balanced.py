@@ -43,11 +43,23 @@ class Balanced(Schedule):
     """A schedule whose ranks keep within a budget of bytes: what does not fit is evicted to ranks with room.
 
     The order of computations is the schedule's, and so are the gradients, to the bit. The first step, and each first one with
-    inputs of other shapes, runs one microbatch at a time, which needs no more memory than the later ones, and measures: ranks
+    inputs of other shapes, measures. It runs one microbatch at a time, which needs no more memory than the later steps: ranks
     take turns in it, so it may take p times as long. Before the second one the ranks exchange what they measured, make the plan
-    and prove it, the same on all. (Where stages that share a rank draw random numbers, as dropout does, they draw them in
-    another order in such a first step.) Sizes that grow although shapes are the same are noticed in microbatches that are
-    evicted, and measured anew.
+    and prove it, the same on all. Sizes that grow although shapes are the same are noticed in microbatches that are evicted, and
+    measured anew.
+
+    Where the order decides about results, a step that measures keeps the schedule's own, on all ranks: where stages of a rank
+    share a parameter or a buffer, or one of them has a Dropout, RReLU, RNN or MultiheadAttention that draws random numbers. What
+    only the step itself shows raises a StageError in the first microbatch that shows it, and `measure="in_order"` is the way
+    out: a backward that draws random numbers (torch's, Python's, NumPy's, a generator of the module), or that changes a
+    parameter, a buffer or an attribute of the module, which a later forward may read; with several stages on a rank, a forward
+    that draws, or a tensor in which gradients of two stages add up. bpipe does not see what only a global or a closure holds,
+    nor a forward that reads gradients or a backward that reads what later forwards change: such modules need
+    `measure="in_order"` too.
+
+    A whole number among the inputs (`step(x, it=step)`) counts as a part of their shapes until three of its values have taken
+    the same memory and messages; one that changes messages later, or lets evicted microbatches grow, counts again. True, text
+    and members of an IntEnum always count, and so does a number that stages hand on with their outputs.
 
     A rank's bytes are those of its parameters, gradients, buffers and the optimizer's states as they are before the second
     step, of what its modules hold besides, of the outputs and losses that a step returns, of saved activations, messages
@@ -77,12 +89,15 @@ class Balanced(Schedule):
             backward, on its own rank, with the same random numbers (torch's) and buffers. It costs a forward a microbatch and no
             transfer. Copies of buffers that a forward writes, such as BatchNorm's, are not in the plan's bytes. Stages next to
             each other on one rank, as in a V, keep theirs.
+        measure: "auto", or "in_order": steps that measure keep the schedule's own order in any case. They are balanced by count
+            then, as with budget=None, and need the memory for that: on one stage a rank, at most ceil((p+2)/2) microbatches.
 
     Raises:
         ConfigurationError: arguments that cannot work together, or a schedule that has run or is balanced already.
         BudgetError: a budget that cannot be met, when the sizes are known: here, or with measured ones on all ranks in the
             second step, before anything is sent.
         AgreementError: in the second step, replicas with different sizes.
+        StageError: in a step that measures, a computation whose results depend on the order; see above.
 
     Example:
         >>> import bpipe

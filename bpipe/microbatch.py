@@ -120,7 +120,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 class Description(NamedTuple):
-    """What a nest looks like: its shapes, dtypes and plain values, and beside them its whole numbers, in whose place they have #."""
+    """What a nest looks like: its shapes, dtypes and plain values, with # in place of whole numbers, and those beside it."""
 
     form: str
     numbers: tuple[int, ...] = ()

@@ -95,13 +95,14 @@ class _Form:
         before = self._seen.get(self.counted(numbers))
         if before is not None and before[1] != taken:  # for numbers that do not count, or by itself
             self.count_again()
-        self._compare(numbers, taken)
-        self._release()
+        if self.counted(numbers) not in self._seen:
+            self._compare(numbers, taken)
+            self._release()
         self._remember(numbers, taken)
         return had_free and not self._free
 
     def _compare(self, numbers: Numbers, taken: Taken) -> None:
-        """Count other values that took the same, by the most similar microbatch; anew where another value alone took other things."""
+        """Count a value that took the same as another one, of the most similar microbatch; begin anew where one took another."""
         alike: list[int] = []
         for others, taken_before in self._seen.values():
             places = [i for i, number in enumerate(numbers) if i not in self._free and number != others[i]]

@@ -372,7 +372,8 @@ class Schedule:
     def _learn_numbers(self, looks: Looks, run: Run) -> bool:
         """See which plain numbers among the inputs decide what microbatches take on this rank; whether some do that did not."""
         news = [(microbatch, *one) for microbatch, one in looks.numbered.items() if self._numbers.is_news(*one)]
-        return any([self._numbers.learn(form, numbers, run.taken(microbatch)) for microbatch, form, numbers in news])
+        count_again = [self._numbers.learn(form, numbers, run.taken(microbatch)) for microbatch, form, numbers in news]
+        return any(count_again)
 
     def _result(self, run: Run) -> Any:
         """What the step returns."""
