@@ -45,10 +45,10 @@ class CountedNumbers:
 
     def looks(self, mode: str, descriptions: Sequence[Description]) -> Looks:
         """What some microbatches look like in a mode of the modules."""
-        distinct = dict.fromkeys(descriptions)  # mostly one
+        distinct = {one: i for i, one in reversed(list(enumerate(descriptions)))}  # mostly one
         exact = {one: f"{mode} {one}" for one in distinct}
         counted = {one: f"{mode} {one.form} {self._counted(mode, one)}" if one.numbers else exact[one] for one in distinct}
-        numbered = {descriptions.index(one): (f"{mode} {one.form}", one.numbers) for one in distinct if one.numbers}
+        numbered = {i: (f"{mode} {one.form}", one.numbers) for one, i in reversed(distinct.items()) if one.numbers}
         return Looks([exact[one] for one in descriptions], [counted[one] for one in descriptions], numbered)
 
     def _counted(self, mode: str, description: Description) -> tuple[int | None, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -90,7 +90,7 @@ class _Look:
         elif isinstance(value, torch.Tensor):
             self.state[name, 0] = self._contents(value)
         elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-            self.state[name, 0] = (value.shape, value.tobytes() if value.nbytes <= EXACT_BYTES else float(np.sum(value)))
+            self.state[name, 0] = (value.shape, hash(value.tobytes()))
         elif id(value) not in self._seen and depth < MOST_DEPTH and len(self.state) < MOST_VALUES:
             self._seen[id(value)] = value
             for key, part in _parts_of(value):
@@ -99,7 +99,8 @@ class _Look:
     def _contents(self, tensor: torch.Tensor) -> object:
         if tensor.device.type == "meta":
             return None
-        return (tuple(tensor.shape), *(self._in_storage(storage) for storage in storages_of(tensor)))
+        shape = () if tensor.is_nested else tuple(tensor.shape)
+        return (shape, *(self._in_storage(storage) for storage in storages_of(tensor)))
 
     def _in_storage(self, storage: Storage) -> object:
         if storage._cdata not in self._storages:
@@ -116,9 +117,9 @@ def _compared(data: torch.Tensor) -> object:
 
 def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     """What is in a container or an object of the user's, with how it is reached."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):  # no other Mapping: those may make what is asked for
         yield "'s length", len(value)
-        yield from ((f"[{key!r}]" if isinstance(key, PLAIN) else f"[{i}]", part) for i, (key, part) in enumerate(value.items()))
+        yield from ((f"[{key!r}]" if isinstance(key, PLAIN) else f"[{i}]", part) for i, (key, part) in enumerate(dict.items(value)))
     elif isinstance(value, CONTAINERS):
         yield "'s length", len(value)
         yield from ((f"[{i}]", part) for i, part in enumerate(value))
@@ -132,6 +133,8 @@ def _is_torchs(kind: type) -> bool:
 
 
 def _state_of(generator: Any) -> object:
+    if isinstance(generator, random.SystemRandom):
+        return None  # it has none
     return _bytes_of_state(generator.get_state()) if isinstance(generator, torch.Generator) else pickle.dumps(generator)
 
 

@@ -313,6 +313,7 @@ class Keeps(Inner):
         self.norm = nn.BatchNorm1d(WIDTH)
         self.config = Meter()
         self.kept: dict[Any, Any] = {"nan": float("nan"), torch.float32: {1, 2}, "self": self, "array": np.zeros(3)}
+        self.others = [random.SystemRandom(), torch.zeros(2, device="meta"), torch.nested.nested_tensor([torch.zeros(2)]), object()]
         self.forwards, self.last = 0, torch.zeros(1)
 
     def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:

