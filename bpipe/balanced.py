@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,11 +17,16 @@ from bpipe.logs import RankLog
 from bpipe.loopback import LoopbackGroup
 from bpipe.measured import KnownShapes, Measured, Shapes
 from bpipe.memory.static import available_bytes, bytes_under, present_bytes, static_bytes
+from bpipe.plain_numbers import Looks
 from bpipe.policy import Budget, Policy
 from bpipe.report import Report
+from bpipe.runtime.observe import Observer
+from bpipe.runtime.ordered import OrderWatch
 from bpipe.runtime.run import Run
+from bpipe.runtime.shared import why_in_order
 from bpipe.schedule import Gather, Proven, Schedule, Step, StepKey
 from bpipe.schedules import Costs, Plan, finish
+from bpipe.schedules.action import COMPUTE
 from bpipe.schedules.communicate import computations_only
 from bpipe.schedules.destinations import Destinations
 from bpipe.schedules.one_at_a_time import one_at_a_time
@@ -38,11 +43,23 @@ class Balanced(Schedule):
     """A schedule whose ranks keep within a budget of bytes: what does not fit is evicted to ranks with room.
 
     The order of computations is the schedule's, and so are the gradients, to the bit. The first step, and each first one with
-    inputs of other shapes, runs one microbatch at a time, which needs no more memory than the later ones, and measures: ranks
+    inputs of other shapes, measures. It runs one microbatch at a time, which needs no more memory than the later steps: ranks
     take turns in it, so it may take p times as long. Before the second one the ranks exchange what they measured, make the plan
-    and prove it, the same on all. (Where stages that share a rank draw random numbers, as dropout does, they draw them in
-    another order in such a first step.) Sizes that grow although shapes are the same are noticed in microbatches that are
-    evicted, and measured anew.
+    and prove it, the same on all. Sizes that grow although shapes are the same are noticed in microbatches that are evicted, and
+    measured anew.
+
+    Where the order decides about results, a step that measures keeps the schedule's own, on all ranks: where stages of a rank
+    share a parameter or a buffer, or one of them has a Dropout, RReLU, RNN or MultiheadAttention that draws random numbers. What
+    only the step itself shows raises a StageError in the first microbatch that shows it, and `measure="in_order"` is the way
+    out: a backward that draws random numbers (torch's, Python's, NumPy's, a generator of the module), or that changes a
+    parameter, a buffer or an attribute of the module, which a later forward may read; with several stages on a rank, a forward
+    that draws, or a tensor in which gradients of two stages add up. bpipe does not see what only a global or a closure holds,
+    nor a forward that reads gradients or a backward that reads what later forwards change: such modules need
+    `measure="in_order"` too.
+
+    A whole number among the inputs (`step(x, it=step)`) counts as a part of their shapes until three of its values have taken
+    the same memory and messages; one that changes messages later, or lets evicted microbatches grow, counts again. True, text
+    and members of an IntEnum always count, and so does a number that stages hand on with their outputs.
 
     A rank's bytes are those of its parameters, gradients, buffers and the optimizer's states as they are before the second
     step, of what its modules hold besides, of the outputs and losses that a step returns, of saved activations, messages
@@ -72,12 +89,15 @@ class Balanced(Schedule):
             backward, on its own rank, with the same random numbers (torch's) and buffers. It costs a forward a microbatch and no
             transfer. Copies of buffers that a forward writes, such as BatchNorm's, are not in the plan's bytes. Stages next to
             each other on one rank, as in a V, keep theirs.
+        measure: "auto", or "in_order": steps that measure keep the schedule's own order in any case. They are balanced by count
+            then, as with budget=None, and need the memory for that: on one stage a rank, at most ceil((p+2)/2) microbatches.
 
     Raises:
         ConfigurationError: arguments that cannot work together, or a schedule that has run or is balanced already.
         BudgetError: a budget that cannot be met, when the sizes are known: here, or with measured ones on all ranks in the
             second step, before anything is sent.
         AgreementError: in the second step, replicas with different sizes.
+        StageError: in a step that measures, a computation whose results depend on the order; see above.
 
     Example:
         >>> import bpipe
@@ -107,28 +127,31 @@ class Balanced(Schedule):
         optimizer: torch.optim.Optimizer | None = None,
         replicas: Any = None,
         by: str = "evict",
+        measure: str = "auto",
     ) -> None:
         _check_unused(schedule)
         if replicas is not None and not isinstance(replicas, torch.distributed.ProcessGroup):
             raise ConfigurationError(f"replicas is a process group of torch.distributed, got {type(replicas).__qualname__}")
         to = Destinations() if to is None else to
         self.rule = schedule.rule
-        self._policy = Policy(budget=budget, parts=parts, inside=inside, to=to, costs=costs, sizes=sizes, by=by)
+        self._policy = Policy(budget=budget, parts=parts, inside=inside, to=to, costs=costs, sizes=sizes, by=by, measure=measure)
         self._policy.check(schedule.plan)
         self._is_lowest = budget == "lowest" or (budget == "auto" and schedule._transport.device.type != "cuda")
         self._reserve_bytes, self._optimizer, self._replicas = reserve_bytes, optimizer, replicas
         self._base = computations_only(schedule.plan)
         self._first_plan = self._plan_before_measuring()
-        self._measuring = None if self._first_plan is not None else finish(one_at_a_time(self._base))
+        self._one_at_a_time = None if self._first_plan is not None else finish(one_at_a_time(self._base))
+        self._in_order: Plan | None = None  # the other one that measures, where it was needed
         self._shapes = KnownShapes()
         self._revision = 0  # how often this rank has asked to measure anew
+        self._revisions: tuple[int, ...] = ()  # of all ranks, in the latest step that trained
         self._num_states: int | None = None  # of the optimizer, when they were counted last
         self._recent: deque[bool] = deque(maxlen=LATEST)  # whether the latest steps measured
         self._has_warned = False
         schedule.close()
         timeout_s, slow_s = schedule._waits
         super().__init__(*schedule._arguments, timeout_s=timeout_s, slow_s=slow_s)
-        self._memory.is_inside, self._memory.grows = inside, self._measuring is not None
+        self._memory.is_inside, self._memory.grows = inside, self._one_at_a_time is not None
         self._memory.most_parts = {s: parts if sizes is None else len(sizes.stages[s].parts) for s in self._stages}
         asked = f"{self._policy} {replicas is not None}"
         for is_training, (plan, fingerprint) in self._plans.items():
@@ -148,29 +171,63 @@ class Balanced(Schedule):
     def _make_plan(self, *_: Any) -> Plan:
         return finish(self._base) if self._first_plan is None else self._first_plan
 
-    def _record(self, is_training: bool, signature: bytes) -> Record:
+    def _record(self, is_training: bool, looks: Looks) -> Record:
         if self._num_states is not None and self._num_states != self._count_states():
             self._measure_anew("the optimizer has states that were not counted")
             self._num_states = None
-        return super()._record(is_training, signature)._replace(revision=self._revision)
+        return super()._record(is_training, looks)._replace(revision=self._revision)
 
     def _count_states(self) -> int:
         return 0 if self._optimizer is None else len(self._optimizer.state)
 
-    def _plan_to_run(self, step: Step, key: StepKey, revisions: tuple[int, ...], gather: Gather) -> Plan:
-        if not step.is_training or self._measuring is None:
+    def _plan_to_run(self, step: Step, records: Sequence[Record], gather: Gather) -> Plan:
+        if not step.is_training or self._one_at_a_time is None:
             return step.plan
+        key = (True, tuple(record.form for record in records))
         shapes = self._shapes.of(key)
+        revisions = tuple(record.revision for record in records)
         if shapes.revise(revisions):
             self._memory.kinds.clear()
+        if revisions != self._revisions:  # some rank's microbatches take more, for whatever reason
+            self._revisions = revisions
+            self._numbers.count_again(step.looks)
         self._warn_if_often(shapes.measured is None)
         if shapes.measured is None:
-            if len(self._shapes) > 1:
-                self._say("new shapes or sizes: this step runs one microbatch at a time and measures them")
-            self.plan = self._measuring
+            self.plan = self._plan_to_measure(gather)
         else:
             shapes.plan = self.plan = shapes.plan or self._planned(key, gather)
         return self.plan
+
+    def _plan_to_measure(self, gather: Gather) -> Plan:
+        """The plan of a step that measures: one microbatch at a time, if that gives the same results on all ranks."""
+        assert self._one_at_a_time is not None, "nothing is measured where sizes are known"
+        if self._policy.measure == "in_order":
+            reasons = ["as it was asked for"]
+        else:
+            reasons = [reason for reason in (data.decode() for data in gather(lambda one: one._needs_order())) if reason]
+        if len(self._shapes) > 1 or reasons:
+            how = f"in the schedule's own order ({reasons[0]})" if reasons else "one microbatch at a time"
+            self._say(f"new shapes or sizes: this step runs {how} and measures them")
+        if not reasons:
+            return self._one_at_a_time
+        if self._in_order is None:
+            self._in_order = self._made_once("in order", lambda: self._policy.plan_by_count(self._base))
+        return self._in_order
+
+    def _needs_order(self) -> bytes:
+        return why_in_order(self._stages, self._loss_fn, shares_random=self._shares_random()).encode()
+
+    def _shares_random(self) -> bool:
+        """Whether this rank's forwards and those of another stage draw from the same random numbers."""
+        with_ranks = isinstance(self.group, LoopbackGroup) and not self.group.loopback.own_random_state
+        return self.plan.num_stages > 1 if with_ranks else len(self._stages) > 1
+
+    def _observer_of(self, step: Step, plan: Plan) -> Observer | None:
+        shares_random = self._shares_random()
+        is_alike = not shares_random and _computed(plan, self._plan_rank) == _computed(self._base, self._plan_rank)
+        if plan is not self._one_at_a_time or is_alike:
+            return self._observer
+        return OrderWatch(self._stages, step.job, self._transport.device, shares_random=shares_random, inner=self._observer)
 
     def _warn_if_often(self, measures: bool) -> None:
         """Say once that nearly all of the latest steps have measured."""
@@ -186,15 +243,21 @@ class Balanced(Schedule):
             )
 
     def _finish(self, step: Step, run: Run, started: float) -> None:
-        if run.plan is self._measuring:
+        if step.is_training and (run.plan is self._one_at_a_time or run.plan is self._in_order):
             ledger, returned = run.evictions.ledger, bytes_under(run.compute.kept(), run.device)
             self._shapes.latest().measured = Measured(
                 stages=run.evictions.settled(), held_bytes=ledger.held_bytes, returned_bytes=returned
             )
-        elif self._measuring is not None and run.plan.sizes is not None:
+        elif self._one_at_a_time is not None and run.plan.sizes is not None:
             for stage in self._shapes.latest().outgrown(run.plan.sizes, run.evictions.ledger.footprints):
                 self._measure_anew(f"a microbatch of stage {stage} saves more than planned")
         super()._finish(step, run, started)
+
+    def _learn_numbers(self, looks: Looks, run: Run) -> bool:
+        counts_again = super()._learn_numbers(looks, run)
+        if counts_again:
+            self._measure_anew("a plain number among the inputs has changed what a microbatch takes")
+        return counts_again
 
     def _measure_anew(self, why: str) -> None:
         self._revision += 1
@@ -238,10 +301,12 @@ class Balanced(Schedule):
 
     def _made_plan(self, sizes: Sizes, budgets: Sequence[int | None] | None) -> Plan:
         """The plan for some sizes; ranks of a loopback, which are one process, make it once."""
-        asked = (self._policy, self._base, sizes, budgets)
+        return self._made_once((sizes, budgets), lambda: self._policy.plan_in_bytes(self._base, sizes, budgets))
+
+    def _made_once(self, asked: object, make: Callable[[], Plan]) -> Plan:
         if isinstance(self.group, LoopbackGroup):
-            return self.group.loopback.once(asked, lambda: self._policy.plan_in_bytes(*asked[1:]))
-        return self._policy.plan_in_bytes(*asked[1:])
+            return self.group.loopback.once((self._policy, self._base, asked), make)
+        return make()
 
     def _report(self, key: StepKey) -> bytes:
         """What this rank tells the others: its stages' sizes, its static bytes and its budget, or why it cannot go on."""
@@ -280,6 +345,11 @@ class Balanced(Schedule):
 
     def _log(self) -> RankLog:
         return RankLog(self._group_ranks[self._plan_rank])
+
+
+def _computed(plan: Plan, rank: int) -> list[tuple[object, ...]]:
+    """What a rank computes, in order."""
+    return [action[:3] for action in plan.actions[rank] if action.op in COMPUTE]
 
 
 def _check_unused(schedule: object) -> None:

@@ -57,7 +57,7 @@ class Microbatches(NamedTuple):
     targets: list[Any] | None
     are_alike: bool  # cut here, into equal parts
 
-    def descriptions(self) -> list[str]:
+    def descriptions(self) -> list[mb.Description]:
         """What each microbatch looks like."""
         each = zip(self.args, self.kwargs, self.targets or [None] * len(self.args))
         return [mb.describe(next(each))] * len(self.args) if self.are_alike else list(map(mb.describe, each))

@@ -66,7 +66,7 @@ class Loopback:
         if num_ranks < 1:
             raise ConfigurationError(f"num_ranks={num_ranks}: give a whole number of at least 1")
         self.num_ranks = num_ranks
-        self._own_random_state = own_random_state
+        self.own_random_state = own_random_state
         self._random = [_RandomState() for _ in range(num_ranks)]
         self._streams: dict[_Lane, torch.cuda.Stream] = {}
         self._order: tuple[Plan | None, list[tuple[int, Action]]] = (None, [])
@@ -181,7 +181,7 @@ class Loopback:
             torch.cuda.current_stream(lane.device).wait_stream(self._streams[lane])
 
     def _random_numbers(self, rank: int, device: torch.device) -> AbstractContextManager[Any]:
-        return self._random[rank].active(device) if self._own_random_state else nullcontext()
+        return self._random[rank].active(device) if self.own_random_state else nullcontext()
 
     def _on_stream(self, lane: _Lane) -> AbstractContextManager[Any]:
         return keeping(torch.cuda.stream(self._streams[lane])) if lane.device.type == "cuda" else nullcontext()

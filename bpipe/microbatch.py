@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
 
@@ -118,10 +119,26 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
 
 
-def describe(value: Any) -> str:
+class Description(NamedTuple):
+    """What a nest looks like: its shapes, dtypes and plain values, with # in place of whole numbers, and those beside it."""
+
+    form: str
+    numbers: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.form} {self.numbers}" if self.numbers else self.form
+
+
+def describe(value: Any) -> Description:
     """The shapes, dtypes and plain values of a nest: equal for two that need the same memory and messages."""
     leaves, tree = tree_flatten(value)
-    return "|".join([str(tree), *map(_describe_leaf, leaves)])
+    numbers = tuple([int(leaf) for leaf in leaves if _is_number(leaf)])
+    return Description("|".join([str(tree), *("#" if _is_number(leaf) else _describe_leaf(leaf) for leaf in leaves)]), numbers)
+
+
+def _is_number(leaf: Any) -> bool:
+    """Whether it is a whole number that may count something: True and members of an IntEnum select something."""
+    return type(leaf) is int or isinstance(leaf, np.integer)
 
 
 def _describe_leaf(leaf: Any) -> str:

@@ -17,6 +17,7 @@ __all__: list[str] = []
 Budget = int | Sequence[int | None] | str | None
 NAMED = ("auto", "lowest")
 WAYS = ("evict", "recompute")
+MEASURES = ("auto", "in_order")
 MOST_PARTS = 64  # of a microbatch: more gain nothing more
 
 
@@ -31,6 +32,7 @@ class Policy:
     costs: Costs | None
     sizes: Sizes | None
     by: str = "evict"
+    measure: str = "auto"
 
     def check(self, plan: Plan) -> None:
         """Raise unless all of it fits together, and a plan.
@@ -44,6 +46,8 @@ class Policy:
             raise ConfigurationError("inside=True moves parts of microbatches inside forwards and backwards: give parts=2 or more")
         if self.by not in WAYS:
             raise ConfigurationError(f"by={self.by!r}: choose 'evict' or 'recompute'")
+        if self.measure not in MEASURES:
+            raise ConfigurationError(f"measure={self.measure!r}: choose 'auto' or 'in_order'")
         if self.by == "recompute":
             self._check_recomputing()
         self._check_budget(plan.num_ranks)
@@ -68,6 +72,7 @@ class Policy:
 
     def _check_nothing_else(self) -> None:
         given = {"parts": self.parts > 1, "inside": self.inside, "costs": self.costs is not None, "sizes": self.sizes is not None}
+        given["measure"] = self.measure != "auto"
         unused = [name for name, is_given in given.items() if is_given]
         if unused:
             raise ConfigurationError(

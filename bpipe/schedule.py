@@ -29,6 +29,7 @@ from bpipe.errors import AgreementError, CommError, ConfigurationError, Pipeline
 from bpipe.loopback import Loopback, LoopbackGroup
 from bpipe.memory.ledger import Ledger
 from bpipe.memory.static import static_bytes
+from bpipe.plain_numbers import CountedNumbers, Looks
 from bpipe.runtime.compute import Job
 from bpipe.runtime.evictions import Memory
 from bpipe.runtime.lanes import Lanes
@@ -68,6 +69,7 @@ class Step(NamedTuple):
     parts: Mapping[int, Parts]
     losses: list[torch.Tensor] | None
     is_training: bool
+    looks: Looks
 
 
 class Schedule:
@@ -132,6 +134,7 @@ class Schedule:
         self._group_ranks: list[int] = []
         self._memory = Memory()
         self._learned: OrderedDict[StepKey, Layouts] = OrderedDict()
+        self._numbers = CountedNumbers()
         self._lanes = Lanes(self._transport.device)
         self._num_steps = 0
         self._running = threading.Lock()
@@ -261,22 +264,21 @@ class Schedule:
         keeps_outputs = call.return_outputs and holds_last_stage
         parts = {index: stage.parts() for index, stage in self._stages.items()}
         mode = " ".join([*(stage.mode(parts[index]) for index, stage in self._stages.items()), str(keeps_outputs)])
-        texts = inputs.descriptions()
-        described = {text: f"{mode} {text}" for text in dict.fromkeys(texts)}  # mostly one
+        looks = self._numbers.looks(mode, inputs.descriptions())
         job = Job(
             args=inputs.args,
             kwargs=inputs.kwargs,
             targets=inputs.targets,
-            descriptions=[described[text] for text in texts],
+            descriptions=looks.counted,
             loss_fn=self._loss_fn,
             loss_kwargs=call.loss_kwargs or {},
             loss_scale=self._loss_scale,
             keeps_outputs=keeps_outputs,
         )
-        record = self._record(is_training, mb.digest(job.descriptions)).pack()
-        return Step(record, self._plans[is_training].plan, job, parts, call.losses, is_training)
+        record = self._record(is_training, looks).pack()
+        return Step(record, self._plans[is_training].plan, job, parts, call.losses, is_training, looks)
 
-    def _record(self, is_training: bool, signature: bytes) -> Record:
+    def _record(self, is_training: bool, looks: Looks) -> Record:
         plan, fingerprint = self._plans[is_training]
         return Record(
             version=__version__,
@@ -288,9 +290,10 @@ class Schedule:
             num_ranks=plan.num_ranks,
             num_microbatches=plan.num_microbatches,
             pipeline=self._transport.identity,
-            signature=signature,
+            signature=(signature := mb.digest(looks.exact)),
             stages=tuple(sorted(self._stages)),
             cut=next((cut.digest for stage in self._stages.values() if (cut := cut_of(stage.submod)) is not None), UNKNOWN),
+            form=mb.digest(looks.counted) if looks.numbered else signature,
         )
 
     def _agreed(self, step: Step, packed: Sequence[bytes], gather: Gather) -> Run:
@@ -300,7 +303,7 @@ class Schedule:
         if not self._group_ranks:
             self._place(records)
         key = (step.is_training, tuple(record.signature for record in records))
-        plan = self._plan_to_run(step, key, tuple(record.revision for record in records), gather)
+        plan = self._plan_to_run(step, records, gather)
         self._connect(plan)
         is_learning = key not in self._learned
         layouts = self._learned.setdefault(key, {})
@@ -319,8 +322,12 @@ class Schedule:
             is_learning=is_learning,
             memory=self._memory,
             name=f"rank {self._group_ranks[self._plan_rank]}",
-            observer=self._observer,
+            observer=self._observer_of(step, plan),
         )
+
+    def _observer_of(self, step: Step, plan: Plan) -> Observer | None:
+        """Who follows a step that runs a plan."""
+        return self._observer
 
     def _place(self, records: Sequence[Record]) -> None:
         """Learn which rank of the group holds which of the plan's ranks, and open the channels."""
@@ -329,12 +336,16 @@ class Schedule:
         self._group_ranks = [owner[stage_of[rank]] for rank in range(self.plan.num_ranks)]
         self._connect(self.plan)
 
-    def _plan_to_run(self, step: Step, key: StepKey, revisions: tuple[int, ...], gather: Gather) -> Plan:
-        """The plan of a step whose inputs look so on all ranks. Collective where it calls `gather`."""
+    def _plan_to_run(self, step: Step, records: Sequence[Record], gather: Gather) -> Plan:
+        """The plan of a step that all ranks have described. Collective where it calls `gather`."""
         return step.plan
 
     def _report(self, key: StepKey) -> bytes:
         """What this rank tells the others before a plan is made for inputs that look so."""
+        raise NotImplementedError
+
+    def _needs_order(self) -> bytes:
+        """Why this rank cannot measure one microbatch at a time, if it knows of a reason."""
         raise NotImplementedError
 
     def _connect(self, plan: Plan) -> None:
@@ -351,11 +362,19 @@ class Schedule:
         self.ledger = run.evictions.ledger
         if self._static_bytes is None:
             self._static_bytes = static_bytes(self._modules(), self._transport.device)
+        if step.is_training:
+            self._learn_numbers(step.looks, run)
         self.stats = self._counted.of(run, self._static_bytes, time.perf_counter() - started)
         if self._observer is not None:
             self._observer.finished(run, self.stats)
         if run.holds_last_stage and step.losses is not None:
             step.losses[:] = run.compute.losses
+
+    def _learn_numbers(self, looks: Looks, run: Run) -> bool:
+        """See which plain numbers among the inputs decide what microbatches take on this rank; whether some do that did not."""
+        news = [(microbatch, *one) for microbatch, one in looks.numbered.items() if self._numbers.is_news(*one)]
+        count_again = [self._numbers.learn(form, numbers, run.taken(microbatch)) for microbatch, form, numbers in news]
+        return any(count_again)
 
     def _result(self, run: Run) -> Any:
         """What the step returns."""

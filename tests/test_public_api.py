@@ -26,7 +26,7 @@ ADVISE = (
     "progress)"
 )
 SIGNATURES = {
-    "Balanced": "(schedule, budget, parts, inside, to, costs, sizes, reserve_bytes, optimizer, replicas, by)",
+    "Balanced": "(schedule, budget, parts, inside, to, costs, sizes, reserve_bytes, optimizer, replicas, by, measure)",
     "BalancedOneFOneB": SCHEDULE,
     "BreadthFirst": STAGES,
     "DualPipeV": STAGES,

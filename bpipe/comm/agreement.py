@@ -12,9 +12,9 @@ from bpipe.errors import AgreementError, CommError
 __all__: list[str] = []
 
 MOST_STAGES = 64  # on one rank
-HEAD = struct.Struct("<6sH16s32s16sBQIIII16sI16s")
+HEAD = struct.Struct("<6sH16s32s16sBQIIII16sI16s16s")
 INDEX = struct.Struct("<I")  # of each stage, behind the head
-MAGIC = b"bpipe\4"
+MAGIC = b"bpipe\5"
 
 
 class Record(NamedTuple):
@@ -33,6 +33,7 @@ class Record(NamedTuple):
     stages: tuple[int, ...]  # that this rank holds
     revision: int = 0  # how often this rank has asked to measure its microbatches anew
     cut: bytes = UNKNOWN  # 16 bytes: how the model was cut into stages
+    form: bytes = bytes(16)  # the signature without the plain numbers among the inputs that do not decide what is saved
 
     def pack(self) -> bytes:
         head = HEAD.pack(
@@ -50,6 +51,7 @@ class Record(NamedTuple):
             self.signature,
             self.revision,
             self.cut,
+            self.form,
         )
         return head + b"".join(map(INDEX.pack, self.stages))
 
@@ -62,8 +64,8 @@ class Record(NamedTuple):
         """
         if len(data) < HEAD.size:
             raise CommError(f"an agreement record has {len(data)} bytes, expected {HEAD.size} or more")
-        magic, count, version, schedule, fingerprint, is_training, step, *counts, signature, revision, cut = HEAD.unpack_from(data)
-        num_stages, num_ranks, num_microbatches, pipeline = counts
+        magic, count, version, schedule, fingerprint, is_training, step, *numbers = HEAD.unpack_from(data)
+        num_stages, num_ranks, num_microbatches, pipeline, signature, revision, cut, form = numbers
         if magic == MAGIC and len(data) != HEAD.size + INDEX.size * count:
             raise CommError(f"an agreement record of {count} stages has {len(data)} bytes")
         if magic != MAGIC or count > MOST_STAGES or num_stages < 1:
@@ -82,6 +84,7 @@ class Record(NamedTuple):
             stages=tuple(index for (index,) in INDEX.iter_unpack(data[HEAD.size :])),
             revision=revision,
             cut=cut,
+            form=form,
         )
 
 

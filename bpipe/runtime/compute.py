@@ -132,6 +132,10 @@ class Compute:
         self._foreign: dict[int, str] | None = None
         self._foreign_alive: list[StorageWeakRef] = []
 
+    def edges(self, key: Key) -> list[GradientEdge]:
+        """Where the backward of a microbatch will begin."""
+        return self._graphs[key].edges
+
     def kept(self) -> list[torch.Tensor]:
         """The tensors that the step will return to the user."""
         return mb.tensors_in([self.outputs, self.losses])
@@ -191,7 +195,7 @@ class Compute:
         target = self._job.targets[microbatch] if stage.is_last and self._job.targets is not None else None
         given = mb.tensors_in([inputs.args, self._job.kwargs[microbatch], target, dict(self._job.loss_kwargs)])
         equalise_buffers(self._parts[action.stage].modules)
-        running = [stage.submod, *(_modules_of(self._job.loss_fn) if stage.is_last else ())]
+        running = [stage.submod, *(modules_of(self._job.loss_fn) if stage.is_last else ())]
         writing = self._writing.setdefault(action.stage, Writing(running))
         rerun = Rerun(f"microbatch {microbatch} of stage {action.stage}", given, writing, self._traffic.transport.device)
         self._reruns[action[1:3]] = rerun, mail
@@ -341,7 +345,7 @@ class Compute:
             self._traffic.outgoing[send] = (layout, list(tensors))
 
 
-def _modules_of(loss_fn: Any) -> Iterator[torch.nn.Module]:
+def modules_of(loss_fn: Any) -> Iterator[torch.nn.Module]:
     """The module that a loss function is, or a method of."""
     owner = getattr(loss_fn, "__self__", loss_fn)
     if isinstance(owner, torch.nn.Module):

@@ -231,7 +231,12 @@ class Evictions:
 
     def predicted(self) -> dict[Key, Footprint]:
         """The footprint of each microbatch, if it is like the first of its kind that was measured."""
-        return {key: self._memory.kinds[kind].settled or self._first[kind] for key, kind in self._kinds.items()}
+        return {key: self.footprint(key) for key in self._kinds}
+
+    def footprint(self, key: Key) -> Footprint:
+        """That of a microbatch, likewise."""
+        kind = self._kinds[key]
+        return self._memory.kinds[kind].settled or self._first[kind]
 
     def settled(self) -> dict[int, StageSizes]:
         """For each stage, sizes that cover this step's microbatches as they were before their backward."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 
 import torch
 
@@ -43,6 +43,11 @@ class Messages:
         self._versions: dict[tuple[Op, int, int], list[tuple[torch.Tensor, int]]] = {}
         self._landing: dict[tuple[Op, int, int], tuple[Layout, list[torch.Tensor | None]]] = {}
         self._unlearned: dict[Channel, deque[Action]] = defaultdict(deque)
+
+    def agreed(self, microbatch: int, stages: Iterable[int]) -> list[Layout | None]:
+        """The messages of a microbatch on either side of some stages, once it has run."""
+        sides = dict.fromkeys(side for stage in stages for side in (stage - 1, stage))
+        return [self._layouts.get((purpose, side, microbatch)) for side in sides for purpose in (Purpose.FORWARD, Purpose.BACKWARD)]
 
     def send(self, action: Action) -> None:
         layout, tensors = self._traffic.outgoing.pop(action[:3])

@@ -58,6 +58,7 @@ class Run:
         observer: Observer | None = None,
     ) -> None:
         self.plan, self.rank, self.step, self.device, self._name = plan, rank, step, transport.device, name
+        self._stages = tuple(stages)
         self.holds_last_stage = any(stage.is_last for stage in stages.values())
         self.traffic = Traffic(transport, rank, step, stages)
         self.sharding = Sharding(parts, plan.actions[rank])
@@ -92,6 +93,11 @@ class Run:
             yield
         finally:
             self._advance = None
+
+    def taken(self, microbatch: int) -> object:
+        """What a microbatch has taken on this rank: its memory and its messages, to be compared with another's."""
+        sizes = [(stage, self.evictions.footprint((stage, microbatch)).sizes()) for stage in self._stages]
+        return sizes, self._messages.agreed(microbatch, self._stages)
 
     def _acceptor(self, action: Action) -> Acceptor:
         assert action.peer is not None

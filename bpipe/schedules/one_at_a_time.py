@@ -24,8 +24,9 @@ HALVES = (Op.I, Op.W)
 def one_at_a_time(plan: Plan) -> Plan:
     """The computations of another plan's stages, on the same ranks, one microbatch after the other.
 
-    Each stage takes its microbatches in the same order, so gradients add up to the same bits. Where the plan gathers weights,
-    they are gathered for each computation, and gradients are reduced once.
+    Each stage takes its microbatches in the same order, so gradients add up to the same bits, as long as the stage minds neither
+    the other stages of its rank nor whether a backward comes before the next forward (`runtime/ordered.py` looks). Where the plan
+    gathers weights, they are gathered for each computation, and gradients are reduced once.
     """
     is_sharded = any(action.op in SHARDING for lane in plan.actions for action in lane)
     halved = {action.stage for lane in plan.actions for action in lane if action.op is Op.I}

@@ -26,6 +26,7 @@ RECORDS = st.builds(
     stages=st.lists(st.integers(0, 2**32 - 1), max_size=MOST_STAGES).map(tuple),
     revision=st.integers(0, 2**32 - 1),
     cut=st.binary(min_size=16, max_size=16),
+    form=st.binary(min_size=16, max_size=16),
 )
 BASE = Record("1.0", "1f1b", "ab" * 16, True, 3, 3, 3, 8, 1, bytes(16), (0,))
 

@@ -147,13 +147,18 @@ def pipeline(
     schedule: Any, modules: Sequence[nn.Module], loss_fn: Callable[..., Any], m: int = M
 ) -> tuple[bpipe.Loopback, list[Any]]:
     """A loopback of the stages, one or two on a rank, and a schedule for each of its ranks."""
-    is_single = schedule in list(ONE_STAGE.values())
+    is_single = _class_of(schedule) in map(_class_of, ONE_STAGE.values())
     loopback = bpipe.Loopback(len(modules) if is_single else len(modules) // 2)
     stages = [
         [bpipe.PipelineStage(modules[i], i, len(modules), "cpu", loopback.rank(rank)) for i in held]
         for rank, held in enumerate(held_by(schedule, loopback.num_ranks, len(modules)))
     ]
     return loopback, [schedule(of_rank, m, loss_fn=loss_fn) for of_rank in stages]
+
+
+def _class_of(schedule: Any) -> Any:
+    """The schedule's class, under `Balanced` too."""
+    return schedule.schedule if isinstance(schedule, Over) else schedule
 
 
 def _finished(result: Result, modules: Sequence[nn.Module]) -> Result:

@@ -1,0 +1,113 @@
+"""A step in another order than the schedule's: raise where what the computations do depends on their order.
+
+One microbatch after the other, each stage has its microbatches in the schedule's order, forwards and backwards each for
+themselves. What a forward draws or reads is the same as long as no backward draws or writes it, and no other stage's forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge
+from torch.utils._pytree import tree_leaves
+
+from bpipe.errors import StageError
+from bpipe.memory.nodes import nodes_behind
+from bpipe.runtime.compute import Job, modules_of
+from bpipe.runtime.observe import Observer
+from bpipe.runtime.run import Run
+from bpipe.runtime.state import State, changed, modules_state, random_state
+from bpipe.schedules import Action, Op
+from bpipe.stage import PipelineStage
+
+__all__: list[str] = []
+
+BACKWARDS = (Op.B, Op.I, Op.W)
+
+
+class OrderWatch(Observer):
+    """Looks at random numbers and at what the modules keep, before and after each computation of one rank.
+
+    Args:
+        stages: on this rank, by index.
+        job: what the step is given.
+        device: where it computes.
+        shares_random: whether forwards of several stages draw from the same random numbers.
+        inner: who else follows the step.
+
+    Raises:
+        StageError: from `after`, a computation drew or wrote what the order decides about.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, PipelineStage],
+        job: Job,
+        device: torch.device,
+        *,
+        shares_random: bool,
+        inner: Observer | None,
+    ) -> None:
+        self._stages, self._job, self._device = stages, job, device
+        self._shares_random, self._inner = shares_random, Observer() if inner is None else inner
+        self._found: tuple[State, State] = {}, {}
+        self._leaves: dict[int, int] = {}  # the stage whose graph leads to each
+
+    def started(self, run: Run) -> None:
+        self._inner.started(run)
+
+    def before(self, run: Run, action: Action) -> None:
+        if self._is_watched(action):
+            self._found = self._look(action)
+        self._inner.before(run, action)
+
+    def after(self, run: Run, action: Action) -> None:
+        self._inner.after(run, action)
+        if action.op is Op.F and len(self._stages) > 1 and not action.microbatch:
+            self._check_leaves(action, run.compute.edges(action[1:3]))
+        if not self._is_watched(action):
+            return
+        random, kept = map(changed, self._found, self._look(action))
+        if random is not None:
+            raise _refusal(action, f"draws random numbers ({random})")
+        if kept is not None and action.op in BACKWARDS:
+            raise _refusal(action, f"changes {kept}")
+
+    def _check_leaves(self, action: Action, edges: Iterable[GradientEdge]) -> None:
+        """Raise if gradients of two stages add up in one tensor: a keyword argument, say, or a weight that the loss closes over."""
+        for leaf in (getattr(node, "variable", None) for node in nodes_behind(edges)):
+            other = self._leaves.setdefault(id(leaf), action.stage)
+            if leaf is not None and other != action.stage:
+                raise _refusal(action, f"uses a tensor of shape {list(leaf.shape)} that needs a gradient, as stage {other} does")
+
+    def _is_watched(self, action: Action) -> bool:
+        return action.op in BACKWARDS or (action.op is Op.F and self._shares_random)
+
+    def _look(self, action: Action) -> tuple[State, State]:
+        """The random numbers, and what else the modules of an action's stage keep."""
+        kept, generators = modules_state(self._modules(action.stage), self._given(action.microbatch))
+        return {**random_state(self._device), **generators}, kept
+
+    def _modules(self, index: int) -> Iterator[tuple[str, nn.Module]]:
+        stage = self._stages[index]
+        yield from stage.submod.named_modules()
+        if stage.is_last:
+            yield from ((f"loss_fn.{name}", part) for loss in modules_of(self._job.loss_fn) for name, part in loss.named_modules())
+
+    def _given(self, microbatch: int) -> Iterable[Any]:
+        """What the microbatches get alike, as it is repeated and not cut."""
+        targets = () if self._job.targets is None else self._job.targets[microbatch]
+        given = [self._job.args[microbatch], self._job.kwargs[microbatch], targets, dict(self._job.loss_kwargs)]
+        return [leaf for leaf in tree_leaves(given) if not isinstance(leaf, torch.Tensor)]
+
+
+def _refusal(action: Action, what: str) -> StageError:
+    half = {Op.F: "forward", Op.I: "backward, its input half,", Op.W: "backward, its weight half,"}.get(action.op, "backward")
+    return StageError(
+        f"stage {action.stage}, microbatch {action.microbatch}: the {half} {what}, and this step, which measures, runs one "
+        "microbatch at a time: what it computes would not be what the schedule's own order does. "
+        "Give Balanced measure='in_order'"
+    )
