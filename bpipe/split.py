@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, register
 from bpipe.autograd import Alone, Box, go_on, run_backward
 from bpipe.errors import SavedTensorError, StageError
 from bpipe.memory.nodes import saved_by
-from bpipe.memory.stash import Saved
+from bpipe.memory.stash import FORGOTTEN, Saved
 
 __all__: list[str] = []
 
@@ -61,15 +61,24 @@ class _Branch:
             handle.remove()
             self.is_early = True
 
-    def run(self, alone: Alone) -> None:
-        """Take the gradients to the leaves, if any have come."""
-        if not self.gradients:
-            return
+    def keep(self, gradients: Gradients) -> None:
+        """Wait with these, of the same values."""
+        self._check_unchanged()
+        self.gradients[:] = gradients
+        self._versions[:] = _versions(gradients)
+
+    def _check_unchanged(self) -> None:
         if self._versions != _versions(self.gradients):
             raise StageError(
                 "a gradient was changed in place between the two halves of a backward, by a hook perhaps: "
                 "let the hook return a new tensor, as torch asks for, or use a schedule with whole backwards"
             )
+
+    def run(self, alone: Alone) -> None:
+        """Take the gradients to the leaves, if any have come."""
+        if not self.gradients:
+            return
+        self._check_unchanged()
         node, starts = self.nodes[0], set(self.starts)
         following = enumerate(node.next_functions)
         edges = {index: GradientEdge(start, nr) for index, (start, nr) in following if start is not None and start in starts}
@@ -93,6 +102,9 @@ class _Outside(_Branch):
 
     def watch(self) -> None:
         """Nothing: the gradients are there already."""
+
+    def keep(self, gradients: Gradients) -> None:
+        self.gradients[:] = gradients
 
     def run(self, alone: Alone) -> None:
         run_backward(self._edges, self.gradients)
@@ -121,6 +133,12 @@ class WeightHalf:
     def gradients(self) -> list[torch.Tensor]:
         """Those that it keeps until it runs."""
         return [gradient for branch in self._branches for gradient in branch.gradients if gradient is not None]
+
+    def replace(self, gradients: Iterable[torch.Tensor | None]) -> None:
+        """Keep others in place of `gradients()`, of the same values."""
+        others = iter(gradients)
+        for branch in self._branches:
+            branch.keep([None if gradient is None else next(others) for gradient in branch.gradients])
 
     def leads_to(self, leaves: Set[Node]) -> bool:
         """Whether it has gradients for some of these, as far as is known."""
@@ -259,6 +277,4 @@ def _nothing(_: torch.Tensor) -> None:
 
 
 def _gone(_: None) -> torch.Tensor:
-    raise SavedTensorError(
-        "a stage's graph is used a second time, after its backward. Compute what microbatches share anew in each forward."
-    )
+    raise SavedTensorError(FORGOTTEN)

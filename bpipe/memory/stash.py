@@ -25,13 +25,16 @@ from bpipe.memory.storages import Held, Storage, keys_of, owners, settle, shares
 __all__: list[str] = []
 
 
+FORGOTTEN = "a stage's graph is used a second time, after its backward. Compute what microbatches share anew in each forward."
+
+
 class Saved:
     """What a saved-tensor hook hands to autograd: an alias of the tensor, its version, and its place in the order of saving."""
 
-    __slots__ = ("__weakref__", "is_away", "is_no_alias", "order", "tensor", "version")
+    __slots__ = ("__weakref__", "is_away", "is_forgotten", "is_no_alias", "order", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, order: int) -> None:
-        self.order, self.is_away = order, False
+        self.order, self.is_away, self.is_forgotten = order, False, False
         self.tensor = tensor if isinstance(tensor, torch.nn.Parameter) else tensor.detach()
         self.version = tensor._version
         self.is_no_alias = shares_parts(self.tensor, tensor)
@@ -43,7 +46,7 @@ class Saved:
 
     def forget(self) -> None:
         """Give the memory up, of which no backward will ask again."""
-        self.tensor = self.tensor.new_empty(0)
+        self.tensor, self.is_forgotten = torch.empty(0, device="cpu"), True
 
 
 class Cached(NamedTuple):
@@ -61,7 +64,7 @@ class _Taken(Saved):
 
     def __init__(self, tensor: torch.Tensor, version: int, guard: Saved) -> None:
         self.order, self.tensor, self.version, self._guard = guard.order, tensor, version, guard
-        self.is_away, self.is_no_alias = guard.is_away, False
+        self.is_away, self.is_forgotten, self.is_no_alias = guard.is_away, False, False
 
     @property
     def guard(self) -> Saved:
@@ -202,6 +205,8 @@ class Stash:
         return saved
 
     def _unpack(self, saved: Saved) -> torch.Tensor:
+        if saved.is_forgotten:
+            raise SavedTensorError(FORGOTTEN)
         self._check_unchanged(saved)
         if self.pieces is not None:
             self.pieces.reach(self._part(saved.order))

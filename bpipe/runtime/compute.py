@@ -21,7 +21,7 @@ from bpipe.errors import StageError
 from bpipe.memory.ledger import Key
 from bpipe.memory.storages import keys_of, storages_of
 from bpipe.runtime.evictions import Evictions
-from bpipe.runtime.new_gradients import NewGradients
+from bpipe.runtime.new_gradients import NewGradients, owned
 from bpipe.runtime.pieces import PiecesOf
 from bpipe.runtime.replicated import equalise_buffers
 from bpipe.runtime.rerun import Rerun, Writing
@@ -297,9 +297,11 @@ class Compute:
             half = WeightHalf()
         else:
             half = run_input_half(graph.edges, gradients, graph.box, partial(self._finish_halves, action.stage))
+        del gradients
+        half.replace(owned(half.gradients(), beside=graph.box.gradients))
         self._halves[action[1:3]] = half
         self._new_gradients.separate(action.stage)
-        evictions.after_input_half(action[1:3], self._halves[action[1:3]].gradients())
+        evictions.after_input_half(action[1:3], half.gradients())
         self._hand_back(graph.box, action[1:3])
 
     def _finish_halves(self, stage: int, leaves: Set[Node]) -> None:
@@ -328,7 +330,8 @@ class Compute:
         stage, microbatch = key
         if stage == 0:
             return
-        sent = [None if gradient is None else dense(gradient) for gradient in box.gradients]
+        waiting = keys_of(self._halves[key].gradients()) if key in self._halves else set()  # and may become a `.grad`, too
+        sent = [None if gradient is None else dense(gradient) for gradient in owned(box.gradients, waiting)]
         box.gradients.clear()  # the graph keeps the box until a weight half has run
         layout = Layout("", tuple(None if gradient is None else meta_of(gradient, requires_grad=False) for gradient in sent))
         self._pass((Op.SEND_B, *key), (Op.B, stage - 1, microbatch), layout, sent)
