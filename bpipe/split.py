@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, register
 from bpipe.autograd import Alone, Box, go_on, run_backward
 from bpipe.errors import SavedTensorError, StageError
 from bpipe.memory.nodes import saved_by
-from bpipe.memory.stash import FORGOTTEN, Saved
+from bpipe.memory.stash import FORGOTTEN, Packed, Saved
 
 __all__: list[str] = []
 
@@ -265,7 +265,7 @@ def _forget(nodes: Iterable[Node]) -> None:
     """Free what nodes have saved, and will not be asked for again."""
     for node in nodes:
         for saved, data in saved_by(node):
-            if isinstance(data, Saved):
+            if isinstance(data, (Saved, Packed)):
                 data.forget()
             elif isinstance(data, torch.Tensor):
                 with suppress(RuntimeError):  # of hooks that are somebody else's
