@@ -151,6 +151,21 @@ class WeightHalf:
             self._branches.popleft().run(alone)
 
 
+class GivenHalf(WeightHalf):
+    """The other half of a backward as a stage's module computes it by itself.
+
+    Args:
+        runner: to be called once.
+    """
+
+    def __init__(self, runner: Callable[..., None]) -> None:
+        super().__init__()
+        self._runner = runner
+
+    def run(self) -> None:
+        self._runner()
+
+
 def run_input_half(
     edges: Sequence[GradientEdge], gradients: Gradients, box: Box, before: Callable[[Set[Node]], None]
 ) -> WeightHalf:

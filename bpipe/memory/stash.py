@@ -52,7 +52,7 @@ class Saved:
 
 
 class Packed:
-    """What the user's own hook has made of a tensor, if that is no tensor: it stays as it is, in its place in the order of saving."""
+    """What the user's own hook has made of a tensor, if that is no tensor: it stays as it is."""
 
     __slots__ = ("is_forgotten", "order", "value")
 

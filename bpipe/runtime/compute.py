@@ -27,7 +27,7 @@ from bpipe.runtime.replicated import equalise_buffers
 from bpipe.runtime.rerun import Rerun, Writing
 from bpipe.runtime.traffic import Mail, Place, Traffic
 from bpipe.schedules import Action, Op
-from bpipe.split import WeightHalf, run_input_half
+from bpipe.split import GivenHalf, WeightHalf, run_input_half
 from bpipe.stage import Parts, PipelineStage
 
 __all__: list[str] = []
@@ -283,6 +283,8 @@ class Compute:
         graph, gradients = self._graph(action)
         run_backward(graph.edges, gradients)
         del gradients
+        if (builder := self._stages[action.stage].dw_builder) is not None:
+            builder()()
         self._new_gradients.separate(action.stage)
         if pieces is not None:
             pieces.finish()
@@ -292,9 +294,10 @@ class Compute:
     def input_half(self, action: Action, evictions: Evictions) -> None:
         evictions.before_backward(action, None)
         graph, gradients = self._graph(action)
-        if action.stage in self._undivided:
+        builder = self._stages[action.stage].dw_builder
+        if action.stage in self._undivided or builder is not None:
             run_backward(graph.edges, gradients)
-            half = WeightHalf()
+            half = WeightHalf() if builder is None else GivenHalf(builder())
         else:
             half = run_input_half(graph.edges, gradients, graph.box, partial(self._finish_halves, action.stage))
         del gradients
