@@ -7,11 +7,12 @@ instead of the output.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 __all__: list[str] = []
 
@@ -91,3 +92,54 @@ def run_backward(
     if pairs:
         starts, arriving = [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
         torch.autograd.backward(starts, arriving, inputs=inputs, retain_graph=retain_graph)
+
+
+def go_on(results: Iterable[tuple[GradientEdge, torch.Tensor | None]]) -> None:
+    """Go on with a backward behind a node that was called alone, to all leaves.
+
+    Args:
+        results: what the node computed for each of its edges; autograd fits it to the edge as in a backward that runs the node.
+    """
+    found = [(edge, result) for edge, result in results if result is not None]
+    if found:
+        edges, gradients = zip(*found)
+        _run_engine(edges, gradients)
+
+
+class Alone:
+    """Calls nodes of a graph as a backward does, but for their hooks, which do not run."""
+
+    def __init__(self) -> None:
+        calls = self._calls = list[Callable[[], None]]()
+        self._gate = torch.empty(0, device="cpu", requires_grad=True)  # whose hook runs on the caller's thread and stream
+        self._gate.register_hook(lambda _: calls.pop()())
+        self._edge = get_gradient_edge(self._gate)
+        self._gradient = torch.empty(0, device="cpu")
+
+    def call(self, node: Node, gradients: Sequence[torch.Tensor | None], edges: Iterable[GradientEdge]) -> Sequence[Any]:
+        """Compute what a node has for some of its edges.
+
+        What a node computes depends on the backward that it runs in. So a backward runs here that has all of these edges as
+        its ends, and calls the node from its only hook.
+
+        Args:
+            node: to be called.
+            gradients: of its outputs.
+            edges: those of its own for which there is to be a result.
+
+        Returns:
+            For each edge that the node has, its result or None.
+        """
+        found: list[Any] = []
+        self._calls.append(lambda: found.append(node(*gradients)))  # type: ignore[operator]
+        _run_engine((self._edge,), (self._gradient,), (self._edge, *edges))
+        return found[0] if isinstance(found[0], tuple) else found
+
+
+def _run_engine(
+    edges: tuple[GradientEdge, ...], gradients: tuple[torch.Tensor, ...], captured: tuple[GradientEdge, ...] = ()
+) -> None:
+    """Run autograd's engine without the checks of `torch.autograd.backward`, which know no gradients that are yet to be fitted."""
+    Variable._execution_engine.run_backward(
+        edges, gradients, bool(captured), False, captured, allow_unreachable=True, accumulate_grad=not captured
+    )

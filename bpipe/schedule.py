@@ -244,6 +244,12 @@ class Schedule:
     def _begin_step(self, call: Call) -> Step:
         if self._loss_fn is not None and not torch.is_grad_enabled():
             raise ConfigurationError("step() trains, and gradients are off here (torch.no_grad): use eval()")
+        disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        if self._loss_fn is not None and disabled is not None:
+            raise ConfigurationError(
+                "saved-tensor hooks are disabled here (torch.autograd.graph.disable_saved_tensors_hooks), and bpipe follows with "
+                f"them what microbatches save. Call step() outside of that context, whose message is: {disabled}"
+            )
         return self._begin(call, is_training=self._loss_fn is not None)
 
     def _begin_eval(self, call: Call) -> Step:

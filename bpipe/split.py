@@ -6,7 +6,8 @@ Nodes of the graph that lead to the stage's inputs are its trunk. Where the way 
                       |           |
                       +-> T -> w  +-> T' -> w'               the branches: the weight half, from the gradients N and N' got
 
-Autograd computes only what a run asks for: each half has one of the two products in the backward of a matrix product.
+Autograd computes only what a run asks for: each half has one of the two products in the backward of a matrix product. The hooks
+of N run in the input half. The weight half calls N by itself, which runs none, and goes on from T: so each hook runs once.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ from contextlib import suppress
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, register_multi_grad_hook
 
-from bpipe.autograd import Box, run_backward
+from bpipe.autograd import Alone, Box, go_on, run_backward
 from bpipe.errors import SavedTensorError, StageError
 from bpipe.memory.nodes import saved_by
-from bpipe.memory.stash import Saved
+from bpipe.memory.stash import FORGOTTEN, Packed, Saved
 
 __all__: list[str] = []
 
 # These run a backward of their own (so do libraries' own checkpoints), or free what they saved: once, in a run of the whole graph.
 INDIVISIBLE = frozenset({"CompiledFunctionBackward"})
+
+_FILE_OF_COMMON_HOOKS = register_multi_grad_hook.__code__.co_filename
 
 Gradients = Sequence[torch.Tensor | None]
 Graph = dict[Node, list[Node]]  # what each node leads to
@@ -48,15 +51,43 @@ class _Branch:
         self.leaves: list[GradientEdge] = []
         self.is_early = isinstance(node, BackwardCFunction) or _is_recomputed(node)
         self.gradients: list[torch.Tensor | None] = []
+        self._versions: list[int] = []
 
     def watch(self) -> None:
-        """Remember the gradients that reach the node."""
-        self.nodes[0].register_prehook(_memory(self.gradients))
+        """Remember the gradients that reach the node; if it has a hook that sees all it computes, that must be done at once."""
+        handle = self.nodes[0].register_hook(_memory(self.gradients, self._versions))
+        hooks = handle.hooks_dict_ref()
+        if hooks is not None and len(hooks) > 1:
+            handle.remove()
+            self.is_early = True
 
-    def run(self) -> None:
-        """Take the gradients to the leaves."""
-        edges = [GradientEdge(self.nodes[0], index) for index in range(len(self.gradients))]
-        run_backward(edges, self.gradients, inputs=self.leaves)
+    def keep(self, gradients: Gradients) -> None:
+        """Wait with these, of the same values."""
+        self._check_unchanged()
+        self.gradients[:] = gradients
+        self._versions[:] = _versions(gradients)
+
+    def _check_unchanged(self) -> None:
+        if self._versions != _versions(self.gradients):
+            raise StageError(
+                "a gradient was changed in place between the two halves of a backward, by a hook perhaps: "
+                "let the hook return a new tensor, as torch asks for, or use a schedule with whole backwards"
+            )
+
+    def run(self, alone: Alone) -> None:
+        """Take the gradients to the leaves, if any have come."""
+        if not self.gradients:
+            return
+        self._check_unchanged()
+        node, starts = self.nodes[0], set(self.starts)
+        following = enumerate(node.next_functions)
+        edges = {index: GradientEdge(start, nr) for index, (start, nr) in following if start is not None and start in starts}
+        results = alone.call(node, self.gradients, edges.values())
+        products = [(edge, results[index]) for index, edge in edges.items()]
+        del results
+        self.gradients.clear()
+        _forget([node])
+        go_on(products)
 
 
 class _Outside(_Branch):
@@ -72,25 +103,19 @@ class _Outside(_Branch):
     def watch(self) -> None:
         """Nothing: the gradients are there already."""
 
-    def run(self) -> None:
+    def keep(self, gradients: Gradients) -> None:
+        self.gradients[:] = gradients
+
+    def run(self, alone: Alone) -> None:
         run_backward(self._edges, self.gradients)
 
 
-def _memory(gradients: list[torch.Tensor | None]) -> Callable[[Gradients], Gradients]:
-    """A hook that keeps what a node gets first, and gives it again when the node's other hooks have changed it once more."""
+def _memory(gradients: list[torch.Tensor | None], versions: list[int]) -> Callable[[Gradients, Gradients], None]:
+    """A hook that keeps what a node gets, as its other hooks have left it."""
 
-    versions: list[int] = []
-
-    def hook(arriving: Gradients) -> Gradients:
-        if not gradients:
-            gradients.extend(arriving)
-            versions.extend(_versions(arriving))
-        elif versions != _versions(gradients):
-            raise StageError(
-                "a gradient was changed in place between the two halves of a backward, by a hook perhaps: "
-                "let the hook return a new tensor, as torch asks for, or use a schedule with whole backwards"
-            )
-        return tuple(gradients)
+    def hook(_: Gradients, arriving: Gradients) -> None:
+        gradients.extend(arriving)
+        versions.extend(_versions(arriving))
 
     return hook
 
@@ -109,14 +134,36 @@ class WeightHalf:
         """Those that it keeps until it runs."""
         return [gradient for branch in self._branches for gradient in branch.gradients if gradient is not None]
 
+    def replace(self, gradients: Iterable[torch.Tensor | None]) -> None:
+        """Keep others in place of `gradients()`, of the same values."""
+        others = iter(gradients)
+        for branch in self._branches:
+            branch.keep([None if gradient is None else next(others) for gradient in branch.gradients])
+
     def leads_to(self, leaves: Set[Node]) -> bool:
         """Whether it has gradients for some of these, as far as is known."""
         return any(not branch.leaves or not leaves.isdisjoint(edge.node for edge in branch.leaves) for branch in self._branches)
 
     def run(self) -> None:
         """Add the gradients of parameters and other leaves to their `.grad`."""
+        alone = Alone()
         while self._branches:
-            self._branches.popleft().run()
+            self._branches.popleft().run(alone)
+
+
+class GivenHalf(WeightHalf):
+    """The other half of a backward as a stage's module computes it by itself.
+
+    Args:
+        runner: to be called once.
+    """
+
+    def __init__(self, runner: Callable[..., None]) -> None:
+        super().__init__()
+        self._runner = runner
+
+    def run(self) -> None:
+        self._runner()
 
 
 def run_input_half(
@@ -125,8 +172,9 @@ def run_input_half(
     """Compute the gradients of a stage's inputs, into their box, and give back memory that the other half does not need.
 
     Both halves together equal one backward to the bit. Therefore a leaf that several branches lead to gets its gradient now,
-    added up in the order of one backward. So does one behind an operation that would be done twice: a custom autograd
-    Function, or a recomputation; and so do vectors, such as a norm's weights, whose gradients need less memory than waiting.
+    added up in the order of one backward. So does one behind an operation that would be done twice (a custom autograd
+    Function, or a recomputation), or that has a hook on all of its results; and so do vectors, such as a norm's weights, whose
+    gradients need less memory than waiting.
 
     Args:
         edges: those of the stage's outputs.
@@ -142,6 +190,9 @@ def run_input_half(
     anchor = get_gradient_edge(box.anchor)
     next_of, trunk = _explore(edges, anchor.node)
     branches = [] if _is_indivisible(next_of) else _branches(next_of, trunk, edges, gradients)
+    for branch in branches:
+        if not branch.is_early:
+            branch.watch()
     late = [branch for branch in branches if not branch.is_early]
     early = [leaf for branch in branches if branch.is_early for leaf in branch.leaves]
     leaves = {leaf.node for leaf in early} if late else {node for node, following in next_of.items() if not following}
@@ -149,8 +200,6 @@ def run_input_half(
     if not late:
         run_backward(edges, gradients)
         return WeightHalf()
-    for branch in late:
-        branch.watch()
     run_backward(edges, gradients, inputs=[anchor, *early], retain_graph=True)
     _forget(next_of.keys() - {node for branch in late for node in branch.nodes})
     return WeightHalf(late)
@@ -173,8 +222,18 @@ def _explore(edges: Iterable[GradientEdge], anchor: Node) -> tuple[Graph, Trunk]
     return next_of, trunk
 
 
-def _is_indivisible(nodes: Iterable[Node]) -> bool:
-    return any(name in INDIVISIBLE or "Checkpoint" in name for name in {type(node).__name__ for node in nodes})
+def _is_indivisible(next_of: Graph) -> bool:
+    """Whether a graph is run as a whole: a part of it has to be, or something looks at all of it."""
+    if any(name in INDIVISIBLE or "Checkpoint" in name for name in {type(node).__name__ for node in next_of}):
+        return True
+    leaves = [node for node, following in next_of.items() if not following]
+    return torch.is_anomaly_enabled() or any(map(_has_common_hook, leaves))
+
+
+def _has_common_hook(leaf: Node) -> bool:
+    """Whether a hook waits for the gradients of several leaves, in one backward (`register_multi_grad_hook`)."""
+    hooks = getattr(getattr(leaf, "variable", None), "_backward_hooks", None) or {}
+    return any(getattr(getattr(hook, "__code__", None), "co_filename", None) == _FILE_OF_COMMON_HOOKS for hook in hooks.values())
 
 
 def _branches(next_of: Graph, trunk: Trunk, edges: Sequence[GradientEdge], gradients: Gradients) -> list[_Branch]:
@@ -221,7 +280,7 @@ def _forget(nodes: Iterable[Node]) -> None:
     """Free what nodes have saved, and will not be asked for again."""
     for node in nodes:
         for saved, data in saved_by(node):
-            if isinstance(data, Saved):
+            if isinstance(data, (Saved, Packed)):
                 data.forget()
             elif isinstance(data, torch.Tensor):
                 with suppress(RuntimeError):  # of hooks that are somebody else's
@@ -233,6 +292,4 @@ def _nothing(_: torch.Tensor) -> None:
 
 
 def _gone(_: None) -> torch.Tensor:
-    raise SavedTensorError(
-        "a stage's graph is used a second time, after its backward. Compute what microbatches share anew in each forward."
-    )
+    raise SavedTensorError(FORGOTTEN)

@@ -40,6 +40,9 @@ class PipelineStage:
         device: where it computes and receives; by default where its parameters are.
         group: the process group of the pipeline's ranks (None: the default group), a `DeviceMesh` of one dimension such as
             `mesh["pp"]`, or a rank of a `Loopback`.
+        dw_builder: for a module that puts the gradients of some of its weights off by itself, as torch's: the stage's backwards
+            then run as a whole, `dw_builder()` is called behind each, and what it returns is called in that microbatch's weight
+            half, or at once where the schedule has none.
         get_mesh: `get_mesh(mesh_dim_names, mesh_layout)` gives the mesh of this rank for DTensors that the neighbouring stages
             send, as torch's does (the layout is None here); default: that of the stage's own parameters.
 
@@ -62,6 +65,7 @@ class PipelineStage:
         device: torch.device | str | None = None,
         group: Any = None,
         *,
+        dw_builder: Callable[[], Callable[..., None]] | None = None,
         get_mesh: Callable[[tuple[str, ...], Any], Any] | None = None,
     ) -> None:
         if not isinstance(submod, torch.nn.Module):
@@ -82,6 +86,7 @@ class PipelineStage:
         self.device = torch.device(device) if device is not None else _device_of(submod)
         self.group = group_of(group)
         self._get_mesh = get_mesh
+        self.dw_builder = dw_builder
 
     @classmethod
     def adopt(cls, stage: Any) -> PipelineStage:
@@ -140,7 +145,7 @@ class PipelineStage:
 
 
 class _AdoptedStage(PipelineStage):
-    """Another library's stage as one of ours; its module stays its own to replace."""
+    """Another library's stage as one of ours; its module and its `dw_builder` stay its own to replace."""
 
     def __init__(self, stage: Any) -> None:
         get_mesh = getattr(getattr(stage, "_mesh_cache", None), "_get_mesh_cb", None)
@@ -148,8 +153,8 @@ class _AdoptedStage(PipelineStage):
         self._stage = stage
 
     def __getattribute__(self, name: str) -> Any:
-        if name == "submod" and "_stage" in self.__dict__:
-            return self._stage.submod
+        if name in ("submod", "dw_builder") and "_stage" in self.__dict__:
+            return getattr(self._stage, name, None)
         return super().__getattribute__(name)
 
 

@@ -36,7 +36,7 @@ SIGNATURES = {
     "Interleaved1F1B": STAGES,
     "Loopback": "(num_ranks, own_random_state)",
     "OneFOneB": SCHEDULE,
-    "PipelineStage": "(submod, stage_index, num_stages, device, group, get_mesh)",
+    "PipelineStage": "(submod, stage_index, num_stages, device, group, dw_builder, get_mesh)",
     "Schedule": SCHEDULE,
     "TiedWeights": "(weights, group)",
     "VHalf": STAGES,

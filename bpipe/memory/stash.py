@@ -10,13 +10,14 @@ import sys
 import weakref
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 from bpipe.errors import SavedTensorError, StageError, text_of
 from bpipe.memory.attributes import Kept
@@ -25,13 +26,17 @@ from bpipe.memory.storages import Held, Storage, keys_of, owners, settle, shares
 __all__: list[str] = []
 
 
+PACKED = "packed by a saved-tensor hook around the step, into something that is no tensor"
+FORGOTTEN = "a stage's graph is used a second time, after its backward. Compute what microbatches share anew in each forward."
+
+
 class Saved:
     """What a saved-tensor hook hands to autograd: an alias of the tensor, its version, and its place in the order of saving."""
 
-    __slots__ = ("__weakref__", "is_away", "is_no_alias", "order", "tensor", "version")
+    __slots__ = ("__weakref__", "is_away", "is_forgotten", "is_no_alias", "order", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, order: int) -> None:
-        self.order, self.is_away = order, False
+        self.order, self.is_away, self.is_forgotten = order, False, False
         self.tensor = tensor if isinstance(tensor, torch.nn.Parameter) else tensor.detach()
         self.version = tensor._version
         self.is_no_alias = shares_parts(self.tensor, tensor)
@@ -43,7 +48,20 @@ class Saved:
 
     def forget(self) -> None:
         """Give the memory up, of which no backward will ask again."""
-        self.tensor = self.tensor.new_empty(0)
+        self.tensor, self.is_forgotten = torch.empty(0, device="cpu"), True
+
+
+class Packed:
+    """What the user's own hook has made of a tensor, if that is no tensor: it stays as it is."""
+
+    __slots__ = ("is_forgotten", "order", "value")
+
+    def __init__(self, value: Any, order: int) -> None:
+        self.value, self.order, self.is_forgotten = value, order, False
+
+    def forget(self) -> None:
+        """Give it up: no backward will ask for it again."""
+        self.value, self.is_forgotten = None, True
 
 
 class Cached(NamedTuple):
@@ -61,7 +79,7 @@ class _Taken(Saved):
 
     def __init__(self, tensor: torch.Tensor, version: int, guard: Saved) -> None:
         self.order, self.tensor, self.version, self._guard = guard.order, tensor, version, guard
-        self.is_away, self.is_no_alias = guard.is_away, False
+        self.is_away, self.is_forgotten, self.is_no_alias = guard.is_away, False, False
 
     @property
     def guard(self) -> Saved:
@@ -182,31 +200,49 @@ class Stash:
         self._borrowed: dict[int, StorageWeakRef] = {}  # what this one got so from the stage before
         self._away: dict[int, list[weakref.ref[Saved]]] = {}  # by part; 0 stands for all
         self.kept: list[Kept] = []  # what no hook has seen
+        self._packed: list[Kept] = []  # what the user's own hook has made
+        self._users: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = None
         self.cached: list[Cached] = []  # nor these, which may move all the same
         self.pieces: Pieces | None = None  # of the forward or backward that runs now, if it is cut into some
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """A context in which everything that autograd saves is followed.
+        """A context in which everything that autograd saves is followed: as it is, or as hooks of the user's around it pack it.
 
         Raises:
             StageError: a transform was used that does not let itself be followed.
         """
+        self._users = torch._C._autograd._top_saved_tensors_default_hooks(True)
         with following(self.name), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
-    def _pack(self, tensor: torch.Tensor) -> Saved:
+    def _pack(self, tensor: torch.Tensor) -> Saved | Packed:
         if self.pieces is not None:
             self.pieces.reach(self._part(self._num_saved))
-        saved = Saved(tensor, self._num_saved)
+        value = tensor if self._users is None else self._users[0](tensor)
+        order = self._num_saved
         self._num_saved += 1
+        if not isinstance(value, torch.Tensor):
+            self._packed += [Kept(weakref.ref(one), PACKED) for one in tree_leaves(value) if self._is_here(one)]
+            return Packed(value, order)
+        saved = Saved(value, order)
         self._saved.append(weakref.ref(saved))
         return saved
 
-    def _unpack(self, saved: Saved) -> torch.Tensor:
-        self._check_unchanged(saved)
+    def _is_here(self, value: object) -> bool:
+        return isinstance(value, torch.Tensor) and not self._is_elsewhere(value.device)
+
+    def _unpack(self, saved: Saved | Packed) -> torch.Tensor:
+        if saved.is_forgotten:
+            raise SavedTensorError(FORGOTTEN)
+        if isinstance(saved, Saved):
+            self._check_unchanged(saved)
         if self.pieces is not None:
             self.pieces.reach(self._part(saved.order))
+        value = saved.value if isinstance(saved, Packed) else self._alias(saved)
+        return value if self._users is None else self._users[1](value)
+
+    def _alias(self, saved: Saved) -> torch.Tensor:
         if saved.is_away:
             raise SavedTensorError(
                 f"a saved tensor of {self.name} was used while its bytes were on another rank. "
@@ -294,9 +330,9 @@ class Stash:
         return sorted(alive, key=lambda saved: saved.order) if self.cached else alive
 
     def _kept_by_functions(self) -> dict[int, tuple[Storage, Held]]:
-        """What the stage's custom Functions keep by themselves and have not given up, by storage."""
+        """What the stage's custom Functions, or hooks of the user's, keep by themselves and have not given up, by storage."""
         found: dict[int, tuple[Storage, Held]] = {}
-        for tensor, reason in [(tensor, one.reason) for one in self.kept if (tensor := one.tensor()) is not None]:
+        for tensor, reason in [(tensor, one.reason) for one in (*self.kept, *self._packed) if (tensor := one.tensor()) is not None]:
             for storage in storages_of(tensor):
                 if storage.nbytes() and not (storage._cdata in self._foreign or self._is_borrowed(storage._cdata)):
                     found[storage._cdata] = (storage, Held(tuple(tensor.shape), tensor.dtype, storage.nbytes(), reason))

@@ -21,13 +21,13 @@ from bpipe.errors import StageError
 from bpipe.memory.ledger import Key
 from bpipe.memory.storages import keys_of, storages_of
 from bpipe.runtime.evictions import Evictions
-from bpipe.runtime.new_gradients import NewGradients
+from bpipe.runtime.new_gradients import NewGradients, owned
 from bpipe.runtime.pieces import PiecesOf
 from bpipe.runtime.replicated import equalise_buffers
 from bpipe.runtime.rerun import Rerun, Writing
 from bpipe.runtime.traffic import Mail, Place, Traffic
 from bpipe.schedules import Action, Op
-from bpipe.split import WeightHalf, run_input_half
+from bpipe.split import GivenHalf, WeightHalf, run_input_half
 from bpipe.stage import Parts, PipelineStage
 
 __all__: list[str] = []
@@ -287,6 +287,8 @@ class Compute:
         graph, gradients = self._graph(action)
         run_backward(graph.edges, gradients)
         del gradients
+        if (builder := self._stages[action.stage].dw_builder) is not None:
+            builder()()
         self._new_gradients.separate(action.stage)
         if pieces is not None:
             pieces.finish()
@@ -296,14 +298,17 @@ class Compute:
     def input_half(self, action: Action, evictions: Evictions) -> None:
         evictions.before_backward(action, None)
         graph, gradients = self._graph(action)
-        if action.stage in self._undivided:
+        builder = self._stages[action.stage].dw_builder
+        if action.stage in self._undivided or builder is not None:
             run_backward(graph.edges, gradients)
-            half = WeightHalf()
+            half = WeightHalf() if builder is None else GivenHalf(builder())
         else:
             half = run_input_half(graph.edges, gradients, graph.box, partial(self._finish_halves, action.stage))
+        del gradients
+        half.replace(owned(half.gradients(), beside=graph.box.gradients))
         self._halves[action[1:3]] = half
         self._new_gradients.separate(action.stage)
-        evictions.after_input_half(action[1:3], self._halves[action[1:3]].gradients())
+        evictions.after_input_half(action[1:3], half.gradients())
         self._hand_back(graph.box, action[1:3])
 
     def _finish_halves(self, stage: int, leaves: Set[Node]) -> None:
@@ -332,7 +337,8 @@ class Compute:
         stage, microbatch = key
         if stage == 0:
             return
-        sent = [None if gradient is None else dense(gradient) for gradient in box.gradients]
+        waiting = keys_of(self._halves[key].gradients()) if key in self._halves else set()  # and may become a `.grad`, too
+        sent = [None if gradient is None else dense(gradient) for gradient in owned(box.gradients, waiting)]
         box.gradients.clear()  # the graph keeps the box until a weight half has run
         layout = Layout("", tuple(None if gradient is None else meta_of(gradient, requires_grad=False) for gradient in sent))
         self._pass((Op.SEND_B, *key), (Op.B, stage - 1, microbatch), layout, sent)

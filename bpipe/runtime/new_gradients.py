@@ -1,9 +1,17 @@
-"""Gradients that a backward has just put into `.grad`, which autograd may have taken over from one that is still to be used."""
+"""Gradients that a backward has just put into `.grad`, which autograd may have taken over from one that is still to be used.
+
+Autograd makes a first gradient `.grad` as it is, even a view of memory that others use too: of the gradient that is being sent to
+the stage before (`x + bias.unsqueeze(0)`), that waits for a weight half, or that another parameter got. What is added to `.grad`
+later would change it. What the pipeline uses is therefore replaced where others own it, and not `.grad`: hooks may have moved that
+to where an optimizer or a reducer looks for it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
 
+import torch
 from torch import nn
 
 from bpipe.memory.storages import owners, storages_of
@@ -13,11 +21,7 @@ __all__: list[str] = []
 
 
 class NewGradients:
-    """The parameters of a rank's stages that have no gradient yet.
-
-    Autograd makes a first gradient `.grad` as it is, even a view of memory that others use too: of the gradient that is being
-    sent to the stage before (`x + bias.unsqueeze(0)`), or waits for a weight half. What is added to `.grad` later would change it.
-    """
+    """The parameters of a rank's stages that have no gradient yet."""
 
     def __init__(self, stages: Mapping[int, Parts]) -> None:
         self._without: dict[int, list[nn.Parameter]] = {}
@@ -25,11 +29,62 @@ class NewGradients:
             self._without[index] = [p for p in parts.parameters if p.requires_grad and p.grad is None]
 
     def separate(self, stage: int) -> None:
-        """Give the gradients that a backward of a stage has made memory of their own."""
+        """Let no two of the gradients that a backward of a stage has made share memory."""
         without = self._without[stage]
         if not without:
             return
-        for parameter in without:
-            if parameter.grad is not None and any(owners(storage) > 1 for storage in storages_of(parameter.grad)):
-                parameter.grad = parameter.grad.clone()
+        apart([parameter for parameter in without if parameter.grad is not None])
         self._without[stage] = [parameter for parameter in without if parameter.grad is None]
+
+
+def apart(parameters: Sequence[torch.Tensor]) -> None:
+    """Copy those gradients of some parameters that overlap in memory with the gradients of others.
+
+    Views of one buffer that do not overlap are left where they are.
+    """
+    shared = [(i, one.grad) for i, one in enumerate(parameters) if one.grad is not None and _has_other_owners(one.grad)]
+    last_key = last_end = 0
+    for key, start, end, i in sorted((*extent, i) for i, gradient in shared for extent in _extents(gradient)):
+        gradient = parameters[i].grad
+        if key == last_key and start < last_end and gradient is not None:
+            parameters[i].grad = gradient.clone()
+        last_key, last_end = key, max(end, last_end) if key == last_key else end
+
+
+def _has_other_owners(gradient: torch.Tensor) -> bool:
+    return any(owners(storage) > 1 for storage in storages_of(gradient))
+
+
+def _extents(tensor: torch.Tensor) -> list[tuple[int, int, int]]:
+    """The storages under a tensor, and from where to where its bytes lie in them; none if they have gaps, as none of autograd's."""
+    if type(tensor) is not torch.Tensor:
+        return [(storage._cdata, 0, storage.nbytes()) for storage in storages_of(tensor)]
+    if not tensor.numel() or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        return []
+    start, size = int(tensor.storage_offset()), tensor.element_size()
+    return [(tensor.untyped_storage()._cdata, start * size, (start + tensor.numel()) * size)]
+
+
+def owned(
+    gradients: Sequence[torch.Tensor | None], others: Set[int] = frozenset(), beside: Iterable[torch.Tensor | None] = ()
+) -> list[torch.Tensor | None]:
+    """Gradients that the pipeline goes on using, in memory of which it is the only owner.
+
+    Args:
+        gradients: as a backward has left them.
+        others: storages that are somebody else's.
+        beside: more tensors of the pipeline's.
+
+    Returns:
+        Them, and copies of those whose memory another tensor owns, such as a leaf's `.grad`.
+    """
+    ours = {id(one): one for one in (*gradients, *beside) if one is not None}
+    ours |= {id(base): base for one in tuple(ours.values()) if one._is_view() and (base := one._base) is not None}
+    counts = Counter(storage._cdata for one in ours.values() for storage in storages_of(one))
+    for key in others:
+        counts[key] = 0
+    return [one if one is None or not _is_shared(one, counts) else one.clone() for one in gradients]
+
+
+def _is_shared(tensor: torch.Tensor, ours: Mapping[int, int]) -> bool:
+    return any(owners(storage) > ours[storage._cdata] for storage in storages_of(tensor))

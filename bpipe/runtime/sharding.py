@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from bpipe.cleanup import keeping, noted_on
-from bpipe.memory.storages import owners, storages_of
+from bpipe.runtime.new_gradients import apart
 from bpipe.runtime.replicated import Replicated, last_of
 from bpipe.runtime.settings import Setting, changed
 from bpipe.schedules import Action, Op
@@ -155,11 +155,8 @@ class _ShardedStage:
             yield from ((root._state_ctx, "is_last_backward", False) for root in self._roots)
 
     def separate(self) -> None:
-        """Give the unsharded gradients that a backward has made memory of their own, as `NewGradients` does with all others."""
-        for parameter in self._without:
-            gradient = _unsharded_gradient(parameter)
-            if gradient is not None and any(owners(storage) > 1 for storage in storages_of(gradient)):
-                parameter._unsharded_param.grad = gradient.clone()
+        """Let no two of the unsharded gradients that a backward has made share memory, as `NewGradients` does with all others."""
+        apart([parameter._unsharded_param for parameter in self._without if _unsharded_gradient(parameter) is not None])
         self._without = [parameter for parameter in self._without if _unsharded_gradient(parameter) is None]
 
     def unshard(self) -> None:

@@ -31,8 +31,9 @@ class Stage(nn.Module):
 
     def __init__(self, spec: Spec, passes: str, takes: str = "always") -> None:
         super().__init__()
-        self.log: list[torch.Tensor] = []
-        self.block, self.passes, self.takes = build(spec, self.log), passes, takes
+        log: list[torch.Tensor] = []
+        self.noted = partial(tuple, log)  # what hooks have seen
+        self.block, self.passes, self.takes = build(spec, log), passes, takes
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Any, beside: torch.Tensor | None = None, *, it: int = 0) -> Any:
@@ -176,7 +177,7 @@ def _train(loop: Loop, modules: list[Stage], step: Callable[..., None], evaluate
     for i, module in enumerate(modules):
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             trained.tensors |= {f"stage {i} {name}": tensor.detach(), f"stage {i} {name}.grad": tensor.grad}
-        trained.tensors |= {f"stage {i} hook {j}": noted for j, noted in enumerate(module.log)}
+        trained.tensors |= {f"stage {i} hook {j}": noted for j, noted in enumerate(module.noted())}
         kept = [tensor for part in module.modules() if isinstance(part, Leaf) for tensor in part.kept]
         trained.tensors |= {f"stage {i} retained {j}": tensor.grad for j, tensor in enumerate(kept)}
     if buckets is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,8 @@ class Leaf(nn.Module):
 
     def __init__(self, name: str, log: list[torch.Tensor]) -> None:
         super().__init__()
-        self.name, self.log = name, log
+        self.name = name
+        self.note = partial(_note, log)  # not the list: a backward that changes its module is refused
         self.kept: list[torch.Tensor] = []
         self.carried: torch.Tensor | None = None  # state that is no buffer
         self.num_calls = 0
@@ -54,9 +56,10 @@ class Leaf(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return OPERATIONS[self.name](self, x)
 
-    def note(self, gradient: torch.Tensor) -> None:
-        """A hook that looks."""
-        self.log.append(gradient.sum().detach())
+
+def _note(log: list[torch.Tensor], gradient: torch.Tensor) -> None:
+    """Look at a gradient, as hooks do."""
+    log.append(gradient.sum().detach())
 
 
 def _attention(leaf: Leaf, x: torch.Tensor) -> torch.Tensor:
