@@ -299,7 +299,8 @@ class Compute:
             half = run_input_half(graph.edges, gradients, graph.box, partial(self._finish_halves, action.stage))
         self._halves[action[1:3]] = half
         self._new_gradients.separate(action.stage)
-        evictions.after_input_half(action[1:3], self._halves[action[1:3]].gradients())
+        is_idle = bool(gradients) and all(gradient is None for gradient in gradients)
+        evictions.after_input_half(action[1:3], half.gradients(), is_idle=is_idle)
         self._hand_back(graph.box, action[1:3])
 
     def _finish_halves(self, stage: int, leaves: Set[Node]) -> None:
