@@ -185,6 +185,8 @@ def run_input_half(
     Returns:
         The other half, to be run once.
     """
+    if all(gradient is None for gradient in gradients):
+        return WeightHalf()
     if box.anchor is None:
         return WeightHalf([_Outside(edges, gradients)])
     anchor = get_gradient_edge(box.anchor)

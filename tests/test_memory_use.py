@@ -43,7 +43,7 @@ class Watched(Observer):
                 if channel.purpose in (Purpose.FORWARD, Purpose.BACKWARD):
                     self._between_stages[id(transfer)] = list(tensors)
                     wait = transfer.wait
-                    transfer.wait = lambda: (wait(), self._between_stages.pop(id(transfer)))
+                    transfer.wait = lambda: (wait(), self._between_stages.pop(id(transfer)))[0]
                 return transfer
 
             setattr(transport, name, post)

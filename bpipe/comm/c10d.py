@@ -27,7 +27,7 @@ from bpipe.comm.staging import Staging
 from bpipe.comm.stream import SMALL, Inlet, Outlet
 from bpipe.comm.transport import Transfer, Transport
 from bpipe.comm.watch import SLOW_S, Patience
-from bpipe.comm.works import Works, transferring
+from bpipe.comm.works import Noted, Works, transferring
 from bpipe.errors import AgreementError, ConfigurationError, TransferTimeoutError
 from bpipe.logs import LOG
 from bpipe.schedules import Channel, Purpose
@@ -36,6 +36,7 @@ __all__: list[str] = []
 
 TAGS = {purpose: tag for tag, purpose in enumerate(Purpose, start=1)}
 GROUP_OF = {Purpose.FORWARD: "forward", Purpose.BACKWARD: "backward", Purpose.EVICT: "aside", Purpose.RETURN: "aside"}
+NOTED = Purpose.BACKWARD  # whose large messages each come with an empty one, or one with a note, on the channel's connection
 NO_TAG = len(Purpose) + 1  # of no message
 AT_ONCE = timedelta(milliseconds=1)
 MARGIN_S = 60.0  # by which gloo's own timeout is later than ours, which says more
@@ -196,11 +197,14 @@ class C10dTransport(Transport):
         return communicator
 
     @transferring
-    def send(self, channel: Channel, tensors: Sequence[torch.Tensor], header: bytes | None = None) -> Transfer:
+    def send(
+        self, channel: Channel, tensors: Sequence[torch.Tensor], header: bytes | None = None, note: bytes | None = None
+    ) -> Transfer:
         filled = [tensor for tensor in tensors if tensor.numel()]
         if self._is_small(filled):
-            return self._outlets[channel].send(header, filled)
-        works = [] if header is None else [self._outlets[channel].send(header, None)]
+            return self._outlets[channel].send(header, filled, note)
+        is_noted = channel.purpose is NOTED
+        works = [self._outlets[channel].send(header, [] if is_noted else None, note)] if is_noted or header is not None else []
         if channel in self._nccl:
             return Works(works + [self._nccl[channel].send([tensor], 1, 0) for tensor in filled], filled)
         gloo, peer, tag = self._gloo[GROUP_OF[channel.purpose]], self._group_ranks[channel.dst], TAGS[channel.purpose]
@@ -213,6 +217,10 @@ class C10dTransport(Transport):
         filled = [tensor for tensor in tensors if tensor.numel()]
         if self._is_small(filled):
             return self._inlets[channel].receive(filled)
+        transfer = self._receive_large(channel, filled)
+        return Noted(transfer, self._inlets[channel].receive([])) if channel.purpose is NOTED else transfer
+
+    def _receive_large(self, channel: Channel, filled: Sequence[torch.Tensor]) -> Transfer:
         if channel in self._nccl:
             return Works([self._nccl[channel].recv([tensor], 0, 0) for tensor in filled], filled)
         gloo, peer, tag = self._gloo[GROUP_OF[channel.purpose]], self._group_ranks[channel.src], TAGS[channel.purpose]

@@ -146,6 +146,18 @@ def unpack_eviction(data: bytes, expected: Subject, expected_part: int) -> list[
     return sizes
 
 
+def size_of(data: bytes, expected: Subject) -> int:
+    """How many bytes the header has with which some data begins.
+
+    Raises:
+        CommError: it begins with none.
+    """
+    if len(data) < FIXED.size:
+        raise CommError(f"{expected}: {len(data)} bytes are no header")
+    _, _, _, _, length, *_ = FIXED.unpack_from(data)
+    return FIXED.size + int(length)
+
+
 def _pack(kind: int, subject: Subject, count: int, body: bytes) -> bytes:
     if len(body) > MAX_BODY or count > 0xFFFF:
         raise CommError(f"{subject}: {count} tensors, described in {len(body)} bytes, are more than a message can carry")

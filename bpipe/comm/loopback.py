@@ -21,19 +21,21 @@ __all__: list[str] = []
 class _Posted:
     """One end of a copy; done once the other end was posted too."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], note: bytes | None = None) -> None:
         self.tensors: Sequence[torch.Tensor] = tensors
+        self.note = note
         self._device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         self.ready = None if self._device is None else torch.cuda.current_stream(self._device).record_event()
         self.copied: torch.cuda.Event | None = None
         self.is_done = False
 
-    def wait(self) -> None:
+    def wait(self) -> bytes | None:
         if not self.is_done:
             raise CommError("a loopback transfer is waited for before its other end was posted; drive schedules with Loopback.step")
         if self.copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self.copied)
         self.tensors = ()
+        return self.note
 
 
 class Wires:
@@ -73,6 +75,7 @@ class Wires:
                 stream.wait_event(received.ready)
                 self._copy_tensors(sent, received)
                 sent.copied = received.copied = stream.record_event()
+        received.note = sent.note
         sent.is_done = received.is_done = True
 
     @staticmethod
@@ -101,10 +104,12 @@ class LoopbackTransport(Transport):
     def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int]) -> None:
         """Nothing to open."""
 
-    def send(self, channel: Channel, tensors: Sequence[torch.Tensor], header: bytes | None = None) -> Transfer:
+    def send(
+        self, channel: Channel, tensors: Sequence[torch.Tensor], header: bytes | None = None, note: bytes | None = None
+    ) -> Transfer:
         if header is not None:
             self._wires.headers[channel].append(header)
-        return self._wires.post(channel, _Posted(tensors), sends=True)
+        return self._wires.post(channel, _Posted(tensors, note), sends=True)
 
     def receive(self, channel: Channel, tensors: Sequence[torch.Tensor]) -> Transfer:
         return self._wires.post(channel, _Posted(tensors), sends=False)

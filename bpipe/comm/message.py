@@ -37,6 +37,16 @@ class TensorMeta(NamedTuple):
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def extent(self) -> tuple[tuple[int, ...], torch.dtype, list[int]]:
+        """Its shape and dtype, and the strides that say where an element is."""
+        strides = [stride for stride, size in zip(self.stride, self.shape) if size != 1 and 0 not in self.shape]
+        return self.shape, self.dtype, strides
+
+    @property
+    def is_differentiable(self) -> bool:
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
     def new(self, device: torch.device) -> torch.Tensor:
         """An uninitialised tensor of this kind."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)

@@ -1,7 +1,8 @@
 """A connection for one channel, which carries what is small: headers, and tensors that are copied sooner than a thread is woken.
 
-Each message travels behind its length. The sender hands it to the kernel and goes on; the receiver reads it when it waits for
-it, in the very thread that waits. What the kernel has no room for follows from a thread of its own, so that no send ever blocks.
+Each message travels behind its length, of which the highest bit says that a note follows, with a length of its own. The sender
+hands it to the kernel and goes on; the receiver reads it when it waits for it, in the very thread that waits. What the kernel has
+no room for follows from a thread of its own, so that no send ever blocks.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ __all__: list[str] = []
 
 SMALL = 256 * 1024  # bytes of a message up to which it is sent here
 LENGTH = struct.Struct("<Q")
+NOTED = 1 << 63  # in a message's length: a note follows
+MOST_NOTE_BYTES = 2**40
 MOST_PARTS = 512  # of one system call
 WRITABLE = 0x200  # PyBUF_WRITE
 _VIEW = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
@@ -69,11 +72,11 @@ class Outlet(Stream):
         self._worker: Worker | None = None
         self._late: Future[None] | None = None
 
-    def send(self, header: bytes | None, tensors: Sequence[torch.Tensor] | None) -> Transfer:
-        """Send a header, or tensors as one message, or both. Returns at once."""
+    def send(self, header: bytes | None, tensors: Sequence[torch.Tensor] | None, note: bytes | None = None) -> Transfer:
+        """Send a header, or tensors as one message and maybe a note with them, or both. Returns at once."""
         parts = [] if header is None else _message([memoryview(header)])
         if tensors is not None:
-            parts += _message([memory_of(tensor) for tensor in tensors])
+            parts += _message([memory_of(tensor) for tensor in tensors], note)
         if self._late is None or self._late.done():
             if self._late is not None:
                 self._late.result()  # nothing goes out behind what did not
@@ -129,13 +132,16 @@ class Inlet(Stream):
             CommError: it is longer than so many bytes.
         """
         self.read_posted()
+        return self._read_sized("header", most_bytes)
+
+    def _read_sized(self, what: str, most_bytes: int) -> bytes:
         length = bytearray(LENGTH.size)
         self._fill([memoryview(length)])
         (size,) = LENGTH.unpack(length)
         if size > most_bytes:
-            raise CommError(f"{self._name}: a header of {size} bytes arrived, which may have {most_bytes}")
+            raise CommError(f"{self._name}: a {what} of {size} bytes arrived, which may have {most_bytes}")
         data = bytearray(size)
-        self._fill([memoryview(data)])
+        self._fill([memoryview(data)] if size else [])
         return bytes(data)
 
     def read_posted(self, last: _Receipt | None = None) -> None:
@@ -143,27 +149,29 @@ class Inlet(Stream):
         while self._posted and (last is None or last.tensors is not None):
             receipt = self._posted[0]
             assert receipt.tensors is not None
-            self._read([memory_of(tensor) for tensor in receipt.tensors])
+            receipt.note = self._read([memory_of(tensor) for tensor in receipt.tensors])
             self._posted.popleft().tensors = None
 
-    def _read(self, parts: list[memoryview]) -> None:
+    def _read(self, parts: list[memoryview]) -> bytes | None:
         if self._error is not None:
             raise self._error
         try:
-            self._read_message(parts)
+            return self._read_message(parts)
         except CommError as error:
             self._error = error
             raise
 
-    def _read_message(self, parts: list[memoryview]) -> None:
+    def _read_message(self, parts: list[memoryview]) -> bytes | None:
+        """Read what was sent into some memory; return the note that came with it, if one did."""
         expected, length = sum(map(len, parts)), bytearray(LENGTH.size)
         rest = [memoryview(length), *parts]
         while rest and len(rest) > len(parts):  # the length first, with whatever has come behind it
             rest = _behind(rest, self._taken(rest, 0))
         (size,) = LENGTH.unpack(length)
-        if size != expected:
-            raise CommError(f"{self._name}: a message of {size} bytes arrived where {expected} were expected")
+        if size & ~NOTED != expected:
+            raise CommError(f"{self._name}: a message of {size & ~NOTED} bytes arrived where {expected} were expected")
         self._fill(rest)
+        return self._read_sized("note", MOST_NOTE_BYTES) if size & NOTED else None
 
     def _fill(self, parts: list[memoryview]) -> None:
         while parts:
@@ -185,9 +193,11 @@ class _Receipt:
     def __init__(self, inlet: Inlet, tensors: Sequence[torch.Tensor]) -> None:
         self._inlet = inlet
         self.tensors: Sequence[torch.Tensor] | None = tensors
+        self.note: bytes | None = None
 
-    def wait(self) -> None:
+    def wait(self) -> bytes | None:
         self._inlet.read_posted(self)
+        return self.note
 
 
 class _Sent:
@@ -202,8 +212,11 @@ class _Sent:
         self._tensors = None
 
 
-def _message(parts: list[memoryview]) -> list[memoryview]:
-    return [memoryview(LENGTH.pack(sum(map(len, parts)))), *parts]
+def _message(parts: list[memoryview], note: bytes | None = None) -> list[memoryview]:
+    size = sum(map(len, parts))
+    if note is None:
+        return [memoryview(LENGTH.pack(size)), *parts]
+    return [memoryview(LENGTH.pack(size | NOTED)), *parts, memoryview(LENGTH.pack(len(note)) + note)]
 
 
 def _behind(parts: list[memoryview], count: int) -> list[memoryview]:

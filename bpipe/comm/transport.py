@@ -17,10 +17,14 @@ __all__: list[str] = []
 class Transfer(Protocol):
     """A transfer under way. Until `wait` returns, its tensors belong to it."""
 
-    def wait(self) -> None:
+    def wait(self) -> bytes | None:
         """Return once the caller may read what arrived, or free or overwrite what was sent.
 
-        Blocks the host on CPU; on CUDA it makes the current stream wait instead, where the backend allows it.
+        Blocks the host on CPU; on CUDA it makes the current stream wait instead, where the backend allows it. For a gradient
+        the host waits until the sender's host has sent it: it may come with a note.
+
+        Returns:
+            The note that was sent with what arrived, if there is one.
 
         Raises:
             TransferError: it will not complete.
@@ -57,8 +61,17 @@ class Transport(ABC):
         """Collective: open channels, in one order on all ranks. `group_ranks` gives the group's rank of each of the plan's."""
 
     @abstractmethod
-    def send(self, channel: Channel, tensors: Sequence[torch.Tensor], header: bytes | None = None) -> Transfer:
-        """Post a send of contiguous tensors, behind a header if there is one. Returns at once."""
+    def send(
+        self, channel: Channel, tensors: Sequence[torch.Tensor], header: bytes | None = None, note: bytes | None = None
+    ) -> Transfer:
+        """Post a send of contiguous tensors, behind a header if there is one. Returns at once.
+
+        Args:
+            channel: of any purpose.
+            tensors: as its receiver expects them.
+            header: read by `receive_header`, before their receive is posted.
+            note: for a channel of gradients: comes with the tensors, unexpected.
+        """
 
     @abstractmethod
     def receive(self, channel: Channel, tensors: Sequence[torch.Tensor]) -> Transfer:

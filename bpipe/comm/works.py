@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from bpipe.comm.transport import Transfer
 from bpipe.errors import CommError, TransferError
 
 __all__: list[str] = []
@@ -49,3 +50,20 @@ class Works:
             wait_for(work)
         self._works.clear()
         self._tensors = ()
+
+
+class Noted:
+    """A receive of tensors with which a note may come, on a connection of its own.
+
+    Args:
+        tensors: their transfer.
+        note: the note's: it waits for the host that sends, and is over before a device that sends the tensors has made them.
+    """
+
+    def __init__(self, tensors: Transfer, note: Transfer) -> None:
+        self._tensors, self._note = tensors, note
+
+    def wait(self) -> bytes | None:
+        note = self._note.wait()
+        self._tensors.wait()
+        return note

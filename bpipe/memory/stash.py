@@ -277,9 +277,6 @@ class Stash:
             ours: tensors that the pipeline itself still holds, and returns to the user: they make a storage immovable, but
                 it stays this microbatch's.
             leaving: tensors that the pipeline holds for a send that completes before the storage is emptied.
-
-        Raises:
-            SavedTensorError: a saved tensor that could move was modified in place.
         """
         kept, sent = _count(ours), _count(leaving)
         contents, by_functions = Contents(), self._kept_by_functions()
@@ -303,8 +300,6 @@ class Stash:
             elif kept[key] or not group.storage.resizable() or self._is_elsewhere(group.storage.device):
                 contents.fix(group.storage)
             else:
-                for saved in group.saved:
-                    self._check_unchanged(saved)
                 entry = Movable(group.storage, group.saved, bool(sent[key]))
                 if self._is_inside and self._is_across(entry):
                     contents.fix(entry.storage)

@@ -286,8 +286,9 @@ class Compute:
         evictions.before_backward(action, pieces)
         graph, gradients = self._graph(action)
         run_backward(graph.edges, gradients)
+        builder = None if _are_absent(gradients) else self._stages[action.stage].dw_builder
         del gradients
-        if (builder := self._stages[action.stage].dw_builder) is not None:
+        if builder is not None:
             builder()()
         self._new_gradients.separate(action.stage)
         if pieces is not None:
@@ -298,7 +299,8 @@ class Compute:
     def input_half(self, action: Action, evictions: Evictions) -> None:
         evictions.before_backward(action, None)
         graph, gradients = self._graph(action)
-        builder = self._stages[action.stage].dw_builder
+        is_idle = _are_absent(gradients)
+        builder = None if is_idle else self._stages[action.stage].dw_builder
         if action.stage in self._undivided or builder is not None:
             run_backward(graph.edges, gradients)
             half = WeightHalf() if builder is None else GivenHalf(builder())
@@ -308,7 +310,7 @@ class Compute:
         half.replace(owned(half.gradients(), beside=graph.box.gradients))
         self._halves[action[1:3]] = half
         self._new_gradients.separate(action.stage)
-        evictions.after_input_half(action[1:3], half.gradients())
+        evictions.after_input_half(action[1:3], half.gradients(), is_idle=is_idle)
         self._hand_back(graph.box, action[1:3])
 
     def _finish_halves(self, stage: int, leaves: Set[Node]) -> None:
@@ -356,6 +358,11 @@ def modules_of(loss_fn: Any) -> Iterator[torch.nn.Module]:
     owner = getattr(loss_fn, "__self__", loss_fn)
     if isinstance(owner, torch.nn.Module):
         yield owner
+
+
+def _are_absent(gradients: Sequence[torch.Tensor | None]) -> bool:
+    """Whether nothing came back for a microbatch, so that its backward has nothing to do."""
+    return bool(gradients) and all(gradient is None for gradient in gradients)
 
 
 def _apart(tensors: Iterable[torch.Tensor], borrowed: Iterable[int]) -> Iterator[torch.Tensor]:

@@ -35,6 +35,7 @@ from bpipe.schedules.sizes import StageSizes
 __all__: list[str] = []
 
 REMEMBERED_KINDS = 1024  # of microbatches, by stage and shapes
+MOST_IDLE = 8  # microbatches of a kind without a gradient, after which it is believed that they all are
 
 
 @dataclass
@@ -46,12 +47,20 @@ class _Kind:
         cuts: where its parts begin.
         has_kept: whether custom Functions or checkpointed regions keep something by themselves.
         settled: as seen before its backward.
+        num_idle: how many that were followed had no gradients, and so did not show what stays between the halves of a backward.
     """
 
     footprint: Footprint
     cuts: tuple[int, ...]
     has_kept: bool
     settled: Footprint | None
+    num_idle: int = 0
+
+    @property
+    def is_unsure(self) -> bool:
+        """Whether another one is to be followed, for what those before did not show."""
+        is_unseen = self.settled is not None and self.settled.between_bytes is None
+        return 0 < self.num_idle < MOST_IDLE and is_unseen
 
 
 @dataclass
@@ -97,8 +106,8 @@ class Memory:
     def learn(self, kind: Kind, footprint: Footprint, stash: Stash) -> None:
         """Remember the latest microbatch of a kind that was followed."""
         known = self.kinds.get(kind)
-        settled = None if known is None else known.settled
-        self.kinds[kind] = _Kind(footprint, tuple(stash.cuts), bool(stash.kept or stash.cached), settled)
+        settled, num_idle = (None, 0) if known is None else (known.settled, known.num_idle)
+        self.kinds[kind] = _Kind(footprint, tuple(stash.cuts), bool(stash.kept or stash.cached), settled, num_idle)
 
     def tidy(self) -> None:
         """Forget the kinds that were not used for longest, where there are too many; between steps, when none is in flight."""
@@ -159,7 +168,7 @@ class Evictions:
         key = action[1:3]
         self._kinds[key] = (key[0], shapes)
         known = self._memory.kind(self._kinds[key])
-        if key not in self._followed and known is not None:
+        if key not in self._followed and known is not None and not known.is_unsure:
             return None
         self._received[key] = _Message.of(tensors_in(received))
         name, device = f"microbatch {key[1]} of stage {key[0]}", self._traffic.transport.device
@@ -263,15 +272,20 @@ class Evictions:
             contents = stash.contents(self._kept(), self._traffic.holds())
             known.settled = known.footprint.seen_again(contents, stash.part_sizes(contents))
 
-    def after_input_half(self, key: Key, gradients: Iterable[torch.Tensor]) -> None:
+    def after_input_half(self, key: Key, gradients: Iterable[torch.Tensor], *, is_idle: bool) -> None:
         """Measure what the first microbatch of a kind leaves between the halves of its backward.
 
         Args:
             key: the microbatch.
             gradients: those that wait for the weight half.
+            is_idle: no gradient came, so there is no more to do for it.
         """
         stash, kind = self._stashes.get(key), self._kinds[key]
         settled = self._settled(kind)
+        if is_idle:
+            self._memory.kinds[kind].num_idle += stash is not None
+            self.ledger.input_half(key, 0)
+            return
         if stash is not None and settled.between_bytes is None:
             left = stash.contents(self._kept(), self._traffic.holds())
             waiting = sum({s._cdata: s.nbytes() for gradient in gradients for s in storages_of(gradient)}.values())

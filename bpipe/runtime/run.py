@@ -74,7 +74,8 @@ class Run:
         )
         followed = {*plan.evicted(rank), *plan.interrupted(rank)}
         self.evictions = Evictions(self.traffic, followed, memory, self.compute.foreign, self.compute.kept, plan.num_parts)
-        self._messages = Messages(self.traffic, layouts, is_learning=is_learning)
+        trainable = {i for i, of in parts.items() if any(p.requires_grad for p in of.parameters)} if plan.has_backward else set()
+        self._messages = Messages(self.traffic, layouts, is_learning=is_learning, trainable=trainable)
         self._acceptors = {peer: Acceptor(Traffic(transport, rank, step), rooms) for peer, rooms in memory.rooms.items()}
         self._advance: Callable[[Action], None] | None = None
         self._piece: Action | None = None  # the one that runs now

@@ -53,11 +53,12 @@ class Traffic:
         """Remember a transfer, and tensors that it sends from where they lie."""
         self._under_way[action[:4]] = (transfer, tensors)
 
-    def wait(self, completion: Action) -> None:
-        """Wait for the transfer that an action completes, and let go of its tensors."""
+    def wait(self, completion: Action) -> bytes | None:
+        """Wait for the transfer that an action completes, and let go of its tensors; return the note that came with it, if any."""
         start = (START_OF[completion.op], *completion[1:4])
-        self.timed(completion.op, self._under_way[start][0].wait)
+        note = self.timed(completion.op, self._under_way[start][0].wait)
         del self._under_way[start]
+        return note
 
     def timed(self, op: Op, call: Callable[[], T]) -> T:
         """Make a call that may block, and count its seconds for an operation."""

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpipe.comm.stream import LENGTH, Inlet, Outlet
+from bpipe.comm.stream import LENGTH, MOST_NOTE_BYTES, NOTED, Inlet, Outlet
 from bpipe.errors import CommError, TransferError
 
 NAME = "forward messages from rank 0 to 1"
@@ -211,3 +211,25 @@ print("main is done")
 def test_a_process_ends_though_nobody_reads_what_it_sends() -> None:
     ended = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=True)
     assert ended.stdout == "main is done\n"
+
+
+# Notes.
+
+
+def test_a_note_comes_with_its_message_and_with_no_other(pair: Pair) -> None:
+    targets = [numbers(0, 3), numbers(0, 0), numbers(0, 2)]
+    receipts = [pair.inlet.receive([target]) for target in targets]
+    pair.outlet.send(None, [numbers(1, 3)], b"one")
+    pair.outlet.send(None, [numbers(0, 0)], b"")
+    pair.outlet.send(None, [numbers(7, 2)])
+    pair.outlet.send(b"header", [numbers(4, 1)], b"last" * 1000)
+    assert [receipts[i].wait() for i in (2, 0, 1)] == [None, b"one", b""]
+    assert [target.tolist() for target in targets] == [[1, 2, 3], [], [7, 8]]
+    assert pair.inlet.read_header(MOST) == b"header"
+    assert pair.inlet.receive([numbers(0, 1)]).wait() == b"last" * 1000
+
+
+def test_a_note_of_another_length_than_it_may_have_is_an_error(pair: Pair) -> None:
+    pair.raw.sendall(LENGTH.pack(NOTED) + LENGTH.pack(MOST_NOTE_BYTES + 1))
+    with pytest.raises(CommError, match="a note of"):
+        pair.inlet.receive([]).wait()

@@ -128,8 +128,28 @@ KINDS = [
         microbatch=1,
         num_ranks=4,
         setup=BALANCED,
+        action="0B1",
     ),
 ]
+
+
+def needing_a_gradient_now(scene: Scene) -> None:
+    """Outputs come in pairs; the second one of stage 1 needs no gradient in the first step, and one in the next."""
+    pipeline, is_first = scene.open(), True
+
+    def paired(cell: Any, _: Any, y: torch.Tensor) -> Any:
+        if is_first or cell.stage != 1:
+            return (y, y.detach()) if cell.stage < pipeline.num_stages - 1 else y
+        scene.fired()
+        return y, y * 1
+
+    for module in pipeline.modules:
+        module.register_forward_pre_hook(lambda _, inputs: inputs[:1])
+        module.register_forward_hook(paired)
+    pipeline.step()
+    is_first = False
+    pipeline.step()
+
 
 SENDER = "StageError on the sender, with what was agreed and what came"
 OUTPUTS = [
@@ -144,9 +164,21 @@ OUTPUTS = [
     for what, change, form in (
         ("changes its shape", lambda y: torch.cat([y, y]), '"T" of (float32[4, 8], requires grad)'),
         ("changes its dtype", torch.Tensor.double, '"T" of (float64[2, 8], requires grad)'),
-        ("no longer needs a gradient", torch.Tensor.detach, '"T" of (float32[2, 8])'),
+        ("changes its strides", lambda y: y.t().contiguous().t(), '"T" of (float32[2, 8], requires grad), strides [(1, 2)]'),
     )
 ] + [
+    Case(
+        name="an output needs a gradient, and needed none while others did",
+        outcome=f"StageError on the sender, with the way out; {TOLD}",
+        play=needing_a_gradient_now,
+        num_ranks=3,
+        culprits=frozenset({1}),
+        here=StageError,
+        there=RankFailedError,
+        error="StageError",
+        action="1SEND_F0",
+        says=("output 1", "requires_grad_()"),
+    ),
     raised(
         "an output that cannot be sent",
         StageError,

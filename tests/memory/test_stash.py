@@ -311,15 +311,21 @@ def spoiled() -> tuple[Captured, T]:
 MODIFIED = rf"{NAME} was modified in place: shape \(2, 3\), torch.float32, version 1, expected 0"
 
 
-def test_in_place_change_is_noticed_when_looking() -> None:
+def test_in_place_change_is_noticed_after_the_memory_was_away() -> None:
     forward, saved = spoiled()
-    forward.contents()
     with torch.no_grad():
         saved.add_(1)
-    forward.contents()  # the user holds it, so it stays, and may never be used again
+    changed = saved.clone()
+    assert forward.contents().movable_bytes == 0  # the user holds it, and may never use it again
     del saved
+    bundle = Bundle(forward.stash.send_away(forward.contents(), 0), NAME)
+    messages = [message.clone() for message in bundle.messages()]
+    assert torch.equal(messages[0].view(torch.float32), changed.flatten())
+    bundle.empty()
+    bundle.scatter([landing.copy_(message) for landing, message in zip(bundle.refill(), messages, strict=True)])
+    forward.stash.take_back(0)
     with pytest.raises(SavedTensorError, match=MODIFIED):
-        forward.contents()
+        forward.backward()
 
 
 def test_in_place_change_is_noticed_in_the_backward() -> None:

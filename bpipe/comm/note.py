@@ -1,0 +1,104 @@
+"""Gradients that are not all as agreed, in a message of the agreed sizes and a note with it.
+
+What is agreed about a message of gradients is what an earlier step had, for its receive is posted before anybody can know more.
+In this one a stage may leave an input unused, so that its gradient is absent, or use one that it had not used before. Then a note
+tells what each gradient really is. In the place of an absent one zeros travel, which nobody reads; one that is agreed to be absent
+travels in the note, and both ends expect it from then on.
+
+    the note: a header with the layout as it is, then the bytes of each tensor that is agreed to be absent
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from bpipe.comm import header
+from bpipe.comm.header import Subject
+from bpipe.comm.message import Layout, TensorMeta
+from bpipe.comm.stream import memory_of
+from bpipe.errors import CommError
+from bpipe.memory.storages import bytes_of
+
+__all__: list[str] = []
+
+Tensors = Sequence[torch.Tensor | None]
+
+
+def can_tell(agreed: Layout, layout: Layout) -> bool:
+    """Whether a note can tell the difference: tensors are absent, or new, or lie in another order of strides."""
+    if len(agreed.tensors) != len(layout.tensors):
+        return False
+    pairs = zip(agreed.tensors, layout.tensors)
+    return all(one is None or other is None or (one.shape, one.dtype) == (other.shape, other.dtype) for one, other in pairs)
+
+
+def renewed(agreed: Layout, layout: Layout) -> Layout:
+    """What is agreed after a note: all that have ever been there, as they were the last time."""
+    return Layout(agreed.nest, tuple(one if other is None else other for one, other in zip(agreed.tensors, layout.tensors)))
+
+
+def with_note(
+    subject: Subject, agreed: Layout, layout: Layout, tensors: Tensors, device: torch.device
+) -> tuple[list[torch.Tensor | None], bytes]:
+    """Make a message as its receiver expects it, and the note.
+
+    Args:
+        subject: what it is about.
+        agreed: what is expected.
+        layout: what it is like.
+        tensors: dense, or None.
+        device: where they lie.
+    """
+    told = [header.pack_layout(subject, layout)]
+    sent: list[torch.Tensor | None] = []
+    for meta, tensor in zip(agreed.tensors, tensors, strict=True):
+        if meta is not None:
+            sent.append(meta.new(device).zero_() if tensor is None else _lying_as(meta, tensor))
+        elif tensor is not None:
+            told.append(bytes(memory_of(bytes_of(tensor.cpu()))))
+    return sent, b"".join(told)
+
+
+def read_note(
+    subject: Subject, agreed: Layout, note: bytes, landed: Tensors, device: torch.device
+) -> tuple[Layout, list[torch.Tensor | None]]:
+    """The layout and the tensors of a message that came with a note.
+
+    Args:
+        subject: what it must be about.
+        agreed: what was expected.
+        note: what came with it.
+        landed: the tensors that arrived, one for each that was expected.
+        device: where they lie.
+
+    Raises:
+        CommError: the note fits neither what was expected nor itself.
+    """
+    size = header.size_of(note, subject)
+    layout, unexpected = header.unpack_layout(note[:size], subject), note[size:]
+    new = [meta for meta, tensor in zip(layout.tensors, landed) if meta is not None and tensor is None]
+    if not can_tell(agreed, layout) or sum(meta.num_bytes for meta in new) != len(unexpected):
+        raise CommError(f"{subject}: a note of {len(note)} bytes says that {layout} arrived where {agreed} was expected")
+    arrived = _unpacked(new, unexpected, device)
+    return layout, [
+        None if meta is None else next(arrived) if tensor is None else _lying_as(meta, tensor)
+        for meta, tensor in zip(layout.tensors, landed, strict=True)
+    ]
+
+
+def _unpacked(metas: Iterable[TensorMeta], data: bytes, device: torch.device) -> Iterator[torch.Tensor]:
+    """The tensors that came in a note, one after the other."""
+    start = 0
+    for meta in metas:
+        tensor = meta.new(torch.device("cpu"))
+        memory_of(bytes_of(tensor))[:] = data[start : start + meta.num_bytes]
+        start += meta.num_bytes
+        yield tensor.to(device)
+
+
+def _lying_as(meta: TensorMeta, tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a dense tensor in another order of strides."""
+    is_same = tensor.stride() == meta.stride
+    return tensor if is_same else tensor.as_strided(meta.shape, meta.stride, tensor.storage_offset())

@@ -1,0 +1,73 @@
+"""Notes: a message of the agreed sizes and a note make the gradients that were sent, and whatever else arrives is a CommError."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bpipe.comm.header import FIXED, Subject
+from bpipe.comm.message import Layout, meta_of, on_the_wire
+from bpipe.comm.note import can_tell, read_note, renewed, with_note
+from bpipe.errors import CommError
+
+SUBJECT, CPU = Subject(step=5, stage=2, microbatch=7), torch.device("cpu")
+SHAPES = [(3, 4), (), (2, 1, 5), (0, 3)]
+DTYPES = [torch.float32, torch.bfloat16, torch.complex64, torch.float64]
+T = torch.Tensor
+
+ORDERS = st.sampled_from(["absent", "contiguous", "transposed"])
+
+
+def gradient(index: int, order: str, value: int) -> T | None:
+    shape, dtype = SHAPES[index], DTYPES[index]
+    if order == "absent":
+        return None
+    tensor = torch.arange(value, value + math.prod(shape)).to(dtype).reshape(shape)
+    return tensor if order == "contiguous" or tensor.ndim < 2 else tensor.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+def layout_of(tensors: list[T | None]) -> Layout:
+    return Layout("", tuple(None if one is None else meta_of(one, requires_grad=False) for one in tensors))
+
+
+@given(st.lists(st.tuples(ORDERS, ORDERS), min_size=len(SHAPES), max_size=len(SHAPES)))
+def test_what_is_sent_arrives(orders: list[tuple[str, str]]) -> None:
+    agreed = layout_of([gradient(i, order, 0) for i, (order, _) in enumerate(orders)])
+    tensors = [gradient(i, order, 9) for i, (_, order) in enumerate(orders)]
+    layout = layout_of(tensors)
+    assert can_tell(agreed, layout)
+    sent, note = with_note(SUBJECT, agreed, layout, tensors, CPU)
+    landed = [None if meta is None else meta.new(CPU) for meta in agreed.tensors]
+    travelling = [on_the_wire(one) for one in sent if one is not None]
+    for target, source in zip([on_the_wire(one) for one in landed if one is not None], travelling, strict=True):
+        assert (target.dtype, target.shape) == (source.dtype, source.shape)  # as backends compare them
+        target.copy_(source)
+    seen, arrived = read_note(SUBJECT, agreed, note, landed, CPU)
+    assert seen == layout and layout_of(arrived) == layout
+    assert all(one is other or torch.equal(one, other) for one, other in zip(arrived, tensors, strict=True))  # type: ignore[arg-type]
+    again = renewed(agreed, layout)
+    assert can_tell(again, layout) and [meta is None for meta in again.tensors] == [orders[i] == ("absent",) * 2 for i in range(4)]
+
+
+def test_what_cannot_be_told() -> None:
+    one, other = (layout_of([torch.zeros(3, dtype=dtype)]) for dtype in (torch.float32, torch.float64))
+    assert not can_tell(one, other) and not can_tell(one, Layout("", ())) and not can_tell(one, layout_of([torch.zeros(4)]))
+
+
+def test_a_note_that_does_not_fit_is_an_error() -> None:
+    tensors: list[T | None] = [torch.ones(3), torch.ones(2)]
+    agreed, layout = layout_of([None, torch.ones(2)]), layout_of(tensors)
+    _, note = with_note(SUBJECT, agreed, layout, tensors, CPU)
+    landed = [None, torch.zeros(2)]
+    damaged = [b"", note[: FIXED.size - 1], note[:-1], note + b"\0", note[:40] + b"\1" + note[41:]]
+    for data in damaged:
+        with pytest.raises(CommError, match="step 5, stage 2, microbatch 7"):
+            read_note(SUBJECT, agreed, data, landed, CPU)
+    with pytest.raises(CommError, match="microbatch 8"):
+        read_note(SUBJECT._replace(microbatch=8), agreed, note, landed, CPU)
+    with pytest.raises(CommError, match="arrived where"):
+        read_note(SUBJECT, layout_of([None, torch.ones(4)]), note, [None, torch.zeros(4)], CPU)
