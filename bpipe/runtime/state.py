@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -129,7 +130,8 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 def _is_torchs(kind: type) -> bool:
     """Whether a class is torch's own, such as DistributedDataParallel: what it keeps is no state of the model."""
-    return all(base.__module__.partition(".")[0] in ("torch", "builtins") for base in kind.__mro__)
+    packages = {base.__module__.partition(".")[0] for base in kind.__mro__}
+    return "torch" in packages and packages <= {"torch", *sys.stdlib_module_names}  # DistributedDataParallel is an ABC, too
 
 
 def _state_of(generator: Any) -> object:
