@@ -223,9 +223,10 @@ class Balanced(Schedule):
         return self.plan.num_stages > 1 if with_ranks else len(self._stages) > 1
 
     def _observer_of(self, step: Step, plan: Plan) -> Observer | None:
+        if plan is not self._one_at_a_time:
+            return self._observer
         shares_random = self._shares_random()
-        is_alike = not shares_random and _computed(plan, self._plan_rank) == _computed(self._base, self._plan_rank)
-        if plan is not self._one_at_a_time or is_alike:
+        if not shares_random and _computed(plan, self._plan_rank) == _computed(self._base, self._plan_rank):
             return self._observer
         return OrderWatch(self._stages, step.job, self._transport.device, shares_random=shares_random, inner=self._observer)
 
@@ -255,7 +256,7 @@ class Balanced(Schedule):
 
     def _learn_numbers(self, looks: Looks, run: Run) -> bool:
         counts_again = super()._learn_numbers(looks, run)
-        if counts_again:
+        if counts_again and self._one_at_a_time is not None:
             self._measure_anew("a plain number among the inputs has changed what a microbatch takes")
         return counts_again
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pickle
 import random
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ EXACT_BYTES = 2**20  # storages up to so many are compared byte by byte, larger 
 OWN = frozenset(vars(nn.Module()))  # the attributes that every module has
 PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 CONTAINERS = (list, tuple, set, frozenset, deque)
+NOBODYS = frozenset({"torch", *sys.stdlib_module_names})  # packages whose objects, such as loggers, keep nothing of a model
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 # By the name of what is kept, and for a parameter its identity: something that compares equal where that is unchanged.
@@ -123,13 +126,17 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, CONTAINERS):
         yield "'s length", len(value)
         yield from ((f"[{i}]", part) for i, part in enumerate(value))
-    elif not isinstance(value, (nn.Module, type)) and not _is_torchs(type(value)):
+    elif isinstance(value, SimpleNamespace) or not (isinstance(value, nn.Module) or _package(type(value)) in NOBODYS):
         yield from ((f".{key}", part) for key, part in getattr(value, "__dict__", {}).items())
 
 
 def _is_torchs(kind: type) -> bool:
     """Whether a class is torch's own, such as DistributedDataParallel: what it keeps is no state of the model."""
-    return all(base.__module__.partition(".")[0] in ("torch", "builtins") for base in kind.__mro__)
+    return all(_package(base) in NOBODYS for base in kind.__mro__)  # some bases are Python's
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 def _state_of(generator: Any) -> object:
