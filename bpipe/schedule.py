@@ -28,6 +28,7 @@ from bpipe.errors import AgreementError, CommError, ConfigurationError, Pipeline
 from bpipe.loopback import Loopback, LoopbackGroup
 from bpipe.memory.ledger import Ledger
 from bpipe.memory.static import static_bytes
+from bpipe.merging import merge
 from bpipe.runtime.compute import Job
 from bpipe.runtime.evictions import Memory
 from bpipe.runtime.lanes import Lanes
@@ -116,7 +117,7 @@ class Schedule:
         self._stages = stages_of(stage)
         first = next(iter(self._stages.values()))
         self._loss_fn = loss_fn
-        self._specs = Specs(args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        self._specs = Specs.checked(args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
         self.plan = self._make_plan(first.num_stages, first.num_stages // len(self._stages), n_microbatches, slots)
         self._loss_scale = 1.0 / n_microbatches if scale_grads else 1.0
         self._check_placement()
@@ -271,6 +272,7 @@ class Schedule:
             loss_kwargs=call.loss_kwargs or {},
             loss_scale=self._loss_scale,
             keeps_outputs=keeps_outputs,
+            merge_spec=self._specs.output,
         )
         record = self._record(is_training, mb.digest(job.descriptions)).pack()
         return Step(record, self._plans[is_training].plan, job, parts, call.losses, is_training)
@@ -358,7 +360,7 @@ class Schedule:
 
     def _result(self, run: Run) -> Any:
         """What the step returns."""
-        return mb.merge(run.compute.outputs, self._specs.output) if run.compute.outputs else None
+        return merge(run.compute.outputs, self._specs.output) if run.compute.outputs else None
 
     # Driving them
 
