@@ -153,6 +153,13 @@ class Cutting:
         """
         if self._m == 1:
             return
+        sizes = {rows.size for rows in self._rows}
+        for path, value, inner in self._lists:
+            is_by_sample = len(value) in sizes if sizes else len(value) > 0 and len(value) % self._m == 0
+            if is_by_sample and {one.size for one in inner} != {len(value)} and any(entry is not None for entry in value):
+                raise self._refusal(
+                    path, f" is a {name_of(value)} of {len(value)} entries, and may have one for each sample or be the same for all"
+                )
         unspecified = [rows for rows in self._rows if rows.is_unspecified]
         for rows in unspecified:
             if rows.size % unspecified[0].size:
@@ -161,13 +168,6 @@ class Cutting:
                     rows.path,
                     f" has {rows.size} rows and {first.path} {first.size}: a microbatch would get {rows.size // self._m} and "
                     f"{first.size // self._m} of them, which need not belong together",
-                )
-        sizes = {rows.size for rows in self._rows}
-        for path, value, inner in self._lists:
-            is_by_sample = len(value) in sizes if sizes else len(value) > 0 and len(value) % self._m == 0
-            if is_by_sample and {one.size for one in inner} != {len(value)} and any(entry is not None for entry in value):
-                raise self._refusal(
-                    path, f" is a {name_of(value)} of {len(value)} entries, and may have one for each sample or be the same for all"
                 )
 
     def _refusal(self, path: str, reason: str) -> ConfigurationError:
