@@ -217,7 +217,7 @@ def cannot_join(value: Any, dim: int) -> str | None:
         if value.is_nested:
             return None if dim == 0 else f"nested tensors cannot be put together along dimension {dim}"
         return None if value.ndim == 0 or -value.ndim <= dim < value.ndim else f"it has no dimension {dim}"
-    if isinstance(value, np.ndarray):
+    if type(value) is np.ndarray:
         return None if value.ndim == 0 or -value.ndim <= dim < value.ndim else f"it has no dimension {dim}"
     if isinstance(value, torch.Tensor):
         return f"tensors of layout {value.layout} cannot be put together"

@@ -12,6 +12,7 @@ import types
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,12 +33,24 @@ _WHOLE = (
     torch.nn.Module,
     PackedSequence,
     torch.Size,
+    Enum,
     type,
     types.ModuleType,
     types.FunctionType,
     partial,
 )
-_OPAQUE = (np.ndarray, torch.nn.Module, torch.Size, type, types.ModuleType, types.BuiltinFunctionType, types.MethodType, str, bytes)
+_OPAQUE = (
+    np.ndarray,
+    torch.nn.Module,
+    torch.Size,
+    Enum,
+    type,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    str,
+    bytes,
+)
 _OBJECTS_DEEP = 3  # how far objects inside objects are searched for tensors
 
 
@@ -136,15 +149,24 @@ def _like(value: Any, keys: Sequence[Any], own: Sequence[Any], put: Callable[...
     names = [*keys, *beside]
 
     def make(parts: Sequence[Any]) -> Any:
-        new = copy.copy(value)
-        if getattr(value, "__dict__", None) is value:
-            new.__dict__ = new
+        new = _copy(value)
         put(new, keys, parts[: len(own)])
         _put_fields(new, list(beside), parts[len(own) :])
         _put_fields(new, list(twins), [parts[i] for i in twins.values()])
         return new
 
     return Inside(names, [*own, *beside.values()], partial(_checked, make, names), len(own), are_fields)
+
+
+def _copy(value: Any) -> Any:
+    """A shallow copy that shares nothing with the value that parts are put into."""
+    new = copy.copy(value)
+    if getattr(value, "__dict__", None) is value:
+        new.__dict__ = new
+    stores = ("__dict__", "data") if isinstance(value, UserDict) else ("__dict__",)
+    if new is value or any(getattr(new, name, None) is getattr(value, name, new) for name in stores):
+        raise TypeError("its copy is itself")
+    return new
 
 
 def _checked(make: Callable[[Sequence[Any]], Any], keys: Sequence[Any], parts: Sequence[Any]) -> Any:

@@ -81,7 +81,8 @@ class Schedule:
             schedules may share it.
         n_microbatches: m; a batch is cut into so many.
         loss_fn: `loss_fn(output, target, **loss_kwargs)`, one number; without it `step` evaluates.
-        args_chunk_spec: a `TensorChunkSpec` for each positional argument; default: cut dimension 0 of every tensor.
+        args_chunk_spec: for each positional argument a `TensorChunkSpec`, None to repeat it whole, or a nest of these; default: cut
+            dimension 0 of every tensor and whatever else holds samples, as docs/batches.md says.
         kwargs_chunk_spec: likewise for each keyword argument.
         output_merge_spec: along which dimensions the outputs are put together; default 0.
         scale_grads: scale the loss of each microbatch by 1/m, so that gradients are those of the mean and steps accumulate.
@@ -202,7 +203,7 @@ class Schedule:
             `return_outputs=False`.
 
         Raises:
-            ConfigurationError: a batch that does not divide into m, a missing target.
+            ConfigurationError: a batch that does not divide into m or that bpipe cannot cut, a missing target.
             AgreementError: the ranks are about to run different things; raised on all of them, nothing was sent.
             StageError: the module or the loss returned something that cannot be used.
             RankFailedError: another rank failed in this step, or between steps. The pipeline is broken then, as after any error

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import re
 from collections import ChainMap, OrderedDict, UserDict, UserList, deque, namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -23,7 +25,7 @@ from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 from torch.utils._pytree import register_constant, register_pytree_node
 
 from bpipe.cutting import Cutting
-from bpipe.errors import ConfigurationError
+from bpipe.errors import ConfigurationError, StageError
 from bpipe.microbatch import describe, detached, tensors_in
 from tests.edge_cases.case import NUM_STAGES, SCHEDULES, Batch, Case, M
 
@@ -253,6 +255,18 @@ class Stubborn:
         raise NotImplementedError("no copies")
 
 
+@dataclass
+class Single:
+    """One for the whole process: all instances share their attributes, so that its copy is it."""
+
+    x: torch.Tensor
+
+    def __copy__(self) -> Single:
+        new = object.__new__(Single)
+        new.__dict__ = self.__dict__
+        return new
+
+
 class Uneven(torch.Tensor):
     """A subclass whose parts are not what is asked for."""
 
@@ -289,6 +303,7 @@ UNKNOWN: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "method of an object": (lambda x: UserDict(x=x).get, "is a method, which"),
     "cached property": (cached, r"\.mask is a tensor or an array in an attribute"),
     "dataclass that does not copy": (Stubborn, "Stubborn, and it cannot be made of other parts: NotImplementedError: no copies"),
+    "object that is its own copy": (Single, "Single, and it cannot be made of other parts: TypeError: its copy is itself"),
     "tensor subclass with parts of its own": (lambda x: x.as_subclass(Uneven), r"shapes \[\(2, 4\)\] instead of 8 times \[2, 4\]"),
     "csr": (lambda x: x.to_sparse_csr(), "layout torch.sparse_csr, which torch cannot cut"),
     "jagged tensor that requires a gradient": (
@@ -418,3 +433,29 @@ def test_a_graph_inside_a_dataclass_is_noticed() -> None:
     case = case_of(lambda x: Frozen(Sample(x), x > 0), lambda b: b.inner.x)
     case.batch = lambda step: Batch((Frozen(Sample(x), x > 0),), rows_of(1))
     case.refused(ConfigurationError, "was computed with a graph", ["1f1b"])
+
+
+class Changing(Reading):
+    """Changes the batch that it was given."""
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        y = super().forward(batch)
+        batch.inner.x.add_(1)
+        return y
+
+
+def test_a_batch_that_is_changed_inside_a_dataclass_cannot_be_recomputed() -> None:
+    case = case_of(*KINDS["frozen dataclass"])
+    case.make = lambda: [Changing(KINDS["frozen dataclass"][1]), *(Layer() for _ in range(NUM_STAGES - 1))]
+    with pytest.raises(StageError, match="its input was changed in place"):
+        case.piped(SCHEDULES["recompute"])
+
+
+def test_every_row_of_the_page_is_tested_and_every_kind_has_a_row() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "batches.md").read_text()
+    rows = re.findall(r"`(test_\w+)\.py::(\w+)(?:\[([^]]+)\])?`", text)
+    assert {kind for _, _, kind in rows if kind} == {*KINDS, *UNKNOWN}
+    for module, name, _ in rows:
+        assert callable(getattr(importlib.import_module(f"tests.edge_cases.{module}"), name))
+    tables = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| what |")]
+    assert all(re.search(r"`test_\w+\.py::.*` \|$", line) for line in tables)

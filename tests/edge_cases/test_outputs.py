@@ -111,7 +111,7 @@ SINGLE = [(TensorChunkSpec(0),), [TensorChunkSpec(0)], {"logits": TensorChunkSpe
 @pytest.mark.parametrize("spec", SINGLE)
 def test_one_spec_in_a_nest_puts_a_single_output_into_that_nest_as_torch_does(spec: Any) -> None:
     merged, *_ = run(lambda y: y, output_merge_spec=spec)
-    parts = [part for part in run(lambda y: y)[0].chunk(M)]
+    parts = list(run(lambda y: y)[0].chunk(M))
     theirs = merge_chunks(parts, spec)
     assert type(merged) is type(theirs)
     for ours, expected in zip(tree_leaves(merged), tree_leaves(theirs), strict=True):
@@ -144,7 +144,7 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "complex": (lambda y: (y, 1j), r"output\[1\]: a complex cannot"),
     "csr": (lambda y: (y, y.detach().to_sparse_csr()), r"output\[1\]: tensors of layout torch.sparse_csr cannot"),
     "PackedSequence": (lambda y: torch.nn.utils.rnn.pack_sequence([y]), "a PackedSequence cannot be put together"),
-    "generator": (lambda y: iter([y]), "a list_iterator cannot be put together"),
+    "iterator": (lambda y: [y, iter([y])], r"output\[1\]: a list_iterator cannot be put together"),
 }
 
 
@@ -164,7 +164,7 @@ def test_refused_at_the_first_forward(kind: str) -> None:
 def test_specs_that_do_not_fit_are_refused_at_the_first_forward() -> None:
     pair = (TensorChunkSpec(0), TensorChunkSpec(0))
     for wrap, spec in ((lambda y: y, pair), (MERGED["dataclass"], pair), (MERGED["UserDict"], {"logits": None})):
-        with pytest.raises(ConfigurationError, match="the output: .* has the spec .*: give one for each value") as error:
+        with pytest.raises(ConfigurationError, match=r"the output: .* has the spec .*: give one for each value") as error:
             run(wrap, output_merge_spec=spec)
         refused(error)
     with pytest.raises(StageError, match="it has no dimension 2") as raised:
