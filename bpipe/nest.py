@@ -143,7 +143,7 @@ def _like(value: Any, keys: Sequence[Any], own: Sequence[Any], put: Callable[...
     attributes = _attributes(value)
     for name in keys if are_fields else ["data"] if isinstance(value, UserDict) else []:
         attributes.pop(name, None)
-    places = {id(part): i for i, part in enumerate(own)}
+    places = {id(part): i for i, part in enumerate(own) if type(part) not in _PLAIN}  # equal numbers are one by chance
     twins = {name: places[id(part)] for name, part in attributes.items() if id(part) in places}
     beside = {name: part for name, part in attributes.items() if name not in twins}
     names = [*keys, *beside]
