@@ -1,12 +1,12 @@
 """Headers on the wire: a fixed binary form, checked before anything is believed. Nothing is unpickled.
 
-bytes  0..7    b"bpipe\\0" and the version of this form (uint16)
-bytes  8..15   kind, number of tensors (uint16 each), length of the body (uint32)
-bytes 16..31   step (uint64), stage, microbatch (uint32 each)
-bytes 32..35   CRC-32 of everything else
-then the body: kind 1, a layout: for each tensor its dtype, whether it needs a gradient, its dimensions, shape and
-strides; then the nest as UTF-8. Kind 2, an eviction: the part of the microbatch that moves, 0 for all,
-then the size of each message, as int64.
+    bytes  0..7    b"bpipe\\0" and the version of this form (uint16)
+    bytes  8..15   kind, number of tensors (uint16 each), length of the body (uint32)
+    bytes 16..31   step (uint64), stage, microbatch (uint32 each)
+    bytes 32..35   CRC-32 of everything else
+    then the body: kind 1, a layout: for each tensor its dtype, whether it needs a gradient, its dimensions, shape and
+    strides; then the nest as UTF-8. Kind 2, an eviction: the part of the microbatch that moves, 0 for all,
+    then the size of each message, as int64.
 """
 
 from __future__ import annotations
