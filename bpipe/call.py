@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import torch
 
 from bpipe import microbatch as mb
+from bpipe.cutting import Cutting
 from bpipe.errors import ConfigurationError
+from bpipe.specs import check_specs
 
 __all__: list[str] = []
 
@@ -48,6 +50,18 @@ class Specs(NamedTuple):
     kwargs: Any
     output: Any
 
+    @classmethod
+    def checked(cls, args: Any, kwargs: Any, output: Any) -> Specs:
+        """Take what a schedule is given.
+
+        Raises:
+            ConfigurationError: there is something in it that is no spec.
+        """
+        check_specs(args, "args_chunk_spec")
+        check_specs(kwargs, "kwargs_chunk_spec")
+        check_specs(output, "output_merge_spec", may_reduce=True)
+        return cls(args, kwargs, output)
+
 
 class Microbatches(NamedTuple):
     """A call's inputs, by microbatch."""
@@ -67,7 +81,8 @@ def microbatches_of(call: Call, num_microbatches: int, specs: Specs, *, is_train
     """Cut a call's whole batches, or take what the user cut.
 
     Raises:
-        ConfigurationError: a batch that does not divide, a wrong number of microbatches, inputs that cannot be trained on.
+        ConfigurationError: a batch that does not divide or that bpipe cannot cut, a wrong number of microbatches, inputs that
+            cannot be trained on.
     """
     m = num_microbatches
     if call.losses is not None and not isinstance(call.losses, list):
@@ -81,13 +96,15 @@ def microbatches_of(call: Call, num_microbatches: int, specs: Specs, *, is_train
     args = _presplit(call.arg_mbs, call.args, m, "arg_mbs", tuple)
     kwargs = _presplit(call.kwarg_mbs, call.kwargs, m, "kwarg_mbs", dict)
     targets = _presplit(call.target_mbs, () if call.target is None else (call.target,), m, "target_mbs", object)
+    cutting = Cutting(m)
     if args is None:
-        args = mb.split(call.args, specs.args, m, "an argument") if call.args else [()] * m
+        args = cutting.split(call.args, specs.args, "args") if call.args else [()] * m
     if kwargs is None:
-        kwargs = mb.split(call.kwargs, specs.kwargs, m, "a keyword argument") if call.kwargs else [{}] * m
+        kwargs = cutting.split(call.kwargs, specs.kwargs, "kwargs") if call.kwargs else [{}] * m
     if targets is None and call.target is not None:
-        targets = mb.split(call.target, None, m, "the target")
-    are_alike = call.arg_mbs is None and call.kwarg_mbs is None and call.target_mbs is None
+        targets = cutting.split(call.target, None, "the target")
+    cutting.check()
+    are_alike = call.arg_mbs is None and call.kwarg_mbs is None and call.target_mbs is None and cutting.are_alike
     return Microbatches(args, kwargs, targets, are_alike)
 
 

@@ -1,122 +1,37 @@
-"""Cut a batch into microbatches, put outputs together again, and describe what came in."""
+"""What the inputs and outputs of microbatches hold, and what they look like."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
+from torch.nn.utils.rnn import PackedSequence
 
+from bpipe.comm.dtensor import is_dtensor
 from bpipe.comm.message import PLAIN
-from bpipe.errors import ConfigurationError, StageError
+from bpipe.nest import inside, is_block_mask, leaves_of, mapped
 
 __all__: list[str] = []
 
 
-def split(value: Any, spec: Any, num_microbatches: int, what: str) -> list[Any]:
-    """Cut every tensor in a nest along the dimension that its spec names (0 by default); everything else is repeated.
-
-    Args:
-        value: a nest of tensors and anything else.
-        spec: None, or a nest like `value` with a `TensorChunkSpec` (anything with a `split_dim`) for a tensor to cut, and
-            anything else, such as torch's `_Replicate`, for one to repeat.
-        num_microbatches: m.
-        what: the argument's name, for messages.
-
-    Returns:
-        m nests like `value`; views, no copies.
-
-    Raises:
-        ConfigurationError: a tensor's size along its dimension is no positive multiple of m, or the spec does not fit.
-    """
-    leaves, tree = tree_flatten(value)
-    specs = [None] * len(leaves) if spec is None else list(_specs_for(value, spec, what))
-    columns = [_cut(leaf, leaf_spec, spec is not None, num_microbatches, what) for leaf, leaf_spec in zip(leaves, specs)]
-    return [tree_unflatten([column[i] for column in columns], tree) for i in range(num_microbatches)]
-
-
-def _specs_for(value: Any, spec: Any, what: str) -> Iterator[Any]:
-    """Yield the spec of each leaf of a nest: by key in dicts, whatever their order, and by place in tuples and lists."""
-    if isinstance(value, dict) and isinstance(spec, dict) and value.keys() == spec.keys():
-        for key, part in value.items():
-            yield from _specs_for(part, spec[key], what)
-    elif isinstance(value, (tuple, list)) and isinstance(spec, (tuple, list)) and len(value) == len(spec):
-        for part, part_spec in zip(value, spec):
-            yield from _specs_for(part, part_spec, what)
-    elif tree_is_leaf(value) and not isinstance(spec, (tuple, list, dict)):
-        yield spec
-    else:
-        raise ConfigurationError(f"{what}: {_outline(value)} has the spec {_outline(spec)}: give one for each value, nested alike")
-
-
-def _outline(value: Any) -> str:
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key!r}: ...' for key in value)}}}"
-    return f"{type(value).__qualname__} of {len(value)}" if isinstance(value, (tuple, list)) else type(value).__qualname__
-
-
-def _cut(leaf: Any, spec: Any, is_specified: bool, m: int, what: str) -> Sequence[Any]:
-    dim = getattr(spec, "split_dim", None if is_specified else 0)
-    if not isinstance(leaf, torch.Tensor) or dim is None:
-        return [leaf] * m
-    if leaf.ndim == 0 or not -leaf.ndim <= dim < leaf.ndim:
-        raise ConfigurationError(f"{what} of shape {list(leaf.shape)} has no dimension {dim} to cut: give a spec that repeats it")
-    size = leaf.shape[dim]
-    if size < m or size % m:
-        raise ConfigurationError(
-            f"{what} of shape {list(leaf.shape)}: {size} along dimension {dim} does not divide into {m} microbatches. "
-            "Drop the last batch (DataLoader(drop_last=True)), or cut it yourself: step(arg_mbs=..., kwarg_mbs=..., target_mbs=...)"
-        )
-    return leaf.tensor_split(m, dim=dim)
-
-
-def merge(outputs: Sequence[Any], spec: Any = None) -> Any:
-    """Put the outputs of the microbatches together: tensors along the dimension that the spec names (0 by default).
-
-    Tensors without dimensions are stacked. A spec with `reduce_fn` and `init_value` (torch's reducers) folds instead;
-    plain values (None, bool, int, float, str) are those of the first microbatch.
-
-    Raises:
-        ConfigurationError: the spec does not fit.
-        StageError: the outputs do not fit together.
-    """
-    flat, trees = zip(*map(tree_flatten, outputs))
-    specs = [None] * len(flat[0]) if spec is None else list(_specs_for(outputs[0], spec, "the output"))
-    try:
-        other = next((output for output, tree in zip(outputs, trees) if tree != trees[0]), None)
-        if other is not None:
-            raise TypeError(f"one is {_outline(outputs[0])}, another {_outline(other)}")
-        return tree_unflatten([_join(column, leaf_spec) for column, leaf_spec in zip(zip(*flat), specs)], trees[0])
-    except (TypeError, IndexError, RuntimeError) as error:
-        raise StageError(
-            f"the outputs of the microbatches do not fit together: {error}. "
-            "Make them alike, give an output_merge_spec, or pass return_outputs=False and use them in loss_fn"
-        ) from error
-
-
-def _join(parts: tuple[Any, ...], spec: Any) -> Any:
-    if hasattr(spec, "reduce_fn"):
-        value = spec.init_value
-        for part in parts:
-            value = spec.reduce_fn(value, part)
-        return value
-    if not isinstance(parts[0], torch.Tensor):
-        if type(parts[0]) not in PLAIN:
-            raise TypeError(f"a {type(parts[0]).__qualname__} cannot be put together")
-        return parts[0]
-    return torch.stack(parts) if parts[0].ndim == 0 else torch.cat(parts, dim=getattr(spec, "split_dim", 0))
+def detached(value: Any) -> Any:
+    """A nest like another one, its tensors without graph."""
+    return mapped(torch.Tensor.detach, value)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors of a nest."""
     if isinstance(value, torch.Tensor):
         return [value]
-    if type(value) in (list, tuple):  # as a tree would, and much faster
+    kind = type(value)
+    if kind is list or kind is tuple:
         return [tensor for part in value for tensor in tensors_in(part)]
-    return [leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor)]
+    if kind is dict:
+        return [tensor for part in value.values() for tensor in tensors_in(part)]
+    return [] if kind in PLAIN else [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
 
 
 class Description(NamedTuple):
@@ -131,9 +46,21 @@ class Description(NamedTuple):
 
 def describe(value: Any) -> Description:
     """The shapes, dtypes and plain values of a nest: equal for two that need the same memory and messages."""
-    leaves, tree = tree_flatten(value)
-    numbers = tuple([int(leaf) for leaf in leaves if _is_number(leaf)])
-    return Description("|".join([str(tree), *("#" if _is_number(leaf) else _describe_leaf(leaf) for leaf in leaves)]), numbers)
+    numbers: list[int] = []
+    form = _form(value, numbers)
+    return Description(form, tuple(numbers))
+
+
+def _form(value: Any, numbers: list[int]) -> str:
+    """Describe a nest without its whole numbers, which are appended."""
+    found = inside(value)
+    if found is None and _is_number(value):
+        numbers.append(int(value))
+        return "#"
+    if found is None:
+        return _describe_leaf(value)
+    parts = ",".join([f"{key}={_form(part, numbers)}" for key, part in zip(found.keys, found.parts)])
+    return f"{type(value).__qualname__}{found.context}({parts})"
 
 
 def _is_number(leaf: Any) -> bool:
@@ -143,9 +70,34 @@ def _is_number(leaf: Any) -> bool:
 
 def _describe_leaf(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
-        layout = leaf.stride() if leaf.layout is torch.strided else leaf.layout
-        return f"{leaf.dtype}{tuple(leaf.shape)}{layout}{leaf.requires_grad}"
-    return repr(leaf) if isinstance(leaf, (bool, int, str, type(None))) else type(leaf).__qualname__  # floats shape nothing
+        if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_nested:
+            return _describe_special(leaf)
+        return f"{leaf.dtype}{tuple(leaf.shape)}{leaf.stride()}{leaf.requires_grad}"
+    if isinstance(leaf, (bool, int, str, type(None))):
+        return repr(leaf)
+    return _describe_object(leaf)  # floats shape nothing
+
+
+def _describe_special(tensor: torch.Tensor) -> str:
+    """What a tensor that is no plain one looks like: a subclass, a nested or sparse one."""
+    name = f"{type(tensor).__qualname__}{tensor.dtype}{tensor.layout}{tensor.requires_grad}"
+    if tensor.is_nested:
+        return f"{name}{[tuple(part.shape) for part in tensor.unbind()]}"
+    if tensor.layout is not torch.strided:
+        return f"{name}{tuple(tensor.shape)}{tensor._nnz()}"
+    sharding: Any = (tensor.placements, tensor.device_mesh) if is_dtensor(tensor) else ""  # type: ignore[attr-defined]
+    return f"{name}{tuple(tensor.shape)}{tensor.stride()}{sharding}"
+
+
+def _describe_object(value: Any) -> str:
+    """What something that is no nest looks like: its type, and the tensors that can be seen in it."""
+    name = type(value).__qualname__
+    if isinstance(value, np.ndarray):
+        return f"{name}{value.dtype}{value.shape}"
+    if isinstance(value, PackedSequence):
+        return f"{name}{[describe(part) for part in value]}{value.batch_sizes.tolist()}"
+    context = f"{value.seq_lengths}{value.BLOCK_SIZE}" if is_block_mask(value) else ""
+    return f"{name}{context}{[describe(tensor) for tensor in tensors_in(value)]}"
 
 
 def digest(descriptions: Sequence[str]) -> bytes:

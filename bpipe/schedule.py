@@ -29,6 +29,7 @@ from bpipe.errors import AgreementError, CommError, ConfigurationError, Pipeline
 from bpipe.loopback import Loopback, LoopbackGroup
 from bpipe.memory.ledger import Ledger
 from bpipe.memory.static import static_bytes
+from bpipe.merging import merge
 from bpipe.plain_numbers import CountedNumbers, Looks
 from bpipe.runtime.compute import Job
 from bpipe.runtime.evictions import Memory
@@ -83,7 +84,8 @@ class Schedule:
             schedules may share it.
         n_microbatches: m; a batch is cut into so many.
         loss_fn: `loss_fn(output, target, **loss_kwargs)`, one number; without it `step` evaluates.
-        args_chunk_spec: a `TensorChunkSpec` for each positional argument; default: cut dimension 0 of every tensor.
+        args_chunk_spec: for each positional argument a `TensorChunkSpec`, None to repeat it whole, or a nest of these; default: cut
+            dimension 0 of every tensor and whatever else holds samples, as docs/batches.md says.
         kwargs_chunk_spec: likewise for each keyword argument.
         output_merge_spec: along which dimensions the outputs are put together; default 0.
         scale_grads: scale the loss of each microbatch by 1/m, so that gradients are those of the mean and steps accumulate.
@@ -119,7 +121,7 @@ class Schedule:
         self._stages = stages_of(stage)
         first = next(iter(self._stages.values()))
         self._loss_fn = loss_fn
-        self._specs = Specs(args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        self._specs = Specs.checked(args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
         self.plan = self._make_plan(first.num_stages, first.num_stages // len(self._stages), n_microbatches, slots)
         self._loss_scale = 1.0 / n_microbatches if scale_grads else 1.0
         self._check_placement()
@@ -205,7 +207,7 @@ class Schedule:
             `return_outputs=False`.
 
         Raises:
-            ConfigurationError: a batch that does not divide into m, a missing target.
+            ConfigurationError: a batch that does not divide into m or that bpipe cannot cut, a missing target.
             AgreementError: the ranks are about to run different things; raised on all of them, nothing was sent.
             StageError: the module or the loss returned something that cannot be used.
             RankFailedError: another rank failed in this step, or between steps. The pipeline is broken then, as after any error
@@ -280,6 +282,7 @@ class Schedule:
             loss_kwargs=call.loss_kwargs or {},
             loss_scale=self._loss_scale,
             keeps_outputs=keeps_outputs,
+            merge_spec=self._specs.output,
         )
         record = self._record(is_training, looks).pack()
         return Step(record, self._plans[is_training].plan, job, parts, call.losses, is_training, looks)
@@ -384,7 +387,7 @@ class Schedule:
 
     def _result(self, run: Run) -> Any:
         """What the step returns."""
-        return mb.merge(run.compute.outputs, self._specs.output) if run.compute.outputs else None
+        return merge(run.compute.outputs, self._specs.output) if run.compute.outputs else None
 
     # Driving them
 

@@ -207,7 +207,7 @@ def disagree(rank: int, what: str) -> str:
         ("duplicate stage", ["stage 0 is on two ranks, 0 and 1"] * 2),
         (
             "batch",
-            ["ConfigurationError: an argument of shape [5, 8]", "AgreementError: rank 0 cannot run this step: ConfigurationError"],
+            ["ConfigurationError: args[0] of shape [5, 8]", "AgreementError: rank 0 cannot run this step: ConfigurationError"],
         ),
         (
             "target",

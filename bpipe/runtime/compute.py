@@ -12,7 +12,6 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map_only
 
 from bpipe import microbatch as mb
 from bpipe.autograd import Box, edges_of, enter, run_backward
@@ -20,6 +19,7 @@ from bpipe.comm.message import Layout, dense, meta_of, put_together, take_apart
 from bpipe.errors import StageError
 from bpipe.memory.ledger import Key
 from bpipe.memory.storages import keys_of, storages_of
+from bpipe.merging import check_merge
 from bpipe.runtime.evictions import Evictions
 from bpipe.runtime.new_gradients import NewGradients, owned
 from bpipe.runtime.pieces import PiecesOf
@@ -45,6 +45,7 @@ class Job:
         loss_fn: called as `loss_fn(output, target, **loss_kwargs)` on the last stage, or None.
         loss_scale: the gradient with which the backward of each microbatch's loss starts.
         keeps_outputs: whether the last stage's outputs are returned.
+        merge_spec: how they are put together.
     """
 
     args: Sequence[tuple[Any, ...]]
@@ -55,6 +56,7 @@ class Job:
     loss_kwargs: Mapping[str, Any]
     loss_scale: float
     keeps_outputs: bool
+    merge_spec: Any
 
 
 @dataclass
@@ -268,7 +270,9 @@ class Compute:
             is_part = loss.untyped_storage().nbytes() > loss.element_size()  # of more, which would be kept with it
             self.losses.append(loss.detach().clone() if is_part else loss.detach())
         if self._job.keeps_outputs:
-            self.outputs.append(tree_map_only(torch.Tensor, torch.Tensor.detach, output))
+            if not self.outputs:  # before any gradient is added
+                check_merge(output, self._job.merge_spec)
+            self.outputs.append(mb.detached(output))
         return [] if loss is None else [loss]
 
     def _hand_on(self, output: Any, key: Key, borrowed: set[int]) -> list[torch.Tensor]:
