@@ -145,7 +145,7 @@ class Case:
 
 def pipeline(schedule: Any, modules: Sequence[nn.Module], loss_fn: Callable[..., Any]) -> tuple[bpipe.Loopback, list[Any]]:
     """A loopback of the stages, one or two on a rank, and a schedule for each of its ranks."""
-    is_single = schedule in list(ONE_STAGE.values())
+    is_single = schedule not in list(TWO_STAGES.values())
     loopback = bpipe.Loopback(len(modules) if is_single else len(modules) // 2)
     stages = [
         [bpipe.PipelineStage(modules[i], i, len(modules), "cpu", loopback.rank(rank)) for i in held]
