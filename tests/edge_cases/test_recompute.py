@@ -453,7 +453,7 @@ class Swaps(nn.Module):
 @pytest.mark.parametrize("dim", [0, 1])
 def test_values_that_change_places_are_noticed(dim):
     modules = [Swaps(dim) if stage == 2 else nn.Linear(64, 64) for stage in range(NUM_STAGES)]
-    wide = Case(lambda: modules, lambda step: Batch((torch.randn(16 * M, 64),), torch.randn(16 * M, 64)), F.mse_loss)
+    wide = Case(lambda: modules, lambda step: Batch((torch.randn(32 * M, 64),), torch.randn(32 * M, 64)), F.mse_loss)
     assert_refused(wide, "^microbatch [0-7] of stage 2 cannot be recomputed: its two forwards returned another output")
 
 
