@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import isqrt
 from typing import Any, NamedTuple
 
@@ -107,6 +106,5 @@ def _weighted(words: torch.Tensor) -> torch.Tensor:
     return words.dot(weights) if words.device.type == "cpu" else (words * weights).sum()
 
 
-@lru_cache(maxsize=64)
 def _weights(length: int, device: torch.device) -> torch.Tensor:
     return torch.arange(1, length + 1, device=device).pow(3)
