@@ -86,9 +86,10 @@ class Balanced(Schedule):
         replicas: a process group of the ranks that hold the same stages in other pipelines: their sizes are compared, and
             refused where they differ. Collective over it with each plan, so replicas change shapes in the same steps.
         by: "evict", or "recompute": what is over the budget keeps its input alone and runs forward once more ahead of its
-            backward, on its own rank, with the same random numbers (torch's) and buffers. It costs a forward a microbatch and no
-            transfer. Copies of buffers that a forward writes, such as BatchNorm's, are not in the plan's bytes. Stages next to
-            each other on one rank, as in a V, keep theirs.
+            backward, on its own rank, with the same random numbers, buffers and attributes of its modules. The two forwards are
+            compared: what cannot be restored is a `StageError` (docs/recomputation.md). It costs a forward a microbatch and no
+            transfer, and on CUDA one wait at the end of the step. Copies of buffers and attributes are not in the plan's bytes.
+            Stages next to each other on one rank, as in a V, keep theirs.
         measure: "auto", or "in_order": steps that measure keep the schedule's own order in any case. They are balanced by count
             then, as with budget=None, and need the memory for that: on one stage a rank, at most ceil((p+2)/2) microbatches.
 

@@ -367,6 +367,7 @@ class Schedule:
 
     def _finish(self, step: Step, run: Run, started: float) -> None:
         """All actions of a step were done."""
+        run.compute.reruns.check()
         self._num_steps += 1
         self.ledger = run.evictions.ledger
         if self._static_bytes is None:

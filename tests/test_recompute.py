@@ -401,7 +401,7 @@ class Changes(nn.Module):
     def __init__(self, what: str) -> None:
         super().__init__()
         self.linear, self.what, self.calls = nn.Linear(WIDTH, WIDTH), what, 0
-        self.register_buffer("often", torch.zeros(1))
+        self.register_buffer("often", torch.zeros(2**15))  # too large to be copied each time
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
@@ -436,7 +436,7 @@ def fails(rank: int, what: str) -> str:
     "what, message",
     [
         ("input", "of stage 1 cannot be recomputed: its input was changed in place. Let the stage work on a clone of it"),
-        ("buffer", "of stage 1 cannot be recomputed: its forward writes the buffer often, which earlier ones did not"),
+        ("buffer", "of stage 1 cannot be recomputed: its forward writes the tensor often, which earlier ones did not"),
         ("parameter", "of stage 1 cannot be recomputed: its forward writes the parameter bias"),
         ("gradient", "a backward ran inside the first of two forwards"),
         ("transform", "uses a transform of torch.func that refuses saved-tensor hooks"),
@@ -449,12 +449,14 @@ def test_what_cannot_run_twice_is_refused_on_all_ranks(what, message):
 
 
 class Raises(nn.Module):
+    calls = 0  # not restored
+
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+        self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
+        type(self).calls += 1
         if self.calls > M:
             raise ValueError("enough")
         return self.linear(x)
@@ -464,7 +466,7 @@ def test_an_error_in_the_second_forward_says_where():
     modules = [Raises() if stage == 2 else nn.Linear(WIDTH, WIDTH) for stage in range(4)]
     loopback, schedules = pipeline(Over(bpipe.GPipe, BY_COUNT), modules, M, mse)
     x, y = batch_of("quiet", 2 * M)
-    before = torch.get_rng_state()
+    before, Raises.calls = torch.get_rng_state(), 0
     with pytest.raises(ValueError, match="enough") as caught:
         loopback.step(schedules, x, target=y)
     assert any("2R" in note for note in caught.value.__notes__)

@@ -24,7 +24,8 @@ from bpipe.runtime.evictions import Evictions
 from bpipe.runtime.new_gradients import NewGradients, owned
 from bpipe.runtime.pieces import PiecesOf
 from bpipe.runtime.replicated import equalise_buffers
-from bpipe.runtime.rerun import Rerun, Writing
+from bpipe.runtime.rerun import Rerun, Reruns
+from bpipe.runtime.state import BATCH, Learned
 from bpipe.runtime.traffic import Mail, Place, Traffic
 from bpipe.schedules import Action, Op
 from bpipe.split import GivenHalf, WeightHalf, run_input_half
@@ -106,7 +107,7 @@ class Compute:
         has_backward: whether graphs are built.
         undivided: the stages whose backward runs as a whole, in its input half.
         recomputed: the microbatches whose forward runs twice.
-        writing: the buffers that the forwards of stages write, by stage, as far as they are known.
+        learned: what is known of the stages whose forwards run twice.
     """
 
     def __init__(
@@ -119,15 +120,16 @@ class Compute:
         has_backward: bool,
         undivided: Collection[int] = (),
         recomputed: Collection[Key] = (),
-        writing: MutableMapping[int, Writing],
+        learned: MutableMapping[int, Learned],
     ) -> None:
         self.losses: list[torch.Tensor] = []
         self.outputs: list[Any] = []
         self._stages, self._job, self._traffic, self._has_backward = stages, job, traffic, has_backward
         self._parts = parts
         self._undivided, self._recomputed = undivided, recomputed
-        self._writing = writing
-        self._reruns: dict[Key, tuple[Rerun, Mail | None]] = {}  # with what the stage before has sent
+        self._learned = learned
+        self.reruns = Reruns()
+        self._waiting: dict[Key, tuple[Rerun, Mail | None]] = {}  # for their second forward, with what the stage before has sent
         self._graphs: dict[Key, Graph] = {}
         self._halves: dict[Key, WeightHalf] = {}
         self._new_gradients = NewGradients(parts if has_backward else {})
@@ -153,7 +155,7 @@ class Compute:
             buffers = [buffer for module in modules for buffer in module._buffers.values()]
             parameters = [parameter for module in modules for parameter in module._parameters.values()]
             batch = _storages(mb.tensors_in([self._job.args, self._job.kwargs, self._job.targets]))
-            kinds = {"the step's batch": batch, "a buffer": _storages(buffers), "a parameter": _storages(parameters)}
+            kinds = {BATCH: batch, "a buffer": _storages(buffers), "a parameter": _storages(parameters)}
             self._foreign = {storage._cdata: kind for kind, storages in kinds.items() for storage in storages}
             self._foreign_alive = [StorageWeakRef(storage) for storages in kinds.values() for storage in storages]
         return self._foreign
@@ -197,12 +199,14 @@ class Compute:
         target = self._job.targets[microbatch] if stage.is_last and self._job.targets is not None else None
         given = mb.tensors_in([inputs.args, self._job.kwargs[microbatch], target, dict(self._job.loss_kwargs)])
         equalise_buffers(self._parts[action.stage].modules)
-        running = [stage.submod, *(modules_of(self._job.loss_fn) if stage.is_last else ())]
-        writing = self._writing.setdefault(action.stage, Writing(running))
-        rerun = Rerun(f"microbatch {microbatch} of stage {action.stage}", given, writing, self._traffic.transport.device)
-        self._reruns[action[1:3]] = rerun, mail
+        running = [stage.submod, *([self._job.loss_fn] if stage.is_last else ())]
+        learned = self._learned.setdefault(action.stage, Learned(running))
+        device, foreign = self._traffic.transport.device, self.foreign()
+        rerun = Rerun(action.stage, microbatch, given, learned, self.reruns, device, foreign)
+        self._waiting[action[1:3]] = rerun, mail
         with torch.enable_grad(), rerun.first():
             output, loss = self._returned(action, inputs)
+        rerun.returned(output, loss)
         if stage.is_last:
             self._finish_microbatch(output, loss)
         else:
@@ -211,12 +215,13 @@ class Compute:
     def recompute(self, action: Action, evictions: Evictions) -> None:
         """The second of a microbatch's two forwards: it makes the graph, and saves what the backward needs."""
         key = action[1:3]
-        rerun, mail = self._reruns.pop(key)
+        rerun, mail = self._waiting.pop(key)
         inputs = self._inputs(action, mail)
         del mail
         stash = evictions.follow(action, inputs.shapes, inputs.received, None)
         with torch.enable_grad(), rerun.again(), stash.capture() if stash is not None else nullcontext():
             output, loss = self._returned(action, inputs)
+        rerun.returned(output, loss)
         box = inputs.box
         del inputs, rerun
         made = [loss] if loss is not None else take_apart(output, f"stage {action.stage}, microbatch {action.microbatch}")[1]

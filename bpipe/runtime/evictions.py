@@ -24,7 +24,7 @@ from bpipe.memory.recomputed import kept_by_checkpoints
 from bpipe.memory.stash import Contents, Pieces, Stash
 from bpipe.memory.storages import storages_of
 from bpipe.microbatch import tensors_in
-from bpipe.runtime.rerun import Writing
+from bpipe.runtime.state import Learned
 from bpipe.runtime.traffic import Traffic
 from bpipe.schedules import Action, Op, Plan
 from bpipe.schedules.action import HOST
@@ -74,7 +74,7 @@ class Memory:
     kinds: dict[Kind, _Kind] = field(default_factory=dict)  # the one used last stands last
     rooms: dict[int, Rooms] = field(default_factory=dict)  # by evictor
     host_rooms: HostRooms | None = None
-    writing: dict[int, Writing] = field(default_factory=dict)  # by stage: the buffers that its forward writes
+    learned: dict[int, Learned] = field(default_factory=dict)  # of the stages whose forwards run twice
 
     def reserve(self, plan: Plan, rank: int, device: torch.device) -> None:
         """Make the rooms of a plan's guests on this rank and its host, in place of another plan's."""

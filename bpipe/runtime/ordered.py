@@ -19,7 +19,7 @@ from bpipe.memory.nodes import nodes_behind
 from bpipe.runtime.compute import Job, modules_of
 from bpipe.runtime.observe import Observer
 from bpipe.runtime.run import Run
-from bpipe.runtime.state import State, changed, modules_state, random_state
+from bpipe.runtime.side_effects import State, changed, modules_state, random_state
 from bpipe.schedules import Action, Op
 from bpipe.stage import PipelineStage
 

@@ -70,7 +70,7 @@ class Run:
             has_backward=plan.has_backward,
             undivided=self.sharding.undivided,
             recomputed=plan.recomputed(rank),
-            writing=memory.writing,
+            learned=memory.learned,
         )
         followed = {*plan.evicted(rank), *plan.interrupted(rank)}
         self.evictions = Evictions(self.traffic, followed, memory, self.compute.foreign, self.compute.kept, plan.num_parts)

@@ -1,153 +1,229 @@
-"""What a computation can leave behind besides its results: drawn random numbers, and changes to what its module keeps."""
+"""What a forward finds in its modules, so that another one can find the same: attributes, containers, buffers, generators."""
 
 from __future__ import annotations
 
-import pickle
-import random
-import sys
-from collections import deque
-from collections.abc import Iterable, Iterator
-from types import SimpleNamespace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from bpipe.memory.storages import Storage, as_bytes, storages_of
+from bpipe.errors import StageError
+from bpipe.memory.storages import keys_of
+from bpipe.runtime.checksums import Sum, is_awaited
+from bpipe.runtime.contents import SMALL_BYTES
+from bpipe.runtime.copies import Copies, Values, is_plain
+from bpipe.runtime.differences import Constants, Differences
+from bpipe.runtime.generators import Drawn, GlobalNumPy, python
+from bpipe.runtime.reachable import Place, Reachable
 
 __all__: list[str] = []
 
-MOST_VALUES, MOST_DEPTH = 10_000, 5  # of plain attributes: a module may keep anything
-EXACT_BYTES = 2**20  # storages up to so many are compared byte by byte, larger ones by their sum
-OWN = frozenset(vars(nn.Module()))  # the attributes that every module has
-PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
-CONTAINERS = (list, tuple, set, frozenset, deque)
-NOBODYS = frozenset({"torch", *sys.stdlib_module_names})  # packages whose objects, such as loggers, keep nothing of a model
-GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-
-# By the name of what is kept, and for a parameter its identity: something that compares equal where that is unchanged.
-State = dict[tuple[str, int], object]
+BATCH = "the step's batch"
+Mode = tuple[bool, ...]
+Watched = tuple[str, torch.Tensor, int]  # a tensor's name, and its version when it was looked at
 
 
-def random_state(device: torch.device) -> State:
-    """The random numbers that a computation on a device may draw from without being given a generator."""
-    state: State = {
-        ("torch's", 0): _bytes_of_state(torch.get_rng_state()),
-        ("Python's", 0): random.getstate(),
-        ("NumPy's", 0): pickle.dumps(np.random.get_state()),
-    }
-    if device.type == "cuda":
-        state["CUDA's", 0] = _bytes_of_state(torch.cuda.get_rng_state(device))
-    return state
-
-
-def modules_state(modules: Iterable[tuple[str, nn.Module]], others: Iterable[Any]) -> tuple[State, State]:
-    """What modules and other objects keep, and of it the generators of random numbers alone.
+class Learned:
+    """What is known of a stage whose forwards run twice, from microbatch to microbatch and from step to step.
 
     Args:
-        modules: with their names; those inside them are not looked for.
-        others: what a computation gets besides tensors.
+        roots: what runs: modules and, on the last stage, the loss function.
     """
-    look = _Look()
-    for name, module in modules:
-        look.module(name, module)
-    for other in others:
-        look.value("an argument", other, 0)
-    return look.state, look.random
+
+    def __init__(self, roots: Sequence[Any]) -> None:
+        self.roots = roots
+        self.written: dict[Mode, set[tuple[int, Any]]] = {}  # places of large tensors, as the first forward of a mode wrote them
+        self.numpy = GlobalNumPy()
 
 
-def changed(before: State, after: State) -> str | None:
-    """The name of something that is not as it was. Parameters that others have taken the place of, as under FSDP, do not count."""
-    replaced = {key for key in before.keys() ^ after.keys() if key[1]}
-    return next((key[0] for key in {**before, **after} if key not in replaced and before.get(key) != after.get(key)), None)
-
-
-class _Look:
-    """One look at all that is kept. What it finds refers to no tensor: bpipe counts the owners of storages."""
+class Shared:
+    """What the microbatches of a stage share during a step: copies of what has the same value for several of them."""
 
     def __init__(self) -> None:
-        self.state: State = {}
-        self.random: State = {}
-        self._seen: dict[int, object] = {}  # alive, so that no other one gets its id
-        self._storages: dict[int, object] = {}  # what is in them, for tensors that share one
+        self._copies, self._values = Copies(()), list[torch.Tensor]()
 
-    def module(self, name: str, module: nn.Module) -> None:
-        for key, parameter in module._parameters.items():
-            if parameter is not None and not is_lazy(parameter):
-                self.state[f"the parameter {_path(name, key)}", id(parameter)] = self._contents(parameter)
-        for key, buffer in module._buffers.items():
-            self.state[f"the buffer {_path(name, key)}", 0] = None if buffer is None or is_lazy(buffer) else self._contents(buffer)
-        if not _is_torchs(type(module)):
-            for key, value in vars(module).items():
-                if key not in OWN:
-                    self.value(f"the attribute {_path(name, key)}", value, 0)
+    def copies(self, tensors: Sequence[torch.Tensor]) -> Copies:
+        if not self._copies.is_of(tensors):
+            self._copies, self._values = Copies(tensors), []
+        return self._copies
 
-    def value(self, name: str, value: Any, depth: int) -> None:
-        """Enter something, and what is in it."""
-        if isinstance(value, PLAIN):
-            self.state[name, 0] = repr(value)
-        elif isinstance(value, GENERATORS):
-            self.random[name, 0] = _state_of(value)
-        elif isinstance(value, torch.Tensor):
-            self.state[name, 0] = self._contents(value)
-        elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-            self.state[name, 0] = (value.shape, hash(value.tobytes()))
-        elif id(value) not in self._seen and depth < MOST_DEPTH and len(self.state) < MOST_VALUES:
-            self._seen[id(value)] = value
-            for key, part in _parts_of(value):
-                self.value(f"{name}{key}", part, depth + 1)
-
-    def _contents(self, tensor: torch.Tensor) -> object:
-        if tensor.device.type == "meta":
-            return None
-        shape = () if tensor.is_nested else tuple(tensor.shape)
-        return (shape, *(self._in_storage(storage) for storage in storages_of(tensor)))
-
-    def _in_storage(self, storage: Storage) -> object:
-        if storage._cdata not in self._storages:
-            self._storages[storage._cdata] = _compared(as_bytes(storage))
-        return self._storages[storage._cdata]
+    def values(self, copies: Copies) -> Values:
+        """What is in storages now: another copy only if that has changed, where comparing waits for no device."""
+        values = copies.take()
+        if any(is_awaited(group.device) for group in values):
+            return values
+        if not self._values or copies.differing(self._values, values):
+            self._values = values
+        return self._values
 
 
-def _compared(data: torch.Tensor) -> object:
-    if data.numel() <= EXACT_BYTES:
-        return data.clone().cpu().numpy().tobytes()  # a clone: numpy would pin the storage's size
-    whole = data.numel() // 8 * 8
-    return int(data[:whole].view(torch.int64).sum()), int(data[whole:].sum())
+class State:
+    """What one forward finds. To be made before it runs.
+
+    Args:
+        name: the microbatch, for messages.
+        learned: what is known of its stage.
+        shared: with the other microbatches of the step.
+        device: where it computes.
+        foreign: storages that are no activations, and what they are: the batch is left alone.
+
+    Raises:
+        StageError: a buffer is not initialised yet.
+    """
+
+    def __init__(self, name: str, learned: Learned, shared: Shared, device: torch.device, foreign: Mapping[int, str]) -> None:
+        found = Reachable(learned.roots)
+        self._name, self._learned, self._contents, self._places = name, learned, found.contents, found.places
+        self._mode = tuple(found.mode)
+        self._drawn = Drawn(device, [python(), learned.numpy, *found.sources])
+        tensors = [(_name_of(found.places[key]), one) for key, one in found.tensors.items() if one.device.type != "meta"]
+        for where, tensor in tensors:
+            if is_lazy(tensor):
+                raise StageError(f"{name} cannot be recomputed: {where} is not initialised. Let the stage run once before")
+        tensors = [(where, tensor) for where, tensor in tensors if not _is_of_batch(tensor, foreign)]
+        self._odd = [tensor for _, tensor in tensors if not _is_fixed(tensor) and not is_plain(tensor)]
+        plain = [(where, tensor) for where, tensor in tensors if not _is_fixed(tensor) and is_plain(tensor)]
+        self._copies = shared.copies([tensor for _, tensor in plain if self._is_copied(tensor)])
+        self._copied = [tensor for _, tensor in plain if tensor in self._copies]
+        self._before, self._after = shared.values(self._copies), list[Sum]()
+        self._odd_values = [tensor.detach().clone() for tensor in self._odd]
+        self._parameters: list[Watched] = [(f"the parameter {where}", one, _version(one)) for where, one in found.parameters]
+        uncopied = [(f"the tensor {where}", one, _version(one)) for where, one in tensors if not self._is_restored(one)]
+        self._uncopied: list[Watched] = uncopied
+        self._written: set[int] = set()
+
+    def constants(self) -> Constants:
+        """What no forward of this stage should write, as it is now."""
+        return Constants(one for one in (*self._uncopied, *self._parameters) if not one[1].requires_grad and _is_dense(one[1]))
+
+    def _is_copied(self, tensor: torch.Tensor) -> bool:
+        num_bytes = tensor.untyped_storage().nbytes()
+        if num_bytes <= SMALL_BYTES or self._mode not in self._learned.written:
+            return num_bytes > 0
+        written = self._learned.written[self._mode]
+        return any((id(place.container), place.key) in written for place in self._places[id(tensor)])
+
+    def _is_restored(self, tensor: torch.Tensor) -> bool:
+        return not _is_fixed(tensor) and (not is_plain(tensor) or tensor in self._copies)
+
+    def has_run(self) -> None:
+        """The forward has run: note what it wrote.
+
+        Raises:
+            StageError: it wrote something that another forward cannot find as it was.
+        """
+        _check_unwritten(self._parameters, f"{self._name} cannot be recomputed: its forward writes {{}}")
+        _check_unwritten(self._uncopied, f"{self._name} cannot be recomputed: its forward writes {{}}, which earlier ones did not")
+        now = self._copies.take()
+        awaited = any(is_awaited(group.device) for group in now)
+        is_first = self._mode not in self._learned.written  # then large tensors were copied too, and comparing may wait
+        written = self._copies.all() if awaited and not is_first else self._copies.differing(self._before, now)
+        if is_first:
+            self._learn(written)
+        self._written = self._copies.all() if awaited else written
+        self._after = list(map(_sum, now)) if self._written else []
+        self._drawn.forget_unused()
+
+    def _learn(self, written: set[int]) -> None:
+        found = [tensor for tensor in self._copied if tensor.untyped_storage()._cdata in written]
+        large = [one for one in found if one.untyped_storage().nbytes() > SMALL_BYTES]
+        self._learned.written[self._mode] = {(id(place.container), place.key) for one in large for place in self._places[id(one)]}
+
+    @contextmanager
+    def again(self, differences: Differences) -> Iterator[None]:
+        """Let another forward find the same, and leave what is there now as it is.
+
+        Raises:
+            StageError: something cannot be as it was, or the other forward did something else.
+        """
+        _check_unwritten(self._uncopied, f"{self._name} cannot be recomputed: a forward after its first one has written {{}}")
+        if not self._copies.is_whole():
+            raise StageError(f"{self._name} cannot be recomputed: the memory of a buffer or attribute was given up since")
+        now = self._copies.take()
+        awaited = any(is_awaited(group.device) for group in now)
+        swapped = self._copies.all() if awaited else self._written | self._copies.differing(self._before, now)
+        values = [group.clone() for group in self._before] if swapped and not awaited else self._before
+        with self._drawn.again(), self._filled(swapped, values):
+            yield
+        what = f"{self._name} cannot be recomputed: its second forward"
+        differences.compare(
+            now,
+            self._copies.take(),
+            f"{what} wrote a buffer or tensor attribute that is also reached in a way that bpipe does not see (a closure, a "
+            "global, a tuple). Reach it through the module's attribute, or evict instead (by='evict')",
+        )
+        _check_unwritten(self._uncopied, f"{what} writes {{}}, which the first did not")
+        if self._written:
+            message = f"{what} left other values in a buffer or attribute than the first. {WAY_OUT}"
+            differences.compare(self._after, map(_sum, values), message)
+
+    @contextmanager
+    def _filled(self, swapped: set[int], values: Values) -> Iterator[None]:
+        """Put what the forward found in its place; in the end, what is there now."""
+        contents = [(content, content.now()) for content in self._contents]
+        try:
+            for content, now in contents:
+                if now is not content.before:
+                    content.kind.fill(content.container, content.before)
+            for tensor in self._copied:
+                if tensor.untyped_storage()._cdata in swapped:
+                    value = self._copies.among(values, tensor)
+                    value.__dict__.update(tensor.__dict__)
+                    self._put(tensor, value)
+            for tensor, value in zip(self._odd, self._odd_values):
+                self._put(tensor, value)
+            yield
+        finally:
+            for content, now in contents:
+                if not content.kind.is_same(content.container, now):
+                    content.kind.fill(content.container, now)
+
+    def _put(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        for place in self._places[id(tensor)]:
+            if place.put is not None:
+                place.put(place.container, place.key, value)
 
 
-def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """What is in a container or an object of the user's, with how it is reached."""
-    if isinstance(value, dict):  # no other Mapping: those may make what is asked for
-        yield "'s length", len(value)
-        yield from ((f"[{key!r}]" if isinstance(key, PLAIN) else f"[{i}]", part) for i, (key, part) in enumerate(dict.items(value)))
-    elif isinstance(value, CONTAINERS):
-        yield "'s length", len(value)
-        yield from ((f"[{i}]", part) for i, part in enumerate(value))
-    elif isinstance(value, SimpleNamespace) or not (isinstance(value, nn.Module) or _package(type(value)) in NOBODYS):
-        yield from ((f".{key}", part) for key, part in getattr(value, "__dict__", {}).items())
+WAY_OUT = (
+    "It reads something that is not restored (docs/recomputation.md): a generator, counter or state that no attribute of the "
+    "stage's modules holds, or an operation that is not deterministic (torch.use_deterministic_algorithms). Make it a buffer or an "
+    "attribute of the module, or evict instead (by='evict')"
+)
 
 
-def _is_torchs(kind: type) -> bool:
-    """Whether a class is torch's own, such as DistributedDataParallel: what it keeps is no state of the model."""
-    return all(_package(base) in NOBODYS for base in kind.__mro__)  # some bases are Python's
+def _check_unwritten(watched: Iterable[Watched], problem: str) -> None:
+    for name, tensor, version in watched:
+        if _version(tensor) != version:
+            raise StageError(
+                f"{problem.format(name)}. Let it write the same buffers each time, and no parameter, or evict instead (by='evict')"
+            )
 
 
-def _package(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
+def _sum(words: torch.Tensor) -> Sum:
+    total = words.sum()
+    return total if is_awaited(total.device) else int(total)
 
 
-def _state_of(generator: Any) -> object:
-    if isinstance(generator, random.SystemRandom):
-        return None  # it has none
-    return _bytes_of_state(generator.get_state()) if isinstance(generator, torch.Generator) else pickle.dumps(generator)
+def _is_of_batch(tensor: torch.Tensor, foreign: Mapping[int, str]) -> bool:
+    """Whether a tensor that somebody keeps is what the step was given."""
+    return any(foreign.get(key) == BATCH for key in keys_of([tensor]))
 
 
-def _bytes_of_state(state: torch.Tensor) -> bytes:
-    return state.numpy().tobytes()
+def _is_fixed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for itself: a trainable one gets its gradient there."""
+    return tensor.requires_grad or isinstance(tensor, nn.Parameter)
 
 
-def _path(module: str, name: str) -> str:
-    return f"{module}.{name}" if module else name
+def _is_dense(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_inference()
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _name_of(places: Iterable[Place]) -> str:
+    return next((str(place.key) for place in places), "")

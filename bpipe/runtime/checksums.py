@@ -1,0 +1,110 @@
+"""What a forward returned, in few numbers: equal for two that returned the same bits."""
+
+from __future__ import annotations
+
+from math import isqrt
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import pad
+from torch.utils._pytree import tree_flatten
+
+from bpipe.comm.message import PLAIN
+from bpipe.memory.storages import as_bytes
+
+__all__: list[str] = []
+
+Sum = int | torch.Tensor  # on a device a tensor, so that nobody waits for it
+_FEW = 16  # words, which are weighted one by one
+
+
+class Checksum(NamedTuple):
+    """A nest of tensors and plain values.
+
+    Args:
+        outline: its structure, shapes, dtypes, and plain values.
+        sums: of the tensors' bits, so that NaNs equal themselves.
+    """
+
+    outline: list[str]
+    sums: list[Sum]
+
+
+def checksum_of(value: Any) -> Checksum:
+    """Read all tensors in a nest, each bit of which counts, and its place too."""
+    leaves, tree = tree_flatten(value)
+    with torch.no_grad():
+        sums = [part for leaf in leaves if isinstance(leaf, torch.Tensor) for part in _sums(leaf.detach())]
+    return Checksum([str(tree), *map(_outline, leaves)], sums)
+
+
+def _outline(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"{type(leaf).__qualname__} {leaf.dtype} {tuple(leaf.shape)} {leaf.requires_grad}"
+    return repr(leaf) if isinstance(leaf, PLAIN) else type(leaf).__qualname__
+
+
+def _sums(tensor: torch.Tensor) -> list[Sum]:
+    if hasattr(tensor, "trigger_wait"):  # a collective operation still writes it
+        return _sums(tensor.trigger_wait())
+    if type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__"):
+        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return [sums for part in parts if isinstance(part, torch.Tensor) for sums in _sums(part)]
+    if tensor.layout is torch.sparse_coo:
+        return [*_sums(tensor._indices()), *_sums(tensor._values())]
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return []
+    return [sum_of_bits((tensor.values() if tensor.is_nested else tensor).as_subclass(torch.Tensor))]
+
+
+def sum_of_bits(tensor: torch.Tensor) -> Sum:
+    """One number for the bits of a strided tensor: values that change places change it too.
+
+    The 64-bit words are added in rows and in columns of a square, and both with weights.
+    """
+    flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+    flat = flat.clone() if flat.storage_offset() * flat.element_size() % 8 else flat
+    return _number(_sum(flat.view(torch.uint8)))
+
+
+def sum_of_memory(tensor: torch.Tensor) -> Sum:
+    """One number for the memory that a strided tensor looks at, no more than that if it has no gaps, and never copied."""
+    if tensor.is_contiguous() and int(tensor.storage_offset()) * tensor.element_size() % 8 == 0:
+        return sum_of_bits(tensor)
+    return _number(_sum(as_bytes(tensor.untyped_storage())))
+
+
+def is_awaited(device: torch.device) -> bool:
+    """Whether the host waits for a device when it looks at a value."""
+    return device.type != "cpu"
+
+
+def _number(total: torch.Tensor) -> Sum:
+    return total if is_awaited(total.device) else int(total)
+
+
+def _sum(of_bytes: torch.Tensor) -> torch.Tensor:
+    num_words = len(of_bytes) // 8
+    width = isqrt(num_words)
+    in_square = width * (num_words // width) if num_words > _FEW else 0
+    totals = [_weighted(of_bytes[in_square * 8 : num_words * 8].view(torch.int64))] if in_square < num_words else []
+    if len(of_bytes) % 8:
+        totals.append(_weighted(_last_word(of_bytes[num_words * 8 :])))
+    if in_square:
+        square = of_bytes[: in_square * 8].view(torch.int64).view(-1, width)
+        totals += [_weighted(square.sum(1)), 3 * _weighted(square.sum(0))]
+    return sum(totals[1:], totals[0]) if totals else torch.zeros((), dtype=torch.int64, device=of_bytes.device)
+
+
+def _last_word(rest: torch.Tensor) -> torch.Tensor:
+    """Less than eight bytes as a word, if there are any."""
+    return pad(rest, (0, -len(rest) % 8)).view(torch.int64)
+
+
+def _weighted(words: torch.Tensor) -> torch.Tensor:
+    weights = _weights(len(words), words.device)
+    return words.dot(weights) if words.device.type == "cpu" else (words * weights).sum()
+
+
+def _weights(length: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(1, length + 1, device=device).pow(3)

@@ -1,0 +1,150 @@
+"""The containers in which modules keep their state: copied, compared and filled again, one kind at a time."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+
+__all__: list[str] = []
+
+ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, type, slice, range})
+SMALL_BYTES = 2**16  # what is no larger is copied for each microbatch
+
+
+class Kind(NamedTuple):
+    """What can be done with a kind of container.
+
+    Args:
+        copy: what is in it: a mapping from place to value, a list of values, or an array.
+        is_same: whether that is in it still, each object itself.
+        fill: put it in again, in place of what is there.
+        put: set what is at one place; None: its values have no places.
+    """
+
+    copy: Callable[[Any], Any]
+    is_same: Callable[[Any, Any], bool]
+    fill: Callable[[Any, Any], None]
+    put: Callable[[Any, Any, Any], None] | None = None
+
+
+def kind_of(value: Any) -> Kind | None:
+    """The kind of container that an object is, if any."""
+    if type(value) is dict:
+        return DICT
+    if isinstance(value, dict):
+        return _ORDERED if isinstance(value, OrderedDict) else DICT
+    if isinstance(value, list):
+        return _LIST
+    if isinstance(value, deque):
+        return _DEQUE
+    if isinstance(value, set):
+        return _SET
+    return _ARRAY if is_small_array(value) else None
+
+
+def is_small_array(value: Any) -> bool:
+    """Whether an object is an array of NumPy's, of numbers, and small enough to be copied for each microbatch."""
+    numpy = sys.modules.get("numpy")
+    is_array = numpy is not None and type(value) is numpy.ndarray
+    return is_array and not value.dtype.hasobject and value.flags.writeable and value.nbytes <= SMALL_BYTES
+
+
+def _is_same_dict(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
+    if not one and not other:
+        return True
+    return len(one) == len(other) and all(map(is_, one.values(), other.values())) and all(map(is_, one, other))
+
+
+def _is_same_sequence(one: Any, other: Any) -> bool:
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+def _is_same_set(one: Any, other: Any) -> bool:
+    return len(one) == len(other) and all(map(one.__contains__, other))
+
+
+def _fill_dict(container: dict[Any, Any], content: Mapping[Any, Any]) -> None:
+    """Fill a dict, which may be an object's attributes: it is emptied only if nothing less brings the order back."""
+    for key in [key for key in container if key not in content]:
+        dict.__delitem__(container, key)
+    dict.update(container, content)
+    if not all(map(is_, container, content)):
+        dict.clear(container)
+        dict.update(container, content)
+
+
+def _fill_ordered(container: OrderedDict[Any, Any], content: Mapping[Any, Any]) -> None:
+    OrderedDict.clear(container)
+    for key, value in content.items():
+        OrderedDict.__setitem__(container, key, value)
+
+
+def _fill_list(container: list[Any], content: Iterable[Any]) -> None:
+    list.__setitem__(container, slice(None), content)
+
+
+def _fill_deque(container: deque[Any], content: Iterable[Any]) -> None:
+    container.clear()
+    container.extend(content)
+
+
+def _fill_set(container: set[Any], content: Iterable[Any]) -> None:
+    set.clear(container)
+    set.update(container, content)
+
+
+def _fill_array(array: Any, content: Any) -> None:
+    array[...] = content
+
+
+def _slots_of(value: Any) -> list[str]:
+    slots = [vars(base).get("__slots__", ()) for base in type(value).__mro__]
+    names = [name for some in slots for name in ((some,) if isinstance(some, str) else some)]
+    return [name for name in names if not name.startswith("__")]
+
+
+def has_slots(value: Any) -> bool:
+    return bool(_slots_of(value))
+
+
+def _copy_slots(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in _slots_of(value) if hasattr(value, name)}
+
+
+def _fill_slots(value: Any, content: Mapping[str, Any]) -> None:
+    for name in _slots_of(value):
+        if name in content:
+            object.__setattr__(value, name, content[name])  # even where the class is frozen
+        elif hasattr(value, name):
+            object.__delattr__(value, name)
+
+
+def _fill_script(script: Any, content: Mapping[str, Any]) -> None:
+    """Fill the attributes of a `torch.jit` module, buffers included. They lie in C++: there is no dict, and none comes or goes."""
+    for name, value in content.items():
+        script._c.setattr(name, value)
+
+
+def _copy_script(script: Any) -> dict[str, Any]:
+    attributes = script._concrete_type.get_attributes()
+    return {name: script._c.getattr(name) for name, (_, is_parameter) in attributes.items() if not is_parameter}
+
+
+def _is_same_script(script: Any, content: Mapping[str, Any]) -> bool:
+    now = _copy_script(script)  # numbers are other objects each time
+    return all(now[name] is value or (type(value) in ATOMS and now[name] == value) for name, value in content.items())
+
+
+DICT = Kind(dict, _is_same_dict, _fill_dict, dict.__setitem__)
+_ORDERED = Kind(dict, _is_same_dict, _fill_ordered, OrderedDict.__setitem__)
+_LIST = Kind(list, _is_same_sequence, _fill_list, list.__setitem__)
+_DEQUE = Kind(list, _is_same_sequence, _fill_deque, deque.__setitem__)
+_SET = Kind(list, _is_same_set, _fill_set)
+_ARRAY = Kind(lambda array: array.copy(), lambda one, other: bool(one.tobytes() == other.tobytes()), _fill_array)
+SLOTS = Kind(_copy_slots, lambda value, content: _is_same_dict(_copy_slots(value), content), _fill_slots, object.__setattr__)
+SCRIPT = Kind(_copy_script, _is_same_script, _fill_script, lambda script, name, value: script._c.setattr(name, value))

@@ -1,0 +1,100 @@
+"""Copies of storages, many at a time: the values that a forward finds in buffers, whatever operation changes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from bpipe.memory.storages import Storage
+
+__all__: list[str] = []
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+Values = list[torch.Tensor]  # those of each group, one after the other
+
+
+class _Spot(NamedTuple):
+    """Where a storage's bytes are among the values."""
+
+    group: int
+    start: int  # in words of the group
+    length: int
+    width: int  # the bytes to a multiple of which it is aligned
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but a view of its storage."""
+    is_special = tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg()
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not is_special
+
+
+class Copies:
+    """Copies the storages under some tensors, each once: tensors that share memory share that of their copies.
+
+    Storages of one device whose sizes are multiples of the same word are copied together.
+
+    Args:
+        tensors: plain ones.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        widest: dict[int, tuple[Storage, int]] = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            known = widest.get(storage._cdata, (storage, 0))[1]
+            widest[storage._cdata] = storage, max(known, tensor.element_size())
+        self._groups: dict[tuple[torch.device, int, int], list[torch.Tensor]] = {}
+        self._spots: dict[int, _Spot] = {}
+        self._storages = [(storage, storage.nbytes()) for storage, _ in widest.values()]
+        for key, (storage, element_size) in widest.items():
+            self._add(key, storage, element_size)
+
+    def _add(self, key: int, storage: Storage, element_size: int) -> None:
+        size = storage.nbytes()
+        word = next(word for word in _WORDS if size % word == 0)
+        of_group = (storage.device, word, 0 if element_size <= word else key)  # where it would not be aligned, it is alone
+        words = torch.empty(0, dtype=_WORDS[word], device=storage.device).set_(storage, 0, (size // word,), (1,))
+        members = self._groups.setdefault(of_group, [])
+        start = sum(map(len, members))
+        members.append(words)
+        self._spots[key] = _Spot(list(self._groups).index(of_group), start, len(words), max(word, element_size))
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage()._cdata in self._spots
+
+    def is_whole(self) -> bool:
+        """Whether no storage was given up or resized since."""
+        return all(storage.nbytes() == size for storage, size in self._storages)
+
+    def take(self) -> Values:
+        """Copy what is in the storages now."""
+        return [torch.cat(members) for members in self._groups.values()]
+
+    def differing(self, one: Values, other: Values) -> set[int]:
+        """The storages that have other values in one than in the other; waits for the device."""
+        groups = {i for i, (a, b) in enumerate(zip(one, other)) if not torch.equal(a, b)}
+        return {key for key, spot in self._spots.items() if spot.group in groups and not _are_equal(one, other, spot)}
+
+    def all(self) -> set[int]:
+        return set(self._spots)
+
+    def among(self, values: Values, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor over its copy, with a version of its own."""
+        spot = self._spots[tensor.untyped_storage()._cdata]
+        group = values[spot.group]
+        offset = spot.start * group.element_size() // tensor.element_size() + int(tensor.storage_offset())
+        copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return copy.set_(group.untyped_storage(), offset, tensor.shape, tensor.stride())
+
+    def is_of(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether it copies just the storages under some tensors, and can look at the copies as they do."""
+        sizes = [(tensor.untyped_storage()._cdata, tensor.element_size()) for tensor in tensors]
+        is_same = {key for key, _ in sizes} == self._spots.keys() and self.is_whole()
+        return is_same and all(size <= self._spots[key].width for key, size in sizes)
+
+
+def _are_equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor], spot: _Spot) -> bool:
+    place = slice(spot.start, spot.start + spot.length)
+    return torch.equal(one[spot.group][place], other[spot.group][place])
