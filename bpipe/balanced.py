@@ -52,9 +52,10 @@ class Balanced(Schedule):
     share a parameter or a buffer, or one of them has a Dropout, RReLU, RNN or MultiheadAttention that draws random numbers. What
     only the step itself shows raises a StageError in the first microbatch that shows it, and `measure="in_order"` is the way
     out: a backward that draws random numbers (torch's, Python's, NumPy's, a generator of the module), or that changes a
-    parameter, a buffer or an attribute of the module, which a later forward may read; with several stages on a rank, a forward
-    that draws, or a tensor in which gradients of two stages add up. bpipe does not see what only a global or a closure holds,
-    nor a forward that reads gradients or a backward that reads what later forwards change: such modules need
+    parameter or a buffer, which a later forward may read; with several stages on a rank, a forward that draws, or a tensor in
+    which gradients of two stages add up. A backward that changes another attribute of a module (a log, a bucket of gradients) is
+    named in a warning, because only its author knows whether a forward reads it. bpipe does not see what only a global or a
+    closure holds, nor a forward that reads gradients or a backward that reads what later forwards change: such modules need
     `measure="in_order"` too.
 
     A whole number among the inputs (`step(x, it=step)`) counts as a part of their shapes until three of its values have taken

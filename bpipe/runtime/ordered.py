@@ -15,11 +15,12 @@ from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
 
 from bpipe.errors import StageError
+from bpipe.logs import LOG
 from bpipe.memory.nodes import nodes_behind
 from bpipe.runtime.compute import Job, modules_of
 from bpipe.runtime.observe import Observer
 from bpipe.runtime.run import Run
-from bpipe.runtime.side_effects import State, changed, modules_state, random_state
+from bpipe.runtime.side_effects import Found, changed, look_at
 from bpipe.schedules import Action, Op
 from bpipe.stage import PipelineStage
 
@@ -53,7 +54,8 @@ class OrderWatch(Observer):
     ) -> None:
         self._stages, self._job, self._device = stages, job, device
         self._shares_random, self._inner = shares_random, Observer() if inner is None else inner
-        self._found: tuple[State, State] = {}, {}
+        self._found = Found({}, {}, {})
+        self._has_warned = False
         self._leaves: dict[int, int] = {}  # the stage whose graph leads to each
 
     def started(self, run: Run) -> None:
@@ -70,11 +72,23 @@ class OrderWatch(Observer):
             self._check_leaves(action, run.compute.edges(action[1:3]))
         if not self._is_watched(action):
             return
-        random, kept = map(changed, self._found, self._look(action))
+        random, tensors, others = map(changed, self._found, self._look(action))
         if random is not None:
             raise _refusal(action, f"draws random numbers ({random})")
-        if kept is not None and action.op in BACKWARDS:
-            raise _refusal(action, f"changes {kept}")
+        if action.op in BACKWARDS and tensors is not None:
+            raise _refusal(action, f"changes {tensors}")
+        if action.op in BACKWARDS and others is not None and not self._has_warned:
+            self._has_warned = True
+            self._warn_of(action, others)
+
+    def _warn_of(self, action: Action, name: str) -> None:
+        """Say which attribute a backward changes: mostly a log, a bucket of gradients or work put off, which no forward reads."""
+        LOG.warning(
+            "stage %d: a backward changes %s. If a forward reads it, the results of this step, which measures one microbatch at a "
+            "time, are not those of the schedule's own order: give Balanced measure='in_order' then",
+            action.stage,
+            name,
+        )
 
     def _check_leaves(self, action: Action, edges: Iterable[GradientEdge]) -> None:
         """Raise if gradients of two stages add up in one tensor: a keyword argument, say, or a weight that the loss closes over."""
@@ -86,10 +100,9 @@ class OrderWatch(Observer):
     def _is_watched(self, action: Action) -> bool:
         return action.op in BACKWARDS or (action.op is Op.F and self._shares_random)
 
-    def _look(self, action: Action) -> tuple[State, State]:
-        """The random numbers, and what else the modules of an action's stage keep."""
-        kept, generators = modules_state(self._modules(action.stage), self._given(action.microbatch))
-        return {**random_state(self._device), **generators}, kept
+    def _look(self, action: Action) -> Found:
+        """What an action's stage may leave changed."""
+        return look_at(self._device, self._modules(action.stage), self._given(action.microbatch))
 
     def _modules(self, index: int) -> Iterator[tuple[str, nn.Module]]:
         stage = self._stages[index]

@@ -8,7 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -43,23 +43,38 @@ def random_state(device: torch.device) -> State:
     return state
 
 
-def modules_state(modules: Iterable[tuple[str, nn.Module]], others: Iterable[Any]) -> tuple[State, State]:
-    """What modules and other objects keep, and of it the generators of random numbers alone.
+class Found(NamedTuple):
+    """What a look found.
 
     Args:
+        random: the states of random numbers.
+        tensors: the parameters and buffers.
+        others: the attributes of modules, and what a computation gets besides tensors.
+    """
+
+    random: State
+    tensors: State
+    others: State
+
+
+def look_at(device: torch.device, modules: Iterable[tuple[str, nn.Module]], others: Iterable[Any]) -> Found:
+    """Look at all that a computation may leave changed.
+
+    Args:
+        device: where it computes.
         modules: with their names; those inside them are not looked for.
-        others: what a computation gets besides tensors.
+        others: what the computation gets besides tensors.
     """
     look = _Look()
     for name, module in modules:
         look.module(name, module)
     for other in others:
         look.value("an argument", other, 0)
-    return look.state, look.random
+    return Found({**random_state(device), **look.random}, look.tensors, look.others)
 
 
 def changed(before: State, after: State) -> str | None:
-    """The name of something that is not as it was. Parameters that others have taken the place of, as under FSDP, do not count."""
+    """Name something that is not as it was. Parameters that others have taken the place of, as under FSDP, do not count."""
     replaced = {key for key in before.keys() ^ after.keys() if key[1]}
     return next((key[0] for key in {**before, **after} if key not in replaced and before.get(key) != after.get(key)), None)
 
@@ -68,17 +83,19 @@ class _Look:
     """One look at all that is kept. What it finds refers to no tensor: bpipe counts the owners of storages."""
 
     def __init__(self) -> None:
-        self.state: State = {}
         self.random: State = {}
+        self.tensors: State = {}
+        self.others: State = {}
         self._seen: dict[int, object] = {}  # alive, so that no other one gets its id
         self._storages: dict[int, object] = {}  # what is in them, for tensors that share one
 
     def module(self, name: str, module: nn.Module) -> None:
         for key, parameter in module._parameters.items():
             if parameter is not None and not is_lazy(parameter):
-                self.state[f"the parameter {_path(name, key)}", id(parameter)] = self._contents(parameter)
+                self.tensors[f"the parameter {_path(name, key)}", id(parameter)] = self._contents(parameter)
         for key, buffer in module._buffers.items():
-            self.state[f"the buffer {_path(name, key)}", 0] = None if buffer is None or is_lazy(buffer) else self._contents(buffer)
+            contents = None if buffer is None or is_lazy(buffer) else self._contents(buffer)
+            self.tensors[f"the buffer {_path(name, key)}", 0] = contents
         if not _is_torchs(type(module)):
             for key, value in vars(module).items():
                 if key not in OWN:
@@ -87,14 +104,14 @@ class _Look:
     def value(self, name: str, value: Any, depth: int) -> None:
         """Enter something, and what is in it."""
         if isinstance(value, PLAIN):
-            self.state[name, 0] = repr(value)
+            self.others[name, 0] = repr(value)
         elif isinstance(value, GENERATORS):
             self.random[name, 0] = _state_of(value)
         elif isinstance(value, torch.Tensor):
-            self.state[name, 0] = self._contents(value)
+            self.others[name, 0] = self._contents(value)
         elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-            self.state[name, 0] = (value.shape, hash(value.tobytes()))
-        elif id(value) not in self._seen and depth < MOST_DEPTH and len(self.state) < MOST_VALUES:
+            self.others[name, 0] = (value.shape, hash(value.tobytes()))
+        elif id(value) not in self._seen and depth < MOST_DEPTH and len(self.others) < MOST_VALUES:
             self._seen[id(value)] = value
             for key, part in _parts_of(value):
                 self.value(f"{name}{key}", part, depth + 1)

@@ -147,7 +147,7 @@ def pipeline(
     schedule: Any, modules: Sequence[nn.Module], loss_fn: Callable[..., Any], m: int = M
 ) -> tuple[bpipe.Loopback, list[Any]]:
     """A loopback of the stages, one or two on a rank, and a schedule for each of its ranks."""
-    is_single = _class_of(schedule) in map(_class_of, ONE_STAGE.values())
+    is_single = _class_of(schedule) not in TWO_STAGES.values()
     loopback = bpipe.Loopback(len(modules) if is_single else len(modules) // 2)
     stages = [
         [bpipe.PipelineStage(modules[i], i, len(modules), "cpu", loopback.rank(rank)) for i in held]

@@ -217,7 +217,23 @@ class Inside(Attribute):
         return self.meter.norms["seen"][-1]
 
     def seen(self, gradient: torch.Tensor) -> torch.Tensor:
-        self.meter.norms["seen"].append(1 + float(gradient.norm()))
+        self.meter.norms["seen"][-1] = 1 + float(gradient.norm())
+        return gradient
+
+
+class Logged(Inner):
+    """Keeps a log of its gradients, which no forward reads, and work that is put off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[torch.Tensor] = []
+        self.work: Callable[[], None] | None = None
+        self.by_name: dict[str, float] = {}
+
+    def seen(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.log.append(gradient.norm())
+        self.work = None if self.work else gradient.sum
+        self.by_name[f"{len(self.log)}"] = 0.5
         return gradient
 
 
@@ -249,8 +265,6 @@ DRAWING: dict[str, Callable[[], nn.Module]] = {
 WRITING: dict[str, Callable[[], nn.Module]] = {
     "statistics, recomputed": RecomputedNorm,
     "buffer": Amax,
-    "attribute": Attribute,
-    "object": Inside,
     "optimizer": OptimizerInBackward,
 }
 
@@ -339,6 +353,20 @@ def _logged(gradient: torch.Tensor) -> torch.Tensor:
 def test_what_the_order_does_not_change_is_left_alone():
     for schedule in (bpipe.OneFOneB, bpipe.ZBH1):
         assert_plains(case_of(lambda: [Keeps() for _ in range(NUM_STAGES)]), schedule)
+
+
+def test_attributes_that_a_backward_changes_are_warned_of(caplog):
+    """They may be logs; where a forward reads them, measure="in_order" is plain's to the bit."""
+    caplog.set_level(logging.WARNING, logger="bpipe")
+    assert_plains(at(1, Logged), bpipe.OneFOneB)
+    for make in (Attribute, Inside):
+        case = at(1, make)
+        with pytest.raises(AssertionError):
+            assert_plains(case, bpipe.OneFOneB)
+        assert_plains(case, bpipe.OneFOneB, measure="in_order")
+    warned = [record.getMessage().partition(". If")[0] for record in caplog.records]
+    names = ("log's length", "norm", "meter.norms['seen'][0]")
+    assert warned == [f"stage 1: a backward changes the attribute {name}" for name in names]
 
 
 # Several stages on a rank.
