@@ -12,18 +12,23 @@ TORCHRUN := $(VENV)/bin/torchrun --nnodes 1 --nproc-per-node $(STAGES) \
 	--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test bench lint clean
+.PHONY: help train test test-all bench lint clean
 
 help: ## Show this help
 	@echo "usage: make <target>"
-	@sed -n 's/^\([a-z]*\): .*## /  \1|/p' $(firstword $(MAKEFILE_LIST)) | awk -F '|' '{ printf "%-9s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\): .*## /  \1|/p' $(firstword $(MAKEFILE_LIST)) | awk -F '|' '{ printf "%-9s %s\n", $$1, $$2 }'
 
 train: $(READY) ## Train a language model over STAGES=4 processes with balanced memory, for STEPS=... steps
 	@GLOO_SOCKET_IFNAME=$${GLOO_SOCKET_IFNAME:-$(LOOPBACK)} OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
 		$(TORCHRUN) examples/train_gpt.py $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
+PYTEST := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal
+
 test: $(READY) ## Run all tests, two at a time; ruff and mypy are among them
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m pytest --numprocesses 2 --dist worksteal $(ARGS)
+	$(PYTEST) -m "not exhaustive" $(ARGS)
+
+test-all: $(READY) ## Run the exhaustive tests, too, some of which need the package index
+	$(PYTEST) $(ARGS)
 
 bench: $(READY) ## Measure what bpipe costs beside its alternatives, all studies or STUDIES="...", into benchmarks/RESULTS.md
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m benchmarks $(STUDIES)
@@ -36,7 +41,7 @@ clean: ## Remove what builds and tests leave; .venv and runs/ stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-$(READY): setup.py pyproject.toml
+$(READY): setup.py pyproject.toml bpipe/extras.py
 	@echo "Making $(VENV): PyTorch, bpipe and its tools. The first time takes some minutes."
 	@$(PYTHON) -m venv $(VENV)
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
