@@ -150,7 +150,7 @@ def _norm_over(mesh: Any, gradients: Sequence[Any], order: float, foreach: bool 
             raise ValueError("gradients that are sharded have norms of order 0 to infinity, and -infinity")
         whole: torch.Tensor = get_total_norm(gradients, order, foreach=foreach).full_tensor()  # type: ignore[attr-defined]
         return whole
-    parts = [part for part in map(local, gradients) if part.numel()]
+    parts = [part for part in map(local, map(_without_sums, gradients)) if part.numel()]
     dtype = reduce(torch.promote_types, [gradient.dtype for gradient in gradients])
     nothing = torch.full((), math.inf if order < 0 else 0.0, dtype=dtype, device=local(gradients[0]).device)
     largest = get_total_norm(parts, order, foreach=foreach).to(dtype) if parts else nothing
@@ -159,6 +159,15 @@ def _norm_over(mesh: Any, gradients: Sequence[Any], order: float, foreach: bool 
         dist.all_gather(told, largest, group=mesh.get_group(dim))
         largest = torch.linalg.vector_norm(torch.stack(told), order)  # unlike a reduction, it keeps a NaN
     return largest
+
+
+def _without_sums(gradient: Any) -> Any:
+    """A sharded gradient none of whose sums are pending. Collective over its mesh where some are."""
+    from torch.distributed.tensor import Replicate
+
+    pending = [placement.is_partial() for placement in gradient.placements]
+    final = [Replicate() if is_sum else one for is_sum, one in zip(pending, gradient.placements)]
+    return gradient.redistribute(placements=final) if any(pending) else gradient
 
 
 def _total(

@@ -37,7 +37,7 @@ class Gathered:
 
 def has_unreduced(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether some of these sharded parameters have gradients that FSDP still keeps, not reduced over the replicas."""
-    kept = {id(one.sharded_param) for one in _fsdp_parameters() if _keeps_gradient(one)}
+    kept = {id(one.sharded_param) for group in _fsdp_groups() for one in group.fsdp_params if _keeps_gradient(group, one)}
     return bool(kept) and any(id(parameter) in kept for parameter in parameters)
 
 
@@ -56,9 +56,11 @@ def _stand_ins(one: Any) -> Iterator[torch.Tensor]:
             yield other
 
 
-def _keeps_gradient(one: Any) -> bool:
-    gathered = getattr(one, "_unsharded_param", None)
-    return one.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None)
+def _keeps_gradient(group: Any, one: Any) -> bool:
+    """Whether something waits for `set_requires_gradient_sync(True)`, or for `set_requires_all_reduce(True)`."""
+    gathered, partly_reduced = getattr(one, "_unsharded_param", None), getattr(group, "_partial_reduce_output", None)
+    accumulated = getattr(one, "unsharded_accumulated_grad", None)
+    return any(kept is not None for kept in (accumulated, partly_reduced, None if gathered is None else gathered.grad))
 
 
 def _fsdp_parameters() -> Iterator[Any]:

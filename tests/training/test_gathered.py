@@ -6,6 +6,7 @@ All replicas get the same batch, so that a sharded run has the numbers of a sing
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,20 @@ def not_reduced(mesh: Any) -> list[Any]:
     return seen
 
 
+def not_reduced_over_copies(mesh: Any, group: Any) -> list[Any]:
+    """Sharded over two ranks, and copied over two: the sums over shards wait for those over copies."""
+    from torch.distributed.fsdp import fully_shard
+
+    module, seen = Scales(is_wide=True), []
+    fully_shard(module, mesh=mesh)
+    for is_last in (False, True):
+        module.set_requires_all_reduce(is_last)
+        module(torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+        clip = partial(bpipe.clip_grad_norm_, list(module.parameters()), 1e9, group=group)
+        seen.append(clip() if is_last else told(clip))
+    return seen
+
+
 class Scales(nn.Module):
     """Three numbers and one: of a shard over two ranks, one has two or none."""
 
@@ -203,7 +218,6 @@ def everything(rank: int, folder: Path) -> dict[str, Any]:
     return {
         "eval": trained(mesh, evaluated),
         "eval, kept after forward": trained(mesh, evaluated, reshard_after_forward=False),
-        "eval, freed after forward": trained(mesh, evaluated, reshard_after_forward=True),
         "eval, sharded over fewer": trained(wide, evaluated, reshard_after_forward=2),
         "eval, in the plan": trained(mesh, evaluated, bpipe.BreadthFirst),
         **{one.__name__: trained(mesh, one) for one in USERS},
@@ -212,6 +226,7 @@ def everything(rank: int, folder: Path) -> dict[str, Any]:
         "kept by the user": kept_by_the_user(mesh),
         "tied": tied(mesh),
         "not reduced": not_reduced(mesh),
+        "not reduced over copies": not_reduced_over_copies(mesh, wide["stage"]),
         "empty": [of_empty_shards(mesh, is_wide=is_wide) for is_wide in (False, True)],
         "resumed": resumed(mesh, folder),
         "optimizer of gathered": optimizer_of_gathered(mesh),
@@ -224,7 +239,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return {name: [of_rank[name] for of_rank in ranks] for name in ranks[0]}
 
 
-EVALS = ("eval", "eval, kept after forward", "eval, freed after forward", "eval, sharded over fewer", "eval, in the plan")
+EVALS = ("eval", "eval, kept after forward", "eval, sharded over fewer", "eval, in the plan")
 OTHERS = (*(one.__name__ for one in USERS), "own forward, sharded over fewer")
 
 
@@ -266,6 +281,15 @@ def test_gradients_that_are_not_reduced_are_no_gradients_yet(seen: dict[str, lis
     for refused, norm in seen["not reduced"]:
         assert refused.startswith("ConfigurationError: FSDP2 keeps gradients that are not reduced over the replicas yet")
         torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+
+
+def test_gradients_that_are_not_reduced_over_copies_neither(seen: dict[str, list[Any]]) -> None:
+    module = Scales(is_wide=True)
+    (2 * module(torch.tensor([1.0, 2.0, 3.0])).sum()).backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])
+    for refused, norm in seen["not reduced over copies"]:
+        assert refused.startswith("ConfigurationError: FSDP2 keeps gradients that are not reduced over the replicas yet")
+        torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("is_wide", [False, True])
