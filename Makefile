@@ -41,7 +41,7 @@ clean: ## Remove what builds and tests leave; .venv and runs/ stay
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-$(READY): setup.py pyproject.toml
+$(READY): setup.py pyproject.toml bpipe/extras.py
 	@echo "Making $(VENV): PyTorch, bpipe and its tools. The first time takes some minutes."
 	@$(PYTHON) -m venv $(VENV)
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0

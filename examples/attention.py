@@ -1,8 +1,8 @@
 """Causal attention by the fastest kernel there is: flash-attn's where it imports and can run, else PyTorch's own.
 
-`pip install 'bpipe[flash]'` brings flash-attn. PyTorch's scaled_dot_product_attention has flash kernels of its own for CPU and
-CUDA, and needs nothing. Either saves its log-sum-exp, and its random state for dropout, beside queries, keys, values and output:
-bpipe evicts them all.
+`pip install '.[flash]'` in a checkout brings flash-attn. PyTorch's scaled_dot_product_attention has flash kernels of its own for
+CPU and CUDA, and needs nothing. Either saves its log-sum-exp, and its random state for dropout, beside queries, keys, values and
+output: bpipe evicts them all.
 """
 
 from __future__ import annotations

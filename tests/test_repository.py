@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from bpipe.extras import EXTRAS
+
 ROOT = Path(__file__).resolve().parent.parent
 NOT_OURS = (".git", ".venv", "runs", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
 
@@ -103,6 +105,11 @@ def test_wheel_has_the_package_and_nothing_else(packages: dict[str, Path]) -> No
     ours = {str(path.relative_to(ROOT)) for path in (ROOT / "bpipe").rglob("*.py")} | {"bpipe/py.typed", "bpipe/tools/page.html"}
     assert {name for name in names if ".dist-info/" not in name} == ours
     assert any(name.endswith("/LICENSE") for name in names)
+    assert packages["wheel"].name.startswith("bpipe_torch-") and metadata.startswith("Metadata-Version")
+    assert "Name: bpipe-torch\n" in metadata  # the index has somebody else's package of our own name
+    brought = {(extra, one) for extra, ones in EXTRAS.items() for one in ones}
+    said = {(extra, one) for one, extra in re.findall(r"""Requires-Dist: (.+); extra == ["'](\w+)["']""", metadata)}
+    assert brought <= said
     assert "Requires-Python: >=3.11" in metadata
     assert "Requires-Dist: torch>=2.11" in metadata
     assert "License-Expression: Apache-2.0" in metadata
@@ -127,6 +134,8 @@ def test_package_installs_and_works_elsewhere(packages: dict[str, Path], kind: s
         "import bpipe, bpipe.schedules\n"
         "from bpipe.tools.cli import main\n"
         "assert main(['simulate', 'balanced_1f1b', '-p', '4', '-m', '8', '--json', '--out', 'page.html']) == 0\n"
+        "from importlib.metadata import version\n"
+        "assert version('bpipe-torch') == bpipe.__version__\n"
         "print(bpipe.__file__, bpipe.__version__, *bpipe.schedules.build('balanced_1f1b', 4, 8).peak_slots)"
     )
     version = re.search(r'"(.+)"', (ROOT / "bpipe" / "_version.py").read_text())

@@ -3,7 +3,7 @@
 Under FSDP2 (`fully_shard`) a plan may say when a stage's weights are gathered and freed, and when its gradients are reduced. For
 a stage of which it says nothing, FSDP gathers and frees by itself, and its gradients add up over the microbatches, unsharded,
 until the stage's last backward has run. Weights that FSDP keeps between a forward and its backward stay until then, too: with
-several microbatches under way they would be freed only to be gathered again.
+several microbatches under way they would be freed only to be gathered again. Where no backward follows, they are freed in the end.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Sharding:
             for index, found in units.items()
             if index in planned or (found and index in self._last)
         }
+        self._without_backward = [] if self._last else [unit for found in units.values() for unit in found]
         self._replicated = Replicated(stages, lane)
         self.undivided = set(self._replicated.stages)  # their backwards run as a whole; FSDP's are known when it is in charge
 
@@ -56,6 +57,7 @@ class Sharding:
     def in_charge(self) -> Iterator[None]:
         """Let nothing be reduced by itself, nor freed where the plan says when; in the end all is as the user left it."""
         with keeping(ExitStack()) as stack:
+            stack.enter_context(_freed(self._without_backward))
             stack.enter_context(self._replicated.silent())
             for index, stage in self._stages.items():
                 stack.enter_context(stage.passive())
@@ -190,6 +192,21 @@ class _ShardedStage:
         self._never_gathered = [group for group in self._never_gathered if not _was_gathered(group)]
         for group in self._never_gathered:
             group._training_state = type(group._training_state).POST_BACKWARD
+
+
+@contextmanager
+def _freed(units: Sequence[Any]) -> Iterator[None]:
+    """Free in the end what an evaluation has gathered: FSDP keeps it for a backward that does not come.
+
+    It would stand in the module instead of the parameters that have gradients, and, after the optimizer's next step, have the
+    values of before. What the user has gathered stays.
+    """
+    sharded = [group for unit in units for group in _groups(unit._get_fsdp_state()) if group.is_sharded]
+    try:
+        yield
+    finally:
+        for group in sharded:
+            group._to_sharded()
 
 
 def _groups(state: Any) -> list[Any]:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from bpipe.errors import ConfigurationError
+from bpipe.extras import how_to_install
 from bpipe.schedules import Timeline
 from bpipe.tools.scene import Scene, compose
 
@@ -67,6 +68,6 @@ def _picture(scene: Scene, suffix: str) -> bytes:
         from bpipe.tools.picture import render
     except ModuleNotFoundError as error:
         raise ConfigurationError(
-            f"{suffix} needs matplotlib, which is not installed: pip install 'bpipe[plot]', or draw to .html, which needs nothing"
+            f"{suffix} needs matplotlib, which is not installed: {how_to_install('plot')}; or draw to .html, which needs nothing"
         ) from error
     return render(scene, suffix[1:])

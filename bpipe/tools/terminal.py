@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from bpipe.errors import ConfigurationError
+from bpipe.extras import how_to_install
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,7 +37,7 @@ def _needing_rich() -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        raise ConfigurationError("tables need rich: pip install 'bpipe[cli]', or use --json") from error
+        raise ConfigurationError(f"tables need rich: {how_to_install('cli')}; or use --json") from error
 
 
 def note(text: str) -> None:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from bpipe.errors import ConfigurationError
+from bpipe.training.gathered import Gathered
 from bpipe.training.group import Ranks
 from bpipe.training.optimizer_state import OptimizerState
 from bpipe.training.tensors import checksum, mesh_of
@@ -95,9 +96,10 @@ class _ModelState:
 
 def _names(modules: Iterable[nn.Module], tied: TiedWeights | None) -> dict[torch.Tensor, str]:
     """The names of all parameters, in the original model; of tied ones the first."""
+    gathered = Gathered()
     names: dict[torch.Tensor, str] = {weight: name for name, weight in tied.weights.items()} if tied is not None else {}
     for name, parameter in chain.from_iterable(map(_named, modules)):
-        names.setdefault(parameter, name)
+        names.setdefault(gathered.sharded(parameter), name)
     return names
 
 

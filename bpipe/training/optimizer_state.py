@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from bpipe.cleanup import keeping
 from bpipe.errors import ConfigurationError
+from bpipe.training.gathered import Gathered
 
 __all__: list[str] = []
 
@@ -34,6 +35,11 @@ class OptimizerState:
     def __init__(self, optimizer: Optimizer, names: Mapping[torch.Tensor, str]) -> None:
         self._optimizer, self._names = optimizer, names
         unknown = [tuple(parameter.shape) for parameter in _parameters(optimizer) if parameter not in names]
+        if any(map(Gathered().has, _parameters(optimizer))):
+            raise ConfigurationError(
+                "the optimizer has weights that FSDP2 had gathered when it was made, which no step trains: call reshard() on the "
+                "modules before you make it"
+            )
         if unknown:
             raise ConfigurationError(
                 f"the optimizer has {len(unknown)} parameters that are in none of the modules, the first of shape {unknown[0]}: "

@@ -8,9 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
+from bpipe.errors import ConfigurationError
 from bpipe.training.group import Ranks
 
 __all__ = ["GradScaler"]
+
+REFUSED = 2.0  # instead of whether there is an overflow
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -21,7 +24,8 @@ class GradScaler(torch.amp.GradScaler):
 
     `unscale_`, and `step` where it was not called before, communicate one all_reduce of 4 bytes over the pipeline's group.
     Collective, and blocks the host as torch's does: each rank calls them once for each of its optimizers, and all ranks have
-    as many. The scale then takes the same course on all ranks.
+    as many. A rank that has nothing to train, and so no optimizer, gives None instead. The scale then takes the same course on
+    all ranks.
 
     Args:
         device: the type of the device, as for torch's.
@@ -56,28 +60,48 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._ranks = Ranks(group, "torch.amp.GradScaler with one optimizer over all stages does it")
 
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the scale, and learn whether any stage has an overflow. Collective over the pipeline."""
+    def unscale_(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Divide the gradients by the scale, and learn whether any stage has an overflow. Collective over the pipeline.
+
+        Raises:
+            ConfigurationError: another rank cannot unscale its gradients; there the error is torch's.
+        """
         if not self.is_enabled():
             return
         if self._scale is None:  # the loss is on another rank
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
-        super().unscale_(optimizer)
         state = self._per_optimizer_states[id(optimizer)]
+        is_ready = state["stage"] is OptState.READY
+        try:
+            if optimizer is None:
+                state["stage"] = OptState.UNSCALED
+            else:
+                super().unscale_(optimizer)
+        except BaseException:
+            if is_ready:  # the others are to hear of it; of a second call they make none
+                self._greatest(torch.tensor(REFUSED))
+            raise
         state["found_inf_per_device"] = self._agreed(state["found_inf_per_device"])
 
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+    def step(self, optimizer: torch.optim.Optimizer | None, *args: Any, **kwargs: Any) -> float | None:
         """Take the optimizer's step, or skip it on all ranks. Collective over the pipeline where `unscale_` was not called."""
         # torch's would leave a fused optimizer to look for overflows by itself.
         if self.is_enabled() and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
             self.unscale_(optimizer)
-        return super().step(optimizer, *args, **kwargs)
+        return None if optimizer is None else super().step(optimizer, *args, **kwargs)
 
     def _agreed(self, found: dict[torch.device, torch.Tensor]) -> dict[torch.device, torch.Tensor]:
         """Whether an overflow was found on any rank, for each device on which this one has gradients, or its scale."""
         own = torch.stack([flag.to(self._ranks.device) for flag in found.values()]).amax(0) if found else torch.zeros(())
-        agreed = own.to(self._ranks.device)
-        if self._ranks.group is not None:
-            dist.all_reduce(agreed, dist.ReduceOp.MAX, group=self._ranks.group)
+        agreed = self._greatest(own)
+        if agreed == REFUSED:
+            raise ConfigurationError("another rank of the pipeline cannot unscale its gradients: it says why")
         assert self._scale is not None
         return {device: agreed.to(device) for device in found or [self._scale.device]}
+
+    def _greatest(self, own: torch.Tensor) -> torch.Tensor:
+        """The greatest number of all ranks."""
+        greatest = own.to(self._ranks.device)
+        if self._ranks.group is not None:
+            dist.all_reduce(greatest, dist.ReduceOp.MAX, group=self._ranks.group)
+        return greatest

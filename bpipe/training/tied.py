@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,13 +10,15 @@ import torch
 from torch import nn
 
 from bpipe.errors import AgreementError, ConfigurationError, StageError
+from bpipe.training.gathered import Gathered, free
 from bpipe.training.group import Ranks
+from bpipe.training.sums import Tie
 from bpipe.training.tensors import checksum, local
 
 __all__ = ["TiedWeights"]
 
 ON_META = "on the meta device"
-NO_GRADIENT, WITH_GRADIENT, SPARSE, SUMMED = range(4)
+ABSENT, NO_GRADIENT, WITH_GRADIENT, SPARSE, SUMMED = range(5)
 
 
 class TiedWeights:
@@ -53,12 +54,19 @@ class TiedWeights:
 
     def __init__(self, weights: Mapping[str, nn.Parameter | None], *, group: Any = None) -> None:
         self._ranks = Ranks(group, "let the modules share one parameter: autograd adds its gradients up")
-        self.weights = {name: weight for name, weight in sorted(weights.items()) if weight is not None}
-        told = [json.loads(data) for data in self._ranks.gather_bytes(_described(weights))]
+        gathered = Gathered()
+        given = {name: weight if weight is None else gathered.sharded(weight) for name, weight in sorted(weights.items())}
+        self.weights = {name: weight for name, weight in given.items() if weight is not None}
+        told = [json.loads(data) for data in self._ranks.gather_bytes(_described(given))]
         _check_alike(told)
-        self._summed: dict[str, tuple[Any, int]] = {}
-        self._holders = {name: [rank for rank, names in enumerate(told) if names[name] is not None] for name in self.weights}
-        self.copies = [weight for name, weight in self.weights.items() if self._holders[name][0] != self._ranks.rank]
+        holders = {name: [rank for rank, names in enumerate(told) if names[name] is not None] for name in given}
+        self._holders = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
+        self._ties = {name: self._tie(name, ranks[0]) for name, ranks in self._holders.items() if name in self.weights}
+        self.copies = [self.weights[name] for name, tie in self._ties.items() if tie.is_copy]
+
+    def _tie(self, name: str, first: int) -> Tie:
+        is_copy = first != self._ranks.rank
+        return Tie(name, self.weights[name], counted_by=self._ranks.global_ranks[first], is_copy=is_copy)
 
     @torch.no_grad()
     def broadcast(self) -> None:
@@ -66,8 +74,8 @@ class TiedWeights:
 
         Communicates, between the holders alone, the weight once to each of the others. Collective over them; blocks the host.
         """
-        for name, weight in self.weights.items():
-            first, *others = self._holders[name]
+        for name in self._ties:
+            weight, (first, *others) = self.weights[name], self._holders[name]
             wire = local(weight).to(self._ranks.device).contiguous()
             if self._ranks.rank == first:
                 self._ranks.send(wire, others)
@@ -75,6 +83,7 @@ class TiedWeights:
                 wire = torch.empty_like(wire)
                 self._ranks.receive(wire, first)
                 local(weight).copy_(wire)
+                free(weight)
 
     @torch.no_grad()
     def sum_grads(self) -> None:
@@ -83,49 +92,40 @@ class TiedWeights:
         Summed in the order of the ranks. A single process adds up microbatch by microbatch what its two uses of a weight give:
         the sums differ in the order of their additions alone, by some units in the last place.
 
-        Call it once before each of the optimizer's steps: what a step adds to a sum would be summed with it again.
+        Call it once before each of the optimizer's steps, and set the gradients to None after it, as `zero_grad()` does: what a
+        step adds to a sum would be summed with it again.
 
-        Communicates, between the holders alone, 24 bytes and then the gradient, each to each. Collective over them; blocks
-        the host; needs memory for one gradient a holder.
+        Communicates one all_gather of 24 bytes a weight over the pipeline's group, and then, between the holders alone, the
+        gradient, each to each. Collective over the pipeline; blocks the host; needs memory for one gradient a holder.
 
         Raises:
             StageError: copies have another value than the first one, or a weight that is trained has no gradient anywhere,
-                or a sparse one, or one that nothing was added to since it was summed; raised on all its holders.
+                or a sparse one, or one that may have an earlier sum in it; raised on all ranks of the group.
         """
-        for name, weight in self.weights.items():
-            if len(self._holders[name]) > 1 and self._check(name, weight):
-                self._sum(weight, self._holders[name])
-                self._summed[name] = weakref.ref(weight.grad), local(weight.grad)._version
+        if not self._holders:
+            return
+        for name, kinds in zip(self._holders, self._agreed_kinds()):
+            if name in self._ties and WITH_GRADIENT in kinds:
+                self._sum(self.weights[name], self._holders[name])
+                self._ties[name].remember_sum()
 
-    def _check(self, name: str, weight: nn.Parameter) -> bool:
-        """Whether there is something to sum: what the holders agree on, or raise alike."""
-        holders = self._holders[name]
-        told = [SUMMED if self._is_summed(name, weight) else _kind(weight.grad), checksum(weight), int(weight.requires_grad)]
-        mine = torch.tensor(told, device=self._ranks.device)
-        kinds, sums, trained = torch.stack(self._ranks.exchange(mine, holders)).T.tolist()
-        if len(set(sums)) > 1:
-            raise StageError(
-                f"the copies of {name!r} on ranks {holders} of the group have other values: call broadcast() before the first "
-                "step, sum_grads() in each, clip by one norm, and give all of them the same optimizer and settings"
-            )
-        if SPARSE in kinds:
-            raise StageError(f"the gradient of {name!r} is sparse on one of the ranks {holders}: use nn.Embedding(sparse=False)")
-        if SUMMED in kinds:
-            raise StageError(
-                f"the gradient of {name!r} on one of the ranks {holders} is the sum that it was made before: call sum_grads() once "
-                "before each of the optimizer's steps, and zero_grad() after it"
-            )
-        if any(trained) and WITH_GRADIENT not in kinds:
-            raise StageError(
-                f"{name!r} has no gradient on any of its ranks {holders}: call sum_grads() between step() and zero_grad(), and "
-                "make TiedWeights when the parameters are final, after FSDP or a meta-device initialisation has replaced them"
-            )
-        return WITH_GRADIENT in kinds
+    def _agreed_kinds(self) -> list[list[int]]:
+        """The kinds of gradient that a weight has on its holders, for each weight. All ranks raise alike."""
+        told = torch.stack(self._ranks.gather(torch.tensor([self._told(name) for name in self._holders])))
+        found: list[list[int]] = []
+        for (name, holders), rows in zip(self._holders.items(), told.unbind(1)):
+            kinds, sums, trained = rows[holders].T.tolist()
+            _check_gradients(name, holders, kinds, is_equal=len(set(sums)) == 1, is_trained=any(trained))
+            found.append(kinds)
+        return found
 
-    def _is_summed(self, name: str, weight: nn.Parameter) -> bool:
-        """Whether nothing has changed the gradient since it was summed."""
-        of, version = self._summed.get(name, (lambda: None, 0))
-        return weight.grad is not None and of() is weight.grad and local(weight.grad)._version == version
+    def _told(self, name: str) -> tuple[int, int, int]:
+        """Of this rank's copy: the kind of its gradient, a sum of its bits, and whether it is trained."""
+        weight = self.weights.get(name)
+        if weight is None:
+            return ABSENT, 0, 0
+        kind = SUMMED if self._ties[name].may_have_sum() else _kind(weight.grad)
+        return kind, checksum(weight), int(weight.requires_grad)
 
     def _sum(self, weight: nn.Parameter, holders: Sequence[int]) -> None:
         if weight.grad is None:
@@ -136,6 +136,28 @@ class TiedWeights:
         for part in others:
             total += part
         own.copy_(total)
+
+
+def _check_gradients(name: str, holders: Sequence[int], kinds: Sequence[int], *, is_equal: bool, is_trained: bool) -> None:
+    """Raise if the gradients of a weight's copies cannot be summed."""
+    if not is_equal:
+        raise StageError(
+            f"the copies of {name!r} on ranks {holders} of the group have other values: call broadcast() before the first "
+            "step, sum_grads() in each, clip by one norm, and give all of them the same optimizer and settings"
+        )
+    if SPARSE in kinds:
+        raise StageError(f"the gradient of {name!r} is sparse on one of the ranks {holders}: use nn.Embedding(sparse=False)")
+    if SUMMED in kinds:
+        raise StageError(
+            f"the gradient of {name!r} on one of the ranks {holders} is the sum that it was made before, or has it in it: call "
+            "sum_grads() once before each of the optimizer's steps, after the last of the steps that accumulate, and "
+            "zero_grad(set_to_none=True), its default, after it"
+        )
+    if is_trained and WITH_GRADIENT not in kinds:
+        raise StageError(
+            f"{name!r} has no gradient on any of its ranks {holders}: call sum_grads() between step() and zero_grad(), and "
+            "make TiedWeights when the parameters are final, after FSDP or a meta-device initialisation has replaced them"
+        )
 
 
 def _kind(gradient: torch.Tensor | None) -> int:

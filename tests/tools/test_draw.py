@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import sys
 import zlib
@@ -12,6 +13,7 @@ from xml.etree import ElementTree
 import pytest
 
 from bpipe.errors import ConfigurationError
+from bpipe.extras import how_to_install
 from bpipe.schedules import Costs, Op, Span, Timeline
 from bpipe.tools.colours import COLOURS, HOST_EVICT, HOST_LOAD, NAMES
 from bpipe.tools.draw import draw
@@ -219,7 +221,7 @@ def test_without_matplotlib_it_says_what_to_install_and_pages_are_drawn(tmp_path
     for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigurationError, match=r"pip install 'bpipe\[plot\]'"):
+    with pytest.raises(ConfigurationError, match=re.escape(how_to_install("plot"))):
         draw(timeline(), tmp_path / "picture.svg")
     draw(timeline(), tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size > 10_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -78,6 +79,26 @@ def singles_of(rank: int) -> list[nn.Parameter]:
     return singles
 
 
+REFUSED = {
+    "nan": {"max_norm": float("nan")},
+    "negative": {"max_norm": -1.0},
+    "no order": {"norm_type": float("nan")},
+    "nonsense": {"norm_type": "largest"},
+    "none": {"max_norm": None},
+}
+
+
+def empty() -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros(0, 3))
+    parameter.grad = torch.zeros(0, 3)
+    return parameter
+
+
+def with_empty_ones(rank: int) -> list[nn.Parameter]:
+    """Rank 0 has one among others, rank 1 nothing else, rank 2 none at all."""
+    return [[empty(), *singles_of(rank)], [empty(), empty()], [], singles_of(rank)][rank]
+
+
 def checked(rank: int) -> dict[str, Any]:
     """Many ways to clip, over one backward."""
     pipeline, found = Pipeline(rank, P), {}
@@ -122,6 +143,20 @@ def checked(rank: int) -> dict[str, Any]:
         half.grad = torch.full_like(half, 1 / (3 + i + 3 * rank))
     found["bfloat16"] = bpipe.clip_grad_norm_(halves, 0.01), [half.grad.clone() for half in halves]
     found["reversed"] = bpipe.clip_grad_norm_({P - 1 - rank: singles_of(rank)}, 0.01)
+    again()
+    again()
+    found["norm in words"] = bpipe.clip_grad_norm_(parameters, 0.01, "inf"), pipeline.gradients()
+    for name, options in REFUSED.items():
+        again()
+        given = {"max_norm": 1.0, **(options if rank == 1 or name == "nonsense" else {})}
+        found[name] = error_of(partial(bpipe.clip_grad_norm_, parameters, **given))
+        assert all(map(torch.equal, before, [p.grad for p in parameters]))
+    eighths = [nn.Parameter(torch.ones(2, dtype=torch.float8_e4m3fn))] if rank == 1 else parameters
+    eighths[0].grad = torch.ones_like(eighths[0])
+    found["no norm"] = error_of(lambda: bpipe.clip_grad_norm_(eighths, 1.0))
+    for order in (float("inf"), float("-inf"), 2.0, 0.5):
+        found[f"empty, {order}"] = bpipe.clip_grad_norm_(with_empty_ones(rank), 0.01, order)
+        found[f"all empty, {order}"] = bpipe.clip_grad_norm_([] if rank == 1 else [empty()], 0.01, order)
     again()
     found["two dtypes"] = bpipe.clip_grad_norm_(parameters if rank else halves, 0.01)
     return found
@@ -210,6 +245,40 @@ def test_refusals_and_overflows_are_every_rank_s(seen: dict[str, list[Any]]) -> 
     assert all(error.startswith(text) for error in seen["not finite, refused"])
     assert all(seen["left alone"])
     assert all(total.isnan() for total in seen["not finite"])
+
+
+@pytest.mark.parametrize("order", [float("inf"), float("-inf"), 2.0, 0.5])
+def test_empty_gradients_and_none(seen: dict[str, list[Any]], order: float) -> None:
+    """Torch's own has no infinite norm where one gradient is empty."""
+    gradients = [single.grad for rank in (0, 3) for single in singles_of(rank)]
+    expected = torch.nn.utils.get_total_norm(gradients, order)
+    for found in seen[f"empty, {order}"]:
+        torch.testing.assert_close(found, expected)
+    assert all(found == 0 for found in seen[f"all empty, {order}"])
+
+
+def test_the_largest_in_words(seen: dict[str, list[Any]]) -> None:
+    whole = single_process()
+    expected = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.01, "inf")
+    totals, gradients = zip(*seen["norm in words"])
+    assert all(torch.equal(total, expected) for total in totals)
+    assert_equal(merged(list(gradients)), gradients_of(whole))
+
+
+def test_what_cannot_be_meant_is_refused_on_all_ranks(seen: dict[str, list[Any]]) -> None:
+    """Where one rank alone means it, too; no gradient is changed."""
+    texts = {
+        "nan": "max_norm=nan: a NaN would spoil every gradient",
+        "negative": "max_norm=-1.0: a NaN would spoil every gradient, a negative one would turn them round: give at least 0",
+        "no order": "norm_type=nan: give the p of a p-norm",
+        "nonsense": "max_norm=1.0, norm_type='largest': give numbers; norm_type may be 'inf'",
+        "none": "max_norm=None, norm_type=2.0: give numbers",
+        "no norm": "torch has no norm of order 2.0 of the gradients: ",
+    }
+    for name, text in texts.items():
+        assert seen[name][1].startswith(f"ConfigurationError: {text}")
+        everywhere = name == "nonsense"
+        assert all(found == seen[name][1] or (not everywhere and "rank 1 of the group" in found) for found in seen[name])
 
 
 def test_a_weight_that_stages_on_one_rank_share_counts_and_is_clipped_once() -> None:

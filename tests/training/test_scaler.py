@@ -71,12 +71,44 @@ def frozen_on_rank_0(rank: int) -> tuple[bool, float]:
     return bool(steps), scaler.get_scale()
 
 
+def nothing_to_train_on_rank_0(rank: int) -> list[tuple[float, float]]:
+    """A rank without an optimizer gives None; one overflow, and one step. The scale and a weight after each."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=1.0) if rank else None  # torch refuses one of no parameters
+    scaler, seen = bpipe.GradScaler("cpu", init_scale=8.0), []
+    for step, unscales in enumerate((True, False)):
+        weight.grad = torch.full((2,), float("inf") if (rank, step) == (2, 0) else 8.0)
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        seen.append((scaler.get_scale(), weight[0].item()))
+    return seen
+
+
+def halves_on_rank_1(rank: int) -> list[str]:
+    """What torch refuses to unscale, and a second call, which communicates nothing."""
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16 if rank == 1 else torch.float32))
+    weight.grad = torch.ones_like(weight)
+    scaler, other = bpipe.GradScaler("cpu"), torch.nn.Parameter(torch.ones(2))
+    optimizers, seen = [torch.optim.SGD([weight]), torch.optim.SGD([other])], []
+    for optimizer in (optimizers[0], optimizers[1], optimizers[1]):
+        try:
+            scaler.unscale_(optimizer)
+            seen.append("nothing")
+        except (ConfigurationError, ValueError, RuntimeError) as error:
+            seen.append(f"{type(error).__name__}: {error}")
+    return seen
+
+
 def everything(rank: int) -> dict[str, Any]:
     return {
         "plain": trained(rank, {}),
         "fused": trained(rank, {"fused": True}),
         "fused, not clipped": trained(rank, {"fused": True}, clips=False),
         "frozen": frozen_on_rank_0(rank),
+        "nothing to train": nothing_to_train_on_rank_0(rank),
+        "halves": halves_on_rank_1(rank),
         "switched off": bpipe.GradScaler("cpu", enabled=False).scale(torch.tensor(2.0)).item(),
     }
 
@@ -106,6 +138,17 @@ def test_a_fused_optimizer_does_not_decide_alone(seen: dict[str, list[Any]]) -> 
 
 def test_a_rank_without_gradients_takes_part(seen: dict[str, list[Any]]) -> None:
     assert seen["frozen"] == [(False, 4.0)] * P
+
+
+def test_a_rank_without_an_optimizer_takes_part(seen: dict[str, list[Any]]) -> None:
+    assert seen["nothing to train"] == [[(4.0, 1.0), (4.0, 1.0)], *[[(4.0, 1.0), (4.0, -1.0)]] * (P - 1)]
+
+
+def test_what_one_rank_cannot_unscale_is_refused_on_all(seen: dict[str, list[Any]]) -> None:
+    for rank, (refused, others, again) in enumerate(seen["halves"]):
+        own, heard = "ValueError: Attempting to unscale FP16 gradients.", "ConfigurationError: another rank of the pipeline cannot"
+        assert refused.startswith(own if rank == 1 else heard)
+        assert others == "nothing" and again.startswith("RuntimeError: unscale_() has already been called")
 
 
 def test_switched_off_and_on_a_loopback(seen: dict[str, list[Any]]) -> None:

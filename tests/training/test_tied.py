@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import bpipe
@@ -120,7 +122,7 @@ def test_more_weights_and_more_holders(ranks: list[dict[str, Any]]) -> None:
             assert torch.equal(seen[rank]["values"][name], _value(holders[0]))
         assert all(torch.equal(seen[rank]["grads"][name], gradient) for rank in holders)
     assert [len(one["copies"]) for one in seen] == [0, 1, 1, 1]
-    assert [one["sends"] for one in seen] == [2 * 2, 2 * 2 + 2, 2, 2 * 2]  # of each weight, a few numbers and the gradient
+    assert [one["sends"] for one in seen] == [2, 2 + 1, 1, 2]  # of each weight, the gradient alone
 
 
 def one_per_end(rank: int, change: Callable[[int, nn.Parameter], Any] = lambda rank, weight: None) -> bpipe.TiedWeights:
@@ -169,6 +171,22 @@ def twice_with_a_step_between(rank: int, *, in_place: bool) -> bpipe.TiedWeights
     return tied
 
 
+def added_to(rank: int, *, trains: bool = False, in_bucket: bool = False) -> bpipe.TiedWeights:
+    """What another step adds to a sum, before the optimizer's step or after it."""
+    bucket = torch.ones(2 * 3 + 1)
+
+    def put_in_bucket(rank: int, weight: nn.Parameter) -> None:
+        weight.grad = bucket[:6].view(2, 3)
+
+    tied = one_per_end(rank, put_in_bucket) if in_bucket else one_per_end(rank)
+    tied.sum_grads()
+    for weight in tied.weights.values():
+        if trains:
+            torch.optim.SGD([weight], lr=1.0).step()
+        weight.grad += 1.0
+    return tied
+
+
 REFUSED: dict[str, Callable[[int], bpipe.TiedWeights]] = {
     "other names": lambda rank: bpipe.TiedWeights({"v" if rank == 2 else "w": None}),
     "other shapes": lambda rank: bpipe.TiedWeights({"w": nn.Parameter(torch.ones(2 + (rank == 3)))}),
@@ -181,6 +199,10 @@ REFUSED: dict[str, Callable[[int], bpipe.TiedWeights]] = {
     "twice": twice,
     "gradients set to zero": lambda rank: twice_with_a_step_between(rank, in_place=True),
     "gradients set to none": lambda rank: twice_with_a_step_between(rank, in_place=False),
+    "added to": added_to,
+    "added to after the optimizer's step": lambda rank: added_to(rank, trains=True),
+    "added to in a bucket": lambda rank: added_to(rank, in_bucket=True),
+    "made again in a bucket": lambda rank: added_to(rank, trains=True, in_bucket=True),
     "frozen": lambda rank: one_per_end(rank, lambda rank, weight: weight.requires_grad_(False)),
 }
 
@@ -193,32 +215,94 @@ def told(rank: int, make: Callable[[int], bpipe.TiedWeights]) -> str:
     return "nothing"
 
 
-EVERYWHERE = {
+TWICE = "StageError: the gradient of 'w' on one of the ranks [0, 3] is the sum that it was made before, or has it in it: call"
+TOLD = {
     "other names": "AgreementError: the ranks give other names: rank 0 ['w'], rank 1 ['w'], rank 2 ['v']",
     "other shapes": "AgreementError: the copies of 'w' differ: rank 0: [2] torch.float32",
     "nowhere": "AgreementError: no rank has a copy of 'w'",
     "meta": "ConfigurationError: 'w' is on the meta device",
-}
-ON_HOLDERS = {
     "drifted": "StageError: the copies of 'w' on ranks [0, 3] of the group have other values: call broadcast()",
     "without gradient": "StageError: 'w' has no gradient on any of its ranks [0, 3]: call sum_grads() between",
     "sparse": "StageError: the gradient of 'w' is sparse on one of the ranks [0, 3]",
     "swapped": "StageError: the copies of 'w' on ranks [0, 3] of the group have other values",
-    "twice": "StageError: the gradient of 'w' on one of the ranks [0, 3] is the sum that it was made before: call sum_grads() once",
-    "gradients set to zero": "nothing",
+    "twice": TWICE,
+    "gradients set to zero": TWICE,  # which nobody can tell from gradients that were added to
     "gradients set to none": "nothing",
+    "added to": TWICE,
+    "added to after the optimizer's step": TWICE,
+    "added to in a bucket": TWICE,
+    "made again in a bucket": "nothing",
     "frozen": "nothing",
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_work_is_refused_on_all_that_take_part(ranks: list[dict[str, Any]], name: str) -> None:
-    seen = [of_rank["refused"][name] for of_rank in ranks]
-    if name in EVERYWHERE:
-        assert all(text.startswith(EVERYWHERE[name]) for text in seen)
-    else:
-        assert all(seen[rank].startswith(ON_HOLDERS[name]) for rank in (0, P - 1))
-        assert seen[1] == seen[2] == "nothing"
+def test_what_cannot_work_is_refused_on_all_ranks(ranks: list[dict[str, Any]], name: str) -> None:
+    """Also on those without a copy: they would wait for the others in what comes next."""
+    assert all(of_rank["refused"][name].startswith(TOLD[name]) for of_rank in ranks)
+
+
+def clipped(rank: int) -> dict[str, Any]:
+    """Ranks 0 and 3 have a weight whose gradients are 3 and 1, their sum 4; each rank has another gradient of 1 besides."""
+    own = nn.Parameter(torch.zeros(1))
+    alone = [dist.new_group([one]) for one in range(P)][rank]
+
+    weights = {"w": nn.Parameter(torch.ones(2)) if rank in (0, P - 1) else None}
+    tied = bpipe.TiedWeights(weights)
+
+    def new_gradients() -> list[nn.Parameter]:
+        own.grad = torch.ones(1)
+        copies = [weight for weight in weights.values() if weight is not None]
+        for weight in copies:
+            weight.grad = torch.tensor([3.0 if rank == 0 else 1.0, 0.0])
+        return [own, *copies]
+
+    def clip(**options: Any) -> Any:
+        return told_of(lambda: bpipe.clip_grad_norm_(parameters, 1e9, **options).item())
+
+    parameters = new_gradients()
+    found = {"before the sum": clip(copies=tied.copies)}
+    tied.sum_grads()
+    found |= {"without copies": clip(), "with copies": clip(copies=tied.copies), "its own rank": clip(group=alone)}
+    new_gradients()
+    found["of another step, before the sum"] = clip(copies=tied.copies)
+    pickled = [pickle.loads(pickle.dumps(weight)) for weight in tied.weights.values()]
+    for weight in pickled:
+        weight.grad = torch.tensor([4.0, 0.0])
+    parameters = [own, *pickled]
+    found["of a pickled copy"] = clip()
+    parameters = new_gradients()
+    del tied
+    found["of what is tied no longer"] = clip()
+    return found
+
+
+def told_of(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except BPipeError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+COUNTED = "ConfigurationError: rank 0 counts 'w', and this rank has a copy: give copies=tied.copies"
+EARLY = "ConfigurationError: the gradient of 'w', a weight of several stages, is not summed yet: call sum_grads()"
+REFUSED_CLIPS = [("without copies", 3, COUNTED), ("before the sum", 0, EARLY), ("of another step, before the sum", 0, EARLY)]
+NUMBERS = {
+    "with copies": [20**0.5] * P,
+    "its own rank": [17**0.5, 1.0, 1.0, 17**0.5],
+    "of a pickled copy": [36**0.5] * P,
+    "of what is tied no longer": [14**0.5] * P,
+}
+
+
+def test_clipping_knows_what_is_tied() -> None:
+    """A copy counted twice, or a gradient before its sum, would be a wrong norm on all ranks: they all refuse."""
+    seen = run_ranks(clipped, P)
+    for name, norms in NUMBERS.items():
+        assert [of_rank[name] for of_rank in seen] == pytest.approx(norms), name
+    for name, rank, text in REFUSED_CLIPS:
+        assert seen[rank][name].startswith(text)
+        assert all(str(of_rank[name]).startswith("ConfigurationError: ") for of_rank in seen), name
 
 
 class BothEnds(LanguageModel):

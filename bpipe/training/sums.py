@@ -1,0 +1,90 @@
+"""What is known of a tied weight's gradient between its sum and the clipping: whether it was summed, and who counts it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from bpipe.training.group import Ranks
+from bpipe.training.tensors import local
+
+__all__: list[str] = []
+
+MARK = "_bpipe_tied"
+
+
+class Tie:
+    """One of TiedWeights, on a rank that has a copy.
+
+    Args:
+        name: of the weight.
+        weight: this rank's copy.
+        counted_by: the rank, in the default group, that counts its gradient when gradients are clipped.
+        is_copy: whether that is another rank.
+    """
+
+    def __init__(self, name: str, weight: torch.Tensor, *, counted_by: int, is_copy: bool) -> None:
+        self.name, self.counted_by, self.is_copy = name, counted_by, is_copy
+        self._weight, self._versions = weight, (0, 0)
+        self._summed: Callable[[], Any] = lambda: None
+        setattr(weight, MARK, _Mark(self))
+
+    def remember_sum(self) -> None:
+        """The gradient that the weight has now is a sum."""
+        self._summed, self._versions = weakref.ref(self._weight.grad), self._versions_now()
+
+    def is_summed(self) -> bool:
+        """Whether the weight's gradient is the very tensor that a sum was put in."""
+        return self._weight.grad is not None and self._summed() is self._weight.grad
+
+    def may_have_sum(self) -> bool:
+        """Whether a sum may still be in the weight's gradient: backwards add to the tensor that is there.
+
+        Nobody can tell whether it was set to zero in place. Only of a gradient in a bucket of DistributedDataParallel, which
+        gives the same tensor again, is that taken for granted once the weight has changed.
+        """
+        if not self.is_summed():
+            return False
+        have_changed = all(now != then for now, then in zip(self._versions_now(), self._versions))
+        return not (have_changed and _is_in_bucket(self._weight.grad))
+
+    def _versions_now(self) -> tuple[int, int]:
+        return local(self._weight.grad)._version, local(self._weight)._version
+
+
+class _Mark:
+    """On a parameter: its tie, as long as its TiedWeights are there. A pickled one, or a copied one, says nothing."""
+
+    def __init__(self, tie: Tie | None = None) -> None:
+        self.tie: Callable[[], Tie | None] = (lambda: None) if tie is None else weakref.ref(tie)
+
+    def __reduce__(self) -> tuple[type[_Mark], tuple[()]]:
+        return _Mark, ()
+
+
+def problem_with_sums(parameters: Sequence[torch.Tensor], elsewhere: set[int], ranks: Ranks) -> str:
+    """Say if the gradient of a tied weight would be counted on several ranks, or before it was summed.
+
+    Args:
+        parameters: those with gradients.
+        elsewhere: the ids of those that the user says other ranks count.
+        ranks: over which gradients are counted.
+    """
+    for parameter in parameters:
+        mark = getattr(parameter, MARK, None)
+        tie = mark.tie() if isinstance(mark, _Mark) else None
+        if tie is None or tie.counted_by not in ranks.global_ranks:
+            continue
+        if tie.is_copy and id(parameter) not in elsewhere:
+            return f"rank {tie.counted_by} counts {tie.name!r}, and this rank has a copy: give copies=tied.copies, of TiedWeights"
+        if not tie.is_summed():
+            return f"the gradient of {tie.name!r}, a weight of several stages, is not summed yet: call sum_grads() of TiedWeights"
+    return ""
+
+
+def _is_in_bucket(gradient: Any) -> bool:
+    """Whether DistributedDataParallel(gradient_as_bucket_view=True) may have made it: a part of a vector."""
+    return gradient._base is not None and gradient._base.dim() == 1
