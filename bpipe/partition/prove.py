@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from bpipe.errors import ConfigurationError
 from bpipe.partition.check import Difference, difference
 from bpipe.partition.shrink import shrunk
 
@@ -48,8 +47,6 @@ def difference_when_cut(model: nn.Module, cut: Cut, cut_small: Cut) -> Differenc
         try:
             twin, is_copy = _twin(model)
             parts = (cut if is_copy else cut_small)(twin)
-        except ConfigurationError:
-            raise
         except Exception as error:
             raise NotProvenError(f"no small model of its kind can be built: {type(error).__name__}: {error}") from error
         for sample, is_extra in _samples(twin):
@@ -80,19 +77,11 @@ def _twin(model: nn.Module) -> tuple[nn.Module, bool]:
     if twin is None:
         twin, is_copy = _rebuilt(model), False
     twin.float().train()
-    _stop_caching(twin)
     with torch.no_grad():
         for parameter in twin.parameters():
             if parameter.is_floating_point():
                 parameter.requires_grad_().add_(0.1 * torch.randn(parameter.shape))
     return twin, is_copy
-
-
-def _stop_caching(twin: Any) -> None:
-    """As stages do; with a cache, some models mask otherwise."""
-    for config in (twin.config, _text_config(twin.config)):
-        if hasattr(config, "use_cache"):
-            config.use_cache = False
 
 
 def _copied(model: nn.Module) -> nn.Module | None:
@@ -102,6 +91,7 @@ def _copied(model: nn.Module) -> nn.Module | None:
         return None
     try:
         twin = copy.deepcopy(model).cpu()
+        _make_plain(twin.config)
     except Exception:
         return None
     for module in twin.modules():
@@ -113,11 +103,21 @@ def _copied(model: nn.Module) -> nn.Module | None:
 def _rebuilt(model: nn.Module) -> nn.Module:
     """A model of the same class, of a smaller configuration."""
     config, cls = shrunk(model.config), type(model)
+    _make_plain(config)
     with torch.device("meta"):
         num_parameters = sum(parameter.numel() for parameter in cls(config).parameters())
     if num_parameters > MOST_PARAMETERS:
         raise ValueError(f"bpipe knows to make it no smaller than {num_parameters} parameters")
     return cls(config)
+
+
+def _make_plain(config: Any) -> None:
+    """No cache, as in stages, because some models mask otherwise with one; and attention that a CPU computes."""
+    for one in (config, _text_config(config)):
+        if hasattr(one, "use_cache"):
+            one.use_cache = False
+    if getattr(config, "_attn_implementation", None) not in (None, "eager", "sdpa"):
+        config._attn_implementation = "eager"
 
 
 def _samples(model: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:

@@ -72,7 +72,7 @@ def _shrink(config: Any) -> None:
         if isinstance(value, bool):
             continue
         if isinstance(value, int):
-            setattr(config, name, _small(name, value, index, num_layers, config))
+            setattr(config, name, _small(name, value, index, num_layers, fields))
         elif isinstance(value, (list, tuple)) and len(value) in counts:
             setattr(config, name, type(value)(value[:num_layers]))
         elif isinstance(value, dict):
@@ -88,19 +88,19 @@ def _num_layers(fields: dict[str, Any], counts: set[int]) -> int:
     return min(most, MOST_LAYERS)
 
 
-def _small(name: str, value: int, index: int, num_layers: int, config: Any) -> int:
+def _small(name: str, value: int, index: int, num_layers: int, fields: dict[str, Any]) -> int:
     kind = _kind(name)
     if name.endswith(("token_id", "token_index")):
         return value if value < WORDS // 8 else WORDS - 1 - index % (WORDS // 4)
     if kind == "layers":
         return min(value, num_layers)
-    if kind == "mamba_heads" or (name == "num_heads" and hasattr(config, "expand")):
+    if kind == "mamba_heads" or (name == "num_heads" and "expand" in fields):
         return min(value, 2 * NUM_HEADS)
     if kind == "heads":
         return NUM_HEADS
     if kind == "kv":
-        heads = getattr(config, "num_attention_heads", NUM_HEADS)
-        return value if value <= 1 else 2 if value < max(heads, 3) else NUM_HEADS
+        num_heads = max((one for other, one in fields.items() if _kind(other) == "heads" and isinstance(one, int)), default=value)
+        return min(value, 2) if value < num_heads else NUM_HEADS
     return min(value, SIZES[kind]) if kind is not None else value
 
 

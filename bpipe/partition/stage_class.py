@@ -16,7 +16,10 @@ NOT_OF_A_STAGE = {
     "past_key_values": "a pipeline trains without a cache",
     "inputs_embeds": "the first stage takes input_ids, and the others hidden states",
 }
-OF_PICTURES_AND_SOUND = ("pixel_", "image_", "video_", "audio_", "vision_", "speech_", "input_features", "input_values", "input_image", "input_audio")
+OF_PICTURES_AND_SOUND = (
+    *("pixel_", "image_", "video_", "audio_", "vision_", "speech_"),
+    *("input_features", "input_values", "input_image", "input_audio"),
+)
 
 
 @cache

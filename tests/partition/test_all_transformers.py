@@ -13,7 +13,7 @@ from tests.partition.sweep.classes import class_names, class_of, groups, takes_h
 from tests.partition.sweep.outcome import NOT_BUILT, REFUSED, RIGHT, WRONG, Outcome, outcomes
 from tests.partition.sweep.table import PATH, page
 
-NUM_PROCESSES = 2
+NUM_PROCESSES = 4
 LIMIT_S = 3000
 
 CUT = [
@@ -40,14 +40,14 @@ CUT = [
 ]
 REFUSALS = {
     "BertForQuestionAnswering": "its head returns other things than logits",
-    "CTRLLMHeadModel": "output 0 differs by up to",
+    "CTRLLMHeadModel": "outputs differ",
     "DebertaV2ForMaskedLM": "would raise",
-    "LlamaForSequenceClassification": "output 0 differs by up to",  # it looks for the padding in input_ids
+    "LlamaForSequenceClassification": "outputs differ",  # it looks for the padding in input_ids
     "LongformerForMaskedLM": "would raise",
     "MPNetForMaskedLM": "would raise",
-    "NanoChatForCausalLM": "output 0 differs by up to",
+    "NanoChatForCausalLM": "outputs differ",
     "RoFormerForMaskedLM": "would raise",
-    "T5EncoderModel": "output 0 differs by up to",
+    "T5EncoderModel": "outputs differ",
     "XLNetLMHeadModel": "a parameter of the model itself",
 }
 
@@ -73,14 +73,19 @@ def test_every_class(request: pytest.FixtureRequest) -> None:
     text = page(found, len(known) - len(names), transformers.__version__)
     if request.config.getoption("--write-transformers"):
         PATH.write_text(text)
-    if f"transformers {transformers.__version__} " in PATH.read_text():
-        assert PATH.read_text() == text
+    if f"transformers {transformers.__version__} " in PATH.read_text():  # what is not built depends on other packages
+        assert right_of(PATH.read_text()) == right_of(text)
+
+
+def right_of(text: str) -> str:
+    return text.partition("## Right")[2].partition("## Refused")[0]
 
 
 def test_the_page_is_of_what_is_cut() -> None:
     """As far as the fixed list goes."""
-    right, _, refused = PATH.read_text().partition("## Refused")
-    assert [name for name in CUT if f"`{name}`" not in right] == []
+    text = PATH.read_text()
+    refused = text.partition("## Refused")[2].partition("## Not built")[0]
+    assert [name for name in CUT if f"`{name}`" not in right_of(text)] == []
     assert [name for name in REFUSALS if f"`{name}`" not in refused] == []
 
 

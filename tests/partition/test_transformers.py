@@ -216,7 +216,7 @@ def xglm(dropout: float) -> nn.Module:
 
 def test_what_a_forward_does_outside_of_its_modules_is_caught() -> None:
     """XGLM drops out by a function in its forward, which every stage would do again: in train mode, whatever it is in now."""
-    with pytest.raises(ConfigurationError, match=r"XGLMForCausalLM cannot be cut by split_transformer: in a small model of its kind"):
+    with pytest.raises(ConfigurationError, match="XGLMForCausalLM cannot be cut by split_transformer: in a small model of its"):
         split_transformer(xglm(0.5), 2)
     model = xglm(0.0).train()
     bpipe.check_split(model, split_transformer(model, 2), inputs()["x"])
@@ -287,7 +287,7 @@ def test_large_models_and_those_on_meta_are_judged_by_a_smaller_configuration(na
         if is_right:
             assert len(split_transformer(model, 5)) == 5
         else:
-            with pytest.raises(ConfigurationError, match=f"{name}Model cannot be cut by split_transformer: in a small model of its kind"):
+            with pytest.raises(ConfigurationError, match=f"{name}Model cannot be cut by split_transformer: in a small model of"):
                 split_transformer(model, 5)
 
 
@@ -324,7 +324,7 @@ def test_what_is_not_built_is_said() -> None:
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     model.config.hidden_act = "unheard of"
-    with pytest.raises(ConfigurationError, match="cannot be proven, because no small model of its kind can be built: KeyError.*prove=F"):
+    with pytest.raises(ConfigurationError, match=r"because no small model of its kind can be built: KeyError.* pass prove=False"):
         split_transformer(model, 2)
     assert len(split_transformer(model, 2, prove=False)) == 2
 
