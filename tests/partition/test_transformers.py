@@ -291,18 +291,22 @@ def test_large_models_and_those_on_meta_are_judged_by_a_smaller_configuration(na
                 split_transformer(model, 5)
 
 
-class Doubling(transformers.LlamaModel):
+class Multiplied(transformers.LlamaModel):
     """A user's own, whose configuration says nothing of what it does."""
+
+    factor = 1.0
 
     def forward(self, input_ids: Any = None, inputs_embeds: Any = None, **kwargs: Any) -> Any:
         embedded = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        return super().forward(inputs_embeds=2 * embedded, **kwargs)
+        return super().forward(inputs_embeds=self.factor * embedded, **kwargs)
 
 
 def test_a_model_that_a_user_has_changed_is_judged_by_a_copy() -> None:
     model = model_of("llama").model
-    model.__class__ = Doubling
-    with pytest.raises(ConfigurationError, match="Doubling cannot be cut by split_transformer"):
+    model.__class__ = Multiplied
+    assert len(split_transformer(model, 2)) == 2
+    model.factor = 2.0
+    with pytest.raises(ConfigurationError, match="Multiplied cannot be cut by split_transformer"):
         split_transformer(model, 2)
     assert len(split_transformer(model, 2, prove=False)) == 2
 
