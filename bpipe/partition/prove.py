@@ -85,9 +85,10 @@ def _twin(model: nn.Module) -> tuple[nn.Module, bool]:
 
 
 def _copied(model: nn.Module) -> nn.Module | None:
-    """A copy on the CPU without the hooks that users have put on it, or None where it is large, has no values, or cannot be."""
+    """A copy on the CPU without the hooks that users have put on it, or None where the model is large or has no plain values."""
     tensors = [*model.parameters(), *model.buffers()]
-    if any(one.is_meta for one in tensors) or sum(one.numel() for one in tensors) > MOST_PARAMETERS:
+    is_plain = all(type(one) in (torch.Tensor, nn.Parameter) for one in tensors)  # neither sharded nor quantized
+    if not is_plain or any(one.is_meta for one in tensors) or sum(one.numel() for one in tensors) > MOST_PARAMETERS:
         return None
     try:
         twin = copy.deepcopy(model).cpu()

@@ -13,7 +13,7 @@ from tests.partition.sweep.classes import class_names, class_of, groups, takes_h
 from tests.partition.sweep.outcome import NOT_BUILT, REFUSED, RIGHT, WRONG, Outcome, outcomes
 from tests.partition.sweep.table import PATH, page
 
-NUM_PROCESSES = 4
+NUM_PROCESSES = 2
 LIMIT_S = 3000
 
 CUT = [

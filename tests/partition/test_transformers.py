@@ -323,6 +323,13 @@ def test_the_model_is_not_run_and_nothing_is_left_behind() -> None:
     assert all(one.grad is None for one in model.parameters()) and model.config.use_cache
 
 
+def test_attention_of_gpus_is_left_out_of_the_proof() -> None:
+    for device in ("cpu", "meta"):
+        model = model_of("llama").to(device)
+        model.config._attn_implementation = "flash_attention_2"
+        assert len(split_transformer(model, 2)) == 2 and model.config._attn_implementation == "flash_attention_2"
+
+
 def test_what_is_not_built_is_said() -> None:
     config = transformers.LlamaConfig(**SIZES, num_key_value_heads=1)
     with torch.device("meta"):
