@@ -240,6 +240,10 @@ WRONG: dict[str, tuple[Any, str]] = {
         lambda: transformers.MPNetModel(transformers.MPNetConfig(**SIZES)),
         "MPNetModel .* stage 0 of 2 cannot run",
     ),
+    "embeddings that the encoder looks up": (
+        lambda: transformers.DebertaV2Model(transformers.DebertaV2Config(**SIZES, relative_attention=True, norm_rel_ebd="layer_norm")),
+        "DebertaV2Model .* cannot run",
+    ),
     "rows of the batch by their padding": (
         lambda: transformers.GPT2ForSequenceClassification(transformers.GPT2Config(**KINDS["gpt2"][1], **SPECIAL)),
         "GPT2ForSequenceClassification .* output 0 differs by up to",

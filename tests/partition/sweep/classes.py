@@ -74,7 +74,7 @@ def small_config(cls: Any) -> Any:
     config = shrunk(cls.config_class())
     for part in (config, config.get_text_config()):
         for name, value in FILLED.items():
-            if getattr(part, name, 0) is None:
+            if vars(part).get(part.attribute_map.get(name, name), 0) is None:
                 setattr(part, name, value)
         for name, value in list(vars(part).items()):
             if isinstance(value, float) and value == 1.0 and ("multiplier" in name or "scal" in name):
