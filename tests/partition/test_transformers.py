@@ -241,7 +241,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         "MPNetModel .* stage 0 of 2 cannot run",
     ),
     "embeddings that the encoder looks up": (
-        lambda: transformers.DebertaV2Model(transformers.DebertaV2Config(**SIZES, relative_attention=True, norm_rel_ebd="layer_norm")),
+        lambda: transformers.DebertaV2Model(transformers.DebertaV2Config(**SIZES, relative_attention=True)),
         "DebertaV2Model .* cannot run",
     ),
     "rows of the batch by their padding": (
