@@ -16,6 +16,7 @@ settings.load_profile("bpipe")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-table", action="store_true", help="write docs/faults.md from this run of tests/faults")
+    parser.addoption("--write-transformers", action="store_true", help="write docs/transformers.md from a sweep over all classes")
 
 
 @pytest.hookimpl(wrapper=True)

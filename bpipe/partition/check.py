@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from math import isfinite
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -52,16 +52,54 @@ def check_split(model: nn.Module, parts: Sequence[nn.Module], *args: Any, **kwar
         raise ConfigurationError("no stages to check: give the list that split_model returned")
     if any(parameter.is_meta for module in (model, *parts) for parameter in module.parameters()):
         raise ConfigurationError("parameters are on the meta device, where nothing has a value: check an initialised small model")
+    found = difference(model, parts, args, kwargs)
+    if found is not None:
+        raise StageError(f"{found.text}. {HINT}") from found.cause
+
+
+class Difference(NamedTuple):
+    """Between a model and its stages; with the error, where a stage cannot run."""
+
+    text: str
+    cause: Exception | None = None
+
+
+def difference(
+    model: nn.Module, parts: Sequence[nn.Module], args: Sequence[Any], kwargs: dict[str, Any], *, is_exact: bool = False
+) -> Difference | None:
+    """Run a model, and its stages one after the other, and tell what differs first; errors of the model itself are raised.
+
+    Args:
+        model: the whole.
+        parts: its stages, in order.
+        args: positional arguments of the model.
+        kwargs: keyword arguments of the model and of each stage.
+        is_exact: True to compare gradients to the bit too, as a CPU sums them in the same order.
+    """
     staged = {id(parameter) for part in parts for parameter in part.parameters()}
     shared = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in staged}
     with torch.enable_grad():
         with untouched([model, *parts]):
             expected = tree_leaves(_plain(model(*_copied(args), **_copied({**_without_cache(model), **kwargs}))))
             gradients = _gradients(expected, shared)
+        if is_exact and not _is_telling(expected):
+            raise ValueError("most of what it returns is not finite, which says nothing")
         with untouched([model, *parts]):
-            found = tree_leaves(_chained(parts, _copied(args), kwargs))
-            _compare(expected, found, len(parts))
-            _compare_gradients(gradients, _gradients(found, shared))
+            try:
+                found = tree_leaves(_chained(parts, _copied(args), kwargs))
+            except _CannotRunError as error:
+                return Difference(str(error), cast(Exception, error.__cause__))
+            text = _compare(expected, found, len(parts)) or _compare_gradients(gradients, _gradients(found, shared), is_exact)
+    return None if text is None else Difference(text)
+
+
+class _CannotRunError(Exception):
+    """A stage raised; the cause is its error."""
+
+
+def _is_telling(outputs: Sequence[Any]) -> bool:
+    finite = [one.isfinite().double().mean().item() for one in outputs if isinstance(one, torch.Tensor) and one.numel()]
+    return bool(finite) and min(finite) > 0.5
 
 
 def _gradients(outputs: Sequence[Any], parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor | None]:
@@ -74,8 +112,11 @@ def _gradients(outputs: Sequence[Any], parameters: dict[str, nn.Parameter]) -> d
 
 
 def _without_cache(model: nn.Module) -> dict[str, bool]:
-    """A Hugging Face model that fills a cache lays its keys and values out otherwise, which may round otherwise."""
-    return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    """A Hugging Face model that fills a cache lays its keys and values out otherwise, or masks otherwise."""
+    named = inspect.signature(model.forward).parameters
+    takes_more = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in named.values())
+    is_asked = takes_more and getattr(getattr(model, "config", None), "use_cache", False) is True
+    return {"use_cache": False} if is_asked or "use_cache" in named else {}
 
 
 def _chained(parts: Sequence[nn.Module], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -84,36 +125,41 @@ def _chained(parts: Sequence[nn.Module], args: Any, kwargs: dict[str, Any]) -> A
         try:
             value = part(*(value if isinstance(value, (tuple, list)) else (value,)), **_copied(kwargs))
         except Exception as error:
-            raise StageError(f"stage {index} of {len(parts)} cannot run: {told(error)}. {HINT}") from error
+            raise _CannotRunError(f"stage {index} of {len(parts)} cannot run: {told(error)}") from error
     return value
 
 
-def _compare(expected: list[Any], found: list[Any], num_stages: int) -> None:
+def _compare(expected: list[Any], found: list[Any], num_stages: int) -> str | None:
     if len(expected) != len(found):
-        raise StageError(f"the model returns {len(expected)} values, and its {num_stages} stages return {len(found)}. {HINT}")
+        return f"the model returns {len(expected)} values, and its {num_stages} stages return {len(found)}"
     for index, (one, other) in enumerate(zip(expected, found)):
         if not _is_same(one, other):
-            raise StageError(
-                f"the {num_stages} stages do not compute what the model computes: output {index} {_difference(one, other)}. {HINT}"
-            )
+            return f"the {num_stages} stages do not compute what the model computes: output {index} {_difference(one, other)}"
+    return None
 
 
-def _compare_gradients(expected: dict[str, torch.Tensor | None], found: dict[str, torch.Tensor | None]) -> None:
+def _compare_gradients(
+    expected: dict[str, torch.Tensor | None], found: dict[str, torch.Tensor | None], is_exact: bool
+) -> str | None:
     norms = [gradient.norm().item() for gradient in expected.values() if gradient is not None]
     largest = max(filter(isfinite, norms), default=0.0)
     for name, gradient in expected.items():
         other = found[name]
         if gradient is None or other is None:
             is_same = gradient is other
+        elif is_exact:
+            is_same = _is_same(gradient, other)
         else:
             is_near = bool((gradient - other).norm() <= 0.01 * gradient.norm() + 1e-4 * largest)
             is_same = is_near or not isfinite(gradient.norm().item())
         if not is_same:
             told = ["none" if one is None else f"one of norm {one.norm().item():.4g}" for one in (gradient, other)]
-            raise StageError(
+            apart = "" if gradient is None or other is None else f" ({_difference(gradient, other)})"
+            return (
                 f"the stages compute what the model computes, but {name} gets another gradient: {told[0]} in the model, and "
-                f"{told[1]} in the stages. {HINT}"
+                f"{told[1]} in the stages{apart}"
             )
+    return None
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -127,7 +173,7 @@ def _difference(one: Any, other: Any) -> str:
     if not isinstance(one, torch.Tensor) or _described(one) != _described(other):
         return f"is {_described(one)} of the model, and {_described(other)} of the stages"
     largest = (one.to(torch.float64) - other.to(torch.float64)).abs().max().item()
-    return f"differs by up to {largest:.3g}"
+    return f"differs by up to {largest:.3g}, where the largest is {one.abs().max().item():.3g}"
 
 
 def _described(value: Any) -> str:

@@ -15,6 +15,7 @@ from bpipe.errors import ConfigurationError
 __all__: list[str] = []
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+OF_PARAMETERS = (nn.ParameterList, nn.ParameterDict)
 MOST_SHOWN = 8
 
 
@@ -33,13 +34,31 @@ class Names:
             **dict(model.named_buffers(remove_duplicate=False)),
         }
 
-    def check(self, stages: Sequence[Sequence[str]]) -> None:
+    def in_step(self, stages: Sequence[Sequence[str]]) -> list[list[str]]:
+        """The lists, and in them the entries of lists of parameters that no stage names: each with the layer beside it."""
+        completed = [list(names) for names in stages]
+        for parameters, series in self._of_layers():
+            if not any(self.is_kept(parameters, names) or self.is_above(parameters, names) for names in stages):
+                for names in completed:
+                    entries = self.modules[series]._modules
+                    names += [f"{parameters}.{entry}" for entry in entries if self.is_kept(f"{series}.{entry}", names)]
+        return completed
+
+    def check(self, stages: Sequence[Sequence[str]], *, keep_positions: bool = False) -> None:
         """Raise unless the lists make up the model.
+
+        Args:
+            stages: for each stage its names.
+            keep_positions: whether missing entries are replaced, so that lists of parameters may have more than the layers beside.
 
         Raises:
             ConfigurationError: they do not; the message lists every problem.
         """
-        problems = [*self._unusable(stages, "stage")] or [*self._missing(stages), *self._disordered(stages)]
+        problems = [*self._unusable(stages, "stage")] or [
+            *self._missing(stages),
+            *self._disordered(stages),
+            *self._out_of_step(stages, keep_positions),
+        ]
         _raise_all(f"these {len(stages)} stages are no split of the model:", problems)
 
     def check_known(self, layers: Sequence[Sequence[str]]) -> None:
@@ -69,7 +88,7 @@ class Names:
         """Whether a stage has a copy of a module with less in it: it is above what is kept, or a list that may be empty."""
         if self.is_kept(name, kept):
             return False
-        may_be_empty = isinstance(self.modules[name], (nn.ModuleList, nn.ModuleDict))
+        may_be_empty = isinstance(self.modules[name], (nn.ModuleList, nn.ModuleDict, *OF_PARAMETERS))
         return self.is_above(name, kept) or (may_be_empty and self.is_copied(self.owner(name), kept))
 
     def owner(self, name: str) -> str:
@@ -122,6 +141,28 @@ class Names:
                 last, first = places[before][-1], places[after][0]
                 if first < last:
                     yield f"{prefix}{before} is in stage {last}, and {prefix}{after}, which comes after it, in stage {first}"
+
+    def _out_of_step(self, stages: Sequence[Sequence[str]], keep_positions: bool) -> Iterator[str]:
+        """Entries of a list of parameters on other stages than the layer beside them: a loop over both would go wrong."""
+        for parameters, series in self._of_layers():
+            for index, names in enumerate(stages):
+                for entry in self.modules[series]._modules:
+                    has_layer = self.is_kept(f"{series}.{entry}", names)
+                    has_parameter = self.is_kept(f"{parameters}.{entry}", names)
+                    if has_layer and not has_parameter:
+                        yield f"stage {index} has {series}.{entry} without {parameters}.{entry}, which belongs to it"
+                    if has_parameter and not has_layer and not keep_positions:
+                        yield f"stage {index} has {parameters}.{entry} without {series}.{entry}, which it belongs to"
+
+    def _of_layers(self) -> Iterator[tuple[str, str]]:
+        """Yield lists or dicts of parameters, each with a series of modules beside it that has the same entries."""
+        for parameters, module in self.modules.items():
+            if isinstance(module, OF_PARAMETERS) and module._parameters:
+                beside = (one for one in self.modules if one and self.owner(one) == self.owner(parameters))
+                series = (one for one in beside if is_container(self.modules[one]))
+                same = next((one for one in series if self.modules[one]._modules.keys() == module._parameters.keys()), None)
+                if same is not None:
+                    yield parameters, same
 
 
 def _raise_all(headline: str, problems: list[str]) -> None:

@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from bpipe.comm.failure import told
 from bpipe.errors import ConfigurationError
-from bpipe.partition.names import Names, is_container
+from bpipe.partition.names import OF_PARAMETERS, Names, is_container
+from bpipe.partition.parameters import leave_out
 from bpipe.partition.placeholders import placeholder
 
 __all__: list[str] = []
@@ -31,7 +32,7 @@ def skeleton(
         kept: what this stage names.
         kind: the placeholder of a module that it lacks.
         claimed: what any stage names: a parameter or buffer of a copied module belongs to those who name it or that module.
-        keep_positions: whether missing entries of a series are replaced too, so that the others keep their places.
+        keep_positions: whether missing entries of a series are replaced too, so that the others keep places; parameters by None.
 
     Raises:
         ConfigurationError: an attribute of these modules cannot be copied.
@@ -55,7 +56,10 @@ def skeleton(
         if names.is_copied(names.owner(name), kept) and names.is_kept(name, claimed) and not names.is_kept(name, kept):
             owner, _, entry = name.rpartition(".")
             above = part.get_submodule(owner)
-            (above._parameters if entry in above._parameters else above._buffers)[entry] = None
+            if isinstance(above, OF_PARAMETERS) and not keep_positions:
+                leave_out(above, entry)
+            else:
+                (above._parameters if entry in above._parameters else above._buffers)[entry] = None
     return part
 
 

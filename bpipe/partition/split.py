@@ -36,12 +36,14 @@ def split_model(
         stages: for each stage the names of its modules, as in torchtitan's `module_fqns_per_model_part`;
             `bpipe.partition.split.at_cuts` makes such lists from the first layer of each stage. A module that several stages name
             (tied embeddings) is shared by them. Parameters and buffers of a module that is itself not named may be named: the
-            stages that name them have them; buffers that nobody names are on all stages.
+            stages that name them have them; buffers that nobody names are on all stages. Entries of an `nn.ParameterList` or
+            `nn.ParameterDict` that nobody names go with the entries of the series of modules beside it, where it has the same.
         missing: what stands where a module is missing: "pass" (it returns its first argument), "none" (`None`, which
             torchtitan's models expect), "zero" (a number that changes nothing when added, for embeddings of positions), or a
             dict that says so by name, and "pass" for others.
         keep_positions: True to replace missing entries of `nn.Sequential`, `nn.ModuleList` and `nn.ModuleDict` too, where a
-            forward looks something up by a layer's position; by default they are left out, so that loops skip them.
+            forward looks something up by a layer's position, and those of lists and dicts of parameters by None; by default they
+            are left out, so that loops skip them, and the first parameter that a stage has is entry 0 of its list.
 
     Returns:
         The stages, in order.
@@ -58,8 +60,9 @@ def split_model(
     """
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"split_model cuts an nn.Module, got {type(model).__qualname__}")
-    names, lists = Names(model), [listed(one) for one in stages]
-    names.check(lists)
+    names = Names(model)
+    lists = names.in_step([listed(one) for one in stages])
+    names.check(lists, keep_positions=keep_positions)
     kinds = _kinds(missing, names)
     claimed = {name for one in lists for name in one}
     parts = [

@@ -10,26 +10,26 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, cast
 
-from torch import Tensor, nn
+from torch import nn
 
 from bpipe.errors import ConfigurationError
 from bpipe.estimate.stages import split_layers
+from bpipe.partition.names import OF_PARAMETERS
+from bpipe.partition.prove import NotProvenError, difference_when_cut
 from bpipe.partition.split import listed, split_model
+from bpipe.partition.stage_class import stage_class
 
 __all__ = ["split_transformer", "transformer_layers"]
 
-NOT_OF_A_STAGE = {
-    "labels": "give them to the schedule as target=, and the loss as loss_fn=",
-    "past_key_values": "a pipeline trains without a cache",
-    "inputs_embeds": "the first stage takes input_ids, and the others hidden states",
-}
+SCALES = frozenset({"embedding_multiplier"})
 
 
-def split_transformer(model: nn.Module, stages: int | Sequence[int] | Sequence[Sequence[str]]) -> list[nn.Module]:
+def split_transformer(
+    model: nn.Module, stages: int | Sequence[int] | Sequence[Sequence[str]], *, prove: bool = True
+) -> list[nn.Module]:
     """Cut a Hugging Face Transformers model into stages.
 
     The first stage takes `input_ids` as its positional argument, the others hidden states [batch, sequence, width]; the last one
@@ -38,17 +38,24 @@ def split_transformer(model: nn.Module, stages: int | Sequence[int] | Sequence[S
     Nothing is cached. Stages share the modules and parameters of the model, under its names; a weight that input embeddings and
     head share is on the first stage and on the last, so sum its gradients where these are different processes.
 
-    For encoders and decoders with one series of layers, whose forward takes `inputs_embeds`. `bpipe.check_split` proves a split
-    on an example; run it once for each kind of model. Call what changes the model as a whole, such as its
-    `gradient_checkpointing_enable()`, before the split. All ranks of a pipeline must cut alike.
+    For encoders and decoders of words, with one series of layers, whose forward takes `inputs_embeds`; docs/transformers.md lists
+    the classes. The cut is proven before the stages are given out: a small model of the same kind, cut likewise, must have the
+    outputs and the gradients of the whole one to the bit, with and without padding, in train mode. A model of up to 16.8 million
+    parameters that is not on the meta device is copied for that, and for another a model of a smaller configuration is built, both
+    on the CPU; the model itself is not run. It takes less than a second. `bpipe.check_split` proves a split on inputs of yours.
+
+    Call what changes the model as a whole, such as its `gradient_checkpointing_enable()`, before the split. All ranks of a pipeline
+    must cut alike.
 
     Args:
         model: of transformers, also on the meta device; it is not changed.
         stages: how many, as even as they go; or how many layers each has; or for each the names of its modules, in which each
             entry of `transformer_layers(model)` is on one stage.
+        prove: False to leave the proof out, where no small model of the kind can be built: call `check_split` on one of yours.
 
     Raises:
-        ConfigurationError: the model is none that can be cut so, or the stages are not all of it.
+        ConfigurationError: the model is none that can be cut so, its stages compute something else or cannot be proven, or the
+            stages are not all of it.
 
     Example:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -56,13 +63,59 @@ def split_transformer(model: nn.Module, stages: int | Sequence[int] | Sequence[S
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=8))
         stage = bpipe.PipelineStage(bpipe.split_transformer(model, 4)[rank], rank, 4, device)
     """
+    parts = _cut(model, stages)
+    if prove:
+        _prove(model, stages, len(parts))
+    return parts
+
+
+def _prove(model: nn.Module, stages: int | Sequence[int] | Sequence[Sequence[str]], num_stages: int) -> None:
+    """Raise unless a small model of the kind computes in stages what it computes whole.
+
+    Raises:
+        ConfigurationError: it does not, or there is none.
+    """
+    try:
+        found = difference_when_cut(model, lambda copy: _cut(copy, stages), lambda twin: _cut_finely(twin, num_stages))
+    except NotProvenError as error:
+        raise ConfigurationError(
+            f"{_what(model)}: the cut cannot be proven, because {error}. If a small model of this class runs on input_ids and "
+            "attention_mask and check_split finds its stages right, pass prove=False"
+        ) from error
+    if found is not None:
+        raise ConfigurationError(
+            f"{_what(model)}: in a small model of its kind, {found.text}. Its forward does more than hand hidden states from one "
+            "layer to the next. Cut it with split_model, after a forward of yours that goes well with missing modules"
+        ) from found.cause
+
+
+def _cut(model: nn.Module, stages: int | Sequence[int] | Sequence[Sequence[str]]) -> list[nn.Module]:
     outline = _outline(model)
     lists = [list(dict.fromkeys((*names, *outline.everywhere))) for names in _lists(outline, stages)]
     parts = split_model(model, lists, missing=outline.missing, keep_positions=outline.keep_positions)
     cls: Any = type(model)
     for index, part in enumerate(parts):
-        part.__class__ = _stage_class(cls, index == 0, index == len(parts) - 1)
+        if index:
+            _leave_unscaled(part, outline.layers[0])
+        part.__class__ = stage_class(cls, index == 0, index == len(parts) - 1)
     return parts
+
+
+def _leave_unscaled(part: nn.Module, layer: str) -> None:
+    """Keep a later stage from multiplying hidden states with what embeddings are multiplied with, as Granite's does."""
+    steps = layer.split(".")[:-1]
+    for above in (part.get_submodule(".".join(steps[:depth])) for depth in range(len(steps))):  # which are the stage's own
+        for name in SCALES.intersection(vars(above)):
+            setattr(above, name, 1.0)
+
+
+def _cut_finely(model: nn.Module, num_stages: int) -> list[nn.Module]:
+    """As many stages, or as a small model has layers."""
+    return _cut(model, min(num_stages, len(_outline(model).layers)))
+
+
+def _what(model: nn.Module) -> str:
+    return f"{type(model).__name__} cannot be cut by split_transformer"
 
 
 def transformer_layers(model: nn.Module) -> list[tuple[str, ...]]:
@@ -97,12 +150,14 @@ def _outline(model: nn.Module) -> _Outline:
     prefix = "" if base is model else f"{next(name for name, module in model.named_modules() if module is base)}."
     series = prefix + _series(base, model)
     found: dict[str, list[str]] = {"before": [], "after": [], "everywhere": []}
+    entries = cast(nn.ModuleList, model.get_submodule(series))
     for name, module, is_before in _beside(model, series):
+        if isinstance(module, OF_PARAMETERS) and module._parameters.keys() == entries._modules.keys():
+            continue  # split_model leaves each with its layer
         place = "everywhere" if "rotary" in type(module).__name__.lower() else "before" if is_before else "after"
         if not name.startswith(prefix):
             place = "after"
         found[place].append(name)
-    entries = cast(nn.ModuleList, model.get_submodule(series))
     return _Outline(
         before=tuple(found["before"]),
         layers=tuple(f"{series}.{index}" for index in range(len(entries))),
@@ -120,7 +175,7 @@ def _base_of(model: nn.Module) -> nn.Module:
         ConfigurationError: it has none, or none that can begin with hidden states.
     """
     base, config = getattr(model, "base_model", None), getattr(model, "config", None)
-    what = f"{type(model).__name__} cannot be cut by split_transformer"
+    what = _what(model)
     if not isinstance(base, nn.Module) or config is None:
         raise ConfigurationError(f"{what}: it is no model of transformers, which has a config and a base_model; use split_model")
     if getattr(config, "is_encoder_decoder", False):
@@ -136,15 +191,22 @@ def _series(base: nn.Module, model: nn.Module) -> str:
     Raises:
         ConfigurationError: there is none, or more than one.
     """
-    num_layers = _text_config(model).num_hidden_layers
+    num_layers = getattr(_text_config(model), "num_hidden_layers", None)
     lists = [name for name, one in base.named_modules() if isinstance(one, nn.ModuleList) and len(one) == num_layers]
     outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    if len(outer) > 1:  # those for pictures have as many
+        of_words = [name for name in outer if _is_of(base.get_submodule(name.rpartition(".")[0]), _text_config(model))]
+        outer = of_words if len(of_words) == 1 else outer
     if len(outer) != 1:
         raise ConfigurationError(
             f"{type(model).__name__} has {len(outer)} lists of {num_layers} layers ({', '.join(outer) or 'none'}), and "
             "split_transformer takes a model with one; use split_model"
         )
     return str(outer[0])
+
+
+def _is_of(module: nn.Module, config: Any) -> bool:
+    return getattr(module, "config", None) is config
 
 
 def _text_config(model: nn.Module) -> Any:
@@ -182,26 +244,3 @@ def _lists(outline: _Outline, stages: int | Sequence[int] | Sequence[Sequence[st
     lists[0][:0] = outline.before
     lists[-1] += outline.after
     return lists
-
-
-@cache
-def _stage_class(cls: Any, is_first: bool, is_last: bool) -> type[nn.Module]:
-    """The model's class with the forward of a stage, under the same name."""
-
-    def forward(self: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        unusable = next((name for name in NOT_OF_A_STAGE if kwargs.get(name) is not None), None)
-        if unusable is not None:
-            raise ConfigurationError(f"a stage of {cls.__name__} does not take {unusable}: {NOT_OF_A_STAGE[unusable]}")
-        inputs = {"input_ids" if is_first else "inputs_embeds": hidden_states, "use_cache": False, "return_dict": True}
-        if is_last or self.base_model is self:
-            output = cls.forward(self, **{**kwargs, **inputs})
-        else:
-            output = cast(nn.Module, self.base_model)(**{**kwargs, **inputs})
-        if is_last and self.base_model is not self and "logits" not in output:
-            raise ConfigurationError(
-                f"{cls.__name__} returns {' and '.join(output)}, and a last stage returns logits: use split_model"
-            )
-        return cast(Tensor, output["logits"] if "logits" in output else output[0])
-
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "forward": forward}
-    return type(cls.__name__, (cls,), names)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import bpipe
-from bpipe.errors import ConfigurationError, StageError
+from bpipe.errors import ConfigurationError
 from bpipe.partition.transformers import split_transformer, transformer_layers
 from tests.over import Over
 from tests.partition.models import assert_equal, cross_entropy, gradients_alone, gradients_piped
@@ -183,8 +183,8 @@ def test_what_a_stage_does_not_take() -> None:
 def test_a_head_without_logits_is_refused() -> None:
     """The second of its two outputs would be lost, and its weights would never learn."""
     model = transformers.BertForQuestionAnswering(transformers.BertConfig(**SIZES))
-    with pytest.raises(StageError, match="BertForQuestionAnswering returns start_logits and end_logits, and a last stage returns"):
-        bpipe.check_split(model, split_transformer(model, 2), inputs()["x"])
+    with pytest.raises(ConfigurationError, match="BertForQuestionAnswering returns start_logits and end_logits, and a last stage"):
+        split_transformer(model, 2)
 
 
 def test_what_cannot_be_cut() -> None:
@@ -204,10 +204,147 @@ def test_what_cannot_be_cut() -> None:
         split_transformer(model_of("llama"), 5)
 
 
+# The proof
+
+
+def xglm(dropout: float) -> nn.Module:
+    sizes = {"d_model": 16, "ffn_dim": 32, "num_layers": 2, "attention_heads": 2, "vocab_size": WORDS}
+    rest = {"attention_dropout": 0.0, "activation_dropout": 0.0, "layerdrop": 0.0}
+    model: nn.Module = transformers.XGLMForCausalLM(transformers.XGLMConfig(**sizes, **rest, dropout=dropout)).eval()
+    return model
+
+
 def test_what_a_forward_does_outside_of_its_modules_is_caught() -> None:
-    """XGLM drops out by a function in its forward, which every stage would do again."""
-    config = transformers.XGLMConfig(d_model=16, ffn_dim=32, num_layers=2, attention_heads=2, vocab_size=WORDS, dropout=0.5)
-    model = transformers.XGLMForCausalLM(config).train()
-    with pytest.raises(StageError, match="do not compute what the model computes"):
-        bpipe.check_split(model, split_transformer(model, 2), inputs()["x"])
-    bpipe.check_split(model.eval(), split_transformer(model, 2), inputs()["x"])
+    """XGLM drops out by a function in its forward, which every stage would do again: in train mode, whatever it is in now."""
+    with pytest.raises(ConfigurationError, match="XGLMForCausalLM cannot be cut by split_transformer: in a small model of its"):
+        split_transformer(xglm(0.5), 2)
+    model = xglm(0.0).train()
+    bpipe.check_split(model, split_transformer(model, 2), inputs()["x"])
+
+
+SMALL_T5 = {"d_model": 16, "d_ff": 16, "num_layers": 2, "num_heads": 2, "vocab_size": 90}
+WRONG: dict[str, tuple[Any, str]] = {
+    "scaled, and positions added": (
+        lambda: transformers.CTRLModel(transformers.CTRLConfig(n_embd=16, dff=16, n_layer=3, n_head=2, vocab_size=90)),
+        "CTRLModel .* output 0 differs by up to",
+    ),
+    "a bias of the first layer": (
+        lambda: transformers.T5EncoderModel(transformers.T5Config(**SMALL_T5)),
+        "T5EncoderModel .* output 0 differs by up to",
+    ),
+    "normed before the layers": (
+        lambda: transformers.NanoChatForCausalLM(transformers.NanoChatConfig(**SIZES, num_key_value_heads=1)),
+        "NanoChatForCausalLM .* output 0 differs by up to",
+    ),
+    "a bias that the encoder holds": (
+        lambda: transformers.MPNetModel(transformers.MPNetConfig(**SIZES)),
+        "MPNetModel .* stage 0 of 2 cannot run",
+    ),
+    "embeddings that the encoder looks up": (
+        lambda: transformers.DebertaV2Model(transformers.DebertaV2Config(**SIZES, relative_attention=True)),
+        "DebertaV2Model .* cannot run",
+    ),
+    "rows of the batch by their padding": (
+        lambda: transformers.GPT2ForSequenceClassification(transformers.GPT2Config(**KINDS["gpt2"][1], **SPECIAL)),
+        "GPT2ForSequenceClassification .* output 0 differs by up to",
+    ),
+    "no padding to begin with": (
+        lambda: transformers.GPT2ForSequenceClassification(transformers.GPT2Config(**KINDS["gpt2"][1])),
+        "the cut cannot be proven, because a small model of its kind does not run on words: ValueError: Cannot handle batch sizes",
+    ),
+    "a parameter of its own": (
+        lambda: transformers.XLNetModel(transformers.XLNetConfig(d_model=16, n_layer=2, n_head=2, d_inner=16, vocab_size=90)),
+        "no stage has the parameter mask_emb",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_would_be_wrong_is_refused(kind: str) -> None:
+    make, message = WRONG[kind]
+    with pytest.raises(ConfigurationError, match=message):
+        split_transformer(make(), 2)
+
+
+@pytest.mark.parametrize("factor", [1.0, 12.0])
+def test_a_factor_of_embeddings_is_applied_once(factor: float) -> None:
+    config = transformers.GraniteConfig(**SIZES, num_key_value_heads=1, embedding_multiplier=factor, attention_multiplier=0.3)
+    model = transformers.GraniteForCausalLM(config).train()
+    parts = split_transformer(model, 4)
+    bpipe.check_split(model, parts, inputs()["x"])
+    assert model.model.embedding_multiplier == parts[0].model.embedding_multiplier == factor
+    assert [part.model.embedding_multiplier for part in parts[1:]] == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "is_right"),
+    [("Llama", True), ("Granite", True), ("Gemma2", True), ("Qwen2Moe", True), ("NanoChat", False), ("RecurrentGemma", False)],
+)
+def test_large_models_and_those_on_meta_are_judged_by_a_smaller_configuration(name: str, is_right: bool) -> None:
+    cls = getattr(transformers, f"{name}Model")
+    config = cls.config_class(num_hidden_layers=5)
+    if hasattr(config, "embedding_multiplier"):
+        config.embedding_multiplier = 12.0
+    with torch.device("meta"):
+        model = cls(config)
+        assert sum(one.numel() for one in model.parameters()) > 2**24
+        if is_right:
+            assert len(split_transformer(model, 5)) == 5
+        else:
+            with pytest.raises(ConfigurationError, match=f"{name}Model cannot be cut by split_transformer: in a small model of"):
+                split_transformer(model, 5)
+
+
+class Multiplied(transformers.LlamaModel):
+    """A user's own, whose configuration says nothing of what it does."""
+
+    factor = 1.0
+
+    def forward(self, input_ids: Any = None, inputs_embeds: Any = None, **kwargs: Any) -> Any:
+        embedded = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        return super().forward(inputs_embeds=self.factor * embedded, **kwargs)
+
+
+def test_a_model_that_a_user_has_changed_is_judged_by_a_copy() -> None:
+    model = model_of("llama").model
+    model.__class__ = Multiplied
+    assert len(split_transformer(model, 2)) == 2
+    model.factor = 2.0
+    with pytest.raises(ConfigurationError, match="Multiplied cannot be cut by split_transformer"):
+        split_transformer(model, 2)
+    assert len(split_transformer(model, 2, prove=False)) == 2
+
+
+def test_the_model_is_not_run_and_nothing_is_left_behind() -> None:
+    model, runs = model_of("bert"), []
+    for module in model.modules():
+        module.register_forward_hook(lambda *_: runs.append(1))
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    state = torch.get_rng_state()
+    split_transformer(model.eval(), 2)
+    assert not runs and not any(module.training for module in model.modules()) and torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(one, model.state_dict()[name]) for name, one in before.items())
+    assert all(one.grad is None for one in model.parameters()) and model.config.use_cache
+
+
+def test_attention_of_gpus_is_left_out_of_the_proof() -> None:
+    for device in ("cpu", "meta"):
+        model = model_of("llama").to(device)
+        model.config._attn_implementation = "flash_attention_2"
+        assert len(split_transformer(model, 2)) == 2 and model.config._attn_implementation == "flash_attention_2"
+
+
+def test_what_is_not_built_is_said() -> None:
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=1)
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    model.config.hidden_act = "unheard of"
+    with pytest.raises(ConfigurationError, match=r"because no small model of its kind can be built: KeyError.* pass prove=False"):
+        split_transformer(model, 2)
+    assert len(split_transformer(model, 2, prove=False)) == 2
+
+
+def test_pictures_are_not_taken() -> None:
+    part = split_transformer(model_of("llama"), 2)[0]
+    with pytest.raises(ConfigurationError, match="a stage of LlamaForCausalLM does not take pixel_values: split_transformer cuts"):
+        part(inputs()["x"], pixel_values=torch.ones(1))

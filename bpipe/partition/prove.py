@@ -1,0 +1,152 @@
+"""Prove that a kind of Transformers model may be cut: a small one of its kind, cut likewise, computes what it computes whole."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from bpipe.partition.check import Difference, difference
+from bpipe.partition.shrink import shrunk
+
+__all__: list[str] = []
+
+MOST_PARAMETERS = 2**24  # what is run twice, with gradients, on the CPU of each rank
+ROWS, TOKENS, PADDED, MOST_WORDS = 2, 6, 2, 64
+SEED = 12345
+
+Cut = Callable[[nn.Module], list[nn.Module]]
+
+
+class NotProvenError(Exception):
+    """There is no small model of the kind, or it does not run on words alone."""
+
+
+def difference_when_cut(model: nn.Module, cut: Cut, cut_small: Cut) -> Difference | None:
+    """Cut a small model of the same kind, and tell how its stages differ from it: outputs or gradients, to the bit.
+
+    That is a copy of the model where it is small and has values, and else one of a smaller configuration; both get random values,
+    so that no weight hides behind a zero. It is in train mode, with the dropout of its configuration.
+
+    Args:
+        model: which is not run.
+        cut: makes the stages of a copy of the model.
+        cut_small: makes the stages of a model with other sizes and fewer layers.
+
+    Raises:
+        NotProvenError: no small model could be made, or it does not run; the cause says why.
+    """
+    with _on_cpu():
+        try:
+            twin, is_copy = _twin(model)
+            parts = (cut if is_copy else cut_small)(twin)
+        except Exception as error:
+            raise NotProvenError(f"no small model of its kind can be built: {type(error).__name__}: {error}") from error
+        for sample, is_extra in _samples(twin):
+            ids = sample.pop("input_ids")
+            try:
+                found = difference(twin, parts, (ids,), sample, is_exact=True)
+            except Exception as error:
+                if is_extra:
+                    continue  # the model takes them in another shape, or not at all
+                raise NotProvenError(f"a small model of its kind does not run on words: {type(error).__name__}: {error}") from error
+            if found is not None:
+                return found
+    return None
+
+
+@contextmanager
+def _on_cpu() -> Iterator[None]:
+    """Whatever device and random numbers the caller has chosen."""
+    with torch.device("cpu"), torch.random.fork_rng([]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what a small configuration lacks is nothing that a user should hear of
+        torch.default_generator.manual_seed(SEED)  # and not those of GPUs
+        yield
+
+
+def _twin(model: nn.Module) -> tuple[nn.Module, bool]:
+    """A small model that may be run, and whether it is a copy of the model."""
+    twin, is_copy = _copied(model), True
+    if twin is None:
+        twin, is_copy = _rebuilt(model), False
+    twin.float().train()
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            if parameter.is_floating_point():
+                parameter.requires_grad_().add_(0.1 * torch.randn(parameter.shape))
+    return twin, is_copy
+
+
+def _copied(model: nn.Module) -> nn.Module | None:
+    """A copy on the CPU without the hooks that users have put on it, or None where the model is large or has no plain values."""
+    tensors = [*model.parameters(), *model.buffers()]
+    is_plain = all(type(one) in (torch.Tensor, nn.Parameter) for one in tensors)  # neither sharded nor quantized
+    if not is_plain or any(one.is_meta for one in tensors) or sum(one.numel() for one in tensors) > MOST_PARAMETERS:
+        return None
+    try:
+        twin = copy.deepcopy(model).cpu()
+        _make_plain(twin.config)
+    except Exception:
+        return None
+    for module in twin.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks):
+            hooks.clear()
+    return twin
+
+
+def _rebuilt(model: nn.Module) -> nn.Module:
+    """A model of the same class, of a smaller configuration."""
+    config, cls = shrunk(model.config), type(model)
+    _make_plain(config)
+    with torch.device("meta"):
+        num_parameters = sum(parameter.numel() for parameter in cls(config).parameters())
+    if num_parameters > MOST_PARAMETERS:
+        raise ValueError(f"bpipe knows to make it no smaller than {num_parameters} parameters")
+    return cls(config)
+
+
+def _make_plain(config: Any) -> None:
+    """No cache, as in stages, because some models mask otherwise with one; and attention that a CPU computes."""
+    for one in (config, _text_config(config)):
+        if hasattr(one, "use_cache"):
+            one.use_cache = False
+    if getattr(config, "_attn_implementation", None) not in (None, "eager", "sdpa"):
+        config._attn_implementation = "eager"
+
+
+def _samples(model: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
+    """Yield keyword arguments, and whether the model may refuse them: words; padding and a mask; positions and kinds of words."""
+    config: Any = model.config
+    text = _text_config(config)
+    ids = torch.tensor(_words(config, text))[torch.randint(MOST_WORDS, (ROWS, TOKENS))]
+    yield {"input_ids": ids}, False
+    named = inspect.signature(model.forward).parameters
+    if "attention_mask" in named:
+        mask = torch.ones(ROWS, TOKENS, dtype=torch.long)
+        mask[0, -PADDED:] = 0
+        padding = getattr(text, "pad_token_id", None)
+        padded = ids if padding is None else ids.masked_fill(mask == 0, padding)
+        yield {"input_ids": padded, "attention_mask": mask}, False
+    if "position_ids" in named:
+        yield {"input_ids": ids, "position_ids": torch.arange(1, TOKENS + 1).flip(0).repeat(ROWS, 1)}, True
+    if "token_type_ids" in named and getattr(config, "type_vocab_size", 1) > 1:
+        yield {"input_ids": ids, "token_type_ids": torch.arange(TOKENS).remainder(2).repeat(ROWS, 1)}, True
+
+
+def _words(config: Any, text: Any) -> list[int]:
+    """Some words that stand for nothing else, such as a picture."""
+    named = [value for one in (config, text) for name, value in vars(one).items() if name.endswith(("_id", "_ids", "_index"))]
+    special = set(tree_leaves(named))
+    words = [word for word in range(getattr(text, "vocab_size", MOST_WORDS)) if word not in special][-MOST_WORDS:]
+    return (words * MOST_WORDS)[:MOST_WORDS]
+
+
+def _text_config(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -1,0 +1,52 @@
+"""The page that says which classes of Transformers `split_transformer` cuts: written from a run of the sweep."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.partition.sweep.outcome import NOT_BUILT, REFUSED, RIGHT, Outcome
+
+PATH = Path(__file__).resolve().parents[3] / "docs" / "transformers.md"
+
+HEAD = """# Hugging Face Transformers, class by class
+
+What `bpipe.split_transformer` does with every class of transformers {version} that an `AutoModel` knows, found by a sweep: a small
+random model of each is built, cut into 2 stages and into as many as it has layers, and compared with the whole one, in train mode,
+with and without padding. *Right* means that outputs and the gradients of all parameters are equal to the bit; *refused*, that the
+split raises ConfigurationError, so that there is no stage; *not built*, that the sweep knows no small model of the class. Pictures
+and sound are not given: these models are cut for words alone. Sizes are small, factors are not 1, and the other switches are those
+of a default configuration; each split is proven with your switches, so that DeBERTa-v2 with `relative_attention` is refused.
+
+{num_right} classes are right, {num_refused} are refused, and {num_not_built} could not be built by the sweep. {num_others} more
+take no `inputs_embeds`, so that no stage could begin with hidden states; they are refused for it.
+
+The sweep writes this page:
+
+    make test-all ARGS="-n 0 tests/partition/test_all_transformers.py --write-transformers"
+"""
+
+
+def page(found: Sequence[Outcome], num_others: int, version: str) -> str:
+    """The page, with the classes that are cut, those that are refused by reason, and the rest."""
+    by_kind: dict[str, list[Outcome]] = defaultdict(list)
+    for one in sorted(found, key=lambda one: one.name):
+        by_kind[one.kind].append(one)
+    counts = {f"num_{kind.replace(' ', '_')}": len(by_kind[kind]) for kind in (RIGHT, REFUSED, NOT_BUILT)}
+    parts = [
+        HEAD.format(version=version, num_others=num_others, **counts),
+        "## Right\n",
+        ", ".join(f"`{one.name}`" for one in by_kind[RIGHT]) + "\n",
+        *_table("Refused", by_kind[REFUSED]),
+        *_table("Not built", by_kind[NOT_BUILT]),
+    ]
+    return "\n".join(parts)
+
+
+def _table(title: str, found: Sequence[Outcome]) -> list[str]:
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for one in found:
+        by_reason[one.why].append(f"`{one.name}`")
+    rows = sorted(by_reason.items(), key=lambda row: (-len(row[1]), row[0]))
+    return [f"## {title}\n", "| why | classes |", "|---|---|", *(f"| {why} | {', '.join(names)} |" for why, names in rows), ""]
