@@ -11,10 +11,18 @@ from tests.edge_cases.random_loops import Loop, alone, loops, piped
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-EXAMPLES = int(os.environ.get("BPIPE_RANDOM_LOOPS", "50"))  # 2,000 took a quarter of an hour
+MANY = int(os.environ.get("BPIPE_RANDOM_LOOPS", "500"))  # 2,000 by hand; other ones in each run
 
 
-@settings(max_examples=EXAMPLES, derandomize=EXAMPLES == 50, suppress_health_check=[*HealthCheck])
+@settings(max_examples=50, derandomize=True, suppress_health_check=[*HealthCheck])
 @given(loop=loops())
 def test_random_loops_equal_a_single_process(loop: Loop) -> None:
+    assert piped(loop).differences(alone(loop)) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+@settings(max_examples=MANY, suppress_health_check=[*HealthCheck])
+@given(loop=loops())
+def test_many_random_loops(loop: Loop) -> None:
     assert piped(loop).differences(alone(loop)) == []
