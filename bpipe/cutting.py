@@ -198,8 +198,9 @@ def _way_out(path: str) -> str:
     for name in ("args", "kwargs"):
         if path.startswith(name):
             return (
-                f"say what is meant with {name}_chunk_spec=, nested like {name} (None for what each microbatch gets whole, "
-                f"TensorChunkSpec(dim) for what is cut), or cut it yourself: step({name[:-1]}_mbs=...)"
+                f"say what is meant with {name}_chunk_spec=, nested like {name} (None for what each microbatch gets whole, such as "
+                "position ids or a mask with one row for all; TensorChunkSpec(dim) for what is cut), or cut it yourself: "
+                f"step({name[:-1]}_mbs=...)"
             )
     return "cut it yourself: step(target_mbs=...)"
 

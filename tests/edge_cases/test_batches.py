@@ -487,3 +487,10 @@ def test_every_row_of_the_page_is_tested_and_every_kind_has_a_row() -> None:
         assert callable(getattr(importlib.import_module(f"tests.edge_cases.{module}"), name))
     tables = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| what |")]
     assert all(re.search(r"`test_\w+\.py::.*` \|$", line) for line in tables)
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (1, 1, 3, 3)])
+def test_one_row_for_all_samples_may_be_repeated(shape):
+    """Position ids and masks: to drop the last batch is not the only advice."""
+    with pytest.raises(ConfigurationError, match=r"None for what each microbatch gets whole, such as position ids or a mask"):
+        Cutting(4).split({"given": torch.ones(shape)}, None, "kwargs")
