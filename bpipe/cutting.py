@@ -79,7 +79,10 @@ class Cutting:
             ConfigurationError: a size that is no positive multiple of m, a spec that does not fit, or something that may hold
                 samples and cannot be cut.
         """
-        return self._split(value, DEFAULT if spec is None else spec, name)
+        try:
+            return self._split(value, DEFAULT if spec is None else spec, name)
+        except RecursionError:
+            raise self._refusal(name, " holds itself, or is nested deeper than Python can follow") from None
 
     def _split(self, value: Any, spec: Any, path: str) -> list[Any]:
         if spec is not DEFAULT and is_repeating(spec):
@@ -104,6 +107,8 @@ class Cutting:
         if spec is not DEFAULT and not hasattr(spec, "split_dim"):
             raise misfit(path, leaf, spec)
         cutter = cutter_of(leaf, self._offsets)
+        if spec is DEFAULT and getattr(leaf, "ndim", None) == 0:  # of which there are no samples
+            return [leaf] * self._m
         if cutter is None:
             if not is_repeatable(leaf):
                 kind = f" is a {name_of(leaf)}, which bpipe does not know how to cut"
@@ -155,15 +160,13 @@ class Cutting:
             return
         sizes = {rows.size for rows in self._rows}
         for path, value, inner in self._lists:
-            is_by_sample = len(value) in sizes if sizes else len(value) > 0 and len(value) % self._m == 0
-            if is_by_sample and {one.size for one in inner} != {len(value)} and any(entry is not None for entry in value):
+            if len(value) in sizes and {one.size for one in inner} != {len(value)} and any(entry is not None for entry in value):
                 raise self._refusal(
                     path, f" is a {name_of(value)} of {len(value)} entries, and may have one for each sample or be the same for all"
                 )
-        unspecified = [rows for rows in self._rows if rows.is_unspecified]
-        for rows in unspecified:
-            if rows.size % unspecified[0].size:
-                first = unspecified[0]
+        for rows in (one for one in self._rows if one.is_unspecified):
+            first = self._rows[0]
+            if rows.size % first.size:
                 raise self._refusal(
                     rows.path,
                     f" has {rows.size} rows and {first.path} {first.size}: a microbatch would get {rows.size // self._m} and "

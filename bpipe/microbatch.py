@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import types
 from collections.abc import Sequence
+from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +18,12 @@ from bpipe.nest import inside, is_block_mask, leaves_of, mapped
 
 __all__: list[str] = []
 
+# What may select a branch, and so other memory and messages; floats shape nothing.
+SELECTING = (
+    *(bool, int, str, bytes, type(None), type, range, slice, Enum, np.bool_),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+)
+
 
 def detached(value: Any) -> Any:
     """A nest like another one, its tensors without graph."""
@@ -23,7 +31,7 @@ def detached(value: Any) -> Any:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of a nest."""
+    """The tensors of a nest; not those of objects whose parts are unknown."""
     if isinstance(value, torch.Tensor):
         return [value]
     kind = type(value)
@@ -31,7 +39,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         return [tensor for part in value for tensor in tensors_in(part)]
     if kind is dict:
         return [tensor for part in value.values() for tensor in tensors_in(part)]
-    return [] if kind in PLAIN else [leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor)]
+    return [] if kind in PLAIN else [leaf for leaf in leaves_of(value, objects_deep=0) if isinstance(leaf, torch.Tensor)]
 
 
 class Description(NamedTuple):
@@ -73,9 +81,11 @@ def _describe_leaf(leaf: Any) -> str:
         if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided or leaf.is_nested:
             return _describe_special(leaf)
         return f"{leaf.dtype}{tuple(leaf.shape)}{leaf.stride()}{leaf.requires_grad}"
-    if isinstance(leaf, (bool, int, str, type(None))):
+    if isinstance(leaf, SELECTING):
         return repr(leaf)
-    return _describe_object(leaf)  # floats shape nothing
+    if isinstance(leaf, types.FunctionType):
+        return leaf.__qualname__
+    return _describe_object(leaf)
 
 
 def _describe_special(tensor: torch.Tensor) -> str:
@@ -90,14 +100,15 @@ def _describe_special(tensor: torch.Tensor) -> str:
 
 
 def _describe_object(value: Any) -> str:
-    """What something that is no nest looks like: its type, and the tensors that can be seen in it."""
+    """What something that is no nest looks like: its type, and what we know to be in it."""
     name = type(value).__qualname__
     if isinstance(value, np.ndarray):
         return f"{name}{value.dtype}{value.shape}"
     if isinstance(value, PackedSequence):
         return f"{name}{[describe(part) for part in value]}{value.batch_sizes.tolist()}"
-    context = f"{value.seq_lengths}{value.BLOCK_SIZE}" if is_block_mask(value) else ""
-    return f"{name}{context}{[describe(tensor) for tensor in tensors_in(value)]}"
+    if is_block_mask(value):
+        return f"{name}{value.seq_lengths}{value.BLOCK_SIZE}{[describe(tensor) for tensor in tensors_in(value)]}"
+    return name
 
 
 def digest(descriptions: Sequence[str]) -> bytes:

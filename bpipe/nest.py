@@ -207,9 +207,14 @@ def is_block_mask(value: Any) -> bool:
     return loaded is not None and isinstance(value, loaded.BlockMask)
 
 
-def leaves_of(value: Any) -> Iterator[Any]:
-    """What is at the ends of a nest; of objects whose parts are unknown, and of functions' closures, what can be seen."""
-    return _leaves(value, _OBJECTS_DEEP, {})
+def leaves_of(value: Any, *, objects_deep: int = _OBJECTS_DEEP) -> Iterator[Any]:
+    """Yield what is at the ends of a nest, and what functions hold.
+
+    Args:
+        value: any.
+        objects_deep: how far objects whose parts are unknown are searched too.
+    """
+    return _leaves(value, objects_deep, {})
 
 
 def _leaves(value: Any, deep: int, seen: dict[int, Any]) -> Iterator[Any]:
@@ -231,6 +236,8 @@ def _seen_in(value: Any, deep: int) -> tuple[Sequence[Any], int]:
         return (), deep
     if isinstance(value, PackedSequence):
         return tuple(value), deep
+    if is_block_mask(value):
+        return list(vars(value).values()), deep
     if isinstance(value, partial):
         return (value.func, value.args, value.keywords), 0
     if isinstance(value, types.FunctionType):

@@ -114,7 +114,7 @@ def test_a_leaf_that_requires_grad_gets_the_gradient_of_all_parts() -> None:
         (batch(7), None, "7 along dimension 0 does not divide into 3 microbatches"),
         (batch(0, 2), None, "0 along dimension 0 does not divide into 3 microbatches"),
         (batch(3, 4), TensorChunkSpec(1), "4 along dimension 1 does not divide"),
-        (torch.tensor(1.0), None, r"^the target of shape \[\] has no dimension 0 to cut\. Cut it yourself: step\(target_mbs="),
+        (torch.tensor(1.0), TensorChunkSpec(0), r"^the target of shape \[\] has no dimension 0 to cut\. Cut it yourself: step"),
         (batch(3), TensorChunkSpec(1), r"shape \[3\] has no dimension 1 to cut"),
         (batch(3), TensorChunkSpec(-2), r"shape \[3\] has no dimension -2 to cut"),
         ((batch(3), batch(3)), (TensorChunkSpec(0),), "^the target: tuple of 2 has the spec tuple of 1: give one for each value"),

@@ -57,7 +57,8 @@ def with_note(
         if meta is not None:
             sent.append(meta.new(device).zero_() if tensor is None else _lying_as(meta, tensor))
         elif tensor is not None:
-            told.append(bytes(memory_of(bytes_of(tensor.cpu()))))
+            on_host = tensor.cpu()  # kept by its name until its bytes are copied: a view of its memory keeps nothing alive
+            told.append(bytes(memory_of(bytes_of(on_host))))
     return sent, b"".join(told)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from math import isqrt
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.functional import pad
-from torch.utils._pytree import tree_flatten
 
 from bpipe.comm.message import PLAIN
 from bpipe.memory.storages import as_bytes
+from bpipe.nest import inside
 
 __all__: list[str] = []
 
@@ -32,15 +33,28 @@ class Checksum(NamedTuple):
 
 def checksum_of(value: Any) -> Checksum:
     """Read all tensors in a nest, each bit of which counts, and its place too."""
-    leaves, tree = tree_flatten(value)
+    found = Checksum([], [])
     with torch.no_grad():
-        sums = [part for leaf in leaves if isinstance(leaf, torch.Tensor) for part in _sums(leaf.detach())]
-    return Checksum([str(tree), *map(_outline, leaves)], sums)
+        _read(value, found)
+    return found
+
+
+def _read(value: Any, found: Checksum) -> None:
+    parts = inside(value)
+    if parts is None:
+        found.outline.append(_outline(value))
+        found.sums.extend(_sums(value.detach()) if isinstance(value, torch.Tensor) else ())
+        return
+    found.outline.append(f"{type(value).__qualname__}{parts.context}{list(parts.keys)}")
+    for part in parts.parts:
+        _read(part, found)
 
 
 def _outline(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
         return f"{type(leaf).__qualname__} {leaf.dtype} {tuple(leaf.shape)} {leaf.requires_grad}"
+    if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+        return f"array {leaf.dtype} {leaf.shape} {hash(leaf.tobytes())}"
     return repr(leaf) if isinstance(leaf, PLAIN) else type(leaf).__qualname__
 
 
@@ -60,7 +74,7 @@ def _sums(tensor: torch.Tensor) -> list[Sum]:
 def sum_of_bits(tensor: torch.Tensor) -> Sum:
     """One number for the bits of a strided tensor: values that change places change it too.
 
-    The 64-bit words are added in rows and in columns of a square, and both with weights.
+    The words are added in rows and in columns of a square, and both with weights.
     """
     flat = tensor.resolve_conj().resolve_neg().contiguous().view(-1)
     flat = flat.clone() if flat.storage_offset() * flat.element_size() % 8 else flat
@@ -84,27 +98,28 @@ def _number(total: torch.Tensor) -> Sum:
 
 
 def _sum(of_bytes: torch.Tensor) -> torch.Tensor:
-    num_words = len(of_bytes) // 8
+    """Add 32-bit words in 64 bits: with odd weights, none of their bits is shifted out."""
+    num_words = len(of_bytes) // 4
     width = isqrt(num_words)
     in_square = width * (num_words // width) if num_words > _FEW else 0
-    totals = [_weighted(of_bytes[in_square * 8 : num_words * 8].view(torch.int64))] if in_square < num_words else []
-    if len(of_bytes) % 8:
-        totals.append(_weighted(_last_word(of_bytes[num_words * 8 :])))
+    totals = [_weighted(of_bytes[in_square * 4 : num_words * 4].view(torch.int32))] if in_square < num_words else []
+    if len(of_bytes) % 4:
+        totals.append(5 * _weighted(_last_word(of_bytes[num_words * 4 :])))  # a weight that no word next to it has
     if in_square:
-        square = of_bytes[: in_square * 8].view(torch.int64).view(-1, width)
+        square = of_bytes[: in_square * 4].view(torch.int32).view(-1, width)
         totals += [_weighted(square.sum(1)), 3 * _weighted(square.sum(0))]
     return sum(totals[1:], totals[0]) if totals else torch.zeros((), dtype=torch.int64, device=of_bytes.device)
 
 
 def _last_word(rest: torch.Tensor) -> torch.Tensor:
-    """Less than eight bytes as a word, if there are any."""
-    return pad(rest, (0, -len(rest) % 8)).view(torch.int64)
+    """Less than four bytes as a word."""
+    return pad(rest, (0, -len(rest) % 4)).view(torch.int32)
 
 
 def _weighted(words: torch.Tensor) -> torch.Tensor:
     weights = _weights(len(words), words.device)
-    return words.dot(weights) if words.device.type == "cpu" else (words * weights).sum()
+    return words.long().dot(weights) if words.device.type == "cpu" else (words * weights).sum()
 
 
 def _weights(length: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(1, length + 1, device=device).pow(3)
+    return torch.arange(1, 2 * length, 2, device=device).pow(3)

@@ -310,7 +310,7 @@ class Compute:
         graph, gradients = self._graph(action)
         is_idle = _are_absent(gradients)
         builder = None if is_idle else self._stages[action.stage].dw_builder
-        if action.stage in self._undivided or builder is not None:
+        if action.stage in self._undivided or builder is not None or _hooks_are_around():
             run_backward(graph.edges, gradients)
             half = WeightHalf() if builder is None else GivenHalf(builder())
         else:
@@ -367,6 +367,11 @@ def modules_of(loss_fn: Any) -> Iterator[torch.nn.Module]:
     owner = getattr(loss_fn, "__self__", loss_fn)
     if isinstance(owner, torch.nn.Module):
         yield owner
+
+
+def _hooks_are_around() -> bool:
+    """Whether hooks of the user follow what is saved: two halves of a backward would unpack some tensors twice."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _are_absent(gradients: Sequence[torch.Tensor | None]) -> bool:

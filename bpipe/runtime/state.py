@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from bpipe.errors import StageError
 from bpipe.memory.storages import keys_of
-from bpipe.runtime.checksums import Sum, is_awaited
+from bpipe.runtime.checksums import Sum, is_awaited, sum_of_bits
 from bpipe.runtime.contents import SMALL_BYTES
 from bpipe.runtime.copies import Copies, Values, is_plain
 from bpipe.runtime.differences import Constants, Differences
@@ -124,7 +124,7 @@ class State:
         if is_first:
             self._learn(written)
         self._written = self._copies.all() if awaited else written
-        self._after = list(map(_sum, now)) if self._written else []
+        self._after = list(map(sum_of_bits, now)) if self._written else []
         self._drawn.forget_unused()
 
     def _learn(self, written: set[int]) -> None:
@@ -158,7 +158,7 @@ class State:
         _check_unwritten(self._uncopied, f"{what} writes {{}}, which the first did not")
         if self._written:
             message = f"{what} left other values in a buffer or attribute than the first. {WAY_OUT}"
-            differences.compare(self._after, map(_sum, values), message)
+            differences.compare(self._after, map(sum_of_bits, values), message)
 
     @contextmanager
     def _filled(self, swapped: set[int], values: Values) -> Iterator[None]:
@@ -200,11 +200,6 @@ def _check_unwritten(watched: Iterable[Watched], problem: str) -> None:
             raise StageError(
                 f"{problem.format(name)}. Let it write the same buffers each time, and no parameter, or evict instead (by='evict')"
             )
-
-
-def _sum(words: torch.Tensor) -> Sum:
-    total = words.sum()
-    return total if is_awaited(total.device) else int(total)
 
 
 def _is_of_batch(tensor: torch.Tensor, foreign: Mapping[int, str]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -61,8 +62,8 @@ class _Mark:
     def __init__(self, tie: Tie | None = None) -> None:
         self.tie: Callable[[], Tie | None] = (lambda: None) if tie is None else weakref.ref(tie)
 
-    def __reduce__(self) -> tuple[type[_Mark], tuple[()]]:
-        return _Mark, ()
+    def __reduce__(self) -> tuple[type[OrderedDict[str, Any]], tuple[()]]:
+        return OrderedDict, ()  # which torch.load takes without knowing bpipe
 
 
 def problem_with_sums(parameters: Sequence[torch.Tensor], elsewhere: set[int], ranks: Ranks) -> str:
@@ -81,7 +82,10 @@ def problem_with_sums(parameters: Sequence[torch.Tensor], elsewhere: set[int], r
         if tie.is_copy and id(parameter) not in elsewhere:
             return f"rank {tie.counted_by} counts {tie.name!r}, and this rank has a copy: give copies=tied.copies, of TiedWeights"
         if not tie.is_summed():
-            return f"the gradient of {tie.name!r}, a weight of several stages, is not summed yet: call sum_grads() of TiedWeights"
+            return (
+                f"the gradient of {tie.name!r}, a weight of several stages, is not the tensor that sum_grads() of TiedWeights "
+                "made: call sum_grads() once, after the last backward, and change the gradient in place from then on"
+            )
     return ""
 
 

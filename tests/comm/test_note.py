@@ -71,3 +71,19 @@ def test_a_note_that_does_not_fit_is_an_error() -> None:
         read_note(SUBJECT._replace(microbatch=8), agreed, note, landed, CPU)
     with pytest.raises(CommError, match="arrived where"):
         read_note(SUBJECT, layout_of([None, torch.ones(4)]), note, [None, torch.zeros(4)], CPU)
+
+
+class OnADevice(torch.Tensor):
+    """Whose copy on the host is another tensor, as CUDA's is."""
+
+    def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).clone()
+
+
+def test_what_travels_in_a_note_is_copied_before_its_memory_is_given_back():
+    tensor = torch.arange(4096.0)
+    meta = meta_of(tensor, requires_grad=False)
+    subject = Subject(1, 2, 3)
+    _, note = with_note(subject, Layout("", (None,)), Layout("", (meta,)), [tensor.as_subclass(OnADevice)], torch.device("cpu"))
+    _, (arrived,) = read_note(subject, Layout("", (None,)), note, [None], torch.device("cpu"))
+    assert arrived is not None and torch.equal(arrived, tensor)

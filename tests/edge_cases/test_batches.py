@@ -450,10 +450,10 @@ def test_lists_that_are_no_lists_of_samples() -> None:
 
 
 def test_a_list_on_a_rank_without_any_tensor() -> None:
-    cutting = Cutting(M)
-    cutting.split({"captions": ["a"] * ROWS}, None, "kwargs")
-    with pytest.raises(ConfigurationError, match=r"kwargs\['captions'\] is a list of 16 entries"):
-        cutting.check()
+    """Nothing says there how many samples a batch has: a rank in the middle repeats image_size=(224, 224), as the others do."""
+    cutting = Cutting(2)
+    assert cutting.split({"image_size": (224, 224)}, None, "kwargs") == [{"image_size": (224, 224)}] * 2
+    cutting.check()
 
 
 def test_a_graph_inside_a_dataclass_is_noticed() -> None:
@@ -494,3 +494,30 @@ def test_one_row_for_all_samples_may_be_repeated(shape):
     """Position ids and masks: to drop the last batch is not the only advice."""
     with pytest.raises(ConfigurationError, match=r"None for what each microbatch gets whole, such as position ids or a mask"):
         Cutting(4).split({"given": torch.ones(shape)}, None, "kwargs")
+
+
+def test_a_target_with_fewer_rows_is_refused_beside_a_spec():
+    given = call_of(torch.randn(8, 3), target=torch.randn(4, 3))
+    for specs in (Specs(None, None, None), Specs((TensorChunkSpec(0),), None, None)):
+        with pytest.raises(ConfigurationError, match=r"^the target has 4 rows"):
+            microbatches_of(given, 4, specs, is_training=True)
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [(torch.float32, torch.float64), (range(2), range(3)), (np.bool_(True), np.bool_(False)), (b"a", b"b"), (int, str)],
+)
+def test_what_may_select_a_branch_is_another_shape(one, other):
+    assert describe(one) != describe(other)
+
+
+def test_a_value_that_holds_itself_is_refused_by_name():
+    @dataclass
+    class Node:
+        x: torch.Tensor
+        parent: Any = None
+
+    node = Node(torch.zeros(8, 2))
+    node.parent = node
+    with pytest.raises(ConfigurationError, match=r"^args holds itself"):
+        Cutting(4).split((node,), None, "args")

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 
 from bpipe.errors import StageError
+from bpipe.runtime.checksums import checksum_of, sum_of_bits
 from tests.edge_cases.case import NUM_STAGES, Batch, Case, M
 from tests.models import assert_same
 from tests.test_recompute import AllTwice
@@ -512,3 +513,28 @@ def test_buffers_without_waiting(kind):
 def test_refused_at_the_end_of_the_step(kind):
     around, setup, message = UNKNOWN[kind]
     assert_refused(Case(lambda: make(lambda: Stage(around, setup)), batch, F.mse_loss), message)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int8, torch.bool])
+@pytest.mark.parametrize("shape", [(8, 16), (64, 64), (3,), (4, 16, 32)])
+def test_signs_that_change_are_noticed(dtype, shape):
+    """A bit of each value that is the highest of its word: one of them, some at random, and all."""
+    generator = torch.Generator().manual_seed(0)
+    value = (torch.randn(shape, generator=generator) * 9).to(dtype)
+    found = {sum_of_bits(value)}
+    flips = [torch.ones(shape, dtype=torch.bool)] + [torch.rand(shape, generator=generator) < share for share in (0.5, 0.5, 0.1)]
+    flips += [torch.arange(value.numel()).view(shape) == index for index in range(0, value.numel(), 7)]
+    changed = [torch.where(flip, ~value if dtype is torch.bool else -value, value) for flip in flips if flip.any()]
+    different = [one for one in changed if not torch.equal(one, value)]
+    found |= {sum_of_bits(one) for one in different}
+    assert len(found) == 1 + len({bytes(one.view(torch.uint8).numpy().tobytes()) for one in different})
+
+
+def test_a_checksum_looks_into_what_is_no_pytree():
+    @dataclass
+    class Out:
+        x: Any
+
+    values = [torch.ones(2), torch.zeros(2), np.ones(2), np.zeros(2), torch.ones(3)]
+    checksums = [str(checksum_of(Out(value))) for value in values]
+    assert len(set(checksums)) == len(values)

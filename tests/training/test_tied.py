@@ -285,7 +285,7 @@ def told_of(call: Callable[[], Any]) -> Any:
 
 
 COUNTED = "ConfigurationError: rank 0 counts 'w', and this rank has a copy: give copies=tied.copies"
-EARLY = "ConfigurationError: the gradient of 'w', a weight of several stages, is not summed yet: call sum_grads()"
+EARLY = "ConfigurationError: the gradient of 'w', a weight of several stages, is not the tensor that sum_grads()"
 REFUSED_CLIPS = [("without copies", 3, COUNTED), ("before the sum", 0, EARLY), ("of another step, before the sum", 0, EARLY)]
 NUMBERS = {
     "with copies": [20**0.5] * P,
