@@ -98,7 +98,7 @@ class OfRank(NamedTuple):
     peaks: dict[str, int]
 
 
-def on_rank(rank: int, work: Work) -> OfRank:
+def on_rank(rank: int, work: Work, stepping_s: float) -> OfRank:
     """All measurements of a case."""
     both = Both(rank, work)
     makers: dict[str, Callable[[], Step]] = {"ours": both.ours, "theirs": both.theirs}
@@ -113,14 +113,14 @@ def on_rank(rank: int, work: Work) -> OfRank:
     for step in steps.values():
         step()
         step()
-    steady = in_turns(steps, seconds=SECONDS)
+    steady = in_turns(steps, seconds=stepping_s)
     dist.barrier()
     return OfRank(steady, first, peaks)
 
 
-def measure(work: Work) -> list[Row]:
+def measure(work: Work, stepping_s: float = SECONDS) -> list[Row]:
     """One case."""
-    ranks = run_ranks(on_rank, work.p, work, timeout_s=240.0)
+    ranks = run_ranks(on_rank, work.p, work, stepping_s, timeout_s=240.0)
 
     def of(name: str, which: str) -> list[Taken]:
         return [getattr(rank, which)[name] for rank in ranks]

@@ -59,7 +59,7 @@ class OfRank(NamedTuple):
     moving_s: list[float]  # of steps in which nothing is computed
 
 
-def on_rank(rank: int, work: Work) -> OfRank:
+def on_rank(rank: int, work: Work, stepping_s: float) -> OfRank:
     """All measurements of a case."""
     torch.manual_seed(rank)
     sleeper = Sleeper(FORWARD_S, work.saved_mib * MIB) if work.stages == "sleeping" else None
@@ -75,7 +75,7 @@ def on_rank(rank: int, work: Work) -> OfRank:
     steps = {name: partial(step, name) for name in schedules}
     for one in (*steps.values(), *steps.values()):
         one()
-    taken = in_turns(steps, seconds=SECONDS)
+    taken = in_turns(steps, seconds=stepping_s)
     moving_s = []
     if sleeper is not None:
         sleeper.sleeps = False
@@ -94,9 +94,9 @@ def _schedule(stage: Any, work: Work, *, is_balanced: bool) -> Any:
     return rule(stage, work.m, loss_fn=nn.functional.mse_loss, slots=slots)
 
 
-def measure(work: Work) -> list[Row]:
+def measure(work: Work, stepping_s: float = SECONDS) -> list[Row]:
     """One case."""
-    ranks = run_ranks(on_rank, work.p, work, timeout_s=400.0)
+    ranks = run_ranks(on_rank, work.p, work, stepping_s, timeout_s=400.0)
     of = {name: [rank.taken[name] for rank in ranks] for name in ("plain", "balanced")}
     seconds = {name: step_seconds(taken) for name, taken in of.items()}
     time, cpu = ratios(seconds["balanced"], seconds["plain"]), ratios(step_cpu_s(of["balanced"]), step_cpu_s(of["plain"]))

@@ -4,8 +4,10 @@
     .venv/bin/python -m benchmarks.two_trees ../before .
 
 Each tree has processes of its own, which live side by side and step in turns: while one tree's ranks run, the other's wait for
-their turn. A ratio is the second tree's time over the first's in the same round; intervals are of the median, 95%. Calls and
-allocations are counted on rank 0 in one step, and do not depend on what else the machine does.
+their turn. A ratio is the second tree's time over the first's in the same round. The processes of one and the same tree differ from
+each other, too, for as long as they live (give it one tree twice): so they are started anew several times, each start gives the
+median of its rounds, and an interval is the 95% interval of the median over starts. Calls and allocations are
+counted on rank 0 in one step, and do not depend on what else the machine does.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-ROUNDS, STEPS = 31, 4  # rounds, and steps of each tree in a round
+STARTS, ROUNDS, STEPS = 9, 5, 4  # starts of both trees' processes, rounds in each, and steps of each tree in a round
 CASES = {  # ranks, microbatches, width of the blocks, and how the schedule is made
     "1F1B, 1 ms microbatches": (2, 8, 64, "1f1b"),
     "1F1B": (2, 8, 256, "1f1b"),
@@ -141,28 +143,36 @@ class Tree:
 
 def compare(roots: Sequence[Path], case: str) -> str:
     """One case, as a row of the table."""
+    from benchmarks.intervals import interval
+
+    starts = [start(roots, case) for _ in range(STARTS)]
+    cells = [case]
+    for what in ("seconds", "cpu_s"):
+        found = interval([ratios[what] for ratios, _ in starts])
+        cells.append(f"{found.median:.3f} ({found.low:.3f} to {found.high:.3f})")
+    before, after = starts[0][1]
+    cells += [f"{after[what]:,.0f} / {before[what]:,.0f}" for what in ("calls", "allocations", "bytes")]
+    return f"| {' | '.join(cells)} |"
+
+
+def start(roots: Sequence[Path], case: str) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """Start the ranks of both trees; the median ratios of their times, the second tree's over the first's, and their counts."""
     from benchmarks.intervals import ratios
 
     with tempfile.TemporaryDirectory() as folder:
         trees = [Tree(root, case, Path(folder) / str(index)) for index, root in enumerate(roots)]
-        seconds: list[list[float]] = [[], []]
-        cpu_s: list[list[float]] = [[], []]
+        times: dict[str, list[list[float]]] = {"seconds": [[], []], "cpu_s": [[], []]}
         for turn in range(ROUNDS + 1):
             for index in (0, 1) if turn % 2 else (1, 0):
                 answers = trees[index].ask("time")
                 assert {answer["from"] for answer in answers} == {str(roots[index])}, answers
                 if turn:  # the first one warms up
-                    seconds[index].append(max(answer["seconds"] for answer in answers))
-                    cpu_s[index].append(sum(answer["cpu_s"] for answer in answers))
+                    times["seconds"][index].append(max(answer["seconds"] for answer in answers))
+                    times["cpu_s"][index].append(sum(answer["cpu_s"] for answer in answers))
         counts = [tree.ask("count")[0] for tree in trees]
         for tree in trees:
             tree.close()
-    cells = [case]
-    for before, after in (seconds, cpu_s):
-        found = ratios(after, before)
-        cells.append(f"{found.median:.3f} ({found.low:.3f} to {found.high:.3f})")
-    cells += [f"{counts[1][what]:,.0f} / {counts[0][what]:,.0f}" for what in ("calls", "allocations", "bytes")]
-    return f"| {' | '.join(cells)} |"
+    return {what: ratios(after, before).median for what, (before, after) in times.items()}, counts
 
 
 def main() -> None:

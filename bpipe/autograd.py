@@ -8,6 +8,7 @@ instead of the output.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -110,11 +111,15 @@ class Alone:
     """Calls nodes of a graph as a backward does, but for their hooks, which do not run."""
 
     def __init__(self) -> None:
-        calls = self._calls = list[Callable[[], None]]()
-        self._gate = torch.empty(0, device="cpu", requires_grad=True)  # whose hook runs on the caller's thread and stream
-        self._gate.register_hook(lambda _: calls.pop()())
-        self._edge = get_gradient_edge(self._gate)
-        self._gradient = torch.empty(0, device="cpu")
+        self._calls = list[Callable[[], None]]()
+
+    @cached_property
+    def _start(self) -> tuple[GradientEdge, torch.Tensor]:
+        """Where such a backward starts, and with what: made for the first node that is called, which many halves have none of."""
+        calls = self._calls
+        gate = torch.empty(0, device="cpu", requires_grad=True)  # whose hook runs on the caller's thread and stream
+        gate.register_hook(lambda _: calls.pop()())
+        return get_gradient_edge(gate), torch.empty(0, device="cpu")
 
     def call(self, node: Node, gradients: Sequence[torch.Tensor | None], edges: Iterable[GradientEdge]) -> Sequence[Any]:
         """Compute what a node has for some of its edges.
@@ -132,7 +137,8 @@ class Alone:
         """
         found: list[Any] = []
         self._calls.append(lambda: found.append(node(*gradients)))  # type: ignore[operator]
-        _run_engine((self._edge,), (self._gradient,), (self._edge, *edges))
+        start, gradient = self._start
+        _run_engine((start,), (gradient,), (start, *edges))
         return found[0] if isinstance(found[0], tuple) else found
 
 

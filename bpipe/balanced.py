@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from bpipe import microbatch as mb
 from bpipe.comm.agreement import Record
 from bpipe.comm.failure import told
 from bpipe.comm.replicas import difference
-from bpipe.errors import AgreementError, CommError, ConfigurationError
+from bpipe.errors import AgreementError, BudgetError, CommError, ConfigurationError
+from bpipe.fullest import Fullest
 from bpipe.logs import RankLog
 from bpipe.loopback import LoopbackGroup
-from bpipe.measured import KnownShapes, Measured, Shapes
+from bpipe.measured import Comparisons, KnownShapes, Measured, Shapes
+from bpipe.memory.optimizers import States
 from bpipe.memory.static import available_bytes, bytes_under, present_bytes, static_bytes
 from bpipe.plain_numbers import Looks
-from bpipe.policy import Budget, Policy
+from bpipe.policy import MARGIN, Budget, Policy
 from bpipe.report import Report
 from bpipe.runtime.observe import Observer
 from bpipe.runtime.ordered import OrderWatch
@@ -27,6 +31,7 @@ from bpipe.runtime.shared import why_in_order
 from bpipe.schedule import Gather, Proven, Schedule, Step, StepKey
 from bpipe.schedules import Costs, Plan, finish
 from bpipe.schedules.action import COMPUTE
+from bpipe.schedules.amounts import show_each
 from bpipe.schedules.communicate import computations_only
 from bpipe.schedules.destinations import Destinations
 from bpipe.schedules.one_at_a_time import one_at_a_time
@@ -43,10 +48,10 @@ class Balanced(Schedule):
     """A schedule whose ranks keep within a budget of bytes: what does not fit is evicted to ranks with room.
 
     The order of computations is the schedule's, and so are the gradients, to the bit. The first step, and each first one with
-    inputs of other shapes, measures. It runs one microbatch at a time, which needs no more memory than the later steps: ranks
-    take turns in it, so it may take p times as long. Before the second one the ranks exchange what they measured, make the plan
-    and prove it, the same on all. Sizes that grow although shapes are the same are noticed in microbatches that are evicted, and
-    measured anew.
+    inputs of other shapes or with modules that have changed (docs/composing.md), measures. It runs one microbatch at a time, which
+    needs no more memory than the later steps: ranks take turns in it, so it may take p times as long. Before the second one the
+    ranks exchange what they measured, make the plan and prove it, the same on all. Sizes that grow although shapes are the same
+    are noticed as `schedule.stats` counts them, and measured anew; where they vary within a step, plans leave a `margin`.
 
     Where the order decides about results, a step that measures keeps the schedule's own, on all ranks: where stages of a rank
     share a parameter or a buffer, or one of them has a Dropout, RReLU, RNN or MultiheadAttention that draws random numbers. What
@@ -62,11 +67,11 @@ class Balanced(Schedule):
     the same memory and messages; one that changes messages later, or lets evicted microbatches grow, counts again. True, text
     and members of an IntEnum always count, and so does a number that stages hand on with their outputs.
 
-    A rank's bytes are those of its parameters, gradients, buffers and the optimizer's states as they are before the second
-    step, of what its modules hold besides, of the outputs and losses that a step returns, of saved activations, messages
-    between stages, and rooms for guests. Not among them are weights that FSDP gathers, what operations need for a moment while
-    they run, and tensors that graphs keep other than by saving them (as attributes of an autograd Function's `ctx`, or keyword
-    arguments of a checkpoint).
+    A rank's bytes are those of its parameters, gradients, buffers and optimizer states, of what its modules hold besides, of the
+    outputs and losses that a step returns, of saved activations, messages between stages, and rooms for guests. Optimizers make
+    their states in their first step, and only they know how large: the step of the pipeline after it counts them, makes the plan
+    anew without measuring again, and raises a BudgetError on all ranks if a budget has no room for them. Weights that FSDP
+    gathers do not count, nor what operations need for a moment while they run.
 
     Args:
         schedule: what to balance, of any class and not yet used; use the balanced one in its place. Its own `slots` are dropped.
@@ -83,9 +88,14 @@ class Balanced(Schedule):
         sizes: the bytes of a microbatch on each stage and of what stays on each rank, if known: then no step is measured.
         reserve_bytes: with budget "auto", what stays free: room for what operations need while they run, such as the last
             stage's softmax, and for fragments. Default: 1 GiB.
-        optimizer: whose states count as static bytes of this rank.
+        optimizer: whose states count as static bytes of this rank. A torch.optim.Optimizer is found without it when it has
+            stepped. Give one whose states were loaded, so that they count from the first step on, or an object of another kind
+            that has a mapping `state` with a nest of tensors for each parameter. States that grow (LBFGS's do in its first steps)
+            make a new plan each time. The states of this rank's parameters count, or all of them if it has none of these, because
+            it works on copies.
         replicas: a process group of the ranks that hold the same stages in other pipelines: their sizes are compared, and
-            refused where they differ. Collective over it with each plan, so replicas change shapes in the same steps.
+            refused where they differ. Collective over it in the second training step with inputs of a form, so replicas change
+            the shapes and the plain values of their inputs in the same steps. Their modules may change in different ones.
         by: "evict", or "recompute": what is over the budget keeps its input alone and runs forward once more ahead of its
             backward, on its own rank, with the same random numbers, buffers and attributes of its modules. The two forwards are
             compared: what cannot be restored is a `StageError` (docs/recomputation.md). It costs a forward a microbatch and no
@@ -93,11 +103,14 @@ class Balanced(Schedule):
             Stages next to each other on one rank, as in a V, keep theirs.
         measure: "auto", or "in_order": steps that measure keep the schedule's own order in any case. They are balanced by count
             then, as with budget=None, and need the memory for that: on one stage a rank, at most ceil((p+2)/2) microbatches.
+        margin: of a stage whose microbatches took different memory in one step (stochastic depth, sizes that depend on data),
+            plan for the largest that was seen and this share of its saved bytes more, so that not each new largest one is
+            measured anew; 0.1 is a tenth. Stages that never varied, and `sizes`, are planned for as they are.
 
     Raises:
         ConfigurationError: arguments that cannot work together, or a schedule that has run or is balanced already.
         BudgetError: a budget that cannot be met, when the sizes are known: here, or with measured ones on all ranks in the
-            second step, before anything is sent.
+            second step, before anything is sent; with the states of optimizers in the step after theirs.
         AgreementError: in the second step, replicas with different sizes.
         StageError: in a step that measures, a computation whose results depend on the order; see above.
 
@@ -130,29 +143,36 @@ class Balanced(Schedule):
         replicas: Any = None,
         by: str = "evict",
         measure: str = "auto",
+        margin: float = MARGIN,
     ) -> None:
         _check_unused(schedule)
         if replicas is not None and not isinstance(replicas, torch.distributed.ProcessGroup):
             raise ConfigurationError(f"replicas is a process group of torch.distributed, got {type(replicas).__qualname__}")
         to = Destinations() if to is None else to
         self.rule = schedule.rule
-        self._policy = Policy(budget=budget, parts=parts, inside=inside, to=to, costs=costs, sizes=sizes, by=by, measure=measure)
+        self._policy = Policy(
+            budget=budget, parts=parts, inside=inside, to=to, costs=costs, sizes=sizes, by=by, measure=measure, margin=margin
+        )
         self._policy.check(schedule.plan)
         self._is_lowest = budget == "lowest" or (budget == "auto" and schedule._transport.device.type != "cuda")
-        self._reserve_bytes, self._optimizer, self._replicas = reserve_bytes, optimizer, replicas
+        self._reserve_bytes, self._replicas = reserve_bytes, replicas
         self._base = computations_only(schedule.plan)
         self._first_plan = self._plan_before_measuring()
         self._one_at_a_time = None if self._first_plan is not None else finish(one_at_a_time(self._base))
         self._in_order: Plan | None = None  # the other one that measures, where it was needed
         self._shapes = KnownShapes()
+        self._comparisons = Comparisons()
         self._revision = 0  # how often this rank has asked to measure anew
         self._revisions: tuple[int, ...] = ()  # of all ranks, in the latest step that trained
-        self._num_states: int | None = None  # of the optimizer, when they were counted last
         self._recent: deque[bool] = deque(maxlen=LATEST)  # whether the latest steps measured
         self._has_warned = False
+        states = States(schedule._transport.device, optimizer)
         schedule.close()
-        timeout_s, slow_s = schedule._waits
-        super().__init__(*schedule._arguments, timeout_s=timeout_s, slow_s=slow_s)
+        super().__init__(*schedule._arguments, **schedule._how)
+        self._states = states
+        if sizes is not None and self._first_plan is not None and not self._is_lowest:
+            self._fullest = Fullest(self._first_plan.budgets)
+            self._check_fullest(self._first_plan)
         self._memory.is_inside, self._memory.grows = inside, self._one_at_a_time is not None
         self._memory.most_parts = {s: parts if sizes is None else len(sizes.stages[s].parts) for s in self._stages}
         asked = f"{self._policy} {replicas is not None}"
@@ -174,25 +194,27 @@ class Balanced(Schedule):
         return finish(self._base) if self._first_plan is None else self._first_plan
 
     def _record(self, is_training: bool, looks: Looks) -> Record:
-        if self._num_states is not None and self._num_states != self._count_states():
-            self._measure_anew("the optimizer has states that were not counted")
-            self._num_states = None
-        return super()._record(is_training, looks)._replace(revision=self._revision)
+        inputs = bytes(16) if self._replicas is None else mb.digest([one.form for one in looks.descriptions])
+        return super()._record(is_training, looks)._replace(revision=self._revision, inputs=inputs)
 
-    def _count_states(self) -> int:
-        return 0 if self._optimizer is None else len(self._optimizer.state)
+    def _compares(self) -> bool:
+        return self._one_at_a_time is None  # what was measured is planned in these bytes
 
     def _plan_to_run(self, step: Step, records: Sequence[Record], gather: Gather) -> Plan:
         if not step.is_training or self._one_at_a_time is None:
             return step.plan
         key = (True, tuple(record.form for record in records))
         shapes = self._shapes.of(key)
+        if self._replicas is not None:
+            self._compare(tuple(record.inputs for record in records), shapes, gather)
         revisions = tuple(record.revision for record in records)
         if shapes.revise(revisions):
             self._memory.kinds.clear()
         if revisions != self._revisions:  # some rank's microbatches take more, for whatever reason
             self._revisions = revisions
             self._numbers.count_again(step.looks)
+        if shapes.replan(tuple(record.states for record in records)):
+            self._say("optimizers have made other states, which this step's plan counts")
         self._warn_if_often(shapes.measured is None)
         if shapes.measured is None:
             self.plan = self._plan_to_measure(gather)
@@ -238,8 +260,8 @@ class Balanced(Schedule):
         if self._recent.count(True) == OFTEN and self._plan_rank == 0 and not self._has_warned:
             self._has_warned = True
             self._log().warning(
-                "%s: %d of the latest %d steps had inputs of new shapes, and ran one microbatch at a time to measure them: "
-                "pad inputs to a few shapes, or give Balanced the sizes",
+                "%s: %d of the latest %d steps had inputs of new shapes, or modules that had changed, and ran one microbatch at "
+                "a time to measure them: pad inputs to a few shapes, or give Balanced the sizes",
                 self.rule,
                 OFTEN,
                 len(self._recent),
@@ -252,9 +274,19 @@ class Balanced(Schedule):
                 stages=run.evictions.settled(), held_bytes=ledger.held_bytes, returned_bytes=returned
             )
         elif self._one_at_a_time is not None and run.plan.sizes is not None:
-            for stage in self._shapes.latest().outgrown(run.plan.sizes, run.evictions.ledger.footprints):
+            for stage in self._shapes.latest().outgrown(run.plan.sizes, run.evictions.measured()):
                 self._measure_anew(f"a microbatch of stage {stage} saves more than planned")
+        if step.is_training and self._one_at_a_time is not None:
+            self._shapes.latest().varying |= run.evictions.varying()
         super()._finish(step, run, started)
+        if self._one_at_a_time is not None and step.is_training and run.plan.sizes is not None:
+            self._check_static(self._shapes.latest(), self._static.num_bytes)
+
+    def _check_static(self, shapes: Shapes, static: int) -> None:
+        """Measure anew if what stays has grown though the modules are what they were, as gradients of what is frozen again do."""
+        if shapes.static_bytes and static > shapes.static_bytes:
+            shapes.static_bytes = static
+            self._measure_anew("more stays on this rank than planned")
 
     def _learn_numbers(self, looks: Looks, run: Run) -> bool:
         counts_again = super()._learn_numbers(looks, run)
@@ -265,6 +297,27 @@ class Balanced(Schedule):
     def _measure_anew(self, why: str) -> None:
         self._revision += 1
         self._log().info("%s: %s, so that the next step measures anew", self.rule, why)
+
+    # What replicas compare, when their inputs say so and before anything may fail in one of them alone
+
+    def _compare(self, inputs: tuple[bytes, ...], shapes: Shapes, gather: Gather) -> None:
+        """Raise on all ranks if one of them takes other memory than its replicas."""
+        if self._comparisons.is_due(inputs, shapes):
+            refusals = [data.decode() for data in gather(lambda schedule: schedule._difference(inputs))]
+            refusal = next(filter(None, refusals), None)
+            if refusal is not None:
+                raise AgreementError(refusal)
+
+    def _difference(self, inputs: tuple[bytes, ...]) -> bytes:
+        one = self._comparisons.of(inputs)
+        if one.difference is None:  # a loopback asks once for each of its ranks
+            try:
+                assert one.shapes.measured is not None, "the first step with some inputs measures"
+                assert self._replicas is not None, "only replicas compare"
+                one.difference = difference(self._replicas, one.shapes.measured.stages, one.shapes.varying, self._transport.device)
+            except Exception as error:
+                one.difference = f"rank {self._group_ranks[self._plan_rank]} cannot compare its memory with replicas: {told(error)}"
+        return one.difference.encode()
 
     # The plan for what was measured, which all ranks make from the same numbers
 
@@ -280,15 +333,24 @@ class Balanced(Schedule):
             raise CommError(f"the ranks sent sizes of stages {sorted(by_stage)}, of {self._base.num_stages}")
         stages = tuple(by_stage[stage] for stage in range(self._base.num_stages))
         sizes = Sizes(stages=stages, static=tuple(report.static for report in reports))
-        plan = self._agreed_plan(sizes, None if self._is_lowest else [report.budget for report in reports], gather)
+        budgets = None if self._is_lowest else [report.budget for report in reports]
+        plan = self._agreed_plan(sizes, budgets, [report.states for report in reports], gather)
         self._say(outcome(plan))
+        self._check_fullest(plan, self._group_ranks)
         return plan
 
-    def _agreed_plan(self, sizes: Sizes, budgets: Sequence[int | None] | None, gather: Gather) -> Plan:
+    def _check_fullest(self, plan: Plan, group_ranks: Sequence[int] | None = None) -> None:
+        """Warn of what a plan shows; ranks are those of the plan before the group's are known."""
+        if self._plan_rank == 0:
+            names = [f"rank {rank}" + " of the plan" * (group_ranks is None) for rank in group_ranks or range(plan.num_ranks)]
+            self._fullest.check_plan(plan, names, self.rule, RankLog(0 if group_ranks is None else group_ranks[0]).warning)
+
+    def _agreed_plan(self, sizes: Sizes, budgets: Sequence[int | None] | None, states: Sequence[int], gather: Gather) -> Plan:
         """Make the plan, and raise on all ranks if one of them could not, or has made another."""
         error: BaseException | None = None
         try:
-            plan = self._made_plan(sizes, budgets)
+            with _naming(states):
+                plan = self._made_plan(sizes, budgets)
             outcome = plan.fingerprint()
         except BaseException as failure:  # told before it is raised, so that no rank waits
             error, outcome = failure, told(failure)
@@ -324,12 +386,11 @@ class Balanced(Schedule):
     def _own_report(self, shapes: Shapes) -> Report:
         measured, device = shapes.measured, self._transport.device
         assert measured is not None, "a plan is made of what was measured"
-        refusal = ""
-        if self._replicas is not None and not shapes.is_compared:  # before what may fail, and not when one pipeline grows
-            refusal, shapes.is_compared = difference(self._replicas, measured.stages, device), True
-        self._num_states = self._count_states()
-        static = static_bytes(self._modules(), device, self._optimizer) + measured.held_bytes + measured.returned_bytes
-        return Report(self._plan_rank, shapes.stages(), static, self._own_budget(measured), refusal)
+        states = self._states.of(self._modules)
+        shapes.static_bytes = max(shapes.static_bytes, static_bytes(self._modules(), device))
+        static = shapes.static_bytes + states + measured.held_bytes + measured.returned_bytes
+        budget = self._own_budget(measured)
+        return Report(self._plan_rank, shapes.stages(self._policy.margin), static, budget, states=states)
 
     def _own_budget(self, measured: Measured) -> int | None:
         """This rank's budget in bytes; None for no limit, or as low as possible."""
@@ -339,20 +400,32 @@ class Balanced(Schedule):
             return self._policy.budgets(self._base.num_ranks)[self._plan_rank]
         device = self._transport.device
         num_sharing = self.group.loopback.num_ranks if isinstance(self.group, LoopbackGroup) else 1
-        used = present_bytes(self._modules(), device, self._optimizer) + measured.held_bytes + self._memory.guest_bytes
+        states = self._states.of(self._modules)
+        used = present_bytes(self._modules(), device) + states + measured.held_bytes + self._memory.guest_bytes
         return used + available_bytes(device, self._reserve_bytes) // num_sharing
 
     def _say(self, what: str) -> None:
         if self._plan_rank == 0:
             self._log().info("%s: %s", self.rule, what)
 
-    def _log(self) -> RankLog:
-        return RankLog(self._group_ranks[self._plan_rank])
-
 
 def _computed(plan: Plan, rank: int) -> list[tuple[object, ...]]:
     """What a rank computes, in order."""
     return [action[:3] for action in plan.actions[rank] if action.op in COMPUTE]
+
+
+@contextmanager
+def _naming(states: Sequence[int]) -> Iterator[None]:
+    """Say how much of the memory of a refused budget are optimizer states, which no rank had when it chose the budget."""
+    try:
+        yield
+    except BudgetError as error:
+        if not any(states):
+            raise
+        raise BudgetError(
+            f"{error} Of what each rank holds, {show_each(states)} are states that optimizers have made. Give such a budget, shard "
+            "the states over replicas (ZeroRedundancyOptimizer, FSDP2), or train with an optimizer that keeps less"
+        ) from error
 
 
 def _check_unused(schedule: object) -> None:

@@ -74,7 +74,10 @@ class Microbatches(NamedTuple):
     def descriptions(self) -> list[mb.Description]:
         """What each microbatch looks like."""
         each = zip(self.args, self.kwargs, self.targets or [None] * len(self.args))
-        return [mb.describe(next(each))] * len(self.args) if self.are_alike else list(map(mb.describe, each))
+        if self.are_alike:
+            return [mb.describe(next(each))] * len(self.args)
+        known: mb.Known = {}  # what all of them have is described once
+        return [mb.describe(one, known) for one in each]
 
 
 def microbatches_of(call: Call, num_microbatches: int, specs: Specs, *, is_training: bool) -> Microbatches:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from bpipe.comm.in_flight import TRANSFERS_AT_ONCE
 from bpipe.comm.watch import SLOW_S
 from bpipe.errors import ConfigurationError
 from bpipe.schedule import Schedule
@@ -54,7 +55,8 @@ class BalancedOneFOneB(Schedule):
     """1F1B in which early ranks evict saved activations to late ones (BPipe, Kim et al., ICML 2023).
 
     Every rank holds at most `slots` microbatches, by default ceil((p+2)/2), guests and transfers in flight included. The
-    gradients are `OneFOneB`'s to the bit.
+    gradients are `OneFOneB`'s to the bit. Where a late stage has most, such as a large head, guests may make its rank fuller than
+    any was: the logger "bpipe" warns of it after the first step, and `Balanced` counts bytes instead.
 
     Arguments, methods and errors are `Schedule`'s.
     """
@@ -116,13 +118,16 @@ class FromPlan(Schedule):
         *,
         timeout_s: float | None = None,
         slow_s: float = SLOW_S,
+        transfers_at_once: int = TRANSFERS_AT_ONCE,
     ) -> None:
         verify(plan)
         if not plan.has_backward:
             raise ConfigurationError(f"plan {plan.name!r} only evaluates: give one with backwards, and call eval()")
         self._given, self.rule = plan, plan.name
         arguments = (loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads)
-        super().__init__(stage, plan.num_microbatches, *arguments, timeout_s=timeout_s, slow_s=slow_s)
+        super().__init__(
+            stage, plan.num_microbatches, *arguments, timeout_s=timeout_s, slow_s=slow_s, transfers_at_once=transfers_at_once
+        )
         self._memory.most_parts = {index: max(1, plan.num_parts(index)) for index in self._stages}
         self._memory.is_inside = bool(plan.interrupted(self._plan_rank))
 
@@ -152,9 +157,12 @@ class _Stages(Schedule):
         *,
         timeout_s: float | None = None,
         slow_s: float = SLOW_S,
+        transfers_at_once: int = TRANSFERS_AT_ONCE,
     ) -> None:
         arguments = (loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads, slots)
-        super().__init__(stages, n_microbatches, *arguments, timeout_s=timeout_s, slow_s=slow_s)
+        super().__init__(
+            stages, n_microbatches, *arguments, timeout_s=timeout_s, slow_s=slow_s, transfers_at_once=transfers_at_once
+        )
 
 
 class Interleaved1F1B(_Stages):

@@ -133,6 +133,7 @@ class Loopback:
                 for schedule, run in zip(schedules, runs):
                     breaking.enter_context(schedule._breaking())
                     breaking.enter_context(run.sharding.in_charge())
+                    breaking.enter_context(run.hooks.watched())
                 self._execute(runs)
                 result = next((schedule._result(run) for schedule, run in zip(schedules, runs) if run.holds_last_stage), None)
                 for schedule, step, run in zip(schedules, steps, runs):

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from bpipe.memory.footprint import Footprint, largest_of
+from bpipe.memory.footprint import Footprint, largest_of, with_margin
 from bpipe.memory.ledger import Key
 from bpipe.schedule import REMEMBERED_SHAPES, StepKey
 from bpipe.schedules import Plan, Sizes, StageSizes
@@ -31,15 +31,19 @@ class Shapes:
         revisions: how often each rank had asked to measure anew when they were measured.
         measured: by the latest step that measured.
         plan: made of that.
+        states: the bytes of each rank's optimizer states when it was made.
         seen: the largest microbatch of each stage that outgrew its plan.
-        is_compared: whether replicas have compared what they measured.
+        static_bytes: of this rank's modules, the most that were planned with, or seen since.
+        varying: the stages of which microbatches of one step took different memory.
     """
 
     revisions: tuple[int, ...] = ()
     measured: Measured | None = None
     plan: Plan | None = None
+    states: tuple[int, ...] = ()
     seen: dict[int, StageSizes] = field(default_factory=dict)
-    is_compared: bool = False
+    static_bytes: int = 0
+    varying: set[int] = field(default_factory=set)
 
     def revise(self, revisions: tuple[int, ...]) -> bool:
         """Forget what was measured if a rank has asked for that; whether there was something to forget."""
@@ -49,10 +53,19 @@ class Shapes:
         self.revisions, self.measured, self.plan = revisions, None, None
         return was_known
 
-    def stages(self) -> dict[int, StageSizes]:
-        """Sizes that cover what was measured, and seen in other steps."""
+    def replan(self, states: tuple[int, ...]) -> bool:
+        """Forget the plan if ranks have other optimizer states, not the sizes of microbatches; whether there was one."""
+        if self.states == states:
+            return False
+        was_known = self.plan is not None
+        self.states, self.plan = states, None
+        return was_known
+
+    def stages(self, margin: float) -> dict[int, StageSizes]:
+        """Sizes that cover what was measured, and seen in other steps; of stages that vary, with a margin on what they save."""
         assert self.measured is not None, "a plan is made of what was measured"
-        return {stage: self._covered(stage, sizes) for stage, sizes in self.measured.stages.items()}
+        covered = {stage: self._covered(stage, sizes) for stage, sizes in self.measured.stages.items()}
+        return {stage: with_margin(sizes, margin) if stage in self.varying else sizes for stage, sizes in covered.items()}
 
     def _covered(self, stage: int, sizes: StageSizes) -> StageSizes:
         """Sizes of a stage that have room for what was seen: of as much, the parts that it was cut into before say nothing."""
@@ -63,8 +76,8 @@ class Shapes:
         """Remember stages whose microbatches take more than planned, and than any of them before."""
         for stage in {stage for stage, _ in footprints}:
             found = largest_of(footprint.sizes() for (of, _), footprint in footprints.items() if of == stage)
-            known = self.seen.get(stage, sizes.stages[stage])
-            if found.saved > max(known.saved, sizes.stages[stage].saved):
+            known = self.seen.get(stage, found)
+            if found.saved > sizes.stages[stage].saved and (known is found or found.saved > known.saved):
                 self.seen[stage] = largest_of([found, known])
                 yield stage
 
@@ -88,3 +101,40 @@ class KnownShapes:
 
     def latest(self) -> Shapes:
         return next(reversed(self._shapes.values()))
+
+
+@dataclass(slots=True)
+class Comparison:
+    """What replicas compare of the steps with some inputs.
+
+    Args:
+        shapes: what the first of these steps has measured.
+        num_steps: how many there were.
+        difference: what the comparison said; None before it.
+    """
+
+    shapes: Shapes
+    num_steps: int = 0
+    difference: str | None = None
+
+
+class Comparisons:
+    """When replicas compare what their microbatches take: in the second step with some inputs, as the first one has measured it.
+
+    This depends on the inputs alone. Modules may change in one replica, and make it measure anew there, in any step.
+    """
+
+    def __init__(self) -> None:
+        self._by_inputs: OrderedDict[tuple[bytes, ...], Comparison] = OrderedDict()
+
+    def is_due(self, inputs: tuple[bytes, ...], shapes: Shapes) -> bool:
+        """Count a step with some inputs; whether replicas compare before it runs."""
+        comparison = self._by_inputs.setdefault(inputs, Comparison(shapes))
+        self._by_inputs.move_to_end(inputs)
+        if len(self._by_inputs) > REMEMBERED_SHAPES:
+            self._by_inputs.popitem(last=False)
+        comparison.num_steps += 1
+        return comparison.num_steps == 2
+
+    def of(self, inputs: tuple[bytes, ...]) -> Comparison:
+        return self._by_inputs[inputs]

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from bpipe.comm.dtensor import is_dtensor
 from bpipe.comm.message import PLAIN
-from bpipe.nest import inside, is_block_mask, leaves_of, mapped
+from bpipe.nest import Inside, inside, is_block_mask, leaves_of, mapped
 
 __all__: list[str] = []
 
@@ -23,6 +23,9 @@ SELECTING = (
     *(bool, int, str, bytes, type(None), type, range, slice, Enum, np.bool_),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
+_PLAIN = frozenset(PLAIN)
+_FEW = 32  # entries: what is longer is looked at as a whole first, and once where many microbatches have it
+_LONG = 4096  # characters: a longer text goes by its digest
 
 
 def detached(value: Any) -> Any:
@@ -30,16 +33,26 @@ def detached(value: Any) -> Any:
     return mapped(torch.Tensor.detach, value)
 
 
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of a nest; not those of objects whose parts are unknown."""
+def tensors_in(value: Any, seen: set[int] | None = None) -> list[torch.Tensor]:
+    """The tensors of a nest; not those of objects whose parts are unknown.
+
+    Args:
+        value: any.
+        seen: the long containers that were searched, by identity: none of them is searched twice. None: all are.
+    """
     if isinstance(value, torch.Tensor):
         return [value]
     kind = type(value)
-    if kind is list or kind is tuple:
-        return [tensor for part in value for tensor in tensors_in(part)]
-    if kind is dict:
-        return [tensor for part in value.values() for tensor in tensors_in(part)]
-    return [] if kind in PLAIN else [leaf for leaf in leaves_of(value, objects_deep=0) if isinstance(leaf, torch.Tensor)]
+    if kind is not list and kind is not tuple and kind is not dict:
+        return [] if kind in PLAIN else [leaf for leaf in leaves_of(value, objects_deep=0) if isinstance(leaf, torch.Tensor)]
+    parts = value.values() if kind is dict else value
+    if _PLAIN.issuperset(map(type, parts)):
+        return []
+    if seen is not None and len(parts) > _FEW:
+        if id(value) in seen:
+            return []
+        seen.add(id(value))
+    return [tensor for part in parts for tensor in tensors_in(part, seen)]
 
 
 class Description(NamedTuple):
@@ -49,17 +62,30 @@ class Description(NamedTuple):
     numbers: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.form} {self.numbers}" if self.numbers else self.form
+        return f"{self.form} {text_of(self.numbers)}" if self.numbers else self.form
 
 
-def describe(value: Any) -> Description:
-    """The shapes, dtypes and plain values of a nest: equal for two that need the same memory and messages."""
+def text_of(numbers: tuple[int | None, ...]) -> str:
+    """Numbers as a text that is never very long."""
+    return _shortened(str(numbers))
+
+
+Known = dict[int, tuple[Any, Description]]  # by identity: a container, which lives on, and what it looks like
+
+
+def describe(value: Any, known: Known | None = None) -> Description:
+    """The shapes, dtypes and plain values of a nest: equal for two that need the same memory and messages.
+
+    Args:
+        value: any.
+        known: the long containers that were described: none of them is described twice, and those of this value are added.
+    """
     numbers: list[int] = []
-    form = _form(value, numbers)
+    form = _form(value, numbers, {} if known is None else known)
     return Description(form, tuple(numbers))
 
 
-def _form(value: Any, numbers: list[int]) -> str:
+def _form(value: Any, numbers: list[int], known: Known) -> str:
     """Describe a nest without its whole numbers, which are appended."""
     found = inside(value)
     if found is None and _is_number(value):
@@ -67,8 +93,36 @@ def _form(value: Any, numbers: list[int]) -> str:
         return "#"
     if found is None:
         return _describe_leaf(value)
-    parts = ",".join([f"{key}={_form(part, numbers)}" for key, part in zip(found.keys, found.parts)])
+    if len(found.parts) <= _FEW:
+        return _form_of(value, found, numbers, known)
+    if id(value) not in known:
+        own: list[int] = []
+        form = _shortened(_form_of(value, found, own, known))
+        known[id(value)] = value, Description(form, tuple(own))
+    _, description = known[id(value)]
+    numbers.extend(description.numbers)
+    return description.form
+
+
+def _form_of(value: Any, found: Inside, numbers: list[int], known: Known) -> str:
+    kinds = set(map(type, found.parts)) if len(found.parts) > _FEW else set()
+    if len(kinds) == 1 and kinds <= {int, float, str}:
+        parts = f"{found.keys}={_form_of_all(kinds.pop(), found.parts, numbers)}"
+    else:
+        parts = ",".join([f"{key}={_form(part, numbers, known)}" for key, part in zip(found.keys, found.parts)])
     return f"{type(value).__qualname__}{found.context}({parts})"
+
+
+def _form_of_all(kind: type, parts: Sequence[Any], numbers: list[int]) -> str:
+    """Describe many plain values of one type, without a look at each."""
+    if kind is int:
+        numbers.extend(parts)
+        return "#"
+    return "float" if kind is float else repr(parts)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONG else f"{text[:_FEW]}... {hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def _is_number(leaf: Any) -> bool:

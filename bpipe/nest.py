@@ -140,7 +140,7 @@ def _like(value: Any, keys: Sequence[Any], own: Sequence[Any], put: Callable[...
 
     An attribute that is one of its parts, as in dicts whose items are attributes too, stays that part.
     """
-    attributes = _attributes(value)
+    attributes = attributes_of(value)
     for name in keys if are_fields else ["data"] if isinstance(value, UserDict) else []:
         attributes.pop(name, None)
     places = {id(part): i for i, part in enumerate(own) if type(part) not in _PLAIN}  # equal numbers are one by chance
@@ -189,16 +189,16 @@ def _is_same(one: Any, other: Any) -> bool:
     return one is other or (type(one) is type(other) and type(one) in _PLAIN and bool(one == other))
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def attributes_of(value: Any) -> dict[str, Any]:
     """The attributes of an instance, those in slots included."""
-    slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
-    found = {name: getattr(value, name) for name in slots if name not in ("__dict__", "__weakref__") and hasattr(value, name)}
+    found = {name: getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)}
     return {**found, **getattr(value, "__dict__", {})}
 
 
-def _slots_of(kind: type) -> Sequence[str]:
-    slots = kind.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+def slots_of(kind: type) -> list[str]:
+    """The attributes of a class's instances that lie in slots, by the names that they have: Python mangles private ones."""
+    members = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
+    return [name for some in members for name, member in some.items() if isinstance(member, types.MemberDescriptorType)]
 
 
 def is_block_mask(value: Any) -> bool:
@@ -207,19 +207,20 @@ def is_block_mask(value: Any) -> bool:
     return loaded is not None and isinstance(value, loaded.BlockMask)
 
 
-def leaves_of(value: Any, *, objects_deep: int = _OBJECTS_DEEP) -> Iterator[Any]:
+def leaves_of(value: Any, *, objects_deep: int = _OBJECTS_DEEP, without: str | None = None) -> Iterator[Any]:
     """Yield what is at the ends of a nest, and what functions hold.
 
     Args:
         value: any.
         objects_deep: how far objects whose parts are unknown are searched too.
+        without: a package whose own objects are not.
     """
-    return _leaves(value, objects_deep, {})
+    return _leaves(value, objects_deep, without, {})
 
 
-def _leaves(value: Any, deep: int, seen: dict[int, Any]) -> Iterator[Any]:
+def _leaves(value: Any, deep: int, without: str | None, seen: dict[int, Any]) -> Iterator[Any]:
     found = inside(value)
-    parts, deep = (found.parts, deep) if found is not None else _seen_in(value, deep)
+    parts, deep = (found.parts, deep) if found is not None else _seen_in(value, deep, without)
     if found is None:
         yield value
     if id(value) in seen:
@@ -227,10 +228,10 @@ def _leaves(value: Any, deep: int, seen: dict[int, Any]) -> Iterator[Any]:
     if parts:
         seen[id(value)] = value
     for part in parts:
-        yield from _leaves(part, deep, seen)
+        yield from _leaves(part, deep, without, seen)
 
 
-def _seen_in(value: Any, deep: int) -> tuple[Sequence[Any], int]:
+def _seen_in(value: Any, deep: int, without: str | None) -> tuple[Sequence[Any], int]:
     """What an object or a function holds, and how deep to go on from there."""
     if isinstance(value, torch.Tensor) or type(value) in _PLAIN or isinstance(value, _OPAQUE):
         return (), deep
@@ -242,7 +243,8 @@ def _seen_in(value: Any, deep: int) -> tuple[Sequence[Any], int]:
         return (value.func, value.args, value.keywords), 0
     if isinstance(value, types.FunctionType):
         return (*_closure(value), value.__defaults__, value.__kwdefaults__), 0
-    return (list(_attributes(value).values()), deep - 1) if deep else ((), 0)
+    is_left = not deep or str(type(value).__module__).partition(".")[0] == without
+    return ((), deep) if is_left else (list(attributes_of(value).values()), deep - 1)
 
 
 def _closure(function: types.FunctionType) -> Iterator[Any]:

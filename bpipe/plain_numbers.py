@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from bpipe.microbatch import Description
+from bpipe.microbatch import Description, text_of
 
 __all__: list[str] = []
 
@@ -30,11 +30,13 @@ class Looks(NamedTuple):
         exact: in full.
         counted: without the numbers that do not count.
         numbered: by microbatch, the form and the numbers of those that have some; of microbatches alike, the first.
+        descriptions: without the mode of the modules.
     """
 
     exact: list[str]
     counted: list[str]
     numbered: dict[int, tuple[str, Numbers]]
+    descriptions: Sequence[Description]
 
 
 class CountedNumbers:
@@ -47,14 +49,15 @@ class CountedNumbers:
         """What some microbatches look like in a mode of the modules."""
         distinct = {one: i for i, one in reversed(list(enumerate(descriptions)))}  # mostly one
         exact = {one: f"{mode} {one}" for one in distinct}
-        counted = {one: f"{mode} {one.form} {self._counted(mode, one)}" if one.numbers else exact[one] for one in distinct}
+        counted = {one: self._text(mode, one) or exact[one] for one in distinct}
         numbered = {i: (f"{mode} {one.form}", one.numbers) for one, i in reversed(distinct.items()) if one.numbers}
-        return Looks([exact[one] for one in descriptions], [counted[one] for one in descriptions], numbered)
+        return Looks([exact[one] for one in descriptions], [counted[one] for one in descriptions], numbered, descriptions)
 
-    def _counted(self, mode: str, description: Description) -> tuple[int | None, ...]:
-        """The numbers that count, and None in place of those that do not."""
+    def _text(self, mode: str, description: Description) -> str | None:
+        """What a microbatch looks like with None in place of the numbers that do not count; None where all of them do."""
         known = self._forms.get(f"{mode} {description.form}")
-        return description.numbers if known is None else known.counted(description.numbers)
+        counted = description.numbers if known is None else known.counted(description.numbers)
+        return None if counted is description.numbers else f"{mode} {description.form} {text_of(counted)}"
 
     def is_news(self, form: str, numbers: Numbers) -> bool:
         """Whether a microbatch with these numbers can show something."""
@@ -87,6 +90,8 @@ class _Form:
         self._needed = NEEDED
 
     def counted(self, numbers: Numbers) -> tuple[int | None, ...]:
+        if not self._free:
+            return numbers
         return tuple(None if place in self._free else number for place, number in enumerate(numbers))
 
     def learn(self, numbers: Numbers, taken: Taken) -> bool:

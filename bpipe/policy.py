@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ Budget = int | Sequence[int | None] | str | None
 NAMED = ("auto", "lowest")
 WAYS = ("evict", "recompute")
 MEASURES = ("auto", "in_order")
+MARGIN = 0.1  # of what a stage saves whose microbatches vary
 MOST_PARTS = 64  # of a microbatch: more gain nothing more
 
 
@@ -33,6 +35,7 @@ class Policy:
     sizes: Sizes | None
     by: str = "evict"
     measure: str = "auto"
+    margin: float = MARGIN
 
     def check(self, plan: Plan) -> None:
         """Raise unless all of it fits together, and a plan.
@@ -48,6 +51,8 @@ class Policy:
             raise ConfigurationError(f"by={self.by!r}: choose 'evict' or 'recompute'")
         if self.measure not in MEASURES:
             raise ConfigurationError(f"measure={self.measure!r}: choose 'auto' or 'in_order'")
+        if isinstance(self.margin, bool) or not isinstance(self.margin, (int, float)) or not 0 <= self.margin < math.inf:
+            raise ConfigurationError(f"margin={self.margin!r}: give a share of what a stage saves, at least 0, such as 0.1")
         if self.by == "recompute":
             self._check_recomputing()
         self._check_budget(plan.num_ranks)

@@ -22,6 +22,7 @@ class Report(NamedTuple):
         static: bytes of the rank besides microbatches.
         budget: in bytes; None for no limit, or as low as possible.
         refusal: why it cannot go on; empty if it can.
+        states: what of the static bytes optimizers keep.
     """
 
     rank: int
@@ -29,6 +30,7 @@ class Report(NamedTuple):
     static: int = 0
     budget: int | None = None
     refusal: str = ""
+    states: int = 0
 
     def pack(self) -> bytes:
         return json.dumps({**self._asdict(), "stages": {stage: asdict(sizes) for stage, sizes in self.stages.items()}}).encode()
@@ -44,7 +46,7 @@ class Report(NamedTuple):
             fields = json.loads(data)
             stages = {int(stage): _sizes(numbers) for stage, numbers in fields.pop("stages").items()}
             report = cls(stages=stages, **fields)
-            numbers = (report.rank, report.static, report.budget or 0)
+            numbers = (report.rank, report.static, report.budget or 0, report.states)
             if not all(type(number) is int and number >= 0 for number in numbers) or type(report.refusal) is not str:
                 raise ValueError(f"{numbers}")
             return report

@@ -22,23 +22,28 @@ from bpipe.comm.activity import State
 from bpipe.comm.agreement import Record, check
 from bpipe.comm.control import CallOf
 from bpipe.comm.failure import told
+from bpipe.comm.in_flight import TRANSFERS_AT_ONCE
 from bpipe.comm.transport import Transport
 from bpipe.comm.watch import SLOW_S
 from bpipe.cut import UNKNOWN, cut_of
 from bpipe.errors import AgreementError, CommError, ConfigurationError, PipelineBrokenError, PlanError
+from bpipe.fullest import Fullest
+from bpipe.logs import RankLog
 from bpipe.loopback import Loopback, LoopbackGroup
 from bpipe.memory.ledger import Ledger
-from bpipe.memory.static import static_bytes
+from bpipe.memory.makeup import Makeups
+from bpipe.memory.optimizers import STEPPED, States
+from bpipe.memory.static import StaticBytes, standing
 from bpipe.merging import merge
 from bpipe.plain_numbers import CountedNumbers, Looks
-from bpipe.runtime.compute import Job
-from bpipe.runtime.evictions import Memory
+from bpipe.runtime.compute import Job, modules_of
 from bpipe.runtime.lanes import Lanes
 from bpipe.runtime.messages import Layouts
 from bpipe.runtime.observe import Observer
+from bpipe.runtime.remembered import Memory
 from bpipe.runtime.run import Run
 from bpipe.schedules import Plan, build
-from bpipe.schedules.build import forward_plan
+from bpipe.schedules.build import check_counts, forward_plan
 from bpipe.stage import Parts, stages_of
 from bpipe.stats import Stats
 from bpipe.transports import transport_for
@@ -94,6 +99,8 @@ class Schedule:
         timeout_s: seconds that a rank waits for another one, in a transfer or at the start of a step, before the pipeline fails
             on all ranks; default: the process group's timeout.
         slow_s: seconds in one wait after which the logger "bpipe" shows, once a step, what every rank is doing; default 30.
+        transfers_at_once: over NCCL, how many transfers may be in flight on a device, where each takes some of its multiprocessors
+            until the other rank comes to it; any number from 1 on is free of deadlock.
 
     Raises:
         ConfigurationError: arguments that cannot work together, or no process group.
@@ -115,9 +122,15 @@ class Schedule:
         *,
         timeout_s: float | None = None,
         slow_s: float = SLOW_S,
+        transfers_at_once: int = TRANSFERS_AT_ONCE,
     ) -> None:
         self._arguments = (stage, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads)
-        self._waits = _positive("timeout_s", timeout_s), _positive("slow_s", slow_s)
+        self._how: dict[str, Any] = {
+            "timeout_s": _positive("timeout_s", timeout_s),
+            "slow_s": _positive("slow_s", slow_s),
+            "transfers_at_once": transfers_at_once,
+        }
+        check_counts(transfers_at_once=transfers_at_once)
         self._stages = stages_of(stage)
         first = next(iter(self._stages.values()))
         self._loss_fn = loss_fn
@@ -131,25 +144,30 @@ class Schedule:
         self.group = first.group
         if self.group is None and self.plan.num_ranks == 1 and not torch.distributed.is_initialized():
             self.group = Loopback(1, own_random_state=False).rank(0)
-        self._transport = transport_for(self.group, first.device, self.plan.num_ranks, timeout_s=timeout_s, slow_s=slow_s)
+        self._transport = transport_for(self.group, first.device, self.plan.num_ranks, **self._how)
         self._plan_rank = self.plan.stage_ranks[first.stage_index]
         self._group_ranks: list[int] = []
         self._memory = Memory()
         self._learned: OrderedDict[StepKey, Layouts] = OrderedDict()
         self._numbers = CountedNumbers()
-        self._lanes = Lanes(self._transport.device)
+        self._lanes = Lanes(self._transport)
+        for proven in self._plans.values():
+            self._lanes.prepare(proven.plan, self._plan_rank)
         self._num_steps = 0
         self._running = threading.Lock()
         self._connected: Plan | None = None
         self._broken: BaseException | str | None = None
         self._told: BaseException | None = None  # an error that all ranks know of, before anything was sent
         self._observer: Observer | None = None
-        self._finalizer = weakref.finalize(self, _close, self._transport, self._memory, os.getpid())
+        self._finalizer = weakref.finalize(self, _close, self._transport, self._memory, os.getpid(), STEPPED.open())
         util.Finalize(self, self._finalizer, exitpriority=0)  # processes of multiprocessing end without atexit
         self._transport.enlist()
         self.stats: dict[str, float] = {}
         self._counted = Stats(self._memory)
-        self._static_bytes: int | None = None
+        self._loss_makeups = Makeups()
+        self._static = StaticBytes(self._transport.device)  # without the states of optimizers
+        self._states = States(self._transport.device)
+        self._fullest = Fullest()
         self.ledger = Ledger()
 
     def _make_plan(self, num_stages: int, num_ranks: int, n_microbatches: int, slots: int | Sequence[int | None] | None) -> Plan:
@@ -271,7 +289,10 @@ class Schedule:
             )
         keeps_outputs = call.return_outputs and holds_last_stage
         parts = {index: stage.parts() for index, stage in self._stages.items()}
-        mode = " ".join([*(stage.mode(parts[index]) for index, stage in self._stages.items()), str(keeps_outputs)])
+        modes = [stage.mode(parts[index]) for index, stage in self._stages.items()]
+        if holds_last_stage:
+            modes += [Parts.of(loss, self._loss_makeups).mode() for loss in modules_of(self._loss_fn)]
+        mode = " ".join([*modes, str(keeps_outputs)])
         looks = self._numbers.looks(mode, inputs.descriptions())
         job = Job(
             args=inputs.args,
@@ -289,6 +310,8 @@ class Schedule:
 
     def _record(self, is_training: bool, looks: Looks) -> Record:
         plan, fingerprint = self._plans[is_training]
+        states = self._states.of(self._modules)
+        peak, plain_peak = self._fullest.peaks(states)
         return Record(
             version=__version__,
             schedule=self.rule,
@@ -303,6 +326,9 @@ class Schedule:
             stages=tuple(sorted(self._stages)),
             cut=next((cut.digest for stage in self._stages.values() if (cut := cut_of(stage.submod)) is not None), UNKNOWN),
             form=mb.digest(looks.counted) if looks.numbered else signature,
+            states=states,
+            peak=peak,
+            plain_peak=plain_peak,
         )
 
     def _agreed(self, step: Step, packed: Sequence[bytes], gather: Gather) -> Run:
@@ -311,6 +337,9 @@ class Schedule:
         check(records)
         if not self._group_ranks:
             self._place(records)
+        if self._plan_rank == 0 and self._fullest.is_open:
+            names = [f"rank {rank}" for rank in self._group_ranks]
+            self._fullest.check([records[rank] for rank in self._group_ranks], names, self.rule, self._log().warning)
         key = (step.is_training, tuple(record.signature for record in records))
         plan = self._plan_to_run(step, records, gather)
         self._connect(plan)
@@ -353,6 +382,10 @@ class Schedule:
         """What this rank tells the others before a plan is made for inputs that look so."""
         raise NotImplementedError
 
+    def _difference(self, inputs: tuple[bytes, ...]) -> bytes:
+        """Where this rank's replicas take other memory for some inputs; collective over them."""
+        raise NotImplementedError
+
     def _needs_order(self) -> bytes:
         """Why this rank cannot measure one microbatch at a time, if it knows of a reason."""
         raise NotImplementedError
@@ -370,15 +403,31 @@ class Schedule:
         run.compute.reruns.check()
         self._num_steps += 1
         self.ledger = run.evictions.ledger
-        if self._static_bytes is None:
-            self._static_bytes = static_bytes(self._modules(), self._transport.device)
         if step.is_training:
             self._learn_numbers(step.looks, run)
-        self.stats = self._counted.of(run, self._static_bytes, time.perf_counter() - started)
+        static = self._static_bytes(step)
+        states = self._states.of(self._modules)
+        self.stats = self._counted.of(run, static + states, time.perf_counter() - started)
+        if step.is_training and run.plan is not self._fullest.plan and self._compares():
+            self._fullest.note(run, self.stats, states, self.group)
         if self._observer is not None:
             self._observer.finished(run, self.stats)
         if run.holds_last_stage and step.losses is not None:
             step.losses[:] = run.compute.losses
+
+    def _static_bytes(self, step: Step) -> int:
+        """What stays on this rank between steps, as it is at the end of one, without the states of optimizers."""
+        seen = [(one.makeup, standing(one.modules, one.parameters)) for one in step.parts.values()]
+        if self._static.has_changed(self._modules(), seen):
+            self._states.forget()
+        return self._static.num_bytes
+
+    def _compares(self) -> bool:
+        """Whether plans are made without knowing the bytes of each rank, so that a step has to show what balance does to them."""
+        return True
+
+    def _log(self) -> RankLog:
+        return RankLog(self._group_ranks[self._plan_rank])
 
     def _learn_numbers(self, looks: Looks, run: Run) -> bool:
         """See which plain numbers among the inputs decide what microbatches take on this rank; whether some do that did not."""
@@ -404,7 +453,7 @@ class Schedule:
                 control.activity.state = State.PREPARING
                 run = self._agreed(step, records, lambda told: self._transport.exchange(CallOf.PLAN, told(self)))
             with self._failing_together():
-                with run.sharding.in_charge(), control.interruptible():
+                with run.sharding.in_charge(), run.hooks.watched(), control.interruptible():
                     self._lanes.drive(run, control, self._group_ranks)
                 result = self._result(run)
                 self._finish(step, run, started)
@@ -489,7 +538,8 @@ def _positive(name: str, seconds: T) -> T:
     return seconds
 
 
-def _close(transport: Transport, memory: Memory, process: int) -> None:
+def _close(transport: Transport, memory: Memory, process: int, opened: object) -> None:
     if os.getpid() == process:  # a forked child has no part in it
+        STEPPED.close(opened)
         transport.close()
         memory.clear()

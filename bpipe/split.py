@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence, Set
-from contextlib import suppress
 
 import torch
 from torch.autograd.function import BackwardCFunction
@@ -29,6 +28,7 @@ __all__: list[str] = []
 
 # These run a backward of their own (so do libraries' own checkpoints), or free what they saved: once, in a run of the whole graph.
 INDIVISIBLE = frozenset({"CompiledFunctionBackward"})
+LEAF = "AccumulateGrad"
 
 _FILE_OF_COMMON_HOOKS = register_multi_grad_hook.__code__.co_filename
 
@@ -129,6 +129,7 @@ class WeightHalf:
 
     def __init__(self, branches: Iterable[_Branch] = ()) -> None:
         self._branches = deque(branches)
+        self._running: _Branch | None = None
 
     def gradients(self) -> list[torch.Tensor]:
         """Those that it keeps until it runs."""
@@ -148,7 +149,13 @@ class WeightHalf:
         """Add the gradients of parameters and other leaves to their `.grad`."""
         alone = Alone()
         while self._branches:
-            self._branches.popleft().run(alone)
+            self._running = self._branches.popleft()
+            self._running.run(alone)
+        self._running = None
+
+    def is_running(self) -> bool:
+        """Whether the backward that calls this, through a hook, is of this half, and none that something started in it."""
+        return self._running is not None and torch._C._current_autograd_node() in self._running.nodes
 
 
 class GivenHalf(WeightHalf):
@@ -226,16 +233,17 @@ def _explore(edges: Iterable[GradientEdge], anchor: Node) -> tuple[Graph, Trunk]
 
 def _is_indivisible(next_of: Graph) -> bool:
     """Whether a graph is run as a whole: a part of it has to be, or something looks at all of it."""
-    if any(name in INDIVISIBLE or "Checkpoint" in name for name in {type(node).__name__ for node in next_of}):
+    names = {type(node).__name__ for node in next_of}
+    if torch.is_anomaly_enabled() or not INDIVISIBLE.isdisjoint(names) or "Checkpoint" in " ".join(names):
         return True
-    leaves = [node for node, following in next_of.items() if not following]
-    return torch.is_anomaly_enabled() or any(map(_has_common_hook, leaves))
+    leaves = [node.variable for node in next_of if type(node).__name__ == LEAF]  # type: ignore[attr-defined]
+    return any(map(_has_common_hook, [leaf for leaf in leaves if leaf._backward_hooks]))
 
 
-def _has_common_hook(leaf: Node) -> bool:
+def _has_common_hook(leaf: torch.Tensor) -> bool:
     """Whether a hook waits for the gradients of several leaves, in one backward (`register_multi_grad_hook`)."""
-    hooks = getattr(getattr(leaf, "variable", None), "_backward_hooks", None) or {}
-    return any(getattr(getattr(hook, "__code__", None), "co_filename", None) == _FILE_OF_COMMON_HOOKS for hook in hooks.values())
+    hooks = (leaf._backward_hooks or {}).values()
+    return any(getattr(getattr(hook, "__code__", None), "co_filename", None) == _FILE_OF_COMMON_HOOKS for hook in hooks)
 
 
 def _branches(next_of: Graph, trunk: Trunk, edges: Sequence[GradientEdge], gradients: Gradients) -> list[_Branch]:
@@ -282,11 +290,13 @@ def _forget(nodes: Iterable[Node]) -> None:
     """Free what nodes have saved, and will not be asked for again."""
     for node in nodes:
         for saved, data in saved_by(node):
-            if isinstance(data, (Saved, Packed)):
+            if type(data) is Saved or type(data) is Packed:
                 data.forget()
             elif isinstance(data, torch.Tensor):
-                with suppress(RuntimeError):  # of hooks that are somebody else's
+                try:
                     saved.register_hooks(_nothing, _gone)
+                except RuntimeError:
+                    continue  # it has hooks that are somebody else's
 
 
 def _nothing(_: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from bpipe.comm.dtensor import mesh_among
 from bpipe.comm.group import group_of
 from bpipe.cut import cut_of
 from bpipe.errors import ConfigurationError, StageError
+from bpipe.memory.makeup import Makeups
 
 __all__ = ["PipelineStage"]
 
@@ -21,13 +22,33 @@ class Parts(NamedTuple):
 
     modules: list[torch.nn.Module]
     parameters: list[torch.nn.Parameter]
+    makeup: int  # the number of what it consists of
+
+    @classmethod
+    def of(cls, module: torch.nn.Module, makeups: Makeups) -> Parts:
+        """What a module consists of now.
+
+        Args:
+            module: the whole.
+            makeups: that numbered it before.
+        """
+        modules = list(module.modules())
+        found = [one for module in modules if module._parameters for one in module._parameters.values() if one is not None]
+        parameters = list(dict(zip(map(id, found), found)).values())
+        return cls(modules, parameters, makeups.number(modules, parameters))
+
+    def mode(self) -> str:
+        """What it consists of, whether each module trains, and each parameter."""
+        training = "".join(["t" if module.training else "e" for module in self.modules])
+        trainable = "".join(["1" if parameter.requires_grad else "0" for parameter in self.parameters])
+        return f"{self.makeup} {training} {trainable}"
 
 
 class PipelineStage:
     """A stage: any `nn.Module`, its index, and the group of ranks that its pipeline runs on.
 
     The arguments are torch.distributed.pipelining's. Nothing is run, moved or wrapped here: parameters on the meta device
-    may be initialised later, and `stage.submod` may be replaced until the first step.
+    may be initialised later, and `stage.submod` may be changed or replaced between steps.
 
     The module gets the positional arguments of the schedule's `step` on the first stage, the previous stage's output on
     the others (a tuple or list as several arguments), and the keyword arguments that `step` is given on its own rank. It may return
@@ -87,6 +108,7 @@ class PipelineStage:
         self.group = group_of(group)
         self._get_mesh = get_mesh
         self.dw_builder = dw_builder
+        self._makeups = Makeups()
 
     @classmethod
     def adopt(cls, stage: Any) -> PipelineStage:
@@ -129,16 +151,13 @@ class PipelineStage:
 
     def parts(self) -> Parts:
         """What the module consists of now."""
-        modules = list(self.submod.modules())
-        found = [parameter for module in modules for parameter in module._parameters.values() if parameter is not None]
-        return Parts(modules, list({id(parameter): parameter for parameter in found}.values()))
+        return Parts.of(self.submod, self._makeups)
 
     def mode(self, parts: Parts) -> str:
-        """What besides its inputs decides what the stage returns and saves: train or eval, what is trainable, autocast."""
-        training = "".join(["t" if module.training else "e" for module in parts.modules])
-        trainable = "".join(["1" if parameter.requires_grad else "0" for parameter in parts.parameters])
+        """What besides its inputs decides what the stage returns and saves: what it consists of and trains, its mode, autocast."""
         kind = self.device.type
-        return f"{training} {trainable} {torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None}"
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return f"{parts.mode()} {autocast}"
 
     def __repr__(self) -> str:
         return f"PipelineStage({type(self.submod).__name__}, {self.stage_index} of {self.num_stages}, {self.device})"

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from bpipe.memory.peaks import Peaks
 from bpipe.memory.static import bytes_under
-from bpipe.runtime.evictions import Memory
+from bpipe.runtime.remembered import Memory
 from bpipe.runtime.run import Run
 from bpipe.schedules import Op, Plan
 from bpipe.schedules.meter import occupancy
@@ -32,24 +32,37 @@ class Stats:
 
         Args:
             run: the step.
-            static_bytes: its parameters, their gradients and its buffers, which count where the plan does not say what stays.
+            static_bytes: its parameters, their gradients, its buffers, and the states that optimizers have made for them.
             seconds: how long it took.
 
         Returns:
-            Bytes: `device_peak_bytes`, which is all of `static_bytes` (what stays), `guest_bytes` (rooms this schedule
-            reserves for other ranks), saved activations and messages between stages; `peak_bytes`, saved activations and
-            guests alone, with `held_bytes` (saved and not movable, each storage once); `host_peak_bytes`, this rank's rooms in
-            its host's memory; `evicted_bytes`, `loaded_bytes`. Microbatches: `peak_slots`. Each peak is there a second time,
-            `predicted_` from the plan: with its sizes, or where it has none with the first measured microbatch of each shape.
+            Bytes, of two kinds. All that the device holds at once: `device_peak_bytes`, which is `static_bytes` (parameters,
+            gradients, buffers, optimizer states, what modules hold besides, outputs and losses that are returned), `guest_bytes`
+            (rooms this schedule reserves for other ranks), saved activations and messages between stages. Activations:
+            `peak_bytes`, the saved ones and guests alone, with `held_bytes` (saved and not movable, each storage once). Beside
+            them `host_peak_bytes`, this rank's rooms in its host's memory; `evicted_bytes`, `loaded_bytes`. Microbatches:
+            `peak_slots`. Each peak is there a second time, `predicted_` from the plan: with its sizes, or where it has none with
+            what microbatches of each shape took before, or at most, where that varies.
+
+            Optimizer states count once their optimizer has stepped while a schedule was open, those too that were loaded before.
+            Gradients count before they are there, rooms before their first guest comes, and in a step with new shapes messages as
+            if their shapes were known.
+
+            How peaks are known, in microbatches, each of which counts once on each stage of the rank: `microbatches_measured` were
+            looked at in this step; `microbatches_assumed` count like a measured one of the same stage and shapes, because their
+            graphs have as many nodes; of `microbatches_unknown`, whose graphs have a number of nodes that was not seen before and
+            do not show all that they save, nothing is counted: where there are any, the true peaks may be higher.
+
             Seconds: `step_s`, and those in which this rank's compute lane waited, by kind of transfer.
         """
         ledger, waited = run.evictions.ledger, run.traffic.waited_s
-        static = self._static_bytes(run, static_bytes)
+        static = static_bytes + ledger.held_bytes + bytes_under(run.compute.kept())
         return {
             "step": run.step,
             "step_s": seconds,
             **self._device_peaks(run, static),
             **self._peaks(run),
+            **run.evictions.counts(),
             "static_bytes": static,
             "evicted_bytes": ledger.evicted_bytes,
             "loaded_bytes": ledger.loaded_bytes,
@@ -61,11 +74,6 @@ class Stats:
             "wait_evict_s": waited[Op.WAIT_EVICT],
             "wait_load_s": waited[Op.WAIT_LOAD],
         }
-
-    def _static_bytes(self, run: Run, static_bytes: int) -> int:
-        if run.plan.sizes is not None:
-            return run.plan.sizes.static[run.rank]
-        return static_bytes + run.evictions.ledger.held_bytes + bytes_under(run.compute.kept())
 
     def _device_peaks(self, run: Run, static_bytes: int) -> dict[str, float]:
         plan, rank, always, planned = run.plan, run.rank, static_bytes + self._memory.guest_bytes, self._plan(run)
@@ -112,6 +120,6 @@ class _Planned(NamedTuple):
             plan=plan,
             slots=max(occupancy(plan.actions[rank]), default=0),
             rooms=sum(map(len, plan.rooms(rank).values())),
-            device_bytes=None if plan.sizes is None else plan.peak_bytes[rank],
+            device_bytes=None if plan.sizes is None else plan.device_peak_bytes[rank],
             host_bytes=None if plan.sizes is None else plan.host_bytes(rank),
         )

@@ -14,7 +14,9 @@ from bpipe.loopback import LoopbackGroup
 __all__: list[str] = []
 
 
-def transport_for(group: Any, device: torch.device, num_ranks: int, *, timeout_s: float | None, slow_s: float) -> Transport:
+def transport_for(
+    group: Any, device: torch.device, num_ranks: int, *, timeout_s: float | None, slow_s: float, transfers_at_once: int
+) -> Transport:
     """This rank's end of a pipeline over a process group, or over a loopback.
 
     Raises:
@@ -25,7 +27,7 @@ def transport_for(group: Any, device: torch.device, num_ranks: int, *, timeout_s
         return LoopbackTransport(group.loopback.wires, device)
     from bpipe.comm.c10d import C10dTransport
 
-    transport = C10dTransport(group, device, timeout_s=timeout_s, slow_s=slow_s)
+    transport = C10dTransport(group, device, timeout_s=timeout_s, slow_s=slow_s, transfers_at_once=transfers_at_once)
     _check_size(transport.size, num_ranks)
     return transport
 

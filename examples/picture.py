@@ -1,4 +1,8 @@
-"""The picture of a run: each rank's peak activation memory, plain beside balanced, and what the plan predicted."""
+"""The picture of a run: the most that each rank's device holds, plain beside balanced, and what the plan predicted.
+
+A bar is all that the device holds at most. Its top is what of that is activations at most; below are weights, gradients, buffers,
+optimizer states and messages between stages.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,9 @@ from pathlib import Path
 from files import whole
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
-__all__ = ["draw_memory"]
+__all__ = ["draw_memory", "fullest_of"]
 
 MIB = 1024**2
 BAR_WIDTH = 0.36
@@ -17,38 +22,53 @@ BAR_WIDTH = 0.36
 # Okabe and Ito's palette, apart for every kind of colour vision; light and hatched beside dark, so apart in grey too.
 COLORS = {"plain": "#E69F00", "balanced": "#0072B2"}
 HATCHES = {"plain": "///", "balanced": ""}
+BELOW = "#b0b0b0"  # what stays, whatever the schedule
+
+Summaries = Sequence[dict[str, dict[str, float]]]  # of each rank, those of each schedule
 
 
-def draw_memory(path: Path, ranks: Sequence[dict[str, dict[str, float]]]) -> None:
+def draw_memory(path: Path, ranks: Summaries) -> None:
     """Write the picture as a PNG."""
-    figure = Figure(figsize=(max(6.4, 1.4 * len(ranks)), 4.2), layout="constrained")
+    figure = Figure(figsize=(max(6.4, 1.4 * len(ranks)), 4.6), layout="constrained")
     axes = figure.subplots()
     for offset, name in ((-BAR_WIDTH / 2, "plain"), (BAR_WIDTH / 2, "balanced")):
         draw_bars(axes, name, offset, [rank[name] for rank in ranks])
     axes.set_xticks(range(len(ranks)), [f"rank {index}" for index in range(len(ranks))])
-    axes.set_ylabel("peak activation memory, MiB")
-    axes.set_title(headline(ranks))
+    axes.set_ylabel("the most a device holds, MiB")
+    axes.set_title(headline(ranks), fontsize=11)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_ylim(top=1.25 * axes.get_ylim()[1])
+    axes.set_ylim(top=1.35 * axes.get_ylim()[1])
     prediction, *bars = axes.get_legend_handles_labels()[0]
-    axes.legend(handles=[*bars, prediction], loc="upper right", ncols=3, frameon=False)
+    stays = Patch(facecolor=BELOW, edgecolor="black", linewidth=0.6, label="what else the device holds")
+    axes.legend(handles=[*bars, stays, prediction], loc="upper right", ncols=2, frameon=False)
     with whole(path) as part:
         figure.savefig(part, format="png", dpi=160)
 
 
 def draw_bars(axes: Axes, name: str, offset: float, summaries: Sequence[dict[str, float]]) -> None:
-    """Draw one schedule's measured peaks as bars with their value, and its predicted peaks as diamonds."""
+    """Draw one schedule's measured peaks as bars with both values, activations above the rest, and the prediction as a diamond."""
     places = [index + offset for index in range(len(summaries))]
-    measured = [summary["peak_bytes"] / MIB for summary in summaries]
-    predicted = [summary["predicted_peak_bytes"] / MIB for summary in summaries]
+    device, activations, predicted = (
+        [summary[key] / MIB for summary in summaries] for key in ("device_peak_bytes", "peak_bytes", "predicted_device_peak_bytes")
+    )
+    below = [total - top for total, top in zip(device, activations, strict=True)]
+    axes.bar(places, below, BAR_WIDTH, color=BELOW, edgecolor="black", linewidth=0.6)
     look = {"color": COLORS[name], "hatch": HATCHES[name], "edgecolor": "black", "linewidth": 0.6}
-    bars = axes.bar(places, measured, BAR_WIDTH, label=f"{name} 1F1B", **look)
-    axes.bar_label(bars, fmt="%.0f", padding=6, fontsize=9)
+    bars = axes.bar(places, activations, BAR_WIDTH, bottom=below, label=f"activations, {name} 1F1B", **look)
+    axes.bar_label(bars, [f"{total:.0f}" for total in device], padding=6, fontsize=9, weight="bold")
+    inside = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
+    axes.bar_label(bars, [f"{top:.0f}" for top in activations], label_type="center", fontsize=8, bbox=inside)
     label = "predicted" if name == "plain" else None
     axes.plot(places, predicted, "D", color="white", markeredgecolor="black", markersize=5, label=label)
 
 
-def headline(ranks: Sequence[dict[str, dict[str, float]]]) -> str:
-    """Say what balancing did to the rank that needs the most."""
-    plain, balanced = (max(rank[name]["peak_bytes"] for rank in ranks) / MIB for name in ("plain", "balanced"))
-    return f"The fullest rank holds {plain:.0f} MiB plain, {balanced:.0f} MiB balanced"
+def headline(ranks: Summaries) -> str:
+    """Say what balancing did to the rank whose device holds the most."""
+    fullest = {name: fullest_of(ranks, name) for name in ("plain", "balanced")}
+    told = (f"{ranks[rank][name]['device_peak_bytes'] / MIB:.0f} MiB {name} (rank {rank})" for name, rank in fullest.items())
+    return f"The fullest device: {', '.join(told)}"
+
+
+def fullest_of(ranks: Summaries, name: str) -> int:
+    """The rank whose device holds the most under a schedule."""
+    return max(range(len(ranks)), key=lambda rank: ranks[rank][name]["device_peak_bytes"])

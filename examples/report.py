@@ -13,7 +13,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from files import write_json
-from picture import draw_memory
+from picture import draw_memory, fullest_of
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -24,6 +24,9 @@ MIB = 1024**2
 
 # What is kept of a schedule's stats, and how many steps' values become one.
 REDUCED = {
+    "device_peak_bytes": max,
+    "predicted_device_peak_bytes": max,
+    "static_bytes": max,
     "peak_bytes": max,
     "predicted_peak_bytes": max,
     "peak_slots": max,
@@ -38,16 +41,19 @@ REDUCED = {
     "step_s": median,
 }
 
+# Of each rank, plain and balanced: the most its device holds of all, that as predicted, and the most of it that is activations.
 HEADINGS = (
     "rank",
-    "plain\nMiB",
+    "plain\ndevice",
     "pre-\ndicted",
-    "balanced\nMiB",
+    "activ-\nations",
+    "bal.\ndevice",
     "pre-\ndicted",
+    "activ-\nations",
     "micro-\nbatches",
-    "evicted\nMiB",
+    "evict-\ned",
     "plain\ns",
-    "balanced\ns",
+    "bal.\ns",
 )
 
 # One rank's numbers: of each schedule, "plain" and "balanced", the keys above.
@@ -97,6 +103,7 @@ def write_report(folder: Path, ranks: list[Summary], about: dict[str, Any]) -> N
     """Print the table and write memory.png and report.json into `folder`. For one rank."""
     if ranks:
         Console().print(memory_table(ranks))
+        print(told_of_fullest(ranks))
         if not any(rank["balanced"]["evicted_bytes"] for rank in ranks):
             print("Nothing was evicted: with so few stages or microbatches, plain 1F1B is within balanced 1F1B's bound.")
         draw_memory(folder / "memory.png", ranks)
@@ -107,8 +114,9 @@ def write_report(folder: Path, ranks: list[Summary], about: dict[str, Any]) -> N
 
 
 def memory_table(ranks: list[Summary]) -> Table:
-    """Lay out each rank's peak memory, measured and predicted, and its step time, plain beside balanced."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title="Peak activation memory and step time, plain and balanced 1F1B")
+    """Lay out the most memory of each rank, measured and predicted, and its step time, plain beside balanced."""
+    title = "The most that each device holds, of all and of activations, in MiB,\nand a step's seconds: plain and balanced 1F1B"
+    table = Table(box=box.SIMPLE_HEAD, padding=0, title=title)
     for heading in HEADINGS:
         table.add_column(heading, justify="right")
     for index, rank in enumerate(ranks):
@@ -118,14 +126,24 @@ def memory_table(ranks: list[Summary]) -> Table:
 
 def cells(plain: dict[str, float], balanced: dict[str, float]) -> list[str]:
     """Return a rank's row, as `HEADINGS` names it."""
-    sizes = (plain["peak_bytes"], plain["predicted_peak_bytes"], balanced["peak_bytes"], balanced["predicted_peak_bytes"])
+    shown = ("device_peak_bytes", "predicted_device_peak_bytes", "peak_bytes")
     return [
-        *(f"{size / MIB:.1f}" for size in sizes),
+        *(f"{schedule[key] / MIB:.1f}" for schedule in (plain, balanced) for key in shown),
         f"{plain['peak_slots']:.0f} -> {balanced['peak_slots']:.0f}",
         f"{balanced['evicted_bytes'] / MIB:.1f}",
         f"{plain['step_s']:.2f}",
         f"{balanced['step_s']:.2f}",
     ]
+
+
+def told_of_fullest(ranks: list[Summary]) -> str:
+    """Say which rank is the fullest by all that its device holds, which is what decides, plain and balanced."""
+    fullest = {name: fullest_of(ranks, name) for name in ("plain", "balanced")}
+    peaks = {name: ranks[rank][name]["device_peak_bytes"] for name, rank in fullest.items()}
+    told = ", ".join(f"{name} rank {rank} with {peaks[name] / MIB:.1f} MiB" for name, rank in fullest.items())
+    if peaks["balanced"] <= peaks["plain"]:
+        return f"fullest     {told}"
+    return f"fullest     {told}: more than plain. bpipe.Balanced(schedule, budget='lowest') counts all that stays, too"
 
 
 def machine() -> dict[str, Any]:

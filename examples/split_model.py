@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import bpipe
 from bpipe.partition import StageChoice
 
-NUM_STEPS, NUM_MICROBATCHES, BATCH = 40, 8, 32
+NUM_STEPS, NUM_MICROBATCHES, BATCH = 20, 8, 32
 WORDS, TOKENS, WIDTH = 4096, 32, 64
 
 

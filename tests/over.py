@@ -28,12 +28,17 @@ class Over:
 
 
 def pipeline(
-    schedule: Any, modules: Sequence[nn.Module], m: int, loss_fn: Callable[..., Any], num_ranks: int | None = None
+    schedule: Any,
+    modules: Sequence[nn.Module],
+    m: int,
+    loss_fn: Callable[..., Any],
+    num_ranks: int | None = None,
+    device: str = "cpu",
 ) -> tuple[bpipe.Loopback, list[Any]]:
     """A loopback and a schedule for each of its ranks."""
     loopback = bpipe.Loopback(num_ranks or len(modules))
     stages = [
-        [bpipe.PipelineStage(modules[i], i, len(modules), "cpu", loopback.rank(rank)) for i in held]
+        [bpipe.PipelineStage(modules[i], i, len(modules), device, loopback.rank(rank)) for i in held]
         for rank, held in enumerate(held_by(schedule, loopback.num_ranks, len(modules)))
     ]
     return loopback, [schedule(of_rank, m, loss_fn=loss_fn) for of_rank in stages]

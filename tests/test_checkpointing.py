@@ -149,6 +149,17 @@ def test_a_checkpointed_block_saves_its_input() -> None:
     assert recomputed.own_bytes == recomputed.movable_bytes == INPUT_BYTES < whole.movable_bytes / 10
 
 
+@pytest.mark.parametrize("depth", [2, 3])
+def test_regions_in_regions_are_found(depth: int) -> None:
+    """No node of the graph is in an outer region alone: what that keeps, such as a state of random numbers, is behind others."""
+
+    def nested(depth: int) -> nn.Module:
+        return Recomputed(Block(dropout=0.0) if depth == 1 else nested(depth - 1), use_reentrant=False)
+
+    one, several = (footprint_of(lambda _, d=d: nested(d)) for d in (1, depth))
+    assert several.own_bytes - one.own_bytes == (depth - 1) * torch.get_rng_state().nbytes
+
+
 NO_STATE = {"preserve_rng_state": False, "use_reentrant": False}
 
 

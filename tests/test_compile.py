@@ -148,6 +148,7 @@ def test_as_many_graphs_as_without_a_pipeline(eager: dict[tuple[str, str], Any],
     assert bool(sum(of_rank["evicted_bytes"] for of_rank in stats)) == (name in ("balanced", "inside"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not HAS_COMPILER, reason="inductor needs a C++ compiler, and there is none here")
 def test_inductor(tmp_path: Path) -> None:
     (result,) = run_ranks(with_inductor, 1, str(tmp_path), timeout_s=240)[0].values()

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import fork_server
+from tests.thinned import thinned
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -41,6 +42,7 @@ RUNS: dict[str, tuple[int, str]] = {
     "tensor_parallel": (8, r"stage 0, tensor rank 1: at most \d+ KiB of activations, [1-9]\d* KiB a step evicted"),
     "tied_embeddings": (4, r"rank 0: the matrix sums to (-?[\d.]+)(?s:.*)rank 3: the matrix sums to \1"),
 }
+COSTLY = {"huggingface", "tensor_parallel"}  # what transformers imports in four processes, and eight processes: for `make test-all`
 ARGUMENTS = {"compile": ["--backend", "aot_eager"]}  # inductor takes a minute for what it compiles
 ELSEWHERE = {"train_gpt", "two_nodes"}  # the main job, and one that takes agents of torchrun: below
 
@@ -92,7 +94,7 @@ def _main(end: Any, name: str, rank: int, size: int, port: int, folder: Path) ->
     end.send((is_whole, text.getvalue()))
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", thinned(RUNS, lambda name: name not in COSTLY))
 def test_example(name: str, tmp_path: Path) -> None:
     num_ranks, line = RUNS[name]
     printed = run(name, num_ranks, tmp_path)
@@ -105,6 +107,7 @@ def test_no_example_is_forgotten() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {*RUNS, *ELSEWHERE, *PARTS}
 
 
+@pytest.mark.exhaustive
 def test_two_agents_keep_each_pair_on_one_node() -> None:
     """As two nodes would be started, on the loopback address."""
     command = [

@@ -103,6 +103,7 @@ REPORTS = st.builds(
     st.integers(0, 2**50),
     st.none() | st.integers(0, 2**50),
     st.text(max_size=20),
+    st.integers(0, 2**50),
 )
 
 

@@ -17,7 +17,8 @@ import bpipe
 from bpipe import schedules
 
 SCHEDULE = (
-    "(stage, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads, slots, timeout_s, slow_s)"
+    "(stage, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads, slots, "
+    "timeout_s, slow_s, transfers_at_once)"
 )
 STAGES = SCHEDULE.replace("(stage,", "(stages,")
 ADVISE = (
@@ -26,7 +27,7 @@ ADVISE = (
     "progress)"
 )
 SIGNATURES = {
-    "Balanced": "(schedule, budget, parts, inside, to, costs, sizes, reserve_bytes, optimizer, replicas, by, measure)",
+    "Balanced": "(schedule, budget, parts, inside, to, costs, sizes, reserve_bytes, optimizer, replicas, by, measure, margin)",
     "BalancedOneFOneB": SCHEDULE,
     "BreadthFirst": STAGES,
     "DualPipeV": STAGES,
@@ -65,8 +66,8 @@ SIGNATURES = {
 
 OF_TORCH_ALONE = {"backward_requires_autograd", "defer_pp_recv"}
 PURE_CLASSES = [
-    *("Action", "Channel", "Costs", "Destinations", "Lane", "Link", "Op", "Plan", "Purpose", "Rule", "Sizes", "Span", "StageSizes"),
-    "Timeline",
+    *("Action", "Channel", "Costs", "Destinations", "Holding", "Lane", "Link", "Op", "Plan", "Purpose", "Rule", "Sizes", "Span"),
+    *("StageSizes", "Timeline"),
 ]
 
 

@@ -160,7 +160,7 @@ def test_whatever_stages_save_of_their_messages(schedule, kind):
 def test_what_forgets_its_input_gives_it_back(monkeypatch, schedule):
     monkeypatch.setitem(MODELS, "forgets", lambda stage: Forgets())
     plan = counted(schedule, "forgets", budget=2**40, by="recompute")[0][1].plan
-    budget = [peak - plan.sizes.stages[1].saved if rank == 1 else None for rank, peak in enumerate(plan.peak_bytes)]
+    budget = [peak - plan.sizes.stages[1].saved if rank == 1 else None for rank, peak in enumerate(plan.device_peak_bytes)]
     schedules, counts = counted(schedule, "forgets", budget=budget, by="recompute")
     for count in counts:
         assert_enough(count)  # a module that has returned has let go of its input, which is planned to stay until the loss is there

@@ -109,8 +109,14 @@ def _pieces(timeline: Measured, op: Op, stage: int, microbatch: int) -> list[Spa
 
 
 def check_memory(timeline: Measured, rank: int, stats: dict[str, float]) -> None:
-    assert max(timeline.actions[rank].live_bytes) == timeline.peak_bytes(rank) == stats["peak_bytes"]
-    assert min(timeline.actions[rank].live_bytes) >= stats["guest_bytes"] + stats["held_bytes"]
+    lane = timeline.actions[rank]
+    assert (timeline.peak_bytes(rank), timeline.device_peak_bytes(rank)) == (stats["peak_bytes"], stats["device_peak_bytes"])
+    assert lane.room_bytes == stats["guest_bytes"] + stats["held_bytes"]
+    assert lane.static_bytes + lane.room_bytes == stats["static_bytes"] + stats["guest_bytes"]
+    assert min(lane.activation_bytes) >= 0 and min(lane.message_bytes) >= 0
+    moments = list(timeline.memory(rank))
+    assert max(held.activation_bytes for held in moments) == stats["peak_bytes"]
+    assert max(held.device_bytes for held in moments) == stats["device_peak_bytes"]
 
 
 # In one process
@@ -152,7 +158,7 @@ def test_evictions_are_in_the_trace():
     evicted = [span for span in timeline.transfers(0) if span.action.op is Op.EVICT]
     assert len(evicted) == len(schedules[0].plan.evicted(0)) > 0
     assert len(list(timeline.served_spans(3))) == len(schedules[0].plan.served[3]) > 0
-    live = dict(zip(schedules[0].plan.actions[0], timeline.actions[0].live_bytes))
+    live = dict(zip(schedules[0].plan.actions[0], timeline.actions[0].activation_bytes))
     assert max(live.values()) == 3 * next(iter(live.values()))  # of its eight microbatches, and it has sent the others away
 
 
@@ -172,9 +178,8 @@ def test_a_step_that_measures_and_balanced_ones(parts, inside, host, tmp_path):
     assert any(a.op is Op.EVICT and (a.peer == HOST) == (host == "only") and bool(a.part) == (parts > 1) for a in ops)
     assert any(plan.goes_on(a) for a in ops if a.op in COMPUTE) == inside
     for rank, schedule in enumerate(schedules):
-        static = plan.sizes.static[rank]
-        assert timelines[2].peak_bytes(rank) == schedule.stats["peak_bytes"] + static
-        assert min(timelines[2].actions[rank].live_bytes) >= static > 0
+        check_memory(timelines[2], rank, schedule.stats)
+        assert timelines[2].actions[rank].static_bytes > 0
     for path in tmp_path.iterdir():
         checked(path)
     assert load_trace(tmp_path) == timelines
@@ -237,7 +242,12 @@ def test_a_record_is_a_few_bytes_an_action():
         loopback.step(schedules, batch()[0], target=batch()[1])
     record, plan = t._recorders[3].records[0], schedules[3].plan
     arrays = [getattr(record, name) for name in record.__slots__ if isinstance(getattr(record, name), array)]
-    assert sum(len(a) * a.itemsize for a in arrays) == 24 * len(plan.actions[3]) + 16 * len(plan.served[3])
+    assert sum(len(a) * a.itemsize for a in arrays) == (24 + 8) * len(plan.actions[3]) + 16 * len(plan.served[3])
+    with trace(schedules) as t:
+        for _ in range(2):
+            loopback.step(schedules, batch()[0], target=batch()[1])
+    before, after = t._recorders[3].records
+    assert before.taken_bytes is after.taken_bytes  # 8 of them for steps that are alike
 
 
 class Fails(nn.Linear):

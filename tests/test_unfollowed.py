@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.checkpoint import checkpoint
 
 import bpipe
 from bpipe.errors import StageError
+from bpipe.memory.attributes import tensors_kept_in
+from bpipe.memory.shown import shown_by
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -58,6 +64,56 @@ class Both(Remember):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient * ctx.part
+
+
+class Holder:
+    """An object that holds a tensor, and itself."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self.me = value, self
+
+
+class Slots:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def cyclic_list(value: Any) -> list[Any]:
+    found = [value]
+    found.append(found)
+    return found
+
+
+# How a Function may hold a tensor, and how its backward gets it.
+WAYS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "an object": (Holder, lambda held: held.value),
+    "slots": (Slots, lambda held: held.value),
+    "objects in a nest": (lambda value: {"a": [Holder(Slots(value))]}, lambda held: held["a"][0].value.value),
+    "a namespace": (lambda value: SimpleNamespace(value=value), lambda held: held.value),
+    "a list that holds itself": (cyclic_list, lambda held: held[0]),
+    "a function": (lambda value: lambda: value, lambda held: held()),
+    "a partial": (lambda value: partial(torch.mul, value, 1), lambda held: held()),
+    "packed sequences": (lambda value: PackedSequence(value, torch.tensor([2])), lambda held: held.data),
+}
+
+
+def held_in(way: str) -> type[Remember]:
+    put, get = WAYS[way]
+
+    class Hold(Remember):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            part = torch.sigmoid(x)
+            ctx.held = put(part)
+            return part * x
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * get(ctx.held)
+
+    return Hold
 
 
 class Stage(nn.Module):
@@ -108,6 +164,46 @@ def test_attributes_of_a_ctx_are_counted_and_stay(function: type[Remember]) -> N
     ]
     plain, *_ = train(modules_with(function.apply), bpipe.OneFOneB)
     assert plain.stats["peak_bytes"] == train(modules_with(Save.apply), bpipe.OneFOneB)[0].stats["peak_bytes"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tensors_inside_what_a_ctx_holds_are_counted(way: str) -> None:
+    modules = modules_with(held_in(way).apply)
+    holding = train(modules, bpipe.OneFOneB)
+    assert_equal_to_one_process(modules, modules_with(held_in(way).apply))
+    saving = train(modules_with(Save.apply), bpipe.OneFOneB)
+    more = 8 * (way == "packed sequences")  # their lengths
+    for one, other in zip(holding, saving, strict=True):
+        assert one.stats["peak_bytes"] == other.stats["peak_bytes"] + more * one.stats["peak_slots"]
+
+
+def test_what_torchs_own_objects_hold_is_not_the_microbatchs() -> None:
+    """A DeviceMesh has a tensor of the ranks' numbers, which all microbatches share."""
+    mesh = type("Mesh", (Holder,), {"__module__": "torch.distributed.device_mesh"})
+    assert tensors_kept_in({"mesh": mesh(torch.zeros(3))}) == []
+    assert len(tensors_kept_in({"mesh": Holder(torch.zeros(3))})) == 1
+
+
+@pytest.mark.parametrize("wrap", [lambda value: (value,), Holder])
+def test_what_the_users_hooks_and_checkpoints_keep_in_objects_is_counted(wrap: Callable[[Any], Any]) -> None:
+    def peaks(between: Callable[[torch.Tensor], torch.Tensor]) -> list[float]:
+        return [one.stats["peak_bytes"] for one in train(modules_with(between), bpipe.OneFOneB)]
+
+    def read(held: Any) -> torch.Tensor:
+        return held.value if isinstance(held, Holder) else held[0]
+
+    def in_a_region(x: torch.Tensor) -> torch.Tensor:
+        held = wrap(torch.sigmoid(x.detach()))
+        return checkpoint(lambda y, held: torch.sin(y) * read(held), x, held=held, use_reentrant=False)
+
+    def direct(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda y, held: torch.sin(y) * held, x, held=torch.sigmoid(x.detach()), use_reentrant=False)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: wrap(tensor.clone()), read):
+        packed = peaks(torch.sin)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+        assert packed == peaks(torch.sin)
+    assert peaks(in_a_region) == peaks(direct)
 
 
 def test_activations_that_a_hook_keeps_stay() -> None:
@@ -183,3 +279,11 @@ def test_a_replayed_cuda_graph_is_refused() -> None:
     Graphed.__module__ = "torch.cuda.graphs"
     with pytest.raises(StageError, match=r"^microbatch 0 of stage 0: the stage replays a CUDA graph"):
         train(modules_with(Graphed.apply))
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+def test_a_view_of_one_number_shows_the_storage_that_it_keeps(is_view):
+    numbers = torch.ones(32, dtype=torch.float64)
+    x = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    y = x * (numbers[0] if is_view else numbers[0].clone())
+    assert shown_by([y.grad_fn], set(), "here").num_bytes == is_view * numbers.nbytes

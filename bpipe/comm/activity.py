@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 from bpipe.errors import CommError
 from bpipe.schedules import Action, Plan
-from bpipe.schedules.action import HOST, WAIT_OF
+from bpipe.schedules.action import HOST, RECEIVES, WAIT_OF
 
 __all__: list[str] = []
 
 HEAD = struct.Struct("<BHqqdH")
 GUESTS = struct.Struct("<Iq")
 WAITS = frozenset(WAIT_OF.values())
+HOLDING_UP = WAITS | RECEIVES.keys()  # which may wait for a header
 MOST_GUESTS = 2**12
 
 
@@ -72,6 +73,7 @@ class Activity:
     Attributes:
         position: of the action under way in this rank's lane of the plan.
         guests: likewise in the chains that this rank serves, by evictor.
+        under_way: the action under way, where one thread issues all of them in another order than the lane's.
     """
 
     def __init__(self) -> None:
@@ -82,6 +84,7 @@ class Activity:
         self.plan: Plan | None = None
         self.position = 0
         self.guests: dict[int, int] = {}
+        self.under_way: Action | None = None
         self.group_ranks: Sequence[int] = ()
 
     def begin(self, plan: Plan, rank: int, step: int, group_ranks: Sequence[int], evictors: Iterable[int] = ()) -> None:
@@ -95,11 +98,11 @@ class Activity:
         """
         self.plan, self.rank, self.step, self.group_ranks = plan, rank, step, group_ranks
         self.position = 0
-        self.guests = dict.fromkeys(evictors, 0)
+        self.guests, self.under_way = dict.fromkeys(evictors, 0), None
         self.state = State.RUNNING
 
     def end(self, num_steps: int) -> None:
-        self.state, self.plan, self.step = State.OUTSIDE, None, num_steps
+        self.state, self.plan, self.step, self.under_way = State.OUTSIDE, None, num_steps, None
 
     def group_rank(self, plan_rank: int | None) -> int | None:
         """The rank of the group that is a rank of the plan."""
@@ -111,7 +114,7 @@ class Activity:
 
     def action(self) -> Action | None:
         """The action under way; None outside of a step, or when only guests keep it."""
-        return action_at(self.plan, self.status())
+        return self.under_way or action_at(self.plan, self.status())
 
     def place(self) -> str:
         """The stage, microbatch, action and step; empty outside of a step."""
@@ -123,7 +126,7 @@ class Activity:
         if self.state is not State.RUNNING:
             return self.state is State.MEETING
         action = self.action()
-        return action is None or (action.op in WAITS and action.peer != HOST)
+        return action is None or (action.op in HOLDING_UP and action.peer != HOST)
 
 
 def action_at(plan: Plan | None, status: Status) -> Action | None:

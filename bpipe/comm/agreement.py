@@ -12,9 +12,9 @@ from bpipe.errors import AgreementError, CommError
 __all__: list[str] = []
 
 MOST_STAGES = 64  # on one rank
-HEAD = struct.Struct("<6sH16s32s16sBQIIII16sI16s16s")
+HEAD = struct.Struct("<6sH16s32s16sBQIIII16sI16s16s3Q16s")
 INDEX = struct.Struct("<I")  # of each stage, behind the head
-MAGIC = b"bpipe\5"
+MAGIC = b"bpipe\7"
 
 
 class Record(NamedTuple):
@@ -34,6 +34,10 @@ class Record(NamedTuple):
     revision: int = 0  # how often this rank has asked to measure its microbatches anew
     cut: bytes = UNKNOWN  # 16 bytes: how the model was cut into stages
     form: bytes = bytes(16)  # the signature without the plain numbers among the inputs that do not decide what is saved
+    states: int = 0  # bytes of optimizer states on this rank
+    peak: int = 0  # the most bytes that its device has held, where its plan has to show that this is less
+    plain_peak: int = 0  # than this, which it would have held without evictions or recomputation
+    inputs: bytes = bytes(16)  # 16 bytes, where replicas compare: what this rank's inputs look like, whatever its modules are
 
     def pack(self) -> bytes:
         head = HEAD.pack(
@@ -52,6 +56,10 @@ class Record(NamedTuple):
             self.revision,
             self.cut,
             self.form,
+            self.states,
+            self.peak,
+            self.plain_peak,
+            self.inputs,
         )
         return head + b"".join(map(INDEX.pack, self.stages))
 
@@ -65,7 +73,8 @@ class Record(NamedTuple):
         if len(data) < HEAD.size:
             raise CommError(f"an agreement record has {len(data)} bytes, expected {HEAD.size} or more")
         magic, count, version, schedule, fingerprint, is_training, step, *numbers = HEAD.unpack_from(data)
-        num_stages, num_ranks, num_microbatches, pipeline, signature, revision, cut, form = numbers
+        num_stages, num_ranks, num_microbatches, pipeline, signature, revision, cut, form, *numbers = numbers
+        states, peak, plain_peak, inputs = numbers
         if magic == MAGIC and len(data) != HEAD.size + INDEX.size * count:
             raise CommError(f"an agreement record of {count} stages has {len(data)} bytes")
         if magic != MAGIC or count > MOST_STAGES or num_stages < 1:
@@ -85,6 +94,10 @@ class Record(NamedTuple):
             revision=revision,
             cut=cut,
             form=form,
+            states=states,
+            peak=peak,
+            plain_peak=plain_peak,
+            inputs=inputs,
         )
 
 

@@ -8,7 +8,7 @@ depend on which groups each rank happens to have closed (a name used twice never
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -22,6 +22,7 @@ from bpipe.comm.aside import Aside
 from bpipe.comm.control import CallOf, Control, Line
 from bpipe.comm.dial import open_connections
 from bpipe.comm.header import MOST_BYTES
+from bpipe.comm.in_flight import TRANSFERS_AT_ONCE, InFlight
 from bpipe.comm.mesh import Mesh, OtherPipelineError, open_mesh
 from bpipe.comm.staging import Staging
 from bpipe.comm.stream import SMALL, Inlet, Outlet
@@ -36,9 +37,9 @@ __all__: list[str] = []
 
 TAGS = {purpose: tag for tag, purpose in enumerate(Purpose, start=1)}
 GROUP_OF = {Purpose.FORWARD: "forward", Purpose.BACKWARD: "backward", Purpose.EVICT: "aside", Purpose.RETURN: "aside"}
-NOTED = Purpose.BACKWARD  # whose large messages each come with an empty one, or one with a note, on the channel's connection
 NO_TAG = len(Purpose) + 1  # of no message
 AT_ONCE = timedelta(milliseconds=1)
+POLL_S = 0.001
 MARGIN_S = 60.0  # by which gloo's own timeout is later than ours, which says more
 
 
@@ -54,10 +55,17 @@ class C10dTransport(Transport):
         device: where the stage computes.
         timeout_s: seconds in one wait after which it fails; default: the group's timeout.
         slow_s: seconds in one wait after which what all ranks do is logged.
+        transfers_at_once: how many may be in flight on a device, over NCCL.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, device: torch.device, *, timeout_s: float | None = None, slow_s: float = SLOW_S
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        *,
+        timeout_s: float | None = None,
+        slow_s: float = SLOW_S,
+        transfers_at_once: int = TRANSFERS_AT_ONCE,
     ) -> None:
         if not dist.is_initialized():
             raise ConfigurationError(
@@ -76,8 +84,11 @@ class C10dTransport(Transport):
         self._inlets: dict[Channel, Inlet] = {}
         self._gloo: dict[str, Any] = {}
         self._nccl: dict[Channel, Any] = {}
+        self._nccl_store: Any = None
         self._staging = Staging(device) if device.type == "cuda" and not self._has_nccl() else None
+        self._in_flight = InFlight(device, transfers_at_once)
         self._is_open = False
+        self.waits_on_device = not self._uses_gloo()
 
     def enlist(self) -> None:
         self.identity = self._count_pipelines(1)
@@ -106,14 +117,26 @@ class C10dTransport(Transport):
         """Meet the other ranks, the first time."""
         if self._is_open or self.size == 1:
             return
-        store = dist.distributed_c10d._get_default_store()
+        store, aside = dist.distributed_c10d._get_default_store(), self._aside()
+        mesh = self._meet(aside, store)
+        self._token = mesh.token
+        self._store: Any = dist.PrefixStore(f"bpipe/{mesh.token.hex()}", store)
+        self.control = Line(mesh, self.rank, self._release, self._patience)
+        self.control.name = f"pipeline {self.identity} of its group"
+        self._is_open = True
+        for name in dict.fromkeys(GROUP_OF.values()) if self._uses_gloo() else ():
+            aside.note = "a connection for tensors is being made"
+            self._gloo[name] = aside.run(partial(self._new_gloo, name))
+
+    def _aside(self) -> Aside:
+        """For work that waits for other ranks, for no longer than this one has patience."""
         began, has_warned = time.monotonic(), False
 
         def look() -> None:
             nonlocal has_warned
             self.control.check()
             seconds = time.monotonic() - began
-            text = f"rank {self.rank} has waited {seconds:.1f} s in its first step: {aside.note}"
+            text = f"rank {self.rank} has waited {seconds:.1f} s to be connected: {aside.note}"
             if seconds > self._patience.timeout_s:
                 raise TransferTimeoutError(f"{text}: longer than timeout_s={self._patience.timeout_s:g}")
             if seconds > self._patience.slow_s and not has_warned:
@@ -121,15 +144,7 @@ class C10dTransport(Transport):
                 LOG.warning("%s", text)
 
         aside = Aside(look)
-        mesh = self._meet(aside, store)
-        self._token = mesh.token
-        self._store = dist.PrefixStore(f"bpipe/{mesh.token.hex()}", store)
-        self.control = Line(mesh, self.rank, self._release, self._patience)
-        self.control.name = f"pipeline {self.identity} of its group"
-        self._is_open = True
-        for name in dict.fromkeys(GROUP_OF.values()) if self._uses_gloo() else ():
-            aside.note = "a connection for tensors is being made"
-            self._gloo[name] = aside.run(partial(self._new_gloo, name))
+        return aside
 
     def _meet(self, aside: Aside, store: Any) -> Mesh:
         key = self._key("mesh")
@@ -166,10 +181,15 @@ class C10dTransport(Transport):
         if new and self.size > 1:
             self._open_streams(new)
         for channel in () if self._uses_gloo() else new:
-            ends = self._ends(channel)
-            if self.rank in ends:
-                self._nccl[channel] = self._communicator(channel, ends.index(self.rank))
+            if self.rank in self._ends(channel):
+                self._connect_nccl(channel)
         self._opened.update(new)
+
+    def _connect_nccl(self, channel: Channel) -> None:
+        """Make a channel's communicator; that blocks until its other rank does so, and nothing can interrupt it."""
+        ends, aside = self._ends(channel), self._aside()
+        aside.note = f"a communicator for {channel.purpose.value} messages from rank {ends[0]} to {ends[1]} is being made"
+        self._nccl[channel] = aside.run(partial(self._communicator, channel, ends.index(self.rank)))
 
     def _ends(self, channel: Channel) -> tuple[int, int]:
         return self._group_ranks[channel.src], self._group_ranks[channel.dst]
@@ -190,7 +210,9 @@ class C10dTransport(Transport):
         name = f"{channel.purpose.value}/{channel.src}/{channel.dst}"
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=self._patience.timeout_s + MARGIN_S)
-        communicator: Any = dist.ProcessGroupNCCL(dist.PrefixStore(name, self._store), end, 2, options)
+        if self._nccl_store is None:
+            self._nccl_store = self._store.clone()  # who waits for another rank holds up all others on the same connection
+        communicator: Any = dist.ProcessGroupNCCL(dist.PrefixStore(name, self._nccl_store), end, 2, options)
         with torch.cuda.device(self.device):
             probe = torch.zeros(1, device=self.device)
             (communicator.send([probe], 1, 0) if end == 0 else communicator.recv([probe], 0, 0)).wait()
@@ -198,35 +220,56 @@ class C10dTransport(Transport):
 
     @transferring
     def send(
-        self, channel: Channel, tensors: Sequence[torch.Tensor], header: bytes | None = None, note: bytes | None = None
+        self,
+        channel: Channel,
+        tensors: Sequence[torch.Tensor],
+        header: bytes | None = None,
+        note: bytes | None = None,
+        *,
+        may_have_note: bool = False,
     ) -> Transfer:
         filled = [tensor for tensor in tensors if tensor.numel()]
         if self._is_small(filled):
             return self._outlets[channel].send(header, filled, note)
-        is_noted = channel.purpose is NOTED
-        works = [self._outlets[channel].send(header, [] if is_noted else None, note)] if is_noted or header is not None else []
+        works = self._send_beside(channel, header, note, may_have_note=may_have_note)
         if channel in self._nccl:
-            return Works(works + [self._nccl[channel].send([tensor], 1, 0) for tensor in filled], filled)
+            return self._issued(filled, lambda tensor: self._nccl[channel].send([tensor], 1, 0), works)
         gloo, peer, tag = self._gloo[GROUP_OF[channel.purpose]], self._group_ranks[channel.dst], TAGS[channel.purpose]
         if self._staging is not None:
             return self._staging.send(channel, filled, works, lambda tensor: gloo.send([tensor], peer, tag))
         return Works(works + [gloo.send([tensor], peer, tag) for tensor in filled], filled)
 
+    def _send_beside(self, channel: Channel, header: bytes | None, note: bytes | None, *, may_have_note: bool) -> list[Any]:
+        """Send what goes over a connection beside large tensors: a header, and a message that is empty or has the note."""
+        outlet = self._outlets[channel]
+        if header is not None or note is not None:
+            return [outlet.send(header, [] if may_have_note else None, note)]
+        rest = outlet.send_empty() if may_have_note else None
+        return [] if rest is None else [rest]
+
     @transferring
-    def receive(self, channel: Channel, tensors: Sequence[torch.Tensor]) -> Transfer:
+    def receive(self, channel: Channel, tensors: Sequence[torch.Tensor], *, may_have_note: bool = False) -> Transfer:
         filled = [tensor for tensor in tensors if tensor.numel()]
         if self._is_small(filled):
             return self._inlets[channel].receive(filled)
         transfer = self._receive_large(channel, filled)
-        return Noted(transfer, self._inlets[channel].receive([])) if channel.purpose is NOTED else transfer
+        return Noted(transfer, self._inlets[channel].receive([])) if may_have_note else transfer
 
     def _receive_large(self, channel: Channel, filled: Sequence[torch.Tensor]) -> Transfer:
         if channel in self._nccl:
-            return Works([self._nccl[channel].recv([tensor], 0, 0) for tensor in filled], filled)
+            return self._issued(filled, lambda tensor: self._nccl[channel].recv([tensor], 0, 0))
         gloo, peer, tag = self._gloo[GROUP_OF[channel.purpose]], self._group_ranks[channel.src], TAGS[channel.purpose]
         if self._staging is not None:
             return self._staging.receive(channel, filled, lambda tensor: gloo.recv([tensor], peer, tag))
         return Works([gloo.recv([tensor], peer, tag) for tensor in filled], filled)
+
+    def _issued(self, tensors: Sequence[torch.Tensor], post: Callable[[torch.Tensor], Any], beside: Sequence[Any] = ()) -> Transfer:
+        """Tensors on their way over NCCL, and works beside them."""
+        works: list[Any] = []
+        if tensors:
+            with self._in_flight.next() as works:
+                works += map(post, tensors)
+        return Works([*beside, *works], tensors)
 
     def _is_small(self, tensors: Sequence[torch.Tensor]) -> bool:
         return self.device.type == "cpu" and sum(tensor.nbytes for tensor in tensors) <= SMALL
@@ -239,7 +282,7 @@ class C10dTransport(Transport):
             self._staging.close()
         is_whole = self.control.failure is None
         if self._nccl and is_whole:
-            torch.cuda.synchronize(self.device)  # what was posted must still arrive
+            self._let_arrive()
         self.control.close()
         for communicator in self._nccl.values() if is_whole else ():
             communicator.abort()
@@ -253,6 +296,15 @@ class C10dTransport(Transport):
             with suppress(RuntimeError):
                 self._count_pipelines(-1)
             self.identity = 0
+
+    def _let_arrive(self) -> None:
+        """Wait for what was posted, as long as the others are there: a finalizer may be who closes."""
+        until = time.monotonic() + self._patience.timeout_s
+        while (number := self._in_flight.number()) and self.control.failure is None:
+            if time.monotonic() > until:
+                LOG.warning("rank %d closes a pipeline with %d transfers that never came to their end", self.rank, number)
+                return
+            time.sleep(POLL_S)
 
 
 def _timeout_of(group: Any) -> timedelta:

@@ -4,9 +4,9 @@
     bytes  8..15   kind, number of tensors (uint16 each), length of the body (uint32)
     bytes 16..31   step (uint64), stage, microbatch (uint32 each)
     bytes 32..35   CRC-32 of everything else
-    then the body: kind 1, a layout: for each tensor its dtype, whether it needs a gradient, its dimensions, shape and
-    strides; then the nest as UTF-8. Kind 2, an eviction: the part of the microbatch that moves, 0 for all,
-    then the size of each message, as int64.
+    then the body: kind 1, a layout: for each tensor its dtype, whether it needs a gradient (1) or may need one another
+    time (2), its dimensions, shape and strides; then the nest as UTF-8. Kind 2, an eviction: the part of the microbatch that
+    moves, 0 for all, then the size of each message, as int64.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from bpipe.errors import CommError
 
 __all__: list[str] = []
 
-MAGIC, VERSION = b"bpipe\0", 2
+MAGIC, VERSION = b"bpipe\0", 3
 FIXED = struct.Struct("<6sHHHIQIII")
 MAX_BODY = 16 * 1024**2
 MOST_BYTES = FIXED.size + MAX_BODY
 MAX_DIMS = 64
 LAYOUT, EVICTION = 1, 2
 ABSENT = 255
+NO_GRADIENT, GRADIENT, MAYBE_LATER = range(3)
 
 DTYPES: tuple[torch.dtype, ...] = tuple(
     getattr(torch, name)
@@ -82,7 +83,8 @@ def pack_layout(subject: Subject, layout: Layout) -> bytes:
             continue
         if meta.dtype not in CODES:
             raise CommError(f"{subject}: a tensor of {meta.dtype} cannot be sent; cast it in the stage")
-        parts.append(struct.pack("<BBB", CODES[meta.dtype], meta.requires_grad, len(meta.shape)))
+        needs = GRADIENT if meta.requires_grad else MAYBE_LATER if layout.is_open and meta.is_differentiable else NO_GRADIENT
+        parts.append(struct.pack("<BBB", CODES[meta.dtype], needs, len(meta.shape)))
         parts.append(struct.pack(f"<{2 * len(meta.shape)}q", *meta.shape, *meta.stride))
     return _pack(LAYOUT, subject, len(layout.tensors), b"".join(parts) + layout.nest.encode())
 
@@ -96,17 +98,18 @@ def unpack_layout(data: bytes, expected: Subject) -> Layout:
     count, body = _unpack(data, LAYOUT, expected)
     metas: list[TensorMeta | None] = []
     try:
-        offset = 0
+        offset, is_open = 0, False
         for _ in range(count):
-            code, requires_grad, dims = struct.unpack_from("<BBB", body, offset)
-            if dims > MAX_DIMS or requires_grad > 1:
-                raise ValueError(f"{dims} dimensions, gradient flag {requires_grad}")
+            code, needs, dims = struct.unpack_from("<BBB", body, offset)
+            if dims > MAX_DIMS or needs > MAYBE_LATER:
+                raise ValueError(f"{dims} dimensions, gradient flag {needs}")
             numbers = struct.unpack_from(f"<{2 * dims}q", body, offset + 3)
             metas.append(
-                None if code == ABSENT else _checked(TensorMeta(numbers[:dims], numbers[dims:], DTYPES[code], bool(requires_grad)))
+                None if code == ABSENT else _checked(TensorMeta(numbers[:dims], numbers[dims:], DTYPES[code], needs == GRADIENT))
             )
+            is_open = is_open or needs == MAYBE_LATER
             offset += 3 + 16 * dims
-        return Layout(body[offset:].decode(), tuple(metas))
+        return Layout(body[offset:].decode(), tuple(metas), is_open)
     except (struct.error, IndexError, ValueError) as error:
         raise CommError(f"{expected}: a header holds no layout of tensors: {error}") from error
 

@@ -21,9 +21,9 @@ __all__: list[str] = []
 class _Posted:
     """One end of a copy; done once the other end was posted too."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], note: bytes | None = None) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], note: bytes | None = None, *, may_have_note: bool = False) -> None:
         self.tensors: Sequence[torch.Tensor] = tensors
-        self.note = note
+        self.note, self.may_have_note = note, may_have_note
         self._device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         self.ready = None if self._device is None else torch.cuda.current_stream(self._device).record_event()
         self.copied: torch.cuda.Event | None = None
@@ -60,6 +60,8 @@ class Wires:
         return posted
 
     def _copy(self, channel: Channel, sent: _Posted, received: _Posted) -> None:
+        if sent.may_have_note != received.may_have_note or (sent.note is not None and not sent.may_have_note):
+            raise CommError(f"{channel}: the two ends do not agree whether a message may come with a note")
         kinds = [[(tensor.dtype, tensor.numel()) for tensor in end.tensors] for end in (sent, received)]
         if kinds[0] != kinds[1]:
             sizes = [[tensor.nbytes for tensor in end.tensors] for end in (sent, received)]
@@ -105,14 +107,20 @@ class LoopbackTransport(Transport):
         """Nothing to open."""
 
     def send(
-        self, channel: Channel, tensors: Sequence[torch.Tensor], header: bytes | None = None, note: bytes | None = None
+        self,
+        channel: Channel,
+        tensors: Sequence[torch.Tensor],
+        header: bytes | None = None,
+        note: bytes | None = None,
+        *,
+        may_have_note: bool = False,
     ) -> Transfer:
         if header is not None:
             self._wires.headers[channel].append(header)
-        return self._wires.post(channel, _Posted(tensors, note), sends=True)
+        return self._wires.post(channel, _Posted(tensors, note, may_have_note=may_have_note), sends=True)
 
-    def receive(self, channel: Channel, tensors: Sequence[torch.Tensor]) -> Transfer:
-        return self._wires.post(channel, _Posted(tensors), sends=False)
+    def receive(self, channel: Channel, tensors: Sequence[torch.Tensor], *, may_have_note: bool = False) -> Transfer:
+        return self._wires.post(channel, _Posted(tensors, may_have_note=may_have_note), sends=False)
 
     def receive_header(self, channel: Channel) -> bytes:
         return self._wires.headers[channel].popleft()

@@ -55,11 +55,13 @@ class TensorMeta(NamedTuple):
 class Layout(NamedTuple):
     """What is agreed about a message: its nest, as JSON with a "T" for each tensor, and its tensors. None: not there.
 
-    A DTensor is a "T" too, its shard, inside a description of the rest.
+    A DTensor is a "T" too, its shard, inside a description of the rest. It is open if outputs that need no gradient may need one
+    another time, of which a note tells then.
     """
 
     nest: str
     tensors: tuple[TensorMeta | None, ...]
+    is_open: bool = False
 
     def __str__(self) -> str:
         return _text_of(self)

@@ -6,6 +6,8 @@ tells what each gradient really is. In the place of an absent one zeros travel, 
 travels in the note, and both ends expect it from then on.
 
     the note: a header with the layout as it is, then the bytes of each tensor that is agreed to be absent
+
+An output may need a gradient that it did not need before. Then a note of a header alone tells what is agreed from then on.
 """
 
 from __future__ import annotations
@@ -87,6 +89,25 @@ def read_note(
         None if meta is None else next(arrived) if tensor is None else _lying_as(meta, tensor)
         for meta, tensor in zip(layout.tensors, landed, strict=True)
     ]
+
+
+def needing(agreed: Layout, layout: Layout) -> Layout:
+    """What is agreed about a stage's outputs after some need a gradient that are agreed to need none."""
+    pairs = zip(agreed.tensors, layout.tensors, strict=True)
+    tensors = tuple(one._replace(requires_grad=True) if one and other and other.requires_grad else one for one, other in pairs)
+    return agreed._replace(tensors=tensors, is_open=agreed.is_open and any(map(may_need_later, tensors)))
+
+
+def may_need_later(meta: TensorMeta | None) -> bool:
+    """Whether a tensor needs no gradient, and could."""
+    return meta is not None and meta.is_differentiable and not meta.requires_grad
+
+
+def with_more(gradients: Layout, before: Layout, after: Layout) -> Layout:
+    """What is agreed about gradients when more outputs need one: those of the new ones are absent until they come in a note."""
+    pairs = [(one, other) for one, other in zip(before.tensors, after.tensors, strict=True) if one and other]
+    known = iter(gradients.tensors)
+    return Layout(gradients.nest, tuple(next(known) if one.requires_grad else None for one, other in pairs if other.requires_grad))
 
 
 def _unpacked(metas: Iterable[TensorMeta], data: bytes, device: torch.device) -> Iterator[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import torch
 import torch.distributed as dist
@@ -12,14 +12,20 @@ from bpipe.schedules.sizes import StageSizes
 __all__: list[str] = []
 
 MOST_STAGES = 64  # on one rank
-COMPARED = ("saved", "movable", "received", "sent")
+SAVED = ("saved", "movable")
+COMPARED = (*SAVED, "received", "sent")
+VARIES = -2
 
 
-def difference(group: dist.ProcessGroup, stages: Mapping[int, StageSizes], device: torch.device) -> str:
-    """Collective over a group of ranks with the same stages: say where their sizes differ; empty if nowhere. Blocks."""
+def difference(group: dist.ProcessGroup, stages: Mapping[int, StageSizes], varying: Container[int], device: torch.device) -> str:
+    """Collective over a group of ranks with the same stages: say where their sizes differ; empty if nowhere. Blocks.
+
+    What a stage saves is not compared where it varies in one of the replicas.
+    """
     mine = torch.full((MOST_STAGES, 1 + len(COMPARED)), -1, dtype=torch.int64)
     for row, (stage, sizes) in enumerate(sorted(stages.items())):
-        mine[row] = torch.tensor([stage, *(getattr(sizes, name) for name in COMPARED)])
+        numbers = [VARIES if stage in varying and name in SAVED else getattr(sizes, name) for name in COMPARED]
+        mine[row] = torch.tensor([stage, *numbers])
     on_device = mine.to(device if "nccl" in str(dist.get_backend_config(group)) else "cpu")
     gathered = [torch.empty_like(on_device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, on_device, group=group)
@@ -29,7 +35,7 @@ def difference(group: dist.ProcessGroup, stages: Mapping[int, StageSizes], devic
 
 def _row_difference(group: dist.ProcessGroup, rows: torch.Tensor) -> str:
     """Where the ranks' numbers of one stage, [ranks, numbers], are not the first rank's."""
-    differing = (rows != rows[0]).nonzero()
+    differing = ((rows != rows[0]) & ~(rows == VARIES).any(0)).nonzero()
     if not len(differing):
         return ""
     other, column = differing[0].tolist()

@@ -30,6 +30,7 @@ NOTED = 1 << 63  # in a message's length: a note follows
 MOST_NOTE_BYTES = 2**40
 MOST_PARTS = 512  # of one system call
 WRITABLE = 0x200  # PyBUF_WRITE
+_EMPTY = memoryview(LENGTH.pack(0))  # a message of no tensors
 _VIEW = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _view = _VIEW(("PyMemoryView_FromMemory", ctypes.pythonapi))
 
@@ -77,15 +78,24 @@ class Outlet(Stream):
         parts = [] if header is None else _message([memoryview(header)])
         if tensors is not None:
             parts += _message([memory_of(tensor) for tensor in tensors], note)
+        return _Sent(self._post(parts, tensors), tensors)
+
+    def send_empty(self) -> Transfer | None:
+        """Send a message of no tensors. Returns at once: None if all of it has left, as nearly always."""
+        rest = self._post([_EMPTY], None)
+        return None if rest is None else _Sent(rest, None)
+
+    def _post(self, parts: list[memoryview], owners: object) -> Future[None] | None:
+        """Send what the connection takes, and the rest from a thread, if there is any."""
         if self._late is None or self._late.done():
             if self._late is not None:
                 self._late.result()  # nothing goes out behind what did not
             parts = self._pushed(parts, socket.MSG_DONTWAIT)
         if not parts:
-            return _Sent(None, tensors)
+            return None
         self._worker = self._worker or Worker("bpipe-send")
-        self._late = self._worker.submit(partial(self._push_late, parts, tensors))
-        return _Sent(self._late, tensors)
+        self._late = self._worker.submit(partial(self._push_late, parts, owners))
+        return self._late
 
     def _push_late(self, parts: list[memoryview], owners: object) -> None:
         """Send it all; the owners of the memory stay alive until then."""

@@ -20,8 +20,8 @@ class Transfer(Protocol):
     def wait(self) -> bytes | None:
         """Return once the caller may read what arrived, or free or overwrite what was sent.
 
-        Blocks the host on CPU; on CUDA it makes the current stream wait instead, where the backend allows it. For a gradient
-        the host waits until the sender's host has sent it: it may come with a note.
+        Blocks the host on CPU; on CUDA it makes the current stream wait instead, where the backend allows it. For what may come
+        with a note, as gradients may, the host waits until the sender's host has sent it.
 
         Returns:
             The note that was sent with what arrived, if there is one.
@@ -38,11 +38,14 @@ class Transport(ABC):
         device: where the rank's stages compute.
         control: its line to the other ranks beside the channels.
         identity: of the pipeline among those of its group.
+        waits_on_device: whether the host goes on at once where a transfer is waited for, and only the device waits: then one thread
+            issues all of a step, in the order of `schedules.issue_order`.
     """
 
     device: torch.device
     control: Control
     identity: int = 0
+    waits_on_device: bool = False
 
     @abstractmethod
     def enlist(self) -> None:
@@ -62,7 +65,13 @@ class Transport(ABC):
 
     @abstractmethod
     def send(
-        self, channel: Channel, tensors: Sequence[torch.Tensor], header: bytes | None = None, note: bytes | None = None
+        self,
+        channel: Channel,
+        tensors: Sequence[torch.Tensor],
+        header: bytes | None = None,
+        note: bytes | None = None,
+        *,
+        may_have_note: bool = False,
     ) -> Transfer:
         """Post a send of contiguous tensors, behind a header if there is one. Returns at once.
 
@@ -70,11 +79,12 @@ class Transport(ABC):
             channel: of any purpose.
             tensors: as its receiver expects them.
             header: read by `receive_header`, before their receive is posted.
-            note: for a channel of gradients: comes with the tensors, unexpected.
+            note: comes with the tensors.
+            may_have_note: what its receiver says too: whether such messages may come with one.
         """
 
     @abstractmethod
-    def receive(self, channel: Channel, tensors: Sequence[torch.Tensor]) -> Transfer:
+    def receive(self, channel: Channel, tensors: Sequence[torch.Tensor], *, may_have_note: bool = False) -> Transfer:
         """Post a receive into contiguous tensors of the very sizes and dtypes that are sent. Returns at once."""
 
     @abstractmethod

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from bpipe.comm.activity import Activity, State, Status, action_at, place_of
+from bpipe.comm.activity import Activity, State, Status, place_of
 from bpipe.comm.doings import picture, waited_for
 from bpipe.comm.failure import Cause, Failure
 from bpipe.comm.frames import Frame, Kind
@@ -55,7 +55,7 @@ class Watch:
         self._rank, self._size, self._activity = rank, size, activity
         self._ask, self._fail, self._missing = ask, fail, missing
         self._patience = patience
-        self._here = (*activity.status()[:4], activity.call)  # where this rank was at the latest look
+        self._here = self._place()  # where this rank was at the latest look
         self._time_s = self._since = time.monotonic()  # of the latest look, and when this rank came to where it is
         self._asked_s: float | None = None
         self._number = 0  # of the latest question
@@ -67,7 +67,7 @@ class Watch:
     def tick(self, now: float) -> None:
         """Look at the time."""
         status, self._time_s = self._activity.status(), now
-        here = (*status[:4], self._activity.call)
+        here = self._place()
         if here != self._here:
             self._here, self._since, self._asked_s = here, now, None
         if not self._activity.is_waiting():
@@ -83,6 +83,9 @@ class Watch:
                 self._give_up(status, seconds)
             elif seconds < self._patience.timeout_s - ANSWERS_S:
                 self._asked_s = None
+
+    def _place(self) -> tuple[object, ...]:
+        return (*self._activity.status()[:4], self._activity.call, self._activity.under_way)
 
     def answer(self, asking: int) -> Status:
         """What this rank tells a rank that asks."""
@@ -136,7 +139,7 @@ class Watch:
     def _for_whom(self, status: Status) -> str:
         if status.state is State.MEETING:
             return f"for {waited_for(self._missing() or {self._rank})} to come to step {status.step}"
-        action = action_at(self._activity.plan, status)
+        action = self._activity.action()
         if action is None:
             return f"in step {status.step} for its guests to be called for"
         return f"in step {status.step}, {place_of(action)}, for rank {self._activity.group_rank(action.peer)}"

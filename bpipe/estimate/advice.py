@@ -35,7 +35,8 @@ class Candidate:
         sequences_per_s: of one pipeline.
         sequence_s: seconds of F and B of the slowest stage, for one sequence.
         stage_mfu: the share of the devices' peak that this stage reaches alone, without what it recomputes; None if measured.
-        peak_bytes: predicted of each rank.
+        device_peak_bytes: predicted of each rank: all that its device holds.
+        peak_bytes: of that, the most that is activations: what microbatches save, and guests.
         working_bytes: made again by a backward that recomputes, and not in the peaks.
         fits: whether every rank has room.
         reason: why, with the rank that needs most.
@@ -55,6 +56,7 @@ class Candidate:
     sequences_per_s: float
     sequence_s: float
     stage_mfu: float | None
+    device_peak_bytes: tuple[int, ...]
     peak_bytes: tuple[int, ...]
     working_bytes: int
     fits: bool
@@ -184,7 +186,8 @@ def _table(candidates: Sequence[Candidate]) -> str:
     fitting = [one for one in candidates if one.fits]
     others = [one for one in candidates if not one.fits]
     shown = [*fitting[:MOST_FITTING], *others[:MOST_OTHERS]]
-    head = ("sequences/s", "step s", "schedule", "stages", "microbatch", "recomputation", "peak GiB by rank", "fits")
+    how = ("sequences/s", "step s", "schedule", "stages", "microbatch", "recomputation")
+    head = (*how, "device GiB by rank", "activations GiB", "fits")
     rows = [head, *(_row(one) for one in shown)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
@@ -200,6 +203,7 @@ def _row(one: Candidate) -> tuple[str, ...]:
         str(one.num_stages),
         str(one.microbatch_size),
         one.recomputation,
+        _peaks(one.device_peak_bytes),
         _peaks(one.peak_bytes),
         f"{'yes' if one.fits else 'no'}: {one.reason}",
     )

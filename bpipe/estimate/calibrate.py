@@ -73,17 +73,17 @@ def _worked(timeline: Timeline) -> dict[tuple[Op, int, int], float]:
 
 
 def _saved(timeline: Timeline, stage: int) -> int:
-    """The bytes of a slot: what a rank holds beyond its idle bytes when it occupies the most."""
+    """The bytes of a slot: what a rank's own microbatches save when it occupies the most."""
     rank = timeline.plan.stage_ranks[stage]
-    lane = timeline.actions[rank]
-    slots, live = max(zip(occupancy(timeline.plan.actions[rank]), lane.live_bytes), default=(0, 0))
-    return (live - lane.idle_bytes) // slots if slots else 0
+    slots, saved = max(zip(occupancy(timeline.plan.actions[rank]), timeline.actions[rank].activation_bytes), default=(0, 0))
+    return saved // slots if slots else 0
 
 
 def _static(timeline: Timeline, rank: int, saved: Sequence[int]) -> int:
-    """A stage's share of what a rank holds besides microbatches and the rooms for its guests."""
+    """A stage's share of what a rank holds besides its own microbatches, messages and the rooms for its guests."""
+    lane = timeline.actions[rank]
     rooms = sum(map(sum, timeline.plan.rooms(rank, lambda action: saved[action.stage]).values()))
-    return max(0, timeline.actions[rank].idle_bytes - rooms) // timeline.plan.stage_ranks.count(rank)
+    return max(0, lane.static_bytes + lane.room_bytes - rooms) // timeline.plan.stage_ranks.count(rank)
 
 
 def _series(taken: Taken, op: Op, stage: int, plan: Plan) -> list[float]:

@@ -71,7 +71,7 @@ class Evaluator:
                 found += self._candidates(case)
         if progress is not None:
             progress(len(cases), len(cases))
-        found.sort(key=lambda one: (one.is_balanced, order[one.recomputation], max(one.peak_bytes)))
+        found.sort(key=lambda one: (one.is_balanced, order[one.recomputation], max(one.device_peak_bytes)))
         return tuple(sorted(found, key=lambda one: (not one.fits, _digits(one.step_s))))
 
     def _is_worth_it(self, case: Case, fitting: Sequence[Candidate]) -> bool:
@@ -111,7 +111,7 @@ class Evaluator:
     def _candidate(self, variant: Variant, case: Case, plain: Candidate | None) -> Candidate:
         plan, load = variant.plan, self.load((variant.plan.num_stages, *case[1:]))
         timeline = simulate(plan, load.costs)
-        peaks = tuple(timeline.peak_bytes(rank) for rank in range(plan.num_ranks))
+        peaks = tuple(map(timeline.device_peak_bytes, range(plan.num_ranks)))
         fits, reason = self._verdict(peaks, load)
         return Candidate(
             schedule=variant.schedule,
@@ -126,7 +126,8 @@ class Evaluator:
             sequences_per_s=self.batch / timeline.makespan_s,
             sequence_s=_slowest_s(plan, load.costs) / case[1],
             stage_mfu=load.stage_mfu,
-            peak_bytes=peaks,
+            device_peak_bytes=peaks,
+            peak_bytes=tuple(map(timeline.peak_bytes, range(plan.num_ranks))),
             working_bytes=load.working_bytes,
             fits=fits,
             reason=reason,

@@ -15,7 +15,7 @@ EQUAL = 0.0005  # what "0.0%" and "1.000 times" show
 
 def nothing_fits(candidates: Sequence[Candidate]) -> str:
     """No rank has room enough."""
-    least = min(candidates, key=lambda one: max(one.peak_bytes) + one.working_bytes)
+    least = min(candidates, key=lambda one: max(one.device_peak_bytes) + one.working_bytes)
     return (
         f"Nothing fits: {least.name} needs least, and {least.reason}.\n"
         "What makes it less: more stages or tensor parallelism; recomputation (selective, then full) or fused attention, where it "
@@ -128,7 +128,7 @@ def _gain(plain: Candidate, balanced: Candidate) -> float:
 
 
 def _numbers(one: Candidate) -> str:
-    return f"{one.step_s:.4g} s a step, {gib(max(one.peak_bytes))} GiB"
+    return f"{one.step_s:.4g} s a step, {gib(max(one.device_peak_bytes))} GiB"
 
 
 def _gains(value: float) -> str:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
-from torch.utils._pytree import tree_leaves
 
 from bpipe.errors import StageError
+from bpipe.nest import leaves_of
 
 __all__: list[str] = []
+
+MOST_LEAVES = 10_000  # of what one Function keeps: who keeps more keeps a whole program
 
 
 class Kept(NamedTuple):
@@ -45,6 +48,11 @@ def _attributes(node: Any, where: str) -> Iterator[Kept]:
             'mode="reduce-overhead" instead.'
         )
     reason = f"kept by {function.__name__} as an attribute of its ctx; with ctx.save_for_backward it could move"
-    for tensor in tree_leaves(vars(node)):
-        if isinstance(tensor, torch.Tensor):
-            yield Kept(weakref.ref(tensor), reason)
+    for tensor in tensors_kept_in(vars(node)):
+        yield Kept(weakref.ref(tensor), reason)
+
+
+def tensors_kept_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of a nest, of the objects in it and of the functions; not those of torch's own objects, such as a DeviceMesh."""
+    leaves = islice(leaves_of(value, without="torch"), MOST_LEAVES)
+    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import zip_longest
+from math import ceil
 from typing import NamedTuple
 
 from bpipe.memory.stash import Contents
@@ -29,6 +31,22 @@ class Footprint(NamedTuple):
         """The same microbatch as another look found it."""
         own, movable, shared = footprint_of(contents)[:3]
         return self._replace(own_bytes=own, movable_bytes=movable, shared_bytes=shared, parts=parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """All that it saved, whoever else owns it: the same for microbatches alike, wherever they stand in a step."""
+        return self.own_bytes + self.shared_bytes
+
+    def with_between_of(self, other: Footprint) -> Footprint:
+        """The same, and what another one like it has shown of the halves of its backward, if it has shown nothing itself."""
+        shown = [one.between_bytes for one in (self, other) if one.between_bytes is not None]
+        return self._replace(between_bytes=max(shown, default=None))
+
+    def with_more(self, num_bytes: int) -> Footprint:
+        """That of a microbatch which saved so much more than this one, or less (negative)."""
+        own = max(0, self.own_bytes + num_bytes)
+        movable = min(self.movable_bytes, own)
+        return self._replace(own_bytes=own, movable_bytes=movable, parts=(movable,), between_bytes=None)
 
     def saved_by(self, part: int) -> int:
         """What a piece of its forward saves: a part, if it has as many, and with the first what cannot move."""
@@ -60,6 +78,26 @@ def footprint_of(contents: Contents) -> Footprint:
     return Footprint(contents.own_bytes, contents.movable_bytes, shared)
 
 
+def spanning(one: Footprint, other: Footprint) -> Footprint:
+    """A footprint that covers two: of microbatches alike, that of either."""
+    if one == other:
+        return one
+    parts = tuple(max(column) for column in zip_longest(one.parts, other.parts, fillvalue=0))
+    movable = sum(parts) if parts else max(one.movable_bytes, other.movable_bytes)
+    between = [each.between_bytes for each in (one, other) if each.between_bytes is not None]
+    return Footprint(
+        own_bytes=movable + max(each.own_bytes - each.movable_bytes for each in (one, other)),
+        movable_bytes=movable,
+        shared_bytes=max(one.shared_bytes, other.shared_bytes),
+        parts=parts,
+        received_bytes=max(one.received_bytes, other.received_bytes),
+        sent_bytes=max(one.sent_bytes, other.sent_bytes),
+        kept_received_bytes=min(one.kept_received_bytes, other.kept_received_bytes),
+        kept_sent_bytes=min(one.kept_sent_bytes, other.kept_sent_bytes),
+        between_bytes=max(between, default=None),
+    )
+
+
 def covering(footprints: Iterable[Footprint]) -> StageSizes:
     """Sizes within which each of some microbatches of a stage stays; those of one, if they are alike."""
     return largest_of(footprint.sizes() for footprint in set(footprints))
@@ -78,3 +116,13 @@ def largest_of(some: Iterable[StageSizes]) -> StageSizes:
         kept_sent=min(one.kept_sent for one in sizes),
         between=max(one.late for one in sizes) if is_halved else None,
     )
+
+
+def with_margin(sizes: StageSizes, margin: float) -> StageSizes:
+    """Sizes whose saved bytes are larger by a share; messages are agreed, and do not vary."""
+
+    def more(num_bytes: int) -> int:
+        return num_bytes + ceil(num_bytes * margin)
+
+    between = None if sizes.between is None else more(sizes.between)
+    return replace(sizes, parts=tuple(map(more, sizes.parts)), fixed=more(sizes.fixed), between=between)

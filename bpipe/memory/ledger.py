@@ -10,14 +10,14 @@ from bpipe.schedules import Action
 __all__: list[str] = []
 
 Key = tuple[int, int]  # stage, microbatch
-Kind = tuple[int, str]  # stage, and what its microbatch looks like: those of a kind take the same memory
+Kind = tuple[int, str]  # stage, and what its microbatch looks like
 
 
 class Ledger:
     """What one step keeps on one rank.
 
-    Microbatches that were followed are entered with their own bytes; those that the plan leaves alone with the bytes of the
-    measured microbatch of their stage and shapes.
+    Microbatches that were looked at are entered with their own bytes; the others with the bytes of a measured one of their stage
+    and shapes whose graph has as many nodes.
     """
 
     def __init__(self) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 __all__: list[str] = []
@@ -23,12 +24,16 @@ def nodes_behind(edges: Iterable[GradientEdge]) -> list[Node]:
     return list(seen)
 
 
-def saved_by(node: Node) -> Iterator[tuple[Any, Any]]:
-    """Yield the tensors that a node has saved, each with what hooks made of it; None where there is none."""
-    for name in _saved_names(type(node)):
+def saved_by(node: Node) -> list[tuple[Any, Any]]:
+    """The tensors that a node has saved, each with what hooks made of it; None where there is none."""
+    found: list[tuple[Any, Any]] = []
+    for name in _saved_names(BackwardCFunction if isinstance(node, BackwardCFunction) else type(node)):
         value = getattr(node, name)
-        for saved in value if isinstance(value, tuple) else (value,):
-            yield saved, getattr(saved, "data", None)
+        if type(value) is tuple:
+            found += [(saved, getattr(saved, "data", None)) for saved in value]
+        else:
+            found += ((value, getattr(value, "data", None)),)
+    return found
 
 
 @cache

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 
 from bpipe.memory.footprint import Footprint
 from bpipe.memory.ledger import Key
@@ -30,9 +29,14 @@ class Peaks:
         """The most bytes that a rank's own microbatches take."""
         known, same, peak = self._scanned
         if known is not plan or same != footprints:
-            peak = max(occupancy(plan.actions[rank], _meter(plan, footprints, self._with_messages)), default=0)
+            peak = max(taken(plan, rank, footprints, with_messages=self._with_messages), default=0)
             self._scanned = (plan, dict(footprints), peak)
         return peak
+
+
+def taken(plan: Plan, rank: int, footprints: Mapping[Key, Footprint], *, with_messages: bool) -> Iterator[int]:
+    """Yield the bytes that a rank's own microbatches take while each of its actions runs."""
+    return occupancy(plan.actions[rank], _meter(plan, footprints, with_messages))
 
 
 def _meter(plan: Plan, footprints: Mapping[Key, Footprint], with_messages: bool) -> Meter:
@@ -65,4 +69,4 @@ def _by_microbatch(amounts: Sequence[Amount]) -> Amount:
 
 def _sizes(footprint: Footprint, num_parts: int, with_messages: bool) -> StageSizes:
     sizes = footprint.sizes(num_parts)
-    return sizes if with_messages else replace(sizes, received=0, sent=0, kept_received=0, kept_sent=0)
+    return sizes if with_messages else sizes.without_messages()

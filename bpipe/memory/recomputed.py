@@ -15,7 +15,7 @@ import torch
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
-from bpipe.memory.attributes import Kept
+from bpipe.memory.attributes import Kept, tensors_kept_in
 from bpipe.memory.nodes import saved_by
 from bpipe.memory.stash import Cached, Saved
 
@@ -38,21 +38,32 @@ def kept_by_checkpoints(nodes: Iterable[Node]) -> tuple[list[Cached], list[Kept]
         if guard is not None:
             cached += [Cached(weakref.ref(one), one._version, weakref.ref(guard)) for one in outputs if _is_alias(one)]
             outputs = [one for one in outputs if not _is_alias(one)]
-        found = [*outputs, *tree_leaves([list(cells.values()), *_arguments(frame)])]
-        kept += [Kept(weakref.ref(leaf), OF_A_REGION) for leaf in found if isinstance(leaf, torch.Tensor)]
+        found = [*outputs, *tensors_kept_in([list(cells.values()), *_arguments(frame)])]
+        kept += [Kept(weakref.ref(one), OF_A_REGION) for one in found]
     return cached, kept
 
 
 def _frames(nodes: Iterable[Node]) -> Iterable[Any]:
-    """The frames of the regions, those nearest to the stage's outputs first."""
-    return {id(frame): frame for node in nodes if (frame := _frame_of(node)) is not None}.values()
+    """The frames of the regions, those nearest to the stage's outputs first; a region inside another one leads to that."""
+    found: dict[int, Any] = {}
+    todo = [frame for node in nodes if (frame := _frame_of(saved for saved, _ in saved_by(node))) is not None]
+    for frame in todo:  # which grows
+        if id(frame) not in found:
+            found[id(frame)] = frame
+            outer = _frame_of(_inputs(frame))
+            todo += [] if outer is None else [outer]
+    return found.values()
 
 
-def _frame_of(node: Node) -> Any:
-    """The region in which a node is, if that is recomputed: what it saved all leads there."""
-    hooks = (getattr(saved, "unpack_hook", None) for saved, _ in saved_by(node))
-    hook = next((hook for hook in hooks if hook is not None), None)
+def _frame_of(saved: Iterable[Any]) -> Any:
+    """The region in which some tensors were saved, if that is recomputed: what is saved there all leads to it."""
+    hook = next((hook for one in saved if (hook := getattr(one, "unpack_hook", None)) is not None), None)
     return _cells(hook).get("frame") if getattr(hook, "__module__", "") == "torch.utils.checkpoint" else None
+
+
+def _inputs(frame: Any) -> list[Any]:
+    """The positional tensors of a region, as it has saved them."""
+    return [*getattr(frame, "saved_args", ()), *getattr(_input_node(frame), "_raw_saved_tensors", ())]
 
 
 def _cells(function: Any) -> dict[str, Any]:
@@ -85,8 +96,7 @@ def _is_alias(output: torch.Tensor) -> bool:
 
 def _guard_of(frame: Any) -> Saved | None:
     """A positional input of a region, as we follow it."""
-    inputs = [*getattr(frame, "saved_args", ()), *getattr(_input_node(frame), "_raw_saved_tensors", ())]
-    followed = [one.data for one in inputs if isinstance(getattr(one, "data", None), Saved)]
+    followed = [one.data for one in _inputs(frame) if isinstance(getattr(one, "data", None), Saved)]
     return next((one for one in followed if one.tensor.numel()), None)  # before 2.13, the first is empty, and none of ours
 
 

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
 
 from bpipe.errors import SavedTensorError, StageError, text_of
-from bpipe.memory.attributes import Kept
+from bpipe.memory.attributes import Kept, tensors_kept_in
+from bpipe.memory.originals import APPLY, Original
 from bpipe.memory.storages import Held, Storage, keys_of, owners, settle, shares_parts, storages_of
 
 __all__: list[str] = []
@@ -31,13 +31,17 @@ FORGOTTEN = "a stage's graph is used a second time, after its backward. Compute 
 
 
 class Saved:
-    """What a saved-tensor hook hands to autograd: an alias of the tensor, its version, and its place in the order of saving."""
+    """What a saved-tensor hook hands to autograd: an alias of the tensor, its version, and its place in the order of saving.
 
-    __slots__ = ("__weakref__", "is_away", "is_forgotten", "is_no_alias", "order", "tensor", "version")
+    Where a custom Function saves it, its original is noted.
+    """
+
+    __slots__ = ("__weakref__", "is_away", "is_forgotten", "is_no_alias", "order", "original", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, order: int) -> None:
         self.order, self.is_away, self.is_forgotten = order, False, False
-        self.tensor = tensor if isinstance(tensor, torch.nn.Parameter) else tensor.detach()
+        self.original: Original | None = None
+        self.tensor = tensor if tensor.is_leaf and isinstance(tensor, torch.nn.Parameter) else tensor.detach()
         self.version = tensor._version
         self.is_no_alias = shares_parts(self.tensor, tensor)
 
@@ -79,7 +83,7 @@ class _Taken(Saved):
 
     def __init__(self, tensor: torch.Tensor, version: int, guard: Saved) -> None:
         self.order, self.tensor, self.version, self._guard = guard.order, tensor, version, guard
-        self.is_away, self.is_forgotten, self.is_no_alias = guard.is_away, False, False
+        self.is_away, self.is_forgotten, self.is_no_alias, self.original = guard.is_away, False, False, None
 
     @property
     def guard(self) -> Saved:
@@ -193,12 +197,14 @@ class Stash:
         self._is_cut = cuts is not None
         self._device = device
         self._foreign = foreign
+        self._apart: list[StorageWeakRef] = []  # which keep addresses from being used again
         self._saved: list[weakref.ref[Saved]] = []
         self._num_saved = 0
         self._outputs: set[int] = set()  # first savings of storages that are sent to the next stage
         self._lent: set[int] = set()  # likewise of those that the next stage, on this rank, got without a transfer
         self._borrowed: dict[int, StorageWeakRef] = {}  # what this one got so from the stage before
         self._away: dict[int, list[weakref.ref[Saved]]] = {}  # by part; 0 stands for all
+        self.has_functions = False  # whether custom Functions have saved something
         self.kept: list[Kept] = []  # what no hook has seen
         self._packed: list[Kept] = []  # what the user's own hook has made
         self._users: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = None
@@ -223,14 +229,14 @@ class Stash:
         order = self._num_saved
         self._num_saved += 1
         if not isinstance(value, torch.Tensor):
-            self._packed += [Kept(weakref.ref(one), PACKED) for one in tree_leaves(value) if self._is_here(one)]
+            here = [one for one in tensors_kept_in(value) if not self._is_elsewhere(one.device)]
+            self._packed += [Kept(weakref.ref(one), PACKED) for one in here]
             return Packed(value, order)
         saved = Saved(value, order)
+        if self._users is None and sys._getframe(1).f_code is APPLY:
+            saved.original, self.has_functions = Original(tensor), True
         self._saved.append(weakref.ref(saved))
         return saved
-
-    def _is_here(self, value: object) -> bool:
-        return isinstance(value, torch.Tensor) and not self._is_elsewhere(value.device)
 
     def _unpack(self, saved: Saved | Packed) -> torch.Tensor:
         if saved.is_forgotten:
@@ -257,6 +263,11 @@ class Stash:
                 f"{saved.tensor.dtype}, version {saved.tensor._version}, expected {saved.version}. "
                 "Replace the in-place operation, or clone the tensor before it."
             )
+
+    def set_apart(self, tensors: Iterable[torch.Tensor], reason: str) -> None:
+        """These are no activations either, as long as they live: copies that stand in for what is known as such."""
+        apart = {storage._cdata: StorageWeakRef(storage) for tensor in tensors for storage in storages_of(tensor)}
+        self._foreign, self._apart = {**self._foreign, **dict.fromkeys(apart, reason)}, list(apart.values())
 
     def borrow(self, tensors: Iterable[torch.Tensor]) -> None:
         """These belong to the stage before, on this rank, as long as it keeps them."""

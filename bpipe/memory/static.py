@@ -5,25 +5,64 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch.nn.parameter import is_lazy
 
+from bpipe.memory.makeup import UNREADABLE, buffers_of, looks_of
 from bpipe.memory.storages import storages_of
 
 __all__: list[str] = []
 
 
-def static_bytes(modules: Sequence[torch.nn.Module], device: torch.device, optimizer: torch.optim.Optimizer | None = None) -> int:
-    """The bytes on a device of what is there, and of the gradients that are still to come."""
-    return present_bytes(modules, device, optimizer) + coming_bytes(modules, device)
+class StaticBytes:
+    """The static bytes of a rank, which are counted anew when something has come, gone, or is not what it was.
+
+    Args:
+        device: where they lie.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seen: object = None
+        self.num_bytes = 0  # counted last
+
+    def has_changed(self, modules: Sequence[torch.nn.Module], seen: object) -> bool:
+        """Count at the end of a step, if need be; whether there was.
+
+        Args:
+            modules: of the rank's stages.
+            seen: what tells a change of what they consist of, as `standing` does.
+        """
+        if seen == self._seen:
+            return False
+        self._seen, self.num_bytes = seen, static_bytes(modules, self._device)
+        return True
 
 
-def present_bytes(modules: Sequence[torch.nn.Module], device: torch.device, optimizer: torch.optim.Optimizer | None = None) -> int:
-    """The bytes of parameters, of gradients and buffers, and of an optimizer's states that are on a device; shared ones once."""
+def standing(modules: Sequence[torch.nn.Module], parameters: Sequence[torch.nn.Parameter]) -> object:
+    """What a step may change of what stays, if the modules do: gradients, where parameters lie, and buffers."""
+    gradients = [(one.requires_grad, one.grad is None) for one in parameters]
+    return gradients, _places(parameters), looks_of(buffers_of(modules))
+
+
+def _places(parameters: Sequence[torch.nn.Parameter]) -> object:
+    """Where parameters lie, which tells of those that come to share their memory, or no longer do."""
+    try:
+        return [*map(torch.Tensor.data_ptr, parameters)]
+    except UNREADABLE:
+        return object()  # like nothing that was seen
+
+
+def static_bytes(modules: Sequence[torch.nn.Module], device: torch.device) -> int:
+    """The bytes on a device of what is there, and of the gradients that are still to come; `memory/optimizers` adds the states."""
+    return present_bytes(modules, device) + coming_bytes(modules, device)
+
+
+def present_bytes(modules: Sequence[torch.nn.Module], device: torch.device) -> int:
+    """The bytes of parameters, of gradients and of buffers that are on a device; shared ones once."""
     parameters = _parameters(modules)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    buffers = [buffer for module in modules for buffer in module.buffers()]
-    states = [] if optimizer is None else [leaf for leaf in tree_leaves(optimizer.state) if isinstance(leaf, torch.Tensor)]
-    return bytes_under([*parameters, *gradients, *buffers, *states], device)
+    buffers = [buffer for module in modules for buffer in module.buffers() if not is_lazy(buffer)]
+    return bytes_under([*parameters, *gradients, *buffers], device)
 
 
 def coming_bytes(modules: Sequence[torch.nn.Module], device: torch.device) -> int:
@@ -50,5 +89,6 @@ def _is_on(one: torch.device, device: torch.device) -> bool:
 
 
 def _parameters(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
-    """Each parameter once, tied ones too."""
-    return list({id(parameter): parameter for module in modules for parameter in module.parameters()}.values())
+    """Each parameter once, tied ones too; not those without memory yet."""
+    found = [parameter for module in modules for parameter in module.parameters() if not is_lazy(parameter)]
+    return list({id(parameter): parameter for parameter in found}.values())

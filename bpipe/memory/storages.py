@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,13 +12,11 @@ __all__: list[str] = []
 Storage = torch.UntypedStorage
 
 
-def storages_of(tensor: torch.Tensor) -> Iterator[Storage]:
-    """Yield the storages that hold a tensor's data, those inside a wrapper subclass (such as DTensor) included."""
+def storages_of(tensor: torch.Tensor) -> Sequence[Storage]:
+    """The storages that hold a tensor's data, those inside a wrapper subclass (such as DTensor) included."""
     if type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__"):
-        for part in _parts(tensor).values():
-            yield from storages_of(part)
-    elif tensor.layout is torch.strided:
-        yield tensor.untyped_storage()
+        return [storage for part in _parts(tensor).values() for storage in storages_of(part)]
+    return (tensor.untyped_storage(),) if tensor.layout is torch.strided else ()
 
 
 def shares_parts(alias: torch.Tensor, tensor: torch.Tensor) -> bool:
@@ -71,6 +69,28 @@ def _calibrate() -> int:
 
 
 _WRAPPER = _calibrate()
+_ONE_OWNER = _WRAPPER + 1
+
+
+def shared_among(tensors: Iterable[torch.Tensor | None], others: Container[int] = ()) -> list[int]:
+    """The places of tensors that may share memory: of all but plain ones, each the only owner of its storage.
+
+    Mostly there are none among many, which costs two calls for each of them.
+
+    Args:
+        tensors: or None.
+        others: storages that are somebody else's.
+    """
+    places = []
+    for place, one in enumerate(tensors):
+        if one is None:
+            continue
+        if type(one) is torch.Tensor and one.layout is torch.strided:
+            storage = one.untyped_storage()
+            if torch._C._storage_Use_Count(storage._cdata) == _ONE_OWNER and storage._cdata not in others:
+                continue
+        places.append(place)
+    return places
 
 
 class Held(NamedTuple):

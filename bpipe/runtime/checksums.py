@@ -34,8 +34,7 @@ class Checksum(NamedTuple):
 def checksum_of(value: Any) -> Checksum:
     """Read all tensors in a nest, each bit of which counts, and its place too."""
     found = Checksum([], [])
-    with torch.no_grad():
-        _read(value, found)
+    _read(value, found)
     return found
 
 
@@ -43,7 +42,8 @@ def _read(value: Any, found: Checksum) -> None:
     parts = inside(value)
     if parts is None:
         found.outline.append(_outline(value))
-        found.sums.extend(_sums(value.detach()) if isinstance(value, torch.Tensor) else ())
+        if isinstance(value, torch.Tensor):
+            found.sums.extend(_sums(value.detach()))
         return
     found.outline.append(f"{type(value).__qualname__}{parts.context}{list(parts.keys)}")
     for part in parts.parts:
@@ -59,6 +59,8 @@ def _outline(leaf: Any) -> str:
 
 
 def _sums(tensor: torch.Tensor) -> list[Sum]:
+    if type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.device.type == "cpu" and not tensor.is_nested:
+        return [sum_of_bits(tensor)]
     if hasattr(tensor, "trigger_wait"):  # a collective operation still writes it
         return _sums(tensor.trigger_wait())
     if type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__"):
@@ -99,11 +101,12 @@ def _number(total: torch.Tensor) -> Sum:
 
 def _sum(of_bytes: torch.Tensor) -> torch.Tensor:
     """Add 32-bit words in 64 bits: with odd weights, none of their bits is shifted out."""
-    num_words = len(of_bytes) // 4
+    num_bytes = of_bytes.numel()
+    num_words = num_bytes // 4
     width = isqrt(num_words)
     in_square = width * (num_words // width) if num_words > _FEW else 0
     totals = [_weighted(of_bytes[in_square * 4 : num_words * 4].view(torch.int32))] if in_square < num_words else []
-    if len(of_bytes) % 4:
+    if num_bytes % 4:
         totals.append(5 * _weighted(_last_word(of_bytes[num_words * 4 :])))  # a weight that no word next to it has
     if in_square:
         square = of_bytes[: in_square * 4].view(torch.int32).view(-1, width)
@@ -117,9 +120,5 @@ def _last_word(rest: torch.Tensor) -> torch.Tensor:
 
 
 def _weighted(words: torch.Tensor) -> torch.Tensor:
-    weights = _weights(len(words), words.device)
+    weights = torch.arange(1, 2 * words.numel(), 2, device=words.device).pow(3)
     return words.long().dot(weights) if words.device.type == "cpu" else (words * weights).sum()
-
-
-def _weights(length: int, device: torch.device) -> torch.Tensor:
-    return torch.arange(1, 2 * length, 2, device=device).pow(3)

@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import GradientEdge, Node, increment_version
+from torch.autograd.graph import GradientEdge, increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
 from bpipe import microbatch as mb
-from bpipe.autograd import Box, edges_of, enter, run_backward
-from bpipe.comm.message import Layout, dense, meta_of, put_together, take_apart
+from bpipe.autograd import Box, edges_of, enter
+from bpipe.comm.message import Layout, TensorMeta, dense, meta_of, put_together, take_apart
+from bpipe.comm.note import may_need_later
 from bpipe.errors import StageError
 from bpipe.memory.ledger import Key
 from bpipe.memory.storages import keys_of, storages_of
 from bpipe.merging import check_merge
+from bpipe.runtime.divided import Divided, Graph
 from bpipe.runtime.evictions import Evictions
 from bpipe.runtime.new_gradients import NewGradients, owned
 from bpipe.runtime.pieces import PiecesOf
 from bpipe.runtime.replicated import equalise_buffers
 from bpipe.runtime.rerun import Rerun, Reruns
-from bpipe.runtime.state import BATCH, Learned
-from bpipe.runtime.traffic import Mail, Place, Traffic
+from bpipe.runtime.restorable import BATCH
+from bpipe.runtime.state import Learned
+from bpipe.runtime.traffic import Mail, Place, Traffic, versions_of
+from bpipe.runtime.user_hooks import UserHooks
 from bpipe.schedules import Action, Op
-from bpipe.split import GivenHalf, WeightHalf, run_input_half
 from bpipe.stage import Parts, PipelineStage
 
 __all__: list[str] = []
+
+PARAMETER = "a parameter"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +64,6 @@ class Job:
     merge_spec: Any
 
 
-@dataclass
-class Graph:
-    """What is kept of a microbatch between its forward and its backward, besides what autograd saved."""
-
-    edges: list[GradientEdge]
-    box: Box
-
-
 class _Inputs(NamedTuple):
     """What a forward gets.
 
@@ -77,6 +73,7 @@ class _Inputs(NamedTuple):
         shapes: what the microbatch looks like.
         is_received: whether they come from the stage before.
         borrowed: what the stage before, on this rank, handed over: its tensor, ours over the same memory, and our version.
+        fixed: storages of received inputs that never need a gradient.
     """
 
     args: tuple[Any, ...]
@@ -84,6 +81,7 @@ class _Inputs(NamedTuple):
     shapes: str
     borrowed: Sequence[tuple[torch.Tensor, torch.Tensor, int]] = ()
     is_received: bool = True
+    fixed: Collection[int] = ()
 
     @property
     def received(self) -> tuple[Any, ...]:
@@ -106,6 +104,7 @@ class Compute:
         traffic: where inputs arrive and results leave.
         has_backward: whether graphs are built.
         undivided: the stages whose backward runs as a whole, in its input half.
+        hooks: the user's.
         recomputed: the microbatches whose forward runs twice.
         learned: what is known of the stages whose forwards run twice.
     """
@@ -118,7 +117,8 @@ class Compute:
         traffic: Traffic,
         *,
         has_backward: bool,
-        undivided: Collection[int] = (),
+        undivided: set[int] | None = None,
+        hooks: UserHooks | None = None,
         recomputed: Collection[Key] = (),
         learned: MutableMapping[int, Learned],
     ) -> None:
@@ -126,13 +126,14 @@ class Compute:
         self.outputs: list[Any] = []
         self._stages, self._job, self._traffic, self._has_backward = stages, job, traffic, has_backward
         self._parts = parts
-        self._undivided, self._recomputed = undivided, recomputed
+        self._recomputed = recomputed
         self._learned = learned
         self.reruns = Reruns()
         self._waiting: dict[Key, tuple[Rerun, Mail | None]] = {}  # for their second forward, with what the stage before has sent
         self._graphs: dict[Key, Graph] = {}
-        self._halves: dict[Key, WeightHalf] = {}
         self._new_gradients = NewGradients(parts if has_backward else {})
+        self._hooks = UserHooks({}, {}) if hooks is None else hooks
+        self._divided = Divided(set() if undivided is None else undivided, self._hooks, self._new_gradients.separate)
         self._foreign: dict[int, str] | None = None
         self._foreign_alive: list[StorageWeakRef] = []
 
@@ -154,8 +155,8 @@ class Compute:
             modules = [module for parts in self._parts.values() for module in parts.modules]
             buffers = [buffer for module in modules for buffer in module._buffers.values()]
             parameters = [parameter for module in modules for parameter in module._parameters.values()]
-            batch = _storages(mb.tensors_in([self._job.args, self._job.kwargs, self._job.targets]))
-            kinds = {BATCH: batch, "a buffer": _storages(buffers), "a parameter": _storages(parameters)}
+            batch = _storages(mb.tensors_in([self._job.args, self._job.kwargs, self._job.targets], set()))
+            kinds = {BATCH: batch, "a buffer": _storages(buffers), PARAMETER: _storages(parameters)}
             self._foreign = {storage._cdata: kind for kind, storages in kinds.items() for storage in storages}
             self._foreign_alive = [StorageWeakRef(storage) for storages in kinds.values() for storage in storages]
         return self._foreign
@@ -170,12 +171,12 @@ class Compute:
         if key in self._recomputed:
             self._first_forward(action)
             return
-        inputs = self._inputs(action, self._mail(action))
+        inputs, num_common = self._inputs(action, self._mail(action)), self._hooks.num_common
         stash = evictions.follow(action, inputs.shapes, inputs.received, pieces) if self._has_backward else None
         with torch.set_grad_enabled(self._has_backward), stash.capture() if stash is not None else nullcontext():
             output = stage.submod(*inputs.args, **self._job.kwargs[action.microbatch])
             inputs.report_changes()
-            box, borrowed = inputs.box, keys_of(lent for lent, *_ in inputs.borrowed)
+            box, borrowed, fixed = inputs.box, keys_of(lent for lent, *_ in inputs.borrowed), inputs.fixed
             del inputs
             loss = self._loss(output, action.microbatch) if stage.is_last else None
         if pieces is not None:
@@ -185,10 +186,10 @@ class Compute:
                 evictions.returned(key, (output, loss))
             made = self._finish_microbatch(output, loss)
         else:
-            made = self._hand_on(output, key, borrowed)
+            made = self._hand_on(output, key, borrowed, fixed)
         del output, loss
         if self._has_backward:
-            self._graphs[key] = Graph(edges_of(made), box)
+            self._graphs[key] = Graph(edges_of(made), box, self._hooks.num_common > num_common)
             del made
             evictions.after_forward(key, stash, self._graphs[key].edges)
 
@@ -200,9 +201,8 @@ class Compute:
         given = mb.tensors_in([inputs.args, self._job.kwargs[microbatch], target, dict(self._job.loss_kwargs)])
         equalise_buffers(self._parts[action.stage].modules)
         running = [stage.submod, *([self._job.loss_fn] if stage.is_last else ())]
-        learned = self._learned.setdefault(action.stage, Learned(running))
         device, foreign = self._traffic.transport.device, self.foreign()
-        rerun = Rerun(action.stage, microbatch, given, learned, self.reruns, device, foreign)
+        rerun = Rerun(action.stage, microbatch, given, running, self._known(action.stage), self.reruns, device, foreign)
         self._waiting[action[1:3]] = rerun, mail
         with torch.enable_grad(), rerun.first():
             output, loss = self._returned(action, inputs)
@@ -210,16 +210,26 @@ class Compute:
         if stage.is_last:
             self._finish_microbatch(output, loss)
         else:
-            self._hand_on(output, action[1:3], set())
+            self._hand_on(output, action[1:3], set(), inputs.fixed)
+
+    def _known(self, stage: int) -> Learned:
+        """What is known of a stage whose forwards run twice, unless it consists of something else by now."""
+        known, makeup = self._learned.get(stage), self._parts[stage].makeup
+        if known is None or known.makeup != makeup:
+            known = self._learned[stage] = Learned(makeup)
+        return known
 
     def recompute(self, action: Action, evictions: Evictions) -> None:
         """The second of a microbatch's two forwards: it makes the graph, and saves what the backward needs."""
         key = action[1:3]
         rerun, mail = self._waiting.pop(key)
-        inputs = self._inputs(action, mail)
+        inputs, num_common = self._inputs(action, mail), self._hooks.num_common
         del mail
         stash = evictions.follow(action, inputs.shapes, inputs.received, None)
         with torch.enable_grad(), rerun.again(), stash.capture() if stash is not None else nullcontext():
+            if stash is not None:
+                modules = self._parts[action.stage].modules
+                stash.set_apart([buffer for one in modules for buffer in one._buffers.values() if buffer is not None], "a buffer")
             output, loss = self._returned(action, inputs)
         rerun.returned(output, loss)
         box = inputs.box
@@ -227,7 +237,7 @@ class Compute:
         made = [loss] if loss is not None else take_apart(output, f"stage {action.stage}, microbatch {action.microbatch}")[1]
         if stash is not None:
             evictions.returned(key, (output, loss))
-        self._graphs[key] = Graph(edges_of(made), box)
+        self._graphs[key] = Graph(edges_of(made), box, self._hooks.num_common > num_common)
         del output, loss, made
         evictions.after_forward(key, stash, self._graphs[key].edges)
 
@@ -253,7 +263,8 @@ class Compute:
         args = tuple(value) if isinstance(value, (tuple, list)) else (value,)
         is_borrowed = self._has_backward and action.stage - 1 in self._stages
         borrowed = [(lent, ours, ours._version) for lent, ours in zip(tensors, entered) if lent is not ours] if is_borrowed else ()
-        return _Inputs(args, box, f"{shapes} {layout}", borrowed)
+        fixed = () if layout.is_open else keys_of(tensor for tensor, needed in zip(tensors, needs_gradient) if not needed)
+        return _Inputs(args, box, f"{shapes} {layout}", borrowed, fixed=fixed)
 
     def _loss(self, output: Any, microbatch: int) -> torch.Tensor | None:
         if self._job.loss_fn is None or self._job.targets is None:
@@ -280,25 +291,39 @@ class Compute:
             self.outputs.append(mb.detached(output))
         return [] if loss is None else [loss]
 
-    def _hand_on(self, output: Any, key: Key, borrowed: set[int]) -> list[torch.Tensor]:
+    def _hand_on(self, output: Any, key: Key, borrowed: set[int], fixed: Collection[int]) -> list[torch.Tensor]:
         """Take a stage's output apart for the next one; return its tensors, where its backward begins."""
         stage, microbatch = key
         nest, tensors = take_apart(output, f"stage {stage}, microbatch {microbatch}")
         sent = [self._for_sending(tensor) for tensor in tensors]
         if stage + 1 in self._stages:
             sent = list(_apart(sent, borrowed))
-        layout = Layout(nest, tuple(meta_of(t, requires_grad=tensor.requires_grad) for t, tensor in zip(sent, tensors)))
+        metas = tuple(meta_of(t, requires_grad=tensor.requires_grad) for t, tensor in zip(sent, tensors))
+        layout = Layout(nest, metas, self._may_change(metas, tensors, fixed))
         self._pass((Op.SEND_F, *key), (Op.F, stage + 1, microbatch), layout, sent)
         return tensors
+
+    def _may_change(self, metas: Sequence[TensorMeta], tensors: Sequence[torch.Tensor], fixed: Collection[int]) -> bool:
+        """Whether outputs that need no gradient may need one another time.
+
+        Beside what needs one, those that are only handed on do not: a mask of the batch, say, or a buffer. Where nothing needs
+        one, all of the stage was skipped, perhaps.
+        """
+        others = [tensor for meta, tensor in zip(metas, tensors) if may_need_later(meta)]
+        if not others or not any(meta.requires_grad for meta in metas):
+            return bool(others)
+        kinds = self.foreign()  # parameters may be unfrozen
+        return not all(key in fixed or kinds.get(key, PARAMETER) != PARAMETER for one in others for key in keys_of([one]))
 
     def backward(self, action: Action, evictions: Evictions, pieces: PiecesOf | None) -> None:
         evictions.before_backward(action, pieces)
         graph, gradients = self._graph(action)
-        run_backward(graph.edges, gradients)
+        graph.run_backward(gradients)
         builder = None if _are_absent(gradients) else self._stages[action.stage].dw_builder
         del gradients
         if builder is not None:
             builder()()
+        self._divided.latest[action.stage] = action.microbatch
         self._new_gradients.separate(action.stage)
         if pieces is not None:
             pieces.finish()
@@ -310,30 +335,17 @@ class Compute:
         graph, gradients = self._graph(action)
         is_idle = _are_absent(gradients)
         builder = None if is_idle else self._stages[action.stage].dw_builder
-        if action.stage in self._undivided or builder is not None or _hooks_are_around():
-            run_backward(graph.edges, gradients)
-            half = WeightHalf() if builder is None else GivenHalf(builder())
-        else:
-            half = run_input_half(graph.edges, gradients, graph.box, partial(self._finish_halves, action.stage))
-        del gradients
-        half.replace(owned(half.gradients(), beside=graph.box.gradients))
-        self._halves[action[1:3]] = half
+        is_first_look = not is_idle and action.stage in self._hooks.unheard  # whose backward is whole, unlike others of its kind
+        half, box = self._divided.input_half(action[1:3], graph, gradients, builder), graph.box
+        del graph, gradients  # what the other half does not need of the graph goes, with what its Functions keep as attributes
+        half.replace(owned(half.gradients(), beside=box.gradients))
+        self._divided.halves[action[1:3]] = half
         self._new_gradients.separate(action.stage)
-        evictions.after_input_half(action[1:3], half.gradients(), is_idle=is_idle)
-        self._hand_back(graph.box, action[1:3])
-
-    def _finish_halves(self, stage: int, leaves: Set[Node]) -> None:
-        """Run the halves of earlier microbatches up to the last that leads to leaves whose next gradients come now.
-
-        So the gradients of each leaf add up in one order.
-        """
-        waiting = [half for key, half in self._halves.items() if key[0] == stage]
-        while any(half.leads_to(leaves) for half in waiting):
-            waiting.pop(0).run()
-            self._new_gradients.separate(stage)
+        evictions.after_input_half(action[1:3], half.gradients(), is_idle=is_idle or is_first_look, is_whole=self._divided.is_whole)
+        self._hand_back(box, action[1:3])
 
     def weight_half(self, action: Action, evictions: Evictions) -> None:
-        self._halves.pop(action[1:3]).run()
+        self._divided.run(action[1:3], self._divided.halves.pop(action[1:3]))
         self._new_gradients.separate(action.stage)
         evictions.after_backward(action[1:3])
 
@@ -348,7 +360,8 @@ class Compute:
         stage, microbatch = key
         if stage == 0:
             return
-        waiting = keys_of(self._halves[key].gradients()) if key in self._halves else set()  # and may become a `.grad`, too
+        halves = self._divided.halves
+        waiting = keys_of(halves[key].gradients()) if key in halves else set()  # and may become a `.grad`, too
         sent = [None if gradient is None else dense(gradient) for gradient in owned(box.gradients, waiting)]
         box.gradients.clear()  # the graph keeps the box until a weight half has run
         layout = Layout("", tuple(None if gradient is None else meta_of(gradient, requires_grad=False) for gradient in sent))
@@ -360,6 +373,8 @@ class Compute:
             self._traffic.arrived[use] = (layout, list(tensors))
         else:
             self._traffic.outgoing[send] = (layout, list(tensors))
+            if self._traffic.transport.waits_on_device:
+                self._traffic.versions[send] = versions_of(tensors)
 
 
 def modules_of(loss_fn: Any) -> Iterator[torch.nn.Module]:
@@ -367,11 +382,6 @@ def modules_of(loss_fn: Any) -> Iterator[torch.nn.Module]:
     owner = getattr(loss_fn, "__self__", loss_fn)
     if isinstance(owner, torch.nn.Module):
         yield owner
-
-
-def _hooks_are_around() -> bool:
-    """Whether hooks of the user follow what is saved: two halves of a backward would unpack some tensors twice."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _are_absent(gradients: Sequence[torch.Tensor | None]) -> bool:

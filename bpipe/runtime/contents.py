@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain
 from operator import is_
 from typing import Any, NamedTuple
 
 import torch
+
+from bpipe.nest import slots_of
 
 __all__: list[str] = []
 
@@ -102,22 +106,12 @@ def _fill_array(array: Any, content: Any) -> None:
     array[...] = content
 
 
-def _slots_of(value: Any) -> list[str]:
-    slots = [vars(base).get("__slots__", ()) for base in type(value).__mro__]
-    names = [name for some in slots for name in ((some,) if isinstance(some, str) else some)]
-    return [name for name in names if not name.startswith("__")]
-
-
-def has_slots(value: Any) -> bool:
-    return bool(_slots_of(value))
-
-
 def _copy_slots(value: Any) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in _slots_of(value) if hasattr(value, name)}
+    return {name: getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)}
 
 
 def _fill_slots(value: Any, content: Mapping[str, Any]) -> None:
-    for name in _slots_of(value):
+    for name in slots_of(type(value)):
         if name in content:
             object.__setattr__(value, name, content[name])  # even where the class is frozen
         elif hasattr(value, name):
@@ -148,3 +142,75 @@ _SET = Kind(list, _is_same_set, _fill_set)
 _ARRAY = Kind(lambda array: array.copy(), lambda one, other: bool(one.tobytes() == other.tobytes()), _fill_array)
 SLOTS = Kind(_copy_slots, lambda value, content: _is_same_dict(_copy_slots(value), content), _fill_slots, object.__setattr__)
 SCRIPT = Kind(_copy_script, _is_same_script, _fill_script, lambda script, name, value: script._c.setattr(name, value))
+
+
+class Content(NamedTuple):
+    """A container and what was in it."""
+
+    kind: Kind
+    container: Any
+    before: Any
+
+    def is_same(self) -> bool:
+        """Whether that is in it still."""
+        return self.kind.is_same(self.container, self.before)
+
+    def now(self) -> Content:
+        """It and what is in it now."""
+        return self._replace(before=self.kind.copy(self.container))
+
+
+class Contents:
+    """Containers, and what is in them when this is made.
+
+    Nearly all are dicts, of modules, and nearly always nothing has changed in any: they are compared in one go.
+
+    Args:
+        dicts: no instances of subclasses.
+        others: containers of any kind.
+    """
+
+    def __init__(self, dicts: Sequence[dict[Any, Any]], others: Sequence[Content]) -> None:
+        self._dicts, self._others = dicts, others
+        self._before = [*map(dict, dicts)]
+        self._lengths, self._keys, self._values = [*map(len, dicts)], [*_keys_of(dicts)], [*_values_of(dicts)]
+
+    def are_same(self) -> bool:
+        """Whether the very same objects are in the containers still, in the same places."""
+        are_same = self._have_same_keys() and all(map(is_, self._values, _values_of(self._dicts)))
+        return are_same and all(map(Content.is_same, self._others))
+
+    def _have_same_keys(self) -> bool:
+        return self._lengths == [*map(len, self._dicts)] and all(map(is_, self._keys, _keys_of(self._dicts)))
+
+    def now(self) -> Contents:
+        """What is in the containers now: the same object, where nothing has changed."""
+        if self.are_same():
+            return self
+        return Contents(self._dicts, [one if one.is_same() else one.now() for one in self._others])
+
+    def fill(self) -> None:
+        """Put in again what was in the containers, where it is not."""
+        if self.are_same():
+            return
+        for i in self._changed():
+            _fill_dict(self._dicts[i], self._before[i])
+        for one in self._others:
+            if not one.is_same():
+                one.kind.fill(one.container, one.before)
+
+    def _changed(self) -> Iterable[int]:
+        """The places of dicts that have changed."""
+        if self._have_same_keys():
+            ends = [*accumulate(self._lengths)]
+            pairs = enumerate(zip(self._values, _values_of(self._dicts)))
+            return {bisect(ends, i) for i, (one, other) in pairs if one is not other}
+        return [i for i, (one, other) in enumerate(zip(self._dicts, self._before)) if not _is_same_dict(one, other)]
+
+
+def _keys_of(dicts: Iterable[dict[Any, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(dicts)
+
+
+def _values_of(dicts: Iterable[dict[Any, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(dict.values, dicts))

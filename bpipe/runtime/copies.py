@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -44,25 +44,21 @@ class Copies:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             known = widest.get(storage._cdata, (storage, 0))[1]
-            widest[storage._cdata] = storage, max(known, tensor.element_size())
+            widest[storage._cdata] = storage, max(known, tensor.dtype.itemsize)
         self._groups: dict[tuple[torch.device, int, int], list[torch.Tensor]] = {}
         self._spots: dict[int, _Spot] = {}
         self._storages = [(storage, storage.nbytes()) for storage, _ in widest.values()]
+        ends: dict[tuple[torch.device, int, int], tuple[int, int]] = {}  # of each group: its index, and its words so far
         for key, (storage, element_size) in widest.items():
-            self._add(key, storage, element_size)
-
-    def _add(self, key: int, storage: Storage, element_size: int) -> None:
-        size = storage.nbytes()
-        word = next(word for word in _WORDS if size % word == 0)
-        of_group = (storage.device, word, 0 if element_size <= word else key)  # where it would not be aligned, it is alone
-        words = torch.empty(0, dtype=_WORDS[word], device=storage.device).set_(storage, 0, (size // word,), (1,))
-        members = self._groups.setdefault(of_group, [])
-        start = sum(map(len, members))
-        members.append(words)
-        self._spots[key] = _Spot(list(self._groups).index(of_group), start, len(words), max(word, element_size))
-
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._spots
+            size, device = storage.nbytes(), storage.device
+            word = 8 if size % 8 == 0 else 4 if size % 4 == 0 else 2 if size % 2 == 0 else 1
+            of_group = (device, word, 0 if element_size <= word else key)  # where it would not be aligned, it is alone
+            index, start = ends.setdefault(of_group, (len(ends), 0))
+            length = size // word
+            words = torch.empty(0, dtype=_WORDS[word], device=device).set_(storage, 0, (length,), (1,))
+            self._groups.setdefault(of_group, []).append(words)
+            self._spots[key] = _Spot(index, start, length, max(word, element_size))
+            ends[of_group] = index, start + length
 
     def is_whole(self) -> bool:
         """Whether no storage was given up or resized since."""
@@ -75,7 +71,10 @@ class Copies:
     def differing(self, one: Values, other: Values) -> set[int]:
         """The storages that have other values in one than in the other; waits for the device."""
         groups = {i for i, (a, b) in enumerate(zip(one, other)) if not torch.equal(a, b)}
-        return {key for key, spot in self._spots.items() if spot.group in groups and not _are_equal(one, other, spot)}
+        if not groups:
+            return set()
+        places = [(key, group, slice(start, start + length)) for key, (group, start, length, _) in self._spots.items()]
+        return {key for key, group, place in places if group in groups and not torch.equal(one[group][place], other[group][place])}
 
     def all(self) -> set[int]:
         return set(self._spots)
@@ -84,17 +83,12 @@ class Copies:
         """The tensor over its copy, with a version of its own."""
         spot = self._spots[tensor.untyped_storage()._cdata]
         group = values[spot.group]
-        offset = spot.start * group.element_size() // tensor.element_size() + int(tensor.storage_offset())
+        offset = spot.start * group.dtype.itemsize // tensor.dtype.itemsize + int(tensor.storage_offset())
         copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return copy.set_(group.untyped_storage(), offset, tensor.shape, tensor.stride())
 
     def is_of(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether it copies just the storages under some tensors, and can look at the copies as they do."""
-        sizes = [(tensor.untyped_storage()._cdata, tensor.element_size()) for tensor in tensors]
+        sizes = [(tensor.untyped_storage()._cdata, tensor.dtype.itemsize) for tensor in tensors]
         is_same = {key for key, _ in sizes} == self._spots.keys() and self.is_whole()
         return is_same and all(size <= self._spots[key].width for key, size in sizes)
-
-
-def _are_equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor], spot: _Spot) -> bool:
-    place = slice(spot.start, spot.start + spot.length)
-    return torch.equal(one[spot.group][place], other[spot.group][place])

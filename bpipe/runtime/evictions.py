@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,111 +15,25 @@ from bpipe.errors import StageError
 from bpipe.memory.attributes import kept_by_functions
 from bpipe.memory.bundle import Bundle
 from bpipe.memory.footprint import Footprint, covering, footprint_of
-from bpipe.memory.guests import Rooms
-from bpipe.memory.host import HostRooms
+from bpipe.memory.known import Known
 from bpipe.memory.ledger import Key, Kind, Ledger
 from bpipe.memory.nodes import nodes_behind
+from bpipe.memory.originals import give_originals
 from bpipe.memory.recomputed import kept_by_checkpoints
+from bpipe.memory.shown import Shown, num_nodes_made, shown_by
 from bpipe.memory.stash import Contents, Pieces, Stash
 from bpipe.memory.storages import storages_of
 from bpipe.microbatch import tensors_in
-from bpipe.runtime.state import Learned
+from bpipe.runtime.remembered import Memory
 from bpipe.runtime.traffic import Traffic
-from bpipe.schedules import Action, Op, Plan
+from bpipe.schedules import Action, Op
 from bpipe.schedules.action import HOST
-from bpipe.schedules.meter import slot
-from bpipe.schedules.rooms import Guest, reserve
+from bpipe.schedules.rooms import Guest
 from bpipe.schedules.sizes import StageSizes
 
 __all__: list[str] = []
 
-REMEMBERED_KINDS = 1024  # of microbatches, by stage and shapes
-MOST_IDLE = 8  # microbatches of a kind without a gradient, after which it is believed that they all are
-
-
-@dataclass
-class _Kind:
-    """What the latest microbatch of a kind took that was followed.
-
-    Args:
-        footprint: as measured after its forward.
-        cuts: where its parts begin.
-        has_kept: whether custom Functions or checkpointed regions keep something by themselves.
-        settled: as seen before its backward.
-        num_idle: how many that were followed had no gradients, and so did not show what stays between the halves of a backward.
-    """
-
-    footprint: Footprint
-    cuts: tuple[int, ...]
-    has_kept: bool
-    settled: Footprint | None
-    num_idle: int = 0
-
-    @property
-    def is_unsure(self) -> bool:
-        """Whether another one is to be followed, for what those before did not show."""
-        is_unseen = self.settled is not None and self.settled.between_bytes is None
-        return 0 < self.num_idle < MOST_IDLE and is_unseen
-
-
-@dataclass
-class Memory:
-    """What a schedule remembers from step to step: measured footprints, the rooms for guests, and those in the host's memory."""
-
-    most_parts: Mapping[int, int] = field(default_factory=dict)  # in which a microbatch may move, by stage; default 1
-    is_inside: bool = False  # whether parts come and go inside forwards and backwards
-    grows: bool = False  # whether a microbatch may take more than is planned: then it is measured, and planned anew
-    planned: Callable[[Action], int] | None = None  # the most bytes that an eviction moves
-    kinds: dict[Kind, _Kind] = field(default_factory=dict)  # the one used last stands last
-    rooms: dict[int, Rooms] = field(default_factory=dict)  # by evictor
-    host_rooms: HostRooms | None = None
-    learned: dict[int, Learned] = field(default_factory=dict)  # of the stages whose forwards run twice
-
-    def reserve(self, plan: Plan, rank: int, device: torch.device) -> None:
-        """Make the rooms of a plan's guests on this rank and its host, in place of another plan's."""
-        self.clear()
-        in_bytes = plan.sizes is not None
-        moved = slot if plan.sizes is None else plan.sizes.moved
-        chains, of_host = plan.chains(rank), plan.host_chain(rank)
-        self.rooms = {peer: Rooms(reserve(chain, moved), device, in_bytes=in_bytes) for peer, chain in chains.items()}
-        self.host_rooms = HostRooms(reserve(of_host, moved), device, in_bytes=in_bytes) if of_host else None
-        self.planned = None if plan.sizes is None or self.grows else plan.sizes.moved
-
-    def clear(self) -> None:
-        """Give the memory of all rooms back."""
-        for rooms in self.rooms.values():
-            rooms.clear()
-        if self.host_rooms is not None:
-            self.host_rooms.clear()
-
-    def host(self) -> HostRooms:
-        assert self.host_rooms is not None, "the plan evicts nothing to the host"
-        return self.host_rooms
-
-    def kind(self, kind: Kind) -> _Kind | None:
-        """What is known of a kind, which is used now."""
-        if kind in self.kinds:
-            self.kinds[kind] = self.kinds.pop(kind)
-        return self.kinds.get(kind)
-
-    def learn(self, kind: Kind, footprint: Footprint, stash: Stash) -> None:
-        """Remember the latest microbatch of a kind that was followed."""
-        known = self.kinds.get(kind)
-        settled, num_idle = (None, 0) if known is None else (known.settled, known.num_idle)
-        self.kinds[kind] = _Kind(footprint, tuple(stash.cuts), bool(stash.kept or stash.cached), settled, num_idle)
-
-    def tidy(self) -> None:
-        """Forget the kinds that were not used for longest, where there are too many; between steps, when none is in flight."""
-        for kind in list(self.kinds)[:-REMEMBERED_KINDS]:
-            del self.kinds[kind]
-
-    @property
-    def guest_bytes(self) -> int:
-        return sum(rooms.num_bytes for rooms in self.rooms.values())
-
-    @property
-    def host_bytes(self) -> int:
-        return 0 if self.host_rooms is None else self.host_rooms.num_bytes
+NOTHING = Footprint(0, 0, 0)
 
 
 class Evictions:
@@ -129,7 +42,7 @@ class Evictions:
     Args:
         traffic: this rank's transfers.
         followed: the microbatches that the plan evicts, or between whose pieces it does something.
-        memory: footprints measured so far; a first microbatch with new shapes adds to them.
+        memory: footprints measured so far; microbatches of a new kind add to them, and those that differ.
         find_foreign: finds storages that are no activations, and what they are.
         kept: the tensors that the step will return to the user.
         num_parts: how many parts the plan gives a stage's microbatches; 0 if it does not say.
@@ -149,7 +62,13 @@ class Evictions:
         self._find_foreign, self._kept, self._num_parts = find_foreign, kept, num_parts
         memory.tidy()
         self._kinds: dict[Key, Kind] = {}
-        self._first: dict[Kind, Footprint] = {}
+        self._new: set[Kind] = set()  # those that no step before has seen
+        self._nodes_before = 0  # the forward that runs now
+        self._graphs: dict[Key, tuple[int, Shown | None]] = {}  # of those followed: the number of nodes, and what they show
+        self._latest: dict[int, Key] = {}  # by stage
+        self._measured: set[Key] = set()  # looked at in this step
+        self._unknown: set[Key] = set()  # which take what nobody has seen
+        self._idle: set[Key] = set()  # without a gradient
         self._stashes: dict[Key, Stash] = {}
         self._bundles: dict[Guest, Bundle] = {}
         self._received: dict[Key, _Message] = {}
@@ -157,7 +76,7 @@ class Evictions:
         self._landing: dict[Guest, list[torch.Tensor]] = {}
 
     def follow(self, action: Action, shapes: str, received: object, pieces: Pieces | None) -> Stash | None:
-        """A stash for a microbatch that will be evicted, or is the first of its stage with these shapes; else nothing.
+        """A stash for a microbatch that will be evicted, or whose kind is new or has varied; else nothing.
 
         Args:
             action: its forward.
@@ -166,13 +85,18 @@ class Evictions:
             pieces: those of its forward, if the plan does something between them.
         """
         key = action[1:3]
-        self._kinds[key] = (key[0], shapes)
-        known = self._memory.kind(self._kinds[key])
-        if key not in self._followed and known is not None and not known.is_unsure:
+        kind = self._kinds[key] = (key[0], shapes)
+        known = self._memory.kind(kind)
+        self._nodes_before = num_nodes_made()
+        if known is None:
+            self._new.add(kind)
+        elif not (known.is_watched or key in self._followed or kind in self._new):
             return None
+        self._measured.add(key)
         self._received[key] = _Message.of(tensors_in(received))
-        name, device = f"microbatch {key[1]} of stage {key[0]}", self._traffic.transport.device
-        cuts = None if known is None else known.cuts[: self._most_parts(key[0]) - 1]  # the plan may be of another measurement
+        name, device = _name(key), self._traffic.transport.device
+        is_cut = known is not None and kind not in self._new
+        cuts = known.cuts[: self._most_parts(key[0]) - 1] if known and is_cut else None  # the plan may be of another measurement
         stash = Stash(name, self._find_foreign(), device, cuts, is_inside=self._memory.is_inside)
         stash.pieces = pieces
         if self._traffic.is_own(action.stage - 1):
@@ -187,10 +111,12 @@ class Evictions:
 
     def begin_piece(self, piece: Action) -> None:
         """A forward takes what it saves piece by piece, a backward gives it back so."""
-        known = self._memory.kinds.get(self._kinds[piece[1:3]])
-        if known is not None:
-            num_bytes = known.footprint.saved_by(piece.part) if piece.op is Op.F else -known.footprint.saved_by(piece.part + 1)
-            self.ledger.piece(piece[1:3], num_bytes)
+        key = piece[1:3]
+        known = self._memory.kinds.get(self._kinds[key])
+        if piece.op is Op.B:
+            self.ledger.piece(key, -self.ledger.footprints[key].saved_by(piece.part + 1))
+        elif known is not None:
+            self.ledger.piece(key, known.footprint.saved_by(piece.part))
 
     def after_forward(self, key: Key, stash: Stash | None, edges: Iterable[GradientEdge]) -> None:
         """Enter a microbatch in the ledger: as it was found, or as measured before.
@@ -201,26 +127,84 @@ class Evictions:
             edges: those of the stage's outputs.
         """
         kind = self._kinds[key]
-        if stash is not None:
-            stash.pieces = None
-            if kind not in self._memory.kinds or self._memory.kinds[kind].has_kept:
-                nodes = nodes_behind(edges)
+        footprint = self._unfollowed(key, edges) if stash is None else self._followed_now(key, stash, edges)
+        self.ledger.forward(key, kind, footprint)
+
+    def _unfollowed(self, key: Key, edges: Iterable[GradientEdge]) -> Footprint:
+        """What a microbatch takes that nothing has followed: what those before did whose graphs have as many nodes.
+
+        The graph of one with another number is looked at. Where that does not show all, nothing is counted: peaks are "at least".
+        """
+        num_nodes, known = num_nodes_made() - self._nodes_before, self._memory.kinds[self._kinds[key]]
+        is_known = known.is_like_latest(num_nodes)
+        if is_known and not known.is_sample():
+            return known.footprint
+        shown = shown_by(nodes_behind(edges), self._find_foreign(), _name(key))
+        if shown.is_all:
+            self._measured.add(key)
+            return known.found(num_nodes, shown)
+        if is_known:
+            return known.footprint
+        self._unknown.add(key)
+        known.differed()
+        return NOTHING
+
+    def _followed_now(self, key: Key, stash: Stash, edges: Iterable[GradientEdge]) -> Footprint:
+        """What a microbatch takes, as its stash sees it."""
+        kind, stage = self._kinds[key], key[0]
+        known, is_watched = self._memory.kinds.get(kind), self._is_watched(kind)
+        num_nodes, shown = num_nodes_made() - self._nodes_before, None
+        stash.pieces = None
+        is_searched = is_watched or known is None or known.has_kept
+        if is_searched or stash.has_functions:
+            nodes = nodes_behind(edges)
+            if stash.has_functions:
+                give_originals(nodes)
+            if is_searched:
                 stash.cached, kept = kept_by_checkpoints(nodes)
                 stash.kept = [*kept_by_functions(nodes, stash.name), *kept]
-                del nodes
-            if self._traffic.is_own(key[0] + 1):
-                stash.lend(self._traffic.result_of(*key))
-            contents = stash.contents(self._kept(), self._traffic.holds())
-            stash.settle(contents, self._most_parts(key[0]))
-            if self._memory.is_inside:
-                del contents  # whose references would count as owners
-                contents = stash.contents(self._kept(), self._traffic.holds())  # the parts decide what can move
-            self._memory.learn(kind, self._footprint(key, stash, contents), stash)
-            self.ledger.seen(contents)
-            self._stashes[key] = stash
-        known = self._memory.kinds[kind]
-        self.ledger.forward(key, kind, known.footprint if stash is not None or known.settled is None else known.settled)
-        self._first.setdefault(kind, known.footprint)
+            shown = shown_by(nodes, self._find_foreign(), stash.name) if is_watched else None
+            del nodes
+        if self._traffic.is_own(stage + 1):
+            stash.lend(self._traffic.result_of(*key))
+        contents = stash.contents(self._kept(), self._traffic.holds())
+        stash.settle(contents, self._most_parts(stage))
+        if self._memory.is_inside:
+            del contents  # whose references would count as owners
+            contents = stash.contents(self._kept(), self._traffic.holds())  # the parts decide what can move
+        footprint = self._footprint(key, stash, contents)
+        self.ledger.seen(contents)
+        del contents
+        has_kept = bool(stash.kept or stash.cached)
+        if known is None:
+            self._memory.kinds[kind] = Known.first(footprint, stash.cuts, has_kept=has_kept)
+        else:
+            known.has_kept |= has_kept
+            known.cuts = max(known.cuts, tuple(stash.cuts), key=len)
+        self._stashes[key], self._graphs[key] = stash, (num_nodes, shown)
+        if is_watched:
+            self._look_behind(key)
+        return footprint
+
+    def _is_watched(self, kind: Kind) -> bool:
+        """Whether its microbatches are looked at as often as something could have changed."""
+        return kind in self._new or self._memory.kinds[kind].is_watched
+
+    def _look_behind(self, key: Key) -> None:
+        """Look again at the microbatch before on a stage: what the module had kept hold of may be its alone by now."""
+        before = self._latest.get(key[0])
+        self._latest[key[0]] = key
+        if before in self._stashes and self.ledger.footprints[before].shared_bytes and self._is_here(before):
+            self._look(before)
+
+    def _look(self, key: Key) -> None:
+        stash = self._stashes[key]
+        contents = stash.contents(self._kept(), self._traffic.holds())
+        self.ledger.seen_again(key, contents, stash.part_sizes(contents))
+
+    def _is_here(self, key: Key) -> bool:
+        """Whether nothing of it was evicted."""
+        return all(guest[:2] != key for guest in self._bundles)
 
     def returned(self, key: Key, result: object) -> None:
         """What a followed microbatch returned that is not about to be sent: the last stage's, or what ran once more."""
@@ -239,69 +223,105 @@ class Evictions:
         )
 
     def predicted(self) -> dict[Key, Footprint]:
-        """The footprint of each microbatch, if it is like the first of its kind that was measured."""
-        return {key: self.footprint(key) for key in self._kinds}
+        """The footprint of each microbatch, if it is like those of its kind that were measured."""
+        return {key: self._memory.kinds[kind].expected for key, kind in self._kinds.items()}
 
-    def footprint(self, key: Key) -> Footprint:
-        """That of a microbatch, likewise."""
+    def taken(self, key: Key) -> StageSizes | None:
+        """What a microbatch has taken; None if those of its kind took different memory in this step."""
         kind = self._kinds[key]
-        return self._memory.kinds[kind].settled or self._first[kind]
+        return None if kind in self._varying() else self._memory.kinds[kind].footprint.sizes()
+
+    def _varying(self) -> set[Kind]:
+        """The kinds of which microbatches took different memory in this step."""
+        found: dict[Kind, set[int]] = {}
+        for key in self._measured:
+            found.setdefault(self._kinds[key], set()).add(self.ledger.footprints[key].num_bytes)
+        return {kind for kind, sizes in found.items() if len(sizes) > 1}
+
+    def varying(self) -> set[int]:
+        """The stages of those."""
+        return {stage for stage, _ in self._varying()}
 
     def settled(self) -> dict[int, StageSizes]:
         """For each stage, sizes that cover this step's microbatches as they were before their backward."""
         kinds = {stage: {kind for key, kind in self._kinds.items() if key[0] == stage} for stage, _ in self._kinds}
-        return {stage: covering(self._settled(kind) for kind in of_stage) for stage, of_stage in kinds.items()}
+        return {stage: covering(self._memory.kinds[kind].expected for kind in of_stage) for stage, of_stage in kinds.items()}
 
-    def _settled(self, kind: Kind) -> Footprint:
-        found = self._memory.kinds[kind].settled
-        assert found is not None, "its backward has begun"
-        return found
+    def measured(self) -> dict[Key, Footprint]:
+        """The footprints of those that were looked at in this step.
+
+        Of what was looked at after its forward alone nobody knows how much can move: it counts where nothing followed is as large.
+        """
+        own = {key: self.ledger.footprints[key].own_bytes for key in self._measured}
+        most = {stage: max(own[key] for key in self._graphs if key[0] == stage) for stage, _ in self._graphs}
+        return {key: self.ledger.footprints[key] for key in own if key in self._graphs or own[key] > most.get(key[0], -1)}
+
+    def counts(self) -> dict[str, int]:
+        """How many microbatches were looked at in this step, and of how many what they take was assumed, or is not known."""
+        measured, unknown = len(self._measured), len(self._unknown)
+        return {
+            "microbatches_measured": measured,
+            "microbatches_assumed": len(self.ledger.footprints) - measured - unknown,
+            "microbatches_unknown": unknown,
+        }
 
     def before_backward(self, action: Action, pieces: Pieces | None) -> None:
-        """Look once more at the first microbatch of a kind: by now nobody but autograd should hold what it saved.
+        """Look once more at a microbatch whose kind is watched: by now nobody but autograd should hold what it saved.
 
         Args:
             action: the backward.
             pieces: its own, if the plan does something between them.
         """
-        stash, kind = self._stashes.get(action[1:3]), self._kinds[action[1:3]]
+        key = action[1:3]
+        stash = self._stashes.get(key)
+        if self._latest.get(key[0]) == key:
+            del self._latest[key[0]]  # what it is left with from now on is no look at what it took
         if stash is not None:
             stash.pieces = pieces
-        known = self._memory.kinds[kind]
-        if stash is not None and known.settled is None and not action.part:
-            contents = stash.contents(self._kept(), self._traffic.holds())
-            known.settled = known.footprint.seen_again(contents, stash.part_sizes(contents))
+            if not action.part and self._is_watched(self._kinds[key]):
+                self._look(key)
 
-    def after_input_half(self, key: Key, gradients: Iterable[torch.Tensor], *, is_idle: bool) -> None:
-        """Measure what the first microbatch of a kind leaves between the halves of its backward.
+    def after_input_half(self, key: Key, gradients: Iterable[torch.Tensor], *, is_idle: bool, is_whole: bool = False) -> None:
+        """Measure what a microbatch leaves between the halves of its backward, if its kind is watched.
 
         Args:
             key: the microbatch.
             gradients: those that wait for the weight half.
-            is_idle: no gradient came, so there is no more to do for it.
+            is_idle: no gradient came, so there is no more to do for it; or it does not show what others of its kind leave.
+            is_whole: its backward ran as a whole and leaves nothing, whatever others of its kind leave.
         """
         stash, kind = self._stashes.get(key), self._kinds[key]
-        settled = self._settled(kind)
+        known, own = self._memory.kinds[kind], self.ledger.footprints[key]
+        between = known.footprint.between_bytes
         if is_idle:
-            self._memory.kinds[kind].num_idle += stash is not None
-            self.ledger.input_half(key, 0)
-            return
-        if stash is not None and settled.between_bytes is None:
+            known.num_idle += stash is not None
+            self._idle.add(key)
+            between = 0
+        elif stash is not None and (between is None or own.num_bytes != known.footprint.num_bytes or self._is_watched(kind)):
             left = stash.contents(self._kept(), self._traffic.holds())
             waiting = sum({s._cdata: s.nbytes() for gradient in gradients for s in storages_of(gradient)}.values())
-            settled = settled._replace(between_bytes=left.own_bytes + left.borrowed_bytes + waiting)
-            self._memory.kinds[kind].settled = settled
-        self.ledger.input_half(key, settled.between_bytes)
+            between = left.own_bytes + left.borrowed_bytes + waiting
+        elif is_whole:
+            between = 0
+        elif stash is None and own.num_bytes != known.footprint.num_bytes:  # nobody knows
+            self._measured.discard(key)
+            self._unknown.add(key)
+            between = 0
+        self.ledger.input_half(key, between)
 
     def after_backward(self, key: Key) -> None:
-        self._stashes.pop(key, None)
+        if self._stashes.pop(key, None) is not None:
+            footprint = self.ledger.footprints[key]
+            if key in self._idle:
+                footprint = footprint._replace(between_bytes=None)
+            self._memory.kinds[self._kinds[key]].saw(footprint, *self._graphs[key])
         self.ledger.backward(key)
 
     def evict(self, action: Action) -> None:
         key, traffic = action[1:3], self._traffic
         stash = self._stashes[key]
         contents = stash.contents(self._kept(), traffic.holds())
-        if all(guest[:2] != key for guest in self._bundles):  # all of it is here
+        if self._is_here(key):
             self.ledger.seen_again(key, contents, stash.part_sizes(contents))
         bundle = self._bundles[action[1:4]] = Bundle(stash.send_away(contents, action.part), stash.name)
         self._check_planned(action, bundle)
@@ -344,6 +364,10 @@ class Evictions:
         if action.peer == HOST:
             self.ledger.stored(-bundle.num_bytes)
         self._stashes[action[1:3]].take_back(action.part)
+
+
+def _name(key: Key) -> str:
+    return f"microbatch {key[1]} of stage {key[0]}"
 
 
 class _Message(NamedTuple):

@@ -1,31 +1,42 @@
-"""A rank's lanes while a step runs: the computations in the caller's thread, and a server for each rank whose guests it keeps."""
+"""A rank's lanes while a step runs: the computations in the caller's thread, and a server for each rank whose guests it keeps.
+
+Where only the device waits for transfers, the caller's thread issues all of it, in an order that no lack of hardware queues stops.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import takewhile
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 
+from bpipe.comm.activity import Activity
 from bpipe.comm.control import Control
+from bpipe.comm.transport import Transport
 from bpipe.runtime.run import Run
 from bpipe.runtime.serve import Server
-from bpipe.schedules import Action
+from bpipe.schedules import Action, Plan
+from bpipe.schedules.action import SERVED
+from bpipe.schedules.issue_order import issue_orders
 
 __all__: list[str] = []
+
+MOST_PLANS = 8  # whose order is kept
 
 
 class Lanes:
     """Runs steps of one rank.
 
     Args:
-        device: of its stages.
+        transport: carries its messages.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, transport: Transport) -> None:
+        self._device, self._is_issuing = transport.device, transport.waits_on_device
         self._servers: list[Server] = []
         self._side_streams: dict[int, torch.cuda.Stream] = {}
+        self._issued: deque[tuple[Plan, list[tuple[int, Action]]]] = deque(maxlen=MOST_PLANS)
 
     def drive(self, run: Run, control: Control, group_ranks: Sequence[int]) -> None:
         """Do all actions of a step; `group_ranks` are those of the group, by rank of the plan.
@@ -35,23 +46,68 @@ class Lanes:
         """
         chains, activity = run.plan.chains(run.rank), control.activity
         activity.begin(run.plan, run.rank, run.step, group_ranks, chains)
-        for peer, chain in chains.items():
-            self._servers.append(Server(run.execute, chain, self._side_stream(peer), control))
-        lane = iter(enumerate(run.plan.actions[run.rank]))
+        lane: Iterator[tuple[int, Action]] = enumerate(run.plan.actions[run.rank])
+        execute: Callable[[Action], None] = run.execute
+        if self._is_issuing:
+            lane, execute = iter(self._issue_order(run.plan, run.rank)), partial(self._issue, run, activity)
+        else:
+            for peer, chain in chains.items():
+                self._servers.append(Server(run.execute, chain, self._side_stream(peer), control))
 
         def advance(piece: Action) -> None:
-            for activity.position, action in takewhile(lambda one: one[1] != piece, lane):
-                run.execute(action)
-            activity.position += 1  # at the piece
+            for activity.position, action in lane:
+                if action == piece:
+                    break
+                execute(action)
+            self._stand(run, activity, piece)
 
         with run.advancing(advance):
             for activity.position, action in lane:
                 if control.failure is not None:
                     control.check()
-                run.execute(action)
-        activity.position += 1
+                execute(action)
+        activity.position, activity.under_way = len(run.plan.actions[run.rank]), None
         self.join()
         control.check()
+
+    def prepare(self, plan: Plan, rank: int) -> None:
+        """Find out what is to be issued, if that has an order of its own.
+
+        Raises:
+            PlanError: a plan that not every device can carry out.
+        """
+        if self._is_issuing:
+            self._issue_order(plan, rank)
+
+    def _issue_order(self, plan: Plan, rank: int) -> list[tuple[int, Action]]:
+        """What the caller's thread issues, in order; with each action its place in the rank's lane, or where the lane is then."""
+        for known, order in self._issued:
+            if known is plan:
+                return order
+        places: dict[Action, deque[int]] = defaultdict(deque)
+        for place, action in enumerate(plan.actions[rank]):
+            places[action].append(place)  # gathers and reductions of weights come again
+        order, place = [], 0
+        for action in issue_orders(plan)[rank]:
+            place = places[action].popleft() if action.op not in SERVED else place
+            order.append((place, action))
+        self._issued.append((plan, order))
+        return order
+
+    def _stand(self, run: Run, activity: Activity, action: Action) -> None:
+        """Note what is issued, which the place in the lane alone does not tell."""
+        if self._is_issuing:
+            activity.under_way, run.position = action, activity.position
+
+    def _issue(self, run: Run, activity: Activity, action: Action) -> None:
+        """Do an action of the issue order: what is for an evictor on that one's stream."""
+        self._stand(run, activity, action)
+        if action.op not in SERVED or action.peer is None:
+            run.execute(action)
+            return
+        with torch.cuda.stream(self._side_stream(action.peer)):
+            run.execute(action)
+        activity.guests[action.peer] += 1
 
     def join(self, most_s: float | None = None) -> None:
         """Wait until nothing is served any more, or some seconds for each server."""

@@ -9,9 +9,9 @@ import torch
 
 from bpipe.comm import header
 from bpipe.comm.message import Layout, on_the_wire
-from bpipe.comm.note import can_tell, read_note, renewed, with_note
-from bpipe.errors import StageError
-from bpipe.runtime.traffic import Mail, Traffic
+from bpipe.comm.note import can_tell, needing, read_note, renewed, with_more, with_note
+from bpipe.errors import CommError, StageError
+from bpipe.runtime.traffic import Mail, Traffic, versions_of
 from bpipe.schedules import Action, Channel, Op, Purpose
 from bpipe.schedules.action import START_OF, WAIT_OF
 
@@ -32,10 +32,11 @@ class Messages:
 
     The first step with new input shapes learns the layouts, from headers that travel before the tensors; from then on
     receives are posted ahead, and senders check that nothing changed. Headers are read in the order of the plan's receives on
-    their channel, whichever is completed first.
+    their channel, whichever is completed first; where only the device waits, at the receive.
 
     What may change without a new layout: an output that is agreed to need a gradient may need none, and what comes back for it
-    is dropped; and a gradient may be absent, or there, or lie otherwise, of which a note tells (`bpipe.comm.note`).
+    is dropped; one that is agreed to need none may need one, and a gradient may be absent, or there, or lie otherwise, of which
+    notes tell (`bpipe.comm.note`).
 
     Args:
         traffic: this rank's transfers.
@@ -57,15 +58,18 @@ class Messages:
 
     def send(self, action: Action) -> None:
         layout, tensors = self._traffic.outgoing.pop(action[:3])
+        if self._traffic.versions:
+            _check_unchanged(action, self._traffic.versions.pop(action[:3]))
         boundary, subject = self._boundary(action), self._traffic.subject(action.stage, action.microbatch)
         data = note = None
         if self._is_learning:
             self._layouts[boundary] = self._announced(action, layout)
             data = header.pack_layout(subject, self._layouts[boundary])
         agreed = self._layouts[boundary]
-        if layout != agreed:
+        may_have_note = action.op is Op.SEND_B or agreed.is_open
+        if layout[:2] != agreed[:2]:
             if action.op is Op.SEND_F:
-                self._check_output(action, agreed, layout)
+                note = self._changed_needs(action, agreed, layout)
             elif not can_tell(agreed, layout):
                 raise _changed(action, agreed, layout)
             else:
@@ -73,23 +77,17 @@ class Messages:
                 self._layouts[boundary] = renewed(agreed, layout)
         sent = [tensor for tensor in tensors if tensor is not None]
         views = [on_the_wire(tensor) for tensor in sent]
-        self._versions[action[:3]] = [(t, t._version) for t in sent if not t.is_inference()]
+        self._versions[action[:3]] = versions_of(sent)
         owners = [*sent, *(view for view, tensor in zip(views, sent) if view is not tensor)]
-        self._traffic.posted(action, self._traffic.transport.send(self._traffic.channel(action), views, data, note), owners)
+        transfer = self._traffic.transport.send(self._traffic.channel(action), views, data, note, may_have_note=may_have_note)
+        self._traffic.posted(action, transfer, owners)
 
     def _announced(self, action: Action, layout: Layout) -> Layout:
         """What to agree on for a message that is sent the first time.
 
-        Where nothing that a stage returns for a microbatch needs a gradient, though it has something to train, it was skipped
-        perhaps, and is not the next time. What needs a gradient then is taken from another microbatch, else it is all that can.
+        Where something to be trained leads to what needs no gradient now, it was skipped perhaps, and is not the next time.
         """
-        stage, microbatch = action.stage, action.microbatch
-        if action.op is Op.SEND_B or _needs_gradient(layout) or not self._could_need_gradient(stage, microbatch):
-            return layout
-        others = (one for (purpose, of, _), one in self._layouts.items() if (purpose, of) == (Purpose.FORWARD, stage))
-        example = next((one for one in others if _needs_gradient(one) and _is_alike(one, layout)), None)
-        all_that_can = (meta and meta._replace(requires_grad=meta.is_differentiable) for meta in layout.tensors)
-        return example or layout._replace(tensors=tuple(all_that_can))
+        return layout._replace(is_open=layout.is_open and self._could_need_gradient(action.stage, action.microbatch))
 
     def _could_need_gradient(self, stage: int, microbatch: int) -> bool:
         """Whether a stage's output could need a gradient: it has something to train, or gets what needs one."""
@@ -98,34 +96,43 @@ class Messages:
             if stage in self._trainable:
                 return True
             if received is not None:
-                return _needs_gradient(received)
+                return received.is_open or _needs_gradient(received)
             stage -= 1  # which is on this rank, too
         return False
 
-    def _check_output(self, action: Action, agreed: Layout, layout: Layout) -> None:
-        """Remember which gradients to drop of an output that is not as agreed.
+    def _changed_needs(self, action: Action, agreed: Layout, layout: Layout) -> bytes | None:
+        """Agree on outputs that need a gradient for the first time, and remember which gradients to drop; return the note of it.
 
         Raises:
-            StageError: it cannot be sent as if it were.
+            StageError: the output differs in something else, or nothing that is known to be trained leads to it.
         """
         if not _is_alike(agreed, layout):
             raise _changed(action, agreed, layout)
-        pairs = [(one.requires_grad, other.requires_grad) for one, other in zip(agreed.tensors, layout.tensors) if one and other]
-        if (False, True) in pairs:
-            raise _needs_now(action, pairs.index((False, True)))
+        note, after = None, needing(agreed, layout)
+        if after != agreed:
+            if not agreed.is_open:  # then the other end looks for no note
+                raise _needs_now(action)
+            self._agree_on_more(action, agreed, after)
+            note = header.pack_layout(self._traffic.subject(action.stage, action.microbatch), after)
+        pairs = [(one.requires_grad, other.requires_grad) for one, other in zip(after.tensors, layout.tensors) if one and other]
         self._dropped[action[1:3]] = [not needed for expected, needed in pairs if expected]
+        return note
+
+    def _agree_on_more(self, action: Action, agreed: Layout, after: Layout) -> None:
+        """Expect gradients of more of a stage's outputs, from now on."""
+        _, stage, microbatch = boundary = self._boundary(action)
+        self._layouts[boundary] = after
+        gradients = Purpose.BACKWARD, stage, microbatch
+        self._layouts[gradients] = with_more(self._layouts[gradients], agreed, after)
 
     def complete_send(self, action: Action) -> None:
         self._traffic.wait(action)
-        for tensor, version in self._versions.pop((START_OF[action.op], action.stage, action.microbatch)):
-            if tensor._version != version:
-                raise StageError(
-                    f"stage {action.stage}, microbatch {action.microbatch}: an output of shape {list(tensor.shape)} was modified "
-                    "in place while it was being sent. Return a clone of what the stage goes on changing."
-                )
+        _check_unchanged(action, self._versions.pop((START_OF[action.op], action.stage, action.microbatch)))
 
     def receive(self, action: Action) -> None:
-        if self._is_learning:
+        if self._is_learning and self._traffic.transport.waits_on_device:
+            self._learn(action)  # which is sent at this place of the issue order
+        elif self._is_learning:
             self._unlearned[self._traffic.channel(action)].append(action)
         else:
             self._post(action, self._layouts[self._boundary(action)])
@@ -138,12 +145,30 @@ class Messages:
                 self._learn(unlearned.popleft())
         note = self._traffic.wait(action)
         mail = self._landing.pop(start[:3])
-        if note is not None:
-            mail = self._noted(start, mail, note)
         dropped = self._dropped.pop(start[1:3], None) if start.op is Op.RECV_B else None
+        if dropped is not None:
+            mail = self._as_agreed(start, mail)
+        if note is not None and start.op is Op.RECV_F:
+            mail = self._needed(start, note), mail[1]
+        elif note is not None:
+            mail = self._noted(start, mail, note)
         if dropped:
             mail = mail[0], [tensor for tensor, is_dropped in zip(mail[1], dropped, strict=True) if not is_dropped]
         self._traffic.arrived[USE[start.op], start.stage, start.microbatch] = mail
+
+    def _as_agreed(self, start: Action, mail: Mail) -> Mail:
+        """Gradients as they are agreed by now: more may be expected than when their receive was posted, all absent."""
+        agreed, landed = self._layouts[self._boundary(start)], (tensor for tensor in mail[1] if tensor is not None)
+        return agreed, [None if meta is None else next(landed) for meta in agreed.tensors]
+
+    def _needed(self, start: Action, note: bytes) -> Layout:
+        """What is agreed about a stage's input after a note: more of it needs a gradient."""
+        agreed = self._layouts[self._boundary(start)]
+        after = header.unpack_layout(note, subject := self._traffic.subject(start.stage - 1, start.microbatch))
+        if not _is_alike(agreed, after) or after != needing(agreed, after):
+            raise CommError(f"{subject}: a note says that {after} arrived where {agreed} was expected")
+        self._agree_on_more(start, agreed, after)
+        return after
 
     def _noted(self, start: Action, mail: Mail, note: bytes) -> Mail:
         """What arrived, as a note tells it."""
@@ -162,7 +187,8 @@ class Messages:
         tensors = [None if meta is None else meta.new(transport.device) for meta in layout.tensors]
         views = [on_the_wire(tensor) for tensor in tensors if tensor is not None]
         self._landing[action[:3]] = (layout, tensors)
-        self._traffic.posted(action, transport.receive(self._traffic.channel(action), views))
+        transfer = transport.receive(self._traffic.channel(action), views, may_have_note=action.op is Op.RECV_B or layout.is_open)
+        self._traffic.posted(action, transfer)
 
     def _learn(self, start: Action) -> None:
         """Read the header that says what is about to come, and post its receive."""
@@ -174,6 +200,15 @@ class Messages:
         self._post(start, layout)
 
 
+def _check_unchanged(action: Action, versions: Iterable[tuple[torch.Tensor, int]]) -> None:
+    for tensor, version in versions:
+        if tensor._version != version:
+            raise StageError(
+                f"stage {action.stage}, microbatch {action.microbatch}: an output of shape {list(tensor.shape)} was modified "
+                "in place while it was being sent. Return a clone of what the stage goes on changing."
+            )
+
+
 def _needs_gradient(layout: Layout) -> bool:
     return any(meta is not None and meta.requires_grad for meta in layout.tensors)
 
@@ -183,11 +218,11 @@ def _is_alike(one: Layout, other: Layout) -> bool:
     return one.nest == other.nest and [m and m.extent for m in one.tensors] == [m and m.extent for m in other.tensors]
 
 
-def _needs_now(action: Action, index: int) -> StageError:
+def _needs_now(action: Action) -> StageError:
     return StageError(
-        f"stage {action.stage}, microbatch {action.microbatch}: output {index} needs a gradient, and although this step's inputs "
-        "look like an earlier step's, it needed none there, while other outputs did. Let it need one each time: where nothing "
-        "leads to it, return tensor.detach().requires_grad_()."
+        f"stage {action.stage}, microbatch {action.microbatch}: an output needs a gradient, and although this step's inputs look "
+        "like an earlier step's, there was nothing to train there, or it was an input or buffer that the stage handed on. Register "
+        "what is trained as a Parameter of the stage's module, and return a clone of what is handed on only now and then."
     )
 
 

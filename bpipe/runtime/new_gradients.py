@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 import torch
 from torch import nn
 
-from bpipe.memory.storages import owners, storages_of
+from bpipe.memory.storages import owners, shared_among, storages_of
 from bpipe.stage import Parts
 
 __all__: list[str] = []
@@ -42,21 +42,19 @@ def apart(parameters: Sequence[torch.Tensor]) -> None:
 
     Views of one buffer that do not overlap are left where they are.
     """
-    shared = [(i, one.grad) for i, one in enumerate(parameters) if one.grad is not None and _has_other_owners(one.grad)]
+    extents = [(*extent, i) for i in shared_among([one.grad for one in parameters]) for extent in _extents(parameters[i].grad)]
     last_key = last_end = 0
-    for key, start, end, i in sorted((*extent, i) for i, gradient in shared for extent in _extents(gradient)):
+    for key, start, end, i in sorted(extents):
         gradient = parameters[i].grad
         if key == last_key and start < last_end and gradient is not None:
             parameters[i].grad = gradient.clone()
         last_key, last_end = key, max(end, last_end) if key == last_key else end
 
 
-def _has_other_owners(gradient: torch.Tensor) -> bool:
-    return any(owners(storage) > 1 for storage in storages_of(gradient))
-
-
-def _extents(tensor: torch.Tensor) -> list[tuple[int, int, int]]:
+def _extents(tensor: torch.Tensor | None) -> list[tuple[int, int, int]]:
     """The storages under a tensor, and from where to where its bytes lie in them; none if they have gaps, as none of autograd's."""
+    if tensor is None:
+        return []
     if type(tensor) is not torch.Tensor:
         return [(storage._cdata, 0, storage.nbytes()) for storage in storages_of(tensor)]
     if not tensor.numel() or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
@@ -78,9 +76,13 @@ def owned(
     Returns:
         Them, and copies of those whose memory another tensor owns, such as a leaf's `.grad`.
     """
-    ours = {id(one): one for one in (*gradients, *beside) if one is not None}
+    together = [*gradients, *beside]
+    places = shared_among(together, others)
+    if not places or places[0] >= len(gradients):
+        return list(gradients)
+    ours = {id(one): one for place in places if (one := together[place]) is not None}
     ours |= {id(base): base for one in tuple(ours.values()) if one._is_view() and (base := one._base) is not None}
-    counts = Counter(storage._cdata for one in ours.values() for storage in storages_of(one))
+    counts = Counter([storage._cdata for one in ours.values() for storage in storages_of(one)])
     for key in others:
         counts[key] = 0
     return [one if one is None or not _is_shared(one, counts) else one.clone() for one in gradients]

@@ -1,4 +1,4 @@
-"""The record of a rank's steps: when each action began and ended on the host's clock, and the bytes live."""
+"""The record of a rank's steps: when each action began and ended on the host's clock, and the bytes held meanwhile."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import time
 from array import array
 from collections.abc import Mapping
 
+from bpipe.memory.footprint import Footprint
+from bpipe.memory.ledger import Key
+from bpipe.memory.peaks import taken
 from bpipe.runtime.device_times import DeviceTimes
 from bpipe.runtime.observe import Observer
 from bpipe.runtime.run import Run
@@ -25,26 +28,27 @@ class Places:
         self.plan = plan
         self.num_own, self.num_served = len(plan.actions[rank]), len(plan.served[rank])
         self.index = {action: i for i, action in enumerate((*plan.actions[rank], *plan.served[rank]))}
-        self.static_bytes = 0 if plan.sizes is None else plan.sizes.static[rank]
 
 
 class Record:
-    """One step: 24 bytes an action of the compute lane and 16 of the served one, and no tensor.
+    """One step: 24 bytes an action of the compute lane and 16 of the served one, 8 more for steps alike, and no tensor.
 
     Args:
         places: where each action is in the arrays.
         step: the step's number.
     """
 
-    __slots__ = ("always_bytes", "begin_ns", "device_ns", "end_ns", "live_bytes", "places", "step")
+    __slots__ = ("begin_ns", "device_ns", "end_ns", "live_bytes", "places", "room_bytes", "static_bytes", "step", "taken_bytes")
 
     def __init__(self, places: Places, step: int) -> None:
         self.places, self.step = places, step
         num_actions = places.num_own + places.num_served
         self.begin_ns = array("q", bytes(8 * num_actions))
         self.end_ns = array("q", bytes(8 * num_actions))
-        self.live_bytes = array("q", bytes(8 * places.num_own))  # of the compute lane's, without `always_bytes`
-        self.always_bytes = 0  # held, reserved for guests, and static if the plan says how many
+        self.live_bytes = array("q", bytes(8 * places.num_own))  # of the compute lane's: activations of its own microbatches
+        self.taken_bytes = array("q")  # the same with messages, which are not counted as they come: shared by steps that are alike
+        self.static_bytes = 0  # what stays: weights, gradients, buffers, optimizer states
+        self.room_bytes = 0  # reserved for guests, or saved by microbatches in common
         self.device_ns = array("q")  # begin and end of each computation, on CUDA
 
 
@@ -60,6 +64,7 @@ class Recorder(Observer):
         self.device_times = device_times
         self._places: dict[int, Places] = {}  # by the identity of the plan, which they keep
         self._live_bytes = self._num_done = 0  # after the compute lane's last action; and how many of them were done
+        self._scanned: tuple[Plan | None, Mapping[Key, Footprint], array[int]] = (None, {}, array("q"))
 
     def started(self, run: Run) -> None:
         places = self._places.get(id(run.plan))
@@ -73,11 +78,11 @@ class Recorder(Observer):
     def before(self, run: Run, action: Action) -> None:
         if self.device_times is not None and action.op in COMPUTE:
             self.device_times.mark()
-        self._record.begin_ns[self._index(action)] = time.perf_counter_ns()
+        self._record.begin_ns[self._index(run, action)] = time.perf_counter_ns()
 
     def after(self, run: Run, action: Action) -> None:
         now = time.perf_counter_ns()
-        record, index = self._record, self._index(action)
+        record, index = self._record, self._index(run, action)
         record.end_ns[index] = now
         if action.op not in SERVED:
             self._num_done += 1
@@ -88,13 +93,26 @@ class Recorder(Observer):
             if self.device_times is not None and action.op in COMPUTE:
                 self.device_times.mark()
 
-    def _index(self, action: Action) -> int:
-        """The compute lane runs in its order; the chains of the served one run beside it, in threads of their own."""
-        return self._record.places.index[action] if action.op in SERVED else self._num_done
+    def _index(self, run: Run, action: Action) -> int:
+        """The compute lane runs in its order, unless the run says where it is; the chains of the served one run beside it."""
+        if action.op in SERVED:
+            return self._record.places.index[action]
+        return self._num_done if run.position is None else run.position
 
     def finished(self, run: Run, stats: Mapping[str, float]) -> None:
         record = self._record
-        record.always_bytes = int(stats["guest_bytes"]) + (record.places.static_bytes or int(stats["held_bytes"]))
+        record.taken_bytes = self._taken(run)
+        record.room_bytes = int(stats["guest_bytes"] + stats["held_bytes"])
+        record.static_bytes = int(stats["static_bytes"] - stats["held_bytes"])  # which are activations
         self.records.append(record)
         if self.device_times is not None:
             self.device_times.finish(record.device_ns)
+
+    def _taken(self, run: Run) -> array[int]:
+        """What a rank's own microbatches and messages took during each action; scanned again only when that has changed."""
+        plan, footprints, taken_bytes = self._scanned
+        if plan is not run.plan or footprints != run.evictions.ledger.footprints:
+            footprints = dict(run.evictions.ledger.footprints)
+            taken_bytes = array("q", taken(run.plan, run.rank, footprints, with_messages=True))
+            self._scanned = (run.plan, footprints, taken_bytes)
+        return taken_bytes

@@ -27,8 +27,16 @@ class Reruns:
         self._shared: dict[int, Shared] = {}  # by stage
         self._constants: dict[int, Constants] = {}
 
-    def shared(self, stage: int) -> Shared:
-        return self._shared.setdefault(stage, Shared())
+    def shared(self, stage: int, roots: Sequence[Any]) -> Shared:
+        """What the microbatches of a stage share.
+
+        Args:
+            stage: its index.
+            roots: what runs there: modules and, on the last stage, the loss function.
+        """
+        if stage not in self._shared:
+            self._shared[stage] = Shared(roots)
+        return self._shared[stage]
 
     def watch(self, stage: int, state: State) -> None:
         """Note what no forward of a stage should write, in the first one of the step."""
@@ -41,6 +49,7 @@ class Reruns:
         Raises:
             StageError: some differ that were compared on a device, or something was written that is not restored.
         """
+        self._shared.clear()  # a module may reach what knows of this step: that circle would keep it
         for stage, constants in self._constants.items():
             constants.compare(self.differences, f"stage {stage}")
         self.differences.check()
@@ -53,6 +62,7 @@ class Rerun:
         stage: its index.
         microbatch: likewise.
         given: the tensors that the forward gets.
+        roots: what runs: the module and, on the last stage, the loss function.
         learned: what is known of the stage.
         reruns: those of the step.
         device: where it computes.
@@ -64,6 +74,7 @@ class Rerun:
         stage: int,
         microbatch: int,
         given: Sequence[torch.Tensor],
+        roots: Sequence[Any],
         learned: Learned,
         reruns: Reruns,
         device: torch.device,
@@ -71,7 +82,7 @@ class Rerun:
     ) -> None:
         self._name = f"microbatch {microbatch} of stage {stage}"
         self._given = [(tensor, tensor._version) for tensor in given if not tensor.is_inference()]
-        self._state = State(self._name, learned, reruns.shared(stage), device, foreign)
+        self._state = State(self._name, learned, reruns.shared(stage, roots), device, foreign)
         self._differences = reruns.differences
         self._returned: dict[str, Checksum] = {}
         reruns.watch(stage, self._state)

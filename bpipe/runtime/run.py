@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import itemgetter
 
 import torch
 from torch.autograd import profiler
@@ -12,13 +13,15 @@ from bpipe.cleanup import note
 from bpipe.comm.activity import place_of
 from bpipe.comm.transport import Transport
 from bpipe.runtime.compute import Compute, Job
-from bpipe.runtime.evictions import Evictions, Memory
+from bpipe.runtime.evictions import Evictions
 from bpipe.runtime.messages import Layouts, Messages
 from bpipe.runtime.observe import Observer
 from bpipe.runtime.pieces import PiecesOf
+from bpipe.runtime.remembered import Memory
 from bpipe.runtime.serve import Acceptor
 from bpipe.runtime.sharding import Sharding
 from bpipe.runtime.traffic import Traffic
+from bpipe.runtime.user_hooks import UserHooks
 from bpipe.schedules import Action, Op, Plan
 from bpipe.schedules.action import COMPUTE
 from bpipe.stage import Parts, PipelineStage
@@ -62,6 +65,8 @@ class Run:
         self.holds_last_stage = any(stage.is_last for stage in stages.values())
         self.traffic = Traffic(transport, rank, step, stages)
         self.sharding = Sharding(parts, plan.actions[rank])
+        is_split = Op.I in map(itemgetter(0), plan.actions[rank])
+        self.hooks = UserHooks(parts if is_split else {}, memory.silent)
         self.compute = Compute(
             stages,
             parts,
@@ -69,6 +74,7 @@ class Run:
             self.traffic,
             has_backward=plan.has_backward,
             undivided=self.sharding.undivided,
+            hooks=self.hooks,
             recomputed=plan.recomputed(rank),
             learned=memory.learned,
         )
@@ -79,6 +85,7 @@ class Run:
         self._acceptors = {peer: Acceptor(Traffic(transport, rank, step), rooms) for peer, rooms in memory.rooms.items()}
         self._advance: Callable[[Action], None] | None = None
         self._piece: Action | None = None  # the one that runs now
+        self.position: int | None = None  # in the rank's lane, where its actions run in another order
         self._observer = observer
         if observer is not None:
             observer.started(self)
@@ -97,7 +104,7 @@ class Run:
 
     def taken(self, microbatch: int) -> object:
         """What a microbatch has taken on this rank: its memory and its messages, to be compared with another's."""
-        sizes = [(stage, self.evictions.footprint((stage, microbatch)).sizes()) for stage in self._stages]
+        sizes = [(stage, self.evictions.taken((stage, microbatch))) for stage in self._stages]
         return sizes, self._messages.agreed(microbatch, self._stages)
 
     def _acceptor(self, action: Action) -> Acceptor:

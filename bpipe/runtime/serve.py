@@ -23,7 +23,7 @@ class Acceptor:
     """The guests from one evictor during one step.
 
     Args:
-        traffic: the transfers with this evictor, apart from the rank's others because another thread runs them.
+        traffic: the transfers with this evictor, apart from the rank's others because another thread may run them.
         rooms: where its microbatches are kept.
     """
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from bpipe.memory.storages import Storage, as_bytes, storages_of
+from bpipe.nest import attributes_of
 
 __all__: list[str] = []
 
@@ -97,7 +98,7 @@ class _Look:
             contents = None if buffer is None or is_lazy(buffer) else self._contents(buffer)
             self.tensors[f"the buffer {_path(name, key)}", 0] = contents
         if not _is_torchs(type(module)):
-            for key, value in vars(module).items():
+            for key, value in attributes_of(module).items():
                 if key not in OWN:
                     self.value(f"the attribute {_path(name, key)}", value, 0)
 
@@ -144,7 +145,7 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
         yield "'s length", len(value)
         yield from ((f"[{i}]", part) for i, part in enumerate(value))
     elif isinstance(value, SimpleNamespace) or not (isinstance(value, nn.Module) or _package(type(value)) in NOBODYS):
-        yield from ((f".{key}", part) for key, part in getattr(value, "__dict__", {}).items())
+        yield from ((f".{key}", part) for key, part in attributes_of(value).items())
 
 
 def _is_torchs(kind: type) -> bool:

@@ -2,50 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from bpipe.errors import StageError
-from bpipe.memory.storages import keys_of
 from bpipe.runtime.checksums import Sum, is_awaited, sum_of_bits
 from bpipe.runtime.contents import SMALL_BYTES
-from bpipe.runtime.copies import Copies, Values, is_plain
+from bpipe.runtime.copies import Copies, Values
 from bpipe.runtime.differences import Constants, Differences
 from bpipe.runtime.generators import Drawn, GlobalNumPy, python
-from bpipe.runtime.reachable import Place, Reachable
+from bpipe.runtime.reachable import Reachable
+from bpipe.runtime.restorable import Restorable, Written
 
 __all__: list[str] = []
 
-BATCH = "the step's batch"
 Mode = tuple[bool, ...]
-Watched = tuple[str, torch.Tensor, int]  # a tensor's name, and its version when it was looked at
+Named = tuple[str, torch.Tensor]
 
 
 class Learned:
     """What is known of a stage whose forwards run twice, from microbatch to microbatch and from step to step.
 
     Args:
-        roots: what runs: modules and, on the last stage, the loss function.
+        makeup: the number of what the stage consists of.
     """
 
-    def __init__(self, roots: Sequence[Any]) -> None:
-        self.roots = roots
-        self.written: dict[Mode, set[tuple[int, Any]]] = {}  # places of large tensors, as the first forward of a mode wrote them
+    def __init__(self, makeup: int) -> None:
+        self.makeup = makeup
+        self.written: dict[Mode, Written] = {}  # places of large tensors, as the first forward of a mode wrote them
         self.numpy = GlobalNumPy()
 
 
 class Shared:
-    """What the microbatches of a stage share during a step: copies of what has the same value for several of them."""
+    """What the microbatches of a stage share during a step: what they find, as long as nothing of it changes.
 
-    def __init__(self) -> None:
+    Args:
+        roots: what runs.
+    """
+
+    def __init__(self, roots: Sequence[Any]) -> None:
+        self._roots = roots
+        self._found: Reachable | None = None
+        self._restorable: Restorable | None = None
         self._copies, self._values = Copies(()), list[torch.Tensor]()
 
-    def copies(self, tensors: Sequence[torch.Tensor]) -> Copies:
+    def found(self) -> Reachable:
+        """What is reached now."""
+        self.forget_outdated()
+        self._found = self._found or Reachable(self._roots)
+        return self._found
+
+    def forget_outdated(self) -> None:
+        """Keep nothing alive that has been replaced."""
+        if self._found is not None and not self._found.is_current():
+            self._found = self._restorable = None
+
+    def restorable(self, name: str, found: Reachable, written: Written | None, foreign: Mapping[int, str]) -> Restorable:
+        """The tensors of a search, as `Restorable` takes them."""
+        if self._restorable is None or not self._restorable.is_of(found, written):
+            self._restorable = Restorable(name, found, written, foreign, self._copies_of)
+        return self._restorable
+
+    def _copies_of(self, tensors: Sequence[torch.Tensor]) -> Copies:
         if not self._copies.is_of(tensors):
             self._copies, self._values = Copies(tensors), []
         return self._copies
@@ -75,39 +97,21 @@ class State:
     """
 
     def __init__(self, name: str, learned: Learned, shared: Shared, device: torch.device, foreign: Mapping[int, str]) -> None:
-        found = Reachable(learned.roots)
-        self._name, self._learned, self._contents, self._places = name, learned, found.contents, found.places
-        self._mode = tuple(found.mode)
+        found = shared.found()
+        self._name, self._learned, self._shared = name, learned, shared
+        self._contents, self._places, self._mode = found.contents, found.places, found.mode
         self._drawn = Drawn(device, [python(), learned.numpy, *found.sources])
-        tensors = [(_name_of(found.places[key]), one) for key, one in found.tensors.items() if one.device.type != "meta"]
-        for where, tensor in tensors:
-            if is_lazy(tensor):
-                raise StageError(f"{name} cannot be recomputed: {where} is not initialised. Let the stage run once before")
-        tensors = [(where, tensor) for where, tensor in tensors if not _is_of_batch(tensor, foreign)]
-        self._odd = [tensor for _, tensor in tensors if not _is_fixed(tensor) and not is_plain(tensor)]
-        plain = [(where, tensor) for where, tensor in tensors if not _is_fixed(tensor) and is_plain(tensor)]
-        self._copies = shared.copies([tensor for _, tensor in plain if self._is_copied(tensor)])
-        self._copied = [tensor for _, tensor in plain if tensor in self._copies]
+        tensors = shared.restorable(name, found, learned.written.get(found.mode), foreign)
+        self._odd, self._copied, self._copies = tensors.odd, tensors.copied, tensors.copies
         self._before, self._after = shared.values(self._copies), list[Sum]()
         self._odd_values = [tensor.detach().clone() for tensor in self._odd]
-        self._parameters: list[Watched] = [(f"the parameter {where}", one, _version(one)) for where, one in found.parameters]
-        uncopied = [(f"the tensor {where}", one, _version(one)) for where, one in tensors if not self._is_restored(one)]
-        self._uncopied: list[Watched] = uncopied
+        self._parameters, self._uncopied = Versions("the parameter", found.parameters), Versions("the tensor", tensors.uncopied)
         self._written: set[int] = set()
 
     def constants(self) -> Constants:
         """What no forward of this stage should write, as it is now."""
-        return Constants(one for one in (*self._uncopied, *self._parameters) if not one[1].requires_grad and _is_dense(one[1]))
-
-    def _is_copied(self, tensor: torch.Tensor) -> bool:
-        num_bytes = tensor.untyped_storage().nbytes()
-        if num_bytes <= SMALL_BYTES or self._mode not in self._learned.written:
-            return num_bytes > 0
-        written = self._learned.written[self._mode]
-        return any((id(place.container), place.key) in written for place in self._places[id(tensor)])
-
-    def _is_restored(self, tensor: torch.Tensor) -> bool:
-        return not _is_fixed(tensor) and (not is_plain(tensor) or tensor in self._copies)
+        watched = [*self._uncopied.watched(), *self._parameters.watched()]
+        return Constants([one for one in watched if not one[1].requires_grad and _is_dense(one[1])])
 
     def has_run(self) -> None:
         """The forward has run: note what it wrote.
@@ -115,8 +119,8 @@ class State:
         Raises:
             StageError: it wrote something that another forward cannot find as it was.
         """
-        _check_unwritten(self._parameters, f"{self._name} cannot be recomputed: its forward writes {{}}")
-        _check_unwritten(self._uncopied, f"{self._name} cannot be recomputed: its forward writes {{}}, which earlier ones did not")
+        self._parameters.check(f"{self._name} cannot be recomputed: its forward writes {{}}")
+        self._uncopied.check(f"{self._name} cannot be recomputed: its forward writes {{}}, which earlier ones did not")
         now = self._copies.take()
         awaited = any(is_awaited(group.device) for group in now)
         is_first = self._mode not in self._learned.written  # then large tensors were copied too, and comparing may wait
@@ -139,7 +143,7 @@ class State:
         Raises:
             StageError: something cannot be as it was, or the other forward did something else.
         """
-        _check_unwritten(self._uncopied, f"{self._name} cannot be recomputed: a forward after its first one has written {{}}")
+        self._uncopied.check(f"{self._name} cannot be recomputed: a forward after its first one has written {{}}")
         if not self._copies.is_whole():
             raise StageError(f"{self._name} cannot be recomputed: the memory of a buffer or attribute was given up since")
         now = self._copies.take()
@@ -155,7 +159,7 @@ class State:
             f"{what} wrote a buffer or tensor attribute that is also reached in a way that bpipe does not see (a closure, a "
             "global, a tuple). Reach it through the module's attribute, or evict instead (by='evict')",
         )
-        _check_unwritten(self._uncopied, f"{what} writes {{}}, which the first did not")
+        self._uncopied.check(f"{what} writes {{}}, which the first did not")
         if self._written:
             message = f"{what} left other values in a buffer or attribute than the first. {WAY_OUT}"
             differences.compare(self._after, map(sum_of_bits, values), message)
@@ -163,11 +167,11 @@ class State:
     @contextmanager
     def _filled(self, swapped: set[int], values: Values) -> Iterator[None]:
         """Put what the forward found in its place; in the end, what is there now."""
-        contents = [(content, content.now()) for content in self._contents]
+        now = self._contents.now()
         try:
-            for content, now in contents:
-                if now is not content.before:
-                    content.kind.fill(content.container, content.before)
+            if now is not self._contents:
+                self._shared.forget_outdated()
+                self._contents.fill()
             for tensor in self._copied:
                 if tensor.untyped_storage()._cdata in swapped:
                     value = self._copies.among(values, tensor)
@@ -177,9 +181,7 @@ class State:
                 self._put(tensor, value)
             yield
         finally:
-            for content, now in contents:
-                if not content.kind.is_same(content.container, now):
-                    content.kind.fill(content.container, now)
+            now.fill()
 
     def _put(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         for place in self._places[id(tensor)]:
@@ -194,31 +196,34 @@ WAY_OUT = (
 )
 
 
-def _check_unwritten(watched: Iterable[Watched], problem: str) -> None:
-    for name, tensor, version in watched:
-        if _version(tensor) != version:
+class Versions:
+    """The versions of tensors when this is made.
+
+    Args:
+        kind: what they are, for messages.
+        tensors: with their names; all have versions.
+    """
+
+    def __init__(self, kind: str, tensors: Sequence[Named]) -> None:
+        self._kind, self._tensors = kind, tensors
+        self._versions = [one._version for _, one in tensors]
+
+    def watched(self) -> Iterator[tuple[str, torch.Tensor, int]]:
+        """They with their names and versions."""
+        return ((f"{self._kind} {name}", one, version) for (name, one), version in zip(self._tensors, self._versions))
+
+    def check(self, problem: str) -> None:
+        """Check that nothing has written them.
+
+        Raises:
+            StageError: something has.
+        """
+        if self._versions != [one._version for _, one in self._tensors]:
+            name = next(name for name, one, version in self.watched() if one._version != version)
             raise StageError(
                 f"{problem.format(name)}. Let it write the same buffers each time, and no parameter, or evict instead (by='evict')"
             )
 
 
-def _is_of_batch(tensor: torch.Tensor, foreign: Mapping[int, str]) -> bool:
-    """Whether a tensor that somebody keeps is what the step was given."""
-    return any(foreign.get(key) == BATCH for key in keys_of([tensor]))
-
-
-def _is_fixed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for itself: a trainable one gets its gradient there."""
-    return tensor.requires_grad or isinstance(tensor, nn.Parameter)
-
-
 def _is_dense(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_inference()
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _name_of(places: Iterable[Place]) -> str:
-    return next((str(place.key) for place in places), "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -24,6 +24,11 @@ Mail = tuple[Layout, list[torch.Tensor | None]]  # a message's layout and tensor
 T = TypeVar("T")
 
 
+def versions_of(tensors: Iterable[torch.Tensor | None]) -> list[tuple[torch.Tensor, int]]:
+    """Tensors that can tell whether they were changed, with their versions."""
+    return [(tensor, tensor._version) for tensor in tensors if tensor is not None and not tensor.is_inference()]
+
+
 class Traffic:
     """One rank's transfers during one step.
 
@@ -39,6 +44,7 @@ class Traffic:
         self._stages = stages
         self.arrived: dict[Place, Mail] = {}  # for a forward or backward that is about to run
         self.outgoing: dict[Place, Mail] = {}  # for a send that is about to be posted
+        self.versions: dict[Place, list[tuple[torch.Tensor, int]]] = {}  # of those, where other computations may run before it is
         self.waited_s: dict[Op, float] = defaultdict(float)
         self._under_way: dict[Started, tuple[Transfer, Sequence[torch.Tensor]]] = {}
 

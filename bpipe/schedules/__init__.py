@@ -15,7 +15,7 @@ from bpipe.schedules.plan import Plan
 from bpipe.schedules.rule import Rule
 from bpipe.schedules.simulate import simulate
 from bpipe.schedules.sizes import Sizes, StageSizes
-from bpipe.schedules.timeline import Lane, Span, Timeline
+from bpipe.schedules.timeline import Holding, Lane, Span, Timeline
 from bpipe.schedules.verify import verify
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "Channel",
     "Costs",
     "Destinations",
+    "Holding",
     "Lane",
     "Link",
     "Op",

@@ -86,7 +86,7 @@ RECEIVES = {
     Op.LOAD: Purpose.RETURN,
 }
 
-POSTS = frozenset({*SENDS, *RECEIVES})  # what starts a transfer and holds nothing up
+POSTS = frozenset({*SENDS, *RECEIVES})  # what starts a transfer, and does not wait for its end
 
 # A message is named on each end after the stage that handles it there: stage 1 sends `1SEND_F0`, stage 2 gets `2RECV_F0`.
 RECEIVER_OF = {Op.SEND_F: (Op.RECV_F, 1), Op.SEND_B: (Op.RECV_B, -1), Op.EVICT: (Op.ACCEPT, 0), Op.RETURN: (Op.LOAD, 0)}

@@ -105,10 +105,10 @@ def build(
 
 def _computations(rule: Rule, num_stages: int, num_microbatches: int, num_ranks: int | None) -> Plan:
     """The plan of a schedule without transfers."""
-    _check_counts(num_stages=num_stages, num_microbatches=num_microbatches)
+    check_counts(num_stages=num_stages, num_microbatches=num_microbatches)
     if num_ranks is None:
         num_ranks = max(1, num_stages // rule.default_stages_per_rank)
-    _check_counts(num_ranks=num_ranks)
+    check_counts(num_ranks=num_ranks)
     rule.check(num_stages, num_microbatches, num_ranks)
     stages_per_rank = num_stages // num_ranks
     return Plan(
@@ -121,9 +121,14 @@ def _computations(rule: Rule, num_stages: int, num_microbatches: int, num_ranks:
     )
 
 
-def _check_counts(**counts: int) -> None:
+def check_counts(**counts: int) -> None:
+    """Raise unless they are whole numbers of at least 1.
+
+    Raises:
+        ConfigurationError: one is not.
+    """
     for what, number in counts.items():
-        if not isinstance(number, int) or number < 1:
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise ConfigurationError(f"{what}={number!r}: give a whole number of at least 1")
 
 

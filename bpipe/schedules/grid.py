@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from bpipe.schedules.action import COMPUTE, HOST, Action, Op
+from bpipe.schedules.activations import activation_peaks
 from bpipe.schedules.amounts import show_each
 from bpipe.schedules.order import UNITS, clock
 from bpipe.schedules.plan import Plan
@@ -121,7 +122,7 @@ def _moves(plan: Plan, rank: int, starts: Sequence[int], length: int) -> dict[in
 
 
 def head(plan: Plan) -> str:
-    """A line that names the plan and its peaks."""
+    """A line that names the plan and its peaks: of all that a device holds and of activations, or in slots."""
     ranks = "" if plan.num_ranks == plan.num_stages else f" on {plan.num_ranks} ranks"
     return f"{plan.name}: {plan.num_stages} stages, {plan.num_microbatches} microbatches{ranks}, {_memory(plan)}"
 
@@ -130,7 +131,7 @@ def _memory(plan: Plan) -> str:
     """The peaks and the budgets, in bytes where the plan counts them."""
     if plan.sizes is not None:
         budget = "" if plan.budgets is None else f"; budget {show_each(plan.budgets)}"
-        return f"peak {show_each(plan.peak_bytes)}{budget}"
+        return f"planned: device {show_each(plan.device_peak_bytes)}; activations {show_each(activation_peaks(plan))}{budget}"
     budget = "" if all(k is None for k in plan.slots) else f", budget {' '.join('-' if k is None else str(k) for k in plan.slots)}"
     return f"peak slots {' '.join(map(str, plan.peak_slots))}{budget}"
 

@@ -19,17 +19,17 @@ def outcome(plan: Plan) -> str:
     moved = sum(len(plan.evicted(rank)) for rank in range(plan.num_ranks))
     if not moved:
         why = "is level already" if len(set(before)) == 1 else "is as low as it gets" if plan.budgets is None else "fits"
-        return f"{why}: nothing moves, peak {show_each(before)}"
+        return f"{why}: nothing moves; by the plan, the most on each device is {show_each(before)}"
     evictions = [action for lane in plan.actions for action in lane if action.op is Op.EVICT]
     to_hosts = sum(map(plan.sizes.moved, (action for action in evictions if action.peer == HOST)))
     return (
         f"moves {moved} of {plan.num_stages * plan.num_microbatches} microbatches of a stage, "
         f"{show_bytes(sum(map(plan.sizes.moved, evictions)))} each way"
         + f", {show_bytes(to_hosts)} of it to hosts" * bool(to_hosts)
-        + f"; its peak was {show_each(before)}, and is {show_each(plan.peak_bytes)}"
+        + f"; by the plan, the most on each device was {show_each(before)}, and is {show_each(plan.device_peak_bytes)}"
     )
 
 
 def unbalanced_peaks(plan: Plan) -> tuple[int, ...]:
     """The peaks of a plan's computations without evictions, by its sizes."""
-    return communicate(replace(computations_only(plan), sizes=plan.sizes)).peak_bytes
+    return communicate(replace(computations_only(plan), sizes=plan.sizes)).device_peak_bytes

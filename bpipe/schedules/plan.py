@@ -108,8 +108,8 @@ class Plan:
         return tuple(peak + sum(map(len, self.rooms(rank).values())) for rank, peak in enumerate(own))
 
     @property
-    def peak_bytes(self) -> tuple[int, ...]:
-        """The most bytes each rank occupies: static ones, its own microbatches and messages, its rooms for guests.
+    def device_peak_bytes(self) -> tuple[int, ...]:
+        """The most bytes that each rank's device holds of all: static ones, microbatches and messages, its rooms for guests.
 
         Raises:
             PlanError: the plan has no sizes, or not those of its stages, parts and ranks.
@@ -126,8 +126,15 @@ class Plan:
         Raises:
             PlanError: the plan has no sizes.
         """
-        sizes = self._sized()
-        return sizes.static[rank] + sum(map(sum, self.rooms(rank, sizes.moved).values()))
+        return self._sized().static[rank] + self.room_bytes(rank)
+
+    def room_bytes(self, rank: int) -> int:
+        """The bytes of the rooms that a rank reserves for guests.
+
+        Raises:
+            PlanError: the plan has no sizes.
+        """
+        return sum(map(sum, self.rooms(rank, self._sized().moved).values()))
 
     def host_bytes(self, rank: int) -> int:
         """The most bytes a rank's evictions keep in its host's memory.

@@ -126,7 +126,7 @@ class _Problem:
 
 
 def _peaks(plan: Plan) -> tuple[int, ...]:
-    return plan.peak_slots if plan.sizes is None else communicate(plan).peak_bytes
+    return plan.peak_slots if plan.sizes is None else communicate(plan).device_peak_bytes
 
 
 def _running_again(lane: Sequence[Action], chosen: set[Which]) -> tuple[Action, ...]:

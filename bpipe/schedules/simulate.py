@@ -13,10 +13,12 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import repeat
+from operator import sub
 from typing import NamedTuple
 
 from bpipe.errors import PlanError
 from bpipe.schedules.action import COMPUTE, HOST, POSTS, RECEIVES, SENDS, SHARDING, START_OF, Action, Op, Purpose
+from bpipe.schedules.activations import activations_meter
 from bpipe.schedules.collector import collector_paused
 from bpipe.schedules.costs import Costs
 from bpipe.schedules.meter import Meter, meter_of, occupancy
@@ -32,10 +34,11 @@ Ends = tuple[Purpose, int, int, bool]  # a channel, and whether its sends or its
 def simulate(plan: Plan, costs: Costs) -> Timeline:
     """Predict when each action of a plan runs and what each rank holds.
 
-    All bytes, those of messages too, are the plan's own where it has sizes, and then the costs' bytes count for nothing. Of a
-    plan that counts slots they are the costs': messages take time then, and no memory.
+    All bytes, those of messages too, are the plan's own where it has sizes, and then the costs' bytes count for nothing; what
+    microbatches save in common is static there. Of a plan that counts slots they are the costs': messages take time then, and
+    no memory. What stays is known only where `static_bytes` was given.
 
-    Takes a few microseconds and 24 bytes an action.
+    Takes a few microseconds and 32 bytes an action.
 
     Args:
         plan: a verified plan.
@@ -62,26 +65,36 @@ def simulate(plan: Plan, costs: Costs) -> Timeline:
     )
 
 
-def own_bytes(plan: Plan, costs: Costs, rank: int) -> Iterator[int]:
-    """Yield the bytes that a rank's own microbatches take while each of its actions runs."""
+def own_bytes(plan: Plan, costs: Costs, rank: int, *, with_messages: bool = True) -> Iterator[int]:
+    """Yield the bytes that a rank's own microbatches, and messages between stages, take while each of its actions runs."""
     if not plan.has_backward:
         return repeat(0, len(plan.actions[rank]))
-    return occupancy(plan.actions[rank], _meter(plan, costs))
+    return occupancy(plan.actions[rank], _meter(plan, costs, with_messages))
 
 
-def _meter(plan: Plan, costs: Costs) -> Meter:
+def _meter(plan: Plan, costs: Costs, with_messages: bool) -> Meter:
     """What actions take by the plan's own sizes, or by the costs where it counts slots."""
-    if plan.sizes is not None:
-        return plan.meter()
-    return meter_of(lambda action: costs.saved(action.stage), lambda action: costs.movable(action.stage))
+    if plan.sizes is None:
+        return meter_of(lambda action: costs.saved(action.stage), lambda action: costs.movable(action.stage))
+    return plan.meter() if with_messages else activations_meter(plan)
 
 
 def idle_bytes(plan: Plan, costs: Costs, rank: int) -> int:
     """The bytes a rank holds without any microbatch of its own: its stages' static ones, and its guests' rooms."""
+    return _static_bytes(plan, costs, rank) + room_bytes(plan, costs, rank)
+
+
+def _static_bytes(plan: Plan, costs: Costs, rank: int) -> int:
     if plan.sizes is not None:
-        return plan.idle_bytes(rank)
-    static = sum(costs.static(stage) for stage, owner in enumerate(plan.stage_ranks) if owner == rank)
-    return static + sum(map(sum, plan.rooms(rank, lambda action: costs.movable(action.stage)).values()))
+        return plan.sizes.static[rank]
+    return sum(costs.static(stage) for stage, owner in enumerate(plan.stage_ranks) if owner == rank)
+
+
+def room_bytes(plan: Plan, costs: Costs, rank: int) -> int:
+    """The bytes of a rank's rooms for guests."""
+    if plan.sizes is not None:
+        return plan.room_bytes(rank)
+    return sum(map(sum, plan.rooms(rank, lambda action: costs.movable(action.stage)).values()))
 
 
 class _LaneRun:
@@ -224,9 +237,17 @@ def _slowed_end(begin: float, work_s: float, busy: Sequence[tuple[float, float]]
 
 def _recorded(plan: Plan, costs: Costs, rank: int, lane: _LaneRun) -> Lane:
     """The record of a rank's compute lane, with what the rank holds."""
-    idle = idle_bytes(plan, costs, rank)
-    live = array("q", (idle + own for own in own_bytes(plan, costs, rank)))
-    return Lane(begin_s=lane.begin_s, end_s=lane.end_s, live_bytes=live, idle_bytes=idle)
+    saved = array("q", own_bytes(plan, costs, rank, with_messages=False))
+    is_sized = plan.sizes is not None  # messages take memory only then
+    messages = map(sub, own_bytes(plan, costs, rank), saved) if is_sized else repeat(0, len(saved))
+    return Lane(
+        begin_s=lane.begin_s,
+        end_s=lane.end_s,
+        activation_bytes=saved,
+        message_bytes=array("q", messages),
+        static_bytes=_static_bytes(plan, costs, rank),
+        room_bytes=room_bytes(plan, costs, rank),
+    )
 
 
 def _merged(plan: Plan, rank: int, chains: Mapping[int, _LaneRun]) -> Lane:

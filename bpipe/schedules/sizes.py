@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from bpipe.errors import ConfigurationError
@@ -58,6 +58,10 @@ class StageSizes:
     def late(self) -> int:
         """What it takes between the halves of its backward."""
         return self.saved if self.between is None else self.between
+
+    def without_messages(self) -> StageSizes:
+        """Sizes of what is saved alone."""
+        return replace(self, received=0, sent=0, kept_received=0, kept_sent=0)
 
     def moved(self, part: int) -> int:
         """What an eviction of a part moves; of part 0, all parts."""

@@ -6,13 +6,14 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import add
 from typing import NamedTuple
 
 from bpipe.errors import ConfigurationError
 from bpipe.schedules.action import COMPUTE, POSTS, RECEIVES, SENDS, START_OF, Action, Op
 from bpipe.schedules.plan import Plan
 
-__all__ = ["Lane", "Span", "Timeline"]
+__all__ = ["Holding", "Lane", "Span", "Timeline"]
 
 
 class Span(NamedTuple):
@@ -34,17 +35,38 @@ class Lane:
     For a computation: when it ran. For a transfer's start: from when to when the transfer was under way, on the link when
     simulated, as far as this rank knows when measured. For a transfer's completion: when the lane waited for it.
 
+    What a rank's device holds while an action runs is the sum of the four numbers of bytes, and its activations are
+    `activation_bytes` and `room_bytes` of them. Served lanes have none: what they keep lies in the rooms.
+
     Args:
         begin_s: seconds since the step began, an `array("d")`.
         end_s: likewise.
-        live_bytes: what the rank holds while each action runs, an `array("q")`; empty in served lanes.
-        idle_bytes: what it holds without any microbatch of its own: parameters, the rooms for guests.
+        activation_bytes: what the rank's own microbatches keep saved while each action runs, an `array("q")`.
+        message_bytes: messages between stages that are there besides, likewise; of a simulated plan that counts slots, zeros.
+        static_bytes: what stays throughout: weights, gradients, buffers, optimizer states.
+        room_bytes: activations that are counted throughout: the rooms for guests, and what microbatches save in common.
     """
 
     begin_s: array[float]
     end_s: array[float]
-    live_bytes: array[int] = field(default_factory=lambda: array("q"))
-    idle_bytes: int = 0
+    activation_bytes: array[int] = field(default_factory=lambda: array("q"))
+    message_bytes: array[int] = field(default_factory=lambda: array("q"))
+    static_bytes: int = 0
+    room_bytes: int = 0
+
+
+class Holding(NamedTuple):
+    """What a rank holds from a time on, in bytes.
+
+    Args:
+        begin_s: seconds since the step began.
+        activation_bytes: saved activations: of the rank's own microbatches and of guests in its rooms.
+        device_bytes: all that its device holds: these, what stays, and messages between stages.
+    """
+
+    begin_s: float
+    activation_bytes: int
+    device_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,21 +180,51 @@ class Timeline:
         return dict(exposed)
 
     def peak_bytes(self, rank: int) -> int:
-        """The most bytes a rank holds."""
-        lane = self.actions[rank]
-        return max(lane.live_bytes, default=lane.idle_bytes)
+        """The most bytes of activations that a rank holds: `stats["peak_bytes"]` of the step, where it was measured.
 
-    def memory(self, rank: int) -> Iterator[tuple[float, int]]:
-        """When the bytes that a rank holds change, and to what: (seconds, bytes), in order."""
+        They are what the rank's own microbatches keep saved, and the rooms for its guests.
+        """
+        lane = self.actions[rank]
+        return lane.room_bytes + max(lane.activation_bytes, default=0)
+
+    def device_peak_bytes(self, rank: int) -> int:
+        """The most bytes that a rank's device holds of all: `stats["device_peak_bytes"]` of the step, where it was measured.
+
+        They are activations, what stays (weights, gradients, buffers, optimizer states) and messages between stages.
+        """
+        lane = self.actions[rank]
+        return lane.static_bytes + lane.room_bytes + max(map(add, lane.activation_bytes, lane.message_bytes), default=0)
+
+    @property
+    def fullest_rank(self) -> int:
+        """The rank whose device holds the most of all."""
+        return max(range(self.num_ranks), key=self.device_peak_bytes)
+
+    def memory(self, rank: int) -> Iterator[Holding]:
+        """When the bytes that a rank holds change, and to what, in order."""
         lane = self.actions[rank]
         now = lane.begin_s[0] if self.source == "measured" and lane.begin_s else 0.0
-        previous: int | None = None
-        for action, begin, end, live in zip(self.plan.actions[rank], lane.begin_s, lane.end_s, lane.live_bytes):
+        idle = (0, 0)
+        previous: tuple[int, int] | None = None
+        if now > 0:  # what stays was there before
+            previous = idle
+            yield _holding(0.0, lane, idle)
+        for action, *times, own, messages in self._moments(rank):
             occupies_lane = action.op in COMPUTE or action.op in START_OF
-            if live != previous:
-                yield (max(now, begin) if occupies_lane else now), live
-                previous = live
+            if (own, messages) != previous:
+                previous = own, messages
+                yield _holding(max(now, times[0]) if occupies_lane else now, lane, previous)
             if occupies_lane:
-                now = end
-        if previous not in (None, lane.idle_bytes):
-            yield now, lane.idle_bytes
+                now = times[1]
+        if previous not in (None, idle):
+            yield _holding(now, lane, idle)
+
+    def _moments(self, rank: int) -> Iterator[tuple[Action, float, float, int, int]]:
+        """Each action of a rank with when it ran, and the bytes of its own microbatches and messages meanwhile."""
+        lane = self.actions[rank]
+        return zip(self.plan.actions[rank], lane.begin_s, lane.end_s, lane.activation_bytes, lane.message_bytes)
+
+
+def _holding(begin_s: float, lane: Lane, own: tuple[int, int]) -> Holding:
+    activations = lane.room_bytes + own[0]
+    return Holding(begin_s, activations, lane.static_bytes + activations + own[1])

@@ -7,7 +7,8 @@
                        host         ...               evictions to this rank's own host, and loads from there
                        guests       ...               |            +---+   accepted here for other ranks, and returned
                        weights      gathered, given back, and their gradients added up
-                       memory       bytes, a counter  |
+                       activations  bytes, a counter  |
+                       device       bytes of all that it holds, a counter
     process "rank 1"   transfers       | 1RECV_F0 <---+|  ...
 
 Slices that overlap get lanes of their own ("transfers 2"), because the format wants the slices of a lane to nest or to be
@@ -74,7 +75,8 @@ class _Slice(NamedTuple):
     end_ns: int
     lane: str
     action: Action
-    live_bytes: int | None
+    activation_bytes: int | None
+    message_bytes: int | None
     true_ns: int  # which is less than what is shown where that is the least
 
 
@@ -134,7 +136,8 @@ def _header(timeline: Timeline, plan: int, start_ns: int) -> Event:
         "step": timeline.step,
         "start_ns": start_ns,
         "ranks": _ranks(timeline),
-        "idle_bytes": [lane.idle_bytes for lane in timeline.actions],
+        "static_bytes": [lane.static_bytes for lane in timeline.actions],
+        "room_bytes": [lane.room_bytes for lane in timeline.actions],
         "clock_error_s": errors,
     }
 
@@ -168,14 +171,16 @@ def _slices(timeline: Timeline, rank: int) -> Iterator[_Slice]:
     """The boxes of one rank, in no order."""
     plan = timeline.plan
     for actions, lane in ((plan.actions[rank], timeline.actions[rank]), (plan.served[rank], timeline.served[rank])):
-        for action, begin_s, end_s, live in zip_longest(actions, lane.begin_s, lane.end_s, lane.live_bytes):
+        held = lane.activation_bytes, lane.message_bytes
+        for action, begin_s, end_s, activations, messages in zip_longest(actions, lane.begin_s, lane.end_s, *held):
             begin_ns, end_ns = _ns(begin_s), _ns(end_s)
             shown_ns = max(end_ns, begin_ns + LEAST_NS) if action.op in POSTS else end_ns
-            yield _Slice(begin_ns, shown_ns, _lane_of(action, end_ns > begin_ns), action, live, end_ns - begin_ns)
+            place = _lane_of(action, end_ns > begin_ns)
+            yield _Slice(begin_ns, shown_ns, place, action, activations, messages, end_ns - begin_ns)
     if isinstance(timeline, Measured) and timeline.device[rank].begin_s:
         device = timeline.device[rank]
         for action, begin_s, end_s in zip(computed(plan, rank), device.begin_s, device.end_s):
-            yield _Slice(_ns(begin_s), _ns(end_s), DEVICE, action, None, _ns(end_s) - _ns(begin_s))
+            yield _Slice(_ns(begin_s), _ns(end_s), DEVICE, action, None, None, _ns(end_s) - _ns(begin_s))
 
 
 def _lane_of(action: Action, takes_time: bool) -> str:
@@ -257,8 +262,8 @@ def _events(
         args = {"action": str(one.action), "stage": one.action.stage, "microbatch": one.action.microbatch, **known}
         if one.action.part:
             args["part"] = one.action.part
-        if one.live_bytes is not None:
-            args["live_bytes"] = one.live_bytes
+        if one.activation_bytes is not None:
+            args |= {"activation_bytes": one.activation_bytes, "message_bytes": one.message_bytes}
         if one.true_ns != end_ns - begin_ns:
             args["ns"] = one.true_ns
         times = {"ts": _us(begin_ns), "dur": _us(end_ns - begin_ns)}
@@ -266,16 +271,15 @@ def _events(
         for phase, identity, name in ends.get((rank, one.action), ()) if one.action.op in POSTS else ():
             binding = {"ts": times["ts"]} if phase == "s" else {"ts": _us(end_ns - 1), "bp": "e"}
             yield {"ph": phase, "name": name, "cat": "transfer", "id": identity, **on, **binding}
-    for seconds, num_bytes in timeline.memory(rank):
-        tid = tracks.tids[rank, COMPUTE_LANE, 0]
-        yield {
-            "ph": "C",
-            "name": "memory",
-            "pid": pid,
-            "tid": tid,
-            "ts": _us(start_ns + _ns(seconds)),
-            "args": {"bytes": num_bytes},
-        }
+    yield from _counters(timeline, rank, start_ns, tracks.tids[rank, COMPUTE_LANE, 0])
+
+
+def _counters(timeline: Timeline, rank: int, start_ns: int, tid: int) -> Iterator[Event]:
+    """What a rank holds: a counter for activations, and one for all that its device holds."""
+    for held in timeline.memory(rank):
+        when = {"pid": rank + 1, "tid": tid, "ts": _us(start_ns + _ns(held.begin_s))}
+        yield {"ph": "C", "name": "activations", **when, "args": {"bytes": held.activation_bytes}}
+        yield {"ph": "C", "name": "device", **when, "args": {"bytes": held.device_bytes}}
 
 
 def _free_place(busy_ns: list[int], begin_ns: int, end_ns: int) -> int:

@@ -19,7 +19,8 @@ from bpipe.tools.measured import Measured, computed, merged
 
 __all__ = ["load_trace"]
 
-FORMAT = "bpipe-trace 1"
+FORMAT = "bpipe-trace 2"
+EARLIER = "bpipe-trace 1"
 DEVICE = "device"
 
 Event = dict[str, Any]
@@ -97,6 +98,11 @@ def parse(data: bytes | str, name: str) -> TraceFile:
 
 def _read(trace: Any, name: str) -> TraceFile:
     about = trace.get("otherData") if isinstance(trace, dict) else None
+    if isinstance(about, dict) and about.get("format") == EARLIER:
+        raise ConfigurationError(
+            f"a trace of an earlier bpipe, {EARLIER!r}: its bytes contain what stays on a device in some plans and not in others, "
+            "so that they cannot be compared: trace the steps again"
+        )
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise ConfigurationError(f"no trace that this version of bpipe wrote: otherData.format is not {FORMAT!r}")
     plans = [_Places(Plan.from_text(text)) for text in about["plans"]]
@@ -141,7 +147,7 @@ class _Filling:
 
     def __init__(self, length: int) -> None:
         self.begin_s, self.end_s = array("d", [nan]) * length, array("d", [nan]) * length
-        self.live_bytes: dict[int, int] = {}
+        self.held_bytes: dict[int, tuple[int, int]] = {}  # of activations, and of messages
 
     def is_free(self, index: int) -> bool:
         return isnan(self.begin_s[index])
@@ -151,12 +157,18 @@ class _Filling:
             raise ConfigurationError("a damaged trace: the action is there twice")
         self.begin_s[index], self.end_s[index] = begin_ns / 1e9, end_ns / 1e9
 
-    def finish(self, idle_bytes: int = 0) -> Lane:
-        count = len(self.begin_s)
-        if self.live_bytes and len(self.live_bytes) != count:
-            raise ConfigurationError("a damaged trace: only some actions say how many bytes were live")
-        live_bytes = array("q", [self.live_bytes[index] for index in range(count)] if self.live_bytes else [])
-        return Lane(begin_s=self.begin_s, end_s=self.end_s, live_bytes=live_bytes, idle_bytes=idle_bytes)
+    def finish(self, static_bytes: int = 0, room_bytes: int = 0) -> Lane:
+        if self.held_bytes and len(self.held_bytes) != len(self.begin_s):
+            raise ConfigurationError("a damaged trace: only some actions say how many bytes were held")
+        held = [self.held_bytes[index] for index in sorted(self.held_bytes)]
+        return Lane(
+            begin_s=self.begin_s,
+            end_s=self.end_s,
+            activation_bytes=array("q", [activations for activations, _ in held]),
+            message_bytes=array("q", [messages for _, messages in held]),
+            static_bytes=static_bytes,
+            room_bytes=room_bytes,
+        )
 
 
 class _Draft:
@@ -191,19 +203,19 @@ class _Draft:
         kind, index = next((place for place in places if self._lanes[rank][place[0]].is_free(place[1])), places[-1])
         lane = self._lanes[rank][kind]
         lane.enter(index, begin_ns, end_ns)
-        if "live_bytes" in args:
-            lane.live_bytes[index] = args["live_bytes"]
+        if "activation_bytes" in args:
+            lane.held_bytes[index] = args["activation_bytes"], args["message_bytes"]
 
     def finish(self) -> Timeline:
         header = self._header
         for rank, lanes in self._lanes.items():
             self._check_filled(rank, lanes)
         empty = _Filling(0), _Filling(0)
-        idle_bytes = list(map(int, header["idle_bytes"]))
-        both = [(self._lanes.get(rank, empty), _item(idle_bytes, rank, "rank")) for rank in range(self._plan.num_ranks)]
+        idle = list(zip(map(int, header["static_bytes"]), map(int, header["room_bytes"])))
+        both = [(self._lanes.get(rank, empty), _item(idle, rank, "rank")) for rank in range(self._plan.num_ranks)]
         known: dict[str, Any] = {
             "plan": self._plan,
-            "actions": tuple(lanes[0].finish(idle) for lanes, idle in both),
+            "actions": tuple(lanes[0].finish(*of_rank) for lanes, of_rank in both),
             "served": tuple(lanes[1].finish() for lanes, _ in both),
             "source": str(header["source"]),
             "step": header["step"],

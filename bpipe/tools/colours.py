@@ -80,8 +80,9 @@ WAIT_NAMES: dict[Role, str] = dict.fromkeys(START_OF, "wait for another rank") |
 }
 
 WAITING = "#dddddd"
-MEMORY, MEMORY_EDGE = "#d4d4d4", "#666666"
-
+# What a device holds, from the bottom up, and its edge.
+LAYERS = {"stays": "#a0a0a0", "activations": "#d6d6d6", "messages": "#f6f6f6"}
+MEMORY_EDGE = "#666666"
 
 MOVE_WAITS: dict[Role, Role] = {
     Op.WAIT_EVICT: Op.EVICT,

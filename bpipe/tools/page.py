@@ -48,7 +48,7 @@ def as_data(scene: Scene) -> Data:
     """What the page's script reads: times in seconds, places in parts of a row's height.
 
     A box is seven numbers in a row: role (an index into `roles`), stage, microbatch, part or 0, peer or -1, begin and end. A step
-    of memory is two: when, and how much from then on.
+    of memory is three: when, and from then on how much of activations, and of all.
     """
     rows = [row for panel in scene.panels for row in panel.rows]
     return {
@@ -57,6 +57,7 @@ def as_data(scene: Scene) -> Data:
         "end": scene.end_s,
         "unit": scene.unit,
         "top": scene.top,
+        "layers": scene.layers(),
         "microbatches": scene.num_microbatches,
         "roles": list(ROLES),
         "names": NAMES | WAIT_NAMES,
@@ -84,8 +85,10 @@ def _row(row: Row, panel: Panel) -> Data:
         "places": row.places,
         "band": [round(y / height, 4) for y in band],
         "strips": [_strip(strip, height) for strip in strips(row, band) if strip.spans],
-        "memory": [number for second, amount in row.memory for number in (round(second, DECIMALS), amount)],
+        "memory": [number for held in row.memory for number in (round(held.begin_s, DECIMALS), *held[1:])],
+        "stays": row.stays,
         "peak": row.peak,
+        "device_peak": row.device_peak,
         "budget": row.budget,
     }
 

@@ -15,8 +15,8 @@ POINTS = 72  # to an inch
 DIGIT, MARGIN = 0.64, 0.35  # a digit's width in heights of its font, and what is left free beside digits in theirs
 FONTS = (5.0, 9.0)  # of the labels, in points
 
-WIDTHS, WIDTH_EACH = (10.0, 22.0), 0.19  # of the picture, and of a short computation where there is room
-LEFT, RIGHT, ABOVE, BELOW = 1.05, 0.2, 0.05, 0.5
+WIDTHS, WIDTH_EACH = (10.4, 22.4), 0.19  # of the picture, and of a short computation where there is room
+LEFT, RIGHT, ABOVE, BELOW = 1.45, 0.2, 0.05, 0.5
 TITLE, HEAD, PANEL_GAP = 0.4, 0.4, 0.25
 COMPUTATION, MOVES, SENDS, MEMORY, ROW_GAP = 0.3, 0.2, 0.08, 0.4, 0.16
 TALLEST_ROWS, TALLEST = 11.0, 190.0  # from the first on rows shrink to half, from the second on without end

@@ -5,7 +5,7 @@ One pair of axes holds all panels. Its y axis counts inches downwards, so that h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from io import BytesIO
 from typing import Any, NamedTuple
 
@@ -18,11 +18,13 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from bpipe.schedules import Op, Span
+from bpipe.schedules.amounts import show_bytes
+from bpipe.schedules.timeline import Holding
 from bpipe.tools.colours import (
     COLOURS,
     HOST_EVICT,
     HOST_LOAD,
-    MEMORY,
+    LAYERS,
     MEMORY_EDGE,
     NAMES,
     WAIT_NAMES,
@@ -166,22 +168,32 @@ class _Sheet:
         return [(left, strip.top), (right, strip.top), (right, strip.bottom), (left, strip.bottom)]
 
     def _draw_memory(self, row: Row, band: Band) -> None:
-        """What a rank holds: an area with steps, over a line at nothing and under one at the budget."""
+        """All that a rank's device holds, in steps: what stays, activations on it, messages on top; and a line at the budget."""
         inches = (band.bottom - band.memory) / self.scene.top
         steps = without_dips(row.memory, LEAST_DIP * self.paper.seconds_an_inch)
-        ends = [second for second, _ in steps[1:]] + [self.scene.end_s]
-        heights = [(begin, end, band.bottom - inches * amount) for (begin, amount), end in zip(steps, ends)]
-        line = [(self.paper.x(max(second, self.scene.begin_s)), y) for begin, end, y in heights for second in (begin, end)]
-        if line:
-            area = [(line[0][0], band.bottom), *line, (line[-1][0], band.bottom)]
-            self.axes.add_collection(PolyCollection([area], facecolors=MEMORY, linewidths=0), autolim=False)
-            self.axes.add_collection(LineCollection([area], colors=MEMORY_EDGE, linewidths=0.7), autolim=False)
+        layers = {
+            "messages": [step.device_bytes for step in steps],
+            "activations": [row.stays + step.activation_bytes for step in steps],
+            "stays": [row.stays for _ in steps],
+        }
+        for name, amounts in layers.items() if steps else ():  # each reaches to the bottom, where the next one covers it
+            area = self._area(steps, [band.bottom - inches * amount for amount in amounts], band.bottom)
+            self.axes.add_collection(PolyCollection([area], facecolors=LAYERS[name], linewidths=0), autolim=False)
+            if name == "messages":
+                self.axes.add_collection(LineCollection([area], colors=MEMORY_EDGE, linewidths=0.7), autolim=False)
         self.axes.axhline(band.bottom, color=MEMORY_EDGE, linewidth=0.5)
         if row.budget is not None:
             self.axes.axhline(band.bottom - inches * row.budget, **BUDGET)
 
+    def _area(self, steps: Sequence[Holding], heights: Sequence[float], bottom: float) -> Polygon:
+        """The outline of steps that are as high."""
+        ends = [step.begin_s for step in steps[1:]] + [self.scene.end_s]
+        begins = [max(step.begin_s, self.scene.begin_s) for step in steps]
+        line = [(self.paper.x(second), y) for *when, y in zip(begins, ends, heights) for second in when]
+        return [(line[0][0], bottom), *line, (line[-1][0], bottom)]
+
     def _draw_names(self, row: Row, band: Band) -> None:
-        """The rank, its stages and its peak, to the left of its row."""
+        """The rank, its stages and its peaks, to the left of its row."""
         font = min(9.0, 12 * self.paper.shrink)
         if font < 3:
             return
@@ -189,8 +201,12 @@ class _Sheet:
         if len(row.stages) > 1:
             y = (band.moves + band.memory) / 2 if band.memory - band.moves > 0.1 * self.paper.shrink else band.moves
             self._write(-0.08, y, row.places, ha="right", fontsize=font - 1.5)
-        peak = f"peak {amount_text(row.peak, self.scene.unit)}"
-        self._write(-0.08, (band.memory + band.bottom) / 2, peak, ha="right", fontsize=font - 1)
+        peaks = [f"holds {amount_text(row.peak, 'slots')}"]
+        if self.scene.unit == "bytes":
+            peaks = [f"{name} {show_bytes(peak)}" for name, peak in (("device", row.device_peak), ("activations", row.peak))]
+        step = (band.bottom - band.memory) / len(peaks)
+        for line, peak in enumerate(peaks):
+            self._write(-0.08, band.memory + step * (line + 0.5), peak, ha="right", fontsize=font - 1)
 
     def _draw_labels(self, row: Row, band: Band) -> None:
         """The microbatches in the boxes that are wide enough."""
@@ -238,7 +254,7 @@ def _legend(scene: Scene) -> list[Patch | Line2D]:
     waits = {wait_colour(op): name for op, name in WAIT_NAMES.items() if op in seen}
     for colour, name in waits.items():
         handles.append(Line2D([], [], color=colour, linewidth=3 if colour == WAITING else 5, label=name))
-    handles.append(Patch(facecolor=MEMORY, edgecolor=MEMORY_EDGE, label=f"memory held, in {scene.unit}"))
+    handles += [Patch(facecolor=LAYERS[layer], edgecolor=MEMORY_EDGE, label=name) for layer, name in scene.layers().items()]
     if any(row.budget is not None for row in rows):
         handles.append(Line2D([], [], label="budget", **BUDGET))
     return handles

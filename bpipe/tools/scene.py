@@ -14,9 +14,10 @@ from itertools import islice
 from math import isfinite
 
 from bpipe.errors import ConfigurationError
-from bpipe.schedules import Op, Plan, Span, Timeline
+from bpipe.schedules import Lane, Op, Plan, Span, Timeline
 from bpipe.schedules.amounts import show_bytes
 from bpipe.schedules.meter import occupancy
+from bpipe.schedules.timeline import Holding
 from bpipe.tools.quantities import show_seconds
 
 __all__: list[str] = []
@@ -44,9 +45,11 @@ class Row:
             arrive.
         num_out: how many of the tracks are of those that leave.
         sends: what it sends along the pipeline, as far as that takes time.
-        memory: (seconds, amount) from when on it holds that much, in order.
-        peak: the most it ever holds, outside the window too.
-        budget: the most it may hold; None where there is no budget in the scene's unit.
+        memory: what it holds, and from when on, in order.
+        stays: what of that stays throughout: weights, gradients, buffers, optimizer states; nothing where slots are counted.
+        peak: the most activations it ever holds, outside the window too.
+        device_peak: the most it ever holds of all, likewise.
+        budget: the most it may hold of all; None where there is no budget in the scene's unit.
     """
 
     rank: int
@@ -56,8 +59,10 @@ class Row:
     moves: tuple[tuple[Span, ...], ...]
     num_out: int
     sends: tuple[Span, ...]
-    memory: tuple[tuple[float, int], ...]
+    memory: tuple[Holding, ...]
+    stays: int
     peak: int
+    device_peak: int
     budget: int | None
 
     @property
@@ -101,24 +106,34 @@ class Scene:
     top: int
     num_microbatches: int
 
+    def layers(self) -> dict[str, str]:
+        """What memory consists of, from the bottom up, in words."""
+        if self.unit == "slots":
+            return {"activations": "activations, in slots"}
+        rows = [row for panel in self.panels for row in panel.rows]
+        has_messages = any(held.device_bytes > row.stays + held.activation_bytes for row in rows for held in row.memory)
+        stays = {"stays": "weights and what else stays"} if any(row.stays for row in rows) else {}
+        return stays | {"activations": "activations"} | ({"messages": "messages between stages"} if has_messages else {})
+
 
 def compose(timelines: Sequence[Timeline], *, title: str | None = None, window: Window | None = None) -> Scene:
     """Make the scene of timelines on one axis of time.
 
-    Memory is in bytes where all timelines have them, in slots otherwise.
+    Memory is in bytes where all timelines have them, in slots otherwise: then it is that of microbatches alone.
 
     Raises:
         ConfigurationError: the window shows nothing, or more than MAX_BOXES boxes would be drawn.
     """
     begin, end = _interval(timelines, window)
-    unit = "bytes" if all(any(any(lane.live_bytes) for lane in t.actions) for t in timelines) else "slots"
+    unit = "bytes" if all(map(knows_bytes, timelines)) else "slots"
     shown = timelines if unit == "bytes" else [in_slots(timeline) for timeline in timelines]
     panels: list[Panel] = []
     for timeline in shown:
         spent = sum(row.num_boxes for panel in panels for row in panel.rows)
         rows = tuple(_rows(timeline, (begin, end), unit, MAX_BOXES - spent))
-        panels.append(Panel(name=timeline.plan.name, facts=_facts(timeline, unit), rows=rows))
-    amounts = [amount for panel in panels for row in panel.rows for amount in (row.peak, row.budget or 0)]
+        is_short = unit == "bytes" and not counts_messages(timeline) and any(map(counts_messages, timelines))
+        panels.append(Panel(name=timeline.plan.name, facts=_facts(timeline, unit) + ", messages left out" * is_short, rows=rows))
+    amounts = [amount for panel in panels for row in panel.rows for amount in (row.device_peak, row.budget or 0)]
     return Scene(
         title=title or "",
         panels=tuple(panels),
@@ -130,21 +145,31 @@ def compose(timelines: Sequence[Timeline], *, title: str | None = None, window: 
     )
 
 
+def knows_bytes(timeline: Timeline) -> bool:
+    """Whether a timeline says what ranks hold in bytes: a simulated one does if it was told what microbatches save, if they do."""
+    is_measured_or_saves_nothing = timeline.source == "measured" or not timeline.plan.has_backward
+    peak = timeline.device_peak_bytes if is_measured_or_saves_nothing else timeline.peak_bytes
+    return any(map(peak, range(timeline.num_ranks)))
+
+
+def counts_messages(timeline: Timeline) -> bool:
+    """Whether what its devices hold has the messages between stages in it, as a simulated plan that counts slots does not."""
+    return timeline.source == "measured" or timeline.plan.sizes is not None
+
+
 def in_slots(timeline: Timeline) -> Timeline:
     """The same timeline with what its plan says in slots in place of bytes: a rank's own and the rooms of its guests."""
     plan = timeline.plan
-    lanes = (
-        replace(lane, live_bytes=array("q", live), idle_bytes=rooms)
-        for lane, (rooms, live) in zip(timeline.actions, (_slots(plan, rank) for rank in range(plan.num_ranks)))
-    )
+    lanes = (_lane_in_slots(plan, rank, lane) for rank, lane in enumerate(timeline.actions))
     return replace(timeline, actions=tuple(lanes))
 
 
-def _slots(plan: Plan, rank: int) -> tuple[int, Iterator[int]]:
-    """The rooms of a rank's guests, and with them what it holds while each action runs."""
+def _lane_in_slots(plan: Plan, rank: int, lane: Lane) -> Lane:
+    """A lane that holds slots: those of microbatches are activations, and nothing else has any."""
     rooms = sum(map(len, plan.rooms(rank).values()))
     # Without backwards nothing is kept: autograd saves nothing.
-    return rooms, (rooms + live * plan.has_backward for live in occupancy(plan.actions[rank]))
+    own = array("q", (live * plan.has_backward for live in occupancy(plan.actions[rank])))
+    return replace(lane, activation_bytes=own, message_bytes=array("q", bytes(8 * len(own))), static_bytes=0, room_bytes=rooms)
 
 
 def _interval(timelines: Sequence[Timeline], window: Window | None) -> Window:
@@ -190,7 +215,9 @@ def _row(timeline: Timeline, rank: int, window: Window, unit: str, allowance: in
         num_out=len(leaving),
         sends=tuple(span for span in transfers if span.action.op in SENT),
         memory=_steps(timeline, rank, window),
+        stays=timeline.actions[rank].static_bytes,
         peak=timeline.peak_bytes(rank),
+        device_peak=timeline.device_peak_bytes(rank),
         budget=plan.slots[rank] if unit == "slots" else None if plan.budgets is None else plan.budgets[rank],
     )
 
@@ -227,25 +254,34 @@ def _tracks(spans: Iterable[Span]) -> list[tuple[Span, ...]]:
     return [tuple(track) for track in tracks]
 
 
-def _steps(timeline: Timeline, rank: int, window: Window) -> tuple[tuple[float, int], ...]:
+def _steps(timeline: Timeline, rank: int, window: Window) -> tuple[Holding, ...]:
     """The steps of memory within the window, and the one in force where it begins."""
     steps = without_dips(list(timeline.memory(rank)))
-    seconds = [second for second, _ in steps]
+    seconds = [step.begin_s for step in steps]
     first = bisect_left(seconds, window[0])
     if first == len(steps) or seconds[first] > window[0]:
         first = max(first - 1, 0)
     return tuple(steps[first : bisect_right(seconds, window[1])])
 
 
-def without_dips(steps: Sequence[tuple[float, int]], least_s: float = 0.0) -> list[tuple[float, int]]:
+def without_dips(steps: Sequence[Holding], least_s: float = 0.0) -> list[Holding]:
     """Leave out what is given back and taken again within `least_s`: memory steps as the eye, or an allocator, sees them."""
-    kept: list[tuple[float, int]] = []
+    kept: list[Holding] = []
     for step in steps:
-        while kept and step[0] - kept[-1][0] <= least_s and kept[-1][1] < min(step[1], kept[-2][1] if len(kept) > 1 else 0):
+        while kept and step.begin_s - kept[-1].begin_s <= least_s and _is_dip(kept[-2:], step):
             kept.pop()
-        if not kept or kept[-1][1] != step[1]:
+        if not kept or kept[-1][1:] != step[1:]:
             kept.append(step)
     return kept
+
+
+def _is_dip(last: Sequence[Holding], now: Holding) -> bool:
+    """Whether the last of one or two steps is below the one before it and the one now; without one before, nothing is."""
+    if len(last) < 2:
+        return False
+    before, lowest = last
+    is_below = lowest.device_bytes < min(before.device_bytes, now.device_bytes)
+    return is_below and lowest.activation_bytes <= max(before.activation_bytes, now.activation_bytes)
 
 
 def _facts(timeline: Timeline, unit: str) -> str:
@@ -253,14 +289,18 @@ def _facts(timeline: Timeline, unit: str) -> str:
     plan, ranks = timeline.plan, range(timeline.num_ranks)
     makespan = timeline.makespan_s
     bubble = 1 - min(map(timeline.work_s, ranks)) / makespan if makespan else 0.0
-    peak = max(ranks, key=timeline.peak_bytes)
     stages = f"p = {plan.num_ranks}" + (f" with {plan.num_stages} stages" if plan.num_ranks != plan.num_stages else "")
     step = "" if timeline.step is None else f" in step {timeline.step}"
     return (
         f"{stages}, m = {plan.num_microbatches}   \N{MIDDLE DOT}   makespan {show_seconds(makespan)}   \N{MIDDLE DOT}   "
-        f"bubble {bubble:.1%}   \N{MIDDLE DOT}   peak {amount_text(timeline.peak_bytes(peak), unit)}   \N{MIDDLE DOT}   "
-        f"{timeline.source}{step}"
+        f"bubble {bubble:.1%}   \N{MIDDLE DOT}   {_fullest(timeline, unit)}   \N{MIDDLE DOT}   {timeline.source}{step}"
     )
+
+
+def _fullest(timeline: Timeline, unit: str) -> str:
+    """The rank that holds the most of all."""
+    rank = timeline.fullest_rank
+    return f"fullest rank {rank}: {'device ' * (unit == 'bytes')}{amount_text(timeline.device_peak_bytes(rank), unit)}"
 
 
 def time_unit(seconds: float) -> tuple[str, float]:

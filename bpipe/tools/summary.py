@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from bpipe.schedules import Op, Timeline
+from bpipe.schedules import Op, Plan, Timeline
 from bpipe.schedules.amounts import show_bytes, show_each
 from bpipe.schedules.critical import critical_path
 from bpipe.schedules.grid import head
 from bpipe.tools.quantities import show_seconds
+from bpipe.tools.scene import counts_messages, knows_bytes
 from bpipe.tools.terminal import table
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 __all__: list[str] = []
 
 EVICTIONS = (Op.WAIT_EVICT, Op.WAIT_LOAD)
+HOLDS = ("device", "activations")
+NOTHING_STAYS = "device has nothing of what stays (weights, gradients, optimizer states)"
 
 
 def data_of(timeline: Timeline) -> dict[str, Any]:
@@ -32,6 +32,8 @@ def data_of(timeline: Timeline) -> dict[str, Any]:
         "num_stages": timeline.plan.num_stages,
         "num_ranks": timeline.num_ranks,
         "num_microbatches": timeline.plan.num_microbatches,
+        "knows_bytes": knows_bytes(timeline),
+        "counts_messages": counts_messages(timeline),
         "makespan_s": makespan,
         "ranks": [_rank(timeline, rank, makespan, slots) for rank, slots in enumerate(peak_slots)],
         "critical_path_s": critical_seconds(timeline),
@@ -46,7 +48,10 @@ def _rank(timeline: Timeline, rank: int, makespan: float, peak_slots: int) -> di
         "bubble_s": makespan - work,
         "exposed_evictions_s": sum(exposed.get(op, 0.0) for op in EVICTIONS),
         "exposed_messages_s": sum(seconds for op, seconds in exposed.items() if op not in EVICTIONS),
+        "device_peak_bytes": timeline.device_peak_bytes(rank),
         "peak_bytes": timeline.peak_bytes(rank),
+        "static_bytes": timeline.actions[rank].static_bytes,
+        "room_bytes": timeline.actions[rank].room_bytes,
         "peak_slots": peak_slots,
         "num_evicted": len(timeline.plan.evicted(rank)),
         "host_bytes": None if timeline.plan.sizes is None else timeline.plan.host_bytes(rank),
@@ -71,12 +76,12 @@ def shown_of(timeline: Timeline, data: dict[str, Any]) -> list[Any]:
             f"{show_seconds(rank['bubble_s'])} ({share(rank['bubble_s'], data['makespan_s']):.0%})",
             show_seconds(rank["exposed_evictions_s"]),
             show_seconds(rank["exposed_messages_s"]),
-            _peak(rank, data),
+            *holds_of(rank, data),
             str(rank["num_evicted"]),
         )
         for rank in data["ranks"]
     ]
-    columns = ["", "computes", "bubble", "waits for evictions", "for messages", "peak", "evicted"]
+    columns = ["", "computes", "bubble", "waits for evictions", "for messages", *HOLDS, "evicted"]
     if any(rank["host_bytes"] for rank in data["ranks"]):
         columns.append("on its host")
         rows = [(*row, show_bytes(rank["host_bytes"])) for row, rank in zip(rows, data["ranks"])]
@@ -89,13 +94,44 @@ def share(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
 
 
-def _peak(rank: dict[str, Any], data: dict[str, Any]) -> str:
-    """Bytes if they are known, else slots; with several stages a rank also the microbatches of all of them."""
-    if rank["peak_bytes"]:
-        return show_bytes(rank["peak_bytes"])
+def holds_of(rank: dict[str, Any], data: dict[str, Any]) -> tuple[str, str]:
+    """The most that a rank's device holds of all, and of activations: bytes if they are known, else the slots of microbatches.
+
+    With several stages a rank also the microbatches of all of them.
+    """
+    if data["knows_bytes"]:
+        return show_bytes(rank["device_peak_bytes"]), show_bytes(rank["peak_bytes"])
     per_rank = data["num_stages"] / data["num_ranks"]
     slots = f"{rank['peak_slots']} slots"
-    return slots if per_rank == 1 else f"{rank['peak_slots'] / per_rank:g} microbatches ({slots})"
+    return "-", slots if per_rank == 1 else f"{rank['peak_slots'] / per_rank:g} microbatches ({slots})"
+
+
+def unknown(found: Sequence[dict[str, Any]]) -> list[str]:
+    """Lines that say what is missing in what devices hold: what stays, or the messages that others have in theirs."""
+    known = [data for data in found if data["knows_bytes"]]
+    bare = dict.fromkeys(name_of(data) for data in known if lacks_static(data))
+    silent = dict.fromkeys(name_of(data) for data in known if not data["counts_messages"])
+    lines = [f"{'; '.join(bare)}: {NOTHING_STAYS}: give --static"]
+    others = f"{'; '.join(silent)}: device has no messages between stages, that of the others has them: its plan counts slots"
+    return lines * bool(bare) + [others] * any(data["counts_messages"] for data in known if silent)
+
+
+def unknown_of(plan: Plan, *, is_balanced_here: bool) -> list[str]:
+    """The same line of a plan, where its sizes have nothing of what stays."""
+    if plan.sizes is None or any(plan.sizes.static):
+        return []
+    return [f"{plan.name}: {NOTHING_STAYS}: {'give --static' if is_balanced_here else 'its plan has none'}"]
+
+
+def lacks_static(data: dict[str, Any]) -> bool:
+    """Whether nothing is known of what stays."""
+    return data["source"] != "measured" and not any(rank["static_bytes"] for rank in data["ranks"])
+
+
+def name_of(data: dict[str, Any]) -> str:
+    """What a line is called in a comparison."""
+    file = f"{data['file']}: " if data.get("file") else ""
+    return f"{file}{data['name']}{_budget(data)}, {data['source']}"
 
 
 def _budget(data: dict[str, Any]) -> str:
@@ -103,23 +139,3 @@ def _budget(data: dict[str, Any]) -> str:
         return f" within {show_each(data['budgets'])}"
     slots = sorted({"no limit" if k is None else str(k) for k in data["slots"]})
     return "" if slots == ["no limit"] else f" within {' or '.join(slots)} slots"
-
-
-def compared(found: Sequence[dict[str, Any]]) -> Table:
-    """A row a timeline; times beside the first one's."""
-    first = found[0]["makespan_s"]
-    rows = []
-    for data in found:
-        fullest = max(data["ranks"], key=lambda rank: (rank["peak_bytes"], rank["peak_slots"]))
-        exposed = max(rank["exposed_evictions_s"] for rank in data["ranks"])
-        rows.append(
-            (
-                f"{data['name']}{_budget(data)}, {data['source']}",
-                show_seconds(data["makespan_s"]),
-                f"{share(data['makespan_s'], first):.3f}",
-                f"{share(max(rank['bubble_s'] for rank in data['ranks']), data['makespan_s']):.1%}",
-                show_seconds(exposed),
-                f"{_peak(fullest, data)} on rank {fullest['rank']}",
-            )
-        )
-    return table(["", "step", "of the first", "largest bubble", "waits for evictions", "fullest rank"], rows)

@@ -203,7 +203,7 @@ def _timeline(record: Record, rank: int, zero_ns: int, errors: tuple[float, ...]
     for action, index in places.index.items():
         if action.op in WAIT_OF:  # a transfer is under way until it is known to be complete
             end_s[index] = end_s[places.index[action._replace(op=WAIT_OF[action.op])]]
-    live = array("q", [record.always_bytes + num_bytes for num_bytes in record.live_bytes])
+    messages = array("q", [max(0, taken - live) for taken, live in zip(record.taken_bytes, record.live_bytes)])
     device_s = array("d", [(ns - began_ns) / 1e9 for ns in record.device_ns])
     served = slice(places.num_own, None)
     return Measured(
@@ -211,7 +211,14 @@ def _timeline(record: Record, rank: int, zero_ns: int, errors: tuple[float, ...]
         actions=_only(
             rank,
             plan.num_ranks,
-            Lane(begin_s=begin_s[own], end_s=end_s[own], live_bytes=live, idle_bytes=record.always_bytes),
+            Lane(
+                begin_s=begin_s[own],
+                end_s=end_s[own],
+                activation_bytes=record.live_bytes,
+                message_bytes=messages,
+                static_bytes=record.static_bytes,
+                room_bytes=record.room_bytes,
+            ),
         ),
         served=_only(rank, plan.num_ranks, Lane(begin_s=begin_s[served], end_s=end_s[served])),
         device=_only(rank, plan.num_ranks, Lane(begin_s=device_s[::2], end_s=device_s[1::2])),

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from bpipe.comm.header import DTYPES
 from bpipe.comm.message import Layout, TensorMeta
+from bpipe.comm.note import may_need_later
 from bpipe.memory.storages import bytes_of
 
 SIZES = st.lists(st.integers(0, 4), max_size=4)
@@ -66,4 +67,9 @@ def wild_metas(draw: st.DrawFn) -> TensorMeta:
     return TensorMeta(tuple(shape), tuple(strides), draw(st.sampled_from(DTYPES)), draw(st.booleans()))
 
 
-WILD_LAYOUTS = st.builds(Layout, nest=st.text(max_size=20), tensors=st.lists(st.none() | wild_metas(), max_size=3).map(tuple))
+WILD_LAYOUTS = st.builds(
+    lambda nest, tensors, is_open: Layout(nest, tuple(tensors), is_open and any(map(may_need_later, tensors))),
+    st.text(max_size=20),
+    st.lists(st.none() | wild_metas(), max_size=3),
+    st.booleans(),
+)

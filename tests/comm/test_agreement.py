@@ -27,6 +27,10 @@ RECORDS = st.builds(
     revision=st.integers(0, 2**32 - 1),
     cut=st.binary(min_size=16, max_size=16),
     form=st.binary(min_size=16, max_size=16),
+    states=st.integers(0, 2**64 - 1),
+    peak=st.integers(0, 2**64 - 1),
+    plain_peak=st.integers(0, 2**64 - 1),
+    inputs=st.binary(min_size=16, max_size=16),
 )
 BASE = Record("1.0", "1f1b", "ab" * 16, True, 3, 3, 3, 8, 1, bytes(16), (0,))
 

@@ -76,3 +76,11 @@ def test_what_a_failed_step_left_is_forgotten() -> None:
     target = message(0)
     ends.receive(CHANNEL, [target]).wait()
     assert (target.item(), ends.receive_header(CHANNEL)) == (2, b"fresh")
+
+
+def test_ends_that_do_not_agree_on_notes_are_an_error() -> None:
+    for sends, receives in ((True, False), (False, True)):
+        ends, tensor = transport(), torch.zeros(2)
+        ends.send(CHANNEL, [tensor], may_have_note=sends)
+        with pytest.raises(CommError, match="do not agree whether a message may come with a note"):
+            ends.receive(CHANNEL, [tensor], may_have_note=receives)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bpipe.comm.header import FIXED, Subject
-from bpipe.comm.message import Layout, meta_of, on_the_wire
-from bpipe.comm.note import can_tell, read_note, renewed, with_note
+from bpipe.comm.message import Layout, TensorMeta, meta_of, on_the_wire
+from bpipe.comm.note import can_tell, needing, read_note, renewed, with_more, with_note
 from bpipe.errors import CommError
 
 SUBJECT, CPU = Subject(step=5, stage=2, microbatch=7), torch.device("cpu")
@@ -71,6 +71,25 @@ def test_a_note_that_does_not_fit_is_an_error() -> None:
         read_note(SUBJECT._replace(microbatch=8), agreed, note, landed, CPU)
     with pytest.raises(CommError, match="arrived where"):
         read_note(SUBJECT, layout_of([None, torch.ones(4)]), note, [None, torch.zeros(4)], CPU)
+
+
+def metas_of(tensors: list[T], needs: list[bool]) -> tuple[TensorMeta, ...]:
+    return tuple(meta_of(tensor, requires_grad=needed) for tensor, needed in zip(tensors, needs, strict=True))
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans()), max_size=5))
+def test_what_is_agreed_when_more_outputs_need_a_gradient(needs: list[tuple[bool, bool, bool]]) -> None:
+    """By output: whether it is a float, needed a gradient, and needs one now. Gradients stay agreed, others are absent."""
+    outputs = [torch.zeros(i + 1, dtype=torch.float32 if is_float else torch.int64) for i, (is_float, *_) in enumerate(needs)]
+    before, now = (Layout("T", metas_of(outputs, [is_float and of[k] for is_float, *of in needs]), is_open=True) for k in (0, 1))
+    after = needing(before, now)
+    flags = [meta is not None and meta.requires_grad for meta in after.tensors]
+    assert flags == [is_float and (one or other) for is_float, one, other in needs]
+    assert after.is_open == any(is_float and not flag for (is_float, *_), flag in zip(needs, flags))
+    assert needing(after, now) == needing(after, before) == after
+    gradients = layout_of([t for t, (is_float, needed, _) in zip(outputs, needs) if is_float and needed])
+    expected = [(t if needed else None) for t, (is_float, needed, now) in zip(outputs, needs) if is_float and (needed or now)]
+    assert with_more(gradients, before, after) == layout_of(expected)
 
 
 class OnADevice(torch.Tensor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
@@ -18,6 +20,18 @@ from tests.edge_cases import case
 from tests.edge_cases.random_modules import KEEPING, RANDOM, WIDTH, Leaf, Spec, build, specs
 
 NUM_STAGES = 4
+BY_HAND = "BPIPE_RANDOM_LOOPS"  # so many loops, and other ones in each run
+
+
+def some(number: int, *, are_same: bool = True) -> settings:
+    """Settings of a test over so many loops, the same ones in each run."""
+    return settings(max_examples=number, derandomize=are_same, suppress_health_check=[*HealthCheck], deadline=None)
+
+
+def many(number: int) -> settings:
+    """Those of an exhaustive one, which takes other loops and another number of them where it is told to by hand."""
+    given = os.environ.get(BY_HAND)
+    return some(int(given or number), are_same=given is None)
 
 
 class Stage(nn.Module):

@@ -15,8 +15,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 
 import bpipe
+from bpipe.comm.loopback import LoopbackTransport
 from bpipe.errors import StageError
+from bpipe.memory import known
 from bpipe.runtime import evictions
+from bpipe.schedules import Purpose
 from tests.edge_cases.case import NUM_STAGES, SCHEDULES, Batch, Case, M, pipeline
 from tests.models import Result, assert_same, held_by, joined, state_of
 from tests.ranks import run_ranks
@@ -181,6 +184,61 @@ def integers_and_unused(stage: Stage, x: T, *rest: T) -> Any:
     return y if stage.index == LAST else (y, nest, key)
 
 
+def late_beside_others(stage: Stage, x: T, *rest: T) -> Any:
+    """An output that needs a gradient from the second step on."""
+    key, more = rest[-1], stage.other(x)
+    if stage.index == LAST:
+        return stage.block(x) + rest[0] * more
+    assert stage.index == 0 or rest[0].requires_grad == (step_of(key) > 0 and torch.is_grad_enabled())
+    return stage.block(x), (more.detach() if step_of(key) == 0 else more), key
+
+
+def late_in_some_microbatches(stage: Stage, x: T, *rest: T) -> Any:
+    """Two of them in a dict, which go through several stages, each now and then."""
+    key = rest[-1]
+    if stage.index == LAST:
+        return stage.block(x) + rest[0]["a"] + rest[0]["b"]
+    more = {name: stage.other(x) for name in "ab"} if stage.index == 0 else dict(rest[0])
+    for salt, name in enumerate("ab"):
+        if draw(key, 10 * stage.index + salt) < (0.8, 0.4, 0.1)[step_of(key)]:
+            more[name] = more[name].detach()
+    return stage.block(x), more, key
+
+
+def needed_once(stage: Stage, x: T, *rest: T) -> Any:
+    """In the second step alone, and used in half of its microbatches."""
+    key = rest[-1]
+    more = stage.other(rest[0] if stage.index else x)
+    if stage.index == LAST:
+        return stage.block(x) * more if draw(key, 7) < 0.5 else stage.block(x)
+    return stage.block(x), (more if step_of(key) == 1 else more.detach()), key
+
+
+def first_stage_without_grad(stage: Stage, x: T, key: T) -> Any:
+    """It could be trained, and is not: what comes from it needs no gradient in the next one either."""
+    assert x.requires_grad == (stage.index > 1 and torch.is_grad_enabled())
+    with torch.set_grad_enabled(torch.is_grad_enabled() and stage.index > 0):
+        y = stage.block(x)
+    return y if stage.index == LAST else (y, key)
+
+
+def middle_stage_without_grad(stage: Stage, x: T, *rest: T) -> Any:
+    """Until the third step, beside an output of whole numbers."""
+    key = rest[-1]
+    is_off = stage.index == 1 and step_of(key) < 2
+    assert stage.index != 2 or x.requires_grad == (step_of(key) == 2 and torch.is_grad_enabled())
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not is_off):
+        y = stage.block(x)
+    return y if stage.index == LAST else (y, (y * 9).long(), key)
+
+
+def unfrozen_later(stage: Stage, x: T, key: T) -> Any:
+    """A first stage that warms up: its inner layer is trained from the second step on."""
+    y = stage.block(x.detach()) if stage.index else stage.one(x).detach() + (stage.zero if step_of(key) else 0)
+    y = y + (x - x.detach())
+    return y if stage.index == LAST else (y, key)
+
+
 BODIES = [
     layer_drop,
     layer_drop_in_the_middle,
@@ -196,8 +254,18 @@ BODIES = [
     gradients_that_lie_otherwise,
     caches_beside,
     integers_and_unused,
+    late_beside_others,
+    late_in_some_microbatches,
+    needed_once,
+    first_stage_without_grad,
+    middle_stage_without_grad,
+    unfrozen_later,
 ]
 EVERYWHERE = (layer_drop, skip_of_odd_microbatches, cut_off)
+
+
+LATE = {late_beside_others, needed_once, first_stage_without_grad, middle_stage_without_grad, unfrozen_later}
+A_FEW = ("1f1b", "bytes", "dualpipe_v")
 
 
 def stages(body: Callable[..., Any]) -> list[nn.Module]:
@@ -206,7 +274,29 @@ def stages(body: Callable[..., Any]) -> list[nn.Module]:
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__qualname__.split(".")[0])
 def test_gradients_are_those_of_a_single_process(body: Callable[..., Any]) -> None:
-    Case(lambda: stages(body), batch, F.mse_loss).check(tuple(SCHEDULES) if body in EVERYWHERE else SOME)
+    names = tuple(SCHEDULES) if body in EVERYWHERE else A_FEW if body in LATE else SOME
+    Case(lambda: stages(body), batch, F.mse_loss).check(names)
+
+
+def test_a_gradient_is_needed_for_the_first_time_where_its_receive_is_posted_before() -> None:
+    """With one microbatch there is nothing between its forward and its backward."""
+    modules = stages(late_beside_others)
+    loopback, schedules = pipeline(SCHEDULES["1f1b"], modules, F.mse_loss, m=1)
+    for step in range(3):
+        (x, key), y = (one[:1] for one in batch(step).args), batch(step).target[:1]
+        loopback.step(schedules, x, key, target=y)
+        gradients = [p.grad for module in modules for p in module.parameters()]
+        for module in modules:
+            module.zero_grad()
+        value: Any = (x, key)
+        for module in modules:
+            value = module(*value)
+        F.mse_loss(value, y).backward()
+        for gradient, parameter in zip(gradients, (p for module in modules for p in module.parameters()), strict=True):
+            assert (gradient is None) == (parameter.grad is None)
+            assert gradient is None or torch.equal(gradient, parameter.grad)
+        for module in modules:
+            module.zero_grad()
 
 
 # Over processes, with messages that travel in two ways.
@@ -226,7 +316,11 @@ def dtensors(stage: Stage, x: T, *rest: T) -> Any:
 
 
 MESHES: list[Any] = [None]
-LARGE = [(branch_dead_in_one_step(0), bpipe.ZBH1), (gradients_that_lie_otherwise, bpipe.BalancedOneFOneB)]
+LARGE = [
+    (branch_dead_in_one_step(0), bpipe.ZBH1),
+    (gradients_that_lie_otherwise, bpipe.BalancedOneFOneB),
+    (late_in_some_microbatches, bpipe.OneFOneB),
+]
 SMALL = [(layer_drop, bpipe.BalancedOneFOneB), (skip_of_odd_microbatches, bpipe.ZBH1), (dtensors, bpipe.OneFOneB)]
 ACROSS = {"small": [*SMALL, *LARGE], "large": LARGE}
 
@@ -321,16 +415,19 @@ def test_hooks_do_not_fire_without_a_gradient() -> None:
         assert 0 < counts[0] < counts[LAST] == len(keys)
 
 
-def test_what_needs_a_gradient_for_the_first_time_beside_others_is_refused() -> None:
-    def late(stage: Stage, x: T, *rest: T) -> Any:
-        more = stage.other(x)
-        if stage.index == LAST:
-            return x + more
-        return stage.block(x), (more.detach() if step_of(rest[-1]) == 0 else more), rest[-1]
+def test_what_nobody_knows_to_be_trained_is_refused_where_it_begins_later() -> None:
+    """A frozen stage adds a leaf that is no parameter, from the second step on: the next stage cannot know."""
+    leaf = torch.ones(WIDTH, requires_grad=True)
 
-    loopback, schedules = pipeline(SCHEDULES["1f1b"], stages(late), F.mse_loss)
+    def body(stage: Stage, x: T, key: T) -> Any:
+        y = stage.block(x)
+        return y if stage.index == LAST else (y * leaf if stage.index == 0 and step_of(key) else y, key)
+
+    modules = stages(body)
+    modules[0].requires_grad_(False)
+    loopback, schedules = pipeline(SCHEDULES["1f1b"], modules, F.mse_loss)
     loopback.step(schedules, *batch(0).args, target=batch(0).target)
-    with pytest.raises(StageError, match=r"stage 0, microbatch 0: output 1 needs a gradient.*requires_grad_\(\)"):
+    with pytest.raises(StageError, match=r"stage 0, microbatch 0: an output needs a gradient.*nothing to train.*as a Parameter"):
         loopback.step(schedules, *batch(1).args, target=batch(1).target)
 
 
@@ -373,4 +470,56 @@ def test_a_stage_that_never_has_anything_to_do_is_not_followed_for_ever(monkeypa
     loopback, schedules = pipeline(SCHEDULES["zb_h1"], stages(cut_off_always), F.mse_loss)
     for step in range(4):
         loopback.step(schedules, *batch(step).args, target=batch(step).target)
-    assert 2 <= sum(name.endswith("stage 0") for name in followed) <= evictions.MOST_IDLE + NUM_STAGES
+    assert 2 <= sum(name.endswith("stage 0") for name in followed) <= known.MOST_IDLE + NUM_STAGES
+
+
+def messages_with_notes(body: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many forward messages a step sends, and how many of them may come with a note."""
+    counts, send = [0, 0], LoopbackTransport.send
+
+    def counting(self: Any, channel: Any, *args: Any, may_have_note: bool = False) -> Any:
+        counts[0] += channel.purpose is Purpose.FORWARD
+        counts[1] += channel.purpose is Purpose.FORWARD and may_have_note
+        return send(self, channel, *args, may_have_note=may_have_note)
+
+    monkeypatch.setattr(LoopbackTransport, "send", counting)
+    loopback, schedules = pipeline(SCHEDULES["1f1b"], stages(body), F.mse_loss)
+    loopback.step(schedules, *batch(0).args, target=batch(0).target)
+    return counts
+
+
+def mask_handed_on(stage: Stage, x: T, *rest: T) -> Any:
+    mask = x if stage.index == 0 else rest[0]
+    y = stage.block(x) * mask
+    return y if stage.index == LAST else (y, mask)
+
+
+def view_handed_on(stage: Stage, x: T, *rest: T) -> Any:
+    mask = rest[0][..., :1] if stage.index else x.detach()
+    y = stage.block(x) * mask
+    return y if stage.index == LAST else (y, mask)
+
+
+def mask_by_arithmetic(stage: Stage, x: T, *rest: T) -> Any:
+    mask = 1 - x.detach() if stage.index == 0 else rest[0]
+    y = stage.block(x) * mask
+    return y if stage.index == LAST else (y, mask)
+
+
+@pytest.mark.parametrize(("body", "share"), [(mask_handed_on, 0), (view_handed_on, 0), (mask_by_arithmetic, 1)])
+def test_what_is_handed_on_needs_no_notes(body: Callable[..., Any], share: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    count, with_note = messages_with_notes(body, monkeypatch)
+    assert count == M * LAST and with_note == share * count
+
+
+def test_what_was_handed_on_and_needs_a_gradient_later_is_refused() -> None:
+    def body(stage: Stage, x: T, key: T) -> Any:
+        if stage.index == 0:
+            return stage.block(x), (x * stage.one.weight[0] if step_of(key) else x)
+        y = stage.block(x) + key
+        return y if stage.index == LAST else (y, key)
+
+    loopback, schedules = pipeline(SCHEDULES["1f1b"], stages(body), F.mse_loss)
+    loopback.step(schedules, *batch(0).args, target=batch(0).target)
+    with pytest.raises(StageError, match=r"stage 0, microbatch 0: an output needs a gradient.*return a clone of what is handed on"):
+        loopback.step(schedules, *batch(1).args, target=batch(1).target)

@@ -222,6 +222,23 @@ class Inside(Attribute):
         return gradient
 
 
+class Slotted(Inner):
+    """The same in a private slot."""
+
+    __slots__ = ("__norm",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__norm = 1.0
+
+    def scale(self) -> float:
+        return self.__norm
+
+    def seen(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.__norm = 0.9 * self.__norm + 0.1 * (1 + float(gradient.norm()))
+        return gradient
+
+
 class Logged(Inner):
     """Keeps a log of its gradients, which no forward reads, and work that is put off."""
 
@@ -303,7 +320,7 @@ def test_a_rank_whose_order_is_the_same_is_not_watched(make):
 
 
 def test_halves_of_a_backward_are_watched():
-    first_step_fails(at(1, OptimizerInBackward), bpipe.ZBH1, "the backward, its weight half, changes the parameter linear")
+    first_step_fails(at(1, OptimizerInBackward), bpipe.ZBH1, "the backward, its input half, changes the parameter linear")
     first_step_fails(at(1, Torchs), bpipe.ZBH1, "the backward, its input half, draws random numbers")
 
 
@@ -360,13 +377,13 @@ def test_attributes_that_a_backward_changes_are_warned_of(caplog):
     """They may be logs; where a forward reads them, measure="in_order" is plain's to the bit."""
     caplog.set_level(logging.WARNING, logger="bpipe")
     assert_plains(at(1, Logged), bpipe.OneFOneB)
-    for make in (Attribute, Inside):
+    for make in (Attribute, Inside, Slotted):
         case = at(1, make)
         with pytest.raises(AssertionError):
             assert_plains(case, bpipe.OneFOneB)
         assert_plains(case, bpipe.OneFOneB, measure="in_order")
     warned = [record.getMessage().partition(". If")[0] for record in caplog.records]
-    names = ("log's length", "norm", "meter.norms['seen'][0]")
+    names = ("log's length", "norm", "meter.norms['seen'][0]", "_Slotted__norm")
     assert warned == [f"stage 1: a backward changes the attribute {name}" for name in names]
 
 

@@ -122,7 +122,7 @@ def test_one_that_decides_later_is_noticed_and_counts_again(caplog):
     caplog.set_level(logging.INFO, "bpipe")
     steps = [{"it": step, "after": 6} for step in range(16)]
     measured, schedules = run(steps)
-    assert counts(measured) == "mmmm...mmmmm...."  # once without its number, then with it
+    assert counts(measured) == "mmmm...mmmmmm..."  # five times with its number, then once without it
     assert "saves more than planned" in caplog.text
     assert all(schedule.stats["device_peak_bytes"] == schedule.stats["predicted_device_peak_bytes"] for schedule in schedules)
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 
-from tests.edge_cases.random_loops import Loop, alone, loops, piped
+from tests.edge_cases.random_loops import Loop, alone, loops, many, piped, some
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-MANY = int(os.environ.get("BPIPE_RANDOM_LOOPS", "500"))  # 2,000 by hand; other ones in each run
 
-
-@settings(max_examples=50, derandomize=True, suppress_health_check=[*HealthCheck])
+@some(50)
 @given(loop=loops())
 def test_random_loops_equal_a_single_process(loop: Loop) -> None:
     assert piped(loop).differences(alone(loop)) == []
@@ -22,7 +18,7 @@ def test_random_loops_equal_a_single_process(loop: Loop) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
-@settings(max_examples=MANY, suppress_health_check=[*HealthCheck])
+@many(500)
 @given(loop=loops())
 def test_many_random_loops(loop: Loop) -> None:
     assert piped(loop).differences(alone(loop)) == []

@@ -179,6 +179,78 @@ def registered(stage: Any, x: torch.Tensor) -> Any:
     return stage.late.clone()
 
 
+class Private:
+    """State in slots whose names Python mangles, such as `_Private__calls`."""
+
+    __slots__ = ("__calls", "__hidden", "__latest", "open")
+
+    def __init__(self) -> None:
+        self.__calls, self.__hidden, self.__latest, self.open = 0, torch.zeros(WIDTH), [0.0], 0
+
+    def count(self, x: torch.Tensor) -> Any:
+        self.__calls += 1
+        self.open += 1
+        return self.open / self.__calls**2
+
+    def carry(self, x: torch.Tensor) -> Any:
+        self.__hidden = torch.tanh(0.5 * self.__hidden + x.detach().mean())
+        return self.__hidden
+
+    def write(self, x: torch.Tensor) -> Any:
+        self.__hidden.mul_(0.5).add_(x.detach().mean())
+        return self.__hidden.clone()
+
+    def remember(self, x: torch.Tensor) -> Any:
+        self.__latest.append(float(x.detach().mean()))
+        return sum(self.__latest)
+
+    def come_and_go(self, x: torch.Tensor) -> Any:
+        if not hasattr(self, "_Private__calls"):
+            self.__calls = 0
+        elif self.__calls == 2:
+            del self.__calls
+            return 3
+        self.__calls += 1
+        return self.__calls
+
+
+class __Hidden(Private):
+    """A slot of the same private name in a class whose own name begins with underscores, and one of dunders."""
+
+    __slots__ = ("__call_count__", "__calls")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.__calls = self.__call_count__ = 0
+
+    def count(self, x: torch.Tensor) -> Any:
+        self.__calls += 1
+        self.__call_count__ += 2
+        return super().count(x) / (self.__calls + self.__call_count__)
+
+
+Hidden = globals()["__Hidden"]
+
+
+def in_slots(method: str, kind: type[Private] = Private) -> Any:
+    return (lambda stage, x: getattr(stage.slots, method)(x)), giving(slots=kind)
+
+
+class SlottedStage(Stage):
+    """A module with slots of its own."""
+
+    __slots__ = ("__calls", "hidden")
+
+    def __init__(self) -> None:
+        super().__init__(lambda stage, x: stage.advance(x))
+        self.__calls, self.hidden = 0, torch.zeros(WIDTH)
+
+    def advance(self, x: torch.Tensor) -> Any:
+        self.__calls += 1
+        self.hidden = 0.5 * self.hidden + x.detach().mean()
+        return self.hidden / self.__calls
+
+
 def giving(**attributes: Callable[[], Any]) -> Callable[[Any], None]:
     return lambda stage: [setattr(stage, name, value()) for name, value in attributes.items()] and None
 
@@ -196,12 +268,22 @@ STATE: dict[str, Any] = {
     "a cache built once": (cached, giving(cache=lambda: None)),
     "an attribute that comes and goes": (deleted, giving()),
     "a buffer registered late": (registered, giving()),
+    "in private slots": in_slots("count"),
+    "in private slots of a base": in_slots("count", Hidden),
+    "a tensor in a private slot": in_slots("carry"),
+    "written in place in a private slot": in_slots("write"),
+    "a list in a private slot": in_slots("remember"),
+    "a private slot that comes and goes": in_slots("come_and_go"),
 }
 
 
 @pytest.mark.parametrize("kind", STATE)
 def test_attributes_are_as_they_were(kind):
     assert_restored(Case(lambda: make(lambda: Stage(*STATE[kind])), batch, F.mse_loss))
+
+
+def test_slots_of_a_module_are_as_they_were():
+    assert_restored(Case(lambda: make(SlottedStage), batch, F.mse_loss))
 
 
 class Loss:

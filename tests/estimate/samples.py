@@ -45,7 +45,7 @@ def between(size: int) -> int:
     """Memory in which a microbatch of `size` fits plain, and twice that only balanced."""
     sizes = {"microbatch_sizes": [size, 2 * size], "recomputations": ["none"], "memory_bytes": 1000 * GIB}
     peaks = {
-        (one.is_balanced, one.microbatch_size): max(one.peak_bytes)
+        (one.is_balanced, one.microbatch_size): max(one.device_peak_bytes)
         for one in advise(MODEL, **(SETUP | sizes)).candidates
         if one.schedule == "1f1b"
     }

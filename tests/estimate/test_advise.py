@@ -33,9 +33,9 @@ def test_everything_is_ranked() -> None:
         steps = [one.step_s for one in advice.candidates if one.fits is group]
         assert all(before <= after * (1 + 1e-8) for before, after in pairwise(steps))
     for one in advice.candidates:
-        assert one.fits is (max(one.peak_bytes) + max(advice.reserved_bytes, one.working_bytes) <= advice.memory_bytes)
-        assert one.num_microbatches * one.microbatch_size == 32 and len(one.peak_bytes) == 8
-        assert one.reason.startswith(f"rank {one.peak_bytes.index(max(one.peak_bytes))} needs")
+        assert one.fits is (max(one.device_peak_bytes) + max(advice.reserved_bytes, one.working_bytes) <= advice.memory_bytes)
+        assert one.num_microbatches * one.microbatch_size == 32 and len(one.device_peak_bytes) == 8
+        assert one.reason.startswith(f"rank {one.device_peak_bytes.index(max(one.device_peak_bytes))} needs")
         plan = build(one.schedule, one.num_stages, one.num_microbatches, slots=one.slots)
         assert any(plan.served) is one.is_balanced is (one.hides_at_bytes_per_s is not None)
 
@@ -53,7 +53,7 @@ def test_recomputing_a_layer_needs_room() -> None:
     setup: dict[str, Any] = SETUP | {"recomputations": ["full"], "microbatch_sizes": [4], "attention": "materialised"}
     found = next(one for one in advise(MODEL, **setup).candidates if one.schedule == "1f1b" and not one.is_balanced)
     for missing in (0, 1):
-        memory = max(found.peak_bytes) + found.working_bytes - missing
+        memory = max(found.device_peak_bytes) + found.working_bytes - missing
         advice = advise(MODEL, memory_bytes=memory, reserved_bytes=found.working_bytes // 2, **setup)
         one = next(one for one in advice.candidates if one.schedule == "1f1b" and not one.is_balanced)
         assert one.fits is (missing == 0) and "are for recomputing a layer" in one.reason
@@ -73,7 +73,7 @@ def test_many_microbatches_are_tried_where_nothing_larger_fits() -> None:
 def _just_enough(size: int) -> int:
     """Memory in which a microbatch of `size` fits plain on 4 stages."""
     found = advise(MODEL, **(SETUP | {"num_stages": 4, "microbatch_sizes": [size], "recomputations": ["none"]})).candidates
-    return round(next(max(one.peak_bytes) for one in found if one.schedule == "1f1b" and not one.is_balanced) / 0.95) + 2**20
+    return round(next(max(one.device_peak_bytes) for one in found if one.schedule == "1f1b" and not one.is_balanced) / 0.95) + 2**20
 
 
 def test_a_roomier_budget_is_taken_where_a_slow_link_makes_it_faster() -> None:
@@ -135,7 +135,7 @@ def test_measured_stages() -> None:
         "Don't balance: it allows"
     )
     found = next(one for one in gains.candidates if one.schedule == "1f1b" and not one.is_balanced and one.microbatch_size == 1)
-    assert found.peak_bytes[0] == static + 800 and found.step_s == pytest.approx((64 + 7) * 3.0)
+    assert found.device_peak_bytes[0] == static + 800 and found.step_s == pytest.approx((64 + 7) * 3.0)
     assert "took alone" in " ".join(gains.assumptions)
 
 
@@ -219,7 +219,7 @@ def test_recomputation_by_name() -> None:
 
 def test_precision_of_a_device_of_ones_own() -> None:
     half, full = (advise(MODEL, precision=precision, **SETUP).candidates[0] for precision in ("bf16", "fp32"))
-    assert full.peak_bytes[0] > half.peak_bytes[0]
+    assert full.device_peak_bytes[0] > half.device_peak_bytes[0]
     assert device_named("h100").memory_bytes == 80 * GIB
 
 

@@ -129,7 +129,7 @@ def test_costs() -> None:
     assert (costs.saved(0), costs.movable(0), costs.static(0)) == (100, 90, STAGE.static_bytes() + 7)
     assert [costs.carried(Action(Op.SEND_F, x, 0)) for x in (0, 1)] == [10, 10]
     assert [costs.carried(Action(Op.SEND_B, x, 0)) for x in (1, 2)] == [11, 13]
-    assert simulate(build("1f1b", 3, 4), costs).peak_bytes(0) == 3 * 100 + STAGE.static_bytes() + 7
+    assert simulate(build("1f1b", 3, 4), costs).device_peak_bytes(0) == 3 * 100 + STAGE.static_bytes() + 7
 
 
 def test_sizes_that_were_not_measured() -> None:

@@ -121,7 +121,7 @@ def test_equally_fast_1f1b_is_named_before_gpipe_and_one_stage_is_one() -> None:
     few = advise(stage({1: 1.0}), batch=4, num_stages=4, memory_bytes=GIB)
     assert [one.schedule for one in few.candidates[:2]] == ["1f1b", "gpipe"]
     assert few.candidates[0].step_s == few.candidates[1].step_s
-    assert max(few.candidates[0].peak_bytes) == max(few.candidates[1].peak_bytes)
+    assert max(few.candidates[0].device_peak_bytes) == max(few.candidates[1].device_peak_bytes)
     alone = advise(MODEL, **(SETUP | {"num_stages": 1, "memory_bytes": 100 * GIB}))
     assert "The best is 1f1b, 1 stage, microbatch" in first_line(alone)
 

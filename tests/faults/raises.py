@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -134,18 +134,18 @@ KINDS = [
 
 
 def needing_a_gradient_now(scene: Scene) -> None:
-    """Outputs come in pairs; the second one of stage 1 needs no gradient in the first step, and one in the next."""
-    pipeline, is_first = scene.open(), True
+    """The first stage has nothing to train; in the second step it uses a leaf that is none of its parameters."""
+    pipeline, is_first, leaf = scene.open(), True, torch.ones((), requires_grad=True)
 
-    def paired(cell: Any, _: Any, y: torch.Tensor) -> Any:
-        if is_first or cell.stage != 1:
-            return (y, y.detach()) if cell.stage < pipeline.num_stages - 1 else y
+    def scaled(cell: Any, _: Any, y: torch.Tensor) -> torch.Tensor:
+        if is_first or cell.stage != 0:
+            return y
         scene.fired()
-        return y, y * 1
+        return y * leaf
 
     for module in pipeline.modules:
-        module.register_forward_pre_hook(lambda _, inputs: inputs[:1])
-        module.register_forward_hook(paired)
+        module.requires_grad_(cast(Any, module).stage != 0)
+        module.register_forward_hook(scaled)
     pipeline.step()
     is_first = False
     pipeline.step()
@@ -168,16 +168,16 @@ OUTPUTS = [
     )
 ] + [
     Case(
-        name="an output needs a gradient, and needed none while others did",
+        name="an output needs a gradient, where there was nothing to train",
         outcome=f"StageError on the sender, with the way out; {TOLD}",
         play=needing_a_gradient_now,
         num_ranks=3,
-        culprits=frozenset({1}),
+        culprits=frozenset({0}),
         here=StageError,
         there=RankFailedError,
         error="StageError",
-        action="1SEND_F0",
-        says=("output 1", "requires_grad_()"),
+        action="0SEND_F0",
+        says=("nothing to train there", "Parameter"),
     ),
     raised(
         "an output that cannot be sent",

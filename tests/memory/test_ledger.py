@@ -146,7 +146,7 @@ def test_peaks_are_the_plans_where_all_footprints_are_its_sizes() -> None:
         plan = replace(build(name, num_stages, 8, num_ranks=4), sizes=sizes)
         for rank in range(4):
             footprints = {(x, i): footprint for x in range(num_stages) if plan.stage_ranks[x] == rank for i in range(8)}
-            assert 100 + Peaks(with_messages=True).of(plan, rank, footprints) == plan.peak_bytes[rank]
+            assert 100 + Peaks(with_messages=True).of(plan, rank, footprints) == plan.device_peak_bytes[rank]
 
 
 def test_peaks_are_scanned_again_when_something_is_another() -> None:
@@ -181,7 +181,7 @@ def test_what_covers_has_room_for_each_at_every_action(footprints: list[Footprin
         plan = replace(build(name, num_stages, 4, num_ranks=2), sizes=replace(sizes, stages=sizes.stages[:num_stages]))
         for rank in range(2):
             mixed = {(x, i): footprints[(x + i) % len(footprints)] for x in range(num_stages) for i in range(4)}
-            assert Peaks(with_messages=True).of(plan, rank, mixed) <= plan.peak_bytes[rank]
+            assert Peaks(with_messages=True).of(plan, rank, mixed) <= plan.device_peak_bytes[rank]
 
 
 def test_what_is_kept_of_a_message_is_no_more_than_what_is_saved() -> None:

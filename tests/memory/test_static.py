@@ -35,15 +35,6 @@ def test_what_modules_share_counts_once() -> None:
     assert static_bytes([module, module], CPU) == static_bytes([module], CPU)
 
 
-def test_an_optimizers_states() -> None:
-    module = Mixed()
-    optimizer = torch.optim.SGD([module.trained], lr=0.1, momentum=0.9)
-    assert static_bytes([module], CPU, optimizer) == 4 * 64
-    module.trained.sum().backward()
-    optimizer.step()
-    assert static_bytes([module], CPU, optimizer) == 5 * 64
-
-
 def test_only_what_is_on_the_device() -> None:
     module = Mixed()
     module.elsewhere = nn.Parameter(torch.ones(4, 4, device="meta"))

@@ -137,7 +137,7 @@ def test_what_is_said_of_a_choice() -> None:
     plan = build("interleaved_1f1b", 4, 8, num_ranks=2)
     free = simulate(plan, choice.costs)
     assert choice.step_s > free.makespan_s
-    assert tuple(free.peak_bytes(rank) for rank in range(2)) == choice.rank_bytes
+    assert tuple(free.device_peak_bytes(rank) for rank in range(2)) == choice.rank_bytes
     assert choice.rank_s == pytest.approx((0.015, 0.012))
     assert str(choose_stages(layers, 2, 4)) == EXPECTED
 

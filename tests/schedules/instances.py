@@ -46,8 +46,8 @@ def some(random: Random) -> Instance:
         m = p * max(1, m // p) if name == "interleaved_1f1b" else m
         parts = tuple(_parts(random, p if has_one else 2 * p))
         drawn = Instance(name, p, m, parts, tuple(random.randint(0, 20) for _ in range(p)), 0)
-        highest = max(finish(replace(drawn.plan, sizes=drawn.sizes)).peak_bytes)
-        lowest = max(finish(level(drawn.plan, drawn.sizes)).peak_bytes)
+        highest = max(finish(replace(drawn.plan, sizes=drawn.sizes)).device_peak_bytes)
+        lowest = max(finish(level(drawn.plan, drawn.sizes)).device_peak_bytes)
         if lowest < highest:
             return drawn._replace(budget=random.choice([lowest, random.randint(lowest, highest - 1)]))
 

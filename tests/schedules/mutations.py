@@ -161,7 +161,7 @@ def byte_budget_lowered(plan: Plan, random: Random) -> Plan | None:
         return None
     rank = random.randrange(plan.num_ranks)
     given = plan.budgets or (None,) * plan.num_ranks
-    return replace(plan, budgets=tuple(k - 1 if r == rank else b for r, (b, k) in enumerate(zip(given, plan.peak_bytes))))
+    return replace(plan, budgets=tuple(k - 1 if r == rank else b for r, (b, k) in enumerate(zip(given, plan.device_peak_bytes))))
 
 
 def size_changed(plan: Plan, random: Random) -> Plan | None:

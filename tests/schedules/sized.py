@@ -95,7 +95,7 @@ def sized_plans(draw: st.DrawFn, max_stages: int = 5, max_microbatches: int = 8)
     lowest = level(plan, sizes, to=to, costs=costs)
     if lowest.budgets is None or draw(st.booleans()):
         return finish(lowest)
-    peaks, low = finish(replace(plan, sizes=sizes)).peak_bytes, max(filter(None, lowest.budgets))
+    peaks, low = finish(replace(plan, sizes=sizes)).device_peak_bytes, max(filter(None, lowest.budgets))
     budgets = [draw(st.none() | st.integers(min(low, peak), max(low, peak)).map(lambda b: max(1, b))) for peak in peaks]
     try:
         return finish(balance(plan, sizes=sizes, budgets=budgets, to=to, costs=costs))

@@ -34,7 +34,7 @@ def test_balanced_plans_verify_run_and_keep_their_budgets(plan: Plan) -> None:
     verify(plan)
     assert occupied(plan) == plan.peak_slots
     peaks = occupied_bytes(plan)
-    assert peaks == plan.peak_bytes
+    assert peaks == plan.device_peak_bytes
     assert plan.budgets is None or all(budget is None or peak <= budget for peak, budget in zip(peaks, plan.budgets))
 
 
@@ -51,7 +51,7 @@ def test_a_budget_is_kept_or_the_smallest_that_works_is_named(drawn: Problem, gi
     """It works, and one quantum less does not: budgets are searched to a part of the highest peak."""
     plan, sizes, to, costs = drawn
     budgets = given_budget if isinstance(given_budget, int) else given_budget[: plan.num_ranks]
-    quantum = max(1, max(finish(replace(plan, sizes=sizes)).peak_bytes) // FINENESS)
+    quantum = max(1, max(finish(replace(plan, sizes=sizes)).device_peak_bytes) // FINENESS)
     try:
         balanced = finish(balance(plan, sizes=sizes, budgets=budgets, to=to, costs=costs))
     except BudgetError as error:
@@ -83,7 +83,7 @@ def test_an_unsound_plan_is_shown_or_refused(plan: Plan, mutation: Mutation, ran
     mutant = mutation(plan, random) or plan
     if lacking:
         mutant = replace(mutant, sizes=replace(mutant.sizes, **{lacking: getattr(mutant.sizes, lacking)[:-1]}))
-    for show in (str, lambda plan: plan.peak_bytes, lambda plan: plan.host_bytes(0)):
+    for show in (str, lambda plan: plan.device_peak_bytes, lambda plan: plan.host_bytes(0)):
         try:
             assert show(mutant) is not None
         except PlanError:
@@ -92,7 +92,7 @@ def test_an_unsound_plan_is_shown_or_refused(plan: Plan, mutation: Mutation, ran
 
 def test_an_unsound_plan_says_that_it_is() -> None:
     plan = replace(build("1f1b", 4, 8), sizes=Sizes.of([1] * 3, num_ranks=4))
-    for show in (str, lambda plan: plan.peak_bytes):
+    for show in (str, lambda plan: plan.device_peak_bytes):
         with pytest.raises(PlanError, match="plan '1f1b' names what it does not have, and verify"):
             show(plan)
 

@@ -25,8 +25,8 @@ def test_what_moves_between_pieces_is_marked_under_their_computation_and_once_fo
 
 
 def test_the_head_counts_bytes_where_the_plan_does() -> None:
-    assert head(plan()) == "by_hand: 1 stages, 2 microbatches, peak 2.00 GiB"
-    assert head(plan(budgets=(2**31,))).endswith(", peak 2.00 GiB; budget 2.00 GiB")
+    assert head(plan()) == "by_hand: 1 stages, 2 microbatches, planned: device 2.00 GiB; activations 2.00 GiB"
+    assert head(plan(budgets=(2**31,))).endswith(", planned: device 2.00 GiB; activations 2.00 GiB; budget 2.00 GiB")
     assert head(plan(sizes=None, budgets=None)).endswith(", peak slots 2")
 
 

@@ -56,7 +56,7 @@ def test_with_one_place_to_go_to_the_budget_comes_first() -> None:
     plan, sizes = one_f_one_b(4, 8), Sizes.of([SIZE] * 4)
     costs = Costs(saved_bytes=SIZE, link=link(4))
     balanced = within(plan, sizes, [3 * SIZE] * 4, Destinations(), costs)
-    assert max(balanced.peak_bytes) == 3 * SIZE
+    assert max(balanced.device_peak_bytes) == 3 * SIZE
     assert step_s(balanced, costs) > step_s(finish(plan), costs)
 
 
@@ -73,7 +73,7 @@ def test_what_leaves_no_time_to_return_stays() -> None:
     """On a slow link, others leave than those that are needed furthest ahead."""
     plan, sizes = computations_only(build("interleaved_1f1b", 12, 12, num_ranks=6)), Sizes.of([SIZE] * 12, num_ranks=6)
     slow = Costs(saved_bytes=SIZE, link=link(3))
-    budgets = [max(finish(replace(plan, sizes=sizes)).peak_bytes) - SIZE] * 6
+    budgets = [max(finish(replace(plan, sizes=sizes)).device_peak_bytes) - SIZE] * 6
     unaware, aware = (within(plan, sizes, budgets, Destinations(), costs) for costs in (None, slow))
     assert step_s(finish(plan), slow) == step_s(aware, slow) < step_s(unaware, slow)
 

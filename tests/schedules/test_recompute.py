@@ -94,13 +94,13 @@ def test_a_budget_is_kept_or_the_smallest_that_works_is_named(case):
     except BudgetError as error:
         budgets = smallest(error)
         found = asked(plan, sizes, budgets)
-        quantum = 1 if sizes is None else max(1, max(finish(replace(plan, sizes=sizes)).peak_bytes) // FINENESS)
+        quantum = 1 if sizes is None else max(1, max(finish(replace(plan, sizes=sizes)).device_peak_bytes) // FINENESS)
         short = budgets - quantum if isinstance(budgets, int) else [k if k is None else k - quantum for k in budgets]
         with pytest.raises(BudgetError):
             asked(plan, sizes, short)
     each = (budgets,) * plan.num_ranks if isinstance(budgets, int) else budgets
     assert replay(found) is None
-    assert most(found) == (found.peak_slots if sizes is None else found.peak_bytes)
+    assert most(found) == (found.peak_slots if sizes is None else found.device_peak_bytes)
     assert all(budget is None or peak <= budget for peak, budget in zip(most(found), each))
     assert Plan.from_text(found.to_text()) == found
     for rank in range(plan.num_ranks):
@@ -115,9 +115,9 @@ def test_a_budget_is_kept_or_the_smallest_that_works_is_named(case):
 def test_the_lowest_is_lower_than_any_that_is_refused(plan, data):
     sizes = data.draw(sizes_of(plan))
     lowest = finish(recompute(plan, sizes=sizes))
-    assert most(lowest) == lowest.peak_bytes
-    quantum = max(1, max(finish(replace(plan, sizes=sizes)).peak_bytes) // FINENESS)
-    assert lowest.budgets == (max(lowest.peak_bytes),) * plan.num_ranks
+    assert most(lowest) == lowest.device_peak_bytes
+    quantum = max(1, max(finish(replace(plan, sizes=sizes)).device_peak_bytes) // FINENESS)
+    assert lowest.budgets == (max(lowest.device_peak_bytes),) * plan.num_ranks
     assume(lowest.budgets[0] > quantum)
     with pytest.raises(BudgetError):
         recompute(plan, sizes=sizes, budgets=lowest.budgets[0] - quantum)
@@ -213,8 +213,8 @@ def test_bytes_by_hand(kept):
     plain = finish(replace(computations_only(build("gpipe", 3, 4)), sizes=sizes))
     found = finish(recompute(plain, sizes=sizes))
     assert [len(found.recomputed(rank)) for rank in range(3)] == [3, 3, 3]
-    assert occupied_bytes(found) == found.peak_bytes
-    assert max(found.peak_bytes) < max(plain.peak_bytes) / 2
+    assert occupied_bytes(found) == found.device_peak_bytes
+    assert max(found.device_peak_bytes) < max(plain.device_peak_bytes) / 2
     levels = dict(zip(found.actions[2], occupancy(found.actions[2], found.meter()), strict=True))
     assert levels[Action.parse("2R3")] == 8 + 8 + 84 - kept  # a gradient under way; the input, and what is saved besides
     assert levels[Action.parse("2B3")] == 8 + 8 + 84  # another gradient; the input is gone, or among what is saved

@@ -24,6 +24,7 @@ from bpipe.schedules.simulate import _slowed_end
 from tests.schedules import ticks
 from tests.schedules.sized import sized_plans
 from tests.schedules.strategies import plans
+from tests.thinned import thinned
 
 WHOLE = st.integers(1, 9)
 
@@ -129,8 +130,11 @@ def test_bytes_on_a_rank_are_counted_from_its_actions(pair: tuple[Plan, Costs]) 
             own -= {Op.B: saved, Op.W: saved, Op.WAIT_EVICT: movable}.get(op, 0)
         assert timeline.peak_bytes(rank) == most + rooms
         moments = list(timeline.memory(rank))
-        assert max((live for _, live in moments), default=0) == timeline.peak_bytes(rank)
-        assert [moment for moment, _ in moments] == sorted(moment for moment, _ in moments)
+        static = timeline.device_peak_bytes(rank) - timeline.peak_bytes(rank)
+        assert static == sum(costs.static(stage) for stage, owner in enumerate(plan.stage_ranks) if owner == rank)
+        assert max((held.activation_bytes for held in moments), default=0) == timeline.peak_bytes(rank)
+        assert all(held.device_bytes == held.activation_bytes + static for held in moments)
+        assert [held.begin_s for held in moments] == sorted(held.begin_s for held in moments)
 
 
 @pytest.mark.parametrize("p", [1, 2, 4, 8, 16])
@@ -169,11 +173,12 @@ def balanced(p: int, m: int) -> Plan:
 
 
 @pytest.mark.parametrize("tx", ALLOWED)
-def test_evictions_cost_nothing_up_to_a_forward_and_no_more_than_known_above(tx: float) -> None:
+@pytest.mark.parametrize("ranks", thinned([range(4, 17), range(17, 33)], lambda ranks: 4 in ranks), ids=["p from 4", "p from 17"])
+def test_evictions_cost_nothing_up_to_a_forward_and_no_more_than_known_above(ranks: range, tx: float) -> None:
     costs = Costs(saved_bytes=1, link=Link(bytes_per_s=1 / tx))
     for times, allowed in zip((2, 4), ALLOWED[tx]):
         ratios = []
-        for p in range(4, 33):
+        for p in ranks:
             m = times * p
             ratios.append(simulate(balanced(p, m), costs).makespan_s / (3 * (m + p - 1)))
         assert max(ratios) <= allowed + 1e-12
@@ -285,7 +290,7 @@ def test_slowed_work_is_the_integral_of_its_speed(begin: int, work: int, busy: l
 def test_an_evaluation_keeps_nothing() -> None:
     timeline = simulate(forward_plan(build("1f1b", 4, 8)), Costs(saved_bytes=10, static_bytes=3))
     assert timeline.makespan_s == 11
-    assert [timeline.peak_bytes(rank) for rank in range(4)] == [3] * 4
+    assert [(timeline.peak_bytes(rank), timeline.device_peak_bytes(rank)) for rank in range(4)] == [(0, 3)] * 4
 
 
 def test_sizes_that_do_not_fit_are_named() -> None:

@@ -84,7 +84,8 @@ def assert_close(a: Timeline, b: Timeline) -> None:
         assert abs(a.began_s - b.began_s) <= 1.001e-9
     for lanes in both:
         for x, y in zip(*lanes, strict=True):
-            assert (x.live_bytes, x.idle_bytes) == (y.live_bytes, y.idle_bytes)
+            assert (x.activation_bytes, x.message_bytes) == (y.activation_bytes, y.message_bytes)
+            assert (x.static_bytes, x.room_bytes) == (y.static_bytes, y.room_bytes)
             assert len(x.begin_s) == len(y.begin_s) and len(x.end_s) == len(y.end_s)
             times = zip((*x.begin_s, *x.end_s), (*y.begin_s, *y.end_s))
             assert all(abs(s - t) <= 1.001e-9 + 1e-15 * abs(s) for s, t in times)
@@ -133,7 +134,7 @@ def events_of(path: Path, phase: str) -> list[dict[str, Any]]:
 
 
 def test_the_picture(path):
-    save_trace(planned(), path)
+    save_trace(planned(static_bytes=2**22), path)
     names = {(e["pid"], e["args"]["name"]) for e in events_of(path, "M") if e["name"] in ("process_name", "thread_name")}
     assert {(rank + 1, f"rank {rank}") for rank in range(4)} <= names
     assert {(1, "compute"), (1, "transfers"), (1, "evictions"), (4, "guests"), (4, "waits for guests")} <= names
@@ -141,9 +142,13 @@ def test_the_picture(path):
     slices = {(e["pid"], e["name"]): e for e in events_of(path, "X")}
     forward = slices[2, "1F0"]
     assert (forward["ts"], forward["dur"], forward["cat"]) == (1_010_000, 1_000_000, "compute")
-    assert forward["args"] == {"action": "1F0", "stage": 1, "microbatch": 0, "step": 0, "timeline": 0, "live_bytes": 2**20}
-    memory = [event["args"]["bytes"] for event in events_of(path, "C") if event["pid"] == 1]
-    assert max(memory) == 3 * 2**20 and memory[0] == 2**20 and memory[-1] == 0
+    assert forward["args"] == {
+        "action": "1F0", "stage": 1, "microbatch": 0, "step": 0, "timeline": 0, "activation_bytes": 2**20, "message_bytes": 0
+    }  # fmt: skip
+    counters = [(event["name"], event["args"]["bytes"]) for event in events_of(path, "C") if event["pid"] == 1]
+    for name, stays in (("activations", 0), ("device", 2**22)):
+        memory = [num_bytes - stays for of, num_bytes in counters if of == name]
+        assert max(memory) == 3 * 2**20 and memory[0] == 2**20 and memory[-1] == 0
 
 
 def test_arrows_bind_to_the_right_slices(path):
@@ -332,8 +337,9 @@ def first(trace: dict[str, Any], phase: str = "X") -> dict[str, Any]:
 
 Damage = Callable[[dict[str, Any]], object]
 DAMAGES: list[tuple[str, Damage]] = [
-    ("is not 'bpipe-trace 1'", lambda trace: trace.pop("otherData")),
-    ("is not 'bpipe-trace 1'", lambda trace: trace["otherData"].update(format="bpipe-trace 0")),
+    ("is not 'bpipe-trace 2'", lambda trace: trace.pop("otherData")),
+    ("is not 'bpipe-trace 2'", lambda trace: trace["otherData"].update(format="bpipe-trace 0")),
+    ("an earlier bpipe, 'bpipe-trace 1'.* trace .* again", lambda trace: trace["otherData"].update(format="bpipe-trace 1")),
     ("no plan: the first line is", lambda trace: trace["otherData"].update(plans=["1f1b"])),
     ("there is no plan 7 among 2", lambda trace: trace["otherData"]["timelines"][0].update(plan=7)),
     ("damaged", lambda trace: trace["otherData"].pop("timelines")),
@@ -344,14 +350,14 @@ DAMAGES: list[tuple[str, Damage]] = [
     ("damaged", lambda trace: first(trace).update(ts="soon")),
     ("damaged", lambda trace: first(trace).update(ts=math.nan)),
     ("damaged", lambda trace: first(trace).update(ts=math.inf)),
-    ("damaged", lambda trace: first(trace)["args"].update(live_bytes=2**64)),
+    ("damaged", lambda trace: first(trace)["args"].update(activation_bytes=2**64)),
     ("damaged", lambda trace: first(trace)["args"].update(action=[])),
     ("there is no timeline -1 among 2", lambda trace: first(trace)["args"].update(timeline=-1)),
     ("9F9 is no action of rank 0 in the plan", lambda trace: first(trace)["args"].update(action="9F9")),
     ("times of rank 1, which is not among", lambda trace: first(trace).update(pid=2)),
     ("there twice", lambda trace: trace["traceEvents"].append(first(trace))),
     ("no times of 0F0 on rank 0", lambda trace: trace["traceEvents"].remove(first(trace))),
-    ("only some actions say how many bytes", lambda trace: first(trace)["args"].pop("live_bytes")),
+    ("only some actions say how many bytes", lambda trace: first(trace)["args"].pop("activation_bytes")),
 ]
 
 
@@ -506,7 +512,7 @@ def test_perfetto_reads_all_of_it(engine, tmp_path):
     assert answers["processes"] == [(f"rank {rank}",) for rank in range(4)]
     work_s = sum(one.work_s(rank) for one in originals for rank in range(one.num_ranks))
     assert answers["busy"] == [(round(work_s * 1e9),)]
-    assert answers["memory"] == [(max(one.peak_bytes(rank) for one in originals for rank in range(one.num_ranks)),)]
+    assert answers["memory"] == [(max(one.device_peak_bytes(rank) for one in originals for rank in range(one.num_ranks)),)]
     lanes = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
     assert {name for (name,) in answers["lanes"]} == lanes
 

@@ -17,7 +17,7 @@ from bpipe.extras import how_to_install
 from bpipe.schedules import Costs, Op, Span, Timeline
 from bpipe.tools.colours import COLOURS, HOST_EVICT, HOST_LOAD, NAMES
 from bpipe.tools.draw import draw
-from bpipe.tools.paper import Paper
+from bpipe.tools.paper import LEFT, RIGHT, Paper
 from bpipe.tools.scene import compose
 from tests.tools.timelines import BYTES, SLOW, in_parts, interleaved, timeline
 
@@ -68,16 +68,15 @@ def test_a_png_is_as_large_as_its_paper(tmp_path: Path) -> None:
     draw(shown, tmp_path / "picture.PNG")
     paper = Paper.of(compose([shown]))
     width, height = png_size((tmp_path / "picture.PNG").read_bytes())
-    assert width == pytest.approx((1.05 + paper.width + 0.2) * picture.DPI, abs=1) and paper.width == pytest.approx(8.75)
+    assert width == pytest.approx((LEFT + paper.width + RIGHT) * picture.DPI, abs=1) and paper.width == pytest.approx(8.75)
     assert paper.height * picture.DPI < height < (paper.height + 2) * picture.DPI
 
 
 def test_an_svg_holds_its_words_as_text(tmp_path: Path) -> None:
     draw(timeline(), str(tmp_path / "picture.svg"), title="What <moves> & when")
     texts = svg_texts(tmp_path / "picture.svg")
-    assert {"What <moves> & when", "balanced_1f1b", "rank 0", "rank 3", "peak 3.00 GiB", "time in s", "forward", "evict"} <= set(
-        texts
-    )
+    assert {"What <moves> & when", "balanced_1f1b", "rank 0", "rank 3", "device 3.00 GiB", "activations 3.00 GiB"} <= set(texts)
+    assert {"time in s", "forward", "evict", "activations"} <= set(texts)
     assert any("p = 4, m = 8" in text and "simulated" in text for text in texts)
     assert [texts.count(str(microbatch)) >= 8 for microbatch in range(8)] == [True] * 8
 

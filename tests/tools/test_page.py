@@ -93,7 +93,8 @@ def test_the_data_in_the_page_are_the_timelines(shown: Timeline) -> None:
         assert sorted(spans(data, row, "wait")) == sorted(rounded(shown.waits(rank)))
         moves = [s for s in shown.transfers(rank) if s.action.op in (Op.EVICT, Op.LOAD, Op.ACCEPT, Op.RETURN)]
         assert sorted(spans(data, row, "move")) == sorted(rounded(moves))
-        assert max(row["memory"][1::2]) == row["peak"] == shown.peak_bytes(rank)
+        assert max(row["memory"][1::3]) == row["peak"] == shown.peak_bytes(rank)
+        assert max(row["memory"][2::3]) == row["device_peak"] == shown.device_peak_bytes(rank)
 
 
 @settings(max_examples=40, deadline=None)
@@ -205,9 +206,9 @@ def test_what_is_said_of_a_box(tmp_path: Path) -> None:
     )
     lines = said[0].split("\n")
     assert lines[0] == f"rank 0: {evicted.action}, evict" and lines[1] == f"other end: rank {evicted.action.peer}"
-    assert lines[2] == "0.2 s to 0.2536871 s: 53.69 ms" and lines[3] == "rank 0 then holds 3.00 GiB"
+    assert lines[2] == "0.2 s to 0.2536871 s: 53.69 ms" and lines[3] == "rank 0 then holds device 3.00 GiB, activations 3.00 GiB"
     assert said[1:4] == [evicted.action.peer, "ACCEPT", evicted.action.microbatch]
-    assert said[4] == ["rank 0 at 0.7 s", "holds 3.00 GiB"]
+    assert said[4] == ["rank 0 at 0.7 s", "holds device 3.00 GiB, activations 3.00 GiB"]
 
 
 def test_what_is_said_of_a_part_that_goes_to_the_host(tmp_path: Path) -> None:
@@ -299,4 +300,5 @@ def test_zooming_keeps_what_is_under_the_pointer_and_stays_within_the_step(tmp_p
 
 def test_the_canvas_tells_those_who_cannot_see_it(tmp_path: Path) -> None:
     said = run(tmp_path, page(timeline("1f1b", 2, 4)), 'return elements.canvas["aria-label"];')
-    assert "1f1b: p = 2, m = 4" in said and "Rank 0 peaks at 2.00 GiB." in said and "Rank 1 peaks at 1.00 GiB." in said
+    assert "1f1b: p = 2, m = 4" in said and "Rank 0 peaks at device 2.00 GiB, activations 2.00 GiB." in said
+    assert "Rank 1 peaks at device 1.00 GiB, activations 1.00 GiB." in said

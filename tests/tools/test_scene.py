@@ -12,8 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpipe.errors import ConfigurationError
-from bpipe.schedules import Costs, Op, Span, Timeline, build, simulate
+from bpipe.schedules import Costs, Op, Sizes, Span, StageSizes, Timeline, build, finish, simulate
 from bpipe.schedules.action import COMPUTE
+from bpipe.schedules.activations import activation_peaks
+from bpipe.schedules.communicate import computations_only
+from bpipe.schedules.timeline import Holding
 from bpipe.tools import scene as scenes
 from bpipe.tools.paper import Paper, strips
 from bpipe.tools.scene import Row, amount_text, compose, time_unit, without_dips
@@ -28,7 +31,7 @@ def rows(*shown: Timeline) -> tuple[Row, ...]:
 
 def amount_at(row: Row, when: float) -> int:
     """What a row's steps say it holds at a time."""
-    return [amount for second, amount in row.memory if second <= when][-1]
+    return [held for held in row.memory if held.begin_s <= when][-1].device_bytes
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "balanced_1f1b"])
@@ -59,9 +62,22 @@ def test_budgets_in_bytes_have_a_line_and_static_bytes_count() -> None:
     scene = compose([shown])
     assert scene.unit == "bytes"
     assert [row.budget for row in scene.panels[0].rows] == list(shown.plan.budgets)
-    assert [row.peak for row in scene.panels[0].rows] == list(shown.plan.peak_bytes)
-    assert [row.memory[-1][1] for row in scene.panels[0].rows] == [shown.plan.idle_bytes(rank) for rank in range(4)]
-    assert scene.panels[0].rows[0].memory[-1][1] >= 2**29
+    assert [row.device_peak for row in scene.panels[0].rows] == list(shown.plan.device_peak_bytes)
+    assert [row.peak for row in scene.panels[0].rows] == list(activation_peaks(shown.plan))
+    assert [row.stays for row in scene.panels[0].rows] == list(shown.plan.sizes.static) == [2**29, 2**28, 0, 0]
+    assert [row.memory[-1].device_bytes for row in scene.panels[0].rows] == [shown.plan.idle_bytes(rank) for rank in range(4)]
+    assert list(scene.layers()) == ["stays", "activations"]
+
+
+def test_messages_lie_on_the_activations() -> None:
+    sizes = Sizes(stages=tuple(StageSizes(parts=(100,), received=3, sent=3) for _ in range(4)), static=(1000,) * 4)
+    shown = simulate(finish(replace(computations_only(build("1f1b", 4, 8)), sizes=sizes)), Costs())
+    scene = compose([shown])
+    assert list(scene.layers()) == ["stays", "activations", "messages"] and scene.top == max(shown.plan.device_peak_bytes)
+    for row in scene.panels[0].rows:
+        assert (row.stays, row.peak, row.device_peak) == (1000, 100 * (4 - row.rank), shown.plan.device_peak_bytes[row.rank])
+        assert all(held.device_bytes >= 1000 + held.activation_bytes for held in row.memory)
+        assert row.device_peak > 1000 + row.peak
 
 
 def test_moves_are_the_transfers_of_saved_bytes() -> None:
@@ -97,10 +113,12 @@ def test_memory_strips_show_the_peak_and_what_every_computation_holds(costs: Cos
     shown = timeline("balanced_1f1b", 8, 16, costs)
     for row in rows(shown):
         lane = shown.actions[row.rank]
-        assert max(amount for _, amount in row.memory) == row.peak == shown.peak_bytes(row.rank) == max(lane.live_bytes)
-        for action, begin, end, live in zip(shown.plan.actions[row.rank], lane.begin_s, lane.end_s, lane.live_bytes):
+        assert max(held.device_bytes for held in row.memory) == row.device_peak == shown.device_peak_bytes(row.rank)
+        assert max(held.activation_bytes for held in row.memory) == row.peak == row.device_peak - lane.static_bytes
+        idle = lane.static_bytes + lane.room_bytes
+        for action, begin, end, own in zip(shown.plan.actions[row.rank], lane.begin_s, lane.end_s, lane.activation_bytes):
             if action.op in COMPUTE:
-                assert amount_at(row, (begin + end) / 2) == live
+                assert amount_at(row, (begin + end) / 2) == idle + own
 
 
 def test_without_bytes_memory_is_in_slots_beside_the_budget() -> None:
@@ -136,23 +154,25 @@ def test_the_facts_of_a_panel() -> None:
     shown = replace(timeline("1f1b", 4, 8, Costs(forward_s=1e-3)), source="measured", step=7)
     facts = compose([shown]).panels[0].facts
     assert [fact.strip() for fact in facts.split("·")] == [
-        "p = 4, m = 8", "makespan 33.0 ms", "bubble 27.3%", "peak 4 slots", "measured in step 7",
+        "p = 4, m = 8", "makespan 33.0 ms", "bubble 27.3%", "fullest rank 0: 4 slots", "measured in step 7",
     ]  # fmt: skip
     uneven = timeline("1f1b", 2, 2, Costs(forward_s=(1.0, 2.0), backward_s=(2.0, 4.0)))
     assert f"bubble {uneven.bubble_s(0) / uneven.makespan_s:.1%}" in compose([uneven]).panels[0].facts
     assert uneven.bubble_s(0) > uneven.bubble_s(1)
+    heavy = compose([timeline("1f1b", 4, 8, Costs(saved_bytes=2**20, static_bytes=(0, 0, 0, 2**23)))]).panels[0].facts
+    assert "fullest rank 3: device 9.00 MiB" in heavy  # though rank 0 has the most activations
     assert "p = 2 with 6 stages" in compose([interleaved()]).panels[0].facts
 
 
 def test_a_window_shows_what_reaches_into_it() -> None:
     shown = timeline("balanced_1f1b", 4, 8)
-    begin, end = 1.0, rows(shown)[0].memory[-2][0]  # where a step is
+    begin, end = 1.0, rows(shown)[0].memory[-2].begin_s  # where a step is
     scene = compose([shown], window=(begin, end))
     assert (scene.begin_s, scene.end_s) == (begin, end)
     for row, whole in zip(scene.panels[0].rows, rows(shown)):
         assert row.computations == tuple(s for s in whole.computations if s.end_s >= begin and s.begin_s <= end)
         assert amount_at(row, begin) == amount_at(whole, begin) and amount_at(row, end) == amount_at(whole, end)
-        assert row.peak == whole.peak and row.memory[-1][0] <= end
+        assert row.peak == whole.peak and row.memory[-1].begin_s <= end
 
 
 @pytest.mark.parametrize("window", [(2.0, 1.0), (1.0, 1.0), (float("nan"), 1.0), (0.0, float("inf")), (99.0, 100.0), (-2.0, -1.0)])
@@ -185,9 +205,15 @@ def test_every_timeline_has_a_scene_in_which_no_boxes_overlap(shown: list[Timeli
             for spans in (row.computations, *tracks):
                 assert all(a.end_s <= b.begin_s for a, b in pairwise(spans))
             assert all(scene.begin_s <= span.begin_s <= span.end_s <= scene.end_s for span in row.computations)
-            assert max(amount for _, amount in row.memory) == row.peak <= scene.top
+            assert max(held.device_bytes for held in row.memory) == row.device_peak <= scene.top
+            assert max(held.activation_bytes for held in row.memory) == row.peak <= row.device_peak - row.stays
             assert all(band.top <= strip.top < strip.bottom <= band.memory for strip in strips(row, band) if strip.spans)
             assert sum(len(strip.spans) for strip in strips(row, band)) == row.num_boxes
+
+
+def dips_left_out(steps: list[tuple[float, int]], least_s: float = 0.0) -> list[tuple[float, int]]:
+    """Of steps of activations alone."""
+    return [held[:2] for held in without_dips([Holding(second, amount, amount) for second, amount in steps], least_s)]
 
 
 @settings(deadline=None)
@@ -198,7 +224,7 @@ def test_every_timeline_has_a_scene_in_which_no_boxes_overlap(shown: list[Timeli
     least=st.integers(0, 3),
 )
 def test_without_dips_nothing_is_lower_and_only_what_is_short_is_higher(steps: list[tuple[int, int]], least: int) -> None:
-    kept = without_dips(steps, least)
+    kept = dips_left_out(steps, least)
     assert kept[-1][1] == steps[-1][1] and set(kept) <= set(steps) and all(a[1] != b[1] for a, b in pairwise(kept))
     assert max(amount for _, amount in kept) == max(amount for _, amount in steps)
     for (begin, _), (end, _) in pairwise(steps):
@@ -209,8 +235,13 @@ def test_without_dips_nothing_is_lower_and_only_what_is_short_is_higher(steps: l
 
 def test_a_dip_vanishes_and_a_longer_one_stays() -> None:
     steps = [(0.0, 3), (1.0, 2), (1.0, 3), (2.0, 2), (2.5, 3), (4.0, 1)]
-    assert without_dips(steps) == [(0.0, 3), (2.0, 2), (2.5, 3), (4.0, 1)]
-    assert without_dips(steps, 0.5) == [(0.0, 3), (4.0, 1)]
+    assert dips_left_out(steps) == [(0.0, 3), (2.0, 2), (2.5, 3), (4.0, 1)]
+    assert dips_left_out(steps, 0.5) == [(0.0, 3), (4.0, 1)]
+
+
+def test_the_most_activations_are_seen_where_messages_hide_them() -> None:
+    steps = [Holding(0.0, 5, 10), Holding(1.0, 6, 8), Holding(1.0, 5, 10)]
+    assert without_dips(steps) == steps
 
 
 def test_memory_as_a_person_reads_it() -> None:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from bpipe.errors import PlanError
 from bpipe.schedules import verify
+from bpipe.schedules.activations import both_peaks
 from bpipe.schedules.grid import head
 from bpipe.tools.arguments import read_plan
 from bpipe.tools.balancing import told
 from bpipe.tools.result import Result
+from bpipe.tools.summary import unknown_of
 
 __all__: list[str] = []
 
@@ -35,8 +37,9 @@ def run(args: argparse.Namespace) -> Result:
         return Result(data={"file": str(args.file), "is_sound": False, "error": found}, shown=lambda: [found], exit_code=1)
     count = sum(map(len, (*plan.actions, *plan.served)))
     data = {"file": str(args.file), "is_sound": True, "name": plan.name, "num_actions": count, "peak_slots": plan.peak_slots}
-    data |= {"peak_bytes": None if plan.sizes is None else plan.peak_bytes, "budgets": plan.budgets}
+    data |= {**both_peaks(plan), "budgets": plan.budgets}
+    said = [*told(plan), *unknown_of(plan, is_balanced_here=False)]
     return Result(
         data=data,
-        shown=lambda: [head(plan), *told(plan), f"sound: {count} actions, each proven to be in its place"],
+        shown=lambda: [head(plan), *said, f"sound: {count} actions, each proven to be in its place"],
     )

@@ -1,6 +1,7 @@
-"""Compare schedules on the same costs: step, bubble, exposed transfers and the fullest rank.
+"""Compare schedules on the same costs: step, bubble, exposed transfers and the rank whose device is the fullest.
 
-The first schedule's step is what the others' are divided by.
+The first schedule's step is what the others' are divided by. "Device" is all that a rank's device holds: activations, messages
+between stages and what stays (weights, gradients, optimizer states).
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from pathlib import Path
 
 from bpipe.errors import ConfigurationError
 from bpipe.schedules import Timeline
-from bpipe.tools.arguments import add_budget, add_costs, add_plan, timeline_of
+from bpipe.tools.arguments import add_budget, add_costs, add_plan, is_file, timeline_of
 from bpipe.tools.balancing import told
+from bpipe.tools.comparison import compared, ranked
 from bpipe.tools.draw import SUFFIXES
 from bpipe.tools.output import check_out, write
 from bpipe.tools.result import Result
-from bpipe.tools.summary import compared, data_of
+from bpipe.tools.summary import data_of, unknown
 
 __all__: list[str] = []
 
@@ -41,9 +43,11 @@ def run(args: argparse.Namespace) -> Result:
     check_out(args.out, SUFFIXES)
     timelines = [timeline_of(schedule, args) for schedule in args.schedule]
     written = write(timelines[0], args.out, other=timelines[1])
-    found = [data_of(timeline) for timeline in timelines]
+    files = [schedule if is_file(schedule) else None for schedule in args.schedule]
+    found = [{**data_of(timeline), "file": file} for timeline, file in zip(timelines, files)]
     said = [line for timeline in timelines for line in told(timeline.plan)]
-    return Result(data=found, shown=lambda: [compared(found), *said, *unlike(timelines, args), *written])
+    said += [*unknown(found), *unlike(timelines, args)]
+    return Result(data=found, shown=lambda: [compared(found), *ranked(found), *said, *written])
 
 
 def unlike(timelines: Sequence[Timeline], args: argparse.Namespace) -> list[str]:

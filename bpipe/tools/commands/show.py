@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 
 from bpipe.errors import ConfigurationError
 from bpipe.schedules import Plan
+from bpipe.schedules.activations import both_peaks
 from bpipe.schedules.grid import head, num_fitting, rows
 from bpipe.schedules.outcome import unbalanced_peaks
 from bpipe.tools.arguments import add_budget, add_costs, add_plan, costs_given, costs_of, plan_of, within_budget
 from bpipe.tools.balancing import told
 from bpipe.tools.result import Result
+from bpipe.tools.summary import unknown_of
 from bpipe.tools.terminal import console
 
 if TYPE_CHECKING:
@@ -57,12 +59,13 @@ def run(args: argparse.Namespace) -> Result:
         plan = within_budget(plan, costs_of(args, plan), args)
     elif given := costs_given(args):
         raise ConfigurationError(f"{', '.join(given)}: a grid shows no costs but with --budget; simulate does")
-    return Result(data=_data(plan) if args.json else None, shown=lambda: _shown(plan, args.first, args.columns))
+    return Result(data=_data(plan) if args.json else None, shown=lambda: _shown(plan, args))
 
 
-def _shown(plan: Plan, first: int, columns: int | None) -> list[str | Text]:
-    lines = _window(plan, first, columns)
-    return [head(plan), *told(plan), *(map(_coloured, lines) if sys.stdout.isatty() else lines)]
+def _shown(plan: Plan, args: argparse.Namespace) -> list[str | Text]:
+    lines = _window(plan, args.first, args.columns)
+    said = [*told(plan), *unknown_of(plan, is_balanced_here=args.budget is not None)]
+    return [head(plan), *said, *(map(_coloured, lines) if sys.stdout.isatty() else lines)]
 
 
 def _data(plan: Plan) -> dict[str, object]:
@@ -74,8 +77,8 @@ def _data(plan: Plan) -> dict[str, object]:
         "slots": plan.slots,
         "peak_slots": plan.peak_slots,
         "budgets": plan.budgets,
-        "peak_bytes": None if plan.sizes is None else plan.peak_bytes,
-        "unbalanced_peak_bytes": None if plan.sizes is None else unbalanced_peaks(plan),
+        **both_peaks(plan),
+        "unbalanced_device_peak_bytes": None if plan.sizes is None else unbalanced_peaks(plan),
         "evicted": [len(plan.evicted(rank)) for rank in range(plan.num_ranks)],
         "actions": [" ".join(map(str, lane)) for lane in plan.actions],
         "served": [" ".join(map(str, lane)) for lane in plan.served],

@@ -1,0 +1,116 @@
+"""Tell from step to step whether a stage's module is still what it was when its memory and its messages were learned."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from itertools import count
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from bpipe.comm.dtensor import is_dtensor
+
+__all__: list[str] = []
+
+REMEMBERED = 64  # makeups that keep their number
+UNREADABLE = (RuntimeError, ValueError, TypeError, AttributeError)  # of a tensor without strides, or not initialised yet
+
+
+class Makeups:
+    """Numbers for what a module consists of: the same number whenever it consists of the same.
+
+    It does if it has the same modules, with hooks of the same names, and parameters and buffers of the same types, dtypes, shapes,
+    strides and devices. What they hold does not count; nor do train or eval mode and what is trainable, of which a stage's mode
+    tells. So a module that was changed and changed back is what it was before.
+    """
+
+    def __init__(self) -> None:
+        self._seen: object = None
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._number = -1
+        self._numbers = count()
+        self._known: OrderedDict[bytes, int] = OrderedDict()  # by a digest
+        self._names: dict[int, tuple[weakref.ref[nn.Module], int]] = {}  # of modules, by identity while they live
+
+    def number(self, modules: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) -> int:
+        """The number of what there is now; a new one for what was not there before.
+
+        Args:
+            modules: all of them, in their order.
+            parameters: likewise, each once.
+        """
+        seen = _seen_in(modules, parameters)
+        if seen != self._seen or len(modules) != len(self._modules) or not self._are(modules):
+            self._seen, self._modules = seen, [weakref.ref(module) for module in modules]
+            self._number = self._number_of(f"{self._named(modules)} {list(_hooks_of(modules))} {seen[1:]}")
+        return self._number
+
+    def _are(self, modules: Sequence[nn.Module]) -> bool:
+        """Whether these are the very modules of the last time: what lives at the place of a dead one is another one."""
+        return all(map(is_, [module() for module in self._modules], modules))
+
+    def _number_of(self, makeup: str) -> int:
+        digest = hashlib.sha256(makeup.encode()).digest()
+        number = self._known.setdefault(digest, next(self._numbers))
+        self._known.move_to_end(digest)
+        if len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+        return number
+
+    def _named(self, modules: Sequence[nn.Module]) -> list[int]:
+        """A number for each module that no other one had or gets."""
+        self._names = {key: name for key, name in self._names.items() if name[0]() is not None}
+        for module in modules:
+            self._names.setdefault(id(module), (weakref.ref(module), next(self._numbers)))
+        return [self._names[id(module)][1] for module in modules]
+
+
+def _seen_in(modules: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) -> tuple[object, ...]:
+    """What tells a change at little cost: the keys of hooks, which are never used again, and how the rest looks."""
+    hooks = [
+        (*one._forward_pre_hooks, *one._forward_hooks, *one._backward_pre_hooks, *one._backward_hooks)
+        for one in modules
+        if one._forward_hooks or one._forward_pre_hooks or one._backward_hooks or one._backward_pre_hooks
+    ]
+    ways = [(one.__class__, "forward" in one.__dict__, one._compiled_call_impl is None) for one in modules]
+    return hooks, ways, looks_of(parameters), looks_of(buffers_of(modules))
+
+
+def buffers_of(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
+    return [buffer for one in modules if one._buffers for buffer in one._buffers.values() if buffer is not None]
+
+
+def looks_of(tensors: Sequence[torch.Tensor]) -> object:
+    """What tensors look like, whatever they hold."""
+    try:
+        looks = [(one.dtype, one.shape, one.device, one.__class__) for one in tensors]
+        odd = [_sharding(one) for one in tensors if one.__class__ not in (nn.Parameter, torch.Tensor)]
+        return looks, [*map(torch.Tensor.stride, tensors)], odd
+    except UNREADABLE:
+        return [_look_of(one) for one in tensors]
+
+
+def _look_of(tensor: torch.Tensor) -> object:
+    """What one tensor looks like that may be sparse, or not initialised."""
+    try:
+        return tensor.dtype, tensor.layout, tensor.shape, tensor.device, tensor.__class__
+    except UNREADABLE:
+        return tensor.__class__
+
+
+def _sharding(tensor: Any) -> object:
+    """How a tensor lies over ranks, if it does: shards have other bytes than the whole."""
+    return (tensor.placements, tensor.device_mesh) if is_dtensor(tensor) else None
+
+
+def _hooks_of(modules: Sequence[nn.Module]) -> Iterator[tuple[int, str]]:
+    """The hooks of some modules, each by its module's place and its name: those put on anew for each step are the same ones."""
+    for place, one in enumerate(modules):
+        for hooks in (one._forward_pre_hooks, one._forward_hooks, one._backward_pre_hooks, one._backward_hooks):
+            for hook in hooks.values():
+                yield place, f"{hook.__module__}.{getattr(hook, '__qualname__', type(hook).__qualname__)}"

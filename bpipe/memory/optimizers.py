@@ -1,0 +1,160 @@
+"""The optimizers that have stepped in this process, and the bytes of their states that belong to a rank."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from bpipe.errors import ConfigurationError
+from bpipe.memory.static import bytes_under
+from bpipe.memory.storages import storages_of
+
+__all__: list[str] = []
+
+
+class Stepped:
+    """Remembers, weakly, the torch optimizers that have stepped while a schedule was open.
+
+    torch has one list of hooks for all optimizers of a process, so there is one hook for all schedules: the first one that opens
+    registers it, and the last one that closes removes it.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # the garbage collector may close a schedule while another one opens
+        self._open: set[object] = set()
+        self._handle: RemovableHandle | None = None
+        self._known: dict[int, weakref.ref[Optimizer]] = {}
+
+    def open(self) -> object:
+        """Follow the steps of optimizers until `close` is called with what this returns."""
+        opened = object()
+        with self._lock:
+            self._open.add(opened)
+            if self._handle is None:
+                self._handle = register_optimizer_step_post_hook(self._remember)
+        return opened
+
+    def close(self, opened: object) -> None:
+        with self._lock:
+            self._open.discard(opened)
+            if not self._open and self._handle is not None:
+                self._handle.remove()
+                self._handle = None
+
+    def _remember(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        # A write to a plain dict: torch.compile traces this along with the optimizer's step, and would break its graph at more.
+        self._known[id(optimizer)] = weakref.ref(optimizer)
+
+    def optimizers(self) -> list[Optimizer]:
+        """Those that are still alive."""
+        return [one for reference in [*self._known.values()] if (one := reference()) is not None]
+
+    def tidy(self) -> None:
+        """Forget those that are not."""
+        for key, reference in [*self._known.items()]:
+            if reference() is None:
+                self._known.pop(key, None)
+
+
+STEPPED = Stepped()  # of the process, as torch's hooks are
+
+
+class States:
+    """Counts the states that optimizers keep of one rank's parameters.
+
+    They are counted anew when values have come or gone, or were cast or moved, and in each step where some may grow unseen: lists
+    and dicts inside.
+
+    Args:
+        device: where they count.
+        given: what counts besides the optimizers that were seen to step; see `Balanced`.
+
+    Raises:
+        ConfigurationError: `given` has no mapping `state`.
+    """
+
+    def __init__(self, device: torch.device, given: Any = None) -> None:
+        if given is not None and not isinstance(getattr(given, "state", None), Mapping):
+            raise ConfigurationError(
+                f"optimizer= is of {type(given).__qualname__}, which has no mapping `state` whose tensors could be counted: give a "
+                "torch.optim.Optimizer, or an object whose `state` has a nest of tensors for each parameter"
+            )
+        self._device, self._given = device, given
+        self._seen: list[tuple[int, int, int, object]] = []
+        self._is_fixed = True
+        self._num_bytes = 0
+
+    def of(self, modules: Callable[[], Sequence[nn.Module]]) -> int:
+        """The bytes of the states of some modules' parameters; storages of parameters and buffers left out."""
+        optimizers: list[Any] = STEPPED.optimizers()
+        if self._given is not None and self._given not in optimizers:
+            optimizers.append(self._given)
+        seen = [(id(one), len(one.state), _num_values(one.state), _look(one.state)) for one in optimizers]
+        if seen != self._seen or not self._is_fixed:
+            STEPPED.tidy()
+            self._seen, self._num_bytes = seen, self._count(optimizers, modules())
+        return self._num_bytes
+
+    def forget(self) -> None:
+        """Count anew at the next call, because modules have other parameters."""
+        self._is_fixed = False
+
+    def _count(self, optimizers: Sequence[Any], modules: Sequence[nn.Module]) -> int:
+        parameters = [parameter for module in modules for parameter in module.parameters()]
+        buffers = [buffer for module in modules for buffer in module.buffers()]
+        own, trains = set(map(id, parameters)), any(parameter.requires_grad for parameter in parameters)
+        others = [tensor for tensor in (*parameters, *buffers) if not is_lazy(tensor)]
+        entries = [entry for one in optimizers for entry in self._entries(one, own, trains)]
+        self._is_fixed = all(map(_is_fixed, entries))
+        states = [leaf for leaf in tree_leaves(entries) if isinstance(leaf, torch.Tensor)]
+        return bytes_under([*others, *states], self._device) - bytes_under(others, self._device)
+
+    def _entries(self, optimizer: Any, own: Container[int], trains: bool) -> Iterator[Any]:
+        """What an optimizer keeps of a rank's own parameters, by identity, and of none in particular.
+
+        A given one that has none of them has copies of them (as for mixed precision), and all of it counts.
+        """
+        state = optimizer.state
+        if any(id(one) in own for one in chain(state, _parameters(optimizer))):
+            yield from (entry for key, entry in state.items() if id(key) in own or not isinstance(key, torch.Tensor))
+        elif optimizer is self._given and trains:
+            yield from state.values()
+
+
+def _parameters(optimizer: Any) -> Iterator[Any]:
+    return (parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"])
+
+
+def _is_fixed(entry: Any) -> bool:
+    """Whether what is kept of a parameter changes its size only as values come and go."""
+    return isinstance(entry, dict) and not any(isinstance(value, (list, tuple, dict)) for value in entry.values())
+
+
+def _num_values(state: Mapping[Any, Any]) -> int:
+    """How many values there are: a look at each of them would take longer than counting them."""
+    try:
+        return sum(map(len, state.values()))
+    except TypeError:  # not the dicts that torch's optimizers keep
+        return -1
+
+
+def _look(state: Mapping[Any, Any]) -> object:
+    """What the first value that is no number looks like: all of them are cast or moved together."""
+    entry = next(iter(state.values()), None)
+    values = entry.values() if isinstance(entry, dict) else ()
+    tensor = next((value for value in values if isinstance(value, torch.Tensor) and value.ndim), None)
+    try:
+        return None if tensor is None else (tensor.dtype, tensor.device, sum(one.nbytes() for one in storages_of(tensor)))
+    except (RuntimeError, ValueError, TypeError, AttributeError):  # of a kind without storages
+        return None

@@ -1,0 +1,76 @@
+"""What a schedule remembers from step to step: what microbatches took, and the rooms for guests and for what goes to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from bpipe.memory.guests import Rooms
+from bpipe.memory.host import HostRooms
+from bpipe.memory.known import Known
+from bpipe.memory.ledger import Kind
+from bpipe.runtime.state import Learned
+from bpipe.schedules import Action, Plan
+from bpipe.schedules.meter import slot
+from bpipe.schedules.rooms import reserve
+
+__all__: list[str] = []
+
+REMEMBERED_KINDS = 1024  # of microbatches, by stage and shapes
+
+
+@dataclass
+class Memory:
+    """What a schedule remembers from step to step: measured footprints, the rooms for guests, and those in the host's memory."""
+
+    most_parts: Mapping[int, int] = field(default_factory=dict)  # in which a microbatch may move, by stage; default 1
+    is_inside: bool = False  # whether parts come and go inside forwards and backwards
+    grows: bool = False  # whether a microbatch may take more than is planned: then it is measured, and planned anew
+    planned: Callable[[Action], int] | None = None  # the most bytes that an eviction moves
+    kinds: dict[Kind, Known] = field(default_factory=dict)  # the one used last stands last
+    rooms: dict[int, Rooms] = field(default_factory=dict)  # by evictor
+    host_rooms: HostRooms | None = None
+    learned: dict[int, Learned] = field(default_factory=dict)  # of the stages whose forwards run twice
+    silent: dict[int, frozenset[int]] = field(default_factory=dict)  # hooks on a stage's parameters that queue no callbacks
+
+    def reserve(self, plan: Plan, rank: int, device: torch.device) -> None:
+        """Make the rooms of a plan's guests on this rank and its host, in place of another plan's."""
+        self.clear()
+        in_bytes = plan.sizes is not None
+        moved = slot if plan.sizes is None else plan.sizes.moved
+        chains, of_host = plan.chains(rank), plan.host_chain(rank)
+        self.rooms = {peer: Rooms(reserve(chain, moved), device, in_bytes=in_bytes) for peer, chain in chains.items()}
+        self.host_rooms = HostRooms(reserve(of_host, moved), device, in_bytes=in_bytes) if of_host else None
+        self.planned = None if plan.sizes is None or self.grows else plan.sizes.moved
+
+    def clear(self) -> None:
+        """Give the memory of all rooms back."""
+        for rooms in self.rooms.values():
+            rooms.clear()
+        if self.host_rooms is not None:
+            self.host_rooms.clear()
+
+    def host(self) -> HostRooms:
+        assert self.host_rooms is not None, "the plan evicts nothing to the host"
+        return self.host_rooms
+
+    def kind(self, kind: Kind) -> Known | None:
+        """What is known of a kind, which is used now."""
+        if kind in self.kinds:
+            self.kinds[kind] = self.kinds.pop(kind)
+        return self.kinds.get(kind)
+
+    def tidy(self) -> None:
+        """Forget the kinds that were not used for longest, where there are too many; between steps, when none is in flight."""
+        for kind in list(self.kinds)[:-REMEMBERED_KINDS]:
+            del self.kinds[kind]
+
+    @property
+    def guest_bytes(self) -> int:
+        return sum(rooms.num_bytes for rooms in self.rooms.values())
+
+    @property
+    def host_bytes(self) -> int:
+        return 0 if self.host_rooms is None else self.host_rooms.num_bytes

@@ -1,0 +1,183 @@
+// Memory: an allocator that recycles blocks per stream, as CUDA's caching one does, and poisons them; pinned memory of the host.
+#pragma once
+#include "streams.h"
+
+#include <ATen/Context.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/StorageImpl.h>
+
+#include <cstring>
+
+namespace sim {
+using c10::DeviceType;
+constexpr DeviceType DEVICE = DeviceType::CUDA;
+constexpr int POISON = 0xFF;  // NaN in every floating-point type
+
+// An access to memory that was freed, and that may be handed out again before the access has happened.
+struct Ghost {
+  uint64_t block;
+  size_t size;
+  Access access;
+};
+// Freed memory that other streams may still use, as record_stream() said: the host has to see their events first.
+struct Deferred {
+  int device;
+  size_t size;
+  std::vector<MomentP> moments;
+};
+
+struct DeviceMemory {
+  int64_t allocated = 0, deferred = 0;
+  int64_t peak = 0;       // of what is allocated
+  int64_t peak_held = 0;  // likewise with what cannot be handed out yet
+  int64_t capacity = int64_t(1) << 34;
+  int64_t retries = 0;  // how often it was full, and waited for all that runs
+};
+inline std::map<int, DeviceMemory> memory_of;  // by device
+inline std::map<uint64_t, BlockP> live;
+inline uint64_t next_block = 1;
+inline std::deque<Deferred> deferred;
+inline std::map<int, std::vector<Ghost>> ghosts;                                         // by the stream whose memory it is
+inline std::map<std::pair<int, size_t>, std::vector<std::shared_ptr<char>>> free_memory;  // likewise, and by size
+
+inline void free_block(void* context) {
+  std::unique_ptr<BlockP> holder(static_cast<BlockP*>(context));
+  BlockP block = *holder;
+  std::lock_guard<std::mutex> lock(G);
+  live.erase(block->id);
+  if (block->is_pinned) return;  // the host's caching allocator waits for the streams that copied from it
+  int device = stream_of(block->stream)->device;
+  auto& memory = memory_of[device];
+  memory.allocated -= block->size;
+  for (auto& access : block->accesses)
+    if (access.place != block->stream + 1 && !block->recorded.count(access.place - 1))
+      ghosts[block->stream].push_back({block->id, block->size, access});
+  if (block->recorded.empty()) {
+    free_memory[{block->stream, block->size}].push_back(block->memory);
+    return;
+  }
+  std::vector<MomentP> moments;
+  for (int number : block->recorded) moments.push_back(stream_of(number)->mark());
+  deferred.push_back({device, block->size, moments});
+  memory.deferred += block->size;
+}
+
+inline void reclaim() {  // under G
+  for (auto it = deferred.begin(); it != deferred.end();) {
+    bool is_over = true;
+    for (auto& moment : it->moments) is_over &= moment->was_reached();
+    if (is_over) memory_of[it->device].deferred -= it->size;
+    it = is_over ? deferred.erase(it) : it + 1;
+  }
+}
+
+// Take a block's bytes from the device; true: they may be those of a block that another stream still uses.
+inline bool take_memory(Block& block, int device, size_t& first_report) {
+  std::unique_lock<std::mutex> lock(G);
+  auto& memory = memory_of[device];
+  int64_t size = block.size;
+  block.id = next_block++;
+  reclaim();
+  if (memory.allocated + memory.deferred + size > memory.capacity) {  // as cudaFree of what is cached
+    ++memory.retries;
+    lock.unlock();
+    synchronize_device(device);
+    lock.lock();
+    reclaim();
+  }
+  TORCH_CHECK_WITH(OutOfMemoryError, memory.allocated + memory.deferred + size <= memory.capacity, "CUDA out of memory (simulated)");
+  first_report = reports.size();
+  memory.allocated += size;
+  memory.peak = std::max(memory.peak, memory.allocated);
+  memory.peak_held = std::max(memory.peak_held, memory.allocated + memory.deferred);
+  auto& cached = free_memory[{block.stream, block.size}];
+  if (!cached.empty()) {
+    block.memory = cached.back();
+    cached.pop_back();
+  }
+  Clock clock = stream_of(block.stream)->clock;
+  join(clock, host_clock);
+  bool found = false;
+  std::vector<Ghost> left;
+  for (auto& ghost : ghosts[block.stream]) {
+    if (time_of(clock, ghost.access.place) >= ghost.access.when) continue;
+    left.push_back(ghost);
+    if (!checking) continue;  // whatever its size: freed blocks are split, and neighbours merged
+    found = true;
+    reports.push_back({"reuse",
+                       std::to_string(size) + " bytes allocated on stream " + std::to_string(block.stream) + " may be those of block " +
+                           std::to_string(ghost.block) + " (" + std::to_string(ghost.size) + " bytes), freed while " +
+                           ghost.access.operation + " on " + name_of(ghost.access.place) + " may still " +
+                           (ghost.access.is_write ? "write" : "read") + " it",
+                       ""});
+  }
+  if (found) left.clear();  // once is enough
+  ghosts[block.stream] = left;
+  return found;
+}
+
+inline c10::DataPtr new_block(size_t size, bool is_pinned, int device) {
+  auto block = std::make_shared<Block>();
+  block->size = size;
+  block->is_pinned = is_pinned;
+  block->stream = current_stream(device);
+  size_t first_report = 0;
+  bool found = false;
+  if (is_pinned) {
+    std::lock_guard<std::mutex> lock(G);
+    block->id = next_block++;
+  } else {
+    found = take_memory(*block, device, first_report);
+  }
+  if (!block->memory) block->memory = std::shared_ptr<char>(static_cast<char*>(::malloc(size)), ::free);
+  block->begin = block->memory.get();
+  {
+    std::lock_guard<std::mutex> lock(G);
+    live[block->id] = block;
+  }
+  if (found) explain(first_report);
+  if (is_pinned)
+    memset(block->begin, POISON, size);
+  else
+    enqueue(block->stream, "allocation", {{block, block->begin, block->begin + size, true}},
+            [block] { memset(block->begin, POISON, block->size); });
+  auto place = is_pinned ? c10::Device(DeviceType::CPU) : c10::Device(DEVICE, (c10::DeviceIndex)device);
+  return {block->begin, new BlockP(block), &free_block, place};
+}
+
+struct DeviceAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t size) override {
+    return size ? new_block(size, false, current_device) : c10::DataPtr(nullptr, c10::Device(DEVICE, (c10::DeviceIndex)current_device));
+  }
+  void copy_data(void* to, const void* from, size_t size) const override { default_copy_data(to, from, size); }
+};
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t size) override {
+    return size ? new_block(size, true, current_device) : c10::DataPtr(nullptr, c10::Device(DeviceType::CPU));
+  }
+  void copy_data(void* to, const void* from, size_t size) const override { default_copy_data(to, from, size); }
+};
+inline DeviceAllocator device_allocator;
+inline PinnedAllocator pinned_allocator;
+
+inline bool is_pinned(const void* pointer) {
+  std::lock_guard<std::mutex> lock(G);
+  for (auto& [id, block] : live)
+    if (block->is_pinned && pointer >= block->begin && pointer < block->begin + block->size) return true;
+  return false;
+}
+
+inline BlockP block_of(const c10::DataPtr& pointer) {
+  return pointer.get_deleter() == &free_block && pointer.get_context() ? *static_cast<BlockP*>(pointer.get_context()) : nullptr;
+}
+inline BlockP block_of(const c10::StorageImpl* storage) {
+  return block_of(const_cast<c10::StorageImpl*>(storage)->_mutable_data_ptr_no_checks());
+}
+inline BlockP block_of(const at::Tensor& tensor) { return block_of(tensor.storage().unsafeGetStorageImpl()); }
+
+inline void record_stream(const BlockP& block, int number) {
+  std::lock_guard<std::mutex> lock(G);
+  if (block && block->stream != number) block->recorded.insert(number);
+}
+
+}  // namespace sim

@@ -1,0 +1,147 @@
+"""What goes wrong over NCCL ends on all ranks in time: nobody waits for a device, or for a store, that will not answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import bpipe
+from bpipe.errors import RankFailedError, RankLostError, TransferTimeoutError
+from tests.accelerator.device import simulator
+from tests.accelerator.work import batch_of, modules_of, results_of
+from tests.ranks import run_ranks
+
+RANKS, MICROBATCHES, STRUCK = 4, 8, 1  # the rank where it happens, in its second step
+TIMEOUT_S = 2.0
+
+
+def schedule_of(rank: int, module: nn.Module) -> bpipe.BalancedOneFOneB:
+    stage = bpipe.PipelineStage(module.to("cuda"), rank, RANKS, "cuda")
+    return bpipe.BalancedOneFOneB(stage, MICROBATCHES, loss_fn=nn.functional.mse_loss, timeout_s=TIMEOUT_S)
+
+
+def step_of(schedule: bpipe.BalancedOneFOneB, step: int) -> None:
+    x = batch_of(step, MICROBATCHES).to("cuda")
+    schedule.step(x, target=x, return_outputs=False)
+
+
+def starts(rank: int) -> None:
+    from tests.accelerator import nccl as transports
+
+    transports.install(nccl=True)
+    simulator.configure(True, 300, 0.2, rank)
+
+
+def raises(_: nn.Module, __: object) -> None:
+    raise ValueError("struck")
+
+
+def interrupts(_: nn.Module, __: object) -> None:
+    raise KeyboardInterrupt
+
+
+def ends(*_: object) -> None:
+    os._exit(9)
+
+
+def freezes(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def struck(rank: int, strike: Callable[..., None], where: str) -> tuple[type[BaseException], float, bool]:
+    """One rank: its error, the seconds until then, and whether a new pipeline over the same group has the CPU's gradients."""
+    starts(rank)
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"process {rank}", str(os.getpid()))
+    schedule = schedule_of(rank, modules_of(RANKS)[rank])
+    if rank == STRUCK and where == "connecting":
+        type(schedule._transport)._communicator = strike  # type: ignore[method-assign, attr-defined]
+    began = time.monotonic()
+    try:
+        step_of(schedule, 0)
+        if rank == STRUCK:
+            part: Any = schedule._stages[rank].submod
+            part.register_forward_pre_hook(strike) if where == "forward" else part.register_full_backward_pre_hook(strike)
+        began = time.monotonic()
+        for step in (1, 2):
+            step_of(schedule, step)
+    except BaseException as error:
+        seconds, found = time.monotonic() - began, type(error)
+    schedule.close()
+    if strike is freezes:
+        with suppress(ProcessLookupError):  # another rank has done so
+            os.kill(int(store.get(f"process {STRUCK}")), signal.SIGKILL)
+    return found, seconds, strike in (raises, interrupts) and is_exact(rank)
+
+
+def is_exact(rank: int) -> bool:
+    whole = nn.Sequential(*modules_of(RANKS))
+    x = batch_of(0, MICROBATCHES)
+    for xi in x.chunk(MICROBATCHES):
+        (nn.functional.mse_loss(whole(xi), xi) / MICROBATCHES).backward()
+    module = modules_of(RANKS)[rank]
+    schedule = schedule_of(rank, module)
+    step_of(schedule, 0)
+    same = all(map(torch.equal, results_of([module]), results_of([whole[rank]])))
+    schedule.close()
+    return same
+
+
+FAULTS = {
+    "raise in a forward": (raises, "forward", ValueError, RankFailedError),
+    "raise in a backward": (raises, "backward", ValueError, RankFailedError),
+    "KeyboardInterrupt in a forward": (interrupts, "forward", KeyboardInterrupt, RankFailedError),
+    "killed in a forward": (ends, "forward", None, RankLostError),
+    "killed in a backward": (ends, "backward", None, RankLostError),
+    "killed while communicators are made": (ends, "connecting", None, RankLostError),
+    "frozen in a forward": (freezes, "forward", None, TransferTimeoutError),
+    "frozen while communicators are made": (freezes, "connecting", None, (TransferTimeoutError, RankFailedError)),  # who is first
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_all_ranks_raise_in_time(fault: str, one_thread: None) -> None:
+    strike, where, own, others = FAULTS[fault]
+    for rank, found in enumerate(run_ranks(struck, RANKS, strike, where, expect_errors=True)):
+        if rank == STRUCK and own is None:
+            assert "died without a word" in str(found)
+            continue
+        error, seconds, works_again = found
+        assert issubclass(error, own if rank == STRUCK else others)
+        assert seconds < 2 + TIMEOUT_S * (strike is freezes)
+        assert works_again == (own is not None)
+
+
+def beside_a_stuck_device(rank: int) -> tuple[float, list[str]]:
+    """One rank: seconds that `close` takes while a device computes for ever, and what is said of it."""
+    starts(rank)
+    schedule = schedule_of(rank, modules_of(RANKS)[rank])
+    step_of(schedule, 0)
+    gate, said, x = threading.Event(), [], batch_of(1, MICROBATCHES).to("cuda")
+    if rank == STRUCK:
+        simulator.enqueue(torch.cuda.current_stream().stream_id, "stuck", [], [], lambda _: gate.wait())
+    schedule.step(x, target=x, return_outputs=False)
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bpipe.comm.c10d.LOG.warning", lambda text, *values: said.append(text % values))
+        began = time.monotonic()
+        schedule.close()
+        seconds = time.monotonic() - began
+    gate.set()
+    return seconds, said
+
+
+def test_closing_waits_for_no_device_for_ever(one_thread: None) -> None:
+    for seconds, said in run_ranks(beside_a_stuck_device, RANKS):
+        assert seconds < TIMEOUT_S + 2
+        assert said == [] or "transfers that never came to their end" in said[0]

@@ -1,0 +1,82 @@
+"""What is run on the simulated device and on CPU, to be compared to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import bpipe
+from bpipe.schedules import Destinations
+from tests.edge_cases.case import SCHEDULES, TWO_STAGES
+from tests.models import held_by
+from tests.over import Over, pipeline
+
+WIDTH, TOKENS, BATCH = 16, 8, 2
+RULES: dict[str, Any] = {
+    **SCHEDULES,
+    "host": Over(bpipe.OneFOneB, {"budget": "lowest", "to": Destinations(host="only")}),
+    "breadth_first": bpipe.BreadthFirst,
+    "v_min": bpipe.VMin,
+}
+SEVERAL = {*TWO_STAGES, "breadth_first", "v_min"}  # stages on a rank
+
+
+class Block(nn.Module):
+    """A normalised block of two linear layers, with what saved activations come from: a view, an in-place operation, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        a, b = self.up(self.norm(x)).chunk(2, -1)
+        return x + self.down(torch.cat([nn.functional.gelu(a).mul_(0.5), b.tanh()], -1))
+
+
+def modules_of(num_stages: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(Block(), Block()) for _ in range(num_stages)]
+
+
+def batch_of(step: int, num_microbatches: int) -> torch.Tensor:
+    return torch.randn(num_microbatches * BATCH, TOKENS, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def results_of(modules: list[nn.Module]) -> list[torch.Tensor]:
+    """Gradients and buffers, on the CPU."""
+    tensors = [p.grad for module in modules for p in module.parameters()]
+    return [tensor.cpu() for tensor in tensors if tensor is not None] + [b.cpu() for module in modules for b in module.buffers()]
+
+
+def in_loopback(name: str, device: str, *, num_ranks: int = 4, num_microbatches: int = 8, steps: int = 3) -> list[torch.Tensor]:
+    """Train under a schedule, all ranks in this process: what `results_of` says, and the outputs of each step."""
+    modules = [module.to(device) for module in modules_of(num_ranks * (2 if name in SEVERAL else 1))]
+    loopback, schedules = pipeline(RULES[name], modules, num_microbatches, nn.functional.mse_loss, num_ranks, device)
+    outputs = []
+    for step in range(steps):
+        x = batch_of(step, num_microbatches).to(device) * 1  # made on the device, by the caller
+        outputs.append(loopback.step(schedules, x, target=x).cpu())
+    for schedule in schedules:
+        schedule.close()
+    return [*results_of(modules), *outputs]
+
+
+def as_rank(
+    rank: int, name: str, device: str, *, num_ranks: int, num_microbatches: int = 8, steps: int = 3, **how: Any
+) -> list[torch.Tensor]:
+    """Train under a schedule as one of several processes: what `results_of` says of this rank."""
+    num_stages = num_ranks * (2 if name in SEVERAL else 1)
+    held = held_by(RULES[name], num_ranks, num_stages)[rank]
+    modules = modules_of(num_stages)
+    stages = [bpipe.PipelineStage(modules[i].to(device), i, num_stages, device) for i in held]
+    schedule = RULES[name](stages, num_microbatches, loss_fn=nn.functional.mse_loss, timeout_s=60, **how)
+    for step in range(steps):
+        x = batch_of(step, num_microbatches).to(device) * 1  # made on the device, by the caller
+        schedule.step(x, target=x, return_outputs=False)
+    found = results_of([modules[i] for i in held])
+    schedule.close()
+    return found
