@@ -14,6 +14,7 @@ from bpipe import microbatch as mb
 from bpipe.comm.agreement import Record
 from bpipe.comm.failure import told
 from bpipe.comm.replicas import difference
+from bpipe.device import is_asynchronous
 from bpipe.errors import AgreementError, BudgetError, CommError, ConfigurationError
 from bpipe.fullest import Fullest
 from bpipe.logs import RankLog
@@ -41,6 +42,7 @@ from bpipe.schedules.sizes import Sizes
 __all__ = ["Balanced"]
 
 RESERVE_BYTES = 2**30
+GUEST_CHANNELS = 4  # that a plan opens on a rank: its own guests go and come back, and another rank's
 LATEST, OFTEN = 20, 16  # steps: of so many, so many that measure are worth a warning
 
 
@@ -154,7 +156,7 @@ class Balanced(Schedule):
             budget=budget, parts=parts, inside=inside, to=to, costs=costs, sizes=sizes, by=by, measure=measure, margin=margin
         )
         self._policy.check(schedule.plan)
-        self._is_lowest = budget == "lowest" or (budget == "auto" and schedule._transport.device.type != "cuda")
+        self._is_lowest = budget == "lowest" or (budget == "auto" and not is_asynchronous(schedule._transport.device))
         self._reserve_bytes, self._replicas = reserve_bytes, replicas
         self._base = computations_only(schedule.plan)
         self._first_plan = self._plan_before_measuring()
@@ -402,7 +404,8 @@ class Balanced(Schedule):
         num_sharing = self.group.loopback.num_ranks if isinstance(self.group, LoopbackGroup) else 1
         states = self._states.of(self._modules)
         used = present_bytes(self._modules(), device) + states + measured.held_bytes + self._memory.guest_bytes
-        return used + available_bytes(device, self._reserve_bytes) // num_sharing
+        reserve = self._reserve_bytes + GUEST_CHANNELS * self._transport.connection_bytes()
+        return used + available_bytes(device, reserve) // num_sharing
 
     def _say(self, what: str) -> None:
         if self._plan_rank == 0:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from bpipe.call import call_of
-from bpipe.cleanup import keeping
+from bpipe.cleanup import keeping, noted_on
 from bpipe.comm.loopback import Wires
+from bpipe.device import Stream, current_stream, guests, is_asynchronous, on_stream, random_state, set_random_state
 from bpipe.errors import ConfigurationError, PipelineBrokenError
 from bpipe.runtime.run import Run
 from bpipe.schedules import Action, Plan
@@ -35,7 +36,7 @@ class LoopbackGroup(NamedTuple):
 
 
 class _Lane(NamedTuple):
-    """What a rank does in order: its computations, or what it does for an evictor whose guests it keeps."""
+    """What a rank of the plan does in order: its computations, or what it does for an evictor whose guests it keeps."""
 
     rank: int
     evictor: int | None
@@ -46,7 +47,7 @@ class Loopback:
     """A pipeline's ranks, all in this process, run one action at a time.
 
     Each rank has a random number state of its own, which starts where the global one stands when the `Loopback` is made:
-    as if every process had called `torch.manual_seed` with the same seed. On CUDA each rank also has a stream of its own.
+    as if every process had called `torch.manual_seed` with the same seed. On a GPU each rank also has a stream of its own.
 
     Args:
         num_ranks: ranks in the pipeline.
@@ -68,7 +69,6 @@ class Loopback:
         self.num_ranks = num_ranks
         self.own_random_state = own_random_state
         self._random = [_RandomState() for _ in range(num_ranks)]
-        self._streams: dict[_Lane, torch.cuda.Stream] = {}
         self._order: tuple[Plan | None, list[tuple[int, Action]]] = (None, [])
         self._latest: tuple[Any, Plan | None] = (None, None)
         self._running = threading.Lock()
@@ -156,7 +156,7 @@ class Loopback:
             def execute(plan_rank: int, action: Action) -> None:
                 group_rank = group_ranks[plan_rank]
                 run, evictor = runs[group_rank], action.peer if action.op in SERVED else None
-                with self._random_numbers(group_rank, run.device), self._on_stream(_Lane(group_rank, evictor, run.device)):
+                with self._random_numbers(group_rank, run.device), self._on_stream(_Lane(plan_rank, evictor, run.device)):
                     run.execute(action)
 
             with ExitStack() as driven:
@@ -167,25 +167,32 @@ class Loopback:
 
     @contextmanager
     def _joined_streams(self, runs: Sequence[Run]) -> Iterator[None]:
-        """On CUDA: the ranks' streams start after what the caller has queued, and the caller's goes on after theirs.
+        """The ranks' streams start after what the caller has queued, and the caller's goes on after theirs.
 
         As in processes, what a rank does for each evictor has a stream of its own.
         """
-        on_cuda = [(rank, run) for rank, run in enumerate(runs) if run.device.type == "cuda"]
-        lanes = [_Lane(rank, evictor, run.device) for rank, run in on_cuda for evictor in (None, *run.plan.chains(run.rank))]
+        on_device = [run for run in runs if is_asynchronous(run.device)]
+        lanes = [_Lane(run.rank, evictor, run.device) for run in on_device for evictor in (None, *run.plan.chains(run.rank))]
         for lane in lanes:
-            if lane not in self._streams:
-                self._streams[lane] = torch.cuda.Stream(lane.device)
-            self._streams[lane].wait_stream(torch.cuda.current_stream(lane.device))
-        yield
+            self._stream(lane).wait_stream(current_stream(lane.device))
+        try:
+            yield
+        except BaseException as error:
+            with noted_on(error):
+                self.wires.streams.join()  # what the step has used may be freed now, and copies of it may still be queued
+            raise
         for lane in lanes:
-            torch.cuda.current_stream(lane.device).wait_stream(self._streams[lane])
+            current_stream(lane.device).wait_stream(self._stream(lane))
+
+    def _stream(self, lane: _Lane) -> Stream:
+        user = ("computations", lane.rank) if lane.evictor is None else guests(lane.rank, lane.evictor)
+        return self.wires.streams.of(user, lane.device)
 
     def _random_numbers(self, rank: int, device: torch.device) -> AbstractContextManager[Any]:
         return self._random[rank].active(device) if self.own_random_state else nullcontext()
 
     def _on_stream(self, lane: _Lane) -> AbstractContextManager[Any]:
-        return keeping(torch.cuda.stream(self._streams[lane])) if lane.device.type == "cuda" else nullcontext()
+        return keeping(on_stream(self._stream(lane))) if is_asynchronous(lane.device) else nullcontext()
 
 
 class _RandomState:
@@ -193,17 +200,17 @@ class _RandomState:
 
     def __init__(self) -> None:
         self._cpu = torch.get_rng_state()
-        self._cuda: dict[torch.device, torch.Tensor] = {}
+        self._of_devices: dict[torch.device, torch.Tensor] = {}
         self._seed: int | None = None
 
     def seed(self, seed: int) -> None:
         self._cpu = torch.Generator().manual_seed(seed).get_state()
-        self._cuda.clear()
+        self._of_devices.clear()
         self._seed = seed
 
     @contextmanager
     def active(self, device: torch.device) -> Iterator[None]:
-        with self._swapped_on_cuda(device) if device.type == "cuda" else nullcontext():
+        with self._swapped_on(device) if is_asynchronous(device) else nullcontext():
             outside = torch.get_rng_state()
             torch.set_rng_state(self._cpu)
             try:
@@ -213,15 +220,19 @@ class _RandomState:
                 torch.set_rng_state(outside)
 
     @contextmanager
-    def _swapped_on_cuda(self, device: torch.device) -> Iterator[None]:
-        outside = torch.cuda.get_rng_state(device)
-        if device not in self._cuda:
-            self._cuda[device] = outside if self._seed is None else torch.Generator(device).manual_seed(self._seed).get_state()
+    def _swapped_on(self, device: torch.device) -> Iterator[None]:
+        outside = random_state(device)
+        assert outside is not None
+        if device not in self._of_devices:
+            seeded = None if self._seed is None else torch.Generator(device).manual_seed(self._seed).get_state()
+            self._of_devices[device] = outside if seeded is None else seeded
         with keeping(ExitStack()) as after:  # a device that failed has no state to ask for
             after.callback(self._swap_back, outside, device)
-            torch.cuda.set_rng_state(self._cuda[device], device)
+            set_random_state(self._of_devices[device], device)
             yield
 
     def _swap_back(self, outside: torch.Tensor, device: torch.device) -> None:
-        self._cuda[device] = torch.cuda.get_rng_state(device)
-        torch.cuda.set_rng_state(outside, device)
+        now = random_state(device)
+        assert now is not None
+        self._of_devices[device] = now
+        set_random_state(outside, device)

@@ -26,6 +26,7 @@ from bpipe.comm.in_flight import TRANSFERS_AT_ONCE
 from bpipe.comm.transport import Transport
 from bpipe.comm.watch import SLOW_S
 from bpipe.cut import UNKNOWN, cut_of
+from bpipe.device import is_asynchronous, is_capturing
 from bpipe.errors import AgreementError, CommError, ConfigurationError, PipelineBrokenError, PlanError
 from bpipe.fullest import Fullest
 from bpipe.logs import RankLog
@@ -37,6 +38,7 @@ from bpipe.memory.static import StaticBytes, standing
 from bpipe.merging import merge
 from bpipe.plain_numbers import CountedNumbers, Looks
 from bpipe.runtime.compute import Job, modules_of
+from bpipe.runtime.device_waits import DeviceWaits
 from bpipe.runtime.lanes import Lanes
 from bpipe.runtime.messages import Layouts
 from bpipe.runtime.observe import Observer
@@ -148,6 +150,8 @@ class Schedule:
         self._plan_rank = self.plan.stage_ranks[first.stage_index]
         self._group_ranks: list[int] = []
         self._memory = Memory()
+        if self._transport.waits_on_device and is_asynchronous(first.device):
+            self._memory.device_waits = DeviceWaits(first.device)
         self._learned: OrderedDict[StepKey, Layouts] = OrderedDict()
         self._numbers = CountedNumbers()
         self._lanes = Lanes(self._transport)
@@ -276,10 +280,10 @@ class Schedule:
         return self._begin(call, is_training=False)
 
     def _begin(self, call: Call, *, is_training: bool) -> Step:
-        if self._transport.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing(self._transport.device):
             raise ConfigurationError(
-                "a CUDA graph is being captured, and a step of a pipeline cannot be: it waits for other ranks, and its memory "
-                "changes from step to step. Call it outside of torch.cuda.graph()"
+                "a graph of the device is being captured, and a step of a pipeline cannot be: it waits for other ranks, and its "
+                f"memory changes from step to step. Call it outside of torch.{self._transport.device.type}.graph()"
             )
         inputs = microbatches_of(call, self.plan.num_microbatches, self._specs, is_training=is_training)
         holds_last_stage = self.plan.num_stages - 1 in self._stages
@@ -395,7 +399,7 @@ class Schedule:
         if plan is self._connected or (self._connected is not None and not plan.has_backward):
             return
         self._transport.connect(plan.channels(), self._group_ranks)
-        self._memory.reserve(plan, self._plan_rank, self._transport.device)
+        self._memory.reserve(plan, self._plan_rank, self._transport.device, self._transport.streams)
         self._connected = plan
 
     def _finish(self, step: Step, run: Run, started: float) -> None:
@@ -516,6 +520,8 @@ class Schedule:
                 reason = self._broken = control.broke(error, control.activity.place())
             with noted_on(reason):
                 self._lanes.join(RELEASED_S)
+                self._transport.settle(RELEASED_S)
+                self._transport.streams.join()
             if reason is error:
                 raise
             raise reason from error

@@ -11,6 +11,7 @@ from bpipe.comm.agreement import MOST_STAGES
 from bpipe.comm.dtensor import mesh_among
 from bpipe.comm.group import group_of
 from bpipe.cut import cut_of
+from bpipe.device import with_index
 from bpipe.errors import ConfigurationError, StageError
 from bpipe.memory.makeup import Makeups
 
@@ -104,7 +105,7 @@ class PipelineStage:
         self.submod = submod
         self.stage_index = stage_index
         self.num_stages = num_stages
-        self.device = torch.device(device) if device is not None else _device_of(submod)
+        self.device = with_index(torch.device(device) if device is not None else _device_of(submod))
         self.group = group_of(group)
         self._get_mesh = get_mesh
         self.dw_builder = dw_builder

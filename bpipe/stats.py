@@ -53,9 +53,13 @@ class Stats:
             graphs have as many nodes; of `microbatches_unknown`, whose graphs have a number of nodes that was not seen before and
             do not show all that they save, nothing is counted: where there are any, the true peaks may be higher.
 
-            Seconds: `step_s`, and those in which this rank's compute lane waited, by kind of transfer.
+            Seconds: `step_s`, and those in which this rank's compute lane waited, by kind of transfer. Where its device waits and
+            its host does not, as over NCCL, the host runs ahead: these are the latest known, of step `wait_step` (-1: of none yet),
+            and `step_s` is the host's.
         """
-        ledger, waited = run.evictions.ledger, run.traffic.waited_s
+        ledger, waited, of_step = run.evictions.ledger, run.traffic.waited_s, run.step
+        if (waits := self._memory.device_waits) is not None:
+            of_step, waited = waits.finish(run.step)
         static = static_bytes + ledger.held_bytes + bytes_under(run.compute.kept())
         return {
             "step": run.step,
@@ -73,6 +77,7 @@ class Stats:
             "wait_send_s": waited[Op.WAIT_SEND_F] + waited[Op.WAIT_SEND_B],
             "wait_evict_s": waited[Op.WAIT_EVICT],
             "wait_load_s": waited[Op.WAIT_LOAD],
+            "wait_step": of_step,
         }
 
     def _device_peaks(self, run: Run, static_bytes: int) -> dict[str, float]:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from bpipe.cleanup import keeping
+from bpipe.device import fork_random_states
 
 __all__: list[str] = []
 
@@ -26,7 +27,7 @@ def untouched(modules: Sequence[nn.Module], device: torch.device | None = None) 
     parameters = {id(parameter): parameter for module in modules for parameter in module.parameters()}
     gradients = [(parameter, parameter.grad) for parameter in parameters.values()]
     devices = {*(parameter.device for parameter in parameters.values()), *(() if device is None else (device,))}
-    with keeping(torch.random.fork_rng([one for one in devices if one.type == "cuda"])), keeping(ExitStack()) as after:
+    with keeping(fork_random_states(devices)), keeping(ExitStack()) as after:
         for buffer, value in buffers.values():
             after.callback(_refill, buffer, value)
         for owner, its in owners:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -24,6 +25,22 @@ def run(*command: object, cwd: Path = ROOT) -> str:
     done = subprocess.run([str(word) for word in command], cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert done.returncode == 0, done.stdout
     return done.stdout
+
+
+MAKES = re.compile("cuda|nccl|xccl|xpu|privateuse", re.IGNORECASE)
+KNOW_MAKES = {"device.py", "comm/communicators.py"}
+
+
+def test_two_modules_know_a_make_of_device() -> None:
+    """Names and texts of all others, docstrings and comments aside, name none."""
+    found = set()
+    for path in (ROOT / "bpipe").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            words = [word for _, word in ast.iter_fields(node) if isinstance(word, str)] if id(node) not in prose else []
+            found |= {str(path.relative_to(ROOT / "bpipe")) for word in words if MAKES.search(word)}
+    assert found == KNOW_MAKES
 
 
 def test_style() -> None:

@@ -270,14 +270,15 @@ def test_transforms_that_work(between: Callable[[torch.Tensor], torch.Tensor]) -
     assert schedules[0].stats["evicted_bytes"] > 0
 
 
-def test_a_replayed_cuda_graph_is_refused() -> None:
+@pytest.mark.parametrize("make", ["cuda", "xpu"])
+def test_a_replayed_graph_is_refused(make: str) -> None:
     """By the name of its Function: torch.cuda.make_graphed_callables itself runs in tests/gpu."""
 
     class Graphed(Save):
         pass
 
-    Graphed.__module__ = "torch.cuda.graphs"
-    with pytest.raises(StageError, match=r"^microbatch 0 of stage 0: the stage replays a CUDA graph"):
+    Graphed.__module__ = f"torch.{make}.graphs"
+    with pytest.raises(StageError, match=rf"^microbatch 0 of stage 0: .*graph of its device \(torch.{make}.make_graphed"):
         train(modules_with(Graphed.apply))
 
 

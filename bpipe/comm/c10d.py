@@ -8,7 +8,7 @@ depend on which groups each rank happens to have closed (a name used twice never
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -17,10 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bpipe.comm.activity import place_of
 from bpipe.comm.addresses import own_address
 from bpipe.comm.aside import Aside
+from bpipe.comm.communicators import Communicators, maker_of
 from bpipe.comm.control import CallOf, Control, Line
+from bpipe.comm.device_watch import DeviceWatch
 from bpipe.comm.dial import open_connections
+from bpipe.comm.group import backends_of
 from bpipe.comm.header import MOST_BYTES
 from bpipe.comm.in_flight import TRANSFERS_AT_ONCE, InFlight
 from bpipe.comm.mesh import Mesh, OtherPipelineError, open_mesh
@@ -29,6 +33,7 @@ from bpipe.comm.stream import SMALL, Inlet, Outlet
 from bpipe.comm.transport import Transfer, Transport
 from bpipe.comm.watch import SLOW_S, Patience
 from bpipe.comm.works import Noted, Works, transferring
+from bpipe.device import Streams, is_asynchronous
 from bpipe.errors import AgreementError, ConfigurationError, TransferTimeoutError
 from bpipe.logs import LOG
 from bpipe.schedules import Channel, Purpose
@@ -41,6 +46,8 @@ NO_TAG = len(Purpose) + 1  # of no message
 AT_ONCE = timedelta(milliseconds=1)
 POLL_S = 0.001
 MARGIN_S = 60.0  # by which gloo's own timeout is later than ours, which says more
+DEVICE_MARGIN = 10  # NCCL counts from when the host, which may be steps ahead, has issued a transfer; and ends the process
+LEAST_DEVICE_S = 3600.0
 
 
 class C10dTransport(Transport):
@@ -83,12 +90,13 @@ class C10dTransport(Transport):
         self._outlets: dict[Channel, Outlet] = {}
         self._inlets: dict[Channel, Inlet] = {}
         self._gloo: dict[str, Any] = {}
-        self._nccl: dict[Channel, Any] = {}
-        self._nccl_store: Any = None
-        self._staging = Staging(device) if device.type == "cuda" and not self._has_nccl() else None
-        self._in_flight = InFlight(device, transfers_at_once)
+        self.streams = Streams()
+        make = maker_of(backends_of(self.group).get(device.type, "gloo")) if is_asynchronous(device) else None
+        self.waits_on_device = make is not None
+        in_flight = InFlight(device, transfers_at_once, self.streams)
+        self._communicators = None if make is None else Communicators(device, make, in_flight)
+        self._staging = Staging(device, self.streams) if is_asynchronous(device) and make is None else None
         self._is_open = False
-        self.waits_on_device = not self._uses_gloo()
 
     def enlist(self) -> None:
         self.identity = self._count_pipelines(1)
@@ -98,12 +106,6 @@ class C10dTransport(Transport):
 
     def _key(self, what: str) -> str:
         return f"bpipe/{what}/{getattr(self.group, 'group_name', '')}"
-
-    def _has_nccl(self) -> bool:
-        return "nccl" in str(dist.get_backend_config(self.group))
-
-    def _uses_gloo(self) -> bool:
-        return self.device.type != "cuda" or self._staging is not None
 
     def exchange(self, call: CallOf, data: bytes) -> list[bytes]:
         self._open()
@@ -123,10 +125,18 @@ class C10dTransport(Transport):
         self._store: Any = dist.PrefixStore(f"bpipe/{mesh.token.hex()}", store)
         self.control = Line(mesh, self.rank, self._release, self._patience)
         self.control.name = f"pipeline {self.identity} of its group"
+        self._watch_device(self.control)
         self._is_open = True
-        for name in dict.fromkeys(GROUP_OF.values()) if self._uses_gloo() else ():
+        for name in () if self._communicators is not None else dict.fromkeys(GROUP_OF.values()):
             aside.note = "a connection for tensors is being made"
             self._gloo[name] = aside.run(partial(self._new_gloo, name))
+
+    def _watch_device(self, control: Line) -> None:
+        if self._communicators is not None:
+            watch = DeviceWatch(
+                self.rank, self._communicators.in_flight, self._patience, control.fail, lambda: control.activity.step
+            )
+            control.looks.append(watch.tick)
 
     def _aside(self) -> Aside:
         """For work that waits for other ranks, for no longer than this one has patience."""
@@ -171,8 +181,8 @@ class C10dTransport(Transport):
                 with suppress(RuntimeError):
                     if peer != self.rank:
                         gloo.recv([nothing], peer, NO_TAG).wait(AT_ONCE)
-        for communicator in list(self._nccl.values()):
-            communicator.abort()
+        if self._communicators is not None:
+            self._communicators.abort()
 
     @transferring
     def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int]) -> None:
@@ -180,16 +190,26 @@ class C10dTransport(Transport):
         new = [channel for channel in channels if channel not in self._opened]
         if new and self.size > 1:
             self._open_streams(new)
-        for channel in () if self._uses_gloo() else new:
-            if self.rank in self._ends(channel):
-                self._connect_nccl(channel)
+        if self._communicators is not None:
+            self._connect_devices(self._communicators, [channel for channel in new if self.rank in self._ends(channel)])
         self._opened.update(new)
 
-    def _connect_nccl(self, channel: Channel) -> None:
-        """Make a channel's communicator; that blocks until its other rank does so, and nothing can interrupt it."""
-        ends, aside = self._ends(channel), self._aside()
-        aside.note = f"a communicator for {channel.purpose.value} messages from rank {ends[0]} to {ends[1]} is being made"
-        self._nccl[channel] = aside.run(partial(self._communicator, channel, ends.index(self.rank)))
+    def connection_bytes(self) -> int:
+        return 0 if self._communicators is None else self._communicators.bytes_of_one
+
+    def _connect_devices(self, communicators: Communicators, channels: Sequence[Channel]) -> None:
+        """Make the communicators of channels."""
+        timeout = timedelta(seconds=max(DEVICE_MARGIN * self._patience.timeout_s, LEAST_DEVICE_S))
+        store = self._store.clone()  # who waits for another rank holds up all others on the same connection
+        for channel in channels:
+            end, aside = self._ends(channel).index(self.rank), self._aside()
+            aside.note = f"a communicator for {self._named(channel)} is being made"
+            own = dist.PrefixStore(f"{channel.purpose.value}/{channel.src}/{channel.dst}", store)
+            aside.run(partial(communicators.connect, channel, own, end, timeout))
+
+    def _named(self, channel: Channel) -> str:
+        sender, receiver = self._ends(channel)
+        return f"{channel.purpose.value} messages from rank {sender} to {receiver}"
 
     def _ends(self, channel: Channel) -> tuple[int, int]:
         return self._group_ranks[channel.src], self._group_ranks[channel.dst]
@@ -198,25 +218,12 @@ class C10dTransport(Transport):
         ends, address = [self._ends(channel) for channel in channels], own_address(self._store)
         for index, connection in open_connections(ends, self.rank, address, self._token, self.control).items():
             self.control.others.append(connection)
-            channel, (sender, receiver) = channels[index], ends[index]
-            name = f"{channel.purpose.value} messages from rank {sender} to {receiver}"
-            if sender == self.rank:
-                self._outlets[channel] = Outlet(connection, name)
+            channel = channels[index]
+            if ends[index][0] == self.rank:
+                self._outlets[channel] = Outlet(connection, self._named(channel))
             else:
-                self._inlets[channel] = Inlet(connection, name)
+                self._inlets[channel] = Inlet(connection, self._named(channel))
         self.control.check()  # whatever failed before has not ended these
-
-    def _communicator(self, channel: Channel, end: int) -> Any:
-        name = f"{channel.purpose.value}/{channel.src}/{channel.dst}"
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=self._patience.timeout_s + MARGIN_S)
-        if self._nccl_store is None:
-            self._nccl_store = self._store.clone()  # who waits for another rank holds up all others on the same connection
-        communicator: Any = dist.ProcessGroupNCCL(dist.PrefixStore(name, self._nccl_store), end, 2, options)
-        with torch.cuda.device(self.device):
-            probe = torch.zeros(1, device=self.device)
-            (communicator.send([probe], 1, 0) if end == 0 else communicator.recv([probe], 0, 0)).wait()
-        return communicator
 
     @transferring
     def send(
@@ -232,8 +239,8 @@ class C10dTransport(Transport):
         if self._is_small(filled):
             return self._outlets[channel].send(header, filled, note)
         works = self._send_beside(channel, header, note, may_have_note=may_have_note)
-        if channel in self._nccl:
-            return self._issued(filled, lambda tensor: self._nccl[channel].send([tensor], 1, 0), works)
+        if self._communicators is not None:
+            return self._post(self._communicators, channel, filled, sends=True, beside=works)
         gloo, peer, tag = self._gloo[GROUP_OF[channel.purpose]], self._group_ranks[channel.dst], TAGS[channel.purpose]
         if self._staging is not None:
             return self._staging.send(channel, filled, works, lambda tensor: gloo.send([tensor], peer, tag))
@@ -256,19 +263,23 @@ class C10dTransport(Transport):
         return Noted(transfer, self._inlets[channel].receive([])) if may_have_note else transfer
 
     def _receive_large(self, channel: Channel, filled: Sequence[torch.Tensor]) -> Transfer:
-        if channel in self._nccl:
-            return self._issued(filled, lambda tensor: self._nccl[channel].recv([tensor], 0, 0))
+        if self._communicators is not None:
+            return self._post(self._communicators, channel, filled, sends=False, beside=[])
         gloo, peer, tag = self._gloo[GROUP_OF[channel.purpose]], self._group_ranks[channel.src], TAGS[channel.purpose]
         if self._staging is not None:
             return self._staging.receive(channel, filled, lambda tensor: gloo.recv([tensor], peer, tag))
         return Works([gloo.recv([tensor], peer, tag) for tensor in filled], filled)
 
-    def _issued(self, tensors: Sequence[torch.Tensor], post: Callable[[torch.Tensor], Any], beside: Sequence[Any] = ()) -> Transfer:
-        """Tensors on their way over NCCL, and works beside them."""
-        works: list[Any] = []
-        if tensors:
-            with self._in_flight.next() as works:
-                works += map(post, tensors)
+    def _post(
+        self, communicators: Communicators, channel: Channel, tensors: Sequence[torch.Tensor], *, sends: bool, beside: list[Any]
+    ) -> Transfer:
+        """Tensors on their way between devices, and works beside them."""
+        step, action = self.control.activity.step, self.control.activity.action()
+
+        def what() -> str:
+            return f"{self._named(channel)}, step {step}" + ("" if action is None else f", {place_of(action)}")
+
+        works = [communicators.post(channel, tensors, sends=sends, what=what)] if tensors else []
         return Works([*beside, *works], tensors)
 
     def _is_small(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -281,26 +292,31 @@ class C10dTransport(Transport):
         if self._staging is not None:
             self._staging.close()
         is_whole = self.control.failure is None
-        if self._nccl and is_whole:
-            self._let_arrive()
+        if self._communicators is not None and is_whole:
+            self._let_arrive(self._communicators.in_flight)
         self.control.close()
-        for communicator in self._nccl.values() if is_whole else ():
-            communicator.abort()
+        if self._communicators is not None:
+            self._communicators.close(is_whole)
         for stream in [*self._outlets.values(), *self._inlets.values()]:
             stream.close()
         self._outlets.clear()
         self._inlets.clear()
-        self._nccl.clear()
         self._gloo.clear()
         if not self._is_open and self.identity and dist.is_initialized():  # made and never run: not to be counted
             with suppress(RuntimeError):
                 self._count_pipelines(-1)
             self.identity = 0
 
-    def _let_arrive(self) -> None:
+    def settle(self, most_s: float) -> None:
+        if self._staging is not None:
+            self._staging.settle(most_s)
+        if self._communicators is not None:
+            self._communicators.in_flight.join()
+
+    def _let_arrive(self, in_flight: InFlight) -> None:
         """Wait for what was posted, as long as the others are there: a finalizer may be who closes."""
         until = time.monotonic() + self._patience.timeout_s
-        while (number := self._in_flight.number()) and self.control.failure is None:
+        while (number := in_flight.number()) and self.control.failure is None:
             if time.monotonic() > until:
                 LOG.warning("rank %d closes a pipeline with %d transfers that never came to their end", self.rank, number)
                 return
@@ -309,6 +325,7 @@ class C10dTransport(Transport):
 
 def _timeout_of(group: Any) -> timedelta:
     """The timeout that the user gave their group."""
-    backend = group._get_backend(torch.device("cpu" if "gloo" in str(dist.get_backend_config(group)) else "cuda"))
+    backends = backends_of(group)
+    backend = group._get_backend(torch.device("cpu" if "cpu" in backends else next(iter(backends))))
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else timedelta(minutes=30)

@@ -128,6 +128,7 @@ class Line(Control):
         self.caller = 0  # the thread that made the latest call
         self._waits_for: frozenset[int] = frozenset()
         self.is_closing = self._has_left = self._is_told = self._is_known = False
+        self.looks: list[Callable[[float], None]] = []  # besides, at what takes too long; each gets the time
         self._watch = Watch(rank, self._size, self.activity, self._send_all, self.fail, lambda: self._waits_for, patience)
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
@@ -303,7 +304,8 @@ class Line(Control):
             self._spread()
             if (now := time.monotonic()) - ticked >= TICK_S / 2:
                 ticked = now
-                self._watch.tick(now)
+                for look in (self._watch.tick, *self.looks):
+                    look(now)
 
     def _spread(self) -> None:
         """Tell the others of a failure, if there is one that they do not know, and then let nobody wait any longer."""

@@ -1,17 +1,41 @@
-"""No more of NCCL's transfers at a time than a device has room for: each keeps multiprocessors busy until its other end comes."""
+"""No more transfers at a time than a device has room for: each keeps multiprocessors busy until its other end comes."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 import torch
+
+from bpipe.device import Event, Streams, current, has_come, on_stream, reached
 
 __all__: list[str] = []
 
 TRANSFERS_AT_ONCE = 8
+YOUNG_S = 1.0
+
+
+class Waiting(NamedTuple):
+    """A transfer that is not over.
+
+    Args:
+        what: it is, in words.
+        seconds: for which this rank's end has been ready.
+    """
+
+    what: str
+    seconds: float
+
+
+class _Flight(NamedTuple):
+    work: Any
+    ready: Event  # this rank has come to it
+    issued_s: float
+    what: Callable[[], str]
 
 
 class InFlight:
@@ -23,30 +47,74 @@ class InFlight:
     Args:
         device: where they run.
         at_once: how many may be in flight.
+        streams: of the pipeline.
     """
 
-    def __init__(self, device: torch.device, at_once: int) -> None:
-        self._device, self._at_once = device, at_once
-        self._works: deque[Any] = deque()  # the last one of each
-        self._stream: torch.cuda.Stream | None = None
+    def __init__(self, device: torch.device, at_once: int, streams: Streams) -> None:
+        self._device, self._at_once, self._streams = device, at_once, streams
+        self._flights: deque[_Flight] = deque()
+        self._changing = threading.RLock()  # the control thread looks, too, and a finalizer may run in the middle
+        self._since: tuple[_Flight, float] | None = None  # the first one, and when it was seen to be ready
 
     @contextmanager
-    def next(self) -> Iterator[list[Any]]:
-        """Inside, the works of one transfer are posted and put into the list, on a stream that waits for room."""
-        works: list[Any] = []
-        if self.number() < self._at_once:
-            yield works
-        else:
-            if self._stream is None:
-                self._stream = torch.cuda.Stream(self._device)
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._stream):
-                self._works[-self._at_once].wait()
-                yield works
-        self._works.extend(works[-1:])
+    def next(self, what: Callable[[], str]) -> Iterator[Callable[[Any], None]]:
+        """Inside, one transfer is posted, on a stream that waits for room, and its work is given to the function.
+
+        Args:
+            what: says what it is.
+        """
+        stream, before = None, self._before_next()
+        if before is not None:
+            stream = self._streams.of("transfers that wait for room", self._device)
+            reached(self._device).wait(stream)
+        with on_stream(stream):
+            if before is not None:
+                before.work.wait()
+            ready = reached(self._device)
+            yield lambda work: self._flights.append(_Flight(work, ready, time.monotonic(), what))
+
+    def _before_next(self) -> _Flight | None:
+        """The one that has to be over before another one starts."""
+        with self._changing:
+            self._forget_finished()
+            return self._flights[-self._at_once] if len(self._flights) >= self._at_once else None
 
     def number(self) -> int:
         """How many are not over, or wait for one that is not."""
-        while self._works and self._works[0].is_completed():
-            self._works.popleft()
-        return len(self._works)
+        with self._changing:
+            self._forget_finished()
+            return len(self._flights)
+
+    def _forget_finished(self) -> None:
+        with current(self._device):
+            while self._flights and (first := self._flights[0]).work.is_completed():
+                if self._flights and self._flights[0] is first:
+                    self._flights.popleft()
+
+    def join(self) -> None:
+        """Let the current stream wait for all of them: they were aborted, and end."""
+        with self._changing:
+            flights = list(self._flights)
+        for flight in flights:
+            with suppress(RuntimeError):  # of one that says that it was aborted
+                flight.work.wait()
+
+    def first(self, now: float) -> Waiting | None:
+        """The first one that is not over, if this rank's end of it is ready: whoever waits for it waits for another rank.
+
+        The device is not asked about what was issued less than a second ago: while all goes well, next to nothing is.
+
+        Args:
+            now: seconds of `time.monotonic`; of two calls, the first one that finds it ready begins to count.
+        """
+        with self._changing:
+            if not self._flights or now - self._flights[0].issued_s < YOUNG_S:
+                return None
+            self._forget_finished()
+            flight = self._flights[0] if self._flights else None
+        if flight is None or not has_come(flight.ready, self._device):
+            self._since = None
+            return None
+        if self._since is None or self._since[0] is not flight:
+            self._since = flight, now
+        return Waiting(flight.what(), now - self._since[1])

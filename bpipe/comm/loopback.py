@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from bpipe.comm.control import CallOf, Control
 from bpipe.comm.transport import Transfer, Transport
+from bpipe.device import Event, Streams, current_stream, is_asynchronous, on_stream, reached
 from bpipe.errors import CommError
 from bpipe.schedules import Channel
 
@@ -24,16 +26,16 @@ class _Posted:
     def __init__(self, tensors: Sequence[torch.Tensor], note: bytes | None = None, *, may_have_note: bool = False) -> None:
         self.tensors: Sequence[torch.Tensor] = tensors
         self.note, self.may_have_note = note, may_have_note
-        self._device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-        self.ready = None if self._device is None else torch.cuda.current_stream(self._device).record_event()
-        self.copied: torch.cuda.Event | None = None
+        self._device = next((tensor.device for tensor in tensors if is_asynchronous(tensor.device)), None)
+        self.ready = None if self._device is None else reached(self._device)
+        self.copied: Event | None = None
         self.is_done = False
 
     def wait(self) -> bytes | None:
         if not self.is_done:
             raise CommError("a loopback transfer is waited for before its other end was posted; drive schedules with Loopback.step")
-        if self.copied is not None:
-            torch.cuda.current_stream(self._device).wait_event(self.copied)
+        if self.copied is not None and self._device is not None:
+            current_stream(self._device).wait_event(self.copied)
         self.tensors = ()
         return self.note
 
@@ -45,7 +47,7 @@ class Wires:
         self.headers: dict[Channel, deque[bytes]] = defaultdict(deque)
         self._sends: dict[Channel, deque[_Posted]] = defaultdict(deque)
         self._receives: dict[Channel, deque[_Posted]] = defaultdict(deque)
-        self._streams: dict[Channel, torch.cuda.Stream] = {}
+        self.streams = Streams()  # of all ranks
 
     def clear(self) -> None:
         """Forget what a failed step left behind."""
@@ -69,10 +71,8 @@ class Wires:
         if received.ready is None or sent.ready is None:
             self._copy_tensors(sent, received)
         else:
-            if channel not in self._streams:
-                self._streams[channel] = torch.cuda.Stream(received.tensors[0].device)
-            stream = self._streams[channel]
-            with torch.cuda.stream(stream):
+            stream: Any = self.streams.of(channel, received.tensors[0].device)
+            with on_stream(stream):
                 stream.wait_event(sent.ready)
                 stream.wait_event(received.ready)
                 self._copy_tensors(sent, received)
@@ -92,7 +92,7 @@ class LoopbackTransport(Transport):
     def __init__(self, wires: Wires, device: torch.device) -> None:
         self.device = device
         self.control = Control()
-        self._wires = wires
+        self._wires, self.streams = wires, wires.streams
 
     def exchange(self, call: CallOf, data: bytes) -> list[bytes]:
         raise CommError("the ranks of a loopback agree inside Loopback.step")
@@ -124,6 +124,9 @@ class LoopbackTransport(Transport):
 
     def receive_header(self, channel: Channel) -> bytes:
         return self._wires.headers[channel].popleft()
+
+    def settle(self, most_s: float) -> None:
+        """Nothing is queued by other threads."""
 
     def close(self) -> None:
         """Nothing to give back."""

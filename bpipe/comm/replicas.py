@@ -7,6 +7,7 @@ from collections.abc import Container, Mapping
 import torch
 import torch.distributed as dist
 
+from bpipe.comm.group import backends_of
 from bpipe.schedules.sizes import StageSizes
 
 __all__: list[str] = []
@@ -26,9 +27,9 @@ def difference(group: dist.ProcessGroup, stages: Mapping[int, StageSizes], varyi
     for row, (stage, sizes) in enumerate(sorted(stages.items())):
         numbers = [VARIES if stage in varying and name in SAVED else getattr(sizes, name) for name in COMPARED]
         mine[row] = torch.tensor([stage, *numbers])
-    on_device = mine.to(device if "nccl" in str(dist.get_backend_config(group)) else "cpu")
-    gathered = [torch.empty_like(on_device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, on_device, group=group)
+    carried = mine.to("cpu" if "cpu" in backends_of(group) else device)
+    gathered = [torch.empty_like(carried) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, carried, group=group)
     theirs = torch.stack(gathered).cpu()
     return next((text for row in range(len(stages)) if (text := _row_difference(group, theirs[:, row]))), "")
 

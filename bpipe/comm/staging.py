@@ -1,9 +1,9 @@
-"""CUDA tensors over gloo: through pinned host memory, on a stream of their own."""
+"""Tensors of a device over gloo: through pinned host memory, on streams of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from bpipe.comm.transport import Transfer
 from bpipe.comm.worker import Worker
 from bpipe.comm.works import transferring, wait_for
+from bpipe.device import Event, Streams, current, current_stream, on_stream, reached
 from bpipe.schedules import Channel
 
 __all__: list[str] = []
@@ -20,30 +21,39 @@ class Staging:
     """The transfers of one rank.
 
     A channel's transfers run one after the other in its own thread, because gloo may read the host's copy only once the
-    device has written it. The thread runs none of the user's code.
+    device has written it, and on its own stream. The thread runs none of the user's code.
+
+    Args:
+        device: whose tensors they are.
+        streams: of the pipeline.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
+    def __init__(self, device: torch.device, streams: Streams) -> None:
+        self._device, self._streams = device, streams
         self._workers: dict[Channel, Worker] = {}
 
-    def _submit(self, channel: Channel, job: Callable[[], torch.cuda.Event]) -> Future[torch.cuda.Event]:
+    def _submit(self, channel: Channel, job: Callable[[], Event]) -> Future[Event]:
         if channel not in self._workers:
             self._workers[channel] = Worker(f"bpipe-{channel.purpose.value}")
-        return self._workers[channel].submit(job)
+
+        def on_device() -> Event:
+            with current(self._device):
+                return job()
+
+        return self._workers[channel].submit(on_device)
 
     def send(
         self, channel: Channel, tensors: Sequence[torch.Tensor], works: list[Any], post: Callable[[torch.Tensor], Any]
     ) -> Transfer:
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        stream: Any = self._streams.of(channel, self._device)
+        stream.wait_stream(current_stream(self._device))
+        with on_stream(stream):
             copies = [
                 torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True).copy_(t, non_blocking=True) for t in tensors
             ]
-            copied: torch.cuda.Event = self._stream.record_event()
+            copied = reached(self._device)
 
-        def job() -> torch.cuda.Event:
+        def job() -> Event:
             copied.synchronize()
             for work in [*works, *map(post, copies)]:
                 wait_for(work)
@@ -52,20 +62,23 @@ class Staging:
         return _Staged(self._submit(channel, job), self._device, tensors)
 
     def receive(self, channel: Channel, tensors: Sequence[torch.Tensor], post: Callable[[torch.Tensor], Any]) -> Transfer:
-        allocated = torch.cuda.current_stream(self._device).record_event()
+        allocated, stream = reached(self._device), self._streams.of(channel, self._device)
 
-        def job() -> torch.cuda.Event:
+        def job() -> Event:
             copies = [torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True) for t in tensors]
             for work in [post(copy) for copy in copies]:
                 wait_for(work)
-            with torch.cuda.stream(self._stream):
-                self._stream.wait_event(allocated)
+            with on_stream(stream):
+                current_stream(self._device).wait_event(allocated)
                 for tensor, copy in zip(tensors, copies):
                     tensor.copy_(copy, non_blocking=True)
-                arrived: torch.cuda.Event = self._stream.record_event()
-            return arrived
+                return reached(self._device)
 
         return _Staged(self._submit(channel, job), self._device, tensors)
+
+    def settle(self, most_s: float) -> None:
+        """Return once all jobs are done, or after so many seconds: none of them queues a copy after that."""
+        wait([worker.submit(_nothing) for worker in self._workers.values()], most_s)
 
     def close(self) -> None:
         for worker in self._workers.values():
@@ -73,15 +86,19 @@ class Staging:
         self._workers.clear()
 
 
+def _nothing() -> None:
+    """The last job of a worker: when it is done, all before it are."""
+
+
 class _Staged:
     """A transfer through pinned memory: the host waits for the network, the current stream for the copy."""
 
-    def __init__(self, future: Future[torch.cuda.Event], device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, future: Future[Event], device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
         self._future, self._device = future, device
         self._tensors: Sequence[torch.Tensor] = tensors
 
     @transferring
     def wait(self) -> None:
         copied = self._future.result()
-        torch.cuda.current_stream(self._device).wait_event(copied)
+        current_stream(self._device).wait_event(copied)
         self._tensors = ()

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from bpipe.comm.control import CallOf, Control
+from bpipe.device import Streams
 from bpipe.schedules import Channel
 
 __all__: list[str] = []
@@ -37,6 +38,7 @@ class Transport(ABC):
     Attributes:
         device: where the rank's stages compute.
         control: its line to the other ranks beside the channels.
+        streams: on which it works beside the caller's.
         identity: of the pipeline among those of its group.
         waits_on_device: whether the host goes on at once where a transfer is waited for, and only the device waits: then one thread
             issues all of a step, in the order of `schedules.issue_order`.
@@ -44,6 +46,7 @@ class Transport(ABC):
 
     device: torch.device
     control: Control
+    streams: Streams
     identity: int = 0
     waits_on_device: bool = False
 
@@ -62,6 +65,10 @@ class Transport(ABC):
     @abstractmethod
     def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int]) -> None:
         """Collective: open channels, in one order on all ranks. `group_ranks` gives the group's rank of each of the plan's."""
+
+    def connection_bytes(self) -> int:
+        """The bytes that a channel takes on the device, as far as is known from those that are open."""
+        return 0
 
     @abstractmethod
     def send(
@@ -90,6 +97,10 @@ class Transport(ABC):
     @abstractmethod
     def receive_header(self, channel: Channel) -> bytes:
         """Wait for the next header of a channel. Blocks the host."""
+
+    @abstractmethod
+    def settle(self, most_s: float) -> None:
+        """After a failure: let the current stream wait for what was posted, and wait some seconds for threads that queue more."""
 
     @abstractmethod
     def close(self) -> None:

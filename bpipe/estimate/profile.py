@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from bpipe.autograd import Box, edges_of, enter, run_backward
 from bpipe.cleanup import note
 from bpipe.comm.message import dense, put_together, take_apart
+from bpipe.device import name_of, synchronize
 from bpipe.errors import ConfigurationError, StageError
 from bpipe.estimate.measurement import Measurement, Profile
 from bpipe.estimate.names import check_count
@@ -89,7 +90,7 @@ def profile(
     parameters = list(stage_module.parameters())
     return Profile(
         name=type(stage_module).__name__,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        device=name_of(device),
         num_parameters=sum(parameter.numel() for parameter in parameters),
         num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         parameter_bytes=sum(map(_bytes, parameters)),
@@ -191,8 +192,7 @@ class _Bench:
         return middle - start, self._now() - middle if self._has_backward else 0.0
 
     def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         return time.perf_counter()
 
     def _inputs(self, size: int) -> tuple[tuple[Any, ...], Any, Box]:

@@ -11,6 +11,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from bpipe.device import graph_maker
 from bpipe.errors import StageError
 from bpipe.nest import leaves_of
 
@@ -34,17 +35,17 @@ def kept_by_functions(nodes: Iterable[Node], where: str) -> list[Kept]:
         where: the stage and microbatch, for messages.
 
     Raises:
-        StageError: there is a callable that replays a CUDA graph, whose memory the next microbatch overwrites.
+        StageError: there is a callable that replays a graph of its device, whose memory the next microbatch overwrites.
     """
     return [kept for node in nodes if isinstance(node, BackwardCFunction) for kept in _attributes(node, where)]
 
 
 def _attributes(node: Any, where: str) -> Iterator[Kept]:
     function = type(node)._forward_cls
-    if (function.__module__, function.__name__) == ("torch.cuda.graphs", "Graphed"):
+    if (made_by := graph_maker(function)) is not None:
         raise StageError(
-            f"{where}: the stage replays a CUDA graph (torch.cuda.make_graphed_callables), whose activations lie in one place for "
-            "all microbatches: with several under way, a backward would use another microbatch's. Use torch.compile without "
+            f"{where}: the stage replays a graph of its device ({made_by}), whose activations lie in one place for all "
+            "microbatches: with several under way, a backward would use another microbatch's. Use torch.compile without "
             'mode="reduce-overhead" instead.'
         )
     reason = f"kept by {function.__name__} as an attribute of its ctx; with ctx.save_for_backward it could move"

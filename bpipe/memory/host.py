@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 
+from bpipe.device import Event, Stream, current_stream, on_stream
 from bpipe.memory.guests import Rooms
+from bpipe.memory.pinned import give_back, pinned
 from bpipe.schedules.rooms import Guest, Reserved
 
 __all__: list[str] = []
@@ -21,19 +22,27 @@ class HostRooms:
     Args:
         reserved: the rooms, as `Rooms` takes them.
         device: where the microbatches come from.
+        stream: on which they are copied; None on CPU.
         in_bytes: likewise.
     """
 
-    def __init__(self, reserved: Reserved, device: torch.device, *, in_bytes: bool) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._rooms = Rooms(reserved, torch.device("cpu"), in_bytes=in_bytes, is_pinned=device.type == "cuda")
+    def __init__(self, reserved: Reserved, device: torch.device, stream: Stream | None, *, in_bytes: bool) -> None:
+        self._device, self._stream = device, stream
+        self._rooms = (
+            Rooms(reserved, device, in_bytes=in_bytes)
+            if stream is None
+            else _PinnedRooms(reserved, device, stream, in_bytes=in_bytes)
+        )
         self._kept: dict[Guest, list[torch.Tensor]] = {}
 
     @property
     def num_bytes(self) -> int:
         """The bytes of all rooms."""
         return self._rooms.num_bytes
+
+    def make(self) -> None:
+        """Make the rooms now, if their sizes are known."""
+        self._rooms.make()
 
     def store(self, guest: Guest, messages: Sequence[torch.Tensor]) -> HostCopy:
         """Copy messages, uint8 [size] each, to the host."""
@@ -46,30 +55,48 @@ class HostRooms:
 
     def _copy(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> HostCopy:
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            self._stream.wait_stream(current_stream(self._device))
+        with on_stream(self._stream):
             for source, target in zip(sources, targets):
                 target.copy_(source, non_blocking=True)
             event = None if self._stream is None else self._stream.record_event()
         return HostCopy(event, self._device, [*sources, *targets])
 
     def clear(self) -> None:
-        """Give all memory back, once what is under way has ended."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        """Give all memory back, once what is under way has ended. Does not block."""
         self._rooms.clear()
         self._kept.clear()
+
+
+class _PinnedRooms(Rooms):
+    """Rooms in pinned memory, which the host must not free while a copy is under way.
+
+    Args:
+        reserved: as for `Rooms`, and `in_bytes`.
+        device: which copies to them and from them.
+        stream: on which it does.
+    """
+
+    def __init__(self, reserved: Reserved, device: torch.device, stream: Stream, *, in_bytes: bool) -> None:
+        self._stream = stream
+        super().__init__(reserved, device, in_bytes=in_bytes)
+
+    def _new(self, num_bytes: int) -> torch.Tensor:
+        return pinned(num_bytes, self._device)
+
+    def _give_back(self, memory: list[torch.Tensor]) -> None:
+        give_back(memory, self._stream)
 
 
 class HostCopy:
     """A copy to or from the host: the current stream waits for it, the host does not."""
 
-    def __init__(self, event: torch.cuda.Event | None, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, event: Event | None, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
         self._event, self._device = event, device
         self._tensors: Sequence[torch.Tensor] = tensors
 
     def wait(self) -> None:
         """Return once what comes after may use what was copied, or free what it was copied from."""
         if self._event is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._event)
+            current_stream(self._device).wait_event(self._event)
         self._tensors = ()

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.nn.parameter import is_lazy
 
+from bpipe.device import free_bytes, give_back_unused
 from bpipe.memory.makeup import UNREADABLE, buffers_of, looks_of
 from bpipe.memory.storages import storages_of
 
@@ -72,10 +73,9 @@ def coming_bytes(modules: Sequence[torch.nn.Module], device: torch.device) -> in
 
 
 def available_bytes(device: torch.device, reserve_bytes: int) -> int:
-    """What a CUDA device has left: free there, or held by torch's allocator and unused; less a reserve."""
-    free, _ = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return max(0, free + unused - reserve_bytes)
+    """What a device has left for whichever stream, less a reserve."""
+    give_back_unused(device)
+    return max(0, free_bytes(device) - reserve_bytes)
 
 
 def bytes_under(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> int:

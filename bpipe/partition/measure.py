@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
+from bpipe.device import synchronize
 from bpipe.errors import ConfigurationError
 from bpipe.estimate.names import check_count, check_positive
 from bpipe.partition.layers import LayerCost
@@ -78,7 +79,7 @@ def measure_layers(
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     if is_meta:
         args, kwargs, target = tree_map_only(torch.Tensor, lambda one: one.to("meta"), (args, kwargs, target))
-    clock = _Flops(flops_per_s) if is_meta else _Clock(repeats)
+    clock = _Flops(flops_per_s) if is_meta else _Clock(repeats, _devices(model, args, kwargs))
     with untouched([model]), torch.enable_grad():
         seen = observed(model, modules, args, kwargs or {}, loss_fn, target)
         times = {name: clock.timed(modules.get(name, loss_fn), one) for name, one in seen.items()}
@@ -87,6 +88,12 @@ def measure_layers(
         raise ConfigurationError(f"{', '.join(silent[:8])} did not run in the model's forward: name in layers= what does")
     _check_order(groups or [], list(seen))
     return tuple(_costs(names, groups or list(_found(names, seen)), seen, times, bytes_per_parameter))
+
+
+def _devices(model: nn.Module, *values: object) -> set[torch.device]:
+    """Where a model and what it gets are."""
+    tensors = [*model.parameters(), *model.buffers(), *(leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))]
+    return {tensor.device for tensor in tensors}
 
 
 def _group(given: str | Sequence[str]) -> tuple[str, ...]:
@@ -137,10 +144,15 @@ def _found(names: Names, seen: Iterable[str]) -> Iterator[tuple[str, ...]]:
 
 
 class _Clock:
-    """Takes the time of a module alone."""
+    """Takes the time of a module alone.
 
-    def __init__(self, repeats: int) -> None:
-        self._repeats = repeats
+    Args:
+        repeats: timed runs, after one that is not timed.
+        devices: on which it computes, which are waited for.
+    """
+
+    def __init__(self, repeats: int, devices: Iterable[torch.device]) -> None:
+        self._repeats, self._devices = repeats, tuple(devices)
 
     def timed(self, run: Callable[..., Any] | None, seen: Seen) -> Timed:
         times = [_alone(run, seen, self._measured) for _ in range(self._repeats + 1)][1:]
@@ -152,8 +164,8 @@ class _Clock:
         return result, self._now() - start
 
     def _now(self) -> float:
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        for device in self._devices:
+            synchronize(device)
         return time.perf_counter()
 
 

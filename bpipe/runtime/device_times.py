@@ -1,4 +1,4 @@
-"""When a CUDA device ran a rank's computations, on the host's clock and without waiting for the device inside a step."""
+"""When a device ran a rank's computations, on the host's clock and without waiting for the device inside a step."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from array import array
 from collections import deque
 
 import torch
+
+from bpipe.device import Event, has_come, timed_moment
 
 __all__: list[str] = []
 
@@ -18,21 +20,16 @@ class DeviceTimes:
     from the one before it, because the device counts in single precision: short spans stay exact to a microsecond.
 
     Args:
-        device: a CUDA device.
+        device: an asynchronous one.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._anchor = self._record()
+        self._anchor = timed_moment(device)
         self._anchor.synchronize()
         self._anchor_ns = time.perf_counter_ns()
-        self._events: list[torch.cuda.Event] = []  # of the step under way: begin, end, begin, end ...
-        self._finished: deque[tuple[list[torch.cuda.Event], array[int]]] = deque()
-
-    def _record(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        self._events: list[Event] = []  # of the step under way: begin, end, begin, end ...
+        self._finished: deque[tuple[list[Event], array[int]]] = deque()
 
     def start(self) -> None:
         """A step starts."""
@@ -40,7 +37,7 @@ class DeviceTimes:
 
     def mark(self) -> None:
         """A computation of the step begins or ends, on the current stream."""
-        self._events.append(self._record())
+        self._events.append(timed_moment(self._device))
 
     def finish(self, into: array[int]) -> None:
         """A step was queued: its marks go `into` an array, in nanoseconds of the host's clock, once the device is done."""
@@ -51,7 +48,7 @@ class DeviceTimes:
 
     def resolve(self, *, wait: bool) -> None:
         """Read the times of the steps that the device is done with; with `wait`, of all. Blocks only then."""
-        while self._finished and (wait or self._finished[0][0][-1].query()):
+        while self._finished and (wait or has_come(self._finished[0][0][-1], self._device)):
             events, into = self._finished.popleft()
             events[-1].synchronize()
             first_ns = self._anchor_ns + _ns(self._anchor, events[0])
@@ -59,6 +56,6 @@ class DeviceTimes:
             self._anchor, self._anchor_ns = events[0], first_ns
 
 
-def _ns(begin: torch.cuda.Event, end: torch.cuda.Event) -> int:
+def _ns(begin: Event, end: Event) -> int:
     milliseconds: float = begin.elapsed_time(end)
     return round(milliseconds * 1e6)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from bpipe.device import fork_random_states, random_state, set_random_state
+
 __all__: list[str] = []
 
 _MT19937_BYTES = 625 * 4  # its words, and its place among them
@@ -129,7 +131,7 @@ class Drawn:
     def __init__(self, device: torch.device, sources: Iterable[Source]) -> None:
         self._device = device
         self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._of_device = random_state(device)
         self._states = [(source, source.get()) for source in sources]
 
     def forget_unused(self) -> None:
@@ -139,10 +141,9 @@ class Drawn:
     @contextmanager
     def again(self) -> Iterator[None]:
         """Draw the same numbers as then; in the end the states are those of now."""
-        with torch.random.fork_rng([] if self._cuda is None else [self._device]), ExitStack() as after:
+        with fork_random_states([self._device]), ExitStack() as after:
             torch.set_rng_state(self._cpu)
-            if self._cuda is not None:
-                torch.cuda.set_rng_state(self._cuda, self._device)
+            set_random_state(self._of_device, self._device)
             for source, state in self._states:
                 after.callback(source.set, source.get())
                 source.set(state)

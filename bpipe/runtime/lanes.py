@@ -9,11 +9,10 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-import torch
-
 from bpipe.comm.activity import Activity
 from bpipe.comm.control import Control
 from bpipe.comm.transport import Transport
+from bpipe.device import Stream, guests, on_stream
 from bpipe.runtime.run import Run
 from bpipe.runtime.serve import Server
 from bpipe.schedules import Action, Plan
@@ -33,9 +32,8 @@ class Lanes:
     """
 
     def __init__(self, transport: Transport) -> None:
-        self._device, self._is_issuing = transport.device, transport.waits_on_device
+        self._device, self._streams, self._is_issuing = transport.device, transport.streams, transport.waits_on_device
         self._servers: list[Server] = []
-        self._side_streams: dict[int, torch.cuda.Stream] = {}
         self._issued: deque[tuple[Plan, list[tuple[int, Action]]]] = deque(maxlen=MOST_PLANS)
 
     def drive(self, run: Run, control: Control, group_ranks: Sequence[int]) -> None:
@@ -52,7 +50,7 @@ class Lanes:
             lane, execute = iter(self._issue_order(run.plan, run.rank)), partial(self._issue, run, activity)
         else:
             for peer, chain in chains.items():
-                self._servers.append(Server(run.execute, chain, self._side_stream(peer), control))
+                self._servers.append(Server(run.execute, chain, self._side_stream(run.rank, peer), control))
 
         def advance(piece: Action) -> None:
             for activity.position, action in lane:
@@ -105,7 +103,7 @@ class Lanes:
         if action.op not in SERVED or action.peer is None:
             run.execute(action)
             return
-        with torch.cuda.stream(self._side_stream(action.peer)):
+        with on_stream(self._side_stream(run.rank, action.peer)):
             run.execute(action)
         activity.guests[action.peer] += 1
 
@@ -115,8 +113,6 @@ class Lanes:
             server.join(most_s)
         self._servers = []
 
-    def _side_stream(self, evictor: int) -> torch.cuda.Stream | None:
+    def _side_stream(self, rank: int, evictor: int) -> Stream | None:
         """The stream on which an evictor's rooms live and its transfers run; the same in every step."""
-        if self._device.type == "cuda" and evictor not in self._side_streams:
-            self._side_streams[evictor] = torch.cuda.Stream(self._device)
-        return self._side_streams.get(evictor)
+        return self._streams.of(guests(rank, evictor), self._device)

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from bpipe.device import Streams, guests, is_asynchronous, on_stream
 from bpipe.memory.guests import Rooms
 from bpipe.memory.host import HostRooms
 from bpipe.memory.known import Known
 from bpipe.memory.ledger import Kind
+from bpipe.runtime.device_waits import DeviceWaits
 from bpipe.runtime.state import Learned
 from bpipe.schedules import Action, Plan
 from bpipe.schedules.meter import slot
@@ -32,18 +34,31 @@ class Memory:
     kinds: dict[Kind, Known] = field(default_factory=dict)  # the one used last stands last
     rooms: dict[int, Rooms] = field(default_factory=dict)  # by evictor
     host_rooms: HostRooms | None = None
+    device_waits: DeviceWaits | None = None  # where only the device waits for transfers
     learned: dict[int, Learned] = field(default_factory=dict)  # of the stages whose forwards run twice
     silent: dict[int, frozenset[int]] = field(default_factory=dict)  # hooks on a stage's parameters that queue no callbacks
 
-    def reserve(self, plan: Plan, rank: int, device: torch.device) -> None:
+    def reserve(self, plan: Plan, rank: int, device: torch.device, streams: Streams) -> None:
         """Make the rooms of a plan's guests on this rank and its host, in place of another plan's."""
         self.clear()
         in_bytes = plan.sizes is not None
         moved = slot if plan.sizes is None else plan.sizes.moved
         chains, of_host = plan.chains(rank), plan.host_chain(rank)
         self.rooms = {peer: Rooms(reserve(chain, moved), device, in_bytes=in_bytes) for peer, chain in chains.items()}
-        self.host_rooms = HostRooms(reserve(of_host, moved), device, in_bytes=in_bytes) if of_host else None
+        self.host_rooms = None
+        if of_host:
+            self.host_rooms = HostRooms(reserve(of_host, moved), device, streams.of(("host", rank), device), in_bytes=in_bytes)
+        if is_asynchronous(device):
+            self._make_rooms(rank, device, streams)
         self.planned = None if plan.sizes is None or self.grows else plan.sizes.moved
+
+    def _make_rooms(self, rank: int, device: torch.device, streams: Streams) -> None:
+        """Make those rooms whose sizes are known, each on the stream that uses it."""
+        for peer, rooms in self.rooms.items():
+            with on_stream(streams.of(guests(rank, peer), device)):
+                rooms.make()
+        if self.host_rooms is not None:
+            self.host_rooms.make()
 
     def clear(self) -> None:
         """Give the memory of all rooms back."""

@@ -63,7 +63,7 @@ class Run:
         self.plan, self.rank, self.step, self.device, self._name = plan, rank, step, transport.device, name
         self._stages = tuple(stages)
         self.holds_last_stage = any(stage.is_last for stage in stages.values())
-        self.traffic = Traffic(transport, rank, step, stages)
+        self.traffic = Traffic(transport, rank, step, stages, memory.device_waits)
         self.sharding = Sharding(parts, plan.actions[rank])
         is_split = Op.I in map(itemgetter(0), plan.actions[rank])
         self.hooks = UserHooks(parts if is_split else {}, memory.silent)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
 import torch
 
 from bpipe.comm import header
 from bpipe.comm.activity import place_of
 from bpipe.comm.control import Control
+from bpipe.device import Stream, on_stream
 from bpipe.memory.guests import Rooms
 from bpipe.runtime.traffic import Traffic
 from bpipe.schedules import Action
@@ -55,12 +55,12 @@ class Server(threading.Thread):
     Args:
         execute: does one action.
         chain: the actions for this evictor, in order.
-        stream: on CUDA, the stream of this evictor's rooms and transfers.
+        stream: on an asynchronous device, the stream of this evictor's rooms and transfers.
         control: told of where it stands, and of what goes wrong.
     """
 
     def __init__(
-        self, execute: Callable[[Action], None], chain: Sequence[Action], stream: torch.cuda.Stream | None, control: Control
+        self, execute: Callable[[Action], None], chain: Sequence[Action], stream: Stream | None, control: Control
     ) -> None:
         assert chain[0].peer is not None
         super().__init__(name=f"bpipe-serve-{chain[0].peer}", daemon=True)
@@ -70,7 +70,7 @@ class Server(threading.Thread):
     def run(self) -> None:
         guests, position = self._control.activity.guests, 0
         try:
-            with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            with on_stream(self._stream):
                 for position, action in enumerate(self._chain):
                     guests[self._peer] = position
                     self._execute(action)

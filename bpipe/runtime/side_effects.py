@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from bpipe.device import random_state as device_random_state
 from bpipe.memory.storages import Storage, as_bytes, storages_of
 from bpipe.nest import attributes_of
 
@@ -39,8 +40,8 @@ def random_state(device: torch.device) -> State:
         ("Python's", 0): random.getstate(),
         ("NumPy's", 0): pickle.dumps(np.random.get_state()),
     }
-    if device.type == "cuda":
-        state["CUDA's", 0] = _bytes_of_state(torch.cuda.get_rng_state(device))
+    if (of_device := device_random_state(device)) is not None:
+        state["the device's", 0] = _bytes_of_state(of_device)
     return state
 
 

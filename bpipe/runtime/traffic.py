@@ -12,6 +12,7 @@ import torch
 from bpipe.comm.header import Subject
 from bpipe.comm.message import Layout
 from bpipe.comm.transport import Transfer, Transport
+from bpipe.runtime.device_waits import DeviceWaits
 from bpipe.schedules import Action, Channel, Op
 from bpipe.schedules.action import START_OF
 
@@ -37,11 +38,19 @@ class Traffic:
         rank: this rank in the plan.
         step: the number of the step.
         stages: those on this rank.
+        device_waits: on which streams wait, where the host does not.
     """
 
-    def __init__(self, transport: Transport, rank: int, step: int, stages: Container[int] = ()) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        rank: int,
+        step: int,
+        stages: Container[int] = (),
+        device_waits: DeviceWaits | None = None,
+    ) -> None:
         self.transport, self.rank, self.step = transport, rank, step
-        self._stages = stages
+        self._stages, self._device_waits = stages, device_waits
         self.arrived: dict[Place, Mail] = {}  # for a forward or backward that is about to run
         self.outgoing: dict[Place, Mail] = {}  # for a send that is about to be posted
         self.versions: dict[Place, list[tuple[torch.Tensor, int]]] = {}  # of those, where other computations may run before it is
@@ -62,7 +71,11 @@ class Traffic:
     def wait(self, completion: Action) -> bytes | None:
         """Wait for the transfer that an action completes, and let go of its tensors; return the note that came with it, if any."""
         start = (START_OF[completion.op], *completion[1:4])
+        waits = self._device_waits
+        begin = None if waits is None else waits.begin()
         note = self.timed(completion.op, self._under_way[start][0].wait)
+        if waits is not None:
+            waits.end(completion.op, begin)
         del self._under_way[start]
         return note
 

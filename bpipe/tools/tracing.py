@@ -13,6 +13,7 @@ from types import TracebackType
 from bpipe.cleanup import noted_on
 from bpipe.comm.clocks import Clocks, Offset, align
 from bpipe.comm.control import CallOf
+from bpipe.device import is_asynchronous
 from bpipe.errors import AgreementError, ConfigurationError
 from bpipe.loopback import LoopbackGroup
 from bpipe.runtime.device_times import DeviceTimes
@@ -82,7 +83,7 @@ class Trace:
                 guards.enter_context(schedule._guarded())
             self._clocks = self._aligned(self._problem())
         devices = [schedule._transport.device for schedule in self._schedules]
-        self._recorders = [Recorder(DeviceTimes(device) if device.type == "cuda" else None) for device in devices]
+        self._recorders = [Recorder(DeviceTimes(device) if is_asynchronous(device) else None) for device in devices]
         for schedule, recorder in zip(self._schedules, self._recorders):
             schedule._observer = recorder
         return self

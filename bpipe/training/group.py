@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bpipe.comm.group import group_of
+from bpipe.comm.group import device_of, group_of
 from bpipe.errors import ConfigurationError
 from bpipe.loopback import LoopbackGroup
 
@@ -41,8 +41,7 @@ class Ranks:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
             raise ConfigurationError(f"rank {dist.get_rank()} is not in the group: give the group of this rank's own pipeline")
-        if "nccl" in str(dist.get_backend_config(group)):
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device_of(group)
 
     @property
     def global_ranks(self) -> list[int]:

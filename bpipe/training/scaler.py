@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import OptState
 
+from bpipe.device import default_kind
 from bpipe.errors import ConfigurationError
 from bpipe.training.group import Ranks
 
@@ -28,7 +29,7 @@ class GradScaler(torch.amp.GradScaler):
     all ranks.
 
     Args:
-        device: the type of the device, as for torch's.
+        device: the type of the device; by default that of the accelerator here.
         init_scale: likewise, as are the following.
         growth_factor: by which the scale grows after `growth_interval` steps without an overflow.
         backoff_factor: by which it shrinks after an overflow.
@@ -48,7 +49,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def __init__(
         self,
-        device: str = "cuda",
+        device: str | None = None,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,
@@ -57,7 +58,7 @@ class GradScaler(torch.amp.GradScaler):
         *,
         group: Any = None,
     ) -> None:
-        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        super().__init__(device or default_kind(), init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._ranks = Ranks(group, "torch.amp.GradScaler with one optimizer over all stages does it")
 
     def unscale_(self, optimizer: torch.optim.Optimizer | None) -> None:

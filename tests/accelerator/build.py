@@ -16,8 +16,17 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent / "device"
 COMPILER = os.environ.get("CXX", "g++")
-LIBRARY = "SIMULATED_CUDA"  # the environment variable with the library's path, which processes that are started from here find
+LIBRARY = "SIMULATED_LIBRARY"  # the environment variable with the library's path, which processes that are started from here find
+MAKE = "SIMULATED_MAKE"  # likewise with the make of device, which is the type that torch knows it by
+MAKES = {"cuda": "CUDA", "accel": "PrivateUse1"}  # and torch's place for it
 KEPT_S = 24 * 3600  # for how long an older library stays after its last use: another checkout may need it
+
+
+def make() -> str:
+    """The make of device that is simulated here: CUDA, if nothing else is said."""
+    chosen = os.environ.get(MAKE, "cuda")
+    assert chosen in MAKES, f"{MAKE}={chosen}: it is one of {', '.join(MAKES)}"
+    return chosen
 
 
 def why_not() -> str | None:
@@ -33,14 +42,14 @@ def why_not() -> str | None:
     return None
 
 
-def built() -> Path:
-    """The library of the simulated device for this Python's torch; some 30 s of one core where it is not there yet.
+def built(make: str) -> Path:
+    """The library of a make of simulated device for this Python's torch; some 30 s of one core where it is not there yet.
 
     torch itself is not imported: it looks for CUDA when it is, and the library has to be there before.
     """
     import fcntl  # which Windows does not have
 
-    digest = hashlib.sha256(f"{version('torch')} {sysconfig.get_python_version()} {COMPILER}".encode())
+    digest = hashlib.sha256(f"{version('torch')} {sysconfig.get_python_version()} {COMPILER} {make}".encode())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.read_bytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bpipe-tests"
@@ -51,7 +60,7 @@ def built() -> Path:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two workers of a test run build it once
             if not library.exists():
                 made = Path(folder) / "simulator.so"
-                _compile(made)
+                _compile(made, MAKES[make])
                 made.replace(library)
                 _delete_old(cache)
     os.utime(library)  # it is in use: see _delete_old
@@ -75,10 +84,11 @@ def _delete_old(cache: Path) -> None:
             library.unlink()
 
 
-def _compile(made: Path) -> None:
+def _compile(made: Path, place: str) -> None:
     torch = torch_folder()
     includes = [torch / "include", torch / "include/torch/csrc/api/include", _python_include()]
     command = [COMPILER, "-shared", "-fPIC", "-std=c++20", "-O0", "-Wall", "-DTORCH_EXTENSION_NAME=simulator"]
+    command += [f"-DSIMULATED_MAKE={place}"]
     command += ["-DTORCH_API_INCLUDE_EXTENSION_H", *(f"-isystem{folder}" for folder in includes), str(SOURCES / "simulator.cpp")]
     command += [f"-L{torch / 'lib'}", *(f"-l{name}" for name in ("c10", "torch_cpu", "torch", "torch_python")), "-o", str(made)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,7 +1,9 @@
-"""What is in on_device/ is collected only where the simulated device is installed: by `python -m tests.accelerator`."""
+"""What runs on the simulated device is collected only where it is installed, and of the make that a folder is for: by
+`python -m tests.accelerator`."""
 
 import os
 
-from tests.accelerator.build import LIBRARY
+from tests.accelerator.build import LIBRARY, make
 
-collect_ignore = [] if LIBRARY in os.environ else ["on_device"]
+NOT_HERE = ["on_second_make"] if make() == "cuda" else []
+collect_ignore = NOT_HERE if LIBRARY in os.environ else ["on_device", "on_second_make"]

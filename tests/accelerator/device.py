@@ -1,6 +1,8 @@
-"""Install the simulated device as CUDA. To be imported before torch, which looks for CUDA when it is imported.
+"""Install the simulated device, as CUDA or as a make that torch does not know.
 
-`SIMULATED_DEVICES` says how many there are. `simulator` is the C++ part: reports, delays, capacity, statistics.
+To be imported before torch, which looks for CUDA when it is imported. `SIMULATED_MAKE` says which of the two, "cuda" or "accel";
+`SIMULATED_DEVICES` how many there are, two without it. `KIND` is the device's type, and `MODULE` what torch has for it. `simulator`
+is the C++ part: reports, delays, capacity, statistics.
 """
 
 from __future__ import annotations
@@ -12,12 +14,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.accelerator.build import LIBRARY, built, torch_folder
+from tests.accelerator.build import LIBRARY, MAKE, built, make, torch_folder
+
+KIND = make()
 
 
 def _load() -> Any:
     assert "torch" not in sys.modules, "import tests.accelerator.device before torch: torch looks for CUDA once"
-    path = os.environ.setdefault(LIBRARY, str(built()))
+    path = os.environ.setdefault(LIBRARY, str(built(KIND)))
+    os.environ.setdefault(MAKE, KIND)
     for name in ("torch_global_deps", "c10", "torch_cpu", "torch", "torch_python"):
         library = torch_folder() / "lib" / f"lib{name}.so"
         if library.exists():
@@ -34,9 +39,14 @@ def _load() -> Any:
 
 simulator = _load()
 
-from tests.accelerator import as_torch_cuda  # noqa: E402
+from tests.accelerator import host_threads, torch_module  # noqa: E402
 
-as_torch_cuda.install(simulator)
+torch_module.install(simulator, KIND)
+host_threads.install(simulator)
+
+import torch  # noqa: E402
+
+MODULE: Any = torch.get_device_module(KIND)
 
 
 def reports() -> list[str]:

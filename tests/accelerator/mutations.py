@@ -19,7 +19,10 @@ class Mutation(NamedTuple):
         module: where.
         old: the text, which is there once.
         new: what stands there instead.
-        schedule: of `work.RULES`, one that does what was changed.
+        schedule: of `work.RULES`, or `composed.SCHEDULES`, one that does what was changed.
+        harmless: why nothing needs it there; empty: the checker has to report it.
+        fails: whether the order is that of a step that fails.
+        at_once: how many transfers may be in flight; 0: as many as by default.
     """
 
     name: str
@@ -27,49 +30,144 @@ class Mutation(NamedTuple):
     old: str
     new: str = "pass"
     schedule: str = "balanced_1f1b"
+    harmless: str = ""
+    fails: bool = False
+    at_once: int = 0
 
 
+def without_waiting(op: str, harmless: str = "") -> Mutation:
+    """Go on before a transfer is over."""
+    wait = "self.timed(completion.op, self._under_way[start][0].wait)"
+    new = f"note = None if completion.op is Op.{op} else {wait}"
+    return Mutation(f"without {op}", "bpipe.runtime.traffic", f"note = {wait}", new, harmless=harmless)
+
+
+SENDS = ("WAIT_SEND_F", "WAIT_SEND_B", "WAIT_EVICT", "WAIT_RETURN")
+RECEIVES = ("WAIT_RECV_F", "WAIT_RECV_B", "WAIT_LOAD", "WAIT_ACCEPT")
+JOINED = Mutation("free what a failed step still uses", "bpipe.schedule", "self._transport.streams.join()", fails=True)
+IN_ORDER = "what is on one stream is in order: one more is for speed"
+THE_EVICTOR_WAITS = "the evictor waits for the same copy, before it asks for what was copied and before it sends what comes next"
 IN_LOOPBACK = [
+    *map(without_waiting, (*SENDS[:3], *RECEIVES[:3])),
+    without_waiting("WAIT_ACCEPT", harmless=THE_EVICTOR_WAITS),
+    without_waiting("WAIT_RETURN", harmless=THE_EVICTOR_WAITS),
     Mutation("copy before the sender is ready", "bpipe.comm.loopback", "stream.wait_event(sent.ready)"),
     Mutation("copy before the receiver's memory is free", "bpipe.comm.loopback", "stream.wait_event(received.ready)"),
+    Mutation("use before the copy is made", "bpipe.comm.loopback", "current_stream(self._device).wait_event(self.copied)"),
+    Mutation("copy on whichever stream is current", "bpipe.comm.loopback", "with on_stream(stream):", "if True:"),
     Mutation(
-        "use before the copy is made", "bpipe.comm.loopback", "torch.cuda.current_stream(self._device).wait_event(self.copied)"
+        "be ready at once",
+        "bpipe.comm.loopback",
+        "else reached(self._device)",
+        "else torch.get_device_module(self._device).Event()",
     ),
     Mutation(
-        "start before the caller's work",
+        "be over before the copy",
+        "bpipe.comm.loopback",
+        "self._copy_tensors(sent, received)\n                sent.copied = received.copied = stream.record_event()",
+        "sent.copied = received.copied = stream.record_event()\n                self._copy_tensors(sent, received)",
+    ),
+    Mutation("start before the caller's work", "bpipe.loopback", "self._stream(lane).wait_stream(current_stream(lane.device))"),
+    Mutation("return before the ranks' work", "bpipe.loopback", "current_stream(lane.device).wait_stream(self._stream(lane))"),
+    Mutation(
+        "serve on the stream that computes",
         "bpipe.loopback",
-        "self._streams[lane].wait_stream(torch.cuda.current_stream(lane.device))",
+        "self._on_stream(_Lane(plan_rank, evictor, run.device))",
+        "self._on_stream(_Lane(plan_rank, None, run.device))",
+        harmless=IN_ORDER,
     ),
-    Mutation(
-        "return before the ranks' work", "bpipe.loopback", "torch.cuda.current_stream(lane.device).wait_stream(self._streams[lane])"
-    ),
+    Mutation("free what a failed step still uses", "bpipe.loopback", "self.wires.streams.join()", fails=True),
     Mutation(
         "copy to the host before it is computed",
         "bpipe.memory.host",
-        "self._stream.wait_stream(torch.cuda.current_stream(self._device))",
+        "self._stream.wait_stream(current_stream(self._device))",
         schedule="host",
     ),
     Mutation(
         "free or use before the host's copy is made",
         "bpipe.memory.host",
-        "torch.cuda.current_stream(self._device).wait_event(self._event)",
+        "current_stream(self._device).wait_event(self._event)",
         schedule="host",
+    ),
+    Mutation(
+        "copy to the host on the stream that computes",
+        "bpipe.memory.host",
+        "with on_stream(self._stream):",
+        "if True:",
+        harmless=IN_ORDER,
+        schedule="host",
+    ),
+    Mutation(
+        "unpin while a copy is under way",
+        "bpipe.memory.pinned",
+        "if not done.query():",
+        "if False:",
+        schedule="host",
+        fails=True,
     ),
 ]
 OVER_GLOO = [
+    *map(without_waiting, (*SENDS, *RECEIVES)),
     Mutation(
-        "copy to pinned memory before it is computed",
+        "copy to pinned memory before it is computed", "bpipe.comm.staging", "stream.wait_stream(current_stream(self._device))"
+    ),
+    Mutation(
+        "copy to pinned memory on the stream that computes",
         "bpipe.comm.staging",
-        "self._stream.wait_stream(torch.cuda.current_stream(self._device))",
+        "with on_stream(stream):\n            copies",
+        "if True:\n            copies",
+        harmless=IN_ORDER,
     ),
     Mutation("send pinned memory before it is copied", "bpipe.comm.staging", "copied.synchronize()"),
-    Mutation("write what arrived before its memory is free", "bpipe.comm.staging", "self._stream.wait_event(allocated)"),
     Mutation(
-        "use what arrived before it is copied", "bpipe.comm.staging", "torch.cuda.current_stream(self._device).wait_event(copied)"
+        "write what arrived before its memory is free", "bpipe.comm.staging", "current_stream(self._device).wait_event(allocated)"
     ),
+    Mutation(
+        "write what arrived on the thread's own stream",
+        "bpipe.comm.staging",
+        "with on_stream(stream):\n                current",
+        "if True:\n                current",
+        harmless="the thread's own stream is the default one, on which these ranks compute; " + IN_ORDER,
+    ),
+    Mutation("use what arrived before it is copied", "bpipe.comm.staging", "current_stream(self._device).wait_event(copied)"),
+    Mutation(
+        "serve on the thread's own stream",
+        "bpipe.runtime.serve",
+        "with on_stream(self._stream):",
+        "if True:",
+        harmless="the thread's own stream is the default one, on which these ranks compute; " + IN_ORDER,
+    ),
+    JOINED,
 ]
 OVER_NCCL = [
+    *map(without_waiting, (*SENDS, *RECEIVES)),
     Mutation("use what is received before it has arrived", "bpipe.comm.works", "            wait_for(work)", "            pass"),
+    Mutation("post before it is computed", "bpipe.comm.in_flight", "reached(self._device).wait(stream)", at_once=1),
+    Mutation(
+        "wait for no room",
+        "bpipe.comm.in_flight",
+        "                before.work.wait()",
+        "                pass",
+        at_once=1,
+        harmless="it is about room on the device (test_few_queues), not about memory",
+    ),
+    Mutation(
+        "serve on the stream that computes",
+        "bpipe.runtime.lanes",
+        "with on_stream(self._side_stream(run.rank, action.peer)):",
+        "if True:",
+        harmless=IN_ORDER,
+    ),
+    Mutation("free what is aborted while it ends", "bpipe.comm.c10d", "self._communicators.in_flight.join()", fails=True),
+    JOINED,
+]
+IN_FSDP = [
+    Mutation(
+        "gather into memory that a gathering which was dropped still writes",
+        "bpipe.runtime.sharding",
+        "streams.all_gather_copy_in_stream.wait_stream(streams.all_gather_stream)",
+        schedule="slots",
+    ),
 ]
 
 
@@ -104,7 +202,8 @@ class _Finder(MetaPathFinder):
 
 def apply(mutation: Mutation) -> None:
     """Let this process import bpipe with the change made, in place of the one that it has."""
-    ours = ("bpipe", "tests.models", "tests.over", "tests.edge_cases", "tests.accelerator.work", "tests.accelerator.nccl")
+    ours = ("bpipe", *(f"tests.{name}" for name in ("models", "over", "edge_cases")))
+    ours += tuple(f"tests.accelerator.{name}" for name in ("work", "nccl", "composed"))
     for name in [name for name in sys.modules if name.startswith(ours)]:
         del sys.modules[name]
     sys.meta_path.insert(0, cast(MetaPathFinder, _Finder(mutation)))

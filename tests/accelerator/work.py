@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import torch
 from torch import nn
 
 import bpipe
+from bpipe.errors import RankFailedError
 from bpipe.schedules import Destinations
+from tests.accelerator.build import make
 from tests.edge_cases.case import SCHEDULES, TWO_STAGES
 from tests.models import held_by
 from tests.over import Over, pipeline
 
 WIDTH, TOKENS, BATCH = 16, 8, 2
+KIND = make()  # of device; the module that says so is for processes that have one
 RULES: dict[str, Any] = {
     **SCHEDULES,
     "host": Over(bpipe.OneFOneB, {"budget": "lowest", "to": Destinations(host="only")}),
@@ -80,3 +86,68 @@ def as_rank(
     found = results_of([modules[i] for i in held])
     schedule.close()
     return found
+
+
+class StruckError(Exception):
+    """What a hook raises."""
+
+
+def strike(module: nn.Module, where: str) -> None:
+    """Let a module raise in its fourth forward or backward from now on."""
+    calls = count(1)
+
+    def hook(*_: object) -> None:
+        if next(calls) == 4:
+            time.sleep(0.05)  # until what was received ahead has come
+            raise StruckError
+
+    module.register_forward_pre_hook(hook) if where == "forward" else module.register_full_backward_pre_hook(hook)
+
+
+def use_memory() -> None:
+    """What a user does next: allocate on their own stream, and write."""
+    for size in (64, 256, 1024, 4096, 16384) * 4:
+        torch.ones(size, device=KIND)
+
+
+def failing_in_loopback(name: str, where: str = "forward", *, num_ranks: int = 4, num_microbatches: int = 8) -> None:
+    """Two steps, and one that fails; then what it used is freed, and allocated again."""
+    modules = [module.to(KIND) for module in modules_of(num_ranks)]
+    loopback, schedules = pipeline(RULES[name], modules, num_microbatches, nn.functional.mse_loss, num_ranks, KIND)
+    for step in range(2):
+        x = batch_of(step, num_microbatches).to(KIND)
+        loopback.step(schedules, x, target=x)
+    strike(modules[1], where)
+    try:
+        loopback.step(schedules, x, target=x)
+        raise AssertionError("the step did not fail")
+    except StruckError:
+        del x
+    _free(modules, schedules)
+
+
+def failing_as_rank(rank: int, name: str, where: str = "forward", *, num_ranks: int, num_microbatches: int = 8) -> None:
+    """Likewise, as one of several processes."""
+    module = modules_of(num_ranks)[rank].to(KIND)
+    stage = bpipe.PipelineStage(module, rank, num_ranks, KIND)
+    schedule = RULES[name](stage, num_microbatches, loss_fn=nn.functional.mse_loss, timeout_s=20)
+    for step in range(2):
+        x = batch_of(step, num_microbatches).to(KIND)
+        schedule.step(x, target=x, return_outputs=False)
+    if rank == 1:
+        strike(module, where)
+    try:
+        schedule.step(x, target=x, return_outputs=False)
+        raise AssertionError("the step did not fail")
+    except (StruckError, RankFailedError):
+        del x
+    _free([module], [schedule])
+
+
+def _free(modules: list[nn.Module], schedules: Sequence[Any]) -> None:
+    for module in modules:
+        module.zero_grad()
+    use_memory()
+    for schedule in schedules:
+        schedule.close()
+    use_memory()

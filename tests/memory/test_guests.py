@@ -134,7 +134,7 @@ def test_there_are_as_many_rooms_as_guests_at_once(visit: tuple[list[Event], lis
 
 
 def test_what_is_stored_on_the_host_comes_back() -> None:
-    host = HostRooms(Reserved((5, 9), {guest(0): 0, guest(1): 1}), CPU, in_bytes=True)
+    host = HostRooms(Reserved((5, 9), {guest(0): 0, guest(1): 1}), CPU, None, in_bytes=True)
     messages = {
         0: [torch.arange(5, dtype=torch.uint8)],
         1: [torch.full((4,), 7, dtype=torch.uint8), torch.ones(5, dtype=torch.uint8)],

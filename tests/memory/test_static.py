@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -56,10 +58,11 @@ def test_storages_count_once() -> None:
 
 
 def test_what_is_free_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Free on the device, and what torch holds there without using it, less the reserve; never less than nothing."""
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 9999))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 200)
+    """Free on the device once torch has given back what it keeps for certain streams, less the reserve; never less than nothing."""
+    free = [1000]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[0], 9999))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.__setitem__(0, 1300))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     assert available_bytes(torch.device("cuda", 0), 0) == 1300
     assert available_bytes(torch.device("cuda", 0), 300) == 1000
     assert available_bytes(torch.device("cuda", 0), 5000) == 0

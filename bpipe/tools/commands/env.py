@@ -46,12 +46,15 @@ def _torch() -> dict[str, object]:
     """What torch can use here."""
     try:
         import torch
-        import torch.distributed as dist
+
+        from bpipe.comm.communicators import backends
+        from bpipe.device import name_of
     except ImportError as error:
         return {"torch": f"cannot be imported: {error}"}
-    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    backends = [name for name in ("gloo", "nccl") if dist.is_available() and getattr(dist, f"is_{name}_available")()]
-    return {"cpu_cores": os.cpu_count(), "gpus": devices, "backends": backends}
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    indices = range(0 if kind is None else torch.accelerator.device_count())
+    devices = [name_of(torch.device(kind.type, index)) for index in indices if kind is not None]
+    return {"cpu_cores": os.cpu_count(), "gpus": devices, "backends": backends()}
 
 
 def _told(value: object) -> str:

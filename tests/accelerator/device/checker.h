@@ -22,7 +22,7 @@ struct Report {
 inline std::vector<Report> reports;
 
 struct Access {
-  int place;  // in the clocks: the host, or a stream
+  int place;  // in the clocks
   uint32_t when;
   bool is_write;
   const char *begin, *end;
@@ -47,7 +47,10 @@ struct Touch {
   bool is_write;
 };
 
-inline std::string name_of(int place) { return place == HOST ? "the host" : "stream " + std::to_string(place - 1); }
+inline std::string name_of(int place) {
+  if (is_stream(place)) return "stream " + std::to_string(number_of(place));
+  return place ? "the host's thread " + std::to_string(number_of(place)) : "the host";
+}
 
 // Enter an access, under G. True: a race was found.
 inline bool touch(const Touch& touch, int place, const Clock& clock, const std::string& operation) {

@@ -6,7 +6,11 @@
 
 namespace sim {
 
-constexpr int HOST = 0;  // its place in a clock; the stream of number n has place n + 1
+// Places in a clock: those of the host's threads and of the streams, in turn.
+inline int place_of_thread(int number) { return 2 * number; }
+inline int place_of_stream(int number) { return 2 * number + 1; }
+inline bool is_stream(int place) { return place % 2; }
+inline int number_of(int place) { return place / 2; }
 
 using Clock = std::vector<uint32_t>;
 

@@ -13,7 +13,7 @@ struct Event {
     auto* stream = stream_of(number);
     if (device < 0) device = stream->device;
     TORCH_CHECK(device == stream->device, "an event of device ", device, " was recorded on a stream of device ", stream->device);
-    join(stream->clock, host_clock);
+    join(stream->clock, host_clock());
     moment = std::make_shared<Moment>();
     moment->clock = stream->clock;
     stream->push([moment = moment] { moment->reach(); });
@@ -25,19 +25,30 @@ struct Event {
     join(stream->clock, moment->clock);
     stream->push([moment = moment] { moment->wait(); }, true);
   }
+  void ask() const {
+    std::lock_guard<std::mutex> lock(G);
+    if (device >= 0 && device != current_device) ++memory_of[current_device].asked;
+  }
   bool query() const {
+    ask();
     if (!moment) return true;
     if (!moment->was_reached()) return false;
     std::lock_guard<std::mutex> lock(G);
-    join(host_clock, moment->clock);
+    join(host_clock(), moment->clock);
     return true;
   }
+  // A look that teaches the host nothing: that it came in time orders nothing that comes after it.
+  bool peek() const {
+    ask();
+    return !moment || moment->was_reached();
+  }
   void synchronize() const {
+    ask();
     if (!moment) return;
     auto waited = moment;
     without_python([&] { waited->wait(); });
     std::lock_guard<std::mutex> lock(G);
-    join(host_clock, waited->clock);
+    join(host_clock(), waited->clock);
     ++num_host_waits;
   }
   double milliseconds_to(const Event& end) const {

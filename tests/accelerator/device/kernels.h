@@ -45,6 +45,13 @@ inline at::Tensor meta_of(const at::Tensor& tensor) {
   return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
 }
 
+// A number of the host, as it is when the kernel is queued; one that Python gave has no say in the result's type.
+inline at::Tensor number_of(const at::Tensor& tensor) {
+  auto number = tensor.clone();
+  number.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+  return number;
+}
+
 // A value with each of its tensors replaced, and the device.
 inline IValue replaced(const IValue& value, c10::Device device, const OfTensor& of) {
   auto one = [&](const at::Tensor& tensor) { return tensor.defined() ? of(tensor) : tensor; };
@@ -176,7 +183,7 @@ class Call {
       bool is_written = info && info->isWrite();
       writes_ |= is_written;
       on_host_.push_back(replaced(arguments_[i], c10::Device(DeviceType::CPU), [&](const at::Tensor& tensor) {
-        if (!is_ours(tensor)) return tensor.clone();  // a number of the host, as it is when the kernel is queued
+        if (!is_ours(tensor)) return number_of(tensor);
         if (tensor.numel()) touches_.push_back(touch_of(tensor, is_written));
         return alias_of(tensor);
       }));
@@ -264,7 +271,7 @@ inline void fallback(const c10::OperatorHandle& operation, torch::jit::Stack* st
 
 // Operations that the CPU's kernel cannot do for us
 
-inline c10::DispatchKeySet keys() { return c10::DispatchKeySet(c10::DispatchKey::CUDA); }
+inline c10::DispatchKeySet keys() { return c10::DispatchKeySet(KEY); }
 inline c10::Device device_or_current(std::optional<c10::Device> device) {
   return device && device->has_index() ? *device : c10::Device(DEVICE, (DeviceIndex)current_device);
 }
@@ -318,7 +325,7 @@ inline at::Scalar item(const at::Tensor& self) {
   synchronize(stream);
   return alias_of(self).item();
 }
-inline void record_stream_(at::Tensor& self, Stream stream) { record_stream(block_of(self), (int)stream.id()); }
+inline void record_stream_(at::Tensor& self, Stream stream) { record_stream(self.storage().data_ptr(), (int)stream.id()); }
 
 // Between devices, and to and from the host: pageable memory of the host is read at once and written before this returns.
 inline at::Tensor& copy_(at::Tensor& self, const at::Tensor& from, bool non_blocking) {

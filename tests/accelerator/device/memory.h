@@ -1,16 +1,16 @@
 // Memory: an allocator that recycles blocks per stream, as CUDA's caching one does, and poisons them; pinned memory of the host.
 #pragma once
+#include "make.h"
 #include "streams.h"
 
 #include <ATen/Context.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/StorageImpl.h>
 
+#include <bit>
 #include <cstring>
 
 namespace sim {
-using c10::DeviceType;
-constexpr DeviceType DEVICE = DeviceType::CUDA;
 constexpr int POISON = 0xFF;  // NaN in every floating-point type
 
 // An access to memory that was freed, and that may be handed out again before the access has happened.
@@ -31,6 +31,8 @@ struct DeviceMemory {
   int64_t peak = 0;       // of what is allocated
   int64_t peak_held = 0;  // likewise with what cannot be handed out yet
   int64_t capacity = int64_t(1) << 34;
+  int64_t asked = 0;    // events of another device that were asked for while it was the current one: CUDA makes room for that
+  int64_t pinned = 0;   // bytes of the host that were pinned while it was the current device: it keeps room for them
   int64_t retries = 0;  // how often it was full, and waited for all that runs
 };
 inline std::map<int, DeviceMemory> memory_of;  // by device
@@ -50,7 +52,7 @@ inline void free_block(void* context) {
   auto& memory = memory_of[device];
   memory.allocated -= block->size;
   for (auto& access : block->accesses)
-    if (access.place != block->stream + 1 && !block->recorded.count(access.place - 1))
+    if (access.place != place_of_stream(block->stream) && !(is_stream(access.place) && block->recorded.count(number_of(access.place))))
       ghosts[block->stream].push_back({block->id, block->size, access});
   if (block->recorded.empty()) {
     free_memory[{block->stream, block->size}].push_back(block->memory);
@@ -96,7 +98,7 @@ inline bool take_memory(Block& block, int device, size_t& first_report) {
     cached.pop_back();
   }
   Clock clock = stream_of(block.stream)->clock;
-  join(clock, host_clock);
+  join(clock, host_clock());
   bool found = false;
   std::vector<Ghost> left;
   for (auto& ghost : ghosts[block.stream]) {
@@ -126,6 +128,7 @@ inline c10::DataPtr new_block(size_t size, bool is_pinned, int device) {
   if (is_pinned) {
     std::lock_guard<std::mutex> lock(G);
     block->id = next_block++;
+    memory_of[device].pinned += std::bit_ceil(size);  // as torch's allocator
   } else {
     found = take_memory(*block, device, first_report);
   }
@@ -160,6 +163,35 @@ struct PinnedAllocator final : c10::Allocator {
 inline DeviceAllocator device_allocator;
 inline PinnedAllocator pinned_allocator;
 
+// Memory of the host that is there already, pinned from now on.
+inline std::map<char*, BlockP> pinned_blocks;
+inline int pin(size_t address, size_t size, int) {
+  auto block = std::make_shared<Block>();
+  block->begin = reinterpret_cast<char*>(address);
+  block->size = size;
+  block->is_pinned = true;
+  block->stream = current_stream(current_device);
+  std::lock_guard<std::mutex> lock(G);
+  block->id = next_block++;
+  memory_of[current_device].pinned += size;
+  live[block->id] = pinned_blocks[block->begin] = block;
+  return 0;
+}
+// Whoever unpins memory must know that no stream uses it any more.
+inline int unpin(size_t address) {
+  std::lock_guard<std::mutex> lock(G);
+  auto found = pinned_blocks.find(reinterpret_cast<char*>(address));
+  if (found == pinned_blocks.end()) return 1;
+  BlockP block = found->second;
+  for (auto& access : block->accesses)
+    if (checking && time_of(host_clock(), access.place) < access.when)
+      reports.push_back({"reuse", "block " + std::to_string(block->id) + " is unpinned while " + access.operation + " on " +
+                                      name_of(access.place) + " may still use it", ""});
+  live.erase(block->id);
+  pinned_blocks.erase(found);
+  return 0;
+}
+
 inline bool is_pinned(const void* pointer) {
   std::lock_guard<std::mutex> lock(G);
   for (auto& [id, block] : live)
@@ -167,15 +199,26 @@ inline bool is_pinned(const void* pointer) {
   return false;
 }
 
-inline BlockP block_of(const c10::DataPtr& pointer) {
+// The block that a storage has from the allocator; none for an alias of memory, such as DLPack makes.
+inline BlockP own_block_of(const c10::DataPtr& pointer) {
   return pointer.get_deleter() == &free_block && pointer.get_context() ? *static_cast<BlockP*>(pointer.get_context()) : nullptr;
+}
+// The block in which a storage lies, whoever has it.
+inline BlockP block_of(const c10::DataPtr& pointer) {
+  if (auto own = own_block_of(pointer)) return own;
+  std::lock_guard<std::mutex> lock(G);
+  for (auto& [id, block] : live)
+    if (pointer.get() >= block->begin && pointer.get() < block->begin + block->size) return block;
+  return nullptr;
 }
 inline BlockP block_of(const c10::StorageImpl* storage) {
   return block_of(const_cast<c10::StorageImpl*>(storage)->_mutable_data_ptr_no_checks());
 }
 inline BlockP block_of(const at::Tensor& tensor) { return block_of(tensor.storage().unsafeGetStorageImpl()); }
 
-inline void record_stream(const BlockP& block, int number) {
+// As CUDA's allocator: what is not its own, such as an alias, is left alone.
+inline void record_stream(const c10::DataPtr& pointer, int number) {
+  auto block = own_block_of(pointer);
   std::lock_guard<std::mutex> lock(G);
   if (block && block->stream != number) block->recorded.insert(number);
 }

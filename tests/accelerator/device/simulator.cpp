@@ -1,12 +1,14 @@
-// A CUDA device that is not there, for torch's CPU wheel: see README.md one folder up.
+// A device that is not there, for torch's CPU wheel: see README.md one folder up.
 #include <torch/extension.h>
 
-#include "kernels.h"
+#include "autocast.h"
+#include "collectives.h"
+#include "hooks.h"
 
 namespace sim {
 
-TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
-TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+TORCH_LIBRARY_IMPL(_, SIMULATED_MAKE, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+TORCH_LIBRARY_IMPL(aten, SIMULATED_MAKE, library) {
   library.impl("empty.memory_format", &empty_memory_format);
   library.impl("empty_strided", &empty_strided);
   library.impl("resize_", &resize_);
@@ -24,12 +26,12 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
 // Where the CPU has a kernel of its own beside a composite one, ours is the CPU's: the same bits.
 static bool as_on_cpu = [] {
   using c10::DispatchKey;
-  auto library = new torch::Library(torch::Library::IMPL, "aten", DispatchKey::CUDA, __FILE__, __LINE__);
+  auto library = new torch::Library(torch::Library::IMPL, "aten", KEY, __FILE__, __LINE__);
   for (auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0) continue;
     auto operation = c10::Dispatcher::singleton().findOp(name);
     if (!operation || !operation->hasSchema()) continue;
-    if (!operation->hasKernelForDispatchKey(DispatchKey::CPU) || operation->hasKernelForDispatchKey(DispatchKey::CUDA)) continue;
+    if (!operation->hasKernelForDispatchKey(DispatchKey::CPU) || operation->hasKernelForDispatchKey(KEY)) continue;
     if (!operation->hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd)) continue;
     bool is_view = false;
     for (auto& one : operation->schema().returns()) is_view |= one.alias_info() && !one.alias_info()->isWrite();
@@ -40,10 +42,11 @@ static bool as_on_cpu = [] {
   return true;
 }();
 
-C10_REGISTER_GUARD_IMPL(CUDA, Guard)
-static bool has_allocator = [] {
+C10_REGISTER_GUARD_IMPL(SIMULATED_MAKE, Guard)
+static bool is_registered = [] {
   if (auto devices = std::getenv("SIMULATED_DEVICES")) num_devices = std::max(1, std::atoi(devices));
   c10::SetAllocator(DEVICE, &device_allocator);
+  register_hooks();
   return true;
 }();
 
@@ -52,19 +55,20 @@ static std::map<std::string, int64_t> statistics(int device) {
   auto& memory = memory_of[device];
   return {{"allocated", memory.allocated},   {"deferred", memory.deferred}, {"peak", memory.peak},
           {"peak_held", memory.peak_held},   {"capacity", memory.capacity}, {"retries", memory.retries},
-          {"host_waits", num_host_waits},    {"operations", num_operations}, {"streams", (int64_t)streams.size()}};
+          {"pinned", memory.pinned},         {"asked", memory.asked},         {"host_waits", num_host_waits},    {"operations", num_operations}, {"streams", (int64_t)streams.size()}};
 }
 
 // The host reads or writes a tensor's bytes itself, as gloo does with pinned memory.
 static void host_touch(const at::Tensor& tensor, bool is_write, const std::string& operation) {
   if (!tensor.numel() || !block_of(tensor)) return;
+  auto touched = touch_of(tensor, is_write);
   bool found;
   size_t from;
   {
     std::lock_guard<std::mutex> lock(G);
     from = reports.size();
-    tick(host_clock, HOST);
-    found = checking && touch(touch_of(tensor, is_write), HOST, host_clock, operation);
+    tick(host_clock(), host_thread().place);
+    found = checking && touch(touched, host_thread().place, host_clock(), operation);
   }
   if (found) explain(from);
 }
@@ -102,11 +106,6 @@ static void configure(bool check, int most_delay, double share, unsigned new_see
 }
 
 }  // namespace sim
-namespace at {
-using sim::CUDAHooks;
-REGISTER_CUDA_HOOKS(CUDAHooks);
-}  // namespace at
-
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   using namespace sim;
   py::class_<Event>(module, "Event")
@@ -114,8 +113,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("record", &Event::record)
       .def("block", &Event::block)
       .def("query", &Event::query)
+      .def("peek", &Event::peek)
       .def("synchronize", &Event::synchronize)
       .def("milliseconds_to", &Event::milliseconds_to);
+  module.attr("device_type") = (int)DEVICE;
+  module.def("collectives", [](BackendP gloo) -> BackendP { return c10::make_intrusive<Collectives>(std::move(gloo)); });
   module.def("num_devices", [] { return num_devices; });
   module.def("current_device", [] { return current_device; });
   module.def("set_device", [](int device) { Guard().setDevice({DEVICE, (DeviceIndex)device}); });
@@ -128,8 +130,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("is_idle", &is_idle);
   module.def("resize_storage", [](const at::Storage& storage, size_t size) { resize_storage(storage.unsafeGetStorageImpl(), size); });
   module.def("default_generator", [](int device) { return default_generator(device); });
-  module.def("record_stream", [](const at::Tensor& tensor, int number) { record_stream(block_of(tensor), number); });
+  module.def("next_of", [](const at::Generator& generator) { return static_cast<Random*>(generator.unsafeGetGeneratorImpl())->next(); });
+  module.def("record_stream", [](const at::Tensor& tensor, int number) { record_stream(tensor.storage().data_ptr(), number); });
+  module.def("begin_thread", &begin_thread);
+  module.def("known_here", &known_here);
+  module.def("learn", &learn);
   module.def("host_touch", &host_touch);
+  module.def("pin", &pin);
+  module.def("unpin", &unpin);
   module.def("enqueue", &enqueue_python);
   module.def("configure", &configure, py::arg("check"), py::arg("most_delay_us"), py::arg("delayed_share"), py::arg("seed"));
   module.def("set_connections", [](int count) {

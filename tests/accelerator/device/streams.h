@@ -14,7 +14,7 @@
 
 namespace sim {
 
-inline int num_devices = 1;
+inline int num_devices = 2;
 inline int num_connections = 0;  // hardware work queues of a device; 0: each stream has its own
 inline int most_delay_us = 300;
 inline double delayed_share = 0.3;  // of the operations
@@ -169,7 +169,29 @@ inline void Connection::run() {
 
 // Streams have numbers over all devices; the default stream of device d is d.
 inline std::vector<StreamQueue*> streams;  // by number, never destroyed: their threads run to the end
-inline Clock host_clock;
+// What a thread of the host knows. Those that Python starts have clocks of their own, and learn from others where they are started,
+// joined, or handed a result; all others, such as autograd's, share the first one.
+struct HostThread {
+  int place;
+  Clock clock;
+};
+inline HostThread first_thread{place_of_thread(0), {}};
+inline thread_local HostThread* own_thread = nullptr;
+inline HostThread& host_thread() { return own_thread ? *own_thread : first_thread; }
+inline Clock& host_clock() { return host_thread().clock; }
+inline void begin_thread() {  // in it
+  static int number = 0;
+  std::lock_guard<std::mutex> lock(G);
+  own_thread = new HostThread{place_of_thread(++number), {}};  // a thread that has ended may still have memory in a report
+}
+inline Clock known_here() {
+  std::lock_guard<std::mutex> lock(G);
+  return host_clock();
+}
+inline void learn(const Clock& known) {
+  std::lock_guard<std::mutex> lock(G);
+  join(host_clock(), known);
+}
 inline std::map<int, std::string> running;  // what each stream does now
 inline thread_local int current_device = 0;
 inline thread_local std::map<int, int> current_streams;  // by device, where it is not the default one
@@ -191,6 +213,14 @@ inline int new_stream(int device) {
   std::lock_guard<std::mutex> lock(G);
   stream_of(0);
   return add_stream(device)->number;
+}
+inline int pooled_stream(int device) {  // as torch: one of 32 in turn, for callbacks of futures
+  static std::map<int, std::vector<int>> pools;
+  static std::map<int, int> turns;
+  auto& pool = pools[device];
+  int turn = turns[device]++ % 32;
+  if (turn == (int)pool.size()) pool.push_back(new_stream(device));
+  return pool[turn];
 }
 inline int current_stream(int device) {
   auto found = current_streams.find(device);
@@ -230,10 +260,10 @@ inline void enqueue(int number, const std::string& operation, const std::vector<
     auto* stream = stream_of(number);
     from = reports.size();
     ++num_operations;
-    join(stream->clock, host_clock);
-    tick(stream->clock, number + 1);
+    join(stream->clock, host_clock());
+    tick(stream->clock, place_of_stream(number));
     if (checking)
-      for (auto& one : touches) found |= touch(one, number + 1, stream->clock, operation);
+      for (auto& one : touches) found |= touch(one, place_of_stream(number), stream->clock, operation);
     stream->push(named);
   }
   if (found) explain(from);
@@ -267,7 +297,7 @@ inline void synchronize(int number) {
   }
   without_python([&] { moment->wait(); });
   std::lock_guard<std::mutex> lock(G);
-  join(host_clock, moment->clock);
+  join(host_clock(), moment->clock);
 }
 inline void synchronize_device(int device) {
   std::vector<int> numbers;
@@ -290,7 +320,7 @@ inline bool is_idle(int number) {
     if (!moment->changed.wait_for(lock, std::chrono::milliseconds(1), [&] { return moment->is_reached; })) return false;
   }
   std::lock_guard<std::mutex> lock(G);
-  join(host_clock, moment->clock);
+  join(host_clock(), moment->clock);
   return true;
 }
 

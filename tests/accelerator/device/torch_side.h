@@ -1,9 +1,8 @@
-// What torch asks of a device: its guard, its hooks, its random numbers.
+// What torch asks of a device: its guard and its random numbers.
 #pragma once
 #include "events.h"
 
 #include <ATen/CPUGeneratorImpl.h>
-#include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -34,7 +33,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(Device device) const noexcept override { current_device = device.index(); }
   Stream getStream(Device device) const override { return as_stream(current_stream(index_of(device))); }
   Stream getDefaultStream(Device device) const override { return as_stream(index_of(device)); }
-  Stream getStreamFromGlobalPool(Device device, bool) const override { return as_stream(new_stream(index_of(device))); }
+  Stream getStreamFromGlobalPool(Device device, bool) const override { return as_stream(pooled_stream(index_of(device))); }
   Stream getNewStream(Device device, int) const override { return as_stream(new_stream(index_of(device))); }
   Stream exchangeStream(Stream stream) const override { return as_stream(set_current_stream((int)stream.id())); }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete event_of(event); }
@@ -54,7 +53,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeDevice(const DeviceIndex device) const override { synchronize_device(device < 0 ? current_device : device); }
   void recordDataPtrOnStream(const c10::DataPtr& pointer, const Stream& stream) const override {
-    record_stream(block_of(pointer), (int)stream.id());
+    record_stream(pointer, (int)stream.id());
   }
   double elapsedTime(void* begin, void* end, const DeviceIndex) const override {
     return event_of(begin)->milliseconds_to(*event_of(end));
@@ -65,7 +64,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 struct Random final : c10::GeneratorImpl {
   uint64_t seed_value = c10::default_rng_seed_val, offset = 0;
   explicit Random(int device)
-      : c10::GeneratorImpl(Device(DEVICE, (DeviceIndex)device), c10::DispatchKeySet(c10::DispatchKey::CUDA)) {}
+      : c10::GeneratorImpl(Device(DEVICE, (DeviceIndex)device), c10::DispatchKeySet(KEY)) {}
 
   // A generator of the CPU for one kernel.
   at::Generator next() {
@@ -112,31 +111,5 @@ inline const at::Generator& default_generator(int device) {
   }();
   return all.at(device);
 }
-
-struct CUDAHooks final : at::CUDAHooksInterface {
-  explicit CUDAHooks(at::CUDAHooksArgs) {}
-  void init() const override {}
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return true; }
-  bool hasCUDA() const override { return true; }
-  bool hasPrimaryContext(DeviceIndex) const override { return true; }
-  DeviceIndex deviceCount() const override { return (DeviceIndex)num_devices; }
-  int getNumGPUs() const override { return num_devices; }
-  DeviceIndex current_device() const override { return (DeviceIndex)sim::current_device; }
-  DeviceIndex getCurrentDevice() const override { return (DeviceIndex)sim::current_device; }
-  void setCurrentDevice(DeviceIndex device) const override { Guard().setDevice({DEVICE, device}); }
-  DeviceIndex exchangeDevice(DeviceIndex device) const override { return Guard().exchangeDevice({DEVICE, device}).index(); }
-  DeviceIndex maybeExchangeDevice(DeviceIndex device) const override { return exchangeDevice(device); }
-  const at::Generator& getDefaultGenerator(DeviceIndex device) const override {
-    return default_generator(device < 0 ? sim::current_device : device);
-  }
-  at::Generator getNewGenerator(DeviceIndex device) const override {
-    return at::make_generator<Random>(device < 0 ? sim::current_device : device);
-  }
-  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
-  at::Allocator* getCUDADeviceAllocator() const override { return &device_allocator; }
-  bool isPinnedPtr(const void* pointer) const override { return is_pinned(pointer); }
-  void deviceSynchronize(DeviceIndex device) const override { Guard().synchronizeDevice(device); }
-};
 
 }  // namespace sim

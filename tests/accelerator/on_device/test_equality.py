@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
-from tests.accelerator.device import reports, simulator
+from tests.accelerator.device import KIND, reports, simulator
 from tests.accelerator.work import RULES, as_rank, in_loopback
 from tests.ranks import run_ranks
+from tests.thinned import thinned
 
 EVICTING = ("balanced_1f1b", "bytes", "parts", "host")
 MOST_DELAY_US, DELAYED = 1000, 0.2
@@ -31,7 +33,7 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
 
 @pytest.mark.parametrize("name", RULES)
 def test_loopback(name: str) -> None:
-    on_device, on_cpu = in_loopback(name, "cuda"), in_loopback(name, "cpu")
+    on_device, on_cpu = in_loopback(name, KIND), in_loopback(name, "cpu")
     assert_same(on_device, on_cpu)
     assert not reports()
 
@@ -42,15 +44,16 @@ def on_device(rank: int, name: str, nccl: bool, num_ranks: int) -> Any:
 
     transports.install(nccl=nccl)
     simulator.configure(True, MOST_DELAY_US, DELAYED, rank)
-    return as_rank(rank, name, "cuda", num_ranks=num_ranks), reports()
+    return as_rank(rank, name, KIND, num_ranks=num_ranks), reports()
 
 
 def on_cpu(rank: int, name: str, num_ranks: int) -> Any:
     return as_rank(rank, name, "cpu", num_ranks=num_ranks)
 
 
-@pytest.mark.parametrize("nccl", [True, False], ids=["nccl", "gloo through pinned memory"])
-@pytest.mark.parametrize("name", EVICTING)
+@pytest.mark.parametrize(
+    ("name", "nccl"), thinned(product(EVICTING, (True, False)), lambda name, nccl: nccl == (name in ("bytes", "host")))
+)
 def test_four_processes(name: str, nccl: bool) -> None:
     expected = run_ranks(on_cpu, 4, name, 4)
     for (found, reported), same in zip(run_ranks(on_device, 4, name, nccl, 4), expected):

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 import bpipe
-from bpipe.errors import RankFailedError, RankLostError, TransferTimeoutError
-from tests.accelerator.device import simulator
+from bpipe.errors import PipelineBrokenError, RankFailedError, RankLostError, TransferTimeoutError
+from tests.accelerator.device import KIND, MODULE, simulator
 from tests.accelerator.work import batch_of, modules_of, results_of
 from tests.ranks import run_ranks
 
@@ -26,12 +26,12 @@ TIMEOUT_S = 2.0
 
 
 def schedule_of(rank: int, module: nn.Module) -> bpipe.BalancedOneFOneB:
-    stage = bpipe.PipelineStage(module.to("cuda"), rank, RANKS, "cuda")
+    stage = bpipe.PipelineStage(module.to(KIND), rank, RANKS, KIND)
     return bpipe.BalancedOneFOneB(stage, MICROBATCHES, loss_fn=nn.functional.mse_loss, timeout_s=TIMEOUT_S)
 
 
 def step_of(schedule: bpipe.BalancedOneFOneB, step: int) -> None:
-    x = batch_of(step, MICROBATCHES).to("cuda")
+    x = batch_of(step, MICROBATCHES).to(KIND)
     schedule.step(x, target=x, return_outputs=False)
 
 
@@ -65,7 +65,7 @@ def struck(rank: int, strike: Callable[..., None], where: str) -> tuple[type[Bas
     store.set(f"process {rank}", str(os.getpid()))
     schedule = schedule_of(rank, modules_of(RANKS)[rank])
     if rank == STRUCK and where == "connecting":
-        type(schedule._transport)._communicator = strike  # type: ignore[method-assign, attr-defined]
+        type(schedule._transport._communicators).connect = strike  # type: ignore[attr-defined]
     began = time.monotonic()
     try:
         step_of(schedule, 0)
@@ -127,9 +127,9 @@ def beside_a_stuck_device(rank: int) -> tuple[float, list[str]]:
     starts(rank)
     schedule = schedule_of(rank, modules_of(RANKS)[rank])
     step_of(schedule, 0)
-    gate, said, x = threading.Event(), [], batch_of(1, MICROBATCHES).to("cuda")
+    gate, said, x = threading.Event(), [], batch_of(1, MICROBATCHES).to(KIND)
     if rank == STRUCK:
-        simulator.enqueue(torch.cuda.current_stream().stream_id, "stuck", [], [], lambda _: gate.wait())
+        simulator.enqueue(MODULE.current_stream().stream_id, "stuck", [], [], lambda _: gate.wait())
     schedule.step(x, target=x, return_outputs=False)
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
@@ -145,3 +145,34 @@ def test_closing_waits_for_no_device_for_ever(one_thread: None) -> None:
     for seconds, said in run_ranks(beside_a_stuck_device, RANKS):
         assert seconds < TIMEOUT_S + 2
         assert said == [] or "transfers that never came to their end" in said[0]
+
+
+def behind_a_stuck_device(rank: int) -> tuple[float, str, bool]:
+    """One rank: seconds that its device waits for one that never goes on, why it ends, and whether the next pipeline is exact."""
+    starts(rank)
+    schedule, gate = schedule_of(rank, modules_of(RANKS)[rank]), threading.Event()
+    step_of(schedule, 0)
+    x = batch_of(1, MICROBATCHES).to(KIND)
+    MODULE.synchronize()
+    if rank == STRUCK:
+        simulator.enqueue(MODULE.current_stream().stream_id, "stuck", [], [], lambda _: gate.wait())
+    began, store = time.monotonic(), dist.distributed_c10d._get_default_store()
+    with suppress(TransferTimeoutError, RankFailedError):  # a host that waits for a note hears of it in the step
+        schedule.step(x, target=x, return_outputs=False)
+    if rank == STRUCK:
+        store.wait([f"rank {other} goes on" for other in range(RANKS) if other != rank])
+        gate.set()
+    MODULE.synchronize()
+    seconds = time.monotonic() - began
+    store.set(f"rank {rank} goes on", "")
+    with pytest.raises((PipelineBrokenError, TransferTimeoutError, RankFailedError)) as caught:
+        step_of(schedule, 2)
+    schedule.close()
+    return seconds, str(caught.value), is_exact(rank)
+
+
+def test_a_device_that_waits_too_long_is_told_of(one_thread: None) -> None:
+    for rank, (seconds, why, works_again) in enumerate(run_ranks(behind_a_stuck_device, RANKS)):
+        assert seconds < TIMEOUT_S + 2 or rank == STRUCK
+        assert "has waited 2." in why and "timeout_s=2" in why
+        assert works_again

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.accelerator.device import reports, simulator
+from tests.accelerator.device import KIND, reports, simulator
 from tests.accelerator.on_device.test_equality import DELAYED, MOST_DELAY_US, assert_same, on_cpu
 from tests.accelerator.on_device.test_own_process import in_own_process
 from tests.accelerator.work import as_rank, in_loopback
 from tests.ranks import RankError, run_ranks
+from tests.thinned import thinned
 
 STUCK_S = 12.0  # for what takes two
 
@@ -54,10 +55,14 @@ def on_device(
 
         C10dTransport.waits_on_device = property(lambda self: False, lambda self, _: None)  # type: ignore[assignment]
     how = {"transfers_at_once": at_once or kernels} if kernels else {}
-    return as_rank(rank, name, "cuda", num_ranks=num_ranks, **how), reports()
+    return as_rank(rank, name, KIND, num_ranks=num_ranks, **how), reports()
 
 
-@pytest.mark.parametrize(("name", "num_ranks", "queues", "kernels"), CASES)
+def usual(name: str, num_ranks: int, queues: int, kernels: int) -> bool:
+    return num_ranks == 8 or (name, queues) in (("balanced_1f1b", 2), ("parts", 1), ("zbv", 8))
+
+
+@pytest.mark.parametrize(("name", "num_ranks", "queues", "kernels"), thinned(CASES, usual))
 def test_over_nccl(name: str, num_ranks: int, queues: int, kernels: int, one_thread: None) -> None:
     found = run_ranks(partial(on_device, nccl=True), num_ranks, name, num_ranks, queues, kernels)
     for (results, reported), expected in zip(found, run_ranks(on_cpu, num_ranks, name, num_ranks)):
@@ -72,6 +77,7 @@ def test_over_nccl_the_order_of_issue_is_what_it_takes() -> None:
         run_ranks(partial(as_before, gives_up=True), 4, "balanced_1f1b", 4, 1, 0)
 
 
+@pytest.mark.exhaustive
 def test_over_nccl_more_in_flight_than_have_room_stand_still() -> None:
     with pytest.raises(RankError, match="died without a word"):
         run_ranks(partial(on_device, nccl=True, at_once=64, gives_up=True), 4, "balanced_1f1b", 4, 8, 1)
@@ -88,7 +94,7 @@ def test_over_gloo(name: str, one_thread: None) -> None:
 def in_loopback_with_one_queue() -> tuple[bool, list[str]]:
     torch.set_num_threads(1)
     simulator.set_connections(1)
-    found, expected = (in_loopback("balanced_1f1b", device) for device in ("cuda", "cpu"))
+    found, expected = (in_loopback("balanced_1f1b", device) for device in (KIND, "cpu"))
     return all(map(torch.equal, found, expected)), reports()
 
 

@@ -2,54 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from typing import Any
+
 import pytest
 
 from tests.accelerator import mutations
-from tests.accelerator.device import reports, simulator
+from tests.accelerator.device import KIND, reports, simulator
 from tests.accelerator.mutations import IN_LOOPBACK, OVER_GLOO, OVER_NCCL, Mutation
 from tests.ranks import run_ranks
 
 
 def in_loopback(rank: int, mutation: Mutation) -> list[str]:
     mutations.apply(mutation)
-    from tests.accelerator.work import in_loopback as run
+    from tests.accelerator import work
 
     simulator.configure(True, 500, 0.1, 0)
-    run(mutation.schedule, "cuda", steps=2)
+    if mutation.fails:
+        work.failing_in_loopback(mutation.schedule)
+    else:
+        work.in_loopback(mutation.schedule, KIND, steps=2)
     return reports()
 
 
 def over(rank: int, mutation: Mutation, nccl: bool) -> list[str]:
     mutations.apply(mutation)
     from tests.accelerator import nccl as transports
-    from tests.accelerator.work import as_rank
+    from tests.accelerator import work
 
     transports.install(nccl=nccl)
     simulator.configure(True, 500, 0.1, rank)
-    as_rank(rank, mutation.schedule, "cuda", num_ranks=4, steps=2)
+    # Where messages are lost, ranks may fail: what was reported before is what counts.
+    with nullcontext() if mutation.harmless else suppress(Exception):
+        if mutation.fails:
+            work.failing_as_rank(rank, mutation.schedule, num_ranks=4)
+        else:
+            how = {"transfers_at_once": mutation.at_once} if mutation.at_once else {}
+            work.as_rank(rank, mutation.schedule, KIND, num_ranks=4, steps=2, **how)
     return reports()
 
 
-def by_name(mutation: Mutation) -> str:
-    return mutation.name
+def some_of(mutations: Sequence[Mutation]) -> list[Any]:
+    """Every fourth mutation; the others are exhaustive."""
+    marks = [() if index % 4 == 0 else pytest.mark.exhaustive for index in range(len(mutations))]
+    return [pytest.param(one, id=one.name, marks=mark) for one, mark in zip(mutations, marks)]
 
 
-def assert_found(reported: list[list[str]]) -> None:
-    """Some rank's checker found a missing order; that a kernel failed is not enough."""
-    assert any(report.startswith(("race:", "reuse:")) for of_rank in reported for report in of_rank), reported
+def check(mutation: Mutation, reported: list[list[str]]) -> None:
+    """Some rank's checker found a missing order, which a kernel that failed does not show; none did where nothing is missing."""
+    found = [report for of_rank in reported for report in of_rank if report.startswith(("race:", "reuse:"))]
+    assert bool(found) == (not mutation.harmless), reported
 
 
-@pytest.mark.parametrize("mutation", IN_LOOPBACK, ids=by_name)
+@pytest.mark.parametrize("mutation", some_of(IN_LOOPBACK))
 def test_in_the_loopback(mutation: Mutation) -> None:
-    [reported] = run_ranks(in_loopback, 1, mutation)
-    assert_found([reported])
+    check(mutation, run_ranks(in_loopback, 1, mutation))
 
 
-@pytest.mark.parametrize("mutation", OVER_GLOO, ids=by_name)
+@pytest.mark.parametrize("mutation", some_of(OVER_GLOO))
 def test_over_gloo(mutation: Mutation) -> None:
-    assert_found(run_ranks(over, 4, mutation, False))
+    check(mutation, run_ranks(over, 4, mutation, False))
 
 
-@pytest.mark.parametrize("mutation", OVER_NCCL, ids=by_name)
+@pytest.mark.parametrize("mutation", some_of(OVER_NCCL))
 def test_over_nccl(mutation: Mutation) -> None:
-    assert_found(run_ranks(over, 4, mutation, True))
+    check(mutation, run_ranks(over, 4, mutation, True))

@@ -1,4 +1,4 @@
-"""What is set before the first stream: two devices, and one hardware queue; each in a process of its own."""
+"""What needs a process of its own: one hardware queue, which is set before the first stream, and devices that nobody has used."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
-import pytest
 import torch
 
-from tests.accelerator.device import reports, simulator
+from tests.accelerator.device import KIND, MODULE, reports, simulator
 
 SIZE = 1024
 
@@ -27,21 +26,20 @@ def in_own_process(function: Callable[[], Any]) -> Any:
 
 def across_devices() -> tuple[float, list[str]]:
     simulator.configure(True, 500, 0.3, 0)
-    x = torch.ones(SIZE, device="cuda:0")
-    y = x.to("cuda:1") + 1
+    x = torch.ones(SIZE, device=f"{KIND}:0")
+    y = x.to(f"{KIND}:1") + 1
     x.copy_(y)
     y.zero_()
     return float(x.sum().item()), reports()
 
 
-def test_copies_between_devices_are_ordered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SIMULATED_DEVICES", "2")
+def test_copies_between_devices_are_ordered() -> None:
     assert in_own_process(across_devices) == (2 * SIZE, [])
 
 
 def is_held_up(for_s: float) -> bool:
     """Whether a stream gets nowhere for so long while another one, on which it does not depend, waits for its kernel."""
-    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    first, second = MODULE.Stream(), MODULE.Stream()
     gate = threading.Event()
     simulator.enqueue(first.stream_id, "gate", [], [], lambda _: gate.wait())
     first.record_event()
@@ -51,7 +49,7 @@ def is_held_up(for_s: float) -> bool:
         time.sleep(0.001)
     held_up = not done.query()
     gate.set()
-    torch.cuda.synchronize()
+    MODULE.synchronize()
     assert done.query()
     return held_up
 

@@ -1,0 +1,51 @@
+"""Whether a device waits too long in a transfer. The host does not wait there, and would not notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from bpipe.comm.failure import Cause, Failure
+from bpipe.comm.in_flight import InFlight
+from bpipe.comm.watch import Patience
+from bpipe.logs import LOG
+
+__all__: list[str] = []
+
+
+class DeviceWatch:
+    """Over the transfers of one rank. All of it runs in the control thread.
+
+    The time counts from when this rank's device has come to a transfer and all before it are over. Then it waits for the device of
+    another rank, which computes for that long, or stands still.
+
+    Args:
+        rank: of the pipeline's group.
+        in_flight: its transfers.
+        patience: how long one may wait.
+        fail: breaks the pipeline on all ranks, and so ends their transfers.
+        step: the number of the step that the host is at.
+    """
+
+    def __init__(
+        self, rank: int, in_flight: InFlight, patience: Patience, fail: Callable[[Failure], None], step: Callable[[], int]
+    ) -> None:
+        self._rank, self._in_flight, self._patience, self._fail, self._step = rank, in_flight, patience, fail, step
+        self._warned_of, self._is_over = "", False
+
+    def tick(self, now: float) -> None:
+        """Look at the time."""
+        try:
+            waiting = None if self._is_over else self._in_flight.first(now)
+        except RuntimeError:  # a device that has failed says so to whoever computes; one may not be asked while a graph is captured
+            return
+        if waiting is None or waiting.seconds < min(self._patience):
+            return
+        text = f"the device of rank {self._rank} has waited {waiting.seconds:.1f} s for the other end of {waiting.what}"
+        if waiting.seconds >= self._patience.timeout_s:
+            text += f": longer than timeout_s={self._patience.timeout_s:g}"
+            LOG.error("%s", text)  # whoever waits for the device hears of it in no other way before the next step
+            self._is_over = True
+            self._fail(Failure(Cause.TIMED_OUT, self._rank, self._step(), "", text))
+        elif waiting.what != self._warned_of:
+            self._warned_of = waiting.what
+            LOG.warning("%s", text)

@@ -1,0 +1,62 @@
+"""Pinned memory of the host, to the page: torch's own rounds up to a power of two, which may be twice as much."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+
+import torch
+
+from bpipe.device import Event, Stream, current, pin, unpin
+
+__all__: list[str] = []
+
+
+class _Pages(mmap.mmap):
+    """Whole pages of the host that a device copies to and from by itself, for as long as somebody has them."""
+
+    pinned: tuple[int, torch.device] | None = None  # the address, and the device
+
+    def __del__(self) -> None:
+        if self.pinned is not None:
+            unpin(*self.pinned)
+
+
+def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Memory of the host that a device copies to and from by itself, uint8 [num_bytes]. Blocks the host.
+
+    Whoever lets go of it has to know that no copy is under way: see `give_back`.
+
+    Raises:
+        ConfigurationError: the host cannot pin so much.
+    """
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    pages = _Pages(-1, num_bytes)
+    if hasattr(mmap, "MADV_DONTFORK"):
+        pages.madvise(mmap.MADV_DONTFORK)  # a child, such as a data loader's worker, would keep it
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    if pin(memory.data_ptr(), num_bytes, device):
+        pages.pinned = memory.data_ptr(), device
+        return memory
+    with current(device):
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+def give_back(memory: list[torch.Tensor], stream: Stream) -> None:
+    """Let go of pinned memory, which leaves the list, once a stream has run what is queued now. Does not block: a thread does."""
+    held, memory[:] = [one for one in memory if one.numel()], []
+    if not held:
+        return
+    done = stream.record_event()
+    try:
+        threading.Thread(target=_hold, args=(held, done, stream.device), name="bpipe-give-back", daemon=True).start()
+    except RuntimeError:  # the interpreter ends, and with it the process, which gives all back: until then nobody frees it
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
+
+
+def _hold(held: list[torch.Tensor], done: Event, device: torch.device) -> None:
+    with current(device):
+        done.synchronize()
+        held.clear()

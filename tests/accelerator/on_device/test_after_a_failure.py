@@ -1,0 +1,48 @@
+"""A step that fails frees what its streams still work on: what is allocated then, by whomever, waits for them."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from tests.accelerator.device import reports, simulator
+from tests.accelerator.work import failing_as_rank, failing_in_loopback
+from tests.ranks import run_ranks
+from tests.thinned import thinned
+
+RANKS = 4
+NAMES = ("balanced_1f1b", "parts", "host")
+PLACES = ("forward", "backward")
+
+
+def usual(name: str, where: str) -> bool:
+    return (name, where) in (("balanced_1f1b", "backward"), ("host", "forward"))
+
+
+def unordered() -> list[str]:
+    """What the checker reported; but for kernels that failed, as those of NCCL do when another rank aborts it."""
+    return [report for report in reports() if not report.startswith("kernel:")]
+
+
+@pytest.mark.parametrize(("name", "where"), thinned(product(NAMES, PLACES), usual))
+def test_in_the_loopback(name: str, where: str, one_thread: None) -> None:
+    simulator.configure(True, 0, 0.0, 0)
+    simulator.clear_reports()
+    failing_in_loopback(name, where, num_ranks=RANKS)
+    assert not unordered()
+
+
+def in_processes(rank: int, name: str, where: str, nccl: bool) -> list[str]:
+    from tests.accelerator import nccl as transports
+
+    transports.install(nccl=nccl)
+    simulator.configure(True, 0, 0.0, rank)
+    failing_as_rank(rank, name, where, num_ranks=RANKS)
+    return unordered()
+
+
+@pytest.mark.parametrize("nccl", [True, False], ids=["nccl", "gloo through pinned memory"])
+@pytest.mark.parametrize(("name", "where"), thinned(product(NAMES, PLACES), usual))
+def test_in_processes(name: str, where: str, nccl: bool) -> None:
+    assert run_ranks(in_processes, RANKS, name, where, nccl) == [[]] * RANKS
