@@ -88,6 +88,7 @@ class Sharding:
             yield
         if stage is None:
             return
+        stage.order_gatherings()
         stage.separate()
         if action.op is Op.W and action.stage not in self.undivided:
             stage.collect()
@@ -155,6 +156,16 @@ class _ShardedStage:
         yield from ((group, name, False) for group in groups for name in REDUCING)
         if self.is_planned:
             yield from ((root._state_ctx, "is_last_backward", False) for root in self._roots)
+
+    def order_gatherings(self) -> None:
+        """Let FSDP's next copy of weights for a gathering wait for its last gathering, because it may be given its memory.
+
+        After several forwards FSDP gathers weights for a backward that is not the next one, and drops them when this backward ends:
+        the computation waits for them then, but not the stream on which they were allocated, and on which the next ones will be.
+        """
+        for root in self._roots:
+            streams = root._comm_ctx
+            streams.all_gather_copy_in_stream.wait_stream(streams.all_gather_stream)
 
     def separate(self) -> None:
         """Let no two of the unsharded gradients that a backward has made share memory, as `NewGradients` does with all others."""
