@@ -12,7 +12,7 @@ TORCHRUN := $(VENV)/bin/torchrun --nnodes 1 --nproc-per-node $(STAGES) \
 	--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all bench lint clean
+.PHONY: help train test test-all bench gpu lint clean
 
 help: ## Show this help
 	@echo "usage: make <target>"
@@ -32,6 +32,9 @@ test-all: $(READY) ## Run the exhaustive tests, which `make test` leaves out
 
 bench: $(READY) ## Measure what bpipe costs beside its alternatives, all studies or STUDIES="...", into benchmarks/RESULTS.md
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(VENV)/bin/python -m benchmarks $(STUDIES)
+
+gpu: $(READY) ## Run on this machine's GPUs what takes one, ten minutes at most, into bpipe-gpu.md, to be pasted into an issue
+	$(VENV)/bin/python -m bpipe gpu $(ARGS)
 
 lint: $(READY) ## Check style and types only
 	$(VENV)/bin/ruff check $(wildcard $(PATHS))

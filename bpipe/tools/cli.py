@@ -30,6 +30,7 @@ COMMANDS = {
     "trace": "merge the ranks' files of a trace, and show what was measured",
     "advise": "say whether balancing will help a model on a machine",
     "env": "show what bpipe finds on this machine",
+    "gpu": "run on this machine's GPUs what takes one, and write a page of verdicts",
 }
 HELP = """usage: bpipe COMMAND ...
 

@@ -1,0 +1,52 @@
+"""`python -m bpipe.tools.gpu CHECK FILE SIZE`: make one check, and write its verdicts into a file as they come."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from bpipe.tools.gpu.verdict import Verdict, failed
+
+__all__: list[str] = []
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Make a check; what it raises is a verdict.
+
+    Args:
+        arguments: the check's name, the file, and the model's size as JSON.
+    """
+    name, path, size = arguments
+    found: list[Verdict] = []
+    try:
+        from bpipe.tools.gpu.model import Size
+        from bpipe.tools.gpu.tasks import verdicts_of
+
+        for verdict in verdicts_of(name, Size(**json.loads(size))):
+            found.append(verdict)
+            _write(found, Path(path))
+    except Exception as error:
+        traceback.print_exc()
+        found.append(failed(name, told(error)))
+    _write(found, Path(path))
+
+
+def told(error: BaseException) -> str:
+    """What was raised and where, in one line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" in {Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}{where}: {error}"
+
+
+def _write(found: Sequence[Verdict], path: Path) -> None:
+    """All at once: who reads it may end this process at any moment."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps([verdict.to_dict() for verdict in found]), encoding="utf-8")
+    part.replace(path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

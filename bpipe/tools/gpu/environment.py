@@ -1,0 +1,45 @@
+"""What the checks ran on: versions, and the GPUs."""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from typing import Any
+
+import torch
+
+from bpipe._version import __version__
+from bpipe.device import name_of
+from bpipe.tools.gpu.verdict import Verdict, judged
+
+__all__: list[str] = []
+
+MEANING = "What all else on this page ran with."
+
+
+def check() -> list[Verdict]:
+    """Look, and run one operation on each GPU."""
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    wrong = [f"GPU {device.index} adds wrong" for device in devices if torch.ones(8, device=device).sum().item() != 8]
+    return [judged("environment", MEANING, wrong, _found(devices))]
+
+
+def _found(devices: list[torch.device]) -> dict[str, Any]:
+    names = Counter(map(name_of, devices))
+    return {
+        "GPUs": ", ".join(f"{number} x {name}" for name, number in names.items()),
+        "memory of the first, free_bytes": torch.cuda.mem_get_info(devices[0])[0],
+        "memory of the first, all_bytes": torch.cuda.mem_get_info(devices[0])[1],
+        "bpipe": __version__,
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda or torch.version.hip or "none",
+        "NCCL": _nccl(),
+        "Python": platform.python_version(),
+    }
+
+
+def _nccl() -> str:
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    except (AttributeError, RuntimeError):
+        return "none"

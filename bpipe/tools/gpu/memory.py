@@ -1,0 +1,214 @@
+"""What bpipe says that a device holds, against torch's allocator; and what evictions give back to it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+import bpipe
+from bpipe.runtime.observe import Observer
+from bpipe.schedules import Destinations, Op
+from bpipe.tools.gpu.contenders import CONTENDERS, NUM_PARTS, SLOTS
+from bpipe.tools.gpu.model import Size, batch_of, loss_of, stage_of
+from bpipe.tools.gpu.verdict import Verdict, judged
+
+__all__: list[str] = []
+
+STEPS = 3  # before the one that is looked at: it allocates nothing for the first time
+TOLERANCE = 0.02  # of what bpipe says
+BESIDE = 256 * 2**20  # bytes that libraries such as cuBLAS keep for themselves, a workspace for each stream
+SMALL = 2**14  # bytes, where all is small
+PEAK = (
+    f"The allocator's peak is what `stats['device_peak_bytes']` says, to {TOLERANCE:.0%}, and on top of that at most what one "
+    "microbatch's operations need for a moment, which bpipe does not count."
+)
+FREED = "The memory of what is evicted is free for other tensors at once, by the allocator's own count."
+
+
+class Seen(NamedTuple):
+    """Bytes of one rank, by bpipe and by the allocator.
+
+    Args:
+        said_bytes: `device_peak_bytes`.
+        allocated_bytes: the allocator's peak in a step, without what others have.
+        moment_bytes: what one microbatch's operations need for a moment beside what they save, measured by itself.
+        rounded_bytes: of the allocator's peak, what nobody asked for: it rounds each tensor up.
+        beside_bytes: what is allocated between steps and not bpipe's or the model's.
+        unused_bytes: reserved by the allocator at most, and not allocated at most: fragments.
+    """
+
+    said_bytes: int
+    allocated_bytes: int
+    moment_bytes: int
+    rounded_bytes: int
+    beside_bytes: int
+    unused_bytes: int
+
+    def problems(self, name: str) -> list[str]:
+        """Say what is wrong, if anything is."""
+        slack = TOLERANCE * self.said_bytes + SMALL
+        found = []
+        if self.allocated_bytes < self.said_bytes - slack:
+            found.append(f"{name}: bpipe says {self.said_bytes} bytes, and the allocator's peak was only {self.allocated_bytes}")
+        if self.allocated_bytes > self.said_bytes + self.moment_bytes + self.rounded_bytes + slack:
+            found.append(
+                f"{name}: the allocator's peak was {self.allocated_bytes} bytes, over the {self.said_bytes} that bpipe says and "
+                f"the {self.moment_bytes} that operations need for a moment"
+            )
+        if not -slack <= self.beside_bytes <= BESIDE:
+            found.append(f"{name}: between steps {self.beside_bytes} bytes more are allocated than bpipe counts")
+        return found
+
+
+def check(size: Size, device: torch.device) -> list[Verdict]:
+    """Look at one rank by itself, plain and evicting, and at what an eviction frees."""
+    moments = moments_of(size, device)
+    found = {name: of_one_rank(size, device, moments, how) for name, how in WAYS.items()}
+    problems = [problem for name, seen in found.items() for problem in seen.problems(name)]
+    numbers = {f"{key}, {name}": value for name, seen in found.items() for key, value in seen._asdict().items()}
+    return [judged("memory: stats and the allocator, one rank", PEAK, problems, numbers), freeing(size, device)]
+
+
+WAYS: Mapping[str, Mapping[str, Any] | None] = {
+    "GPipe": None,
+    "evicted to the host": {"budget": "lowest", "to": Destinations(host="only")},
+    "recomputed": {"budget": "lowest", "by": "recompute"},
+}
+
+
+class Moments(NamedTuple):
+    """What operations of one microbatch need for a moment, measured by itself.
+
+    Args:
+        saving_bytes: of a forward and its backward, beside what the forward saves.
+        forward_bytes: of a forward that saves nothing, as the first one of a microbatch that is recomputed.
+        part_bytes: of a part of what a forward saves, and a message: so much more may be held where parts leave inside forwards.
+    """
+
+    saving_bytes: int
+    forward_bytes: int
+    part_bytes: int
+
+    def of(self, how: Mapping[str, Any] | None) -> int:
+        """The larger of what a step does."""
+        recomputes = how is not None and how.get("by") == "recompute"
+        return max(self.saving_bytes, self.forward_bytes) if recomputes else self.saving_bytes
+
+
+def moments_of(size: Size, device: torch.device) -> Moments:
+    """Run one microbatch of one stage."""
+    stage = stage_of(size, 0, device)
+    x = batch_of(size, 0, device)[: size.sequences].requires_grad_()
+    for _ in range(2):  # the first one loads libraries
+        x.grad = None
+        before = _reset(device)
+        loss = loss_of(stage(x), x.detach())
+        saved = torch.cuda.memory_allocated(device) - before
+        loss.backward()
+        torch.cuda.synchronize(device)
+        saving = torch.cuda.max_memory_allocated(device) - before - saved
+        del loss
+        x.grad, before = None, _reset(device)
+        with torch.no_grad():
+            stage(x)
+        torch.cuda.synchronize(device)
+        forward = torch.cuda.max_memory_allocated(device) - before
+    return Moments(max(0, saving), forward, saved // NUM_PARTS + x.nbytes)
+
+
+def _reset(device: torch.device) -> int:
+    """Begin to look for a peak; the bytes that are allocated now."""
+    allocated = outside_bytes(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return allocated
+
+
+def outside_bytes(device: torch.device) -> int:
+    """What is allocated by now, without what only waits for Python's collector: it would be freed at any later moment."""
+    gc.collect()
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.memory_allocated(device))
+
+
+def of_one_rank(size: Size, device: torch.device, moments: Moments, how: Mapping[str, Any] | None) -> Seen:
+    """Train one stage by itself under GPipe, which keeps all its microbatches unless they are balanced away."""
+    outside = outside_bytes(device)
+    stage = stage_of(size, 0, device)
+    schedule: bpipe.Schedule = bpipe.GPipe(
+        bpipe.PipelineStage(stage, 0, 1, device, bpipe.Loopback(1).rank(0)), size.num_microbatches, loss_fn=loss_of
+    )
+    if how is not None:
+        schedule = bpipe.Balanced(schedule, **how)
+    batch = batch_of(size, 0, device)
+    for _ in range(STEPS):
+        schedule.step(batch, target=batch, return_outputs=False)
+    seen = look(schedule, batch, outside, moments.of(how))
+    schedule.close()
+    return seen
+
+
+def look(schedule: bpipe.Schedule, batch: torch.Tensor, outside: int, moment: int) -> Seen:
+    """Run a step of this rank, and read the allocator's statistics of it. The device has run everything then.
+
+    Args:
+        schedule: that of the only pipeline of this process; gradients are there.
+        batch: what its steps get.
+        outside: the bytes that were allocated before its stage and the batch were made.
+        moment: what operations need for a moment.
+    """
+    device = batch.device
+    between = _reset(device)
+    schedule.step(batch, target=batch, return_outputs=False)
+    torch.cuda.synchronize(device)
+    peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    stats = schedule.stats
+    others = outside + batch.nbytes
+    beside = between - others - stats["static_bytes"] - stats["guest_bytes"]
+    return Seen(
+        said_bytes=int(stats["device_peak_bytes"]),
+        allocated_bytes=int(peak - others - max(0, beside)),
+        moment_bytes=moment,
+        rounded_bytes=int(peak - torch.cuda.memory_stats(device).get("requested_bytes.all.peak", peak)),
+        beside_bytes=int(beside),
+        unused_bytes=int(reserved - peak),
+    )
+
+
+class Freed(Observer):
+    """The bytes that one rank's evictions give back to the allocator. In a loopback one rank acts at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._before, self.num_bytes = device, 0, 0
+
+    def before(self, run: Any, action: Any) -> None:
+        self._before = torch.cuda.memory_allocated(self._device)
+
+    def after(self, run: Any, action: Any) -> None:
+        if action.op is Op.WAIT_EVICT:
+            self.num_bytes += self._before - torch.cuda.memory_allocated(self._device)
+
+
+def freeing(size: Size, device: torch.device) -> Verdict:
+    """Train in a loopback, and see what rank 0's evictions give back."""
+    loopback, stages = bpipe.Loopback(size.num_ranks), [stage_of(size, i, device) for i in range(size.num_ranks)]
+    schedules = [_in_slots(stage, i, loopback, size, device) for i, stage in enumerate(stages)]
+    batch, freed = batch_of(size, 0, device), Freed(device)
+    for observer in (None, freed):
+        schedules[0]._observer = observer
+        loopback.step(schedules, batch, target=batch, return_outputs=False)
+    evicted = int(schedules[0].stats["evicted_bytes"])
+    for schedule in schedules:
+        schedule.close()
+    problems = ["nothing was evicted, so that nothing was tested"] * (not evicted)
+    if freed.num_bytes < evicted:
+        problems.append(f"evictions moved {evicted} bytes, and gave back only {freed.num_bytes}")
+    return judged("memory: what evictions free", FREED, problems, {"evicted_bytes": evicted, "freed_bytes": freed.num_bytes})
+
+
+def _in_slots(stage: nn.Module, index: int, loopback: bpipe.Loopback, size: Size, device: torch.device) -> bpipe.Schedule:
+    group = loopback.rank(index)
+    return CONTENDERS[SLOTS](bpipe.PipelineStage(stage, index, size.num_ranks, device, group), size.num_microbatches)

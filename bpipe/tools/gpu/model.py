@@ -1,0 +1,94 @@
+"""The model of the checks: a transformer of plain torch modules, the same in every process."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How large the model and its batches are.
+
+    Args:
+        num_ranks: of the pipeline, each with one stage.
+        num_microbatches: of a step.
+        width, heads, tokens, sequences: of a block, and of a microbatch.
+        blocks: of a stage.
+        dtype: of parameters and activations, by torch's name.
+        dropout: the share that is dropped behind the attention.
+        seconds: of steps that are timed.
+    """
+
+    num_ranks: int = 4
+    num_microbatches: int = 8
+    width: int = 2048
+    heads: int = 16
+    tokens: int = 2048
+    sequences: int = 2
+    blocks: int = 1
+    dtype: str = "bfloat16"
+    dropout: float = 0.1
+    seconds: float = 20.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Block(nn.Module):
+    """A pre-norm block: causal attention by whatever kernel torch chooses, dropout, and an MLP."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        width, self.heads = size.width, size.heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(size.dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[sequences, tokens, width] to the same."""
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
+        mlp: torch.Tensor = self.down(F.gelu(self.up(self.norm2(x))))
+        return x + mlp
+
+
+def make_deterministic() -> None:
+    """Let kernels add in one order, for the whole process: else two runs of the same need not have the same bits."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it would write all that is allocated
+
+
+def stage_of(size: Size, index: int, device: torch.device) -> nn.Module:
+    """Make one stage, with its gradients: steps add to them, so that none allocates them."""
+    torch.manual_seed(index)
+    with torch.device(device):
+        stage = nn.Sequential(*[Block(size) for _ in range(size.blocks)]).to(getattr(torch, size.dtype))
+    for parameter in stage.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return stage
+
+
+def batch_of(size: Size, step: int, device: torch.device) -> torch.Tensor:
+    """[num_microbatches * sequences, tokens, width], another one for each step."""
+    generator = torch.Generator(device).manual_seed(1000 + step)
+    shape = size.num_microbatches * size.sequences, size.tokens, size.width
+    return torch.randn(*shape, device=device, dtype=getattr(torch, size.dtype), generator=generator)
+
+
+def gradients_of(stage: nn.Module) -> list[torch.Tensor]:
+    """What steps have added up."""
+    return [parameter.grad for parameter in stage.parameters() if parameter.grad is not None]
+
+
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The loss of a microbatch."""
+    return F.mse_loss(output, target)

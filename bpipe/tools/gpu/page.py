@@ -1,0 +1,70 @@
+"""The page that is pasted into an issue: one line that says it all, and a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bpipe.schedules.amounts import show_bytes
+from bpipe.tools.quantities import show_seconds
+
+__all__: list[str] = []
+
+HEAD = "| check | verdict | numbers | what it means |\n|---|---|---|---|"
+BELOW = (
+    "Written by `bpipe gpu`. Equal is what `torch.equal` says; the allocator is torch's (`torch.cuda.max_memory_allocated`, "
+    "without what was allocated before); times are medians of steps in turns."
+)
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """Write the page, in Markdown, of what the JSON holds."""
+    rows = [_row(verdict) for check in data["checks"] for verdict in check["verdicts"]]
+    took = ", ".join(f"{check['name']} {check['took_s']:.0f} s" for check in data["checks"])
+    return "\n".join([data["summary"], "", HEAD, *rows, "", f"It took: {took}.", "", BELOW, ""])
+
+
+def summary(counts: Mapping[str, int], about: str, took_s: float) -> str:
+    """The first line.
+
+    Example:
+        >>> summary({"passed": 3, "failed": 0, "not applicable": 1}, "bpipe 1.0, 1 x GPU", 61.2)
+        'bpipe 1.0, 1 x GPU: 3 passed, 0 failed, 1 not applicable, in 61 s'
+    """
+    return f"{about}: {', '.join(f'{number} {outcome}' for outcome, number in counts.items())}, in {took_s:.0f} s"
+
+
+def _row(verdict: Mapping[str, Any]) -> str:
+    outcome = verdict["outcome"]
+    numbers = "<br>".join(f"{_cell(_bare(name))}: {_cell(_shown(name, value))}" for name, value in verdict["numbers"].items())
+    means = verdict["meaning"] if outcome == "passed" else verdict["reason"]
+    return f"| {_cell(verdict['check'])} | {f'**{outcome}**' if outcome == 'failed' else outcome} | {numbers} | {_cell(means)} |"
+
+
+def _bare(name: str) -> str:
+    """A number's name without its unit, which the number shows.
+
+    Example:
+        >>> _bare("said_bytes, GPipe"), _bare("step_s, plain")
+        ('said, GPipe', 'step, plain')
+    """
+    what, comma, of = name.partition(",")
+    words = what.split(" ")
+    words[0] = words[0].removesuffix("_bytes").removesuffix("_s").replace("_", " ")
+    words[-1] = words[-1].removesuffix("_bytes").removesuffix("_s")
+    return " ".join(words) + comma + of.replace("_bytes", "")
+
+
+def _shown(name: str, value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return "unknown" if value is None else str(value)
+    if "_bytes" in name or "bytes a second" in name:
+        return f"{'-' if value < 0 else ''}{show_bytes(abs(value))}{'/s' if 'second' in name else ''}"
+    if name.partition(",")[0].endswith("_s"):
+        return show_seconds(value)
+    return str(value) if isinstance(value, int) else f"{value:.4g}"
+
+
+def _cell(text: str) -> str:
+    """A text that ends no cell and no row."""
+    return " ".join(str(text).replace("|", "\\|").replace("<", "&lt;").split())

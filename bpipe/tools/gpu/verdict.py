@@ -1,0 +1,86 @@
+"""What a check found: passed, failed or not applicable, with its numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+__all__: list[str] = []
+
+MOST_CHARACTERS = 600  # of a reason: the rest of a traceback helps nobody in a table
+PATH = re.compile(r"(?<![\w.])(?:~|[A-Za-z]:)?(?:[/\\][\w.+@%-]+)+[/\\]([\w.+@%-]+)")
+
+
+class Outcome(Enum):
+    """How a check ended."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    NOT_APPLICABLE = "not applicable"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """One row of the page.
+
+    Args:
+        check: what was checked, in a few words.
+        outcome: how it ended.
+        meaning: what it means that it passed.
+        reason: why it failed, or why it does not apply.
+        numbers: what was measured; the ends of names say their units: `_bytes`, `_s`.
+    """
+
+    check: str
+    outcome: Outcome
+    meaning: str = ""
+    reason: str = ""
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "check": self.check,
+            "outcome": self.outcome.value,
+            "meaning": self.meaning,
+            "reason": self.reason,
+            "numbers": dict(self.numbers),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Verdict:
+        return cls(**{**data, "outcome": Outcome(data["outcome"])})
+
+
+def judged(check: str, meaning: str, problems: list[str], numbers: Mapping[str, Any]) -> Verdict:
+    """Let a check fail with each problem that was found, or pass."""
+    outcome = Outcome.FAILED if problems else Outcome.PASSED
+    return Verdict(check=check, outcome=outcome, meaning=meaning, reason=public("; ".join(problems)), numbers=numbers)
+
+
+def not_applicable(check: str, reason: str, numbers: Mapping[str, Any] | None = None) -> Verdict:
+    """Say why a check cannot be made here."""
+    return Verdict(check=check, outcome=Outcome.NOT_APPLICABLE, reason=public(reason), numbers=numbers or {})
+
+
+def failed(check: str, reason: str) -> Verdict:
+    """Let a check fail that did not come to an end."""
+    return Verdict(check=check, outcome=Outcome.FAILED, reason=public(reason))
+
+
+def public(text: str) -> str:
+    """Shorten a text to one line without the name of the machine and without folders, because strangers will read it.
+
+    Example:
+        >>> public("RuntimeError in /a/b/some.py:\\n  no memory")
+        'RuntimeError in some.py: no memory'
+    """
+    import platform
+
+    told = PATH.sub(r"\1", " ".join(text.split()))
+    name = platform.node()
+    if name:
+        told = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", "this machine", told)
+    return told if len(told) <= MOST_CHARACTERS else f"{told[: MOST_CHARACTERS // 2]} ... {told[-MOST_CHARACTERS // 2 :]}"
