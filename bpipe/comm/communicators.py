@@ -1,4 +1,4 @@
-"""Channels whose transfers a device carries out by itself: a communicator of two ranks for each, of NCCL or of another make.
+"""Channels whose transfers a device carries out by itself: a communicator of two ranks for each, of NCCL or of another backend.
 
 torch marks each tensor that it sends or receives as in use on the communicator's stream (`record_stream`). Its allocator then hands
 the memory out again only once the host has seen that stream come to its end: much later than the rank has freed it, because a host

@@ -16,7 +16,7 @@ from bpipe.device import Event, Streams, current, has_come, on_stream, reached
 __all__: list[str] = []
 
 TRANSFERS_AT_ONCE = 8
-YOUNG_S = 1.0
+YOUNG_S = 0.5
 
 
 class Waiting(NamedTuple):
@@ -102,7 +102,7 @@ class InFlight:
     def first(self, now: float) -> Waiting | None:
         """The first one that is not over, if this rank's end of it is ready: whoever waits for it waits for another rank.
 
-        The device is not asked about what was issued less than a second ago: while all goes well, next to nothing is.
+        The device is not asked about what was issued less than half a second ago: while all goes well, next to nothing is.
 
         Args:
             now: seconds of `time.monotonic`; of two calls, the first one that finds it ready begins to count.
