@@ -87,7 +87,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def graph_maker(function: type) -> str | None:
-    """What made an autograd Function that replays a graph of a device, which each kind has its own of; None for any other Function."""
+    """What made an autograd Function that replays a graph of some kind of device; None for any other Function."""
     module = function.__module__
     is_graph = function.__name__ == "Graphed" and module.startswith("torch.") and module.endswith(".graphs")
     return f"{module.removesuffix('.graphs')}.make_graphed_callables" if is_graph else None

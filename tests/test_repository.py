@@ -32,7 +32,7 @@ KNOW_MAKES = {"device.py", "comm/communicators.py"}
 
 
 def test_two_modules_know_a_make_of_device() -> None:
-    """Names and texts of all others, docstrings and comments aside, name none; but for `bpipe gpu`, which is about GPUs of one make."""
+    """Names and texts of all others, docstrings and comments aside, name none; but for `bpipe gpu`, which is about CUDA's."""
     found = set()
     for path in (path for path in (ROOT / "bpipe").rglob("*.py") if "gpu" not in (path.stem, path.parent.name)):
         tree = ast.parse(path.read_text())

@@ -311,7 +311,7 @@ class C10dTransport(Transport):
         if self._staging is not None:
             self._staging.settle(most_s)
         if self._communicators is not None:
-            self._communicators.in_flight.join()
+            self._communicators.join()
 
     def _let_arrive(self, in_flight: InFlight) -> None:
         """Wait for what was posted, as long as the others are there: a finalizer may be who closes."""

@@ -42,6 +42,7 @@ class Communicators:
     def __init__(self, device: torch.device, make: Make, in_flight: InFlight) -> None:
         self._device, self._make, self.in_flight = device, make, in_flight
         self._made: dict[Channel, Any] = {}
+        self._latest: dict[Channel, Any] = {}  # works: those of a channel end in order
         self.bytes_of_one = 0  # of the device beside torch's allocator: what the latest one took, as an estimate for the next
         self._is_closed = False
 
@@ -83,10 +84,17 @@ class Communicators:
         with current(self._device), self.in_flight.next(what) as is_posted:
             work = _posted(self._made[channel], self._lent(tensors), sends=sends)
             is_posted(work)
+        self._latest[channel] = work
         return work
 
     def _lent(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         return [lend(tensor) for tensor in tensors] if marks_only_its_own(self._device) else tensors
+
+    def join(self) -> None:
+        """Let the current stream wait for all that was posted: it was aborted, and ends."""
+        for work in self._latest.values():
+            with current(self._device), suppress(RuntimeError):  # of one that says that it was aborted
+                work.wait()
 
     def abort(self) -> None:
         """End all transfers, whoever waits for them."""
@@ -99,6 +107,7 @@ class Communicators:
         if is_whole:
             self.abort()
         self._made.clear()
+        self._latest.clear()
 
 
 def lend(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -90,14 +90,6 @@ class InFlight:
             while self._flights and (first := self._flights[0]).work.is_completed():
                 if self._flights and self._flights[0] is first:
                     self._flights.popleft()
-
-    def join(self) -> None:
-        """Let the current stream wait for all of them: they were aborted, and end."""
-        with self._changing:
-            flights = list(self._flights)
-        for flight in flights:
-            with suppress(RuntimeError):  # of one that says that it was aborted
-                flight.work.wait()
 
     def first(self, now: float) -> Waiting | None:
         """The first one that is not over, if this rank's end of it is ready: whoever waits for it waits for another rank.

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import bpipe
+from bpipe.device import POOL, on_stream
 from bpipe.errors import RankFailedError
 from bpipe.schedules import Destinations
 from tests.accelerator.build import make
@@ -105,9 +106,12 @@ def strike(module: nn.Module, where: str) -> None:
 
 
 def use_memory() -> None:
-    """What a user does next: allocate on their own stream, and write."""
+    """What a user does next: allocate on their own stream, and on those of torch's pool, of which the next pipeline gets some."""
     for size in (64, 256, 1024, 4096, 16384) * 4:
         torch.ones(size, device=KIND)
+    for _ in range(POOL):
+        with on_stream(torch.get_device_module(KIND).Stream()):
+            torch.ones(64, device=KIND)
 
 
 def failing_in_loopback(name: str, where: str = "forward", *, num_ranks: int = 4, num_microbatches: int = 8) -> None:
