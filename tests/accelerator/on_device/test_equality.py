@@ -15,6 +15,7 @@ from tests.ranks import run_ranks
 from tests.thinned import thinned
 
 EVICTING = ("balanced_1f1b", "bytes", "parts", "host")
+USUAL = ("1f1b", "balanced_1f1b", "bytes", "parts", "host", "recompute", "zb_h1", "zbv")
 MOST_DELAY_US, DELAYED = 1000, 0.2
 
 
@@ -31,7 +32,7 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
     assert len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", thinned(RULES, USUAL.__contains__))
 def test_loopback(name: str) -> None:
     on_device, on_cpu = in_loopback(name, KIND), in_loopback(name, "cpu")
     assert_same(on_device, on_cpu)

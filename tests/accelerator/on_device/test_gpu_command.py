@@ -114,6 +114,7 @@ def on_two(rank: int, port: int, folder: str) -> list[str]:
     return reports()
 
 
+@pytest.mark.exhaustive
 def test_two_ranks_over_nccl(tmp_path: Path) -> None:
     """But for the times, which are not a GPU's."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
