@@ -477,7 +477,7 @@ class Event:
 def test_device_times_are_read_when_the_device_is_done(monkeypatch):
     monkeypatch.setattr("bpipe.runtime.device_times.timed_moment", lambda device: Event())
     monkeypatch.setattr(device_times.time, "perf_counter_ns", lambda: 5_000)
-    times = DeviceTimes(torch.device("cuda"))
+    times = DeviceTimes(torch.device("cpu"))  # whose events are those above
     steps = [array("q") for _ in range(3)]
     for number, into in enumerate(steps):
         times.start()
