@@ -10,6 +10,7 @@ from torch import nn
 from benchmarks.alternate import Step
 from benchmarks.gpu import device_us
 from bpipe.comm.loopback import LoopbackTransport, Wires
+from bpipe.device import Streams
 from bpipe.memory.bundle import Bundle
 from bpipe.memory.guests import Rooms
 from bpipe.memory.host import HostRooms
@@ -42,7 +43,7 @@ def eviction(messages: Sequence[torch.Tensor], device: torch.device, *, to_host:
     guest, sizes = (0, 0, 0), [len(message) for message in messages]
     reserved = Reserved((sum(sizes),), {guest: 0})
     if to_host:
-        host = HostRooms(reserved, device, in_bytes=True)
+        host = HostRooms(reserved, device, Streams().of("host", device), in_bytes=True)
         return lambda: host.store(guest, messages).wait()
     parts, wires = Rooms(reserved, device, in_bytes=True).take(guest, sizes), Wires()
     evictor, acceptor = LoopbackTransport(wires, device), LoopbackTransport(wires, device)
