@@ -133,9 +133,8 @@ class C10dTransport(Transport):
 
     def _watch_device(self, control: Line) -> None:
         if self._communicators is not None:
-            watch = DeviceWatch(
-                self.rank, self._communicators.in_flight, self._patience, control.fail, lambda: control.activity.step
-            )
+            in_flight, step = self._communicators.in_flight, lambda: control.activity.step
+            watch = DeviceWatch(self.rank, in_flight, self._patience, control.fail, step, control.shows_waits)
             control.looks.append(watch.tick)
 
     def _aside(self) -> Aside:

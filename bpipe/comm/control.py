@@ -239,6 +239,10 @@ class Line(Control):
 
     # In any thread
 
+    def shows_waits(self) -> bool:
+        """Tell whether this rank's waits in this step are shown, or will be."""
+        return self._watch.shows()
+
     def fail(self, failure: Failure, original: BaseException | None = None, *, is_told: bool = False) -> None:
         """Break the pipeline, unless it is broken already: the control thread tells all, and lets nobody wait any longer.
 

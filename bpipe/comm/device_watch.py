@@ -24,12 +24,20 @@ class DeviceWatch:
         patience: how long one may wait.
         fail: breaks the pipeline on all ranks, and so ends their transfers.
         step: the number of the step that the host is at.
+        is_shown: whether the host waits itself, and so warns, or has done so in this step: one warning is enough.
     """
 
     def __init__(
-        self, rank: int, in_flight: InFlight, patience: Patience, fail: Callable[[Failure], None], step: Callable[[], int]
+        self,
+        rank: int,
+        in_flight: InFlight,
+        patience: Patience,
+        fail: Callable[[Failure], None],
+        step: Callable[[], int],
+        is_shown: Callable[[], bool],
     ) -> None:
-        self._rank, self._in_flight, self._patience, self._fail, self._step = rank, in_flight, patience, fail, step
+        self._rank, self._in_flight, self._patience, self._fail = rank, in_flight, patience, fail
+        self._step, self._is_shown = step, is_shown
         self._warned_of, self._is_over = "", False
 
     def tick(self, now: float) -> None:
@@ -46,6 +54,6 @@ class DeviceWatch:
             LOG.error("%s", text)  # whoever waits for the device hears of it in no other way before the next step
             self._is_over = True
             self._fail(Failure(Cause.TIMED_OUT, self._rank, self._step(), "", text))
-        elif waiting.what != self._warned_of:
+        elif waiting.what != self._warned_of and not self._is_shown():
             self._warned_of = waiting.what
             LOG.warning("%s", text)

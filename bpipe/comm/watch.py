@@ -87,6 +87,10 @@ class Watch:
     def _place(self) -> tuple[object, ...]:
         return (*self._activity.status()[:4], self._activity.call, self._activity.under_way)
 
+    def shows(self) -> bool:
+        """Tell whether this rank waits now, or what all ranks do was shown in this step."""
+        return self._activity.is_waiting() or self._shown_step >= self._activity.step
+
     def answer(self, asking: int) -> Status:
         """What this rank tells a rank that asks."""
         self._others.add(asking)

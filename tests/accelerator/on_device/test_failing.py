@@ -25,9 +25,9 @@ RANKS, MICROBATCHES, STRUCK = 4, 8, 1  # the rank where it happens, in its secon
 TIMEOUT_S = 2.0
 
 
-def schedule_of(rank: int, module: nn.Module) -> bpipe.BalancedOneFOneB:
+def schedule_of(rank: int, module: nn.Module, **how: Any) -> bpipe.BalancedOneFOneB:
     stage = bpipe.PipelineStage(module.to(KIND), rank, RANKS, KIND)
-    return bpipe.BalancedOneFOneB(stage, MICROBATCHES, loss_fn=nn.functional.mse_loss, timeout_s=TIMEOUT_S)
+    return bpipe.BalancedOneFOneB(stage, MICROBATCHES, loss_fn=nn.functional.mse_loss, **{"timeout_s": TIMEOUT_S, **how})
 
 
 def step_of(schedule: bpipe.BalancedOneFOneB, step: int) -> None:
@@ -176,3 +176,30 @@ def test_a_device_that_waits_too_long_is_told_of(one_thread: None) -> None:
         assert seconds < TIMEOUT_S + 2 or rank == STRUCK
         assert "has waited 2." in why and "timeout_s=2" in why
         assert works_again
+
+
+def behind_a_slow_device(rank: int) -> list[str]:
+    """One rank: what is said while one's device stands for two seconds, and all hosts have gone on."""
+    starts(rank)
+    schedule, gate, said = schedule_of(rank, modules_of(RANKS)[rank], timeout_s=30.0, slow_s=0.3), threading.Event(), []
+    x = batch_of(0, MICROBATCHES).to(KIND)
+    schedule.eval(x)
+    MODULE.synchronize()
+    dist.barrier()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bpipe.comm.device_watch.LOG.warning", lambda text, *values: said.append(text % values))
+        if rank == STRUCK:
+            simulator.enqueue(MODULE.current_stream().stream_id, "stuck", [], [], lambda _: gate.wait())
+        schedule.eval(x)
+        time.sleep(2)
+        dist.barrier()
+        gate.set()
+        MODULE.synchronize()
+    schedule.close()
+    return said
+
+
+def test_a_device_that_waits_long_is_told_of_where_no_host_waits(one_thread: None) -> None:
+    for rank, said in enumerate(run_ranks(behind_a_slow_device, RANKS)):
+        expected = f"the device of rank {rank} has waited "
+        assert [text[: len(expected)] for text in said] == ([expected] if rank != STRUCK else [])
