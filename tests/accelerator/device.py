@@ -23,6 +23,7 @@ def _load() -> Any:
     assert "torch" not in sys.modules, "import tests.accelerator.device before torch: torch looks for CUDA once"
     path = os.environ.setdefault(LIBRARY, str(built(KIND)))
     os.environ.setdefault(MAKE, KIND)
+    os.environ["TORCH_SYMMMEM_IMPLICIT_POOL"] = "0"  # there are no pools of memory, from which torch would take symmetric memory
     for name in ("torch_global_deps", "c10", "torch_cpu", "torch", "torch_python"):
         library = torch_folder() / "lib" / f"lib{name}.so"
         if library.exists():
@@ -53,3 +54,8 @@ def reports() -> list[str]:
     """What the checker found, each with the Python stack behind it; all devices are waited for first."""
     simulator.synchronize_device(-1)
     return [f"{kind}: {text}\n{stack}" for kind, text, stack in simulator.reports()]
+
+
+def unordered() -> list[str]:
+    """Likewise, but for kernels that failed, as those of NCCL do when another rank aborts it."""
+    return [report for report in reports() if not report.startswith("kernel:")]

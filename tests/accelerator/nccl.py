@@ -105,13 +105,13 @@ class SimulatedNCCL:
             assert one.tensor.device.type == KIND and one.tensor.is_contiguous()
             simulator.record_stream(one.tensor, stream.stream_id)
         given, made = ([one for one in posted if one.is_received == is_received] for is_received in (False, True))
-        peer = self._peer
+        peer, num_given = self._peer, len(given)  # the kernel keeps no tensor: its device has their memory for it
 
         def kernel(aliases: Sequence[torch.Tensor]) -> None:
             try:
                 with self.room:
-                    works = [gloo.send([alias], peer, TAG) for alias in aliases[: len(given)]]
-                    works += [gloo.recv([alias], peer, TAG) for alias in aliases[len(given) :]]
+                    works = [gloo.send([alias], peer, TAG) for alias in aliases[:num_given]]
+                    works += [gloo.recv([alias], peer, TAG) for alias in aliases[num_given:]]
                     for work in works:
                         work.wait()
             except RuntimeError:

@@ -123,6 +123,28 @@ class Company:
             end.close()
 
 
+class Companies:
+    """Processes for the cases that leave them alive, by number of ranks; each other case gets its own."""
+
+    def __init__(self) -> None:
+        self._started: dict[int, Company] = {}
+
+    def play(self, case: Case) -> Outcome:
+        if case.is_alone or case.store_on is not None:
+            return Company(case.num_ranks, case.store_on).play(case)
+        if case.num_ranks not in self._started or self._started[case.num_ranks].is_gone:
+            self._started[case.num_ranks] = Company(case.num_ranks)
+        return self._started[case.num_ranks].play(case)
+
+    def dismiss(self) -> dict[int, list[int | None]]:
+        """Let all end by themselves; their exit codes, by number of ranks."""
+        return {size: company.dismiss() for size, company in self._started.items() if not company.is_gone}
+
+    def kill(self) -> None:
+        for company in self._started.values():
+            company.kill()
+
+
 def _patience(case: Case) -> float:
     return (case.bound_s if case.here or case.there else WORK_S) + PATIENCE_S
 
@@ -130,6 +152,7 @@ def _patience(case: Case) -> float:
 def _rank(end: Connection, rank: int, size: int, hosts_store: bool) -> None:
     """A process that plays cases until it is dismissed."""
     from tests.faults.cases import CASES
+    from tests.faults.pipeline import DEVICE
 
     faulthandler.register(signal.SIGUSR1)
     store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if hosts_store else None
@@ -137,6 +160,10 @@ def _rank(end: Connection, rank: int, size: int, hosts_store: bool) -> None:
         end.send(store.port)
     port, pids = end.recv()
     join(rank, size, port)
+    if DEVICE != "cpu":
+        from tests.accelerator import nccl
+
+        nccl.install(nccl=True)
     with suppress(Leave):
         while (name := end.recv()) is not None:
             dist.barrier()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
 from itertools import count
@@ -11,10 +12,12 @@ import torch
 from torch import nn
 
 import bpipe
+from tests.accelerator.build import LIBRARY, make
 from tests.faults.case import Setup, Where
 from tests.models import held_by, mse
 
 WIDTH = 8
+DEVICE = make() if LIBRARY in os.environ else "cpu"  # the simulated one, in processes that have it
 
 Struck = Callable[[int, Where, int, Any], Any]  # the stage, where in it, which call of that, and the value that may be replaced
 
@@ -51,7 +54,7 @@ def batch(m: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @cache
 def expected(num_stages: int, m: int, rows: int) -> list[list[torch.Tensor]]:
-    """The gradients of one process, by stage."""
+    """The gradients of one process on CPU, by stage."""
     modules = cells(num_stages)
     for x, y in zip(*(part.chunk(m) for part in batch(m, rows))):
         (mse(nn.Sequential(*modules)(x), y) / m).backward()
@@ -59,7 +62,7 @@ def expected(num_stages: int, m: int, rows: int) -> list[list[torch.Tensor]]:
 
 
 def gradients_of(modules: list[Cell]) -> list[list[torch.Tensor]]:
-    return [[p.grad for p in module.parameters() if p.grad is not None] for module in modules]
+    return [[p.grad.cpu() for p in module.parameters() if p.grad is not None] for module in modules]
 
 
 class Pipeline:
@@ -74,12 +77,12 @@ class Pipeline:
         self, rank: int, num_ranks: int, setup: Setup, struck: Struck = untouched, held: list[int] | None = None, group: Any = None
     ) -> None:
         self.num_stages, self.m = setup.num_stages or num_ranks, setup.m
-        self.batch = batch(setup.m, setup.rows)
+        self.batch = tuple(part.to(DEVICE) for part in batch(setup.m, setup.rows))
         self.held = held_by(setup.schedule, num_ranks, self.num_stages)[rank] if held is None else held
-        self.modules = [cells(self.num_stages, struck)[stage] for stage in self.held]
+        self.modules = [cells(self.num_stages, struck)[stage].to(DEVICE) for stage in self.held]
         self._struck, self._calls = struck, count()
         placed = zip(self.held, self.modules)
-        stages = [bpipe.PipelineStage(module, stage, self.num_stages, "cpu", group) for stage, module in placed]
+        stages = [bpipe.PipelineStage(module, stage, self.num_stages, DEVICE, group) for stage, module in placed]
         self.schedule = setup.schedule(stages, setup.m, loss_fn=self._loss, **setup.options)
         if setup.balanced is not None:
             self.schedule = bpipe.Balanced(self.schedule, **setup.balanced)

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tests.faults.case import After, Case, Fate, Setup, Where
-from tests.faults.pipeline import Pipeline
+from tests.faults.pipeline import DEVICE, Pipeline
 
 ATTRIBUTES = ("rank", "step", "action", "error")
 
@@ -125,6 +125,12 @@ class Scene:
         again = Pipeline(self.rank, self.case.num_ranks, self.case.setup)
         again.check_step()
         again.schedule.close()
+        if DEVICE != "cpu":
+            from tests.accelerator.device import simulator, unordered
+
+            found = unordered()
+            simulator.clear_reports()
+            assert not found, found[0]
 
 
 def until_the_strike(scene: Scene) -> None:

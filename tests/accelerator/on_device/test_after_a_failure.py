@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from tests.accelerator.device import reports, simulator
+from tests.accelerator.device import simulator, unordered
 from tests.accelerator.work import failing_as_rank, failing_in_loopback
 from tests.ranks import run_ranks
 from tests.thinned import thinned
@@ -18,11 +18,6 @@ PLACES = ("forward", "backward")
 
 def usual(name: str, where: str) -> bool:
     return (name, where) in (("balanced_1f1b", "backward"), ("host", "forward"))
-
-
-def unordered() -> list[str]:
-    """What the checker reported; but for kernels that failed, as those of NCCL do when another rank aborts it."""
-    return [report for report in reports() if not report.startswith("kernel:")]
 
 
 @pytest.mark.parametrize(("name", "where"), thinned(product(NAMES, PLACES), usual))

@@ -1,0 +1,35 @@
+"""The fault suite over the simulated NCCL: each fault ends on every rank as it does on CPU, in the same time, without a race."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.faults.case import Case
+from tests.faults.cases import GROUPS
+from tests.faults.checks import check
+from tests.faults.harness import Companies
+from tests.thinned import thinned
+
+# What works on CPU and looks like trouble: its modules are those of tests/models, and test_equality.py is the device's.
+CASES = {case.name: case for name, group in GROUPS.items() if name != "What looks like trouble and is none" for case in group}
+EVERY = 4  # of which one runs in `make test`
+
+
+@pytest.fixture(scope="module")
+def companies() -> Iterator[Companies]:
+    started = Companies()
+    yield started
+    started.kill()
+
+
+@pytest.mark.parametrize("name", thinned(list(CASES), lambda name: list(CASES).index(name) % EVERY == 0))
+def test_case(name: str, companies: Companies, one_thread: None) -> None:
+    case: Case = CASES[name]
+    check(case, companies.play(case))
+
+
+def test_ranks_that_saw_all_this_end_well(companies: Companies) -> None:
+    for size, codes in companies.dismiss().items():
+        assert codes == [0] * size
