@@ -36,7 +36,7 @@ def _follow_threads(simulator: Any) -> None:
     def joining(self: Any, timeout: float | None = None) -> None:
         join(self, timeout)
         if not self.is_alive():
-            simulator.learn(getattr(self, "_known_at_end", []))
+            simulator.learn(getattr(self, "_known_at_end", ([], [])))
 
     threading.Thread.start, threading.Thread.join = starting, joining  # type: ignore[method-assign]
 

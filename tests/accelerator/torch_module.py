@@ -212,7 +212,10 @@ def _install_memory(module: Any, simulator: Any) -> None:
     module.max_memory_allocated = lambda device=None: statistics(device)["peak"]
     module.memory_reserved = reserved
     module.max_memory_reserved = lambda device=None: statistics(device)["peak_held"]
-    module.mem_get_info = lambda device=None: (statistics(device)["capacity"] - reserved(device), statistics(device)["capacity"])
+    module.mem_get_info = lambda device=None: (
+        statistics(device)["capacity"] - statistics(device)["symmetric"] - reserved(device),
+        statistics(device)["capacity"],
+    )
     module.reset_peak_memory_stats = lambda device=None: simulator.reset_peak(_index(device))
     module.memory_stats = lambda device=None: {
         "allocated_bytes.all.current": statistics(device)["allocated"],

@@ -29,6 +29,19 @@ struct Access {
   std::string operation;
 };
 
+struct Touch;
+// An operation as it runs: what its stream knows of this process, and what of others.
+struct Place {
+  int place;
+  Clock here, elsewhere;
+  std::string operation;
+};
+// What checks accesses to memory that several processes reach (peers.h), under G. True: a race was found, and its text is there.
+struct Shared {
+  virtual bool touch(const Touch& touch, const Place& at, std::string& text) = 0;
+  virtual ~Shared() = default;
+};
+
 struct Block {
   std::shared_ptr<char> memory;
   char* begin;
@@ -38,6 +51,7 @@ struct Block {
   uint64_t id;
   std::vector<Access> accesses;
   std::set<int> recorded;  // the streams that record_stream() named
+  Shared* shared = nullptr;  // by several processes: it checks in place of what follows
 };
 using BlockP = std::shared_ptr<Block>;
 

@@ -14,16 +14,14 @@ struct Event {
     if (device < 0) device = stream->device;
     TORCH_CHECK(device == stream->device, "an event of device ", device, " was recorded on a stream of device ", stream->device);
     join(stream->clock, host_clock());
-    moment = std::make_shared<Moment>();
-    moment->clock = stream->clock;
-    stream->push([moment = moment] { moment->reach(); });
+    moment = end_of(number);
   }
   void block(int number) const {
     if (!moment) return;
     std::lock_guard<std::mutex> lock(G);
     auto* stream = stream_of(number);
     join(stream->clock, moment->clock);
-    stream->push([moment = moment] { moment->wait(); }, true);
+    stream->wait_for(moment);
   }
   void ask() const {
     std::lock_guard<std::mutex> lock(G);
@@ -34,7 +32,7 @@ struct Event {
     if (!moment) return true;
     if (!moment->was_reached()) return false;
     std::lock_guard<std::mutex> lock(G);
-    join(host_clock(), moment->clock);
+    learn(moment);
     return true;
   }
   // A look that teaches the host nothing: that it came in time orders nothing that comes after it.
@@ -48,7 +46,7 @@ struct Event {
     auto waited = moment;
     without_python([&] { waited->wait(); });
     std::lock_guard<std::mutex> lock(G);
-    join(host_clock(), waited->clock);
+    learn(waited);
     ++num_host_waits;
   }
   double milliseconds_to(const Event& end) const {

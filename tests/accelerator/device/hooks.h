@@ -26,6 +26,12 @@ struct Hooks : Interface {
   }
   at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
   bool isPinnedPtr(const void* pointer) const override { return is_pinned(pointer); }
+  c10::Device getDeviceFromPtr(void* pointer) const override {
+    auto block = block_at(pointer);
+    TORCH_CHECK(block && !block->is_pinned, "The specified pointer resides on host memory and is not registered with the device.");
+    std::lock_guard<std::mutex> lock(G);
+    return {DEVICE, (DeviceIndex)stream_of(block->stream)->device};
+  }
 };
 
 struct CUDAHooks final : Hooks<at::CUDAHooksInterface> {

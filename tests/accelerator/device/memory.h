@@ -31,6 +31,7 @@ struct DeviceMemory {
   int64_t peak = 0;       // of what is allocated
   int64_t peak_held = 0;  // likewise with what cannot be handed out yet
   int64_t capacity = int64_t(1) << 34;
+  int64_t symmetric = 0;  // bytes of symmetric memory, of which the allocator knows nothing
   int64_t asked = 0;    // events of another device that were asked for while it was the current one: CUDA makes room for that
   int64_t pinned = 0;   // bytes of the host that were pinned while it was the current device: it keeps room for them
   int64_t retries = 0;  // how often it was full, and waited for all that runs
@@ -80,14 +81,15 @@ inline bool take_memory(Block& block, int device, size_t& first_report) {
   int64_t size = block.size;
   block.id = next_block++;
   reclaim();
-  if (memory.allocated + memory.deferred + size > memory.capacity) {  // as cudaFree of what is cached
+  auto fits = [&] { return memory.allocated + memory.deferred + memory.symmetric + size <= memory.capacity; };
+  if (!fits()) {  // as cudaFree of what is cached
     ++memory.retries;
     lock.unlock();
     synchronize_device(device);
     lock.lock();
     reclaim();
   }
-  TORCH_CHECK_WITH(OutOfMemoryError, memory.allocated + memory.deferred + size <= memory.capacity, "CUDA out of memory (simulated)");
+  TORCH_CHECK_WITH(OutOfMemoryError, fits(), "CUDA out of memory (simulated)");
   first_report = reports.size();
   memory.allocated += size;
   memory.peak = std::max(memory.peak, memory.allocated);
@@ -192,24 +194,24 @@ inline int unpin(size_t address) {
   return 0;
 }
 
-inline bool is_pinned(const void* pointer) {
-  std::lock_guard<std::mutex> lock(G);
-  for (auto& [id, block] : live)
-    if (block->is_pinned && pointer >= block->begin && pointer < block->begin + block->size) return true;
-  return false;
-}
-
 // The block that a storage has from the allocator; none for an alias of memory, such as DLPack makes.
 inline BlockP own_block_of(const c10::DataPtr& pointer) {
   return pointer.get_deleter() == &free_block && pointer.get_context() ? *static_cast<BlockP*>(pointer.get_context()) : nullptr;
 }
-// The block in which a storage lies, whoever has it.
-inline BlockP block_of(const c10::DataPtr& pointer) {
-  if (auto own = own_block_of(pointer)) return own;
+inline BlockP block_at(const void* pointer) {
   std::lock_guard<std::mutex> lock(G);
   for (auto& [id, block] : live)
-    if (pointer.get() >= block->begin && pointer.get() < block->begin + block->size) return block;
+    if (pointer >= block->begin && pointer < block->begin + block->size) return block;
   return nullptr;
+}
+inline bool is_pinned(const void* pointer) {
+  auto block = block_at(pointer);
+  return block && block->is_pinned;
+}
+// The block in which a storage lies, whoever has it.
+inline BlockP block_of(const c10::DataPtr& pointer) {
+  auto own = own_block_of(pointer);
+  return own ? own : block_at(pointer.get());
 }
 inline BlockP block_of(const c10::StorageImpl* storage) {
   return block_of(const_cast<c10::StorageImpl*>(storage)->_mutable_data_ptr_no_checks());

@@ -4,6 +4,7 @@
 #include "autocast.h"
 #include "collectives.h"
 #include "hooks.h"
+#include "peers.h"
 
 namespace sim {
 
@@ -47,6 +48,7 @@ static bool is_registered = [] {
   if (auto devices = std::getenv("SIMULATED_DEVICES")) num_devices = std::max(1, std::atoi(devices));
   c10::SetAllocator(DEVICE, &device_allocator);
   register_hooks();
+  register_symmetric_memory();
   return true;
 }();
 
@@ -55,7 +57,8 @@ static std::map<std::string, int64_t> statistics(int device) {
   auto& memory = memory_of[device];
   return {{"allocated", memory.allocated},   {"deferred", memory.deferred}, {"peak", memory.peak},
           {"peak_held", memory.peak_held},   {"capacity", memory.capacity}, {"retries", memory.retries},
-          {"pinned", memory.pinned},         {"asked", memory.asked},         {"host_waits", num_host_waits},    {"operations", num_operations}, {"streams", (int64_t)streams.size()}};
+          {"pinned", memory.pinned},         {"asked", memory.asked},       {"symmetric", memory.symmetric},
+          {"host_waits", num_host_waits},    {"operations", num_operations}, {"streams", (int64_t)streams.size()}};
 }
 
 // The host reads or writes a tensor's bytes itself, as gloo does with pinned memory.
@@ -134,7 +137,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("record_stream", [](const at::Tensor& tensor, int number) { record_stream(tensor.storage().data_ptr(), number); });
   module.def("begin_thread", &begin_thread);
   module.def("known_here", &known_here);
-  module.def("learn", &learn);
+  module.def("learn", [](const Known& known) { learn(known); });
+  module.def("told", &told);
+  module.def("hear", &hear);
   module.def("host_touch", &host_touch);
   module.def("pin", &pin);
   module.def("unpin", &unpin);

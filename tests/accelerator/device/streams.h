@@ -28,6 +28,7 @@ struct Moment {
   bool is_reached = false;
   std::chrono::steady_clock::time_point when;
   Clock clock;
+  Clock elsewhere;  // once it is reached
 
   void reach() {
     {
@@ -78,7 +79,8 @@ class Connection {
 
 struct StreamQueue {
   int number, device;
-  Clock clock;
+  Clock clock;      // when all that is queued has run
+  Clock elsewhere;  // what is known of other processes by what runs now, under G: it comes with signals (peers.h)
   std::mt19937 random;
 
   StreamQueue(int number, int device, Connection* connection)
@@ -104,8 +106,23 @@ struct StreamQueue {
   }
   MomentP mark() {
     auto moment = std::make_shared<Moment>();
-    push([moment] { moment->reach(); });
+    push([this, moment] {
+      {
+        std::lock_guard<std::mutex> lock(G);
+        moment->elsewhere = elsewhere;
+      }
+      moment->reach();
+    });
     return moment;
+  }
+  void wait_for(const MomentP& moment) {
+    push(
+        [this, moment] {
+          moment->wait();
+          std::lock_guard<std::mutex> lock(G);
+          join(elsewhere, moment->elsewhere);
+        },
+        true);
   }
 
  private:
@@ -173,24 +190,30 @@ inline std::vector<StreamQueue*> streams;  // by number, never destroyed: their 
 // joined, or handed a result; all others, such as autograd's, share the first one.
 struct HostThread {
   int place;
-  Clock clock;
+  Clock clock, elsewhere;
 };
-inline HostThread first_thread{place_of_thread(0), {}};
+inline HostThread first_thread{place_of_thread(0), {}, {}};
 inline thread_local HostThread* own_thread = nullptr;
 inline HostThread& host_thread() { return own_thread ? *own_thread : first_thread; }
 inline Clock& host_clock() { return host_thread().clock; }
 inline void begin_thread() {  // in it
   static int number = 0;
   std::lock_guard<std::mutex> lock(G);
-  own_thread = new HostThread{place_of_thread(++number), {}};  // a thread that has ended may still have memory in a report
+  own_thread = new HostThread{place_of_thread(++number), {}, {}};  // a thread that has ended may still have memory in a report
 }
-inline Clock known_here() {
+using Known = std::pair<Clock, Clock>;  // of this process and of others
+inline Known known_here() {
   std::lock_guard<std::mutex> lock(G);
-  return host_clock();
+  return {host_thread().clock, host_thread().elsewhere};
 }
-inline void learn(const Clock& known) {
+inline void learn(const Known& known) {
   std::lock_guard<std::mutex> lock(G);
-  join(host_clock(), known);
+  join(host_thread().clock, known.first);
+  join(host_thread().elsewhere, known.second);
+}
+inline void learn(const MomentP& moment) {  // under G: the host has waited for it
+  join(host_thread().clock, moment->clock);
+  join(host_thread().elsewhere, moment->elsewhere);
 }
 inline std::map<int, std::string> running;  // what each stream does now
 inline thread_local int current_device = 0;
@@ -237,6 +260,21 @@ inline int set_current_stream(int number) {
   return before;
 }
 
+// An operation that begins with what the host knew of other processes, and enters the accesses that these see.
+inline Work enters_elsewhere(StreamQueue* stream, const std::vector<Touch>& shared, Place at, const std::string& stack, Work work) {
+  if (shared.empty() && at.elsewhere.empty()) return work;
+  return [=, at = std::move(at)]() mutable {
+    {
+      std::lock_guard<std::mutex> lock(G);
+      join(stream->elsewhere, at.elsewhere);
+      at.elsewhere = stream->elsewhere;
+      for (auto& one : shared)
+        if (std::string text; one.block->shared->touch(one, at, text) && checking) reports.push_back({"race", text, stack});
+    }
+    work();
+  };
+}
+
 // Queue an operation, and enter what it reads and writes.
 inline void enqueue(int number, const std::string& operation, const std::vector<Touch>& touches, Work work) {
   auto named = [number, operation, work = std::move(work)] {
@@ -255,6 +293,9 @@ inline void enqueue(int number, const std::string& operation, const std::vector<
   };
   bool found = false;
   size_t from;
+  std::vector<Touch> shared;
+  std::copy_if(touches.begin(), touches.end(), std::back_inserter(shared), [](auto& one) { return one.block->shared; });
+  auto stack = shared.empty() ? std::string() : python_stack();
   {
     std::lock_guard<std::mutex> lock(G);
     auto* stream = stream_of(number);
@@ -263,8 +304,8 @@ inline void enqueue(int number, const std::string& operation, const std::vector<
     join(stream->clock, host_clock());
     tick(stream->clock, place_of_stream(number));
     if (checking)
-      for (auto& one : touches) found |= touch(one, place_of_stream(number), stream->clock, operation);
-    stream->push(named);
+      for (auto& one : touches) found |= !one.block->shared && touch(one, place_of_stream(number), stream->clock, operation);
+    stream->push(enters_elsewhere(stream, shared, {place_of_stream(number), stream->clock, host_thread().elsewhere, operation}, stack, named));
   }
   if (found) explain(from);
 }
@@ -297,7 +338,7 @@ inline void synchronize(int number) {
   }
   without_python([&] { moment->wait(); });
   std::lock_guard<std::mutex> lock(G);
-  join(host_clock(), moment->clock);
+  learn(moment);
 }
 inline void synchronize_device(int device) {
   std::vector<int> numbers;
@@ -320,7 +361,7 @@ inline bool is_idle(int number) {
     if (!moment->changed.wait_for(lock, std::chrono::milliseconds(1), [&] { return moment->is_reached; })) return false;
   }
   std::lock_guard<std::mutex> lock(G);
-  join(host_clock(), moment->clock);
+  learn(moment);
   return true;
 }
 
