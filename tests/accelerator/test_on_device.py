@@ -1,9 +1,8 @@
-"""What runs on the simulated device, each file in a process of its own, into which the device is loaded before torch."""
+"""What runs on the simulated device, in processes of its own, into which the device is loaded before torch."""
 
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +12,7 @@ import pytest
 from tests.accelerator.build import LIBRARY, MAKE, built, why_not
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = {"on_device": "cuda", "on_second_make": "accel"}  # with the make of device on which their files run
-FILES = sorted(path.relative_to(ROOT) for folder in FOLDERS for path in (Path(__file__).parent / folder).glob("test_*.py"))
-EXHAUSTIVE = [path for path in FILES if {"exhaustive", "thinned"} & set(re.findall(r"\w+", (ROOT / path).read_text()))]
+PARTS = 3  # of the larger folder: a process takes seconds to load torch, the device and what its ranks need
 WHY_NOT = why_not()
 
 pytestmark = [
@@ -24,22 +21,26 @@ pytestmark = [
 ]
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_on_device(path: Path) -> None:
-    run(path)
+def files(folder: str, part: int = 0, parts: int = 1) -> list[str]:
+    every = sorted((Path(__file__).parent / folder).glob("test_*.py"))
+    return [str(path.relative_to(ROOT)) for path in every[part::parts]]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("path", EXHAUSTIVE, ids=lambda path: path.stem)
-def test_all_on_device(path: Path) -> None:
-    run(path, "-m", "exhaustive")
+@pytest.mark.parametrize("marked", ["", pytest.param("exhaustive", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("part", range(PARTS))
+def test_on_device(part: int, marked: str) -> None:
+    run("cuda", files("on_device", part, PARTS), marked)
 
 
-def run(path: Path, *arguments: str) -> None:
-    command = [sys.executable, "-m", "tests.accelerator", "-q", "--no-header", str(path), *arguments]
-    make = FOLDERS[path.parent.name]
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("marked", ["", pytest.param("exhaustive", marks=pytest.mark.exhaustive)])
+def test_on_second_make(marked: str) -> None:
+    run("accel", files("on_second_make"), marked)
+
+
+def run(make: str, paths: list[str], marked: str) -> None:
+    command = [sys.executable, "-m", "tests.accelerator", "-q", "--no-header", *paths, *(["-m", marked] if marked else [])]
     # Not a part of this run: its tests would wait for their turn behind whoever waits for this one to end (tests/conftest.py).
     ours = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment = ours | {MAKE: make, LIBRARY: str(built(make))}

@@ -18,6 +18,7 @@ from tests.ranks import RankError, run_ranks
 from tests.thinned import thinned
 
 STUCK_S = 12.0  # for what takes two
+ANY = 64  # transfers in flight: more than there are
 
 CASES = [  # schedule, ranks, hardware queues, NCCL's kernels at a time (0: any number)
     *[("balanced_1f1b", 4, queues, 0) for queues in (8, 4, 2, 1)],
@@ -54,12 +55,12 @@ def on_device(
         from bpipe.comm.c10d import C10dTransport
 
         C10dTransport.waits_on_device = property(lambda self: False, lambda self, _: None)  # type: ignore[assignment]
-    how = {"transfers_at_once": at_once or kernels} if kernels else {}
+    how = {"transfers_at_once": at_once or kernels} if at_once or kernels else {}
     return as_rank(rank, name, KIND, num_ranks=num_ranks, **how), reports()
 
 
 def usual(name: str, num_ranks: int, queues: int, kernels: int) -> bool:
-    return (name, queues) in (("balanced_1f1b", 2), ("parts", 1), ("zbv", 8))
+    return (name, queues) in (("balanced_1f1b", 2), ("parts", 1))
 
 
 @pytest.mark.parametrize(("name", "num_ranks", "queues", "kernels"), thinned(CASES, usual))
@@ -72,7 +73,7 @@ def test_over_nccl(name: str, num_ranks: int, queues: int, kernels: int, one_thr
 
 @pytest.mark.exhaustive
 def test_over_nccl_the_order_of_issue_is_what_it_takes() -> None:
-    as_before = partial(on_device, nccl=True, in_turn=False)
+    as_before = partial(on_device, nccl=True, in_turn=False, at_once=ANY)  # which is safe in the order of issue alone
     run_ranks(as_before, 4, "balanced_1f1b", 4, 0, 0)
     with pytest.raises(RankError, match="died without a word"):
         run_ranks(partial(as_before, gives_up=True), 4, "balanced_1f1b", 4, 1, 0)
@@ -81,10 +82,10 @@ def test_over_nccl_the_order_of_issue_is_what_it_takes() -> None:
 @pytest.mark.exhaustive
 def test_over_nccl_more_in_flight_than_have_room_stand_still() -> None:
     with pytest.raises(RankError, match="died without a word"):
-        run_ranks(partial(on_device, nccl=True, at_once=64, gives_up=True), 4, "balanced_1f1b", 4, 8, 1)
+        run_ranks(partial(on_device, nccl=True, at_once=ANY, gives_up=True), 4, "balanced_1f1b", 4, 8, 1)
 
 
-@pytest.mark.parametrize("name", ["balanced_1f1b", "parts"])
+@pytest.mark.parametrize("name", thinned(["balanced_1f1b", "parts"], lambda name: name == "parts"))
 def test_over_gloo(name: str, one_thread: None) -> None:
     found = run_ranks(partial(on_device, nccl=False), 4, name, 4, 1, 0)
     for (results, reported), expected in zip(found, run_ranks(on_cpu, 4, name, 4)):

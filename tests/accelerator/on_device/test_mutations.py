@@ -44,8 +44,8 @@ def over(rank: int, mutation: Mutation, nccl: bool) -> list[str]:
 
 
 def some_of(mutations: Sequence[Mutation]) -> list[Any]:
-    """Every fourth mutation; the others are exhaustive."""
-    marks = [() if index % 4 == 0 else pytest.mark.exhaustive for index in range(len(mutations))]
+    """Every eighth mutation; the others are exhaustive."""
+    marks = [() if index % 8 == 0 else pytest.mark.exhaustive for index in range(len(mutations))]
     return [pytest.param(one, id=one.name, marks=mark) for one, mark in zip(mutations, marks)]
 
 

@@ -37,7 +37,7 @@ def fresh(one_thread: None) -> Iterator[None]:
     simulator.clear_reports()
 
 
-@pytest.mark.parametrize("name", ["balanced_1f1b", "bytes", "parts", "host", "recompute"])
+@pytest.mark.parametrize("name", thinned(["balanced_1f1b", "bytes", "parts", "host", "recompute"], ("bytes", "host").__contains__))
 def test_loopback(name: str) -> None:
     on_device, on_cpu = in_loopback(name, KIND, steps=STEPS), in_loopback(name, "cpu", steps=STEPS)
     assert_same(on_device, on_cpu)
@@ -103,7 +103,7 @@ def dropping_in_one_process() -> list[torch.Tensor]:
     return [*results_of(modules), torch.cat(outputs)]
 
 
-@pytest.mark.parametrize("name", ["balanced_1f1b", "recompute"])
+@pytest.mark.parametrize("name", thinned(["balanced_1f1b", "recompute"], lambda name: name == "recompute"))
 def test_random_numbers(name: str) -> None:
     modules = [module.to(KIND) for module in dropping_modules()]
     MODULE.manual_seed(SEED)
