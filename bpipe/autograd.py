@@ -111,7 +111,7 @@ class Alone:
     """Calls nodes of a graph as a backward does, but for their hooks, which do not run."""
 
     def __init__(self) -> None:
-        self._calls = list[Callable[[], None]]()
+        self._calls: list[Callable[[], None]] = []
 
     @cached_property
     def _start(self) -> tuple[GradientEdge, torch.Tensor]:

@@ -114,8 +114,8 @@ def _memory(gradients: list[torch.Tensor | None], versions: list[int]) -> Callab
     """A hook that keeps what a node gets, as its other hooks have left it."""
 
     def hook(_: Gradients, arriving: Gradients) -> None:
-        gradients.extend(arriving)
-        versions.extend(_versions(arriving))
+        gradients[:] = arriving
+        versions[:] = _versions(arriving)
 
     return hook
 
