@@ -1,4 +1,4 @@
-"""bpipe: activation memory of a pipeline as something to schedule across its ranks.
+"""bpipe schedules the activation memory of a pipeline across its ranks.
 
 The public names are loaded on first use, so that `import bpipe` and `import bpipe.schedules` need no torch.
 """
@@ -138,7 +138,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _check_torch() -> None:
-    """Say clearly when torch is too old, instead of failing somewhere inside."""
+    """Raise an ImportError if torch is too old, instead of failing somewhere deep inside."""
     import torch
 
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:

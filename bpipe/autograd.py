@@ -1,8 +1,8 @@
 """A stage's forward and backward as pieces of one graph, cut so that autograd alone owns what it saved.
 
-A leaf input would be owned by its AccumulateGrad node, and an output by whoever keeps it for the backward. So a stage is
-entered through a function that takes aliases and boxes the incoming gradients, and left with the edge of each output
-instead of the output.
+A leaf input would be owned by its AccumulateGrad node, and an output by the code that keeps it for the backward.
+So a stage is entered through a function that makes aliases and puts the incoming gradients into a box, and it is left with the
+edge of each output instead of the output.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Box:
 
     Args:
         size: how many inputs need a gradient.
-        anchor: a leaf to which all ways to these inputs lead on; None if there are none.
+        anchor: a leaf behind all these inputs, to which every path through them leads; None if there are none.
     """
 
     def __init__(self, size: int = 0, anchor: torch.Tensor | None = None) -> None:
@@ -45,7 +45,7 @@ class _Entry(torch.autograd.Function):
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, and no view of the tensor: the stage may change its input in place."""
+    """Return a tensor over the same memory that is not a view, because the stage may change its input in place."""
     storage, offset = tensor.untyped_storage(), tensor.storage_offset()
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, offset, tensor.shape, tensor.stride())
 
@@ -70,7 +70,7 @@ def enter(tensors: Sequence[torch.Tensor], requires_grad: Sequence[bool]) -> tup
 
 
 def edges_of(tensors: Sequence[torch.Tensor]) -> list[GradientEdge]:
-    """Where the gradients of those tensors that need one enter the graph."""
+    """Return the edges at which gradients enter the graph, for those tensors that need one."""
     return [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
 
 
@@ -81,12 +81,12 @@ def run_backward(
     inputs: Sequence[GradientEdge] | None = None,
     retain_graph: bool = False,
 ) -> None:
-    """Run a backward from the edges whose gradient is there.
+    """Run a backward from the edges that have a gradient.
 
     Args:
-        edges: where it starts.
+        edges: where the backward starts.
         gradients: one for each edge, or None.
-        inputs: the leaves to which it goes; default: all.
+        inputs: the edges at which it ends; default: all leaves.
         retain_graph: keep what the graph saved, for another run.
     """
     pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
@@ -96,7 +96,7 @@ def run_backward(
 
 
 def go_on(results: Iterable[tuple[GradientEdge, torch.Tensor | None]]) -> None:
-    """Go on with a backward behind a node that was called alone, to all leaves.
+    """Continue a backward past a node that was called alone, down to all leaves.
 
     Args:
         results: what the node computed for each of its edges; autograd fits it to the edge as in a backward that runs the node.
@@ -108,29 +108,29 @@ def go_on(results: Iterable[tuple[GradientEdge, torch.Tensor | None]]) -> None:
 
 
 class Alone:
-    """Calls nodes of a graph as a backward does, but for their hooks, which do not run."""
+    """Calls nodes of a graph as a backward does, except that their hooks do not run."""
 
     def __init__(self) -> None:
         self._calls: list[Callable[[], None]] = []
 
     @cached_property
     def _start(self) -> tuple[GradientEdge, torch.Tensor]:
-        """Where such a backward starts, and with what: made for the first node that is called, which many halves have none of."""
+        """The edge and the gradient that such a backward starts from, made at the first call because many halves call no node."""
         calls = self._calls
         gate = torch.empty(0, device="cpu", requires_grad=True)  # whose hook runs on the caller's thread and stream
         gate.register_hook(lambda _: calls.pop()())
         return get_gradient_edge(gate), torch.empty(0, device="cpu")
 
     def call(self, node: Node, gradients: Sequence[torch.Tensor | None], edges: Iterable[GradientEdge]) -> Sequence[Any]:
-        """Compute what a node has for some of its edges.
+        """Compute the gradients that a node gives to some of its edges.
 
-        What a node computes depends on the backward that it runs in. So a backward runs here that has all of these edges as
-        its ends, and calls the node from its only hook.
+        What a node computes depends on the backward that it runs in. So this runs a backward that has all of these edges as
+        its ends, and calls the node from the only hook of that backward.
 
         Args:
-            node: to be called.
-            gradients: of its outputs.
-            edges: those of its own for which there is to be a result.
+            node: the node to call.
+            gradients: those of its outputs.
+            edges: those of its own edges that need a result.
 
         Returns:
             For each edge that the node has, its result or None.
@@ -145,7 +145,7 @@ class Alone:
 def _run_engine(
     edges: tuple[GradientEdge, ...], gradients: tuple[torch.Tensor, ...], captured: tuple[GradientEdge, ...] = ()
 ) -> None:
-    """Run autograd's engine without the checks of `torch.autograd.backward`, which know no gradients that are yet to be fitted."""
+    """Run autograd's engine without the checks of `torch.autograd.backward`, which reject gradients not yet fitted to an edge."""
     Variable._execution_engine.run_backward(
         edges, gradients, bool(captured), False, captured, allow_unreachable=True, accumulate_grad=not captured
     )

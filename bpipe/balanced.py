@@ -1,4 +1,4 @@
-"""Any schedule, balanced in bytes: sizes come from the first real step, and the plan is made anew when they change."""
+"""Any schedule, balanced in bytes: sizes come from the first real step, and the plan is made again when they change."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ from bpipe.schedules.sizes import Sizes
 __all__ = ["Balanced"]
 
 RESERVE_BYTES = 2**30
-GUEST_CHANNELS = 4  # that a plan opens on a rank: its own guests go and come back, and another rank's
-LATEST, OFTEN = 20, 16  # steps: of so many, so many that measure are worth a warning
+GUEST_CHANNELS = 4  # opened by a plan on a rank: its own guests go and come back, and so do another rank's
+LATEST, OFTEN = 20, 16  # steps: it warns when OFTEN of the LATEST ones have measured
 
 
 class Balanced(Schedule):
     """A schedule whose ranks keep within a budget of bytes: what does not fit is evicted to ranks with room.
 
-    The order of computations is the schedule's, and so are the gradients, to the bit. The first step, and each first one with
-    inputs of other shapes or with modules that have changed (docs/composing.md), measures. It runs one microbatch at a time, which
-    needs no more memory than the later steps: ranks take turns in it, so it may take p times as long. Before the second one the
-    ranks exchange what they measured, make the plan and prove it, the same on all. Sizes that grow although shapes are the same
-    are noticed as `schedule.stats` counts them, and measured anew; where they vary within a step, plans leave a `margin`.
+    The order of computations is the schedule's, and so are the gradients, to the bit. The first step measures, and so does
+    each first step with inputs of new shapes or with modules that have changed (docs/composing.md). It runs one microbatch at a
+    time, which needs no more memory than the later steps: ranks take turns in it, so it may take p times as long. Before the second
+    step the ranks exchange what they measured, and all make and prove the same plan. Sizes that grow although shapes are the same
+    are noticed as `schedule.stats` counts them, and measured again; where they vary within a step, plans leave a `margin`.
 
     Where the order decides about results, a step that measures keeps the schedule's own, on all ranks: where stages of a rank
     share a parameter or a buffer, or one of them has a Dropout, RReLU, RNN or MultiheadAttention that draws random numbers. What
@@ -71,17 +71,17 @@ class Balanced(Schedule):
 
     A rank's bytes are those of its parameters, gradients, buffers and optimizer states, of what its modules hold besides, of the
     outputs and losses that a step returns, of saved activations, messages between stages, and rooms for guests. Optimizers make
-    their states in their first step, and only they know how large: the step of the pipeline after it counts them, makes the plan
-    anew without measuring again, and raises a BudgetError on all ranks if a budget has no room for them. Weights that FSDP
-    gathers do not count, nor what operations need for a moment while they run.
+    their states in their first step, and only they know how large these are: the pipeline's next step counts them, makes a new
+    plan without measuring again, and raises a BudgetError on all ranks if a budget has no room for them. Weights that FSDP
+    gathers do not count, nor does memory that operations need only while they run.
 
     Args:
         schedule: what to balance, of any class and not yet used; use the balanced one in its place. Its own `slots` are dropped.
         budget: the most bytes that each rank may use, static ones included, one number or one for each rank of the plan (None:
             no limit); "auto": on CUDA what the rank uses already and what is free when the plan is made, less `reserve_bytes`,
             on CPU as low as possible; "lowest": as low as possible; None: count microbatches, as `BalancedOneFOneB` does.
-        parts: into how many parts, at most 64, a microbatch may be cut, each of which can move by itself: whole storages, so
-            there are never more than it saves.
+        parts: the most parts, up to 64, into which a microbatch may be cut, each of which can move by itself. Parts are whole
+            storages, so there are never more of them than it saves.
         inside: whether parts also leave and return inside forwards and backwards, which reaches the mean of the ranks. Where a
             part is cut off, operations may hold up to one part and one message more than is planned.
         to: who may take a rank's guests; default: its pair p-1-x, then any rank with room. `Destinations(host="last")` lets
@@ -107,10 +107,10 @@ class Balanced(Schedule):
             then, as with budget=None, and need the memory for that: on one stage a rank, at most ceil((p+2)/2) microbatches.
         margin: of a stage whose microbatches took different memory in one step (stochastic depth, sizes that depend on data),
             plan for the largest that was seen and this share of its saved bytes more, so that not each new largest one is
-            measured anew; 0.1 is a tenth. Stages that never varied, and `sizes`, are planned for as they are.
+            measured again; 0.1 is a tenth. Stages that never varied, and `sizes`, get no margin.
 
     Raises:
-        ConfigurationError: arguments that cannot work together, or a schedule that has run or is balanced already.
+        ConfigurationError: the arguments cannot work together, or the schedule has run or is balanced already.
         BudgetError: a budget that cannot be met, when the sizes are known: here, or with measured ones on all ranks in the
             second step, before anything is sent; with the states of optimizers in the step after theirs.
         AgreementError: in the second step, replicas with different sizes.
@@ -158,13 +158,13 @@ class Balanced(Schedule):
         self._policy.check(schedule.plan)
         self._is_lowest = budget == "lowest" or (budget == "auto" and not is_asynchronous(schedule._transport.device))
         self._reserve_bytes, self._replicas = reserve_bytes, replicas
-        self._base = computations_only(schedule.plan)
+        self._plain, self._base = schedule.plan, computations_only(schedule.plan)
         self._first_plan = self._plan_before_measuring()
         self._one_at_a_time = None if self._first_plan is not None else finish(one_at_a_time(self._base))
         self._in_order: Plan | None = None  # the other one that measures, where it was needed
         self._shapes = KnownShapes()
         self._comparisons = Comparisons()
-        self._revision = 0  # how often this rank has asked to measure anew
+        self._revision = 0  # how often this rank has asked to measure again
         self._revisions: tuple[int, ...] = ()  # of all ranks, in the latest step that trained
         self._recent: deque[bool] = deque(maxlen=LATEST)  # whether the latest steps measured
         self._has_warned = False
@@ -177,12 +177,14 @@ class Balanced(Schedule):
             self._check_fullest(self._first_plan)
         self._memory.is_inside, self._memory.grows = inside, self._one_at_a_time is not None
         self._memory.most_parts = {s: parts if sizes is None else len(sizes.stages[s].parts) for s in self._stages}
-        asked = f"{self._policy} {replicas is not None}"
-        for is_training, (plan, fingerprint) in self._plans.items():
-            self._plans[is_training] = Proven(plan, hashlib.sha256(f"{fingerprint} {asked}".encode()).hexdigest()[:32])
+
+    def _proven(self, plan: Plan) -> Proven:
+        """Return a plan with a fingerprint of it and of what was asked for, which the ranks must agree on before they measure."""
+        asked = f"{plan.fingerprint()} {self._policy} {self._replicas is not None}"
+        return Proven(plan, hashlib.sha256(asked.encode()).hexdigest()[:32])
 
     def _plan_before_measuring(self) -> Plan | None:
-        """The plan to train with, if nothing has to be measured for it."""
+        """Make the plan to train with; return None if sizes have to be measured for it first."""
         policy, sizes = self._policy, self._policy.sizes
         if policy.budget is None:
             return policy.plan_by_count(self._base)
@@ -193,7 +195,7 @@ class Balanced(Schedule):
         return policy.plan_in_bytes(self._base, sizes, None if self._is_lowest else policy.budgets(self._base.num_ranks))
 
     def _make_plan(self, *_: Any) -> Plan:
-        return finish(self._base) if self._first_plan is None else self._first_plan
+        return self._plain if self._first_plan is None else self._first_plan
 
     def _record(self, is_training: bool, looks: Looks) -> Record:
         inputs = bytes(16) if self._replicas is None else mb.digest([one.form for one in looks.descriptions])
@@ -225,7 +227,7 @@ class Balanced(Schedule):
         return self.plan
 
     def _plan_to_measure(self, gather: Gather) -> Plan:
-        """The plan of a step that measures: one microbatch at a time, if that gives the same results on all ranks."""
+        """Return the plan of a step that measures: one microbatch at a time, if that gives the same results on all ranks."""
         assert self._one_at_a_time is not None, "nothing is measured where sizes are known"
         if self._policy.measure == "in_order":
             reasons = ["as it was asked for"]
@@ -244,7 +246,7 @@ class Balanced(Schedule):
         return why_in_order(self._stages, self._loss_fn, shares_random=self._shares_random()).encode()
 
     def _shares_random(self) -> bool:
-        """Whether this rank's forwards and those of another stage draw from the same random numbers."""
+        """Return whether this rank's forwards and those of another stage draw from the same random numbers."""
         with_ranks = isinstance(self.group, LoopbackGroup) and not self.group.loopback.own_random_state
         return self.plan.num_stages > 1 if with_ranks else len(self._stages) > 1
 
@@ -257,7 +259,7 @@ class Balanced(Schedule):
         return OrderWatch(self._stages, step.job, self._transport.device, shares_random=shares_random, inner=self._observer)
 
     def _warn_if_often(self, measures: bool) -> None:
-        """Say once that nearly all of the latest steps have measured."""
+        """Warn once when nearly all of the latest steps have measured."""
         self._recent.append(measures)
         if self._recent.count(True) == OFTEN and self._plan_rank == 0 and not self._has_warned:
             self._has_warned = True
@@ -285,7 +287,7 @@ class Balanced(Schedule):
             self._check_static(self._shapes.latest(), self._static.num_bytes)
 
     def _check_static(self, shapes: Shapes, static: int) -> None:
-        """Measure anew if what stays has grown though the modules are what they were, as gradients of what is frozen again do."""
+        """Measure again if more stays on this rank with the same modules, such as gradients of parameters that are frozen again."""
         if shapes.static_bytes and static > shapes.static_bytes:
             shapes.static_bytes = static
             self._measure_anew("more stays on this rank than planned")
@@ -303,7 +305,7 @@ class Balanced(Schedule):
     # What replicas compare, when their inputs say so and before anything may fail in one of them alone
 
     def _compare(self, inputs: tuple[bytes, ...], shapes: Shapes, gather: Gather) -> None:
-        """Raise on all ranks if one of them takes other memory than its replicas."""
+        """Raise on all ranks if microbatches of one of them take different memory than on its replicas."""
         if self._comparisons.is_due(inputs, shapes):
             refusals = [data.decode() for data in gather(lambda schedule: schedule._difference(inputs))]
             refusal = next(filter(None, refusals), None)
@@ -342,13 +344,13 @@ class Balanced(Schedule):
         return plan
 
     def _check_fullest(self, plan: Plan, group_ranks: Sequence[int] | None = None) -> None:
-        """Warn of what a plan shows; ranks are those of the plan before the group's are known."""
+        """Warn of what a plan shows; warnings name the plan's ranks as long as the group's are unknown."""
         if self._plan_rank == 0:
             names = [f"rank {rank}" + " of the plan" * (group_ranks is None) for rank in group_ranks or range(plan.num_ranks)]
             self._fullest.check_plan(plan, names, self.rule, RankLog(0 if group_ranks is None else group_ranks[0]).warning)
 
     def _agreed_plan(self, sizes: Sizes, budgets: Sequence[int | None] | None, states: Sequence[int], gather: Gather) -> Plan:
-        """Make the plan, and raise on all ranks if one of them could not, or has made another."""
+        """Make the plan, and raise on all ranks if one of them failed to make it, or made a different one."""
         error: BaseException | None = None
         try:
             with _naming(states):
@@ -367,7 +369,7 @@ class Balanced(Schedule):
         return plan
 
     def _made_plan(self, sizes: Sizes, budgets: Sequence[int | None] | None) -> Plan:
-        """The plan for some sizes; ranks of a loopback, which are one process, make it once."""
+        """Make the plan for some sizes, only once for all ranks of a loopback, because they are one process."""
         return self._made_once((sizes, budgets), lambda: self._policy.plan_in_bytes(self._base, sizes, budgets))
 
     def _made_once(self, asked: object, make: Callable[[], Plan]) -> Plan:
@@ -376,7 +378,7 @@ class Balanced(Schedule):
         return make()
 
     def _report(self, key: StepKey) -> bytes:
-        """What this rank tells the others: its stages' sizes, its static bytes and its budget, or why it cannot go on."""
+        """Return what this rank tells the others: its stages' sizes, its static bytes and its budget, or why it cannot go on."""
         try:
             report = self._own_report(self._shapes.of(key))
         except Exception as error:
@@ -395,7 +397,7 @@ class Balanced(Schedule):
         return Report(self._plan_rank, shapes.stages(self._policy.margin), static, budget, states=states)
 
     def _own_budget(self, measured: Measured) -> int | None:
-        """This rank's budget in bytes; None for no limit, or as low as possible."""
+        """Return this rank's budget in bytes; None for no limit, or for as low as possible."""
         if self._is_lowest:
             return None
         if self._policy.budget != "auto":
@@ -413,13 +415,13 @@ class Balanced(Schedule):
 
 
 def _computed(plan: Plan, rank: int) -> list[tuple[object, ...]]:
-    """What a rank computes, in order."""
+    """Return the computations of a rank, in order."""
     return [action[:3] for action in plan.actions[rank] if action.op in COMPUTE]
 
 
 @contextmanager
 def _naming(states: Sequence[int]) -> Iterator[None]:
-    """Say how much of the memory of a refused budget are optimizer states, which no rank had when it chose the budget."""
+    """Add the bytes of optimizer states to the error of a refused budget, because no rank had them when it chose the budget."""
     try:
         yield
     except BudgetError as error:

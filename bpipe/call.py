@@ -1,4 +1,4 @@
-"""What a user gives to `step` or `eval`, and how it becomes microbatches."""
+"""The arguments of `step` and `eval`, and how they become microbatches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__: list[str] = []
 
 
 class Call(NamedTuple):
-    """What a user gave to `step` or `eval`."""
+    """The arguments that a user gave to `step` or `eval`."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -39,12 +39,12 @@ def call_of(
     target_mbs: list[Any] | None = None,
     **kwargs: Any,
 ) -> Call:
-    """Take the arguments of `step` or `eval` apart."""
+    """Sort the arguments of `step` or `eval` into a `Call`."""
     return Call(args, kwargs, target, losses, return_outputs, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs)
 
 
 class Specs(NamedTuple):
-    """Along which dimensions tensors are cut and put together; None: dimension 0."""
+    """The dimensions along which tensors are cut and put together; None: dimension 0."""
 
     args: Any
     kwargs: Any
@@ -52,10 +52,10 @@ class Specs(NamedTuple):
 
     @classmethod
     def checked(cls, args: Any, kwargs: Any, output: Any) -> Specs:
-        """Take what a schedule is given.
+        """Check the specs that a schedule is given, and return them.
 
         Raises:
-            ConfigurationError: there is something in it that is no spec.
+            ConfigurationError: something in them is not a spec.
         """
         check_specs(args, "args_chunk_spec")
         check_specs(kwargs, "kwargs_chunk_spec")
@@ -72,7 +72,7 @@ class Microbatches(NamedTuple):
     are_alike: bool  # cut here, into equal parts
 
     def descriptions(self) -> list[mb.Description]:
-        """What each microbatch looks like."""
+        """Describe what each microbatch looks like."""
         each = zip(self.args, self.kwargs, self.targets or [None] * len(self.args))
         if self.are_alike:
             return [mb.describe(next(each))] * len(self.args)
@@ -81,7 +81,7 @@ class Microbatches(NamedTuple):
 
 
 def microbatches_of(call: Call, num_microbatches: int, specs: Specs, *, is_training: bool) -> Microbatches:
-    """Cut a call's whole batches, or take what the user cut.
+    """Cut a call's whole batches, or take the microbatches that the user cut.
 
     Raises:
         ConfigurationError: a batch that does not divide or that bpipe cannot cut, a wrong number of microbatches, inputs that
@@ -112,7 +112,7 @@ def microbatches_of(call: Call, num_microbatches: int, specs: Specs, *, is_train
 
 
 def _presplit(given: list[Any] | None, whole: Any, m: int, name: str, entry: type) -> list[Any] | None:
-    """Check what the user cut; None if nothing."""
+    """Check the microbatches that the user cut and return them; None if there are none."""
     if given is None:
         return None
     if not isinstance(given, (list, tuple)) or len(given) != m:

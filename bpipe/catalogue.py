@@ -56,7 +56,7 @@ class BalancedOneFOneB(Schedule):
 
     Every rank holds at most `slots` microbatches, by default ceil((p+2)/2), guests and transfers in flight included. The
     gradients are `OneFOneB`'s to the bit. Where a late stage has most, such as a large head, guests may make its rank fuller than
-    any was: the logger "bpipe" warns of it after the first step, and `Balanced` counts bytes instead.
+    any rank was before: the logger "bpipe" warns of it after the first step, and `Balanced` counts bytes instead.
 
     Arguments, methods and errors are `Schedule`'s.
     """
@@ -92,7 +92,7 @@ class FromPlan(Schedule):
 
     Raises:
         PlanError: the plan breaks a rule; the message lists every violation, and shows the first.
-        ConfigurationError: it is for other stages or ranks, or only evaluates.
+        ConfigurationError: the plan is for other stages or ranks, or only evaluates.
 
     Example:
         >>> from torch import nn

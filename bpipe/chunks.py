@@ -1,4 +1,4 @@
-"""How one value that holds samples is cut along its batch, and put together again: tensors of all kinds, arrays, masks."""
+"""Cut one value that holds samples along its batch, and put its parts together: tensors of all kinds, arrays, masks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ __all__: list[str] = []
 
 
 class CannotCutError(ValueError):
-    """A value cannot be cut so; the text goes on after its name."""
+    """A value cannot be cut in this way; the message is a text to put after its name."""
 
 
 class Cut(NamedTuple):
-    """What became of a value.
+    """The parts that a value was cut into, or repeated as.
 
     Args:
         parts: one for each microbatch.
-        rows: along the dimension that was cut; None if the value was repeated.
+        rows: the size of the dimension that was cut; None if the value was repeated.
         are_alike: whether all parts need the same memory.
-        sharding: of a DTensor, its mesh and the dimensions of the mesh that share its batch out.
+        sharding: of a DTensor, its mesh and the dimensions of the mesh that its batch is sharded over.
     """
 
     parts: Sequence[Any]
@@ -42,11 +42,11 @@ Offsets = dict[int, tuple[torch.Tensor, list[torch.Tensor]]]  # of jagged tensor
 
 
 def cutter_of(value: Any, offsets: Offsets) -> Callable[[Any, int, int], Cut] | None:
-    """What cuts such a value into m parts along a dimension; None for one that holds no samples as far as we know.
+    """Return the function that cuts a value into m parts along a dimension; None if it holds no samples as far as we know.
 
     Args:
         value: any leaf of a nest.
-        offsets: of what was cut before: tensors that share theirs do so in each microbatch, or torch could not combine them.
+        offsets: those that were cut before: tensors that share theirs must do so in each microbatch, for torch to combine them.
     """
     if isinstance(value, torch.Tensor):
         if value.is_nested:
@@ -76,7 +76,7 @@ def _cut_tensor(tensor: torch.Tensor, m: int, dim: int) -> Cut:
 
 
 def _divided(shape: Sequence[int], m: int, dim: int) -> int:
-    """The size that is cut."""
+    """Return the size of the dimension to cut, and raise if it does not divide into m microbatches."""
     if not -len(shape) <= dim < len(shape):
         raise CannotCutError(f" of shape {list(shape)} has no dimension {dim} to cut")
     rows = shape[dim]
@@ -86,7 +86,7 @@ def _divided(shape: Sequence[int], m: int, dim: int) -> int:
 
 
 def _samples(rows: int, m: int, dim: int) -> int:
-    """The samples in a microbatch, of a value that is a row of samples."""
+    """Return how many samples a microbatch gets of a value that is a row of samples."""
     if dim != 0:
         raise CannotCutError(f" is cut along its samples, dimension 0, and was to be cut along dimension {dim}")
     if rows < m or rows % m:
@@ -172,7 +172,7 @@ def _check_no_gradient(tensor: torch.Tensor) -> None:
 
 
 def _cut_packed(packed: PackedSequence, m: int, dim: int) -> Cut:
-    """Cut packed sequences by sequence: by the places of each one's steps in the packed data."""
+    """Cut packed sequences between sequences, by the places of each one's steps in the packed data."""
     places = packed._replace(data=torch.arange(packed.data.shape[0], device=packed.data.device))
     padded, lengths = pad_packed_sequence(places, batch_first=True)
     size = _samples(len(lengths), m, dim)
@@ -186,7 +186,7 @@ def _cut_packed(packed: PackedSequence, m: int, dim: int) -> Cut:
 
 
 def _cut_block_mask(mask: Any, m: int, dim: int) -> Cut:
-    """Cut flex attention's mask; `mask_mod` goes on getting the index in the whole batch. One mask for all is repeated."""
+    """Cut flex attention's mask; `mask_mod` still gets the index in the whole batch. One mask for all samples is repeated."""
     if mask.kv_num_blocks.ndim < 3:
         raise CannotCutError(" is a BlockMask without a batch dimension")
     rows = mask.kv_num_blocks.size(0)
@@ -198,7 +198,7 @@ def _cut_block_mask(mask: Any, m: int, dim: int) -> Cut:
         for name, value in vars(mask).items():
             if isinstance(value, torch.Tensor) and value.size(0) != 1:
                 setattr(part, name, value[i : i + size])
-        # A tensor: a number would have flex attention compiled for each microbatch anew.
+        # A tensor, because flex attention would be compiled again for each number.
         part.mask_mod = _shifted(mask.mask_mod, torch.full((), i, dtype=torch.int32, device=mask.kv_num_blocks.device))
         parts.append(part)
     return Cut(parts, rows)
@@ -212,7 +212,7 @@ def _shifted(mask_mod: Callable[..., Any], start: torch.Tensor) -> Callable[...,
 
 
 def cannot_join(value: Any, dim: int) -> str | None:
-    """Why values like this one cannot be put together along a dimension; None if nothing speaks against it."""
+    """Return why values like this one cannot be put together along a dimension; None if we know of no reason."""
     if isinstance(value, torch.Tensor) and (value.is_nested or value.layout in (torch.strided, torch.sparse_coo)):
         if value.is_nested:
             return None if dim == 0 else f"nested tensors cannot be put together along dimension {dim}"

@@ -1,4 +1,4 @@
-"""Clean up after an error without replacing it: what goes wrong meanwhile is told in a note on the error."""
+"""Clean up after an error without replacing it: what goes wrong meanwhile becomes a note on the error."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def note(error: BaseException, text: str) -> None:
 
 
 class noted_on:  # noqa: N801  a context manager, as contextlib's are written
-    """A context for cleaning up after an error. What is raised in here, an interrupt too, becomes a note on that error.
+    """A context for cleaning up after an error: whatever is raised inside, even an interrupt, becomes a note on that error.
 
     Args:
-        error: on its way; None if there is none, and then nothing is held back.
-        what: what it means, for the note.
+        error: the one that is being raised; None if there is none, and then nothing is held back.
+        what: what a failure in here means, for the note.
     """
 
     def __init__(self, error: BaseException | None, what: str = "cleaning up after this error failed, too") -> None:
@@ -44,7 +44,7 @@ class noted_on:  # noqa: N801  a context manager, as contextlib's are written
 
 
 class keeping(Generic[T]):  # noqa: N801  likewise
-    """A context whose end does not replace an error from inside of it, unlike that of the context that it enters.
+    """A context that enters another one, and keeps that one's exit from replacing an error raised inside.
 
     Around an `ExitStack`, each of its callbacks runs, whatever becomes of the others.
 

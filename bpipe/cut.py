@@ -1,4 +1,4 @@
-"""How a stage's module was cut from a model, if bpipe cut it: a mark by which ranks notice that they cut differently."""
+"""Mark how bpipe cut a stage's module from a model, so that ranks notice when they cut differently."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ UNKNOWN = bytes(16)
 
 
 class Cut(NamedTuple):
-    """Which of a model's stages a module is.
+    """The place of a module among the stages of a model.
 
     Args:
         digest: 16 bytes that stand for the names of all stages' modules.
         stage: which of them it is.
-        num_stages: in all.
+        num_stages: the stages in all.
     """
 
     digest: bytes
@@ -35,6 +35,6 @@ def mark(parts: Sequence[Any], names: Sequence[Sequence[str]]) -> None:
 
 
 def cut_of(module: Any) -> Cut | None:
-    """How a module was cut; None if nobody knows, as for a module that you wrote, or one inside a wrapper."""
+    """Return how a module was cut; None if that is unknown, as for a module that you wrote, or one inside a wrapper."""
     found = getattr(module, MARK, None)
     return found if isinstance(found, Cut) else None

@@ -49,7 +49,7 @@ REPEATED = (
 
 
 class Cutting:
-    """The batches of one call, being cut into microbatches: tensors and whatever else holds samples; the rest is repeated.
+    """Cuts the batches of one call into microbatches: tensors and everything else that holds samples; the rest is repeated.
 
     Args:
         num_microbatches: m.
@@ -61,7 +61,7 @@ class Cutting:
         self._offsets: Offsets = {}
         self._rows: list[_Rows] = []
         self._lists: list[_List] = []
-        self._sharding: dict[Any, tuple[tuple[int, ...], str]] = {}  # by mesh: its dimensions that share a batch out, and whose
+        self._sharding: dict[Any, tuple[tuple[int, ...], str]] = {}  # by mesh: its dimensions that shard a batch, and which value's
 
     def split(self, value: Any, spec: Any, name: str) -> list[Any]:
         """Cut everything in a nest that holds samples, along the dimension that its spec names (0 by default).
@@ -69,7 +69,7 @@ class Cutting:
         Args:
             value: a nest of tensors and anything else.
             spec: None, or a nest like `value` with a `TensorChunkSpec` (anything with a `split_dim`) for what is cut, and None or
-                torch's `_Replicate` for what is repeated, whatever it is.
+                torch's `_Replicate` for what is repeated, of any type.
             name: of the value, for messages.
 
         Returns:
@@ -128,7 +128,7 @@ class Cutting:
         return cut.parts
 
     def _beside(self, value: Any, rows: Sequence[_Rows], path: str) -> list[Any]:
-        """Repeat what an object has beside its parts, each time anew; cut the encodings of transformers' BatchEncoding."""
+        """Repeat what an object has beside its parts, in a new container each time; cut the encodings of a BatchEncoding."""
         if path.endswith("._encodings") and isinstance(value, (list, tuple)):
             if not rows:
                 return [value] * self._m
@@ -151,7 +151,7 @@ class Cutting:
             )
 
     def check(self) -> None:
-        """Check that all that was cut fits together, once it is all cut.
+        """Check that all batches fit together, once all of them are cut.
 
         Raises:
             ConfigurationError: batches of different sizes, or a list that may be one of samples.
@@ -181,7 +181,7 @@ class Cutting:
 
 
 class _Rows(NamedTuple):
-    """What was cut: its size along the dimension, its name, and whether no spec names that dimension."""
+    """A value that was cut: its size along the dimension, its name, and whether no spec names that dimension."""
 
     size: int
     path: str
@@ -189,7 +189,7 @@ class _Rows(NamedTuple):
 
 
 class _List(NamedTuple):
-    """A list or tuple without specs, and what in it was cut."""
+    """A list or tuple without specs, and the values in it that were cut."""
 
     path: str
     value: Sequence[Any]
@@ -197,7 +197,7 @@ class _List(NamedTuple):
 
 
 def _way_out(path: str) -> str:
-    """What to do about a value that cannot be cut, or not as it is."""
+    """Return what to do about a value that cannot be cut, or not in its present form."""
     for name in ("args", "kwargs"):
         if path.startswith(name):
             return (
@@ -209,7 +209,7 @@ def _way_out(path: str) -> str:
 
 
 def is_repeatable(value: Any) -> bool:
-    """Whether a value holds no samples for certain: numbers, names and the like, and functions that hold on to no tensor."""
+    """Return whether a value certainly holds no samples: numbers, names and the like, and functions that hold no tensor."""
     if isinstance(value, (set, frozenset)):
         return all(type(entry) in PLAIN for entry in value)
     if isinstance(value, types.MethodType):
@@ -220,6 +220,6 @@ def is_repeatable(value: Any) -> bool:
 
 
 def name_of(value: Any) -> str:
-    """The name of a value's type, with its module."""
+    """Return the name of a value's type, with its module."""
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

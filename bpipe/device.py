@@ -1,6 +1,6 @@
-"""What a stage computes on: its streams, events, memory and random numbers, whatever kind of device it is.
+"""The device that a stage computes on: its streams, events, memory and random numbers, for any kind of device.
 
-Nothing else in bpipe knows kinds of devices. They are reached through the module that torch has for it (`torch.get_device_module`):
+Nothing else in bpipe knows kinds of devices. Each is reached through the module that torch has for it (`torch.get_device_module`):
 `torch.cuda` for "cuda", `torch.xpu` for "xpu", or one that a package has registered.
 """
 
@@ -23,12 +23,12 @@ Event = Any
 
 
 def is_asynchronous(device: torch.device) -> bool:
-    """Whether the host goes on while the device computes what was queued on its streams."""
+    """Return whether the host goes on while the device computes what was queued on its streams."""
     return device.type != "cpu" and hasattr(getattr(torch, device.type, None), "Stream")
 
 
 def with_index(device: torch.device) -> torch.device:
-    """The device itself where only its type is given: the one that is current now, in whichever thread it is used later."""
+    """Return the device with an index: if it has none, that of the current device, so that all threads use the same one."""
     if device.index is not None or not is_asynchronous(device):
         return device
     module = torch.get_device_module(device)
@@ -36,77 +36,77 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def default_kind() -> str:
-    """The type of device that torch computes on here; "cuda" where there is none, as torch's own defaults say."""
+    """Return the type of accelerator that torch uses here; "cuda" if there is none, as in torch's own defaults."""
     found = torch.accelerator.current_accelerator()
     return "cuda" if found is None else found.type
 
 
 def current_stream(device: torch.device) -> Stream:
-    """The stream on which the calling thread queues what it computes."""
+    """Return the stream on which the calling thread queues what it computes."""
     return torch.get_device_module(device).current_stream(device)
 
 
 def on_stream(stream: Stream | None) -> AbstractContextManager[Any]:
-    """Queue on a stream, of whose device it is meanwhile; None: as before."""
+    """Make a stream the current one, and its device too, inside a context; None changes nothing."""
     return nullcontext() if stream is None else torch.get_device_module(stream.device).stream(stream)
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a device the current one of the calling thread: threads start with the first, where pinned memory takes room, too."""
+    """Make a device the calling thread's current one: threads start on the first, where even pinned memory takes room."""
     return torch.get_device_module(device).device(device) if is_asynchronous(device) else nullcontext()
 
 
 def reached(device: torch.device) -> Event:
-    """An event that comes when all that is queued on the current stream has run."""
+    """Record an event that comes when everything queued on the current stream has run."""
     return current_stream(device).record_event()
 
 
 def timed_moment(device: torch.device) -> Event:
-    """Such an event that knows its time."""
+    """Record an event like that of `reached`, which also keeps its time."""
     event = torch.get_device_module(device).Event(enable_timing=True)
     event.record(current_stream(device))
     return event
 
 
 def has_come(event: Event, device: torch.device) -> bool:
-    """Whether an event of a device has come. A query makes room for itself on whichever device is the current one."""
+    """Return whether a device's event has come. The device is made current, because a query takes memory on the current one."""
     with current(device):
         return bool(event.query())
 
 
 def synchronize(device: torch.device) -> None:
-    """Block the host until the device has run all that is queued, on a device that is asynchronous."""
+    """Block the host until an asynchronous device has run everything that is queued."""
     if is_asynchronous(device):
         torch.get_device_module(device).synchronize(device)
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what is queued is recorded into a graph, in place of being run."""
+    """Return whether queued work is recorded into a graph instead of being run."""
     capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None) if is_asynchronous(device) else None
     return capturing is not None and bool(capturing())
 
 
 def graph_maker(function: type) -> str | None:
-    """What made an autograd Function that replays a graph of some kind of device; None for any other Function."""
+    """Return the name of what made an autograd Function that replays a device's graph; None for any other Function."""
     module = function.__module__
     is_graph = function.__name__ == "Graphed" and module.startswith("torch.") and module.endswith(".graphs")
     return f"{module.removesuffix('.graphs')}.make_graphed_callables" if is_graph else None
 
 
 def random_state(device: torch.device) -> torch.Tensor | None:
-    """The state of the device's random numbers, uint8; None where they are the CPU's."""
+    """Return the state of the device's random numbers, uint8; None where they are the CPU's."""
     return torch.get_device_module(device).get_rng_state(device) if is_asynchronous(device) else None
 
 
 def set_random_state(state: torch.Tensor | None, device: torch.device) -> None:
-    """Go back to what `random_state` gave."""
+    """Restore a state that `random_state` returned."""
     if state is not None:
         torch.get_device_module(device).set_rng_state(state, device)
 
 
 @contextmanager
 def fork_random_states(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Put the states of the CPU's random numbers and of these devices' back in the end."""
+    """Restore the states of the CPU's random numbers and of these devices' on exit."""
     states = [(device, random_state(device)) for device in devices]
     with torch.random.fork_rng([]):
         try:
@@ -117,24 +117,24 @@ def fork_random_states(devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """The bytes that are free on an asynchronous device. What torch's allocator keeps there and nobody uses is not."""
+    """Return the free bytes of an asynchronous device; what torch's allocator has cached there does not count as free."""
     return int(torch.get_device_module(device).mem_get_info(device)[0])
 
 
 def give_back_unused(device: torch.device) -> None:
-    """Let torch's allocator give back what nobody uses: it keeps that for the stream that has used it. Blocks the host."""
+    """Release the memory that torch's allocator caches, which it keeps for the stream that used it. Blocks the host."""
     with current(device):
         torch.get_device_module(device).empty_cache()
 
 
 def pin(address: int, num_bytes: int, device: torch.device) -> bool:
-    """Let a device copy to and from memory of the host by itself.
+    """Pin memory of the host, so that a device can copy to and from it by itself.
 
     Returns:
         False if this kind of device cannot pin memory that exists already.
 
     Raises:
-        ConfigurationError: the host cannot pin so much.
+        ConfigurationError: the host cannot pin that much.
     """
     runtime = getattr(torch.get_device_module(device), "cudart", None)
     if runtime is None:
@@ -150,45 +150,45 @@ def pin(address: int, num_bytes: int, device: torch.device) -> bool:
 
 
 def unpin(address: int, device: torch.device) -> None:
-    """End what `pin` began. May block the host."""
+    """Unpin memory that `pin` pinned. May block the host."""
     with suppress(Exception), current(device):  # at the interpreter's end the device may be gone
         torch.get_device_module(device).cudart().cudaHostUnregister(address)
 
 
 def marks_only_its_own(device: torch.device) -> bool:
-    """Whether torch's allocator for a device leaves memory alone that it has not allocated, where it is to mark it as in use."""
+    """Return whether torch's allocator ignores memory that it did not allocate when told to mark it as in use."""
     backend = getattr(torch.get_device_module(device), "get_allocator_backend", None)
     return backend is None or backend() == "native"
 
 
 def name_of(device: torch.device) -> str:
-    """What its maker calls it."""
+    """Return the name that the device's maker gives it, or its type if it is not asynchronous."""
     return str(torch.get_device_module(device).get_device_name(device)) if is_asynchronous(device) else device.type
 
 
 def guests(rank: int, evictor: int) -> Hashable:
-    """Whose stream a rank's rooms for an evictor are on, and the transfers to and from them."""
+    """Return the user of the stream for a rank's rooms for an evictor, and for the transfers to and from them."""
     return "guests", rank, evictor
 
 
 class Streams:
     """The streams on which a pipeline works beside its caller's.
 
-    In a step each one waits for what it needs, where the plan has it. A step that fails leaves work for which nobody waits, and
-    frees what that works on: so `join` then has all of them wait for each other.
+    In a step each stream waits for what it needs, where the plan says so. A step that fails leaves work that nobody waits for, and
+    frees the memory that this work uses: so `join` then makes all of them wait for each other.
     """
 
     def __init__(self) -> None:
         self._made: dict[tuple[Hashable, torch.device], Stream] = {}
 
     def of(self, user: Hashable, device: torch.device) -> Stream | None:
-        """The stream of a lane, of a channel, or of whatever else; the same each time. None where nothing is asynchronous."""
+        """Return the stream of a lane, a channel or any other user, the same each time; None if the device is not asynchronous."""
         if (user, device) not in self._made and is_asynchronous(device):
             self._made[user, device] = self._new(device)
         return self._made.get((user, device))
 
     def _new(self, device: torch.device) -> Stream:
-        """A stream that nobody here has: torch gives them out of a pool in turn, and the same ones again after the last."""
+        """Return a stream not in use here, if there is one: torch hands out a pool's streams in turn, then the same ones again."""
         ours, stream = list(self._made.values()), None
         for _ in range(POOL):
             stream = torch.get_device_module(device).Stream(device)
@@ -197,7 +197,7 @@ class Streams:
         return stream
 
     def join(self) -> None:
-        """Let what is queued from now on, here or on the callers' current streams, run after all that is queued now."""
+        """Make what is queued from now on, here or on the callers' current streams, run after everything queued until now."""
         ours = list(self._made.values())
         currents = [current_stream(device) for device in {stream.device for stream in ours}]
         for waiting, others in ((currents, ours), (ours, currents)):

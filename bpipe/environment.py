@@ -1,4 +1,4 @@
-"""The environment variables that bpipe reads, all of them: others set them, for torch."""
+"""All environment variables that bpipe reads; others set them, for torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ __all__: list[str] = []
 
 
 def gloo_interface() -> str:
-    """The network interface that gloo uses; empty if nobody chose one."""
+    """Return the network interface that gloo uses; empty if none was chosen."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
 
 
 def ranks_on_this_node() -> int | None:
-    """How many ranks torchrun has started on this node; None if something else started this one."""
+    """Return how many ranks torchrun has started on this node; None if something else started this one."""
     given = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(given) if given.isdecimal() else None

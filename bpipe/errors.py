@@ -48,7 +48,7 @@ class CommError(BPipeError, RuntimeError):
 
 
 class TransferError(CommError):
-    """A backend ended a transfer. The reason is mostly another rank's, and is raised in its place where it is known."""
+    """A backend ended a transfer. The cause is mostly on another rank, and its error is raised instead where it is known."""
 
 
 class AgreementError(CommError):
@@ -56,7 +56,7 @@ class AgreementError(CommError):
 
 
 class RankFailedError(CommError):
-    """Another rank failed, so that this one cannot go on. There, the error keeps its own type.
+    """Another rank failed, so this one cannot go on. On that rank, the error keeps its own type.
 
     Attributes:
         rank: of the pipeline's group, where it happened.
@@ -71,7 +71,7 @@ class RankFailedError(CommError):
 
 
 class RankLostError(RankFailedError):
-    """Another rank's process ended without a word, or its machine did."""
+    """Another rank's process, or its machine, went down without reporting an error."""
 
 
 class TransferTimeoutError(CommError, TimeoutError):
@@ -83,7 +83,7 @@ class PipelineBrokenError(BPipeError, RuntimeError):
 
 
 def text_of(error: BaseException) -> str:
-    """An error's text, also where its class cannot make one: nobody would be told of it else."""
+    """Return an error's text, even if its class fails to make one, because otherwise nobody would be told of the error."""
     try:
         return str(error)
     except BaseException as failure:

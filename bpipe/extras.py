@@ -14,6 +14,6 @@ EXTRAS = {
 
 
 def how_to_install(extra: str) -> str:
-    """Say how to install what an extra brings: by the packages' own names, which is right wherever bpipe comes from."""
+    """Return how to install an extra's packages, by their own names, which is right wherever bpipe comes from."""
     packages = " ".join(f"'{package}'" for package in EXTRAS[extra])
     return f"pip install {packages} (in a checkout of bpipe: pip install '.[{extra}]')"

@@ -1,4 +1,4 @@
-"""Whether a plan holds what it promises for all that the devices hold, which counts of microbatches and given sizes leave open."""
+"""Check whether a plan keeps its promise for all memory of the devices, which microbatch counts and given sizes leave open."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from bpipe.schedules.outcome import unbalanced_peaks
 
 __all__: list[str] = []
 
-WORTH_SAYING = 1.01  # so many times the memory
+WORTH_SAYING = 1.01  # a warning: so many times the memory without balance
 
 
 class Fullest:
-    """Compares the fullest rank with what it would be without evictions and recomputation, and ranks with their budgets.
+    """Compares what the fullest rank holds with its peak without evictions and recomputation, and ranks with their budgets.
 
     After the first step of a plan each rank knows its own two peaks, the second one from the footprints of the same microbatches.
     They travel with the record of the next step, in which the first rank warns, once.
@@ -36,7 +36,7 @@ class Fullest:
         self._has_said = False
 
     def note(self, run: Run, stats: Mapping[str, float], states: int, group: object) -> None:
-        """Compare after the first training step of a plan."""
+        """Note both peaks of this rank after the first training step of a plan, to be compared."""
         self.plan, self._own = run.plan, None
         if self._budgets is not None or any(action.op in (Op.EVICT, Op.R) for lane in run.plan.actions for action in lane):
             plain = Peaks(with_messages=True).of(_plain(run.plan, group), run.rank, run.evictions.ledger.footprints)
@@ -44,7 +44,7 @@ class Fullest:
             self._own = int(stats["device_peak_bytes"]) - states, int(stats["static_bytes"]) - states + plain
 
     def peaks(self, states: int) -> tuple[int, int]:
-        """Both peaks of this rank with the optimizer states that there are now; zeros where there is nothing to compare."""
+        """Return both peaks of this rank with the optimizer states that there are now; zeros if there is nothing to compare."""
         return (0, 0) if self._own is None else (self._own[0] + states, self._own[1] + states)
 
     def check(self, records: Sequence[Record], names: Sequence[str], rule: str, warn: Callable[..., None]) -> None:
@@ -61,7 +61,7 @@ class Fullest:
         self._say((*raised, *self._over_budget(records, names)), rule, warn)
 
     def check_plan(self, plan: Plan, names: Sequence[str], rule: str, warn: Callable[..., None]) -> None:
-        """Warn of what the sizes of a plan show: within budgets that differ, a rank may come to have more than any had."""
+        """Warn if a plan's sizes show that, within budgets that differ, a rank gets fuller than any rank without balance."""
         if not self._has_said and plan.sizes is not None and len(set(plan.budgets or ())) > 1:
             self._say(_raised(unbalanced_peaks(plan), plan.device_peak_bytes, names), rule, warn)
 
@@ -85,7 +85,7 @@ class Fullest:
 
 
 def _raised(plain: Sequence[int], balanced: Sequence[int], names: Sequence[str]) -> Iterator[str]:
-    """What there is to say of the ranks' peaks without balance, and with it."""
+    """Yield a warning if balance raises the highest peak of the ranks."""
     (before, was), (after, now) = (max((peak, -rank) for rank, peak in enumerate(peaks)) for peaks in (plain, balanced))
     if after >= WORTH_SAYING * before and after > before:
         yield (
@@ -96,7 +96,7 @@ def _raised(plain: Sequence[int], balanced: Sequence[int], names: Sequence[str])
 
 
 def _plain(plan: Plan, group: object) -> Plan:
-    """A plan's computations with their messages alone; ranks of a loopback make it once."""
+    """Return a plan's computations with their messages alone, made once for all ranks of a loopback."""
 
     def make() -> Plan:
         return communicate(computations_only(plan))

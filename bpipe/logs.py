@@ -1,4 +1,4 @@
-"""What bpipe says while it works: to the logger "bpipe" alone, each line with the rank that says it."""
+"""The log lines of bpipe: all go to the logger "bpipe", each with the rank that writes it."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ class RankLog(logging.LoggerAdapter[logging.Logger]):
         self._rank = rank
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Put the rank before a message."""
+        """Put the rank in front of a message."""
         return f"rank {self._rank}: {msg}", kwargs

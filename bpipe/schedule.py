@@ -140,9 +140,7 @@ class Schedule:
         self.plan = self._make_plan(first.num_stages, first.num_stages // len(self._stages), n_microbatches, slots)
         self._loss_scale = 1.0 / n_microbatches if scale_grads else 1.0
         self._check_placement()
-        self._plans = {
-            is_training: Proven(p, p.fingerprint()) for is_training, p in ((True, self.plan), (False, forward_plan(self.plan)))
-        }
+        self._plans = {True: self._proven(self.plan)}
         self.group = first.group
         if self.group is None and self.plan.num_ranks == 1 and not torch.distributed.is_initialized():
             self.group = Loopback(1, own_random_state=False).rank(0)
@@ -155,8 +153,7 @@ class Schedule:
         self._learned: OrderedDict[StepKey, Layouts] = OrderedDict()
         self._numbers = CountedNumbers()
         self._lanes = Lanes(self._transport)
-        for proven in self._plans.values():
-            self._lanes.prepare(proven.plan, self._plan_rank)
+        self._lanes.prepare(self.plan, self._plan_rank)
         self._num_steps = 0
         self._running = threading.Lock()
         self._connected: Plan | None = None
@@ -177,6 +174,18 @@ class Schedule:
     def _make_plan(self, num_stages: int, num_ranks: int, n_microbatches: int, slots: int | Sequence[int | None] | None) -> Plan:
         """The plan that this schedule trains with."""
         return build(self.rule, num_stages, n_microbatches, num_ranks=num_ranks, slots=slots)
+
+    def _proven(self, plan: Plan) -> Proven:
+        """Return a plan with the fingerprint by which ranks notice that they have different ones."""
+        return Proven(plan, plan.fingerprint())
+
+    def _plan_of(self, is_training: bool) -> Proven:
+        """Return the plan of a training step or of an evaluation, which is made and proven for the first one."""
+        if is_training not in self._plans:
+            plan = forward_plan(self._plans[True].plan)
+            self._lanes.prepare(plan, self._plan_rank)
+            self._plans[is_training] = self._proven(plan)
+        return self._plans[is_training]
 
     def _modules(self) -> list[torch.nn.Module]:
         return [stage.submod for stage in self._stages.values()]
@@ -310,10 +319,10 @@ class Schedule:
             merge_spec=self._specs.output,
         )
         record = self._record(is_training, looks).pack()
-        return Step(record, self._plans[is_training].plan, job, parts, call.losses, is_training, looks)
+        return Step(record, self._plan_of(is_training).plan, job, parts, call.losses, is_training, looks)
 
     def _record(self, is_training: bool, looks: Looks) -> Record:
-        plan, fingerprint = self._plans[is_training]
+        plan, fingerprint = self._plan_of(is_training)
         states = self._states.of(self._modules)
         peak, plain_peak = self._fullest.peaks(states)
         return Record(
