@@ -26,12 +26,12 @@ SHARDING = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)")  # torch writes it; F
 
 
 def wrong_with_name(name: str) -> str:
-    """Why a plan of that name could not be read back; empty if it could."""
+    """Return why a plan of that name could not be read back, or an empty string if it could."""
     return "" if name.split() == [name] else f"the name {name!r} is no word: a plan's text is read word by word"
 
 
 def to_text(plan: Plan) -> str:
-    """A header, then one line a rank and lane. A neighbour as peer is implied by the placement, any other peer is written."""
+    """Write a header, then one line per rank and lane; a peer is written unless it is the neighbour that the placement implies."""
     slots = ",".join("-" if k is None else str(k) for k in plan.slots)
     lines = [
         f"bpipe-plan 1 name={plan.name} microbatches={plan.num_microbatches} "
@@ -49,7 +49,7 @@ def to_text(plan: Plan) -> str:
 
 
 def from_text(text: str) -> Plan:
-    """Read `to_text`'s lines."""
+    """Read the lines that `to_text` wrote."""
     head, *lines = text.splitlines() or [""]
     match = HEADER.fullmatch(head)
     if match is None:
@@ -134,11 +134,15 @@ def _implied_peer(action: Action, stage_ranks: tuple[int, ...]) -> int | None:
 
 
 def to_csv(plan: Plan) -> str:
-    """A row a rank; starts of transfers only, since torch waits where it needs to."""
-    if any(plan.served):
-        raise PlanError(f"{plan.name} evicts, which torch.distributed.pipelining's CSV cannot say: use to_text()")
-    if any(map(plan.recomputed, range(plan.num_ranks))):
-        raise PlanError(f"{plan.name} recomputes, which torch.distributed.pipelining's CSV cannot say: use to_text()")
+    """Write one row per rank, with only the starts of transfers, since torch waits where it needs to."""
+    actions = [action for lane in plan.actions for action in lane]
+    for what, is_so in (
+        ("evicts", any(action.op is Op.EVICT for action in actions)),
+        ("recomputes", any(action.op is Op.R for action in actions)),
+        ("computes in pieces", any(action.part for action in actions)),
+    ):
+        if is_so:
+            raise PlanError(f"{plan.name} {what}, which torch.distributed.pipelining's CSV cannot say: use to_text()")
     rows = [[str(action) for action in lane if action.op not in START_OF] for lane in plan.actions]
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(rows)
@@ -146,7 +150,7 @@ def to_csv(plan: Plan) -> str:
 
 
 def from_csv(text: str, name: str) -> Plan:
-    """Keep a CSV's computations and place the transfers anew."""
+    """Keep a CSV's computations and place the transfers again."""
     if wrong := wrong_with_name(name):
         raise PlanError(wrong)
     try:

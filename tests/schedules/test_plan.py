@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 import bpipe.schedules
 from bpipe.errors import ConfigurationError, PlanError
-from bpipe.schedules import Action, Op, Plan, Sizes, build, gpipe, one_f_one_b, rules, verify
+from bpipe.schedules import Action, Destinations, Op, Plan, Sizes, build, finish, gpipe, one_f_one_b, rules, verify
 from bpipe.schedules.action import HOST, SHARDING
+from bpipe.schedules.balance import balance
 from bpipe.schedules.grid import rows
 from bpipe.schedules.meter import occupancy
 from tests.schedules.mutations import ORDERING, STRUCTURAL
@@ -190,6 +191,17 @@ def test_torch_loads_the_csv(name: str, num_stages: int, num_microbatches: int, 
     assert loaded == [[str(action) for action in lane if not action.op.startswith("WAIT_")] for lane in plan.actions]
 
 
+def to_host() -> Plan:
+    return finish(balance(build("1f1b", 4, 8), slots=3, to=Destinations(host="only")))
+
+
+def in_pieces() -> Plan:
+    """Return 1F1B with a forward in two pieces, with nothing between them."""
+    plan = build("1f1b", 2, 2)
+    first, *rest = plan.actions[1]
+    return replace(plan, actions=(plan.actions[0], (first._replace(part=1), first._replace(part=2), *rest)))
+
+
 @given(plans())
 def test_csv_round_trip(plan: Plan) -> None:
     if any(plan.served):
@@ -197,6 +209,13 @@ def test_csv_round_trip(plan: Plan) -> None:
             plan.to_csv()
     else:
         assert Plan.from_csv(plan.to_csv(), name=plan.name) == replace(plan, slots=(None,) * plan.num_ranks)
+
+
+@pytest.mark.parametrize("plan", [to_host(), in_pieces()], ids=["evicts", "computes in pieces"])
+def test_a_csv_cannot_say_what_no_other_rank_serves(plan: Plan, request: pytest.FixtureRequest) -> None:
+    assert not any(plan.served)
+    with pytest.raises(PlanError, match=f"{request.node.callspec.id}.*to_text"):
+        plan.to_csv()
 
 
 @pytest.mark.parametrize("with_comms", [False, True])
