@@ -23,7 +23,7 @@ class CannotCutError(ValueError):
 
 
 class Cut(NamedTuple):
-    """The parts that a value was cut into, or repeated as.
+    """The parts of a value, one for each microbatch, cut or repeated.
 
     Args:
         parts: one for each microbatch.

@@ -44,7 +44,7 @@ class noted_on:  # noqa: N801  a context manager, as contextlib's are written
 
 
 class keeping(Generic[T]):  # noqa: N801  likewise
-    """A context that enters another one, and keeps that one's exit from replacing an error raised inside.
+    """A context that enters another one, and keeps its exit from replacing an error raised inside.
 
     Around an `ExitStack`, each of its callbacks runs, whatever becomes of the others.
 

@@ -197,7 +197,7 @@ class _List(NamedTuple):
 
 
 def _way_out(path: str) -> str:
-    """Return what to do about a value that cannot be cut, or not in its present form."""
+    """Return what to do about a value that cannot be cut, or not as it was given."""
     for name in ("args", "kwargs"):
         if path.startswith(name):
             return (

@@ -87,7 +87,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def graph_maker(function: type) -> str | None:
-    """Return the name of what made an autograd Function that replays a device's graph; None for any other Function."""
+    """Return which function made an autograd Function that replays a device's graph; None for any other Function."""
     module = function.__module__
     is_graph = function.__name__ == "Graphed" and module.startswith("torch.") and module.endswith(".graphs")
     return f"{module.removesuffix('.graphs')}.make_graphed_callables" if is_graph else None
@@ -167,7 +167,7 @@ def name_of(device: torch.device) -> str:
 
 
 def guests(rank: int, evictor: int) -> Hashable:
-    """Return the user of the stream for a rank's rooms for an evictor, and for the transfers to and from them."""
+    """Return the key of the stream for a rank's rooms for an evictor, and for the transfers to and from them."""
     return "guests", rank, evictor
 
 

@@ -1,4 +1,4 @@
-"""Check whether a plan keeps its promise for all memory of the devices, which microbatch counts and given sizes leave open."""
+"""Check whether plans from microbatch counts or given sizes, which do not know all that devices hold, keep their promise."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Fullest:
         self._has_said = False
 
     def note(self, run: Run, stats: Mapping[str, float], states: int, group: object) -> None:
-        """Note both peaks of this rank after the first training step of a plan, to be compared."""
+        """Note both peaks of this rank after a plan's first training step, for the comparison."""
         self.plan, self._own = run.plan, None
         if self._budgets is not None or any(action.op in (Op.EVICT, Op.R) for lane in run.plan.actions for action in lane):
             plain = Peaks(with_messages=True).of(_plain(run.plan, group), run.rank, run.evictions.ledger.footprints)

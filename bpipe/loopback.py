@@ -29,14 +29,14 @@ __all__ = ["Loopback", "LoopbackGroup"]
 
 
 class LoopbackGroup(NamedTuple):
-    """The place of one rank in a `Loopback`: what a stage takes as its `group`."""
+    """The place of one rank in a `Loopback`, which a stage takes as its `group`."""
 
     loopback: Loopback
     rank: int
 
 
 class _Lane(NamedTuple):
-    """What a rank of the plan does in order: its computations, or what it does for an evictor whose guests it keeps."""
+    """A sequence of actions of a rank of the plan: its computations, or its work for an evictor whose guests it keeps."""
 
     rank: int
     evictor: int | None
@@ -75,7 +75,7 @@ class Loopback:
         self.wires = Wires()
 
     def rank(self, rank: int) -> LoopbackGroup:
-        """The `group` of the stages of one rank."""
+        """Return the `group` for the stages of one rank."""
         if not 0 <= rank < self.num_ranks:
             raise ConfigurationError(f"rank {rank} of a loopback of {self.num_ranks}")
         return LoopbackGroup(self, rank)
@@ -103,7 +103,7 @@ class Loopback:
         return self._run(schedules, lambda schedule: schedule._begin_eval(call_of(*args, **kwargs)))
 
     def once(self, asked: object, make: Callable[[], Plan]) -> Plan:
-        """The plan that the rank before has made, if it asked for the same; else one made now."""
+        """Return the plan that the previous rank has made, if it asked for the same; otherwise make it now."""
         known, plan = self._latest
         if plan is None or known != asked:
             plan = make()
@@ -167,9 +167,9 @@ class Loopback:
 
     @contextmanager
     def _joined_streams(self, runs: Sequence[Run]) -> Iterator[None]:
-        """The ranks' streams start after what the caller has queued, and the caller's goes on after theirs.
+        """Let the ranks' streams start after what the caller has queued, and the caller's stream continue after theirs.
 
-        As in processes, what a rank does for each evictor has a stream of its own.
+        As in separate processes, a rank's work for each evictor has a stream of its own.
         """
         on_device = [run for run in runs if is_asynchronous(run.device)]
         lanes = [_Lane(run.rank, evictor, run.device) for run in on_device for evictor in (None, *run.plan.chains(run.rank))]

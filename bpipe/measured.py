@@ -1,4 +1,4 @@
-"""What steps have shown of the sizes of microbatches, for each form of their inputs."""
+"""The sizes of microbatches that steps have shown, for each form of their inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__: list[str] = []
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What the measuring step found on this rank: the sizes of its stages, what modules hold, what the step returns."""
+    """The results of a step that measured, on this rank: the sizes of its stages, what modules hold, what the step returns."""
 
     stages: dict[int, StageSizes]
     held_bytes: int
@@ -25,16 +25,16 @@ class Measured:
 
 @dataclass(slots=True)
 class Shapes:
-    """What is known of steps whose inputs look alike.
+    """Everything known of steps whose inputs look alike.
 
     Args:
-        revisions: how often each rank had asked to measure anew when they were measured.
-        measured: by the latest step that measured.
-        plan: made of that.
-        states: the bytes of each rank's optimizer states when it was made.
+        revisions: how often each rank had asked to measure again when these were measured.
+        measured: the results of the latest step that measured.
+        plan: the one made from them.
+        states: the bytes of each rank's optimizer states when the plan was made.
         seen: the largest microbatch of each stage that outgrew its plan.
-        static_bytes: of this rank's modules, the most that were planned with, or seen since.
-        varying: the stages of which microbatches of one step took different memory.
+        static_bytes: those of this rank's modules, the most that were planned with, or seen since.
+        varying: the stages whose microbatches took different memory in one step.
     """
 
     revisions: tuple[int, ...] = ()
@@ -46,7 +46,7 @@ class Shapes:
     varying: set[int] = field(default_factory=set)
 
     def revise(self, revisions: tuple[int, ...]) -> bool:
-        """Forget what was measured if a rank has asked for that; whether there was something to forget."""
+        """Forget what was measured if a rank has asked for that; return whether there was something to forget."""
         if self.revisions == revisions:
             return False
         was_known = self.measured is not None
@@ -54,7 +54,7 @@ class Shapes:
         return was_known
 
     def replan(self, states: tuple[int, ...]) -> bool:
-        """Forget the plan if ranks have other optimizer states, not the sizes of microbatches; whether there was one."""
+        """Forget the plan, but not the sizes, if ranks have other optimizer states; return whether there was a plan."""
         if self.states == states:
             return False
         was_known = self.plan is not None
@@ -62,18 +62,18 @@ class Shapes:
         return was_known
 
     def stages(self, margin: float) -> dict[int, StageSizes]:
-        """Sizes that cover what was measured, and seen in other steps; of stages that vary, with a margin on what they save."""
+        """Return sizes that cover what was measured and seen in other steps, with a margin on what stages that vary save."""
         assert self.measured is not None, "a plan is made of what was measured"
         covered = {stage: self._covered(stage, sizes) for stage, sizes in self.measured.stages.items()}
         return {stage: with_margin(sizes, margin) if stage in self.varying else sizes for stage, sizes in covered.items()}
 
     def _covered(self, stage: int, sizes: StageSizes) -> StageSizes:
-        """Sizes of a stage that have room for what was seen: of as much, the parts that it was cut into before say nothing."""
+        """Return sizes of a stage with room for what was seen; unchanged if that was no more, whatever parts it was cut into."""
         seen = self.seen.get(stage, sizes)
         return sizes if seen.saved <= sizes.saved else largest_of([sizes, seen])
 
     def outgrown(self, sizes: Sizes, footprints: Mapping[Key, Footprint]) -> Iterable[int]:
-        """Remember stages whose microbatches take more than planned, and than any of them before."""
+        """Yield stages whose microbatches take more than planned and than any of them before, and remember their sizes."""
         for stage in {stage for stage, _ in footprints}:
             found = largest_of(footprint.sizes() for (of, _), footprint in footprints.items() if of == stage)
             known = self.seen.get(stage, found)
@@ -83,7 +83,7 @@ class Shapes:
 
 
 class KnownShapes:
-    """The forms of inputs that were seen last."""
+    """The sizes known for the forms of inputs that were seen last."""
 
     def __init__(self) -> None:
         self._shapes: OrderedDict[StepKey, Shapes] = OrderedDict()
@@ -92,7 +92,7 @@ class KnownShapes:
         return len(self._shapes)
 
     def of(self, key: StepKey) -> Shapes:
-        """What is known of a form, which is used now."""
+        """Return what is known of a form, and mark it as the latest one."""
         shapes = self._shapes.setdefault(key, Shapes())
         self._shapes.move_to_end(key)
         if len(self._shapes) > REMEMBERED_SHAPES:
@@ -105,12 +105,12 @@ class KnownShapes:
 
 @dataclass(slots=True)
 class Comparison:
-    """What replicas compare of the steps with some inputs.
+    """The comparison of replicas for the steps with some inputs.
 
     Args:
-        shapes: what the first of these steps has measured.
+        shapes: the sizes that the first of these steps has measured.
         num_steps: how many there were.
-        difference: what the comparison said; None before it.
+        difference: the result of the comparison; None before it.
     """
 
     shapes: Shapes
@@ -119,16 +119,16 @@ class Comparison:
 
 
 class Comparisons:
-    """When replicas compare what their microbatches take: in the second step with some inputs, as the first one has measured it.
+    """Lets replicas compare what their microbatches take: in the second step with some inputs, as measured in the first one.
 
-    This depends on the inputs alone. Modules may change in one replica, and make it measure anew there, in any step.
+    When they do depends on the inputs alone. Modules may change in one replica in any step, and make that one measure again.
     """
 
     def __init__(self) -> None:
         self._by_inputs: OrderedDict[tuple[bytes, ...], Comparison] = OrderedDict()
 
     def is_due(self, inputs: tuple[bytes, ...], shapes: Shapes) -> bool:
-        """Count a step with some inputs; whether replicas compare before it runs."""
+        """Count a step with some inputs, and return whether replicas compare before it runs."""
         comparison = self._by_inputs.setdefault(inputs, Comparison(shapes))
         self._by_inputs.move_to_end(inputs)
         if len(self._by_inputs) > REMEMBERED_SHAPES:

@@ -21,7 +21,7 @@ def merge(outputs: Sequence[Any], spec: Any = None) -> Any:
 
     Tensors without dimensions are stacked. A spec with `reduce_fn` and `init_value` (torch's reducers) folds instead;
     plain values (None, bool, int, float, str) are those of the first microbatch. With a tuple, list or dict of one spec, a single
-    output comes back inside of one, as torch does it.
+    output comes back inside one, as in torch.
 
     Raises:
         ConfigurationError: the spec does not fit.
@@ -31,7 +31,7 @@ def merge(outputs: Sequence[Any], spec: Any = None) -> Any:
 
 
 def check_merge(output: Any, spec: Any = None) -> None:
-    """Check of the output of one microbatch that `merge` knows how to put such ones together.
+    """Check that `merge` can put together outputs like this one of a single microbatch.
 
     Raises:
         ConfigurationError, StageError: as `merge`.

@@ -1,4 +1,4 @@
-"""What the inputs and outputs of microbatches hold, and what they look like."""
+"""Find the tensors in inputs and outputs of microbatches, and describe what these inputs and outputs look like."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bpipe.nest import Inside, inside, is_block_mask, leaves_of, mapped
 
 __all__: list[str] = []
 
-# What may select a branch, and so other memory and messages; floats shape nothing.
+# Values that may select a branch, and so other memory and messages; floats do not change shapes.
 SELECTING = (
     *(bool, int, str, bytes, type(None), type, range, slice, Enum, np.bool_),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
@@ -29,16 +29,16 @@ _LONG = 4096  # characters: a longer text goes by its digest
 
 
 def detached(value: Any) -> Any:
-    """A nest like another one, its tensors without graph."""
+    """Return a nest like another one, with its tensors detached from the graph."""
     return mapped(torch.Tensor.detach, value)
 
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> list[torch.Tensor]:
-    """The tensors of a nest; not those of objects whose parts are unknown.
+    """Return the tensors in a nest, except those in objects whose parts are unknown.
 
     Args:
         value: any.
-        seen: the long containers that were searched, by identity: none of them is searched twice. None: all are.
+        seen: the long containers that were searched, by identity: none of them is searched twice. None: all may be.
     """
     if isinstance(value, torch.Tensor):
         return [value]
@@ -56,7 +56,7 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> list[torch.Tensor]:
 
 
 class Description(NamedTuple):
-    """What a nest looks like: its shapes, dtypes and plain values, with # in place of whole numbers, and those beside it."""
+    """A description of a nest: its shapes, dtypes and plain values, with # in place of whole numbers, which are kept beside it."""
 
     form: str
     numbers: tuple[int, ...] = ()
@@ -66,7 +66,7 @@ class Description(NamedTuple):
 
 
 def text_of(numbers: tuple[int | None, ...]) -> str:
-    """Numbers as a text that is never very long."""
+    """Return numbers as a text that is never very long."""
     return _shortened(str(numbers))
 
 
@@ -74,7 +74,7 @@ Known = dict[int, tuple[Any, Description]]  # by identity: a container, which li
 
 
 def describe(value: Any, known: Known | None = None) -> Description:
-    """The shapes, dtypes and plain values of a nest: equal for two that need the same memory and messages.
+    """Describe a nest by its shapes, dtypes and plain values: equal for two that need the same memory and messages.
 
     Args:
         value: any.
@@ -86,7 +86,7 @@ def describe(value: Any, known: Known | None = None) -> Description:
 
 
 def _form(value: Any, numbers: list[int], known: Known) -> str:
-    """Describe a nest without its whole numbers, which are appended."""
+    """Describe a nest without its whole numbers, and append these to `numbers`."""
     found = inside(value)
     if found is None and _is_number(value):
         numbers.append(int(value))
@@ -114,7 +114,7 @@ def _form_of(value: Any, found: Inside, numbers: list[int], known: Known) -> str
 
 
 def _form_of_all(kind: type, parts: Sequence[Any], numbers: list[int]) -> str:
-    """Describe many plain values of one type, without a look at each."""
+    """Describe many plain values of one type, without looking at each."""
     if kind is int:
         numbers.extend(parts)
         return "#"
@@ -126,7 +126,7 @@ def _shortened(text: str) -> str:
 
 
 def _is_number(leaf: Any) -> bool:
-    """Whether it is a whole number that may count something: True and members of an IntEnum select something."""
+    """Return whether a leaf is a whole number that may count something; True and members of an IntEnum select a branch."""
     return type(leaf) is int or isinstance(leaf, np.integer)
 
 
@@ -143,7 +143,7 @@ def _describe_leaf(leaf: Any) -> str:
 
 
 def _describe_special(tensor: torch.Tensor) -> str:
-    """What a tensor that is no plain one looks like: a subclass, a nested or sparse one."""
+    """Describe a tensor that is not a plain one: a subclass, a nested or a sparse tensor."""
     name = f"{type(tensor).__qualname__}{tensor.dtype}{tensor.layout}{tensor.requires_grad}"
     if tensor.is_nested:
         return f"{name}{[tuple(part.shape) for part in tensor.unbind()]}"
@@ -154,7 +154,7 @@ def _describe_special(tensor: torch.Tensor) -> str:
 
 
 def _describe_object(value: Any) -> str:
-    """What something that is no nest looks like: its type, and what we know to be in it."""
+    """Describe a value that is not a nest: its type, and what we know to be in it."""
     name = type(value).__qualname__
     if isinstance(value, np.ndarray):
         return f"{name}{value.dtype}{value.shape}"
@@ -166,5 +166,5 @@ def _describe_object(value: Any) -> str:
 
 
 def digest(descriptions: Sequence[str]) -> bytes:
-    """16 bytes that stand for some descriptions."""
+    """Return 16 bytes that stand for some descriptions."""
     return hashlib.sha256("\n".join(descriptions).encode()).digest()[:16]

@@ -1,6 +1,6 @@
-"""What is inside a value that a user gives or returns, and how to make another one like it.
+"""Find the parts of a value that a user gives or returns, and make another one like it.
 
-Cutting, merging, describing and finding tensors share this one notion: tuples, lists and dicts, what is registered with
+Cutting, merging, describing and finding tensors share this one notion of a nest: tuples, lists and dicts, what is registered with
 `torch.utils._pytree`, dataclasses, `UserDict` (such as transformers' BatchEncoding) and subclasses of dict and list.
 """
 
@@ -26,7 +26,7 @@ from bpipe.comm.message import PLAIN
 __all__: list[str] = []
 
 _PLAIN = frozenset(PLAIN)
-# What is one thing for us, whatever it holds, and whatever it is registered as.
+# Values that are one thing for us, whatever they hold, and whatever they are registered as.
 _WHOLE = (
     torch.Tensor,
     np.ndarray,
@@ -59,11 +59,11 @@ class Inside(NamedTuple):
 
     Args:
         keys: how a spec names the parts: indices, keys or names of fields; after them the names of other attributes.
-        parts: they.
-        make: makes another value like it of as many other parts.
-        num_own: so many of the parts are the value's own; those after them are attributes beside them, such as a cached length.
+        parts: the parts themselves.
+        make: makes another value like it from as many other parts.
+        num_own: how many of the parts are the value's own; those after them are attributes beside them, such as a cached length.
         are_fields: whether its own parts are attributes, too.
-        context: what else it says about itself.
+        context: what else describes the value, such as the structure of a registered pytree.
     """
 
     keys: Sequence[Any]
@@ -74,13 +74,13 @@ class Inside(NamedTuple):
     context: Any = ""
 
     def path(self, i: int, path: str) -> str:
-        """Where part `i` of the value at `path` is, as Python writes it."""
+        """Return the path of part `i` of the value at `path`, as Python writes it."""
         is_attribute = self.are_fields or i >= self.num_own
         return f"{path}.{self.keys[i]}" if is_attribute else f"{path}[{self.keys[i]!r}]"
 
 
 def inside(value: Any) -> Inside | None:
-    """The parts of a value; None for what is one thing, or unknown."""
+    """Return the parts of a value; None for a value that is one thing, or unknown."""
     kind = type(value)
     if kind in _PLAIN or isinstance(value, torch.Tensor):
         return None
@@ -109,7 +109,7 @@ def _registered(value: Any) -> Inside | None:
 
 
 def _known(value: Any) -> Inside | None:
-    """The parts of a value that is no registered pytree."""
+    """Return the parts of a value that is not a registered pytree; None if it is unknown."""
     if isinstance(value, (dict, UserDict)):
         items = dict(value.items())
         return _like(value, list(items), list(items.values()), _put_items, are_fields=False)
@@ -136,9 +136,9 @@ def _put_fields(new: Any, keys: Sequence[Any], parts: Sequence[Any]) -> None:
 
 
 def _like(value: Any, keys: Sequence[Any], own: Sequence[Any], put: Callable[..., None], *, are_fields: bool) -> Inside:
-    """The parts of a value of which another one is a copy with other parts put into it.
+    """Return the parts of a value for which another one is made by copying it and putting other parts into the copy.
 
-    An attribute that is one of its parts, as in dicts whose items are attributes too, stays that part.
+    An attribute that is one of its parts, as in dicts whose items are attributes too, follows that part.
     """
     attributes = attributes_of(value)
     for name in keys if are_fields else ["data"] if isinstance(value, UserDict) else []:
@@ -159,7 +159,7 @@ def _like(value: Any, keys: Sequence[Any], own: Sequence[Any], put: Callable[...
 
 
 def _copy(value: Any) -> Any:
-    """A shallow copy that shares nothing with the value that parts are put into."""
+    """Make a shallow copy to put parts into; raise a TypeError if that would change the value itself."""
     new = copy.copy(value)
     if getattr(value, "__dict__", None) is value:
         new.__dict__ = new
@@ -170,10 +170,10 @@ def _copy(value: Any) -> Any:
 
 
 def _checked(make: Callable[[Sequence[Any]], Any], keys: Sequence[Any], parts: Sequence[Any]) -> Any:
-    """Make a value of parts, and read them back.
+    """Make a value from parts, and check it by reading them back.
 
     Raises:
-        TypeError: it was not made, or holds something else.
+        TypeError: it could not be made, or holds something else.
     """
     try:
         new = make(parts)
@@ -190,30 +190,30 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def attributes_of(value: Any) -> dict[str, Any]:
-    """The attributes of an instance, those in slots included."""
+    """Return the attributes of an instance, those in slots included."""
     found = {name: getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)}
     return {**found, **getattr(value, "__dict__", {})}
 
 
 def slots_of(kind: type) -> list[str]:
-    """The attributes of a class's instances that lie in slots, by the names that they have: Python mangles private ones."""
+    """Return the names of the attributes that a class's instances have in slots; private ones as Python mangles them."""
     members = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
     return [name for some in members for name, member in some.items() if isinstance(member, types.MemberDescriptorType)]
 
 
 def is_block_mask(value: Any) -> bool:
-    """Whether it is flex attention's; without importing what few use."""
+    """Return whether a value is flex attention's BlockMask, without importing flex attention, because few use it."""
     loaded = sys.modules.get("torch.nn.attention.flex_attention")
     return loaded is not None and isinstance(value, loaded.BlockMask)
 
 
 def leaves_of(value: Any, *, objects_deep: int = _OBJECTS_DEEP, without: str | None = None) -> Iterator[Any]:
-    """Yield what is at the ends of a nest, and what functions hold.
+    """Yield the leaves of a nest, and what functions hold.
 
     Args:
         value: any.
         objects_deep: how far objects whose parts are unknown are searched too.
-        without: a package whose own objects are not.
+        without: a package whose own objects are not searched.
     """
     return _leaves(value, objects_deep, without, {})
 
@@ -232,7 +232,7 @@ def _leaves(value: Any, deep: int, without: str | None, seen: dict[int, Any]) ->
 
 
 def _seen_in(value: Any, deep: int, without: str | None) -> tuple[Sequence[Any], int]:
-    """What an object or a function holds, and how deep to go on from there."""
+    """Return what an object or a function holds, and how deep to search from there."""
     if isinstance(value, torch.Tensor) or type(value) in _PLAIN or isinstance(value, _OPAQUE):
         return (), deep
     if isinstance(value, PackedSequence):
@@ -256,7 +256,7 @@ def _closure(function: types.FunctionType) -> Iterator[Any]:
 
 
 def mapped(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """A nest like another one, with each tensor changed; what is no nest stays as it is."""
+    """Return a nest like another one, with each tensor changed; a value that is not a nest stays the same."""
     if isinstance(value, torch.Tensor):
         return change(value)
     found = inside(value)

@@ -1,8 +1,8 @@
-"""Which plain numbers among the inputs decide what a microbatch takes.
+"""Learn which plain numbers among the inputs decide what memory and messages a microbatch takes.
 
-`step(x, it=step)` gives another number each time. It may select another branch, so a new one may need other memory, until it
-is seen not to: a number whose values changed while nothing else did stops to count. Messages are agreed for the exact numbers
-all the same.
+`step(x, it=step)` gives another number each time. Each new one may select another branch and so need other memory, until it is
+seen not to: a number stops counting when its values have changed and what microbatches take has not. Messages are agreed for the
+exact numbers all the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from bpipe.microbatch import Description, text_of
 __all__: list[str] = []
 
 REMEMBERED = 16  # microbatches of a form with other numbers, to compare with
-NEEDED, MOST_NEEDED = 2, 64  # other values that take the same before a number stops to count: at first, and if it counted again
+NEEDED, MOST_NEEDED = 2, 64  # other values that take the same before a number stops counting: at first, and if it counted again
 MOST_FORMS = 64
 
 Numbers = tuple[int, ...]
@@ -24,12 +24,12 @@ Taken = object  # what a microbatch takes: compares equal where nothing differs
 
 
 class Looks(NamedTuple):
-    """What the microbatches of a step look like, one by one.
+    """The descriptions of the microbatches of a step, one by one.
 
     Args:
         exact: in full.
         counted: without the numbers that do not count.
-        numbered: by microbatch, the form and the numbers of those that have some; of microbatches alike, the first.
+        numbered: by microbatch, the form and the numbers of those that have some; of equal microbatches, only the first.
         descriptions: without the mode of the modules.
     """
 
@@ -40,13 +40,13 @@ class Looks(NamedTuple):
 
 
 class CountedNumbers:
-    """Which numbers count, for the forms of inputs seen last. Those that were not seen yet all do."""
+    """The numbers that count, for the forms of inputs seen last. In a form that was not seen yet, all do."""
 
     def __init__(self) -> None:
         self._forms: OrderedDict[str, _Form] = OrderedDict()
 
     def looks(self, mode: str, descriptions: Sequence[Description]) -> Looks:
-        """What some microbatches look like in a mode of the modules."""
+        """Describe some microbatches in a mode of the modules."""
         distinct = {one: i for i, one in reversed(list(enumerate(descriptions)))}  # mostly one
         exact = {one: f"{mode} {one}" for one in distinct}
         counted = {one: self._text(mode, one) or exact[one] for one in distinct}
@@ -54,18 +54,18 @@ class CountedNumbers:
         return Looks([exact[one] for one in descriptions], [counted[one] for one in descriptions], numbered, descriptions)
 
     def _text(self, mode: str, description: Description) -> str | None:
-        """What a microbatch looks like with None in place of the numbers that do not count; None where all of them do."""
+        """Describe a microbatch with None in place of the numbers that do not count; return None if all of them do."""
         known = self._forms.get(f"{mode} {description.form}")
         counted = description.numbers if known is None else known.counted(description.numbers)
         return None if counted is description.numbers else f"{mode} {description.form} {text_of(counted)}"
 
     def is_news(self, form: str, numbers: Numbers) -> bool:
-        """Whether a microbatch with these numbers can show something."""
+        """Return whether a microbatch with these numbers can show something new."""
         known = self._forms.get(form)
         return known is None or known.latest != numbers
 
     def learn(self, form: str, numbers: Numbers, taken: Taken) -> bool:
-        """A microbatch was seen to take something; whether numbers that did not count do so again."""
+        """Learn what a microbatch took, and return whether numbers that did not count do so again."""
         known = self._forms.setdefault(form, _Form())
         self._forms.move_to_end(form)
         if len(self._forms) > MOST_FORMS:
@@ -73,14 +73,14 @@ class CountedNumbers:
         return known.learn(numbers, taken)
 
     def count_again(self, looks: Looks) -> None:
-        """Let all numbers of a step count until they are seen once more not to, and longer than before."""
+        """Make all numbers of a step count again, until they are seen not to, now more often than before."""
         for form, _ in looks.numbered.values():
             if form in self._forms:
                 self._forms[form].count_again()
 
 
 class _Form:
-    """What was seen of microbatches that are alike but for their numbers."""
+    """The observations of microbatches that are alike except for their numbers."""
 
     def __init__(self) -> None:
         self.latest: Numbers | None = None
@@ -95,7 +95,7 @@ class _Form:
         return tuple(None if place in self._free else number for place, number in enumerate(numbers))
 
     def learn(self, numbers: Numbers, taken: Taken) -> bool:
-        """Compare a microbatch with those before it; whether it showed that numbers count after all."""
+        """Compare a microbatch with those before it, and return whether it showed that numbers count after all."""
         self.latest, had_free = numbers, bool(self._free)
         before = self._seen.get(self.counted(numbers))
         if before is not None and before[1] != taken:  # for numbers that do not count, or by itself
@@ -107,7 +107,7 @@ class _Form:
         return had_free and not self._free
 
     def _compare(self, numbers: Numbers, taken: Taken) -> None:
-        """Count a value that took the same as another one, of the most similar microbatch; begin anew where one took another."""
+        """Count values that took the same as in the most similar microbatch; start again for one that alone made a difference."""
         alike: list[int] = []
         for others, taken_before in self._seen.values():
             places = [i for i, number in enumerate(numbers) if i not in self._free and number != others[i]]
@@ -119,7 +119,7 @@ class _Form:
             self._shown[place] = self._shown.get(place, 0) + 1
 
     def _release(self) -> None:
-        """Let numbers that were shown often enough not to matter count no more."""
+        """Stop counting numbers that were shown often enough not to matter."""
         released = {place for place, times in self._shown.items() if times >= self._needed}
         if released - self._free:
             self._free |= released

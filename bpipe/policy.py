@@ -1,4 +1,4 @@
-"""What `Balanced` is asked for: a budget, where evicted memory may go, and what is known beforehand."""
+"""The settings of `Balanced`: a budget, where evicted memory may go, and what is known beforehand."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Policy:
     margin: float = MARGIN
 
     def check(self, plan: Plan) -> None:
-        """Raise unless all of it fits together, and a plan.
+        """Raise unless the settings fit together, and fit a plan.
 
         Raises:
-            ConfigurationError: it does not.
+            ConfigurationError: they do not.
         """
         if not _is_count(self.parts) or self.parts > MOST_PARTS:
             raise ConfigurationError(f"parts={self.parts!r}: give a whole number from 1 to {MOST_PARTS}")
@@ -99,11 +99,11 @@ class Policy:
             )
 
     def plan_by_count(self, computations: Plan) -> Plan:
-        """The proven plan that counts microbatches."""
+        """Make and prove the plan that counts microbatches."""
         return finish(by_count(computations, self.to) if self.by == "evict" else recompute_by_count(computations))
 
     def plan_in_bytes(self, computations: Plan, sizes: Sizes, budgets: Sequence[int | None] | None) -> Plan:
-        """The proven plan for some sizes; as low as possible where there are no budgets.
+        """Make and prove the plan for some sizes, with as little memory as possible if there are no budgets.
 
         Raises:
             BudgetError: the budgets cannot be met.
@@ -113,7 +113,7 @@ class Policy:
         return finish(by_bytes(computations, sizes, budgets, is_inside=self.inside, to=self.to, costs=self.costs))
 
     def budgets(self, num_ranks: int) -> tuple[int | None, ...]:
-        """The given bytes of each rank."""
+        """Return the given budget of each rank in bytes; None for no limit."""
         assert self.budget is not None and not isinstance(self.budget, str), "a budget in bytes"
         return (self.budget,) * num_ranks if isinstance(self.budget, int) else tuple(self.budget)
 

@@ -1,4 +1,4 @@
-"""What a rank tells the others before they make one plan: its stages' sizes, its static bytes and its budget."""
+"""The report of a rank to the others before they make one plan: its stages' sizes, its static bytes and its budget."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__: list[str] = []
 
 
 class Report(NamedTuple):
-    """One rank's part.
+    """The report of one rank.
 
     Args:
-        rank: in the plan.
+        rank: its number in the plan.
         stages: the bytes of a microbatch, by stage.
         static: bytes of the rank besides microbatches.
-        budget: in bytes; None for no limit, or as low as possible.
+        budget: the bytes that it may use; None for no limit, or for as low as possible.
         refusal: why it cannot go on; empty if it can.
-        states: what of the static bytes optimizers keep.
+        states: how many of the static bytes are optimizer states.
     """
 
     rank: int
@@ -40,7 +40,7 @@ class Report(NamedTuple):
         """Read what `pack` wrote.
 
         Raises:
-            CommError: the bytes of this sender are no report.
+            CommError: the bytes of this sender are not a report.
         """
         try:
             fields = json.loads(data)

@@ -1,4 +1,4 @@
-"""What all schedules do: run a verified plan over a rank's stages, a loss and a transport."""
+"""The base of all schedules: it runs a verified plan over a rank's stages, a loss and a transport."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from bpipe.transports import transport_for
 
 __all__ = ["Schedule"]
 
-RELEASED_S = 5.0  # in which whoever waits in a transfer that was ended comes back
+RELEASED_S = 5.0  # for threads that wait in a transfer to return once it was ended
 REMEMBERED_SHAPES = 64  # combinations of input shapes whose messages stay agreed
 
 
@@ -89,12 +89,12 @@ class Schedule:
     Args:
         stage: this rank's `PipelineStage`, ours or torch's, or a list of them where the rule puts several on a rank. Several
             schedules may share it.
-        n_microbatches: m; a batch is cut into so many.
+        n_microbatches: m, the number of microbatches that a batch is cut into.
         loss_fn: `loss_fn(output, target, **loss_kwargs)`, one number; without it `step` evaluates.
         args_chunk_spec: for each positional argument a `TensorChunkSpec`, None to repeat it whole, or a nest of these; default: cut
-            dimension 0 of every tensor and whatever else holds samples, as docs/batches.md says.
+            dimension 0 of every tensor and of anything else that holds samples, as docs/batches.md says.
         kwargs_chunk_spec: likewise for each keyword argument.
-        output_merge_spec: along which dimensions the outputs are put together; default 0.
+        output_merge_spec: the dimensions along which the outputs are put together; default 0.
         scale_grads: scale the loss of each microbatch by 1/m, so that gradients are those of the mean and steps accumulate.
         slots: the most microbatches a rank may hold, one number or one for each rank (None: no limit); ranks with more evict.
             Default: no limit, but ceil((p+2)/2) for `BalancedOneFOneB`.
@@ -105,7 +105,7 @@ class Schedule:
             until the other rank comes to it; any number from 1 on is free of deadlock.
 
     Raises:
-        ConfigurationError: arguments that cannot work together, or no process group.
+        ConfigurationError: the arguments cannot work together, or there is no process group.
         BudgetError: `slots` cannot be met; the message names the smallest that can.
     """
 
@@ -172,7 +172,7 @@ class Schedule:
         self.ledger = Ledger()
 
     def _make_plan(self, num_stages: int, num_ranks: int, n_microbatches: int, slots: int | Sequence[int | None] | None) -> Plan:
-        """The plan that this schedule trains with."""
+        """Build the plan that this schedule trains with."""
         return build(self.rule, num_stages, n_microbatches, num_ranks=num_ranks, slots=slots)
 
     def _proven(self, plan: Plan) -> Proven:
@@ -218,7 +218,7 @@ class Schedule:
         target_mbs: list[Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run one training step: all microbatches forward and backward, gradients added to the parameters'.
+        """Run one training step: forward and backward of all microbatches, with gradients added to the parameters'.
 
         Collective over the pipeline; blocks the host.
 
@@ -254,14 +254,14 @@ class Schedule:
     def eval(self, *args: Any, target: Any = None, losses: list[torch.Tensor] | None = None, **kwargs: Any) -> Any:
         """Run the forwards alone, without a graph; the losses too where a target is given.
 
-        Takes what `step` takes, and returns what it returns. Collective over the pipeline; blocks the host. Modules are
-        left in train or eval mode as they are.
+        Takes what `step` takes, and returns what it returns. Collective over the pipeline; blocks the host. Modules stay
+        in the train or eval mode that they are in.
         """
         call = call_of(*args, target=target, losses=losses, **kwargs)
         return self._run(lambda: self._begin_eval(call))
 
     def close(self) -> None:
-        """Give groups, threads and the guests' memory back; also happens when the schedule is garbage collected.
+        """Release groups, threads and the guests' memory; this also happens when the schedule is garbage collected.
 
         Raises:
             PipelineBrokenError: a step of it is running.
@@ -345,7 +345,7 @@ class Schedule:
         )
 
     def _agreed(self, step: Step, packed: Sequence[bytes], gather: Gather) -> Run:
-        """Check that all ranks are about to run the same, and make this rank ready for its first action."""
+        """Check that all ranks are about to run the same step, and make this rank ready for its first action."""
         records = [Record.unpack(data) for data in packed]
         check(records)
         if not self._group_ranks:
@@ -377,7 +377,7 @@ class Schedule:
         )
 
     def _observer_of(self, step: Step, plan: Plan) -> Observer | None:
-        """Who follows a step that runs a plan."""
+        """Return the observer that follows a step that runs a plan."""
         return self._observer
 
     def _place(self, records: Sequence[Record]) -> None:
@@ -388,23 +388,23 @@ class Schedule:
         self._connect(self.plan)
 
     def _plan_to_run(self, step: Step, records: Sequence[Record], gather: Gather) -> Plan:
-        """The plan of a step that all ranks have described. Collective where it calls `gather`."""
+        """Return the plan of a step that all ranks have described. Collective where it calls `gather`."""
         return step.plan
 
     def _report(self, key: StepKey) -> bytes:
-        """What this rank tells the others before a plan is made for inputs that look so."""
+        """Return what this rank tells the others before a plan is made for inputs of this form."""
         raise NotImplementedError
 
     def _difference(self, inputs: tuple[bytes, ...]) -> bytes:
-        """Where this rank's replicas take other memory for some inputs; collective over them."""
+        """Return where this rank's replicas take different memory for some inputs; collective over them."""
         raise NotImplementedError
 
     def _needs_order(self) -> bytes:
-        """Why this rank cannot measure one microbatch at a time, if it knows of a reason."""
+        """Return why this rank cannot measure one microbatch at a time; empty if it knows of no reason."""
         raise NotImplementedError
 
     def _connect(self, plan: Plan) -> None:
-        """Open a plan's channels, and make rooms for the guests that it sends to this rank."""
+        """Open a plan's channels, and reserve rooms for the guests that it sends to this rank."""
         if plan is self._connected or (self._connected is not None and not plan.has_backward):
             return
         self._transport.connect(plan.channels(), self._group_ranks)
@@ -412,7 +412,7 @@ class Schedule:
         self._connected = plan
 
     def _finish(self, step: Step, run: Run, started: float) -> None:
-        """All actions of a step were done."""
+        """Finish a step whose actions have all run: learn from it, count its bytes and times, and hand out its losses."""
         run.compute.reruns.check()
         self._num_steps += 1
         self.ledger = run.evictions.ledger
@@ -429,27 +429,27 @@ class Schedule:
             step.losses[:] = run.compute.losses
 
     def _static_bytes(self, step: Step) -> int:
-        """What stays on this rank between steps, as it is at the end of one, without the states of optimizers."""
+        """Return the bytes that stay on this rank between steps, as at the end of this one, without optimizer states."""
         seen = [(one.makeup, standing(one.modules, one.parameters)) for one in step.parts.values()]
         if self._static.has_changed(self._modules(), seen):
             self._states.forget()
         return self._static.num_bytes
 
     def _compares(self) -> bool:
-        """Whether plans are made without knowing the bytes of each rank, so that a step has to show what balance does to them."""
+        """Return whether plans are made without knowing each rank's bytes, so that a step must show how balance changes them."""
         return True
 
     def _log(self) -> RankLog:
         return RankLog(self._group_ranks[self._plan_rank])
 
     def _learn_numbers(self, looks: Looks, run: Run) -> bool:
-        """See which plain numbers among the inputs decide what microbatches take on this rank; whether some do that did not."""
+        """Learn which plain numbers among the inputs decide what microbatches take here; return whether some count again."""
         news = [(microbatch, *one) for microbatch, one in looks.numbered.items() if self._numbers.is_news(*one)]
         count_again = [self._numbers.learn(form, numbers, run.taken(microbatch)) for microbatch, form, numbers in news]
         return any(count_again)
 
     def _result(self, run: Run) -> Any:
-        """What the step returns."""
+        """Return what the step returns: the merged outputs; None if there are none."""
         return merge(run.compute.outputs, self._specs.output) if run.compute.outputs else None
 
     # Driving them
@@ -491,7 +491,7 @@ class Schedule:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """One step at a time, and none after an error."""
+        """Allow one step at a time, and none after an error."""
         if self._running.locked():
             raise PipelineBrokenError("step() was called from inside a step, or from a second thread: one step at a time")
         with self._running:
@@ -513,7 +513,7 @@ class Schedule:
 
     @contextmanager
     def _failing_together(self, *told: type[Exception]) -> Iterator[None]:
-        """Tell all ranks of an error in here, and raise its reason: the pipeline is broken.
+        """Tell all ranks of an error raised inside, and raise its cause: the pipeline is broken.
 
         Args:
             told: errors that all ranks raise alike, before anything is sent: they break nothing.
@@ -539,7 +539,7 @@ class Schedule:
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:
-        """An error in here leaves messages under way: the pipeline is broken."""
+        """Mark the pipeline as broken by an error raised inside, because it leaves messages in flight."""
         try:
             yield
         except BaseException as error:

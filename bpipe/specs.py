@@ -1,4 +1,4 @@
-"""What a user says about how a batch is cut and put together: nests of torch's `TensorChunkSpec`, of None and of reducers."""
+"""The specs of how a batch is cut and put together: nests of torch's `TensorChunkSpec`, of None and of reducers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ DEFAULT = object()  # nothing was said: dimension 0 of whatever holds samples
 
 
 def is_repeating(spec: Any) -> bool:
-    """Whether a spec says that every microbatch gets the value whole: None, or torch's `_Replicate`."""
+    """Return whether a spec says that every microbatch gets the value whole: None, or torch's `_Replicate`."""
     return not hasattr(spec, "split_dim") and inside(spec) is None
 
 
 def specs_of(found: Inside, value: Any, spec: Any, path: str) -> list[Any]:
-    """The specs of the parts of a value: by key, whatever their order, or by place.
+    """Return the specs of the parts of a value: by key, in any order, or by position.
 
     Raises:
         ConfigurationError: the spec is not nested like the value.
@@ -36,19 +36,19 @@ def specs_of(found: Inside, value: Any, spec: Any, path: str) -> list[Any]:
 
 
 def misfit(path: str, value: Any, spec: Any) -> ConfigurationError:
-    """The error for a spec that is not nested like its value."""
+    """Return the error for a spec that is not nested like its value."""
     return ConfigurationError(f"{path}: {outline(value)} has the spec {outline(spec)}: give one for each value, nested alike")
 
 
 def outline(value: Any) -> str:
-    """A value's type and size, in a few words."""
+    """Return a value's type and size, in a few words."""
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key!r}: ...' for key in value)}}}"
     return f"{type(value).__qualname__} of {len(value)}" if isinstance(value, (tuple, list)) else type(value).__qualname__
 
 
 def check_specs(spec: Any, name: str, *, may_reduce: bool = False) -> None:
-    """Check what a schedule is given, before there is any value.
+    """Check the specs that a schedule is given, before there are any values.
 
     Args:
         spec: a nest, or None.
@@ -56,7 +56,7 @@ def check_specs(spec: Any, name: str, *, may_reduce: bool = False) -> None:
         may_reduce: whether it may have torch's reducers in it.
 
     Raises:
-        ConfigurationError: there is something in it that says nothing, such as a bare number.
+        ConfigurationError: something in it is not a spec, such as a bare number.
     """
     for leaf in _ends(spec):
         is_cut = isinstance(getattr(leaf, "split_dim", None), int)

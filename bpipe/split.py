@@ -1,13 +1,13 @@
 """A stage's backward in two halves: the gradients of its inputs first, those of its parameters when there is time.
 
-Nodes of the graph that lead to the stage's inputs are its trunk. Where the way to a parameter leaves the trunk is a branch:
+Nodes of the graph that lead to the stage's inputs are its trunk. A branch begins where the way to a parameter leaves the trunk:
 
     outputs -> ... -> N -> ... -> N' -> ... -> inputs        the trunk: the input half
                       |           |
                       +-> T -> w  +-> T' -> w'               the branches: the weight half, from the gradients N and N' got
 
 Autograd computes only what a run asks for: each half has one of the two products in the backward of a matrix product. The hooks
-of N run in the input half. The weight half calls N by itself, which runs none, and goes on from T: so each hook runs once.
+of N run in the input half. The weight half calls N directly, which runs no hooks, and goes on from T: so each hook runs once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Trunk = dict[Node, list[Node]]  # what each node of the trunk leads to beside it
 
 
 class _Branch:
-    """The ways to some leaves from a node of the trunk.
+    """The paths from a node of the trunk to some leaves.
 
     Args:
         node: of the trunk.
@@ -54,7 +54,7 @@ class _Branch:
         self._versions: list[int] = []
 
     def watch(self) -> None:
-        """Remember the gradients that reach the node; if it has a hook that sees all it computes, that must be done at once."""
+        """Remember the gradients that reach the node; if it has a hook on all its results, mark it to be computed early instead."""
         handle = self.nodes[0].register_hook(_memory(self.gradients, self._versions))
         hooks = handle.hooks_dict_ref()
         if hooks is not None and len(hooks) > 1:
@@ -62,7 +62,7 @@ class _Branch:
             self.is_early = True
 
     def keep(self, gradients: Gradients) -> None:
-        """Wait with these, of the same values."""
+        """Keep these gradients in place of the present ones, with the same values."""
         self._check_unchanged()
         self.gradients[:] = gradients
         self._versions[:] = _versions(gradients)
@@ -75,7 +75,7 @@ class _Branch:
             )
 
     def run(self, alone: Alone) -> None:
-        """Take the gradients to the leaves, if any have come."""
+        """Take the gradients on to the leaves, if any have arrived."""
         if not self.gradients:
             return
         self._check_unchanged()
@@ -91,7 +91,7 @@ class _Branch:
 
 
 class _Outside(_Branch):
-    """The ways to leaves from outputs that do not depend on the inputs."""
+    """The paths to leaves from outputs that do not depend on the inputs."""
 
     def __init__(self, edges: Sequence[GradientEdge], gradients: Gradients) -> None:
         self.nodes = []
@@ -101,7 +101,7 @@ class _Outside(_Branch):
         self._edges, self.gradients = edges, list(gradients)
 
     def watch(self) -> None:
-        """Nothing: the gradients are there already."""
+        """Do nothing, because the gradients are there already."""
 
     def keep(self, gradients: Gradients) -> None:
         self.gradients[:] = gradients
@@ -111,7 +111,7 @@ class _Outside(_Branch):
 
 
 def _memory(gradients: list[torch.Tensor | None], versions: list[int]) -> Callable[[Gradients, Gradients], None]:
-    """A hook that keeps what a node gets, as its other hooks have left it."""
+    """Return a hook that keeps the gradients that a node gets, as its other hooks have left them."""
 
     def hook(_: Gradients, arriving: Gradients) -> None:
         gradients[:] = arriving
@@ -125,24 +125,24 @@ def _versions(gradients: Gradients) -> list[int]:
 
 
 class WeightHalf:
-    """What is left of a backward whose input half has run. It owns the graph, and frees it branch by branch."""
+    """The rest of a backward whose input half has run. It owns the graph, and frees it branch by branch."""
 
     def __init__(self, branches: Iterable[_Branch] = ()) -> None:
         self._branches = deque(branches)
         self._running: _Branch | None = None
 
     def gradients(self) -> list[torch.Tensor]:
-        """Those that it keeps until it runs."""
+        """Return the gradients that it keeps until it runs."""
         return [gradient for branch in self._branches for gradient in branch.gradients if gradient is not None]
 
     def replace(self, gradients: Iterable[torch.Tensor | None]) -> None:
-        """Keep others in place of `gradients()`, of the same values."""
+        """Replace `gradients()` by others with the same values."""
         others = iter(gradients)
         for branch in self._branches:
             branch.keep([None if gradient is None else next(others) for gradient in branch.gradients])
 
     def leads_to(self, leaves: Set[Node]) -> bool:
-        """Whether it has gradients for some of these, as far as is known."""
+        """Return whether it has gradients for some of these leaves; also True if that is unknown."""
         return any(not branch.leaves or not leaves.isdisjoint(edge.node for edge in branch.leaves) for branch in self._branches)
 
     def run(self) -> None:
@@ -154,12 +154,12 @@ class WeightHalf:
         self._running = None
 
     def is_running(self) -> bool:
-        """Whether the backward that calls this, through a hook, is of this half, and none that something started in it."""
+        """Return whether the backward that calls this, through a hook, is this half's own, and not one started inside it."""
         return self._running is not None and torch._C._current_autograd_node() in self._running.nodes
 
 
 class GivenHalf(WeightHalf):
-    """The other half of a backward as a stage's module computes it by itself.
+    """The weight half of a backward that a stage's module computes by itself.
 
     Args:
         runner: to be called once.
@@ -176,12 +176,12 @@ class GivenHalf(WeightHalf):
 def run_input_half(
     edges: Sequence[GradientEdge], gradients: Gradients, box: Box, before: Callable[[Set[Node]], None]
 ) -> WeightHalf:
-    """Compute the gradients of a stage's inputs, into their box, and give back memory that the other half does not need.
+    """Compute the gradients of a stage's inputs into their box, and free memory that the other half does not need.
 
     Both halves together equal one backward to the bit. Therefore a leaf that several branches lead to gets its gradient now,
     added up in the order of one backward. So does one behind an operation that would be done twice (a custom autograd
     Function, or a recomputation), or that has a hook on all of its results; and so do vectors, such as a norm's weights, whose
-    gradients need less memory than waiting.
+    gradients need less memory than waiting does.
 
     Args:
         edges: those of the stage's outputs.
@@ -215,7 +215,7 @@ def run_input_half(
 
 
 def _explore(edges: Iterable[GradientEdge], anchor: Node) -> tuple[Graph, Trunk]:
-    """Walk the graph behind some edges."""
+    """Walk the graph behind some edges, and find its trunk."""
     next_of: Graph = {}
     trunk: Trunk = {anchor: []}
     stack = [edge.node for edge in edges]
@@ -232,7 +232,7 @@ def _explore(edges: Iterable[GradientEdge], anchor: Node) -> tuple[Graph, Trunk]
 
 
 def _is_indivisible(next_of: Graph) -> bool:
-    """Whether a graph is run as a whole: a part of it has to be, or something looks at all of it."""
+    """Return whether a graph must run as a whole, because a part of it has to, or because something looks at all of it."""
     names = {type(node).__name__ for node in next_of}
     if torch.is_anomaly_enabled() or not INDIVISIBLE.isdisjoint(names) or "Checkpoint" in " ".join(names):
         return True
@@ -241,7 +241,7 @@ def _is_indivisible(next_of: Graph) -> bool:
 
 
 def _has_common_hook(leaf: torch.Tensor) -> bool:
-    """Whether a hook waits for the gradients of several leaves, in one backward (`register_multi_grad_hook`)."""
+    """Return whether a hook waits for the gradients of several leaves, in one backward (`register_multi_grad_hook`)."""
     hooks = (leaf._backward_hooks or {}).values()
     return any(getattr(getattr(hook, "__code__", None), "co_filename", None) == _FILE_OF_COMMON_HOOKS for hook in hooks)
 
@@ -281,13 +281,13 @@ def _is_vector(leaf: Node) -> bool:
 
 
 def _is_recomputed(node: Node) -> bool:
-    """Whether a node's backward has to run a forward again first (activation checkpointing): all it saved knows, or nothing."""
+    """Return whether a node's backward reruns a forward first (activation checkpointing): all it has saved shows that, or none."""
     data = next((data for _, data in saved_by(node) if data is not None), None)
     return type(data).__module__ == "torch.utils.checkpoint"
 
 
 def _forget(nodes: Iterable[Node]) -> None:
-    """Free what nodes have saved, and will not be asked for again."""
+    """Free the tensors that nodes have saved and that nobody will ask for again."""
     for node in nodes:
         for saved, data in saved_by(node):
             if type(data) is Saved or type(data) is Packed:
@@ -300,7 +300,7 @@ def _forget(nodes: Iterable[Node]) -> None:
 
 
 def _nothing(_: torch.Tensor) -> None:
-    """All that is kept of a tensor that nobody needs any more."""
+    """Keep nothing of a tensor that nobody needs any more."""
 
 
 def _gone(_: None) -> torch.Tensor:

@@ -19,7 +19,7 @@ __all__ = ["PipelineStage"]
 
 
 class Parts(NamedTuple):
-    """What a module consists of at some moment, each once. To be kept for a step only: it keeps what is replaced alive."""
+    """The modules and parameters in a module at some moment, each once. Keep it for a step only: it keeps replaced ones alive."""
 
     modules: list[torch.nn.Module]
     parameters: list[torch.nn.Parameter]
@@ -27,11 +27,11 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, module: torch.nn.Module, makeups: Makeups) -> Parts:
-        """What a module consists of now.
+        """Collect what a module consists of now.
 
         Args:
-            module: the whole.
-            makeups: that numbered it before.
+            module: the whole module.
+            makeups: those that numbered it before.
         """
         modules = list(module.modules())
         found = [one for module in modules if module._parameters for one in module._parameters.values() if one is not None]
@@ -39,7 +39,7 @@ class Parts(NamedTuple):
         return cls(modules, parameters, makeups.number(modules, parameters))
 
     def mode(self) -> str:
-        """What it consists of, whether each module trains, and each parameter."""
+        """Describe what the module consists of, which of its modules train, and which parameters."""
         training = "".join(["t" if module.training else "e" for module in self.modules])
         trainable = "".join(["1" if parameter.requires_grad else "0" for parameter in self.parameters])
         return f"{self.makeup} {training} {trainable}"
@@ -69,8 +69,8 @@ class PipelineStage:
             send, as torch's does (the layout is None here); default: that of the stage's own parameters.
 
     Raises:
-        ConfigurationError: an index outside the pipeline, no module, one that `split_model` made for another stage, or a mesh of
-            several dimensions.
+        ConfigurationError: an index outside the pipeline, no module, a module that `split_model` made for another stage, or a
+            mesh of several dimensions.
 
     Example:
         >>> from torch import nn
@@ -113,10 +113,10 @@ class PipelineStage:
 
     @classmethod
     def adopt(cls, stage: Any) -> PipelineStage:
-        """Take a stage as it is, or torch.distributed.pipelining's as one of ours, which shares its module.
+        """Return a stage of ours unchanged, or wrap torch.distributed.pipelining's in one that shares its module.
 
         Raises:
-            ConfigurationError: it is neither.
+            ConfigurationError: the stage is neither.
         """
         if isinstance(stage, cls):
             return stage
@@ -127,14 +127,16 @@ class PipelineStage:
 
     @property
     def is_first(self) -> bool:
+        """Whether the pipeline's inputs come here."""
         return self.stage_index == 0
 
     @property
     def is_last(self) -> bool:
+        """Whether the pipeline's outputs leave here."""
         return self.stage_index == self.num_stages - 1
 
     def find_mesh(self, names: tuple[str, ...] | None, shape: tuple[int, ...]) -> Any:
-        """The device mesh on which this stage has its shards of DTensors from a mesh with these names and this shape.
+        """Return the mesh for this stage's shards of DTensors that come from a device mesh with these names and this shape.
 
         Raises:
             StageError: there is none.
@@ -151,11 +153,11 @@ class PipelineStage:
         return mesh
 
     def parts(self) -> Parts:
-        """What the module consists of now."""
+        """Collect what the module consists of now."""
         return Parts.of(self.submod, self._makeups)
 
     def mode(self, parts: Parts) -> str:
-        """What besides its inputs decides what the stage returns and saves: what it consists of and trains, its mode, autocast."""
+        """Describe what decides, besides inputs, what the stage returns and saves: its parts, what trains, its mode, autocast."""
         kind = self.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return f"{parts.mode()} {autocast}"
@@ -179,10 +181,10 @@ class _AdoptedStage(PipelineStage):
 
 
 def stages_of(given: Any) -> dict[int, PipelineStage]:
-    """A rank's stages by index.
+    """Return a rank's stages by index.
 
     Raises:
-        ConfigurationError: they are none, too many, or do not belong to one pipeline.
+        ConfigurationError: there are none or too many, or they do not belong to one pipeline.
     """
     stages = [PipelineStage.adopt(one) for one in (given if isinstance(given, (list, tuple)) else [given])]
     if not stages or len(stages) > MOST_STAGES:

@@ -28,7 +28,7 @@ class Stats:
         self._device, self._predicted_device = Peaks(with_messages=True), Peaks(with_messages=True)
 
     def of(self, run: Run, static_bytes: int, seconds: float) -> dict[str, float]:
-        """What the rank used and waited for in a step.
+        """Compute the numbers of a step: what the rank used, and how long it waited.
 
         Args:
             run: the step.
@@ -41,8 +41,8 @@ class Stats:
             (rooms this schedule reserves for other ranks), saved activations and messages between stages. Activations:
             `peak_bytes`, the saved ones and guests alone, with `held_bytes` (saved and not movable, each storage once). Beside
             them `host_peak_bytes`, this rank's rooms in its host's memory; `evicted_bytes`, `loaded_bytes`. Microbatches:
-            `peak_slots`. Each peak is there a second time, `predicted_` from the plan: with its sizes, or where it has none with
-            what microbatches of each shape took before, or at most, where that varies.
+            `peak_slots`. Each peak is there a second time as `predicted_`, from the plan: with its sizes, or if it has none
+            with what microbatches of each shape took before, the most of it where that varies.
 
             Optimizer states count once their optimizer has stepped while a schedule was open, those too that were loaded before.
             Gradients count before they are there, rooms before their first guest comes, and in a step with new shapes messages as
@@ -104,14 +104,14 @@ class Stats:
         }
 
     def _plan(self, run: Run) -> _Planned:
-        """The plan's own numbers for this rank, which are the same in every step."""
+        """Return the plan's own numbers for this rank, made once because they are the same in every step."""
         if self._planned is None or self._planned.plan is not run.plan:
             self._planned = _Planned.of(run.plan, run.rank)
         return self._planned
 
 
 class _Planned(NamedTuple):
-    """What a plan says of one rank: microbatches of its own at once, rooms for guests, and the peaks, if it counts bytes."""
+    """The numbers of a plan for one rank: microbatches of its own at once, rooms for guests, and the peaks, if it counts bytes."""
 
     plan: Plan
     slots: int

@@ -33,7 +33,7 @@ def pipelining_fn(
     It cuts the model by `parallelism.module_fqns_per_model_part`, or as torchtitan does where that is not given, applies
     `parallelize_fn` to each part (tensor parallelism, checkpointing, compile, FSDP2), and puts them under the schedule. The model
     may be on the meta device; torchtitan initialises the parts afterwards. The rest of torchtitan's trainer, validation and
-    checkpoints included, is used as it is. `parallelism.pipeline_parallel_schedule` is not looked at: `schedule` says it.
+    checkpoints included, is used unchanged. `parallelism.pipeline_parallel_schedule` is ignored in favour of `schedule`.
 
     Args:
         schedule: a class of `bpipe`.
@@ -53,7 +53,7 @@ def pipelining_fn(
 
 
 class _Pipelining:
-    """What torchtitan calls."""
+    """The function that torchtitan calls to make a pipeline."""
 
     def __init__(self, schedule: type[Schedule], balanced: Mapping[str, Any] | None, options: dict[str, Any]) -> None:
         self._schedule, self._balanced, self._options = schedule, balanced, options
@@ -83,7 +83,7 @@ class _Pipelining:
         return schedule, parts, any(stage.is_first for stage in stages), any(stage.is_last for stage in stages)
 
     def _stages(self, model: nn.Module, parallel_dims: Any, parallelism: Any, device: torch.device) -> list[PipelineStage]:
-        """This rank's stages."""
+        """Cut the model, and return this rank's stages."""
         mesh = parallel_dims.get_mesh("pp")
         num_ranks, group = mesh.size(), mesh.get_group("pp")
         lists = parallelism.module_fqns_per_model_part
@@ -103,7 +103,7 @@ class _Pipelining:
 
 
 def _num_stages(model: nn.Module, parallelism: Any, rule: Rule, num_ranks: int) -> int:
-    """As many as the schedule takes, or as `pipeline_parallel_layers_per_stage` asks for."""
+    """Return how many stages the schedule takes, or how many `pipeline_parallel_layers_per_stage` asks for."""
     per_stage: int | None = parallelism.pipeline_parallel_layers_per_stage
     if per_stage is None:
         return num_ranks * rule.default_stages_per_rank
@@ -111,7 +111,7 @@ def _num_stages(model: nn.Module, parallelism: Any, rule: Rule, num_ranks: int) 
 
 
 def _num_weighed(model: nn.Module, parallelism: Any) -> int:
-    """The layers, and how many the modules before and after them stand for."""
+    """Count the layers, and those that the modules before and after them stand for."""
     less = parallelism.pipeline_parallel_first_stage_less_layers + parallelism.pipeline_parallel_last_stage_less_layers
     return int(len(_layers(model)) + less)
 
@@ -126,7 +126,7 @@ def _layers(model: nn.Module) -> list[str]:
 
 
 def _names(model: nn.Module, parallelism: Any, num_stages: int) -> list[list[str]]:
-    """Cut as torchtitan does: stages as even as they go, earlier ones one more, the ends less by what they have besides layers.
+    """Cut as torchtitan does: evenly, with one more layer on earlier stages, and fewer at the ends for their other modules.
 
     Raises:
         ConfigurationError: a stage would get nothing.
@@ -150,10 +150,10 @@ def _names(model: nn.Module, parallelism: Any, num_stages: int) -> list[list[str
 
 
 def _num_microbatches(training: Any, parallelism: Any) -> int:
-    """m, from the batch of a rank and the size of a microbatch.
+    """Return m, from the batch of a rank and the size of a microbatch.
 
     Raises:
-        ConfigurationError: the one does not divide by the other, or a schedule's file was given.
+        ConfigurationError: the batch does not divide by the microbatch, or a schedule's file was given.
     """
     if getattr(parallelism, "pipeline_parallel_schedule_csv", None):
         raise ConfigurationError("pipeline_parallel_schedule_csv is torch's format for torch's runtime: use bpipe.FromPlan")
@@ -164,7 +164,7 @@ def _num_microbatches(training: Any, parallelism: Any) -> int:
 
 
 def _scalar(loss_fn: Callable[..., Any]) -> Callable[..., torch.Tensor]:
-    """torchtitan's losses return a number and metrics."""
+    """Wrap one of torchtitan's losses, which return a number and metrics, so that it returns the number alone."""
 
     def loss(*args: Any, **kwargs: Any) -> torch.Tensor:
         value: torch.Tensor = loss_fn(*args, **kwargs)[0]
@@ -174,7 +174,7 @@ def _scalar(loss_fn: Callable[..., Any]) -> Callable[..., torch.Tensor]:
 
 
 def _get_mesh(parallel_dims: Any) -> Callable[[tuple[str, ...], Any], Any]:
-    """How a stage finds the mesh of DTensors that its neighbours send."""
+    """Return the function with which a stage finds the mesh of DTensors that its neighbours send."""
 
     def get_mesh(names: tuple[str, ...], layout: Any) -> Any:
         mesh = parallel_dims.get_mesh(list(names))

@@ -1,4 +1,4 @@
-"""From a stage's group to the transport over it."""
+"""Make the transport over a stage's group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__: list[str] = []
 def transport_for(
     group: Any, device: torch.device, num_ranks: int, *, timeout_s: float | None, slow_s: float, transfers_at_once: int
 ) -> Transport:
-    """This rank's end of a pipeline over a process group, or over a loopback.
+    """Make this rank's end of a pipeline over a process group, or over a loopback.
 
     Raises:
         ConfigurationError: the group has another number of ranks, or there is none.

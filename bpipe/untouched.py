@@ -16,11 +16,11 @@ __all__: list[str] = []
 
 @contextmanager
 def untouched(modules: Sequence[nn.Module], device: torch.device | None = None) -> Iterator[None]:
-    """Put buffers, gradients and random numbers back, whatever happens; gradients start from none.
+    """Restore buffers, gradients and random numbers on exit, whatever happens inside; gradients start as None.
 
     Args:
-        modules: what runs.
-        device: whose random numbers are drawn, besides those of the parameters' devices.
+        modules: those that run.
+        device: one whose random numbers are drawn, besides the parameters' devices.
     """
     owners = [(one, dict(one._buffers)) for module in modules for one in module.modules()]  # a forward may assign new buffers
     buffers = {id(buffer): (buffer, buffer.clone()) for module in modules for buffer in module.buffers()}

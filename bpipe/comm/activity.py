@@ -1,4 +1,4 @@
-"""Where a rank stands: written by those who run its lanes, at the price of an assignment an action, and read by whoever asks."""
+"""This rank's position in the plan. Writing costs one assignment per action; the control thread reads it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_GUESTS = 2**12
 
 
 class State(IntEnum):
-    """What a rank does with a pipeline."""
+    """What a rank is doing with a pipeline."""
 
     OUTSIDE = 0  # nothing: the user's code between steps
     MEETING = 1  # it waits for the others in a collective call
@@ -30,14 +30,14 @@ class State(IntEnum):
 
 
 class Status(NamedTuple):
-    """What a rank tells of itself.
+    """What a rank reports about itself.
 
     Args:
-        rank: in the plan.
-        step: the number of the one it runs, or would run next.
-        position: in its lane of the plan, when it runs one.
-        seconds: for how long it has been there.
-        guests: the position in each evictor's chain of what it serves, by evictor.
+        rank: its rank in the plan.
+        step: the number of the step that it runs, or would run next.
+        position: its position in its lane of the plan, while it runs a step.
+        seconds: how long it has been there.
+        guests: for each evictor that it serves, the evictor and the position in its chain.
     """
 
     state: State
@@ -68,12 +68,12 @@ class Status(NamedTuple):
 
 
 class Activity:
-    """Where this rank stands now.
+    """This rank's current position.
 
     Attributes:
-        position: of the action under way in this rank's lane of the plan.
+        position: the position of the action under way in this rank's lane of the plan.
         guests: likewise in the chains that this rank serves, by evictor.
-        under_way: the action under way, where one thread issues all of them in another order than the lane's.
+        under_way: the action under way, if one thread issues all actions in a different order from the lane's.
     """
 
     def __init__(self) -> None:
@@ -88,13 +88,13 @@ class Activity:
         self.group_ranks: Sequence[int] = ()
 
     def begin(self, plan: Plan, rank: int, step: int, group_ranks: Sequence[int], evictors: Iterable[int] = ()) -> None:
-        """A step starts.
+        """Record that a step starts.
 
         Args:
-            plan: what it runs, and `rank` this rank's place in it.
+            plan: what it runs; `rank` is this rank's place in it.
             step: its number.
-            group_ranks: the rank of the group that is each rank of the plan.
-            evictors: whose guests this rank keeps.
+            group_ranks: for each rank of the plan, its rank in the group.
+            evictors: the ranks whose guests this rank keeps.
         """
         self.plan, self.rank, self.step, self.group_ranks = plan, rank, step, group_ranks
         self.position = 0
@@ -105,7 +105,7 @@ class Activity:
         self.state, self.plan, self.step, self.under_way = State.OUTSIDE, None, num_steps, None
 
     def group_rank(self, plan_rank: int | None) -> int | None:
-        """The rank of the group that is a rank of the plan."""
+        """Convert a rank of the plan to its rank in the group."""
         return self.group_ranks[plan_rank] if plan_rank is not None and plan_rank < len(self.group_ranks) else plan_rank
 
     def status(self) -> Status:
@@ -113,16 +113,16 @@ class Activity:
         return Status(self.state, self.rank, self.step, self.position, 0.0, guests[:MOST_GUESTS])
 
     def action(self) -> Action | None:
-        """The action under way; None outside of a step, or when only guests keep it."""
+        """Return the action under way; None outside a step, or when only guests keep this rank in it."""
         return self.under_way or action_at(self.plan, self.status())
 
     def place(self) -> str:
-        """The stage, microbatch, action and step; empty outside of a step."""
+        """Describe the stage, microbatch and action under way; empty outside a step."""
         action = self.action()
         return "" if action is None else place_of(action)
 
     def is_waiting(self) -> bool:
-        """Whether this rank cannot go on without another one."""
+        """Return whether this rank cannot go on without another one."""
         if self.state is not State.RUNNING:
             return self.state is State.MEETING
         action = self.action()
@@ -130,7 +130,7 @@ class Activity:
 
 
 def action_at(plan: Plan | None, status: Status) -> Action | None:
-    """The action of a rank that runs a plan; None if it runs none, or has come to the end of its lane."""
+    """Return the action that a rank's status points at; None if it runs no plan, or has reached the end of its lane."""
     if plan is None or status.state is not State.RUNNING or not status.rank < plan.num_ranks:
         return None
     lane = plan.actions[status.rank]
@@ -138,5 +138,5 @@ def action_at(plan: Plan | None, status: Status) -> Action | None:
 
 
 def place_of(action: Action) -> str:
-    """An action in words."""
+    """Describe an action in words."""
     return f"stage {action.stage}, microbatch {action.microbatch}, action {action}"

@@ -1,4 +1,4 @@
-"""Under which address the other ranks reach this machine."""
+"""The address at which the other ranks reach this machine."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Address(NamedTuple):
 
 
 def own_address(store: Any) -> Address:
-    """That of the interface that gloo is told to use, else the one from which this machine reaches the store's host.
+    """Return the address of the interface that gloo is told to use, else the one from which this machine reaches the store's host.
 
     Args:
-        store: of torch.distributed.
+        store: a store of torch.distributed.
     """
     return _of_interface(gloo_interface()) or _towards(store) or _of_name()
 
 
 def _of_interface(name: str) -> Address | None:
-    """Where the platform can tell."""
+    """Return the IPv4 address of a network interface, where the platform can tell."""
     if not name:
         return None
     try:
@@ -44,7 +44,7 @@ def _of_interface(name: str) -> Address | None:
 
 
 def _towards(store: Any) -> Address | None:
-    """A connected datagram socket knows its own address, and sends nothing."""
+    """Return this machine's address towards the store's host; a connected datagram socket knows it and sends nothing."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     host, port = getattr(store, "host", None), getattr(store, "port", None)
@@ -60,7 +60,7 @@ def _towards(store: Any) -> Address | None:
 
 
 def _of_name() -> Address:
-    """For stores without a host, such as a file."""
+    """Return the address of this machine's hostname, for stores without a host, such as a file."""
     try:
         return Address(socket.gethostbyname(socket.gethostname()), socket.AF_INET)
     except OSError:

@@ -1,4 +1,4 @@
-"""What all ranks must agree on before a step's first transfer, as a record from each."""
+"""What all ranks must agree on before a step's first transfer: one record from each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__: list[str] = []
 
 MOST_STAGES = 64  # on one rank
 HEAD = struct.Struct("<6sH16s32s16sBQIIII16sI16s16s3Q16s")
-INDEX = struct.Struct("<I")  # of each stage, behind the head
+INDEX = struct.Struct("<I")  # of each stage, after the head
 MAGIC = b"bpipe\7"
 
 
@@ -31,7 +31,7 @@ class Record(NamedTuple):
     pipeline: int  # which of the group's pipelines, as this rank counts them
     signature: bytes  # 16 bytes: a hash of the shapes and dtypes of this rank's inputs
     stages: tuple[int, ...]  # that this rank holds
-    revision: int = 0  # how often this rank has asked to measure its microbatches anew
+    revision: int = 0  # how often this rank has asked to measure its microbatches again
     cut: bytes = UNKNOWN  # 16 bytes: how the model was cut into stages
     form: bytes = bytes(16)  # the signature without the plain numbers among the inputs that do not decide what is saved
     states: int = 0  # bytes of optimizer states on this rank
@@ -101,7 +101,7 @@ class Record(NamedTuple):
         )
 
 
-ALIKE = Record._fields.index("signature")  # so many fields, the first, are alike on all ranks
+ALIKE = Record._fields.index("signature")  # the number of leading fields that are alike on all ranks
 
 
 def _text(data: bytes) -> str:
@@ -124,10 +124,10 @@ COMPARED: dict[str, Callable[[Record], object]] = {
 
 
 def check(records: Sequence[Record]) -> None:
-    """Raise unless all ranks are about to run the same, and together hold each stage once.
+    """Raise unless all ranks are about to run the same step, and together hold each stage exactly once.
 
     Raises:
-        AgreementError: names what differs, both values and both ranks; all ranks raise the same.
+        AgreementError: they differ; it names what differs, both values and both ranks, and all ranks raise the same.
     """
     are_alike = len({record[:ALIKE] for record in records}) == 1
     for what, value in () if are_alike else COMPARED.items():
@@ -151,7 +151,7 @@ def check(records: Sequence[Record]) -> None:
 
 
 def _check_cut(records: Sequence[Record]) -> None:
-    """Raise if two ranks have stages of a model that was cut differently: layers would run twice, or not at all."""
+    """Raise if two ranks have stages of a model that was cut differently, because layers would run twice, or not at all."""
     known = [(rank, record.cut) for rank, record in enumerate(records) if record.cut != UNKNOWN]
     other = next((rank for rank, cut in known if cut != known[0][1]), None)
     if other is not None:

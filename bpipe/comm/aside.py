@@ -1,4 +1,4 @@
-"""Work that may block for ever, in a thread of its own: the caller can be interrupted, and gives up when it wants to."""
+"""Run a blocking call in a daemon thread, so that the caller can time out or be interrupted."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ LOOK_S = 0.25
 
 
 class GivenUpError(Exception):
-    """The caller does not wait any longer."""
+    """The caller no longer waits for the work."""
 
 
 class Aside:
-    """Runs pieces of work, which ask now and then whether they are still wanted.
+    """Runs pieces of work, which check now and then whether they are still wanted.
 
     Args:
-        look: called in the caller's thread now and then while it waits; raises to give the work up.
+        look: called in the caller's thread now and then while it waits; raises to give up the work.
     """
 
     def __init__(self, look: Callable[[], None]) -> None:
@@ -31,10 +31,10 @@ class Aside:
         self.note = ""  # what it is waiting for
 
     def check(self, note: str) -> None:
-        """Called by the work: say what it waits for.
+        """Record what the work waits for, and raise if it is no longer wanted. The work calls this.
 
         Raises:
-            GivenUpError: nobody wants it any more; with the reason, for whoever else waits for the work.
+            GivenUpError: the caller has given up; it carries the reason, for other threads that wait for the work.
         """
         self.note = note
         if self._reason is not None:

@@ -1,8 +1,8 @@
 """Channels over torch.distributed process groups: NCCL, gloo, and gloo through pinned memory for tensors on CUDA.
 
-A pipeline makes groups of its own over the user's store, under a token that only its ranks know. So nothing of an earlier
-pipeline, one that failed included, can be mistaken for a message of this one; and `torch.distributed.new_group` would
-depend on which groups each rank happens to have closed (a name used twice never connects).
+A pipeline makes its own groups over the user's store, under a token that only its ranks know. So nothing from an earlier
+pipeline, not even one that failed, can be mistaken for a message of this one. `torch.distributed.new_group` is not used,
+because it would depend on which groups each rank happens to have closed (a name used twice never connects).
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ __all__: list[str] = []
 
 TAGS = {purpose: tag for tag, purpose in enumerate(Purpose, start=1)}
 GROUP_OF = {Purpose.FORWARD: "forward", Purpose.BACKWARD: "backward", Purpose.EVICT: "aside", Purpose.RETURN: "aside"}
-NO_TAG = len(Purpose) + 1  # of no message
+NO_TAG = len(Purpose) + 1  # that no message has
 AT_ONCE = timedelta(milliseconds=1)
 POLL_S = 0.001
 MARGIN_S = 60.0  # by which gloo's own timeout is later than ours, which says more
-DEVICE_MARGIN = 10  # NCCL counts from when the host, which may be steps ahead, has issued a transfer; and ends the process
+DEVICE_MARGIN = 10  # NCCL counts from when the host, maybe steps ahead, issued a transfer; and it ends the process
 LEAST_DEVICE_S = 3600.0
 
 
 class C10dTransport(Transport):
     """One rank's end of a pipeline over a process group.
 
-    Each channel has a connection of its own for headers, and on CPU for small messages. The large ones travel over gloo, in a
+    Each channel has its own connection for headers, and on CPU for small messages. Large messages travel over gloo, in one
     group for each direction and one for evictions, because gloo's thread spins for what arrives on a connection while the caller
     is sending on it. With NCCL each channel has a communicator of two ranks, so that no order between channels can be wrong.
 
     Args:
         group: the pipeline's process group; None for the default one.
-        device: where the stage computes.
-        timeout_s: seconds in one wait after which it fails; default: the group's timeout.
-        slow_s: seconds in one wait after which what all ranks do is logged.
-        transfers_at_once: how many may be in flight on a device, over NCCL.
+        device: the device on which the stage computes.
+        timeout_s: seconds after which a single wait fails; default: the group's timeout.
+        slow_s: seconds in a single wait after which the rank logs what all ranks are doing.
+        transfers_at_once: how many transfers may be in flight on a device, over NCCL.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class C10dTransport(Transport):
         self.control.refuse(why)
 
     def _open(self) -> None:
-        """Meet the other ranks, the first time."""
+        """Meet the other ranks, on the first call."""
         if self._is_open or self.size == 1:
             return
         store, aside = dist.distributed_c10d._get_default_store(), self._aside()
@@ -138,7 +138,7 @@ class C10dTransport(Transport):
             control.looks.append(watch.tick)
 
     def _aside(self) -> Aside:
-        """For work that waits for other ranks, for no longer than this one has patience."""
+        """Make an `Aside` for work that waits for other ranks, for no longer than this rank's timeout."""
         began, has_warned = time.monotonic(), False
 
         def look() -> None:
@@ -159,7 +159,7 @@ class C10dTransport(Transport):
         key = self._key("mesh")
         try:
             return aside.run(lambda: open_mesh(store, key, self.rank, self.size, aside.check, pipeline=self.identity))
-        except OtherPipelineError as error:  # so that the next ones are counted alike
+        except OtherPipelineError as error:  # so that both ranks count the next pipelines alike
             self._count_pipelines(max(0, error.theirs - self._count_pipelines(0)))
             raise AgreementError(str(error)) from None
 
@@ -168,7 +168,7 @@ class C10dTransport(Transport):
         return dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), self.rank, self.size, timeout)
 
     def _release(self) -> None:
-        """End all transfers, and whoever waits for one.
+        """End all transfers, and all waits for one.
 
         A gloo wait that runs into its timeout closes all connections of its group, and so ends all other waits.
         """
@@ -176,7 +176,7 @@ class C10dTransport(Transport):
             stream.end()
         nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         for gloo in list(self._gloo.values()):
-            for peer in range(self.size):  # a wait for one that has gone ends by itself, and closes nothing else
+            for peer in range(self.size):  # a wait for a peer that has gone ends by itself, and closes nothing else
                 with suppress(RuntimeError):
                     if peer != self.rank:
                         gloo.recv([nothing], peer, NO_TAG).wait(AT_ONCE)
@@ -197,9 +197,9 @@ class C10dTransport(Transport):
         return 0 if self._communicators is None else self._communicators.bytes_of_one
 
     def _connect_devices(self, communicators: Communicators, channels: Sequence[Channel]) -> None:
-        """Make the communicators of channels."""
+        """Make a communicator for each channel."""
         timeout = timedelta(seconds=max(DEVICE_MARGIN * self._patience.timeout_s, LEAST_DEVICE_S))
-        store = self._store.clone()  # who waits for another rank holds up all others on the same connection
+        store = self._store.clone()  # a wait for another rank holds up all other requests on the same connection
         for channel in channels:
             end, aside = self._ends(channel).index(self.rank), self._aside()
             aside.note = f"a communicator for {self._named(channel)} is being made"
@@ -222,7 +222,7 @@ class C10dTransport(Transport):
                 self._outlets[channel] = Outlet(connection, self._named(channel))
             else:
                 self._inlets[channel] = Inlet(connection, self._named(channel))
-        self.control.check()  # whatever failed before has not ended these
+        self.control.check()  # a failure before this line has not ended these
 
     @transferring
     def send(
@@ -246,7 +246,7 @@ class C10dTransport(Transport):
         return Works(works + [gloo.send([tensor], peer, tag) for tensor in filled], filled)
 
     def _send_beside(self, channel: Channel, header: bytes | None, note: bytes | None, *, may_have_note: bool) -> list[Any]:
-        """Send what goes over a connection beside large tensors: a header, and a message that is empty or has the note."""
+        """Send what goes over the connection beside large tensors: a header, and a message that is empty or has the note."""
         outlet = self._outlets[channel]
         if header is not None or note is not None:
             return [outlet.send(header, [] if may_have_note else None, note)]
@@ -272,7 +272,7 @@ class C10dTransport(Transport):
     def _post(
         self, communicators: Communicators, channel: Channel, tensors: Sequence[torch.Tensor], *, sends: bool, beside: list[Any]
     ) -> Transfer:
-        """Tensors on their way between devices, and works beside them."""
+        """Post a transfer of tensors between devices, and return it together with the works beside it."""
         step, action = self.control.activity.step, self.control.activity.action()
 
         def what() -> str:
@@ -313,7 +313,7 @@ class C10dTransport(Transport):
             self._communicators.join()
 
     def _let_arrive(self, in_flight: InFlight) -> None:
-        """Wait for what was posted, as long as the others are there: a finalizer may be who closes."""
+        """Wait for what was posted, as long as the other ranks are there, because a finalizer may be what closes the pipeline."""
         until = time.monotonic() + self._patience.timeout_s
         while (number := in_flight.number()) and self.control.failure is None:
             if time.monotonic() > until:
@@ -323,7 +323,7 @@ class C10dTransport(Transport):
 
 
 def _timeout_of(group: Any) -> timedelta:
-    """The timeout that the user gave their group."""
+    """Return the timeout that the user gave the process group."""
     backends = backends_of(group)
     backend = group._get_backend(torch.device("cpu" if "cpu" in backends else next(iter(backends))))
     timeout = getattr(getattr(backend, "options", None), "_timeout", None)

@@ -1,14 +1,14 @@
-"""One clock for all ranks: what the ranks' readings prove about how far their clocks are apart.
+"""One clock for all ranks: what the ranks' readings prove about how far apart their clocks are.
 
 In every round each rank reads its clock, all exchange their readings, and each reads its clock again. No rank has
-everybody's reading before everybody has read: so any rank's first reading happened before any other's second one. With
+everybody's reading before everybody has read, so any rank's first reading happened before any other's second one. With
 rank 0's clock as the true one, and r's clock ahead of it by o_r (readings a_r before the exchange, b_r after it):
 
     a_0 < b_r - o_r    so  o_r < b_r - a_0
     a_r - o_r < b_0    so  o_r > a_r - b_0
 
-The bounds of all rounds hold together, whatever the network's delays. They hold where they were taken: clocks of different
-machines then drift apart.
+The bounds of all rounds hold together, whatever the network's delays. They hold for the time at which they were taken:
+afterwards the clocks of different machines drift apart.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Clocks(NamedTuple):
     """The clocks of a pipeline's ranks, by rank of the group.
 
     Args:
-        token: the same 16 bytes on all ranks, and never again.
-        plan_ranks: the plan's rank of each.
-        offsets: of each rank's clock.
-        zero_ns: an early reading of rank 0's clock, from which all count.
+        token: 16 bytes, the same on all ranks and never used again.
+        plan_ranks: each one's rank in the plan.
+        offsets: the offset of each rank's clock.
+        zero_ns: an early reading of rank 0's clock, from which all times count.
     """
 
     token: bytes
@@ -57,7 +57,7 @@ class Clocks(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a rank says in a round."""
+    """What a rank sends in a round."""
 
     token: bytes
     fingerprint: str
@@ -73,7 +73,7 @@ class Reading(NamedTuple):
         """Read what `pack` wrote.
 
         Raises:
-            CommError: the bytes of this rank are no reading.
+            CommError: the bytes from this rank are not a reading.
         """
         if len(data) != READING.size:
             raise CommError(f"rank {rank} sent {len(data)} bytes for a reading of its clock, expected {READING.size}")
@@ -82,10 +82,10 @@ class Reading(NamedTuple):
 
 
 def align(transport: Transport, fingerprint: str, plan_rank: int) -> Clocks:
-    """Bound how far the ranks' clocks are apart. Collective; blocks for some milliseconds.
+    """Bound how far apart the ranks' clocks are. Collective; blocks for some milliseconds.
 
     Args:
-        transport: this rank's.
+        transport: this rank's transport.
         fingerprint: of the plan, the same on all ranks.
         plan_rank: this rank's place in it.
 
@@ -115,10 +115,10 @@ def _check(readings: Sequence[Reading]) -> None:
 
 
 def offsets(readings: Sequence[Readings]) -> list[Offset]:
-    """What the readings of all ranks prove about each one's clock.
+    """Compute the offset that the readings of all ranks prove for each one's clock, and its error.
 
-    Two clocks that may agree are taken for one: those of different machines count from different starts and come so close
-    by chance only, and the processes of one machine share theirs.
+    Two clocks that may agree are taken to be one, because clocks of different machines count from different starts and come
+    that close only by chance, whereas the processes of one machine share a clock.
     """
     reference = readings[0]
     return [Offset(0, 0), *(_offset(reference, own) for own in readings[1:])]

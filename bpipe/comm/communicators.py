@@ -1,10 +1,10 @@
-"""Channels whose transfers a device carries out by itself: a communicator of two ranks for each, of NCCL or of another backend.
+"""Channels whose transfers a device carries out by itself, each over a communicator of two ranks, of NCCL or another backend.
 
-torch marks each tensor that it sends or receives as in use on the communicator's stream (`record_stream`). Its allocator then hands
-the memory out again only once the host has seen that stream come to its end: much later than the rank has freed it, because a host
-runs ahead of its device. bpipe needs no such mark: it frees or uses a tensor only behind `wait`, on the stream on which it was
-allocated. So torch is given an alias of the memory, in a storage that its allocator does not own, for which it marks nothing (but
-for `backend:cudaMallocAsync`, which gets the tensors themselves).
+torch marks each tensor that it sends or receives as in use on the communicator's stream (`record_stream`). Its allocator then
+reuses the memory only once the host has seen that stream come to its end, which is much later than the rank has freed it, because a
+host runs ahead of its device. bpipe needs no such mark: it frees or uses a tensor only after `wait`, on the stream on which it was
+allocated. So torch is given an alias of the memory, in a storage that its allocator does not own, for which it marks nothing
+(except with `backend:cudaMallocAsync`, which gets the tensors themselves).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Make = Callable[[Any, int, timedelta], Any]
 
 
 class Communicators:
-    """Those of one rank.
+    """The communicators of one rank.
 
     Args:
         device: whose memory they send and receive.
-        make: makes one, from a store, this rank's place in it and a timeout.
+        make: makes one from a store, this rank's place in it and a timeout.
         in_flight: the transfers of this rank.
     """
 
@@ -47,13 +47,13 @@ class Communicators:
         self._is_closed = False
 
     def connect(self, channel: Channel, store: Any, end: int, timeout: timedelta) -> None:
-        """Make a channel's communicator; that blocks until its other rank does so, and nothing can interrupt it.
+        """Make a channel's communicator. Blocks until the channel's other rank does the same, and nothing can interrupt it.
 
         Args:
-            channel: any.
+            channel: any channel of this rank.
             store: where its two ranks meet.
-            end: 0 on the rank that sends, 1 on the other.
-            timeout: of the backend's own watchdog.
+            end: 0 on the rank that sends, 1 on the rank that receives.
+            timeout: the timeout of the backend's own watchdog.
         """
         with current(self._device):
             before = free_bytes(self._device)
@@ -66,20 +66,20 @@ class Communicators:
             _posted(made, self._lent([torch.zeros(1, device=self._device)]), sends=end == 0).wait()
             self.bytes_of_one = max(0, before - free_bytes(self._device))
             self._made[channel] = made
-            if self._is_closed:  # whoever wanted it has given up meanwhile
+            if self._is_closed:  # the caller has given up in the meantime
                 self.abort()
 
     def post(self, channel: Channel, tensors: Sequence[torch.Tensor], *, sends: bool, what: Callable[[], str]) -> Any:
-        """Send contiguous tensors, each of at least one element, or receive into them: one transfer.
+        """Send contiguous tensors, each of at least one element, or receive into them, as one transfer.
 
         Args:
             channel: one that is connected.
             tensors: allocated on the current stream.
-            sends: which.
-            what: says what it is.
+            sends: whether to send.
+            what: describes the transfer.
 
         Returns:
-            Its work, until whose end somebody must keep the tensors.
+            Its work; the caller must keep the tensors until it ends.
         """
         with current(self._device), self.in_flight.next(what) as is_posted:
             work = _posted(self._made[channel], self._lent(tensors), sends=sends)
@@ -91,18 +91,18 @@ class Communicators:
         return [lend(tensor) for tensor in tensors] if marks_only_its_own(self._device) else tensors
 
     def join(self) -> None:
-        """Let the current stream wait for all that was posted: it was aborted, and ends."""
+        """Make the current stream wait for everything that was posted, which ends because it was aborted."""
         for work in self._latest.values():
-            with current(self._device), suppress(RuntimeError):  # of one that says that it was aborted
+            with current(self._device), suppress(RuntimeError):  # a work may say that it was aborted
                 work.wait()
 
     def abort(self) -> None:
-        """End all transfers, whoever waits for them."""
+        """End all transfers, no matter who waits for them."""
         for made in list(self._made.values()):
             made.abort()
 
     def close(self, is_whole: bool) -> None:
-        """Give them back; where something has failed, they were aborted before."""
+        """Release the communicators; after a failure they have already been aborted."""
         self._is_closed = True
         if is_whole:
             self.abort()
@@ -111,14 +111,14 @@ class Communicators:
 
 
 def lend(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, uint8 [size], in a storage that torch's allocator does not own."""
+    """Return the bytes of a contiguous tensor, uint8 [size], in a storage that torch's allocator does not own."""
     return torch.from_dlpack(to_dlpack(tensor.detach().reshape(-1).view(torch.uint8)))
 
 
 def _posted(made: Any, tensors: Sequence[torch.Tensor], *, sends: bool) -> Any:
-    """The work of one transfer: together even if it is one tensor, for which torch would else make another communicator.
+    """Post one transfer, as a group even if it is one tensor, for which torch would otherwise make another communicator.
 
-    A group that is begun must be ended, whatever happens: what the thread gives to NCCL until then waits for its end.
+    A group that is begun must be ended, whatever happens, because everything that the thread gives to NCCL waits for that end.
     """
     made._start_coalescing()
     try:
@@ -132,7 +132,7 @@ def _posted(made: Any, tensors: Sequence[torch.Tensor], *, sends: bool) -> Any:
 
 
 def maker_of(backend: str) -> Make | None:
-    """What makes a communicator of two ranks, for a backend whose transfers a device waits for; None: the host waits for them.
+    """Return what makes a communicator of two ranks, for a backend whose transfers a device waits for; None if the host waits.
 
     Args:
         backend: of the process group, for a device: "nccl", "xccl", or one that a package has registered.
@@ -142,7 +142,7 @@ def maker_of(backend: str) -> Make | None:
 
 
 def backends() -> list[str]:
-    """The backends that torch has here, of those over which a pipeline goes."""
+    """Return the backends that torch has here, of those that a pipeline can use."""
     return [name for name in ("gloo", *MAKERS) if dist.is_available() and dist.is_backend_available(name)]
 
 

@@ -1,7 +1,7 @@
-"""The line between a pipeline's ranks beside their transfers: collective calls, failures, and what each is doing.
+"""The control plane of a pipeline, beside its transfers: collective calls, failures, and what each rank is doing.
 
-A thread reads it, whatever the caller's thread computes or waits for. It runs none of the user's code. What it learns of a
-failure it does at once: it wakes whoever waits here, and releases whoever waits in a transfer.
+A thread reads it, whatever the caller's thread computes or waits for. It runs none of the user's code. When it learns of a
+failure, it acts at once: it wakes every thread that waits here, and releases every thread that waits in a transfer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SETTLE_S = 1.0  # in which a failed transfer's reason arrives, if it is another 
 
 
 class CallOf(IntEnum):
-    """What a collective call is for: those of all ranks must be alike."""
+    """What a collective call is for, which must be the same on all ranks."""
 
     STEP = 1
     PLAN = 2
@@ -60,7 +60,7 @@ CANNOT = {
 
 
 class Control:
-    """What a rank without others has of it: nobody to tell, nothing to wait for."""
+    """The no-op control plane of a single-rank pipeline, which has nobody to tell and nothing to wait for."""
 
     def __init__(self) -> None:
         self.activity = Activity()
@@ -69,13 +69,13 @@ class Control:
         self.others: list[socket.socket] = []  # connections of the pipeline that are not for a forked child either
 
     def exchange(self, call: CallOf, data: bytes) -> list[bytes]:
-        """Collective: give every rank's bytes to all. Blocks the host, and can be interrupted.
+        """Give every rank's bytes to all ranks. Collective; blocks the host, and can be interrupted.
 
         Returns:
-            One bytes object a rank, by rank of the group.
+            One bytes object per rank, by rank of the group.
 
         Raises:
-            AgreementError: another rank cannot make this call, makes another one, or has closed the pipeline.
+            AgreementError: another rank cannot make this call, makes a different one, or has closed the pipeline.
             CommError: something has failed.
         """
         return [data]
@@ -87,33 +87,33 @@ class Control:
         """Raise if something has failed."""
 
     def broke(self, error: BaseException, place: str) -> BaseException:
-        """Tell all ranks of an error here, which breaks the pipeline.
+        """Tell all ranks of an error on this rank, which breaks the pipeline.
 
         Args:
             error: what was raised.
-            place: where.
+            place: where it was raised.
 
         Returns:
-            What to raise: that error, or the reason why a transfer ended, which is another rank's, or another thread's.
+            The error to raise: the same one, or the reason why a transfer ended, which is another rank's error or another thread's.
         """
         return error
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """A step runs in here, which an interrupt must be able to end."""
+        """Run a step in this context, so that an interrupt can end it."""
         yield
 
     def close(self) -> None:
-        """Say goodbye, and give the thread and the connections back."""
+        """Tell the other ranks that this one leaves, and release the thread and the connections."""
 
 
 class Line(Control):
-    """One rank's end.
+    """One rank's end of the control plane.
 
     Args:
-        mesh: its connections.
-        rank: of the pipeline's group.
-        release: called from any thread when something failed: ends all transfers that are waited for.
+        mesh: the rank's connections.
+        rank: its rank in the pipeline's group.
+        release: called from any thread after a failure; ends all transfers that are waited for.
         patience: how long a wait may take.
     """
 
@@ -124,7 +124,7 @@ class Line(Control):
         self.peers = {peer.rank: peer for peer in mesh.peers}
         self._changed = threading.Condition()
         self.calls: dict[int, dict[int, Frame]] = defaultdict(dict)  # of the others, by number and rank
-        self._left: dict[int, int] = {}  # after how many steps each rank that closed the pipeline did
+        self._left: dict[int, int] = {}  # after how many steps each rank that closed the pipeline did so
         self.caller = 0  # the thread that made the latest call
         self._waits_for: frozenset[int] = frozenset()
         self.is_closing = self._has_left = self._is_told = self._is_known = False
@@ -163,7 +163,7 @@ class Line(Control):
         self._send_all(frame)
 
     def _collected(self, call: CallOf) -> dict[int, Frame]:
-        """What the others say in this call."""
+        """Wait for what the other ranks send in this call, and return it by rank."""
         crossed: set[int] = set()
         looked = time.monotonic()
         with self._changed:
@@ -217,15 +217,15 @@ class Line(Control):
         return self._error() if isinstance(error, CommError) and self.failure is not None else error
 
     def _wait_until_known(self) -> None:
-        """Wait a little until the first failure, if there is one, is known everywhere, and nobody waits any longer."""
+        """Wait briefly until the first failure, if there is one, is known everywhere and nobody waits any longer."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_known, SETTLE_S)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Let the control thread know of Ctrl-C, because a blocking transfer does not: it breaks the pipeline, and so releases it.
+        """Let the control thread notice Ctrl-C, because a blocking transfer does not; it breaks the pipeline, which ends the wait.
 
-        Only where Ctrl-C raises KeyboardInterrupt, and nobody else listens to signals in this way.
+        It does so only where Ctrl-C raises KeyboardInterrupt, and nothing else uses the signal wakeup descriptor.
         """
         is_ours = threading.current_thread() is threading.main_thread()
         if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -240,16 +240,16 @@ class Line(Control):
     # In any thread
 
     def shows_waits(self) -> bool:
-        """Tell whether this rank's waits in this step are shown, or will be."""
+        """Return whether this rank's waits in this step are shown, or will be."""
         return self._watch.shows()
 
     def fail(self, failure: Failure, original: BaseException | None = None, *, is_told: bool = False) -> None:
-        """Break the pipeline, unless it is broken already: the control thread tells all, and lets nobody wait any longer.
+        """Break the pipeline, unless it is broken already: the control thread then tells all ranks, and ends all waits.
 
         Args:
             failure: what happened.
             original: this rank's own error.
-            is_told: whether another rank has told of it.
+            is_told: whether another rank reported it.
         """
         with self._changed:
             if self.failure is not None or self.is_closing:
@@ -286,7 +286,7 @@ class Line(Control):
         try:
             with selectors.DefaultSelector() as selector:
                 self._listen(selector)
-        except Exception as error:  # nobody would hear of anything any more
+        except Exception as error:  # without this, nobody would hear of anything any more
             self.fail(Failure.raised(error, self._rank, self.activity.step, "in its control thread"))
         self._spread()
         for peer in self.peers.values():
@@ -312,7 +312,7 @@ class Line(Control):
                     look(now)
 
     def _spread(self) -> None:
-        """Tell the others of a failure, if there is one that they do not know, and then let nobody wait any longer."""
+        """Tell the other ranks of a failure, if there is one that they do not know of, and then end all waits."""
         if self.failure is None or self._is_known:
             return
         if not self._is_told:
@@ -328,7 +328,7 @@ class Line(Control):
             self.fail(Failure(Cause.RAISED, self._rank, self.activity.step, place, "KeyboardInterrupt"))
 
     def _read(self, peer: Peer) -> bool:
-        """Take in what a peer says; false once it is gone."""
+        """Take in what a peer sends; return False once the peer is gone, or has sent something that is not a message of bpipe."""
         data = peer.receive()
         self._watch.heard(peer.rank)
         if not data:
@@ -376,13 +376,13 @@ class Line(Control):
             self.fail(Failure(Cause.LOST, rank, self.activity.step, "", error))
 
     def abandon(self) -> None:
-        """Close the connections, without a word: this process is a child of the one that has them."""
+        """Close the connections without telling the peers, because this process is a forked child of the one that owns them."""
         for one in [*self._sockets(), *self.others]:
             one.close()
 
 
 def _check_alike(rank: int, frame: Frame, call: CallOf) -> None:
-    """Raise unless a rank makes the same call."""
+    """Raise unless a rank makes the same call as this one."""
     if frame.kind is Kind.REFUSAL:
         raise AgreementError(f"rank {rank} cannot {CANNOT[call]}: {frame.body.decode(errors='replace')}")
     theirs = frame.body[0] if frame.body else 0

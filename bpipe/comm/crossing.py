@@ -1,4 +1,4 @@
-"""Pipelines of one process that are called in another order than on another rank: each waits for a call that cannot come."""
+"""Detect pipelines that two ranks call in different orders, which would deadlock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__: list[str] = []
 
-_OPEN: weakref.WeakSet[Line] = weakref.WeakSet()  # of this process: nowhere else do its pipelines meet
+_OPEN: weakref.WeakSet[Line] = weakref.WeakSet()  # of this process: the only place where its pipelines know of each other
 
 
 def add(line: Line) -> None:
@@ -30,15 +30,15 @@ def remove(line: Line) -> None:
 
 def _lines() -> list[Line]:
     while True:
-        with suppress(RuntimeError):  # another thread has opened or closed one meanwhile
+        with suppress(RuntimeError):  # another thread has opened or closed one in the meantime
             return list(_OPEN)
 
 
 def crossed(line: Line, missing: Collection[int]) -> set[int]:
-    """The missing ranks that wait for this one in a call of another pipeline, which this thread has not made.
+    """Return the missing ranks that wait for this one in a call of another pipeline, which this thread has not made.
 
     Args:
-        line: of the pipeline that this thread calls.
+        line: the control plane of the pipeline that this thread calls.
         missing: the ranks that have not come to that call.
     """
     processes = {line.peers[rank].process: rank for rank in missing}
@@ -47,7 +47,7 @@ def crossed(line: Line, missing: Collection[int]) -> set[int]:
 
 
 def _waiting_in(line: Line) -> list[bytes]:
-    """The processes that are in a call of a pipeline that this thread calls, too, and has not called now."""
+    """Return the processes that wait in a call of a pipeline that this thread also calls, but is not calling now."""
     if line.activity.state is not State.OUTSIDE or line.is_closing or line.caller != threading.get_ident():
         return []
     frames = list(line.calls.get(line.activity.call + 1, {}).items())
@@ -55,7 +55,7 @@ def _waiting_in(line: Line) -> list[bytes]:
 
 
 def _close_in_fork() -> None:
-    """A child has no part in its parent's pipelines, and must not keep their connections open when the parent ends."""
+    """Close the connections of the parent's pipelines in a child, which would otherwise keep them open after the parent ends."""
     for line in _lines():
         line.abandon()
 

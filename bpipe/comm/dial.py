@@ -25,17 +25,17 @@ LOOK_S = 0.25  # between two looks at whether something has failed
 def open_connections(
     ends: Sequence[tuple[int, int]], rank: int, address: Address, token: bytes, control: Control
 ) -> dict[int, socket.socket]:
-    """This rank's connections, by index. Collective; blocks until all are there.
+    """Open this rank's connections, and return them by index. Collective; blocks until all are there.
 
     Args:
         ends: for each connection the ranks that send and receive on it, the same on all ranks.
-        rank: this one.
-        address: under which the others reach it.
+        rank: this rank.
+        address: the address at which the others reach it.
         token: 16 bytes that only these ranks know.
-        control: their line.
+        control: their control plane.
 
     Raises:
-        TransferError: a rank cannot be reached, or has not come.
+        TransferError: a rank cannot be reached, or its connection has not arrived.
     """
     missing = {index for index, (_, receiver) in enumerate(ends) if receiver == rank}
     with ExitStack() as unless_done:
@@ -47,7 +47,7 @@ def open_connections(
         for index, (sender, receiver) in enumerate(ends):
             if sender == rank:
                 opened[index] = unless_done.enter_context(_called(places[receiver], receiver, HELLO.pack(token, index)))
-        control.exchange(CallOf.CONNECT, b"")  # now all have called, and nobody has to be waited for
+        control.exchange(CallOf.CONNECT, b"")  # now all have connected, and nobody has to be waited for
         for index, connection in _arrived(listener, token, missing, control).items():
             opened[index] = unless_done.enter_context(connection)
         for connection in opened.values():
@@ -71,7 +71,7 @@ def _called(place: Sequence[str], receiver: int, hello: bytes) -> socket.socket:
 
 
 def _arrived(listener: socket.socket, token: bytes, missing: Collection[int], control: Control) -> dict[int, socket.socket]:
-    """The connections that others have made, by index. Strangers are sent away, and nobody waits for what they say."""
+    """Accept the connections that others have made, by index. Strangers are disconnected, and nobody waits for what they send."""
     found: dict[int, socket.socket] = {}
     with ExitStack() as strangers, selectors.DefaultSelector() as selector:
         listener.setblocking(False)
@@ -86,7 +86,7 @@ def _arrived(listener: socket.socket, token: bytes, missing: Collection[int], co
                 if key.fileobj is listener:
                     try:
                         connection, _ = listener.accept()
-                    except OSError:  # who called has gone already
+                    except OSError:  # the caller has gone already
                         continue
                     connection.setblocking(False)
                     selector.register(strangers.enter_context(connection), selectors.EVENT_READ, _Caller(connection))
@@ -99,13 +99,13 @@ def _arrived(listener: socket.socket, token: bytes, missing: Collection[int], co
 
 
 class _Caller:
-    """Who has made a connection, and what was heard of it."""
+    """An accepted connection, and the bytes of its hello so far."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection, self.heard = connection, b""
 
     def has_spoken(self) -> bool:
-        """Hear more; whether that is all. What will not come any more is zeros."""
+        """Read more of the hello, and return whether it is complete. Bytes that will not come any more are zeros."""
         try:
             self.heard += self.connection.recv(HELLO.size - len(self.heard)) or bytes(HELLO.size)
         except BlockingIOError:

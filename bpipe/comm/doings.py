@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline are doing, in words and as a grid, for whoever looks at one that does not go on."""
+"""What the ranks of a pipeline are doing, in words and as a grid, for someone who looks at a pipeline that is stuck."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__: list[str] = []
 
 
 def picture(own: Activity, statuses: Mapping[int, Status], size: int) -> str:
-    """A line on each rank, and the grid of those in this rank's step.
+    """Describe each rank in a line, and draw the grid of those that are in this rank's step.
 
     Args:
-        own: this rank's.
-        statuses: of the ranks that answer, by rank of the group.
+        own: this rank's activity.
+        statuses: the statuses of the ranks that answer, by rank of the group.
         size: how many ranks there are.
     """
     lines = [f"rank {rank} {_doing(own, statuses.get(rank))}" for rank in range(size)]
@@ -62,5 +62,5 @@ def _serving(own: Activity, plan: Plan, rank: int, evictor: int, position: int) 
 
 
 def waited_for(missing: Collection[int]) -> str:
-    """Ranks that have not come."""
+    """Name the ranks that have not come."""
     return f"rank {min(missing)}" if len(missing) == 1 else f"ranks {', '.join(map(str, sorted(missing)))}"

@@ -16,18 +16,18 @@ from bpipe.errors import StageError
 
 __all__: list[str] = []
 
-# The receiver's mesh for the names of a sender's mesh dimensions (None where they have none) and its shape.
+# Finds the receiver's mesh from the names of the sender's mesh dimensions (None if they have none) and its shape.
 FindMesh = Callable[[tuple[str, ...] | None, tuple[int, ...]], Any]
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether it is one; without importing what takes a second where nobody uses it."""
+    """Return whether a tensor is a DTensor, without an import that takes a second where nobody uses them."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(tensor, loaded.DTensor)
 
 
 def describe(tensor: Any, path: str, where: str) -> dict[str, Any]:
-    """Mesh, placements, global shape and stride of a DTensor, as JSON has them.
+    """Describe the mesh, placements, global shape and stride of a DTensor, as JSON values.
 
     Args:
         tensor: the DTensor.
@@ -35,7 +35,7 @@ def describe(tensor: Any, path: str, where: str) -> dict[str, Any]:
         where: the stage and microbatch, for messages.
 
     Raises:
-        StageError: its placements are not whole: sums are pending, or shards are interleaved.
+        StageError: its placements cannot be sent, because sums are pending or shards are interleaved.
     """
     mesh = tensor.device_mesh
     return {
@@ -48,7 +48,7 @@ def describe(tensor: Any, path: str, where: str) -> dict[str, Any]:
 
 
 def _code(placement: Any, path: str, where: str) -> int | None:
-    """The dimension along which a placement cuts; None where every rank has the whole."""
+    """Return the dimension along which a placement shards; None if every rank has the whole."""
     if placement.is_replicate():
         return None
     if type(placement) is not _tensor().Shard:
@@ -60,7 +60,7 @@ def _code(placement: Any, path: str, where: str) -> int | None:
 
 
 def from_shard(shard: torch.Tensor, description: dict[str, Any], find_mesh: FindMesh) -> torch.Tensor:
-    """The DTensor of which a shard has arrived.
+    """Make the DTensor whose shard has arrived.
 
     Raises:
         StageError: the stage has no mesh like the sender's.
@@ -75,13 +75,13 @@ def from_shard(shard: torch.Tensor, description: dict[str, Any], find_mesh: Find
 
 
 def shard_of(tensor: Any) -> torch.Tensor:
-    """This rank's part of a DTensor; gradients of it become gradients of the whole."""
+    """Return this rank's shard of a DTensor; gradients of the shard become gradients of the whole."""
     shard: torch.Tensor = tensor.to_local()
     return shard
 
 
 def mesh_among(tensors: Iterable[Any], names: tuple[str, ...] | None, shape: tuple[int, ...]) -> Any:
-    """A mesh of that shape and those names on which one of some tensors lies, or which is a part of such a mesh; or None."""
+    """Return the mesh of one of the tensors, or a part of it, that has these names and this shape; None if there is none."""
     for mesh in {id(tensor.device_mesh): tensor.device_mesh for tensor in tensors if is_dtensor(tensor)}.values():
         known = mesh.mesh_dim_names
         if known == names and tuple(mesh.shape) == shape:

@@ -16,7 +16,7 @@ MOST_TEXT, MOST_DETAILS = 4096, 16384  # bytes
 
 
 class Cause(IntEnum):
-    """Of a failure."""
+    """The cause of a failure."""
 
     RAISED = 1  # an error on a rank
     LOST = 2  # a rank's process ended, or its machine
@@ -29,9 +29,9 @@ class Failure(NamedTuple):
 
     Args:
         cause: its kind.
-        rank: of the pipeline's group, where it happened.
-        step: its number there; -1 if unknown.
-        place: the stage, microbatch and action; empty outside of any.
+        rank: the rank of the pipeline's group where it happened.
+        step: the number of the step there; -1 if unknown.
+        place: the stage, microbatch and action; empty outside a step.
         error: the type and text of the error.
         details: its traceback, or what every rank was doing.
     """
@@ -45,7 +45,7 @@ class Failure(NamedTuple):
 
     @classmethod
     def raised(cls, error: BaseException, rank: int, step: int, place: str) -> Failure:
-        """An error of this rank, with the end of its traceback."""
+        """Make the failure of an error on this rank, with the end of its traceback."""
         return cls(Cause.RAISED, rank, step, place, told(error), _end_of_traceback(error))
 
     @property
@@ -68,7 +68,7 @@ class Failure(NamedTuple):
         """Read what `pack` wrote, in a pipeline of `size` ranks.
 
         Raises:
-            CommError: the bytes are no failure.
+            CommError: the bytes are not a failure.
         """
         if len(data) < HEAD.size:
             raise CommError(f"{len(data)} bytes are no failure")
@@ -82,11 +82,11 @@ class Failure(NamedTuple):
         return cls(Cause(cause), rank, step, *texts)
 
     def as_error(self, own_rank: int, place: str) -> CommError:
-        """The error to raise on another rank.
+        """Return the error to raise on another rank.
 
         Args:
-            own_rank: of the rank that raises it.
-            place: where that one is; empty outside of a step.
+            own_rank: the rank that raises it.
+            place: where that rank is; empty outside a step.
         """
         error: CommError
         if self.cause is Cause.TIMED_OUT:
@@ -104,14 +104,14 @@ class Failure(NamedTuple):
 
 
 def told(error: BaseException) -> str:
-    """An error's type and text, as far as it has one."""
+    """Return an error's type, and its text if it has one."""
     return f"{type(error).__name__}: {text_of(error)}".removesuffix(": ")
 
 
 def _end_of_traceback(error: BaseException) -> str:
     try:
         return "".join(traceback.format_exception(error))[-MOST_DETAILS // 4 :]
-    except BaseException as failure:  # of a class that only looks like one
+    except BaseException as failure:  # a class that only looks like an exception
         return f"its traceback cannot be made, {type(failure).__name__}"
 
 

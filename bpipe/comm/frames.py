@@ -1,6 +1,6 @@
-"""What ranks tell each other beside the transfers: frames of a fixed binary form. Nothing in them is executed.
+"""What ranks tell each other beside the transfers: frames of a fixed binary format. Nothing in them is executed.
 
-bytes 0..7    b"bpctl\\0" and the version of this form (uint16)
+bytes 0..7    b"bpctl\\0" and the version of this format (uint16)
 bytes 8..23   kind, length of the body (uint32 each), number (uint64): of a call, or of steps
 then the body
 """
@@ -27,9 +27,9 @@ class Kind(IntEnum):
     CALL = 1  # this rank makes its next collective call
     REFUSAL = 2  # it cannot make that call; the body says why
     FAILED = 3  # something failed, and the pipeline is broken
-    LEFT = 4  # it closed the pipeline after so many steps
+    LEFT = 4  # it closed the pipeline after this number of steps
     ASK = 5  # what are you doing?
-    TELL = 6  # this
+    TELL = 6  # the answer
 
 
 class Frame(NamedTuple):
@@ -40,7 +40,7 @@ class Frame(NamedTuple):
     body: bytes = b""
 
     def pack(self) -> bytes:
-        """The frame as it travels.
+        """Return the frame as the bytes that are sent.
 
         Raises:
             CommError: it is too long.
@@ -51,16 +51,16 @@ class Frame(NamedTuple):
 
 
 class FrameReader:
-    """Puts frames together from a stream of bytes."""
+    """Assembles frames from a stream of bytes."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """Yield the frames that are complete with these bytes.
+        """Yield the frames that these bytes complete.
 
         Raises:
-            CommError: they are no frames of this version.
+            CommError: they are not frames of this version.
         """
         self._data += data
         while len(self._data) >= HEAD.size:

@@ -1,4 +1,4 @@
-"""The process group that a user means."""
+"""The process group that the user gave, its backends and its device."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__: list[str] = []
 
 
 def group_of(group: Any) -> Any:
-    """The process group of a DeviceMesh of one dimension; anything else as it is.
+    """Return the process group of a one-dimensional DeviceMesh; return anything else unchanged.
 
     Raises:
-        ConfigurationError: a mesh of several dimensions.
+        ConfigurationError: the mesh has several dimensions.
     """
     if not hasattr(group, "mesh_dim_names"):
         return group
@@ -28,11 +28,11 @@ def group_of(group: Any) -> Any:
 
 
 def backends_of(group: Any) -> dict[str, str]:
-    """The backend that a process group has for each type of device."""
+    """Return the backend that a process group has for each type of device."""
     return dict(pair.split(":") for pair in str(dist.get_backend_config(group)).split(","))
 
 
 def device_of(group: Any) -> torch.device:
-    """Where tensors of a process group's collectives are: on this rank's device, if the group has a backend that is for devices."""
+    """Return the device for tensors of a group's collectives: this rank's, if the group has a backend for devices, else the CPU."""
     kinds = [kind for kind, backend in backends_of(group).items() if kind != "cpu" and maker_of(backend) is not None]
     return with_index(torch.device(kinds[0] if kinds else "cpu"))

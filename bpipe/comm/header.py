@@ -1,12 +1,12 @@
-"""Headers on the wire: a fixed binary form, checked before anything is believed. Nothing is unpickled.
+"""Headers on the wire: a fixed binary format, checked before anything in it is trusted. Nothing is unpickled.
 
-    bytes  0..7    b"bpipe\\0" and the version of this form (uint16)
-    bytes  8..15   kind, number of tensors (uint16 each), length of the body (uint32)
-    bytes 16..31   step (uint64), stage, microbatch (uint32 each)
-    bytes 32..35   CRC-32 of everything else
-    then the body: kind 1, a layout: for each tensor its dtype, whether it needs a gradient (1) or may need one another
-    time (2), its dimensions, shape and strides; then the nest as UTF-8. Kind 2, an eviction: the part of the microbatch that
-    moves, 0 for all, then the size of each message, as int64.
+bytes  0..7    b"bpipe\\0" and the version of this format (uint16)
+bytes  8..15   kind, number of tensors (uint16 each), length of the body (uint32)
+bytes 16..31   step (uint64), stage, microbatch (uint32 each)
+bytes 32..35   CRC-32 of everything else
+then the body: kind 1, a layout: for each tensor its dtype, whether it needs a gradient (1) or may need one later
+(2), its number of dimensions, shape and strides; then the nest as UTF-8. Kind 2, an eviction: the part of the microbatch that
+moves, 0 for all, then the size of each message, as int64.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Subject(NamedTuple):
 
 
 def pack_layout(subject: Subject, layout: Layout) -> bytes:
-    """A layout as a header."""
+    """Pack a layout into a header."""
     parts = []
     for meta in layout.tensors:
         if meta is None:
@@ -90,10 +90,10 @@ def pack_layout(subject: Subject, layout: Layout) -> bytes:
 
 
 def unpack_layout(data: bytes, expected: Subject) -> Layout:
-    """The inverse of `pack_layout`.
+    """Unpack the layout that `pack_layout` packed.
 
     Raises:
-        CommError: the bytes are no layout header, damaged, or about something else than expected.
+        CommError: the bytes are not a layout header, are damaged, or are about something other than expected.
     """
     count, body = _unpack(data, LAYOUT, expected)
     metas: list[TensorMeta | None] = []
@@ -128,15 +128,15 @@ def _checked(meta: TensorMeta) -> TensorMeta:
 
 
 def pack_eviction(subject: Subject, part: int, sizes: Sequence[int]) -> bytes:
-    """The part that an eviction moves, 0 for all, and the sizes in bytes of its messages, as a header."""
+    """Pack the part that an eviction moves, 0 for all, and the sizes in bytes of its messages into a header."""
     return _pack(EVICTION, subject, len(sizes), struct.pack(f"<{1 + len(sizes)}q", part, *sizes))
 
 
 def unpack_eviction(data: bytes, expected: Subject, expected_part: int) -> list[int]:
-    """The inverse of `pack_eviction`: the sizes of the messages.
+    """Unpack the sizes of the messages that `pack_eviction` packed.
 
     Raises:
-        CommError: the bytes are no eviction header, damaged, or about something else than expected.
+        CommError: the bytes are not an eviction header, are damaged, or are about something other than expected.
     """
     count, body = _unpack(data, EVICTION, expected)
     if len(body) != 8 * (1 + count):
@@ -150,10 +150,10 @@ def unpack_eviction(data: bytes, expected: Subject, expected_part: int) -> list[
 
 
 def size_of(data: bytes, expected: Subject) -> int:
-    """How many bytes the header has with which some data begins.
+    """Return the size in bytes of the header with which the data begins.
 
     Raises:
-        CommError: it begins with none.
+        CommError: the data is too short for a header.
     """
     if len(data) < FIXED.size:
         raise CommError(f"{expected}: {len(data)} bytes are no header")

@@ -1,4 +1,4 @@
-"""No more transfers at a time than a device has room for: each keeps multiprocessors busy until its other end comes."""
+"""Limit the transfers in flight to what a device has room for: each keeps multiprocessors busy until its other end comes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Waiting(NamedTuple):
     """A transfer that is not over.
 
     Args:
-        what: it is, in words.
-        seconds: for which this rank's end has been ready.
+        what: the transfer in words.
+        seconds: how long this rank's end has been ready.
     """
 
     what: str
@@ -33,7 +33,7 @@ class Waiting(NamedTuple):
 
 class _Flight(NamedTuple):
     work: Any
-    ready: Event  # this rank has come to it
+    ready: Event  # this rank's device has reached it
     issued_s: float
     what: Callable[[], str]
 
@@ -41,13 +41,13 @@ class _Flight(NamedTuple):
 class InFlight:
     """The transfers that a rank has issued and that are not over, in the order of issue.
 
-    One starts once all but the latest few before it are over. As both ends of a transfer are issued at one moment of a global order
-    (`schedules.issue_order`), the first one that is not over has room at both its ends.
+    A transfer starts once all but the latest few before it are over. Because both ends of a transfer are issued at the same point
+    of a global order (`schedules.issue_order`), the first one that is not over has room at both its ends.
 
     Args:
-        device: where they run.
+        device: the device on which they run.
         at_once: how many may be in flight.
-        streams: of the pipeline.
+        streams: the streams of the pipeline.
     """
 
     def __init__(self, device: torch.device, at_once: int, streams: Streams) -> None:
@@ -58,10 +58,10 @@ class InFlight:
 
     @contextmanager
     def next(self, what: Callable[[], str]) -> Iterator[Callable[[Any], None]]:
-        """Inside, one transfer is posted, on a stream that waits for room, and its work is given to the function.
+        """Open a context in which to post one transfer, on a stream that waits for room; yield the function that takes its work.
 
         Args:
-            what: says what it is.
+            what: describes the transfer.
         """
         stream, before = None, self._before_next()
         if before is not None:
@@ -74,13 +74,13 @@ class InFlight:
             yield lambda work: self._flights.append(_Flight(work, ready, time.monotonic(), what))
 
     def _before_next(self) -> _Flight | None:
-        """The one that has to be over before another one starts."""
+        """Return the transfer that has to be over before another one starts; None if there is room."""
         with self._changing:
             self._forget_finished()
             return self._flights[-self._at_once] if len(self._flights) >= self._at_once else None
 
     def number(self) -> int:
-        """How many are not over, or wait for one that is not."""
+        """Return how many transfers are not over, or wait for one that is not."""
         with self._changing:
             self._forget_finished()
             return len(self._flights)
@@ -92,12 +92,12 @@ class InFlight:
                     self._flights.popleft()
 
     def first(self, now: float) -> Waiting | None:
-        """The first one that is not over, if this rank's end of it is ready: whoever waits for it waits for another rank.
+        """Return the first transfer that is not over, if this rank's end is ready: a wait for it is a wait for another rank.
 
-        The device is not asked about what was issued less than half a second ago: while all goes well, next to nothing is.
+        The device is not queried about transfers issued in the last half second, so it is hardly ever queried while all goes well.
 
         Args:
-            now: seconds of `time.monotonic`; of two calls, the first one that finds it ready begins to count.
+            now: seconds of `time.monotonic`; the wait counts from the first call that finds the transfer ready.
         """
         with self._changing:
             if not self._flights or now - self._flights[0].issued_s < YOUNG_S:

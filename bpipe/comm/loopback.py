@@ -1,6 +1,6 @@
 """Channels between ranks that share a process and a thread.
 
-Nothing here waits: whoever drives the ranks runs their actions in an order in which whatever is waited for has happened.
+Nothing here blocks, because the caller runs the ranks' actions in an order in which everything that is waited for has happened.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__: list[str] = []
 
 
 class _Posted:
-    """One end of a copy; done once the other end was posted too."""
+    """One end of a copy, which is done once the other end has been posted too."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], note: bytes | None = None, *, may_have_note: bool = False) -> None:
         self.tensors: Sequence[torch.Tensor] = tensors
@@ -87,7 +87,7 @@ class Wires:
 
 
 class LoopbackTransport(Transport):
-    """One rank's end in a loopback."""
+    """One rank's end of a loopback."""
 
     def __init__(self, wires: Wires, device: torch.device) -> None:
         self.device = device
@@ -98,13 +98,13 @@ class LoopbackTransport(Transport):
         raise CommError("the ranks of a loopback agree inside Loopback.step")
 
     def refuse(self, why: str) -> None:
-        """Nobody waits: the error itself reaches whoever drives the loopback."""
+        """Do nothing, because nobody waits: the error itself reaches the caller that drives the loopback."""
 
     def enlist(self) -> None:
-        """Nothing to be mistaken for: whoever drives a loopback names its schedules."""
+        """Do nothing, because the caller that drives a loopback names its schedules, so that none can be mistaken for another."""
 
     def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int]) -> None:
-        """Nothing to open."""
+        """Do nothing, because there is nothing to open."""
 
     def send(
         self,
@@ -126,7 +126,7 @@ class LoopbackTransport(Transport):
         return self._wires.headers[channel].popleft()
 
     def settle(self, most_s: float) -> None:
-        """Nothing is queued by other threads."""
+        """Do nothing, because no other threads queue work."""
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing, because there is nothing to release."""

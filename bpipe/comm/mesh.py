@@ -1,7 +1,7 @@
-"""A connection from each rank of a pipeline to each other one, for what must get through when transfers do not.
+"""A connection from each rank of a pipeline to every other rank, for what must get through when transfers do not.
 
 The ranks find each other through the store of their process group, once. After that no store is needed: a process that ends
-closes its connections, and its peers see it at once, whoever hosts the store.
+closes its connections, and its peers see that at once, no matter which rank hosts the store.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LOST_MACHINE_S = 15  # without an answer of its kernel
 
 
 class OtherPipelineError(AgreementError):
-    """Another rank opens another one of the group's pipelines, or counts them otherwise."""
+    """Another rank opens a different one of the group's pipelines, or counts them differently."""
 
     def __init__(self, theirs: int, message: str) -> None:
         super().__init__(message)
@@ -47,7 +47,7 @@ class Peer:
     """The connection to one rank.
 
     Args:
-        process: tells its process from all others.
+        process: distinguishes its process from all others.
     """
 
     def __init__(self, connection: socket.socket, rank: int, process: bytes) -> None:
@@ -58,9 +58,9 @@ class Peer:
         self._sending = threading.Lock()
 
     def send(self, frame: Frame) -> None:
-        """Send a frame, or leave it to the thread that is sending one: the thread that reads must not wait for it.
+        """Send a frame, or leave it to the thread that is already sending one, because the thread that reads must not wait for it.
 
-        To a peer that is gone nothing is sent: whoever reads from it sees that.
+        Nothing is sent to a peer that is gone; the thread that reads from it notices that.
         """
         self._queue.append(frame.pack())
         while self._queue and self._sending.acquire(blocking=False):
@@ -75,7 +75,7 @@ class Peer:
                 self._sending.release()
 
     def _send_whole(self, data: memoryview) -> None:
-        """The connection's timeout is for each piece of it."""
+        """Send all of the data; the connection's timeout applies to each piece of it."""
         while data:
             data = data[self.connection.send(data) :]
 
@@ -84,7 +84,7 @@ class Peer:
             self.connection.shutdown(socket.SHUT_RDWR)
 
     def receive(self) -> bytes:
-        """What has arrived; nothing once the peer is gone. Call it when there is something."""
+        """Return what has arrived, or nothing once the peer is gone. Call it only when the connection is readable."""
         try:
             return self.connection.recv(2**16)
         except TimeoutError as error:
@@ -93,7 +93,7 @@ class Peer:
             return b""
 
     def close(self) -> None:
-        """Close the connection. What has arrived is read first: closed with something unread, it might take back what was sent."""
+        """Close the connection, after reading what has arrived, because a close with unread data might discard what was sent."""
         self._disconnect()
         with suppress(OSError):
             while self.connection.recv(2**16, socket.MSG_DONTWAIT):
@@ -105,7 +105,7 @@ class Mesh(NamedTuple):
     """All connections of a rank.
 
     Args:
-        token: 16 bytes that only these ranks know, the same on all, and never again.
+        token: 16 bytes that only these ranks know, the same on all and never used again.
         peers: the other ranks, in order.
     """
 
@@ -135,13 +135,13 @@ def open_mesh(store: Any, key: str, rank: int, size: int, check: Callable[[str],
     """Connect a rank to all others. Collective; blocks until all have come.
 
     Args:
-        store: of torch.distributed, which all ranks reach.
-        key: under which they find each other there.
-        check: called again and again with what is waited for; raises to give up.
-        pipeline: which of the group's pipelines meets.
+        store: a store of torch.distributed that all ranks reach.
+        key: the key under which they find each other there.
+        check: called repeatedly with what is waited for; raises to give up.
+        pipeline: which of the group's pipelines this is.
 
     Raises:
-        AgreementError: another rank opens another pipeline, or has given up meanwhile.
+        AgreementError: another rank opens a different pipeline, or has given up in the meantime.
     """
     address = own_address(store)
     with ExitStack() as unless_done:
@@ -167,7 +167,7 @@ def open_mesh(store: Any, key: str, rank: int, size: int, check: Callable[[str],
 
 
 class _Meeting:
-    """The connections of a rank while not all are there; closed, if it does not come to that."""
+    """The connections of a rank while some are still missing; closed if the meeting fails."""
 
     def __init__(self, store: Any, key: str, rank: int, own: _Place, pipeline: int) -> None:
         self._store, self._key, self._rank, self._own, self._pipeline = store, key, rank, own, pipeline
@@ -187,7 +187,7 @@ class _Meeting:
                 peer.close()
 
     def finish(self) -> dict[int, Peer]:
-        """Hand the connections over."""
+        """Hand over the connections."""
         done, self._peers = self._peers, {}
         return done
 
@@ -203,7 +203,7 @@ class _Meeting:
         return "".join(lines)
 
     def accept(self, listener: socket.socket) -> bool:
-        """Take in a rank that comes before the listener's timeout; whether somebody came."""
+        """Accept a rank that connects before the listener's timeout; return whether anybody connected."""
         try:
             connection, _ = listener.accept()
         except OSError:
@@ -219,7 +219,7 @@ class _Meeting:
         return True
 
     def look_for(self, other: int) -> None:
-        """Connect to a rank that has said where it is, if it still is there."""
+        """Connect to a rank that has published its address, if it is still there."""
         if not self._store.check([f"{self._key}/{other}"]):
             return
         place = _Place.unpack(self._store.get(f"{self._key}/{other}"))
@@ -257,7 +257,7 @@ class _Meeting:
 
     @staticmethod
     def _heard(connection: socket.socket, expected: bytes) -> tuple[int, int, bytes, bytes]:
-        """Who says hello: a rank, its pipeline, its name in this mesh, its process."""
+        """Read a hello, and return its rank, its pipeline, its name in this mesh, and its process."""
         data = connection.recv(HELLO.size, socket.MSG_WAITALL)
         magic, rank, pipeline, name, to, process = HELLO.unpack(data)
         if magic != MAGIC or to != expected:
@@ -265,7 +265,7 @@ class _Meeting:
         return rank, pipeline, name, process
 
     def check_present(self) -> None:
-        """Raise if a rank that had come has gone."""
+        """Raise if a rank that had connected has gone."""
         with selectors.DefaultSelector() as selector:
             for peer in self._peers.values():
                 selector.register(peer.connection, selectors.EVENT_READ, peer)
@@ -275,7 +275,7 @@ class _Meeting:
 
 
 def _check_stays(rank: int, seen: bytes) -> None:
-    """Raise if what a rank says first is that it gives up, or if it has gone."""
+    """Raise if a rank's first frame says that it gives up, or if it has gone."""
     first = next(FrameReader().feed(seen), None)
     if not seen or (first is not None and (first.kind, first.number) == (Kind.REFUSAL, 0)):
         why = ", or ended" if first is None else f": {first.body.decode(errors='replace')}"
@@ -284,5 +284,5 @@ def _check_stays(rank: int, seen: bytes) -> None:
 
 @cache
 def process_name(pid: int) -> bytes:
-    """16 bytes that tell a process from all others; a fork gets its own."""
+    """Return 16 bytes that distinguish a process from all others; a fork gets its own."""
     return os.urandom(NAME_BYTES)

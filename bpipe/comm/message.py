@@ -22,7 +22,7 @@ ONE_TENSOR = '"T"'  # the nest of a tensor alone
 
 
 class TensorMeta(NamedTuple):
-    """All that the receiver must know of a tensor before its bytes come; `shape` and `stride` in elements."""
+    """Everything that the receiver must know about a tensor before its bytes arrive; `shape` and `stride` in elements."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -48,15 +48,15 @@ class TensorMeta(NamedTuple):
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     def new(self, device: torch.device) -> torch.Tensor:
-        """An uninitialised tensor of this kind."""
+        """Allocate an uninitialised tensor of this kind."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
 
 class Layout(NamedTuple):
-    """What is agreed about a message: its nest, as JSON with a "T" for each tensor, and its tensors. None: not there.
+    """What is agreed about a message: its nest, as JSON with a "T" for each tensor, and its tensors; None for an absent one.
 
-    A DTensor is a "T" too, its shard, inside a description of the rest. It is open if outputs that need no gradient may need one
-    another time, of which a note tells then.
+    A DTensor is also a "T", for its shard, inside a description of the rest. A layout is open if outputs that need no gradient may
+    need one later, which a note then says.
     """
 
     nest: str
@@ -73,14 +73,14 @@ def _text_of(layout: Layout) -> str:
 
 
 def take_apart(value: Any, where: str) -> tuple[str, list[torch.Tensor]]:
-    """Split a stage's output into its nest and its tensors; of a DTensor, this rank's shard.
+    """Split a stage's output into its nest and its tensors; a DTensor contributes this rank's shard.
 
     Args:
         value: tensors, None, bool, int, float, str, and tuples, lists and dicts of these.
         where: the stage and microbatch, for messages.
 
     Raises:
-        StageError: there is something in it that cannot be sent.
+        StageError: it contains something that cannot be sent.
     """
     if type(value) is torch.Tensor:  # nearly always
         _check_sendable(value, "output", where)
@@ -90,7 +90,7 @@ def take_apart(value: Any, where: str) -> tuple[str, list[torch.Tensor]]:
 
 
 def _describe(part: Any, path: str, where: str, tensors: list[torch.Tensor]) -> Any:
-    """What a part of a nest looks like; its tensors are appended. No closure: a recursive one would keep them alive."""
+    """Describe a part of a nest, and append its tensors. This is not a closure, because a recursive one would keep them alive."""
     if isinstance(part, torch.Tensor) and is_dtensor(part):
         return {"dtensor": [describe(part, path, where), _describe(shard_of(part), path, where, tensors)]}
     if isinstance(part, torch.Tensor):
@@ -125,15 +125,15 @@ def _no_mesh(names: tuple[str, ...] | None, shape: tuple[int, ...]) -> Any:
 
 
 def put_together(nest: str, tensors: Sequence[Any], find_mesh: FindMesh = _no_mesh) -> Any:
-    """The inverse of `take_apart`.
+    """Put together what `take_apart` split.
 
     Args:
-        nest: what `take_apart` made.
-        tensors: likewise, as they arrived.
+        nest: the nest that `take_apart` made.
+        tensors: its tensors, as they arrived.
         find_mesh: finds the mesh on which this rank has its shards of a DTensor.
 
     Raises:
-        CommError: the nest is none, or asks for another number of tensors.
+        CommError: the nest is invalid, or asks for a different number of tensors.
         StageError: there is no mesh for a DTensor.
     """
     if nest == ONE_TENSOR and len(tensors) == 1:
@@ -166,7 +166,7 @@ def _build(part: Any, remaining: Iterator[Any], find_mesh: FindMesh) -> Any:
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where its memory has no gaps and no overlaps, in whatever order of strides, else a contiguous copy."""
+    """Return the tensor itself if its memory has no gaps and no overlaps, in any order of strides, else a contiguous copy."""
     tensor = tensor.detach()
     if type(tensor) is torch.Tensor and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         return tensor
@@ -177,12 +177,12 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_the_wire(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor as backends carry it, at either end: itself if all of them can, else its bytes; no copy."""
+    """Return a dense tensor as backends carry it, at either end: itself if all of them can, else its bytes, without a copy."""
     if tensor.dtype not in COMMON or not tensor.is_contiguous():
         return bytes_of(tensor)
     return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)
 
 
 def meta_of(tensor: torch.Tensor, *, requires_grad: bool) -> TensorMeta:
-    """The meta of a dense tensor."""
+    """Return the meta of a dense tensor."""
     return TensorMeta(tuple(tensor.shape), tensor.stride(), tensor.dtype, requires_grad)

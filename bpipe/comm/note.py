@@ -1,13 +1,13 @@
-"""Gradients that are not all as agreed, in a message of the agreed sizes and a note with it.
+"""Gradients that are not all as agreed: a message of the agreed sizes, and a note with it.
 
-What is agreed about a message of gradients is what an earlier step had, for its receive is posted before anybody can know more.
-In this one a stage may leave an input unused, so that its gradient is absent, or use one that it had not used before. Then a note
-tells what each gradient really is. In the place of an absent one zeros travel, which nobody reads; one that is agreed to be absent
-travels in the note, and both ends expect it from then on.
+What is agreed about a message of gradients is what an earlier step had, because its receive is posted before anybody can know more.
+In this step a stage may leave an input unused, so that its gradient is absent, or use one that it had not used before. Then a note
+says what each gradient really is. In place of an absent gradient, zeros are sent, which nobody reads; a gradient that was agreed to
+be absent is sent in the note, and both ends expect it from then on.
 
-    the note: a header with the layout as it is, then the bytes of each tensor that is agreed to be absent
+    the note: a header with the actual layout, then the bytes of each tensor that was agreed to be absent
 
-An output may need a gradient that it did not need before. Then a note of a header alone tells what is agreed from then on.
+An output may need a gradient that it did not need before. Then a note that is only a header says what is agreed from then on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Tensors = Sequence[torch.Tensor | None]
 
 
 def can_tell(agreed: Layout, layout: Layout) -> bool:
-    """Whether a note can tell the difference: tensors are absent, or new, or lie in another order of strides."""
+    """Return whether a note can express the difference: tensors are absent, or new, or lie in another order of strides."""
     if len(agreed.tensors) != len(layout.tensors):
         return False
     pairs = zip(agreed.tensors, layout.tensors)
@@ -37,20 +37,20 @@ def can_tell(agreed: Layout, layout: Layout) -> bool:
 
 
 def renewed(agreed: Layout, layout: Layout) -> Layout:
-    """What is agreed after a note: all that have ever been there, as they were the last time."""
+    """Return what is agreed after a note: all tensors that have ever been there, as they were the last time."""
     return Layout(agreed.nest, tuple(one if other is None else other for one, other in zip(agreed.tensors, layout.tensors)))
 
 
 def with_note(
     subject: Subject, agreed: Layout, layout: Layout, tensors: Tensors, device: torch.device
 ) -> tuple[list[torch.Tensor | None], bytes]:
-    """Make a message as its receiver expects it, and the note.
+    """Make a message as its receiver expects it, and the note that goes with it.
 
     Args:
         subject: what it is about.
-        agreed: what is expected.
-        layout: what it is like.
-        tensors: dense, or None.
+        agreed: the layout that is expected.
+        layout: its actual layout.
+        tensors: its tensors, dense, or None.
         device: where they lie.
     """
     told = [header.pack_layout(subject, layout)]
@@ -59,7 +59,7 @@ def with_note(
         if meta is not None:
             sent.append(meta.new(device).zero_() if tensor is None else _lying_as(meta, tensor))
         elif tensor is not None:
-            on_host = tensor.cpu()  # kept by its name until its bytes are copied: a view of its memory keeps nothing alive
+            on_host = tensor.cpu()  # named, to live until its bytes are copied: a view of its memory keeps nothing alive
             told.append(bytes(memory_of(bytes_of(on_host))))
     return sent, b"".join(told)
 
@@ -67,17 +67,17 @@ def with_note(
 def read_note(
     subject: Subject, agreed: Layout, note: bytes, landed: Tensors, device: torch.device
 ) -> tuple[Layout, list[torch.Tensor | None]]:
-    """The layout and the tensors of a message that came with a note.
+    """Return the layout and the tensors of a message that came with a note.
 
     Args:
         subject: what it must be about.
-        agreed: what was expected.
-        note: what came with it.
+        agreed: the layout that was expected.
+        note: the note that came with it.
         landed: the tensors that arrived, one for each that was expected.
         device: where they lie.
 
     Raises:
-        CommError: the note fits neither what was expected nor itself.
+        CommError: the note does not fit what was expected, or contradicts itself.
     """
     size = header.size_of(note, subject)
     layout, unexpected = header.unpack_layout(note[:size], subject), note[size:]
@@ -92,26 +92,26 @@ def read_note(
 
 
 def needing(agreed: Layout, layout: Layout) -> Layout:
-    """What is agreed about a stage's outputs after some need a gradient that are agreed to need none."""
+    """Return what is agreed about a stage's outputs after some need a gradient that were agreed to need none."""
     pairs = zip(agreed.tensors, layout.tensors, strict=True)
     tensors = tuple(one._replace(requires_grad=True) if one and other and other.requires_grad else one for one, other in pairs)
     return agreed._replace(tensors=tensors, is_open=agreed.is_open and any(map(may_need_later, tensors)))
 
 
 def may_need_later(meta: TensorMeta | None) -> bool:
-    """Whether a tensor needs no gradient, and could."""
+    """Return whether a tensor needs no gradient, but could."""
     return meta is not None and meta.is_differentiable and not meta.requires_grad
 
 
 def with_more(gradients: Layout, before: Layout, after: Layout) -> Layout:
-    """What is agreed about gradients when more outputs need one: those of the new ones are absent until they come in a note."""
+    """Return what is agreed about gradients when more outputs need one: the new ones are absent until they come in a note."""
     pairs = [(one, other) for one, other in zip(before.tensors, after.tensors, strict=True) if one and other]
     known = iter(gradients.tensors)
     return Layout(gradients.nest, tuple(next(known) if one.requires_grad else None for one, other in pairs if other.requires_grad))
 
 
 def _unpacked(metas: Iterable[TensorMeta], data: bytes, device: torch.device) -> Iterator[torch.Tensor]:
-    """The tensors that came in a note, one after the other."""
+    """Yield the tensors that came in a note, one after the other."""
     start = 0
     for meta in metas:
         tensor = meta.new(torch.device("cpu"))
@@ -121,6 +121,6 @@ def _unpacked(metas: Iterable[TensorMeta], data: bytes, device: torch.device) ->
 
 
 def _lying_as(meta: TensorMeta, tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a dense tensor in another order of strides."""
+    """Reinterpret the memory of a dense tensor in another order of strides."""
     is_same = tensor.stride() == meta.stride
     return tensor if is_same else tensor.as_strided(meta.shape, meta.stride, tensor.storage_offset())

@@ -1,4 +1,4 @@
-"""Where the stages of a pipeline live: which nodes keep evictor and acceptor together."""
+"""Placement of a pipeline's stages on nodes, so that evictor and acceptor share a node."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ __all__ = ["Place", "pair_adjacent", "place"]
 
 
 def pair_adjacent(num_stages: int, ranks_per_node: int) -> list[int]:
-    """The stage that each rank should hold, so that stages x and p-1-x share a node.
+    """Return the stage that each rank should hold, so that stages x and p-1-x share a node.
 
     Pair-adjacent assignment (Kim et al., ICML 2023), in closed form: with n nodes and q = p/(2n), node j holds stages
     jq..(j+1)q-1 and their mirrors. Neighbouring stages then cross nodes twice as often (PipeOffload, appendix C).
 
     Args:
-        num_stages: p, one stage a rank.
+        num_stages: p, one stage per rank.
         ranks_per_node: ranks of this pipeline on each node, consecutive.
 
     Returns:
         p stage indices: entry r is the stage of rank r of the pipeline's group.
 
     Raises:
-        ConfigurationError: p is no multiple of the ranks on a node, or a node would split a pair.
+        ConfigurationError: p is not a multiple of the ranks on a node, or a node would split a pair.
 
     Example:
         >>> pair_adjacent(8, 4)
@@ -62,7 +62,7 @@ class Place:
         index: which of the pipeline's ranks it is, in the order of the stages: 0 has the first stage.
         num_ranks: p.
         stages: the stages it holds.
-        num_stages: in the whole pipeline.
+        num_stages: the number of stages in the whole pipeline.
     """
 
     group: Any
@@ -73,18 +73,18 @@ class Place:
 
 
 def place(mesh: Any, *, rule: str = "1f1b", stages_per_rank: int | None = None, ranks_per_node: int | None = None) -> Place:
-    """Say which stages this process holds, in a pipeline along a dimension of a `DeviceMesh`, so that pairs share a node.
+    """Choose the stages that this process holds in a pipeline along a dimension of a `DeviceMesh`, so that pairs share a node.
 
     Nothing is communicated: every rank computes the same order.
 
     Args:
-        mesh: of one dimension, such as `init_device_mesh("cuda", (2, 4, 2), mesh_dim_names=("dp", "pp", "tp"))["pp"]`.
-        rule: the schedule's name, of `bpipe.schedules.names()`; it decides which stages share a rank.
-        stages_per_rank: v; default: 1 or 2, what the rule takes.
-        ranks_per_node: processes on each node, numbered in a row; default: as many as torchrun has started here, or all.
+        mesh: a mesh of one dimension, such as `init_device_mesh("cuda", (2, 4, 2), mesh_dim_names=("dp", "pp", "tp"))["pp"]`.
+        rule: the schedule's name, one of `bpipe.schedules.names()`; it decides which stages share a rank.
+        stages_per_rank: v; default: 1 or 2, whichever the rule takes.
+        ranks_per_node: processes on each node, numbered consecutively; default: as many as torchrun has started here, or all.
 
     Raises:
-        ConfigurationError: the mesh has several dimensions, or the rule is unknown or takes other stages.
+        ConfigurationError: the mesh has several dimensions, or the rule is unknown or does not take these stages.
 
     Example:
         >>> place = bpipe.place(mesh["pp"])  # doctest: +SKIP
@@ -108,7 +108,7 @@ def place(mesh: Any, *, rule: str = "1f1b", stages_per_rank: int | None = None, 
 
 
 def _pairs_together(nodes: Sequence[int]) -> list[int] | None:
-    """The pipeline's rank that each of its processes is, so that x and p-1-x are on one node; None where the nodes forbid it."""
+    """Return the pipeline's rank of each of its processes, so that x and p-1-x are on one node; None if the nodes forbid it."""
     num_ranks, counts = len(nodes), set(Counter(nodes).values())
     if len(counts) > 1 or list(nodes) != sorted(nodes):
         return None

@@ -1,4 +1,4 @@
-"""Pipelines side by side that hold the same stages: whether a microbatch takes the same memory in all of them."""
+"""Check that a microbatch takes the same memory in all replicas of a pipeline, which hold the same stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VARIES = -2
 
 
 def difference(group: dist.ProcessGroup, stages: Mapping[int, StageSizes], varying: Container[int], device: torch.device) -> str:
-    """Collective over a group of ranks with the same stages: say where their sizes differ; empty if nowhere. Blocks.
+    """Say where the sizes of ranks with the same stages differ; empty if nowhere. Collective over their group; blocks.
 
     What a stage saves is not compared where it varies in one of the replicas.
     """
@@ -35,7 +35,7 @@ def difference(group: dist.ProcessGroup, stages: Mapping[int, StageSizes], varyi
 
 
 def _row_difference(group: dist.ProcessGroup, rows: torch.Tensor) -> str:
-    """Where the ranks' numbers of one stage, [ranks, numbers], are not the first rank's."""
+    """Say where the ranks' numbers of one stage, [ranks, numbers], differ from the first rank's; empty if nowhere."""
     differing = ((rows != rows[0]) & ~(rows == VARIES).any(0)).nonzero()
     if not len(differing):
         return ""

@@ -1,4 +1,4 @@
-"""Tensors of a device over gloo: through pinned host memory, on streams of their own."""
+"""Transfers of a device's tensors over gloo, through pinned host memory and on separate streams."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__: list[str] = []
 
 
 class Staging:
-    """The transfers of one rank.
+    """The staged transfers of one rank.
 
-    A channel's transfers run one after the other in its own thread, because gloo may read the host's copy only once the
-    device has written it, and on its own stream. The thread runs none of the user's code.
+    A channel's transfers run one after the other in the channel's own thread, because gloo may read the host's copy only once
+    the device has written it, and on the channel's own stream. The thread runs none of the user's code.
 
     Args:
-        device: whose tensors they are.
-        streams: of the pipeline.
+        device: the device of the tensors.
+        streams: the streams of the pipeline.
     """
 
     def __init__(self, device: torch.device, streams: Streams) -> None:
@@ -77,7 +77,7 @@ class Staging:
         return _Staged(self._submit(channel, job), self._device, tensors)
 
     def settle(self, most_s: float) -> None:
-        """Return once all jobs are done, or after so many seconds: none of them queues a copy after that."""
+        """Wait until all jobs are done, so that none of them queues another copy, but at most for `most_s` seconds."""
         wait([worker.submit(_nothing) for worker in self._workers.values()], most_s)
 
     def close(self) -> None:
@@ -87,11 +87,11 @@ class Staging:
 
 
 def _nothing() -> None:
-    """The last job of a worker: when it is done, all before it are."""
+    """Do nothing, as the last job of a worker: when it is done, all jobs before it are done."""
 
 
 class _Staged:
-    """A transfer through pinned memory: the host waits for the network, the current stream for the copy."""
+    """A transfer through pinned memory: the host waits for the network, and the current stream for the copy."""
 
     def __init__(self, future: Future[Event], device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
         self._future, self._device = future, device

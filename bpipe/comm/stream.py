@@ -1,8 +1,8 @@
-"""A connection for one channel, which carries what is small: headers, and tensors that are copied sooner than a thread is woken.
+"""A connection for one channel, which carries what is small: headers, and tensors that are copied faster than a thread is woken.
 
-Each message travels behind its length, of which the highest bit says that a note follows, with a length of its own. The sender
-hands it to the kernel and goes on; the receiver reads it when it waits for it, in the very thread that waits. What the kernel has
-no room for follows from a thread of its own, so that no send ever blocks.
+Each message is preceded by its length, whose highest bit says that a note follows, with its own length. The sender hands the
+message to the kernel and goes on; the receiver reads it when it waits for it, in the thread that waits. What the kernel has no
+room for is sent by a separate thread, so that no send ever blocks.
 """
 
 from __future__ import annotations
@@ -36,29 +36,29 @@ _view = _VIEW(("PyMemoryView_FromMemory", ctypes.pythonapi))
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor: no copy, and nothing that keeps it alive."""
+    """Return the bytes of a contiguous CPU tensor, without a copy and without keeping the tensor alive."""
     memory: memoryview = _view(tensor.data_ptr(), tensor.nbytes, WRITABLE)
     return memory
 
 
 class Stream:
-    """One end.
+    """One end of a channel's connection.
 
     Args:
-        connection: to the other end, blocking.
-        name: of the channel, for messages.
+        connection: a blocking connection to the other end.
+        name: the channel's name, for messages.
     """
 
     def __init__(self, connection: socket.socket, name: str) -> None:
         self._connection, self._name = connection, name
 
     def end(self) -> None:
-        """End all waits at both ends; from any thread."""
+        """End all waits at both ends. Any thread may call it."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Give the connection back. What the kernel has of what was sent still arrives."""
+        """Close the connection. What the kernel has already taken still arrives."""
         self._connection.close()
 
     def _lost(self, why: object) -> TransferError:
@@ -74,22 +74,22 @@ class Outlet(Stream):
         self._late: Future[None] | None = None
 
     def send(self, header: bytes | None, tensors: Sequence[torch.Tensor] | None, note: bytes | None = None) -> Transfer:
-        """Send a header, or tensors as one message and maybe a note with them, or both. Returns at once."""
+        """Send a header, or tensors as one message, maybe with a note, or both. Returns at once."""
         parts = [] if header is None else _message([memoryview(header)])
         if tensors is not None:
             parts += _message([memory_of(tensor) for tensor in tensors], note)
         return _Sent(self._post(parts, tensors), tensors)
 
     def send_empty(self) -> Transfer | None:
-        """Send a message of no tensors. Returns at once: None if all of it has left, as nearly always."""
+        """Send a message without tensors. Returns at once, and nearly always None, which means that all of it has left."""
         rest = self._post([_EMPTY], None)
         return None if rest is None else _Sent(rest, None)
 
     def _post(self, parts: list[memoryview], owners: object) -> Future[None] | None:
-        """Send what the connection takes, and the rest from a thread, if there is any."""
+        """Send what the connection takes at once, and the rest, if there is any, from a thread."""
         if self._late is None or self._late.done():
             if self._late is not None:
-                self._late.result()  # nothing goes out behind what did not
+                self._late.result()  # nothing may follow a message that was not sent
             parts = self._pushed(parts, socket.MSG_DONTWAIT)
         if not parts:
             return None
@@ -98,7 +98,7 @@ class Outlet(Stream):
         return self._late
 
     def _push_late(self, parts: list[memoryview], owners: object) -> None:
-        """Send it all; the owners of the memory stay alive until then."""
+        """Send all parts; the owners of their memory stay alive until then."""
         self._pushed(parts, 0)
 
     def _pushed(self, parts: list[memoryview], flags: int) -> list[memoryview]:
@@ -122,7 +122,7 @@ class Outlet(Stream):
 
 
 class Inlet(Stream):
-    """The receiver's end. One thread at a time uses it."""
+    """The receiver's end. Only one thread at a time may use it."""
 
     def __init__(self, connection: socket.socket, name: str) -> None:
         super().__init__(connection, name)
@@ -130,16 +130,16 @@ class Inlet(Stream):
         self._error: CommError | None = None  # after which nobody knows where a message begins
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> Transfer:
-        """Post a receive of one message into contiguous tensors. It arrives in the order of posting, whichever is waited for."""
+        """Post a receive of one message into contiguous tensors. Messages arrive in posting order, whichever is waited for."""
         receipt = _Receipt(self, tensors)
         self._posted.append(receipt)
         return receipt
 
     def read_header(self, most_bytes: int) -> bytes:
-        """Wait for the next header, behind all that was posted.
+        """Wait for the next header, after everything that was posted.
 
         Raises:
-            CommError: it is longer than so many bytes.
+            CommError: it is longer than `most_bytes`.
         """
         self.read_posted()
         return self._read_sized("header", most_bytes)
@@ -155,7 +155,7 @@ class Inlet(Stream):
         return bytes(data)
 
     def read_posted(self, last: _Receipt | None = None) -> None:
-        """Wait for what was posted, up to some receipt."""
+        """Wait for the receives that were posted: all of them, or those up to `last`."""
         while self._posted and (last is None or last.tensors is not None):
             receipt = self._posted[0]
             assert receipt.tensors is not None
@@ -172,10 +172,10 @@ class Inlet(Stream):
             raise
 
     def _read_message(self, parts: list[memoryview]) -> bytes | None:
-        """Read what was sent into some memory; return the note that came with it, if one did."""
+        """Read a message into the given memory, and return the note that came with it, if one did."""
         expected, length = sum(map(len, parts)), bytearray(LENGTH.size)
         rest = [memoryview(length), *parts]
-        while rest and len(rest) > len(parts):  # the length first, with whatever has come behind it
+        while rest and len(rest) > len(parts):  # the length first, with whatever has come after it
             rest = _behind(rest, self._taken(rest, 0))
         (size,) = LENGTH.unpack(length)
         if size & ~NOTED != expected:
@@ -211,7 +211,7 @@ class _Receipt:
 
 
 class _Sent:
-    """A send, of which a thread may still send the rest. It keeps its tensors as long as any other does: memory is as planned."""
+    """A send, whose rest a thread may still be sending. It keeps its tensors as long as any other send, as the plan assumes."""
 
     def __init__(self, rest: Future[None] | None, tensors: Sequence[torch.Tensor] | None) -> None:
         self._rest, self._tensors = rest, tensors
@@ -230,7 +230,7 @@ def _message(parts: list[memoryview], note: bytes | None = None) -> list[memoryv
 
 
 def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of some memory after its first bytes."""
+    """Return what is left of some memory after its first `count` bytes."""
     for index, part in enumerate(parts):
         if count < len(part):
             return [part[count:], *parts[index + 1 :]]

@@ -1,4 +1,4 @@
-"""What all connections between ranks have in common."""
+"""The options that all connections between ranks have in common."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import socket
 
 __all__: list[str] = []
 
-# What the kernel does about a machine that is gone without a word; each where the platform has it.
+# How the kernel notices a machine that has gone silent; each option is set where the platform has it.
 KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 2}
 
 
 def prepare(connection: socket.socket, **options: int) -> None:
-    """Send small messages at once, and look now and then whether the other machine is there.
+    """Make a connection send small messages at once, and check now and then whether the other machine is still there.
 
     Args:
-        connection: TCP.
-        options: further ones of TCP, by name, where the platform has them.
+        connection: a TCP connection.
+        options: further TCP options by name, set where the platform has them.
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

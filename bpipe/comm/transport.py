@@ -1,4 +1,4 @@
-"""What the runtime asks of a transport: post and wait. It knows no backend."""
+"""What the runtime asks of a transport: post and wait. The runtime knows no backend."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Transport(ABC):
     """One rank's end of the channels of a pipeline.
 
     Attributes:
-        device: where the rank's stages compute.
-        control: its line to the other ranks beside the channels.
-        streams: on which it works beside the caller's.
-        identity: of the pipeline among those of its group.
-        waits_on_device: whether the host goes on at once where a transfer is waited for, and only the device waits: then one thread
-            issues all of a step, in the order of `schedules.issue_order`.
+        device: the device on which the rank's stages compute.
+        control: its control plane, beside the channels.
+        streams: the streams on which it works, besides the caller's.
+        identity: the number of the pipeline among those of its group.
+        waits_on_device: whether a wait for a transfer blocks only the device, and the host goes on at once; then one thread issues
+            all of a step, in the order of `schedules.issue_order`.
     """
 
     device: torch.device
@@ -56,18 +56,18 @@ class Transport(ABC):
 
     @abstractmethod
     def exchange(self, call: CallOf, data: bytes) -> list[bytes]:
-        """Collective over the pipeline: give every rank's bytes to all; return them by rank of the group. Blocks."""
+        """Give every rank's bytes to all ranks, and return them by rank of the group. Collective over the pipeline; blocks."""
 
     @abstractmethod
     def refuse(self, why: str) -> None:
-        """Tell the others that this rank cannot make the call that they make."""
+        """Tell the other ranks that this one cannot make the call that they make."""
 
     @abstractmethod
     def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int]) -> None:
-        """Collective: open channels, in one order on all ranks. `group_ranks` gives the group's rank of each of the plan's."""
+        """Open channels, in the same order on all ranks. Collective. `group_ranks` gives the group's rank of each of the plan's."""
 
     def connection_bytes(self) -> int:
-        """The bytes that a channel takes on the device, as far as is known from those that are open."""
+        """Return the bytes that a channel takes on the device, as far as the open channels show."""
         return 0
 
     @abstractmethod
@@ -80,19 +80,19 @@ class Transport(ABC):
         *,
         may_have_note: bool = False,
     ) -> Transfer:
-        """Post a send of contiguous tensors, behind a header if there is one. Returns at once.
+        """Post a send of contiguous tensors, after a header if there is one. Returns at once.
 
         Args:
-            channel: of any purpose.
-            tensors: as its receiver expects them.
-            header: read by `receive_header`, before their receive is posted.
-            note: comes with the tensors.
-            may_have_note: what its receiver says too: whether such messages may come with one.
+            channel: a channel of any purpose.
+            tensors: the tensors, as the receiver expects them.
+            header: bytes that `receive_header` reads, before the receive of the tensors is posted.
+            note: bytes that arrive with the tensors.
+            may_have_note: whether such messages may come with a note; the receiver must say the same.
         """
 
     @abstractmethod
     def receive(self, channel: Channel, tensors: Sequence[torch.Tensor], *, may_have_note: bool = False) -> Transfer:
-        """Post a receive into contiguous tensors of the very sizes and dtypes that are sent. Returns at once."""
+        """Post a receive into contiguous tensors of exactly the sizes and dtypes that are sent. Returns at once."""
 
     @abstractmethod
     def receive_header(self, channel: Channel) -> bytes:
@@ -100,8 +100,12 @@ class Transport(ABC):
 
     @abstractmethod
     def settle(self, most_s: float) -> None:
-        """After a failure: let the current stream wait for what was posted, and wait some seconds for threads that queue more."""
+        """Make the current stream wait for what was posted, and wait for threads that queue more. Called after a failure.
+
+        Args:
+            most_s: seconds for which to wait for the threads, at most.
+        """
 
     @abstractmethod
     def close(self) -> None:
-        """Give groups and threads back. Not collective."""
+        """Release groups and threads. Not collective."""

@@ -1,4 +1,4 @@
-"""Whether a rank waits too long: it then asks all ranks what they do, shows that once, and in the end gives up."""
+"""A watchdog for a rank that waits too long: it asks all ranks what they are doing, logs that once, and finally gives up."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from bpipe.logs import LOG
 __all__: list[str] = []
 
 SLOW_S = 30.0
-ANSWERS_S = 1.0  # in which a process that runs at all answers
+ANSWERS_S = 1.0  # within which a process that runs at all answers
 
 
 class Patience(NamedTuple):
     """How long a rank waits for another one.
 
     Args:
-        timeout_s: seconds in one wait after which it fails.
-        slow_s: seconds in one wait after which what all ranks do is shown.
+        timeout_s: seconds after which a single wait fails.
+        slow_s: seconds in a single wait after which the rank logs what all ranks are doing.
     """
 
     timeout_s: float
@@ -31,14 +31,14 @@ class Patience(NamedTuple):
 
 
 class Watch:
-    """Over the waits of one rank. All of it runs in the control thread.
+    """A watchdog over the waits of one rank. All of it runs in the control thread.
 
     Args:
-        rank: of the pipeline's group, which has `size`.
-        activity: what this rank does.
+        rank: its rank in the pipeline's group, which has `size` ranks.
+        activity: what this rank is doing.
         ask: sends a frame to all other ranks.
         fail: breaks the pipeline on all ranks.
-        missing: for whom this rank waits in a collective call.
+        missing: returns the ranks for which this rank waits in a collective call.
         patience: how long a wait may take.
     """
 
@@ -62,10 +62,10 @@ class Watch:
         self._answers: dict[int, Status] = {}
         self._heard: set[int] = set()  # from whom anything has come since
         self._others: set[int] = set()  # who ask as well, since this rank's own latest question or the start of the step
-        self._shown_step = -1  # the latest of which this rank, or another one, has shown what all do
+        self._shown_step = -1  # the latest for which this rank, or another one, has shown what all are doing
 
     def tick(self, now: float) -> None:
-        """Look at the time."""
+        """Check how long this rank has waited, and ask the others, log or fail if that is too long."""
         status, self._time_s = self._activity.status(), now
         here = self._place()
         if here != self._here:
@@ -88,24 +88,24 @@ class Watch:
         return (*self._activity.status()[:4], self._activity.call, self._activity.under_way)
 
     def shows(self) -> bool:
-        """Tell whether this rank waits now, or what all ranks do was shown in this step."""
+        """Return whether this rank waits now, or what all ranks are doing was already shown in this step."""
         return self._activity.is_waiting() or self._shown_step >= self._activity.step
 
     def answer(self, asking: int) -> Status:
-        """What this rank tells a rank that asks."""
+        """Return what this rank tells a rank that asks."""
         self._others.add(asking)
         if self._asked_s is None:
             self._shown_step = max(self._shown_step, self._activity.step)  # that rank will show it
         return self._status()
 
     def told(self, rank: int, number: int, status: Status) -> None:
-        """A rank has answered."""
+        """Record the answer of a rank."""
         if number == self._number:
             self._answers[rank] = status
             self._heard.add(rank)
 
     def heard(self, rank: int) -> None:
-        """Something has come from a rank: its process runs."""
+        """Record that something has come from a rank, so its process runs."""
         self._heard.add(rank)
 
     def _question(self, now: float) -> None:
@@ -120,7 +120,7 @@ class Watch:
         return self._activity.status()._replace(seconds=self._time_s - self._since)
 
     def _show(self, status: Status, seconds: float) -> None:
-        """Log what all ranks do: once a step, and on the lowest of the ranks that ask."""
+        """Log what all ranks are doing, once per step, and only on the lowest of the ranks that ask."""
         if self._shown_step < status.step and self._rank < min(self._others, default=self._rank + 1):
             LOG.warning("%s.\n%s", self._waiting(status, seconds), self._picture())
         self._shown_step = status.step
@@ -131,7 +131,7 @@ class Watch:
         self._fail(Failure(Cause.TIMED_OUT, self._rank, status.step, place, text, self._picture()))
 
     def _waiting(self, status: Status, seconds: float) -> str:
-        """One line: who waits for whom, and who is frozen."""
+        """Describe in one line which rank this one waits for, and which ranks are frozen."""
         waits = f"rank {self._rank} has waited {seconds:.1f} s {self._for_whom(status)}"
         frozen = sorted(set(range(self._size)) - self._heard - {self._rank})
         if not frozen:

@@ -1,4 +1,4 @@
-"""A thread that does jobs one after the other, and keeps no process from ending."""
+"""A thread that does jobs one after the other, and does not keep the process from ending."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Jobs = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 
 
 class Worker:
-    """A daemon thread: for those of `concurrent.futures` the interpreter waits before anything else that happens at its end.
+    """A daemon thread, because at exit the interpreter waits for the threads of `concurrent.futures` before it does anything else.
 
     Args:
-        name: of the thread.
+        name: the thread's name.
     """
 
     def __init__(self, name: str) -> None:
@@ -28,13 +28,13 @@ class Worker:
         self._finalizer = weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Do a job after those that were submitted before."""
+        """Queue a job behind those that were submitted before, and return its future."""
         future: Future[T] = Future()
         self._jobs.put((job, future))
         return future
 
     def close(self) -> None:
-        """Let the thread end, once it has done all."""
+        """Let the thread end once it has done all jobs."""
         self._finalizer()
 
 

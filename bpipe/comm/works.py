@@ -1,4 +1,4 @@
-"""Transfers that torch.distributed's backends make, and their errors as ours."""
+"""Transfers of torch.distributed's backends, with their errors turned into ours."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def transferring(method: Method) -> Method:
-    """Turn a backend's errors into ours."""
+    """Make a method raise a backend's errors as ours."""
 
     @wraps(method)
     def calling(*args: Any, **kwargs: Any) -> Any:
@@ -32,7 +32,7 @@ def transferring(method: Method) -> Method:
 
 
 def wait_for(work: Any) -> None:
-    """Wait for a work. One that was aborted may say so by returning False only."""
+    """Wait for a work. One that was aborted may say so only by returning False."""
     if work.wait() is False:
         raise TransferError("a transfer was aborted")
 
@@ -56,8 +56,8 @@ class Noted:
     """A receive of tensors with which a note may come, on a connection of its own.
 
     Args:
-        tensors: their transfer.
-        note: the note's: it waits for the host that sends, and is over before a device that sends the tensors has made them.
+        tensors: the transfer of the tensors.
+        note: the transfer of the note; it waits for the sending host, and is over before the sending device has made the tensors.
     """
 
     def __init__(self, tensors: Transfer, note: Transfer) -> None:

@@ -29,10 +29,10 @@ LOGIT_BYTES = 4  # the loss is computed in fp32
 
 
 def layer_bytes(model: Transformer, execution: Execution, microbatch_size: int) -> int:
-    """Bytes that a layer keeps of a microbatch, on each device.
+    """Compute the bytes that a layer keeps of a microbatch, on each device.
 
     With full recomputation that is its input alone, w s b h: the paper's 2 s b h. The paper keeps it whole on each device;
-    with sequence parallelism the input is cut along the sequence anyway, so here it divides by t then.
+    with sequence parallelism the input is cut along the sequence anyway, so then it is divided by t here.
 
     Example:
         >>> from bpipe.estimate.models import model_named
@@ -52,13 +52,13 @@ def layer_bytes(model: Transformer, execution: Execution, microbatch_size: int) 
 
 
 def core_bytes(model: Transformer, execution: Execution, microbatch_size: int) -> int:
-    """Bytes of materialised attention's maps on all t devices: softmax's output, dropout's mask and output (5 a s^2 b)."""
+    """Count the bytes of materialised attention maps on all t devices: softmax's output, dropout's mask and output (5 a s^2 b)."""
     w = execution.value_bytes
     return (2 * w + 1 if model.has_dropout else w) * model.num_heads * model.sequence**2 * microbatch_size
 
 
 def working_bytes(model: Transformer, execution: Execution, microbatch_size: int) -> int:
-    """Bytes that a layer's recomputation makes while its backward runs, on each device, and that are freed after it."""
+    """Compute the bytes that a layer's recomputation makes while its backward runs, on each device, and that are freed after it."""
     if execution.recomputation == "full":
         whole = replace(execution, recomputation="none")
         return layer_bytes(model, whole, microbatch_size) - layer_bytes(model, execution, microbatch_size)
@@ -68,19 +68,19 @@ def working_bytes(model: Transformer, execution: Execution, microbatch_size: int
 
 
 def embedding_bytes(model: Transformer, execution: Execution, microbatch_size: int) -> int:
-    """Bytes that the embedding keeps: its dropout's mask, s b h / t (section 4.3). Tokens are the user's batch."""
+    """Compute the bytes that the embedding keeps: its dropout's mask, s b h / t (section 4.3). Tokens are the user's batch."""
     mask = model.sequence * microbatch_size * model.hidden if model.has_dropout else 0
     return _divided(execution, 0, mask)
 
 
 def head_bytes(model: Transformer, execution: Execution, microbatch_size: int) -> int:
-    """Bytes that the head keeps: the inputs of its norm and matrix and fp32 logits, 4 s b h / t (1 + v/h) (section 4.3)."""
+    """Compute the bytes that the head keeps: inputs of its norm and matrix and fp32 logits, 4 s b h / t (1 + v/h) (section 4.3)."""
     tokens = model.sequence * microbatch_size
     return _divided(execution, LOGIT_BYTES * tokens * model.vocabulary, 2 * execution.value_bytes * tokens * model.hidden)
 
 
 def message_bytes(model: Transformer, execution: Execution, microbatch_size: int) -> int:
-    """Bytes that each device of a stage sends to the next stage, and gets back as a gradient: w s b h, cut like activations."""
+    """Compute the bytes that each device sends to the next stage, and gets back as a gradient: w s b h, cut like activations."""
     return _divided(execution, 0, execution.value_bytes * model.sequence * microbatch_size * model.hidden)
 
 

@@ -1,4 +1,4 @@
-"""Advice as data: what could be run, what each of it takes, and a verdict. Printed as a table, written as JSON."""
+"""Advice as data: the candidates, what each of them takes, and a verdict. It prints as a table and is written as JSON."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ class Candidate:
     Args:
         schedule: its name for `bpipe.schedules.build`.
         destination: where evicted activations go: "pair", or "" where none are evicted.
-        slots: the budget in microbatches with which to build it, where it is balanced.
+        slots: the budget in microbatches with which to build it, if it is balanced.
         num_stages: p.
         microbatch_size: b, in sequences.
         num_microbatches: m.
         recomputation: "none", "selective", "full" or "as measured".
         step_s: predicted seconds of a step.
-        times_plain: these, over those of the same without balancing; None where nothing is balanced.
-        sequences_per_s: of one pipeline.
+        times_plain: step_s over that of the same candidate without balancing; None if it is not balanced.
+        sequences_per_s: of all pipelines together.
         sequence_s: seconds of F and B of the slowest stage, for one sequence.
         stage_mfu: the share of the devices' peak that this stage reaches alone, without what it recomputes; None if measured.
-        device_peak_bytes: predicted of each rank: all that its device holds.
+        device_peak_bytes: predicted for each rank: everything that its device holds.
         peak_bytes: of that, the most that is activations: what microbatches save, and guests.
-        working_bytes: made again by a backward that recomputes, and not in the peaks.
+        working_bytes: what a backward that recomputes makes again, not counted in the peaks.
         fits: whether every rank has room.
-        reason: why, with the rank that needs most.
+        reason: why it fits or not, with the rank that needs most.
         exposed_s: seconds for which the worst rank waits for evictions and loads.
         hides_at_bytes_per_s: the link that moves every evicted microbatch within one forward of its stage; None without evictions.
     """
@@ -76,13 +76,13 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """All that tells it from the others."""
+        """Everything that distinguishes it from the others."""
         recomputation = "" if self.recomputation == "as measured" else f", recomputation {self.recomputation}"
         stages = f"{self.num_stages} stage{'s' * (self.num_stages > 1)}"
         return f"{self.label}, {stages}, microbatch {self.microbatch_size}{recomputation}"
 
     def estimate_over(self, other: Candidate) -> Estimate:
-        """Huang et al.'s estimates from another one of as many stages to this one."""
+        """Return Huang et al.'s estimates of going from another candidate with as many stages to this one."""
         shares = None if other.stage_mfu is None or self.stage_mfu is None else (other.stage_mfu, self.stage_mfu)
         return huang.estimate(
             self.microbatch_size * self.num_microbatches,
@@ -102,13 +102,13 @@ class Advice:
         decision: "balance", "don't", "no need" (nothing fits only balanced), "nothing to balance" (no plan differs) or
             "nothing fits".
         verdict: the same in words; the first line stands alone.
-        breaks_even_bytes_per_s: the link between the ranks of a pair with which balancing begins to be faster; None where no link
+        breaks_even_bytes_per_s: the link between the ranks of a pair with which balancing starts to be faster; None if no link
             makes it more than 1% faster, or nothing fits plain.
-        candidates: those that fit first, each group by predicted time for the same number of sequences.
-        estimate: Huang et al.'s, where there is something to compare.
-        memory_bytes: of a device.
+        candidates: those that fit first, each group sorted by predicted time for the same number of sequences.
+        estimate: Huang et al.'s estimate, if there is something to compare.
+        memory_bytes: the memory of a device.
         reserved_bytes: of these, set aside.
-        link_bytes_per_s: between ranks of a node; None: unlimited.
+        link_bytes_per_s: between ranks of a node; None if unlimited.
         assumptions: what all of this rests on.
     """
 
@@ -145,7 +145,7 @@ class Advice:
         return plain.step_s / balanced.step_s - 1 if plain and balanced else None
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain numbers, texts, lists and dicts; `best`, `best_plain` and `best_balanced` are names."""
+        """Return all of it as plain numbers, strings, lists and dicts; `best`, `best_plain` and `best_balanced` are names."""
         best = {name: getattr(self, name) for name in ("best", "best_plain", "best_balanced")}
         names = {name: None if one is None else one.name for name, one in best.items()}
         fields = {"decision": self.decision, "gain": self.gain, **names, **asdict(self)}
@@ -153,7 +153,7 @@ class Advice:
         return fields
 
     def to_json(self) -> str:
-        """All of it as JSON."""
+        """Return all of it as JSON."""
         return json.dumps(self.to_dict(), indent=2, allow_nan=False)
 
     def __str__(self) -> str:
@@ -162,18 +162,18 @@ class Advice:
 
 
 def best_of(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The first that fits, of candidates in their order."""
+    """Return the first candidate that fits; None if none does."""
     return next((candidate for candidate in candidates if candidate.fits), None)
 
 
 def gib(num_bytes: float) -> str:
-    """Bytes in GiB; small numbers keep three digits."""
+    """Format bytes in GiB; small numbers keep three digits."""
     value = num_bytes / GIB
     return f"{value:.1f}" if abs(value) >= 1 else f"{value:.3g}"
 
 
 def gb_per_s(bytes_per_s: float) -> str:
-    """A bandwidth in GB/s = 1e9 bytes per second."""
+    """Format a bandwidth in GB/s = 1e9 bytes per second."""
     return f"{bytes_per_s / 1e9:.3g} GB/s" if isfinite(bytes_per_s) else "unlimited"
 
 

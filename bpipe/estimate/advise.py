@@ -1,4 +1,4 @@
-"""Will this help me? Rank 1F1B and GPipe, plain and balanced, and say whether to balance."""
+"""Rank 1F1B and GPipe, plain and balanced, and say whether balancing helps."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def advise(
         batch: sequences a step: of one pipeline, or of all pipelines on `num_devices`.
         num_stages: p, one or several to compare; default: as many as there are profiles.
         device: a name, or a `Device`. Profiles need none where `memory_bytes` is given.
-        memory_bytes: of a device; default: the device's.
+        memory_bytes: the memory of a device; default: that of `device`.
         reserved_bytes: of these, set aside for what is not counted; default: 5%, which is 4 of 80 GiB.
         num_devices: over which pipelines are repeated, each with its share of the batch; default: one pipeline of the most
             stages. It makes different numbers of stages comparable.
@@ -77,14 +77,14 @@ def advise(
         sequence: tokens; default: the model's.
         attention: "materialised" or "flash" (any fused kernel).
         precision: of activations, "bf16", "fp16" or "fp32".
-        recomputations: those to try, of "none", "selective" and "full".
-        microbatch_sizes: those to try; default: all of which something is known, or else those that divide the batch into 2
+        recomputations: the ones to try, of "none", "selective" and "full".
+        microbatch_sizes: the ones to try; default: all that something is known about, or else those that divide the batch into 2
             microbatches or more. Of these, sizes that make more than 512 take long and gain no more than a bubble of p - 1 in
-            512: they are tried only with recomputations with which no larger size fits plain.
+            512, so they are tried only with recomputations with which no larger size fits plain.
         efficiency: the share of the device's peak that one stage reaches, a number or one for each microbatch size; it decides
             whether a larger microbatch pays. Default: 0.45, an assumption that the verdict mentions.
         bytes_per_parameter: see `bpipe.estimate.static`; default: 18, or what was measured and Adam's states.
-        layers: layers of each stage; default: as evenly as they go.
+        layers: layers of each stage; default: as even as possible.
         link: between ranks of a node, a name ("nvlink3", "pcie4") or bytes per second and direction; default: the device's.
         cross_link: between nodes, which needs `nodes`; default: `link`.
         nodes: the node of each rank, for one number of stages; default: all on one.
@@ -94,7 +94,7 @@ def advise(
         An `Advice`: print it, read its `verdict` and `candidates`, or write `to_json()`.
 
     Raises:
-        ConfigurationError: unknown names, the nearest is named; sizes that do not fit together; numbers that are none.
+        ConfigurationError: an unknown name (the message names the nearest), sizes that do not fit together, or an invalid number.
 
     Example:
         >>> advice = advise("gpt3-96b", batch=128, num_stages=8, tensor_parallel=4, device="a100-80gb", microbatch_sizes=[1, 2])
@@ -139,7 +139,7 @@ def advise(
 
 
 def _advice(title: str, evaluator: Evaluator, candidates: tuple[Candidate, ...]) -> Advice:
-    """Judge what is ranked, and put it all together."""
+    """Judge the ranked candidates, and put the advice together."""
     workload, verdict = evaluator.workload, verdict_on(candidates, evaluator)
     caveat = "" if verdict.decision == "nothing fits" else workload.caveat
     return Advice(
@@ -161,7 +161,7 @@ def _with_sequence(model: Transformer, sequence: int | None) -> Transformer:
 
 
 def _computing(device: Device | None, precision: str) -> Device:
-    """A device whose peak is known, and is one of that precision."""
+    """Return the device; raise unless its peak is known, and is one of that precision."""
     if device is None:
         raise ConfigurationError("how fast is a device? Give device= (such as 'a100-80gb'), or a bpipe.estimate.Device")
     if precision == "fp32" and is_named(device):

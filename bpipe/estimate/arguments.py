@@ -1,4 +1,4 @@
-"""What people may pass to `advise`, made into what it works with: every refusal that needs no simulation happens here."""
+"""Convert the arguments of `advise` into what it works with. Every refusal that needs no simulation happens here."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ LinkArgument = str | float | None
 
 
 def device_of(device: str | Device | None) -> Device | None:
-    """A device by name, or as it is."""
+    """Look up a device by name; return a `Device` or None unchanged."""
     if device is None or isinstance(device, Device):
         return device
     return device_named(device)
 
 
 def transformer_of(model: object) -> Transformer:
-    """A model by name, or as it is."""
+    """Look up a model by name; return a `Transformer` unchanged."""
     if isinstance(model, Transformer):
         return model
     if isinstance(model, str):
@@ -42,7 +42,7 @@ def transformer_of(model: object) -> Transformer:
 
 
 def profiles_in(model: object) -> tuple[Profile, ...]:
-    """The profiles, if it is profiles that were given."""
+    """Return the profiles, if profiles were given, else an empty tuple."""
     if isinstance(model, Profile):
         return (model,)
     if isinstance(model, (list, tuple)) and model and all(isinstance(one, Profile) for one in model):
@@ -51,14 +51,14 @@ def profiles_in(model: object) -> tuple[Profile, ...]:
 
 
 def refuse_for_profiles(**given: object) -> None:
-    """Raise where something was said that a measurement has already decided."""
+    """Raise if an argument was given that a measurement has already decided."""
     for name, value in given.items():
         if value is not None:
             raise ConfigurationError(f"{name}= says how to calculate a model, and these stages were measured: leave it out")
 
 
 def memory_of(device: Device | None, memory_bytes: object, reserved_bytes: object) -> tuple[int, int]:
-    """Bytes of a device, and what of them is set aside."""
+    """Return the bytes of a device, and how many of them are set aside."""
     if memory_bytes is None and device is None:
         raise ConfigurationError("how much memory has a device? Give device= (such as 'a100-80gb') or memory_bytes=")
     memory = device.memory_bytes if memory_bytes is None and device is not None else memory_bytes
@@ -73,7 +73,7 @@ def memory_of(device: Device | None, memory_bytes: object, reserved_bytes: objec
 
 
 def links_of(device: Device | None, link: LinkArgument, cross_link: LinkArgument, nodes: object, stages: Sequence[int]) -> Links:
-    """The links by name, by number, or the device's."""
+    """Make the links from names or numbers, or else from the device's own."""
     default = inf if device is None else device.link_bytes_per_s
     across = None if cross_link is None else Link(bytes_per_s=_bytes_per_s("cross_link", cross_link, default))
     if across is not None and nodes is None:
@@ -109,7 +109,7 @@ def _bytes_per_s(name: str, link: LinkArgument, default: float) -> float:
 
 
 def efficiency_of(efficiency: object) -> float | Mapping[int, float]:
-    """A share of the peak, or one for each microbatch size."""
+    """Check a share of the peak, or one for each microbatch size, and return it."""
     if isinstance(efficiency, Mapping):
         if not efficiency:
             raise ConfigurationError("efficiency={}: give a share of the peak for each microbatch size, such as {1: 0.4, 2: 0.45}")
@@ -122,7 +122,7 @@ def efficiency_of(efficiency: object) -> float | Mapping[int, float]:
 
 
 def recomputations_of(recomputations: object, attention: str) -> tuple[str, ...]:
-    """The ways to recompute, least first; fused attention has no core to recompute selectively."""
+    """Return the ways to recompute, least first; "selective" is "none" with fused attention, which has no core to recompute."""
     given = series("recomputations", recomputations)
     named = [lookup("recomputation", name, {one: one for one in RECOMPUTATIONS}) for name in given]
     kept = {"none" if attention == "flash" and name == "selective" else name for name in named}
@@ -130,7 +130,7 @@ def recomputations_of(recomputations: object, attention: str) -> tuple[str, ...]
 
 
 def stages_of(num_stages: object, num_profiles: int) -> tuple[int, ...]:
-    """The numbers of stages to compare, the least first."""
+    """Return the numbers of stages to compare, in increasing order."""
     if num_stages is None and num_profiles < 2:
         raise ConfigurationError("into how many stages? Give num_stages=, one number or several to compare")
     stages = (num_profiles,) if num_stages is None else series("num_stages", num_stages)
@@ -142,7 +142,7 @@ def stages_of(num_stages: object, num_profiles: int) -> tuple[int, ...]:
 
 
 def batches_of(batch: object, stages: Sequence[int], tensor_parallel: int, num_devices: object) -> dict[int, int]:
-    """Sequences of one pipeline, for each number of stages, if the devices are filled with pipelines."""
+    """Return the sequences of one pipeline, for each number of stages, if the devices are filled with pipelines."""
     check_count("batch", batch)
     if num_devices is not None:
         check_count("num_devices", num_devices)
@@ -162,7 +162,7 @@ def batches_of(batch: object, stages: Sequence[int], tensor_parallel: int, num_d
 
 
 def sizes_of(given: object, batch: int, known: Sequence[int] | None) -> list[int]:
-    """The microbatch sizes to try, of those that something is known about and that divide a batch."""
+    """Return the microbatch sizes to try, of those that something is known about and that divide a batch."""
     if given is None:
         divisors = [size for size in (known or range(1, batch + 1)) if batch % size == 0]
         if not divisors:
@@ -179,7 +179,7 @@ def sizes_of(given: object, batch: int, known: Sequence[int] | None) -> list[int
 
 
 def series(name: str, value: object) -> tuple[Any, ...]:
-    """One value or several, as a tuple."""
+    """Return one value or several as a tuple."""
     if isinstance(value, str) or not isinstance(value, Iterable):
         return (value,)
     listed = tuple(value)

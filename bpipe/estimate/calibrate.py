@@ -1,4 +1,4 @@
-"""Costs from a trace: what each computation really took, and what each microbatch really kept."""
+"""Costs from a trace: the time each computation really took, and the bytes each microbatch really kept."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Taken = dict[tuple[Op, int], dict[int, list[float]]]  # seconds by operation and
 
 
 def calibrated(timelines: Sequence[Timeline], plan: Plan) -> Costs:
-    """The costs of a plan as measured on steps of it, or of another plan over the same stages.
+    """Compute the costs of a plan from measured steps of it, or of another plan over the same stages.
 
-    Each computation takes the median of its steps; where the plan has another number of microbatches, the median of its
-    stage. Bytes are those that the traced plan has; where it counts slots, a microbatch keeps what a rank's memory grows by for
-    each slot that it occupies, and messages are not counted. Links are not in a trace, because what a transfer takes there
-    includes waiting for its other end: put them in with `dataclasses.replace`.
+    Each computation takes the median of its steps; if the plan has a different number of microbatches, the median of its
+    stage. Bytes are those of the traced plan; if that counts slots, a microbatch keeps what a rank's memory grows by for each
+    slot that it occupies, and messages are not counted. Links are not in a trace, because the time of a transfer there
+    includes waiting for its other end: set them with `dataclasses.replace`.
 
     Args:
-        timelines: measured steps, all ranks; evaluations are left out where the plan trains, and steps where it evaluates.
-        plan: what the costs are for.
+        timelines: measured steps of all ranks; evaluations are left out if the plan trains, and training steps if it evaluates.
+        plan: the plan that the costs are for.
 
     Raises:
-        ConfigurationError: the trace has no such steps, is of other stages, or lacks an operation that the plan needs.
+        ConfigurationError: the trace has no such steps, has other stages, or lacks an operation that the plan needs.
     """
     alike = [timeline for timeline in timelines if timeline.plan.has_backward == plan.has_backward]
     if not alike:
@@ -49,7 +49,7 @@ def calibrated(timelines: Sequence[Timeline], plan: Plan) -> Costs:
 
 
 def _bytes(traced: Timeline) -> dict[str, list[int]]:
-    """What a timeline says of each stage's bytes."""
+    """Return what a timeline says about each stage's bytes."""
     plan, sizes = traced.plan, traced.plan.sizes
     if sizes is None:
         saved = [_saved(traced, stage) for stage in range(plan.num_stages)]
@@ -64,7 +64,7 @@ def _bytes(traced: Timeline) -> dict[str, list[int]]:
 
 
 def _worked(timeline: Timeline) -> dict[tuple[Op, int, int], float]:
-    """Seconds of each computation, the pieces of one added up."""
+    """Return the seconds of each computation, with the pieces of one added up."""
     seconds: dict[tuple[Op, int, int], float] = defaultdict(float)
     for rank in range(timeline.num_ranks):
         for action, begin, end in timeline.computations(rank):
@@ -73,21 +73,21 @@ def _worked(timeline: Timeline) -> dict[tuple[Op, int, int], float]:
 
 
 def _saved(timeline: Timeline, stage: int) -> int:
-    """The bytes of a slot: what a rank's own microbatches save when it occupies the most."""
+    """Return the bytes of a slot: what a rank's own microbatches save per slot when it occupies the most."""
     rank = timeline.plan.stage_ranks[stage]
     slots, saved = max(zip(occupancy(timeline.plan.actions[rank]), timeline.actions[rank].activation_bytes), default=(0, 0))
     return saved // slots if slots else 0
 
 
 def _static(timeline: Timeline, rank: int, saved: Sequence[int]) -> int:
-    """A stage's share of what a rank holds besides its own microbatches, messages and the rooms for its guests."""
+    """Return a stage's share of what a rank holds besides its own microbatches, messages and the rooms for its guests."""
     lane = timeline.actions[rank]
     rooms = sum(map(sum, timeline.plan.rooms(rank, lambda action: saved[action.stage]).values()))
     return max(0, lane.static_bytes + lane.room_bytes - rooms) // timeline.plan.stage_ranks.count(rank)
 
 
 def _series(taken: Taken, op: Op, stage: int, plan: Plan) -> list[float]:
-    """Seconds of an operation of a stage, by microbatch."""
+    """Return the seconds of an operation of a stage, by microbatch."""
     by_microbatch = taken.get((op, stage))
     if not by_microbatch:
         raise ConfigurationError(f"the trace has no {op.value} of stage {stage}: trace a schedule that runs it, on all ranks")

@@ -1,7 +1,7 @@
-"""What could run: schedules of one stage a rank and whole backwards, plain and balanced, as finished plans.
+"""The plans that could run: schedules with one stage per rank and whole backwards, plain and balanced.
 
-Schedules join by being named in `SCHEDULES`; a further place to put activations (the host's memory, say) joins
-as one more entry of `_DESTINATIONS`.
+To add a schedule, name it in `SCHEDULES`; to add another place for activations (the host's memory, say), add an
+entry to `_DESTINATIONS`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Destination = Callable[[str, Plan], Plan | None]
 
 
 def variants(num_stages: int, num_microbatches: int) -> Iterator[Variant]:
-    """Yield each different way to run so many microbatches on so many ranks, balanced ones with the least memory.
+    """Yield each different way to run `num_microbatches` on `num_stages` ranks, balanced ones with the least memory.
 
     Example:
         >>> [(one.schedule, one.destination) for one in variants(4, 8)]
@@ -53,7 +53,7 @@ def variants(num_stages: int, num_microbatches: int) -> Iterator[Variant]:
     seen = set()
     for schedule in SCHEDULES:
         plain = build(schedule, num_stages, num_microbatches)
-        if evicts(plain):  # it is another one, balanced
+        if evicts(plain):  # it is another schedule, balanced
             continue
         for destination, place in _DESTINATIONS.items():
             plan = place(schedule, plain)
@@ -63,7 +63,7 @@ def variants(num_stages: int, num_microbatches: int) -> Iterator[Variant]:
 
 
 def roomier(variant: Variant) -> tuple[Variant, ...]:
-    """The same with larger budgets, which move less, from the largest that still moves anything.
+    """Return a variant with larger budgets, which move less, starting from the largest that still moves anything.
 
     Example:
         >>> [one.slots for one in roomier(next(one for one in variants(8, 16) if one.destination))]
@@ -82,7 +82,7 @@ def roomier(variant: Variant) -> tuple[Variant, ...]:
 
 
 def evicts(plan: Plan) -> bool:
-    """Whether any activations move."""
+    """Return whether any activations move."""
     return any(plan.served)
 
 
@@ -91,9 +91,9 @@ def _stays(schedule: str, plain: Plan) -> Plan | None:
 
 
 def _to_pairs(schedule: str, plain: Plan) -> Plan | None:
-    """The plan with the smallest budget that works, if it is below what the plain schedule occupies.
+    """Return the plan with the smallest budget that works, if it is below what the plain schedule occupies.
 
-    A pair cannot get below the half of what its ranks occupy together, and one more for the transfer in flight.
+    A pair cannot get below half of what its ranks occupy together, plus one slot for the transfer in flight.
     """
     peaks = plain.peak_slots
     least = max((peaks[rank] + peaks[pair] + 2) // 2 for rank, pair in enumerate(mirror_pairs(len(peaks))))

@@ -1,6 +1,6 @@
-"""Devices and links by name, from their makers' data sheets; what runs on them reaches less, which is what efficiency says.
+"""Devices and links by name, from their manufacturers' data sheets; programs reach less, which is what `efficiency` expresses.
 
-Peaks are of dense 16-bit matrix products. Bandwidths are of one direction: half of what data sheets add up.
+Peaks are those of dense 16-bit matrix products. Bandwidths are for one direction: half of the total that data sheets give.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Device:
         link_bytes_per_s: to its neighbours within a node, in one direction.
 
     Raises:
-        ConfigurationError: a number that is not positive.
+        ConfigurationError: a number is not positive.
     """
 
     name: str
@@ -70,7 +70,7 @@ _DEVICES = {
 
 
 def device_named(name: str) -> Device:
-    """A device by its name, in any case and punctuation.
+    """Look up a device by its name, in any case and punctuation.
 
     Raises:
         ConfigurationError: no such device; the message names the nearest.
@@ -83,17 +83,17 @@ def device_named(name: str) -> Device:
 
 
 def is_named(device: Device) -> bool:
-    """Whether a device is one of those that have a name here, with the numbers that it has here."""
+    """Return whether a device is one of those that have a name here, with the same numbers."""
     return device in _DEVICES.values()
 
 
 def device_names() -> tuple[str, ...]:
-    """The devices that `device_named` knows."""
+    """Return the names of the devices that `device_named` knows."""
     return tuple(_DEVICES)
 
 
 def link_named(name: str) -> float:
-    """Bytes per second and direction of a kind of link.
+    """Look up the bytes per second and direction of a kind of link.
 
     Raises:
         ConfigurationError: no such link; the message names the nearest.

@@ -1,4 +1,4 @@
-"""Evaluate candidates: build each plan once, simulate it with each workload's costs, and hold it against the memory."""
+"""Evaluate candidates: build each plan once, simulate it with each workload's costs, and compare its peaks with the memory."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Case = tuple[int, int, str]  # stages, microbatch size, recomputation
 
 @dataclass
 class Evaluator:
-    """Simulates whatever is asked of one workload.
+    """Simulates the candidates of one workload.
 
     Args:
-        workload: what runs.
-        batch: sequences a step, of all pipelines.
-        batches: sequences a step and pipeline, for each number of stages.
-        memory_bytes: of a device.
+        workload: what the step runs.
+        batch: sequences per step, of all pipelines together.
+        batches: sequences per step and pipeline, for each number of stages.
+        memory_bytes: the memory of a device.
         reserved_bytes: of these, set aside.
-        many: of more microbatches than these, simulate only what fits where nothing larger does.
+        many: a case with more microbatches than this is simulated only if it may fit and no larger ones fit plain.
     """
 
     workload: Workload
@@ -44,20 +44,20 @@ class Evaluator:
     _roomier: dict[tuple[str, str, int, int], tuple[Variant, ...]] = field(default_factory=dict)
 
     def variants(self, num_stages: int, num_microbatches: int) -> tuple[Variant, ...]:
-        """The plans for so many stages and microbatches."""
+        """Return the plans for a number of stages and of microbatches, which are built once."""
         key = (num_stages, num_microbatches)
         if key not in self._variants:
             self._variants[key] = tuple(variants(*key))
         return self._variants[key]
 
     def load(self, case: Case) -> Load:
-        """What a microbatch costs."""
+        """Return what a microbatch costs, which is computed once."""
         if case not in self._loads:
             self._loads[case] = self.workload.load(*case)
         return self._loads[case]
 
     def ranked(self, microbatch_sizes: Mapping[int, Sequence[int]], progress: Progress | None = None) -> tuple[Candidate, ...]:
-        """Every candidate: those that fit first, each group by time for the same number of sequences.
+        """Rank all candidates: those that fit first, each group by time for the same number of sequences.
 
         Of equally fast ones, those that move and recompute less come first.
         """
@@ -75,7 +75,7 @@ class Evaluator:
         return tuple(sorted(found, key=lambda one: (not one.fits, _digits(one.step_s))))
 
     def _is_worth_it(self, case: Case, fitting: Sequence[Candidate]) -> bool:
-        """Whether to simulate a case: where microbatches are many, only if they may fit, and no larger ones do plain."""
+        """Return whether to simulate a case: if it has many microbatches, only if they may fit, and no larger ones fit plain."""
         p, b, how = case
         if self.batches[p] // b <= self.many or not fitting:
             return True
@@ -84,7 +84,7 @@ class Evaluator:
         return any(self._fits(one, case) for one in self.variants(p, self.many))  # more never need less
 
     def _candidates(self, case: Case) -> Iterator[Candidate]:
-        """Every variant; and where only balancing makes a schedule fit, also with the largest budget that does."""
+        """Yield a candidate per variant, and if only balancing makes a schedule fit, another with the largest budget that fits."""
         plain: dict[str, Candidate] = {}  # it comes before what balances it
         for variant in self.variants(case[0], self.batches[case[0]] // case[1]):
             twin = plain.get(variant.schedule)
@@ -96,7 +96,7 @@ class Evaluator:
                 yield from islice((self._candidate(one, case, twin) for one in self.roomier(variant) if self._fits(one, case)), 1)
 
     def roomier(self, variant: Variant) -> tuple[Variant, ...]:
-        """The same with larger budgets."""
+        """Return a variant with larger budgets, which are built once."""
         plan = variant.plan
         key = (variant.schedule, variant.destination, plan.num_ranks, plan.num_microbatches)
         if key not in self._roomier:
@@ -149,7 +149,7 @@ class Evaluator:
         return self.workload.links.bytes_per_s
 
     def step_s(self, candidate: Candidate, bytes_per_s: float) -> float:
-        """A candidate's step if the kind of link that joins the ranks of a pair had another bandwidth."""
+        """Return the seconds of a candidate's step if the kind of link that joins the ranks of a pair had another bandwidth."""
         if bytes_per_s == self.link_bytes_per_s:
             return candidate.step_s
         other = self.workload.links.with_pairs_at(bytes_per_s)
@@ -157,7 +157,7 @@ class Evaluator:
         return simulate(plan, replace(costs, link=other.link, cross_link=other.cross_link)).makespan_s
 
     def _simulated(self, candidate: Candidate) -> tuple[Plan, Costs]:
-        """The plan of a candidate and its costs."""
+        """Return the plan of a candidate and its costs."""
         tight = self.variants(candidate.num_stages, candidate.num_microbatches)
         found = chain(tight, (one for variant in tight if variant.destination for one in self.roomier(variant)))
         name = (candidate.schedule, candidate.destination, candidate.slots)
@@ -166,7 +166,7 @@ class Evaluator:
 
 
 def _digits(seconds: float) -> float:
-    """Seconds, rounded so that what rounding errors tell apart is equal."""
+    """Round seconds, so that values that differ only by rounding errors are equal."""
     return float(f"{seconds:.9g}")
 
 
@@ -180,12 +180,12 @@ def _exposed_s(timeline: Timeline, rank: int) -> float:
 
 
 def _hides_at(plan: Plan, costs: Costs) -> float | None:
-    """What moves a microbatch within one forward: simulated for p = 4..32, transfers of that length cost nothing."""
+    """Return the bandwidth that moves a microbatch within one forward: simulated for p = 4..32, such transfers cost nothing."""
     stages = {action.stage for lane in plan.served for action in lane}
     speeds = [costs.movable(x) / costs.seconds(Op.F, x, 0) for x in stages if costs.seconds(Op.F, x, 0) > 0]
     return max(speeds, default=None)
 
 
 def finite(bytes_per_s: float) -> float | None:
-    """A bandwidth as JSON can say it."""
+    """Return a bandwidth as JSON can express it: None if it is unlimited."""
     return bytes_per_s if isfinite(bytes_per_s) else None

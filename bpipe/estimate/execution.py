@@ -28,7 +28,7 @@ class Execution:
         precision: of activations: "bf16", "fp16" or "fp32".
 
     Raises:
-        ConfigurationError: an unknown name, or no positive t.
+        ConfigurationError: a name is unknown, or t is not positive.
     """
 
     attention: str = "flash"

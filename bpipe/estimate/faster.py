@@ -1,4 +1,4 @@
-"""Other links than the given one: what balancing would gain over an unlimited one, and where the gain begins."""
+"""Links other than the given one: what balancing would gain over an unlimited link, and at which bandwidth the gain begins."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ FIRST_BYTES_PER_S, MOST_BYTES_PER_S = 1e9, 1e16
 
 
 def fastest(evaluator: Evaluator, candidates: Sequence[Candidate], bytes_per_s: float) -> tuple[Candidate, float]:
-    """The fastest of candidates over a link, and its step; of equally fast ones the first."""
+    """Return the fastest candidate over a link, and the seconds of its step; of equally fast ones, the first."""
     steps = [evaluator.step_s(one, bytes_per_s) for one in candidates]
     return candidates[steps.index(min(steps))], min(steps)
 
 
 def breaks_even(evaluator: Evaluator, plain: Sequence[Candidate], balanced: Sequence[Candidate]) -> float | None:
-    """The least bandwidth with which one of the balanced candidates takes no longer than any plain one, over the same link."""
+    """Find the least bandwidth at which one of the balanced candidates takes no longer than any plain one, over the same link."""
 
     def pays(bytes_per_s: float) -> bool:
         return fastest(evaluator, balanced, bytes_per_s)[1] <= fastest(evaluator, plain, bytes_per_s)[1]

@@ -14,22 +14,22 @@ __all__ = ["core_flops", "head_flops", "layer_flops", "recomputed_flops"]
 
 
 def layer_flops(model: Transformer, microbatch_size: int) -> int:
-    """Operations of a layer's forward."""
+    """Count the operations of a layer's forward."""
     return 2 * microbatch_size * model.sequence * model.layer_matrices + core_flops(model, microbatch_size)
 
 
 def core_flops(model: Transformer, microbatch_size: int) -> int:
-    """Operations of attention's core within it: queries by keys, and maps by values."""
+    """Count the operations of attention's core in a layer's forward: queries by keys, and maps by values."""
     return 4 * microbatch_size * model.sequence**2 * model.hidden
 
 
 def head_flops(model: Transformer, microbatch_size: int) -> int:
-    """Operations of the head's forward: 2 b s h v."""
+    """Count the operations of the head's forward: 2 b s h v."""
     return 2 * microbatch_size * model.sequence * model.hidden * model.vocabulary
 
 
 def recomputed_flops(model: Transformer, execution: Execution, microbatch_size: int) -> int:
-    """Operations that a layer's backward runs again. What fused attention recomputes is left to its kernel's efficiency."""
+    """Count the operations that a layer's backward repeats. What fused attention recomputes is left to its kernel's efficiency."""
     if execution.recomputation == "full":
         return layer_flops(model, microbatch_size)
     if execution.recomputation == "selective" and execution.attention == "materialised":

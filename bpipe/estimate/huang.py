@@ -1,6 +1,6 @@
-"""Whether a larger microbatch pays: the estimate of Huang et al. (arXiv 2401.02088), from the bubble and one stage's efficiency.
+"""Huang et al.'s estimate of whether a larger microbatch pays (arXiv 2401.02088), from the bubble and one stage's efficiency.
 
-Letters: B sequences a step and pipeline, b of a microbatch, p stages, T(b) seconds of one stage's F and B, F_stage its operations
+Letters: B sequences per step and pipeline, b per microbatch, p stages, T(b) seconds of one stage's F and B, F_stage its operations
 for one sequence, P_peak the operations per second of the devices of a stage together.
 """
 
@@ -21,13 +21,13 @@ ASSUMPTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """Huang et al.'s estimates, from one microbatch size to another; pairs are before and after.
+    """Huang et al.'s estimates of going from one microbatch size to another; pairs are before and after.
 
     Args:
         microbatch_sizes: in sequences.
         step_s: E1, seconds of a step.
         stage_mfu: E2, the share of the peak that one stage reaches alone; None if it was measured.
-        mfu: E3, the share that the pipeline reaches; None likewise.
+        mfu: E3, the share of the peak that the pipeline reaches; None if it was measured.
         stage_ratio: how much faster a stage runs a sequence.
         bubble_factor: what the bubble leaves of the speed.
         speed_up: E4, their product.
@@ -53,37 +53,37 @@ class Estimate:
 
 
 def step_s(batch: int, microbatch_size: int, num_stages: int, stage_s: float) -> float:
-    """E1: (B/b + p - 1) T(b), seconds of a step.
+    """Compute E1, the seconds of a step: (B/b + p - 1) T(b).
 
     Raises:
-        ConfigurationError: sizes that do not divide.
+        ConfigurationError: a microbatch size does not divide the batch.
     """
     check_sizes(batch, num_stages, microbatch_size)
     return (batch // microbatch_size + num_stages - 1) * stage_s
 
 
 def stage_mfu(microbatch_size: int, sequence_flops: float, stage_s: float, peak_flops_per_s: float) -> float:
-    """E2: b F_stage / (P_peak T(b)), the share of the peak that one stage reaches alone."""
+    """Compute E2, the share of the peak that one stage reaches alone: b F_stage / (P_peak T(b))."""
     check_positive("stage_s", stage_s)
     check_positive("peak_flops_per_s", peak_flops_per_s)
     return microbatch_size * sequence_flops / (peak_flops_per_s * stage_s)
 
 
 def mfu(batch: int, microbatch_size: int, num_stages: int, of_stage: float) -> float:
-    """E3: MFU_stage(b) B / (B + b (p - 1)), the share that the pipeline reaches.
+    """Compute E3, the share of the peak that the pipeline reaches: MFU_stage(b) B / (B + b (p - 1)).
 
     Raises:
-        ConfigurationError: sizes that do not divide.
+        ConfigurationError: a microbatch size does not divide the batch.
     """
     check_sizes(batch, num_stages, microbatch_size)
     return of_stage * batch / (batch + microbatch_size * (num_stages - 1))
 
 
 def bubble_factor(batch: int, num_stages: int, x: int, y: int) -> float:
-    """[B + x (p - 1)] / [B + y (p - 1)]: what going from microbatch x to y leaves of the speed, through the bubble alone.
+    """Compute what the bubble alone leaves of the speed from microbatch x to y: [B + x (p - 1)] / [B + y (p - 1)].
 
     Raises:
-        ConfigurationError: sizes that do not divide.
+        ConfigurationError: a microbatch size does not divide the batch.
 
     Example:
         >>> round(bubble_factor(128, 8, 1, 2), 4)
@@ -94,17 +94,17 @@ def bubble_factor(batch: int, num_stages: int, x: int, y: int) -> float:
 
 
 def speed_up(batch: int, num_stages: int, x: int, y: int, stage_ratio: float) -> float:
-    """E4: the speed-up of microbatch y over x.
+    """Compute E4, the speed-up of microbatch y over x.
 
     Args:
         batch: B.
         num_stages: p.
         x: sequences of the microbatch before.
-        y: and after.
+        y: sequences of the microbatch after.
         stage_ratio: MFU_stage(y) / MFU_stage(x), or (T(x) / x) / (T(y) / y).
 
     Raises:
-        ConfigurationError: sizes that do not divide.
+        ConfigurationError: a microbatch size does not divide the batch.
 
     Example:
         >>> round(speed_up(128, 8, 1, 2, stage_ratio=1.42), 2)
@@ -122,17 +122,17 @@ def estimate(
     stage_s: tuple[float, float],
     stage_mfu: tuple[float, float] | None = None,
 ) -> Estimate:
-    """All four, from what one stage takes before and after.
+    """Compute all four estimates from what one stage takes before and after.
 
     Args:
         batch: B.
         num_stages: p.
         microbatch_sizes: x and y.
         stage_s: T(x) and T(y), of the slowest stage.
-        stage_mfu: E2 of both, where the operations are known.
+        stage_mfu: E2 of both, if the operations are known.
 
     Raises:
-        ConfigurationError: sizes that do not divide.
+        ConfigurationError: a microbatch size does not divide the batch.
     """
     (x, y), (x_s, y_s) = microbatch_sizes, stage_s
     ratio = (x_s / x) / (y_s / y)

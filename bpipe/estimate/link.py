@@ -11,10 +11,10 @@ __all__ = ["hiding_bytes_per_s"]
 
 
 def hiding_bytes_per_s(model: Transformer, execution: Execution, achieved_flops_per_s: float) -> float:
-    """Bytes per second and direction of each device that move a microbatch of a stage while the stage runs one forward.
+    """Compute the bytes per second and direction of each device that move a stage's microbatch while the stage runs one forward.
 
-    Layers alike: what a layer keeps over the time of its forward. For GPT in 16 bits with sequence parallelism that is
-    (34 or 34 + 5as/h) / (24 h (1 + s/6h)) x the operations per second that a device achieves, whatever b, t and the layers.
+    Layers are alike, so this is what a layer keeps over the time of its forward. For GPT in 16 bits with sequence parallelism that
+    is (34 or 34 + 5as/h) / (24 h (1 + s/6h)) x the operations per second that a device achieves, for any b, t and layer count.
 
     Example:
         >>> from bpipe.estimate.models import model_named

@@ -1,4 +1,4 @@
-"""What `bpipe.profile` measures: plain numbers, written to JSON and read back, and turned into costs of a plan."""
+"""What `bpipe.profile` measures: plain numbers, written to JSON and read back, and turned into the costs of a plan."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ ADAM_STATE_BYTES, MASTER_BYTES = 8, 4  # two moments; an fp32 copy of parameters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """A stage's microbatch of one size.
+    """What was measured of a stage with microbatches of one size.
 
     Args:
         microbatch_size: rows of the batch dimension.
-        own_bytes: saved for the backward and given back by it.
+        own_bytes: saved for the backward and freed by it.
         movable_bytes: of these, what an eviction moves.
-        shared_bytes: saved, and owned by others too: once for all microbatches.
+        shared_bytes: saved, but also owned by others: counted once for all microbatches.
         output_bytes: what the stage sends to the next one.
         input_gradient_bytes: what its backward sends to the previous one.
         forward_s: seconds of a forward, the median.
         backward_s: seconds of a backward, the median; 0 if none ran.
 
     Raises:
-        ConfigurationError: no numbers, negative ones, more bytes movable than there are, or a forward that takes no time.
+        ConfigurationError: a value is not a number or negative, more bytes are movable than saved, or a forward takes no time.
     """
 
     microbatch_size: int
@@ -61,16 +61,16 @@ class Profile:
     Args:
         name: the module's class.
         device: where it ran.
-        num_parameters: of all parameters.
-        num_trainable: of those that get a gradient.
-        parameter_bytes: of all parameters.
-        trainable_bytes: of those that get a gradient.
-        gradient_bytes: of the parameters' gradients.
-        buffer_bytes: of the module's buffers.
-        measurements: one a size, in increasing order.
+        num_parameters: elements of all parameters.
+        num_trainable: elements of those that get a gradient.
+        parameter_bytes: bytes of all parameters.
+        trainable_bytes: bytes of those that get a gradient.
+        gradient_bytes: bytes of the parameters' gradients.
+        buffer_bytes: bytes of the module's buffers.
+        measurements: one for each size, in increasing order.
 
     Raises:
-        ConfigurationError: no numbers, negative ones, a part that is larger than the whole, or no measurement.
+        ConfigurationError: a value is not a number or negative, a part is larger than the whole, or there is no measurement.
     """
 
     name: str
@@ -104,7 +104,7 @@ class Profile:
         return tuple(measurement.microbatch_size for measurement in self.measurements)
 
     def at(self, microbatch_size: int) -> Measurement:
-        """What was measured at one size.
+        """Return what was measured at one size.
 
         Raises:
             ConfigurationError: that size was not measured.
@@ -119,10 +119,10 @@ class Profile:
         )
 
     def static_bytes(self, bytes_per_parameter: float | None = None) -> int:
-        """Bytes that stay: buffers, and parameters with their gradients and optimizer.
+        """Compute the bytes that stay: buffers, and parameters with their gradients and optimizer states.
 
         Args:
-            bytes_per_parameter: of each trainable parameter, all told; default: parameters and gradients as measured, and Adam's
+            bytes_per_parameter: total for each trainable parameter; default: parameters and gradients as measured, and Adam's
                 two fp32 moments, with an fp32 copy of trainable ones that have 16 bits.
         """
         if bytes_per_parameter is None:
@@ -133,7 +133,7 @@ class Profile:
         return round(self.num_trainable * bytes_per_parameter) + frozen_bytes + self.buffer_bytes
 
     def to_json(self) -> str:
-        """Write it as JSON that `Profile.from_json` reads back unchanged."""
+        """Return it as JSON that `Profile.from_json` reads back unchanged."""
         return json.dumps(asdict(self), indent=2)
 
     @classmethod
@@ -141,7 +141,7 @@ class Profile:
         """Read what `to_json` wrote.
 
         Raises:
-            ConfigurationError: the text is no such profile.
+            ConfigurationError: the text is not such a profile.
         """
         try:
             fields = json.loads(text)
@@ -160,18 +160,18 @@ def costs_of(
     nodes: Sequence[int] | None = None,
     bytes_per_parameter: float | None = None,
 ) -> Costs:
-    """The costs of a plan whose stages were measured.
+    """Compute the costs of a plan whose stages were measured.
 
     Args:
         profiles: one for each stage, in order.
         microbatch_size: the size to take.
         link: between ranks of one node; default: free.
         cross_link: between ranks of different nodes; default: `link`.
-        nodes: the node of each rank; default: one.
+        nodes: the node of each rank; default: all on one.
         bytes_per_parameter: see `Profile.static_bytes`.
 
     Raises:
-        ConfigurationError: no profile, a size that was not measured, or one of which only the forward was.
+        ConfigurationError: there is no profile, or the size was not measured, or only its forward was.
 
     Example:
         >>> from bpipe.schedules import build, simulate

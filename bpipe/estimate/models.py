@@ -11,29 +11,29 @@ __all__ = ["model_named"]
 
 
 def _gpt(name: str, num_layers: int, hidden: int, num_heads: int, **more: Any) -> Transformer:
-    """GPT-3's shape: learned positions, biases, dropout, a tied head. Vocabulary 50,257, padded to 51,200."""
+    """Make a model of GPT-3's shape: learned positions, biases, dropout, a tied head. Vocabulary 50,257, padded to 51,200."""
     shape: dict[str, Any] = {"sequence": 2048, "vocabulary": 51200} | more
     return Transformer(name=name, num_layers=num_layers, hidden=hidden, num_heads=num_heads, **shape)
 
 
 def _llama(name: str, num_layers: int, hidden: int, num_heads: int, ffn: int, **more: Any) -> Transformer:
-    """LLaMA's shape: rotary positions, RMSNorm, SwiGLU, no biases, no dropout, a head of its own."""
+    """Make a model of LLaMA's shape: rotary positions, RMSNorm, SwiGLU, no biases, no dropout, a head of its own."""
     shape: dict[str, Any] = {"is_gated": True, "is_tied": False, "has_positions": False, "has_biases": False, "has_dropout": False}
     return Transformer(name=name, num_layers=num_layers, hidden=hidden, num_heads=num_heads, ffn=ffn, **shape | more)
 
 
 def _llama1(name: str, *sizes: int) -> Transformer:
-    """Touvron et al., arXiv 2302.13971, table 2."""
+    """Make a LLaMA model (Touvron et al., arXiv 2302.13971, table 2)."""
     return _llama(name, *sizes, sequence=2048, vocabulary=32000)
 
 
 def _llama2(name: str, *sizes: int, num_kv_heads: int | None = None) -> Transformer:
-    """Touvron et al., arXiv 2307.09288, table 1."""
+    """Make a Llama 2 model (Touvron et al., arXiv 2307.09288, table 1)."""
     return _llama(name, *sizes, sequence=4096, vocabulary=32000, num_kv_heads=num_kv_heads)
 
 
 def _llama3(name: str, *sizes: int) -> Transformer:
-    """Grattafiori et al., arXiv 2407.21783, table 3; 8,192 tokens in the main part of the pre-training."""
+    """Make a Llama 3 model (Grattafiori et al., arXiv 2407.21783, table 3); s = 8,192, as in the main part of the pre-training."""
     return _llama(name, *sizes, sequence=8192, vocabulary=128256, num_kv_heads=8)
 
 
@@ -57,7 +57,7 @@ _MODELS = {
 
 
 def model_named(name: str) -> Transformer:
-    """A model by its name, in any case and punctuation.
+    """Look up a model by its name, in any case and punctuation.
 
     Raises:
         ConfigurationError: no such model; the message names the nearest.
@@ -70,5 +70,5 @@ def model_named(name: str) -> Transformer:
 
 
 def model_names() -> tuple[str, ...]:
-    """The models that `model_named` knows."""
+    """Return the names of the models that `model_named` knows."""
     return tuple(_MODELS)

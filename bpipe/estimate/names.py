@@ -1,4 +1,4 @@
-"""Find things by names that people write in many ways, refuse unknown ones with the nearest, and impossible sizes."""
+"""Look up names that people write in many ways, refuse unknown ones with the nearest known one, and refuse impossible sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def lookup(what: str, name: object, table: Mapping[str, T]) -> T:
-    """The entry of a table whose name is the one given, but for case and punctuation.
+    """Return the entry of a table whose name is the given one, ignoring case and punctuation.
 
     Raises:
         ConfigurationError: there is none; the message names the nearest.

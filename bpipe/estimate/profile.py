@@ -45,9 +45,9 @@ def profile(
 ) -> Profile:
     """Run a stage alone, count what it saves for the backward, and time it.
 
-    Bytes are counted by what a pipeline counts with, so that they equal what the ledger of a run shows for the same stage. The
-    module is left as it was: gradients, buffers, random numbers and modes; only what it does to itself besides (attributes that
-    its forward sets) stays. Blocks the host; runs in the modes and under the autocast in which it is called.
+    Bytes are counted with the code that a pipeline uses, so that they equal what a run's ledger shows for the same stage. The
+    module is left as it was: gradients, buffers, random numbers and modes; only what else it does to itself (attributes that its
+    forward sets) stays. Blocks the host; runs in the modes and under the autocast in which it is called.
 
     Args:
         stage_module: the partition, where it will run: parameters on the device, in the precision, trainable and in train mode
@@ -56,10 +56,10 @@ def profile(
             size, whatever their number, and anything else.
         microbatch_sizes: rows of a microbatch.
         loss_fn: for the last stage: `loss_fn(output, target)`, counted and timed with the stage.
-        target: what `loss_fn` gets, rows repeated likewise.
+        target: what `loss_fn` gets, with rows repeated likewise.
         is_first: whether it is the first stage, whose input needs no gradient and is the user's own; default: if no tensor of the
             example has floating point numbers.
-        backward: False to run forwards alone, whose times are no step's: `advise` refuses them.
+        backward: False to run forwards only; their times are not those of a step, so `advise` refuses them.
         repeats: timed runs of each size, after one that is not timed; the median counts.
 
     Returns:
@@ -142,7 +142,7 @@ def _measured(bench: _Bench, size: int, repeats: int) -> Measurement:
 
 @dataclass
 class _Forward:
-    """What is left of a forward, as in the runtime: where gradients enter, and what was handed on."""
+    """What remains of a forward, as in the runtime: where gradients enter, and what was handed on."""
 
     edges: list[GradientEdge]
     gradients: list[torch.Tensor]
@@ -152,7 +152,7 @@ class _Forward:
 
 
 class _Bench:
-    """One stage, run like `bpipe.runtime.compute` runs it."""
+    """One stage, run as `bpipe.runtime.compute` runs it."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class _Bench:
         self._device, self._is_first, self._has_backward = device, is_first, has_backward
 
     def counted(self, size: int) -> tuple[Footprint, int, int]:
-        """The footprint of a microbatch, and the bytes of its output and of its inputs' gradients."""
+        """Return the footprint of a microbatch, and the bytes of its output and of its inputs' gradients."""
         args, target, box = self._inputs(size)
         foreign = self._foreign(args if self._is_first else (), target)
         stash = Stash(f"a microbatch of {size}", foreign, self._device) if self._has_backward else None
@@ -181,7 +181,7 @@ class _Bench:
         return footprint, output_bytes, sum(_bytes(gradient) for gradient in ran.box.gradients if gradient is not None)
 
     def timed(self, size: int) -> tuple[float, float]:
-        """Seconds of a forward and of its backward."""
+        """Return the seconds of a forward and of its backward."""
         args, target, box = self._inputs(size)
         foreign = self._foreign((), None)
         start = self._now()
@@ -196,7 +196,7 @@ class _Bench:
         return time.perf_counter()
 
     def _inputs(self, size: int) -> tuple[tuple[Any, ...], Any, Box]:
-        """Arguments in memory of their own; but on the first stage as if they had come from another one."""
+        """Make the arguments in memory of their own and, except on the first stage, as if they had come from another stage."""
         target = _resized(self._target, size)
         if self._is_first:
             return tuple(_resized(self._args, size)), target, Box(0)
@@ -207,7 +207,7 @@ class _Bench:
         return tuple(put_together(nest, entered)), target, box
 
     def _foreign(self, args: Any, target: Any) -> dict[int, str]:
-        """Storages that are no activations; the buffers they may name stay alive while the module is measured."""
+        """Return the storages that are not activations, by kind; buffers among them stay alive while the module is measured."""
         kinds: list[tuple[str, Iterable[torch.Tensor]]] = [
             ("the step's batch", tensors_in([args, target])),
             ("a buffer", self.module.buffers()),
@@ -248,7 +248,7 @@ class _Bench:
 
 
 def _resized(value: Any, size: int) -> Any:
-    """A copy of a nest with rows repeated or cut to a size."""
+    """Copy a nest, with rows repeated or cut to a size."""
 
     def rows(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim == 0 or not len(tensor):

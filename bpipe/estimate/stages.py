@@ -1,4 +1,4 @@
-"""A transformer cut into stages: the embedding on the first, the head on the last, layers as evenly as they go."""
+"""A transformer cut into stages: the embedding on the first, the head on the last, and layers spread as evenly as possible."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Stage:
 
 
 def split_layers(num_layers: int, num_stages: int, layers: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Layers of each stage: as given, or as evenly as they go, the first stages taking one more.
+    """Return the layers of each stage: as given, or as even as possible, with one more on the first stages.
 
     Raises:
         ConfigurationError: they do not make up the model, or are fewer than the stages.
@@ -65,17 +65,17 @@ def split_layers(num_layers: int, num_stages: int, layers: Sequence[int] | None 
 def stages_of(
     model: Transformer, execution: Execution, *, num_stages: int, microbatch_size: int, layers: Sequence[int] | None = None
 ) -> tuple[Stage, ...]:
-    """The stages of a model.
+    """Cut a model into stages.
 
     Args:
         model: its dimensions.
         execution: how it is run.
         num_stages: p.
         microbatch_size: b, in sequences.
-        layers: layers of each stage; default: as evenly as they go.
+        layers: layers of each stage; default: as even as possible.
 
     Raises:
-        ConfigurationError: sizes that do not fit together.
+        ConfigurationError: the sizes do not fit together.
     """
     check_count("microbatch_size", microbatch_size)
     check_tensor_parallel(model, execution)
@@ -84,7 +84,7 @@ def stages_of(
 
 
 def check_tensor_parallel(model: Transformer, execution: Execution) -> None:
-    """Raise unless heads divide over the tensor-parallel devices: copies of key and value heads are not modelled.
+    """Raise unless heads divide over the tensor-parallel devices, because copies of key and value heads are not modelled.
 
     Raises:
         ConfigurationError: they do not.
@@ -112,7 +112,7 @@ def _stage(model: Transformer, execution: Execution, b: int, counts: Sequence[in
 
 
 def _parameters(model: Transformer, count: int, *, is_first: bool, is_last: bool) -> int:
-    """A tied head on another stage than the embedding is a copy of it, with gradients and optimizer states of its own."""
+    """Count a stage's parameters. A tied head away from the embedding is a copy, with its own gradients and optimizer states."""
     shares_matrix = model.is_tied and is_first
     head = model.norm_parameters + (0 if shares_matrix else model.head_parameters)
     return count * model.layer_parameters + is_first * model.embedding_parameters + is_last * head

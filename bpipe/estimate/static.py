@@ -15,20 +15,20 @@ DEFAULT_BYTES_PER_PARAMETER = 18
 def bytes_per_parameter(
     optimizer: str = "adam", *, precision: str = "bf16", gradient_precision: str = "fp32", num_shards: int = 1
 ) -> float:
-    """Bytes of a parameter, its gradient, its fp32 master copy (in 16 bits) and its optimizer's states.
+    """Compute the bytes of a parameter, its gradient, its fp32 master copy (if it has 16 bits) and its optimizer states.
 
     Adam with bf16 parameters: 2 + 4 + 4 + 8 = 18 with gradients added up in fp32 (Megatron-LM), 2 + 2 + 4 + 8 = 16 with 16-bit
     gradients (Rajbhandari et al., ZeRO, arXiv 1910.02054, section 3.1).
 
     Args:
         optimizer: "adam", "adamw", "momentum" or "sgd".
-        precision: of the parameters.
-        gradient_precision: of the gradients.
+        precision: the precision of the parameters.
+        gradient_precision: the precision of the gradients.
         num_shards: data-parallel replicas that share the optimizer's states and master copy (ZeRO-1, Megatron-LM's distributed
             optimizer).
 
     Raises:
-        ConfigurationError: unknown names.
+        ConfigurationError: a name is unknown.
 
     Example:
         >>> bytes_per_parameter(), bytes_per_parameter(gradient_precision="bf16"), bytes_per_parameter(num_shards=4)

@@ -28,7 +28,7 @@ class Transformer:
         sequence: s, tokens of a sequence.
         vocabulary: v, with whatever padding the model has.
         num_kv_heads: heads of keys and values (grouped queries); default: all.
-        ffn: f, the MLP's inner width; default: 4h, and to be given if gated.
+        ffn: f, the MLP's inner width; default: 4h; required if gated.
         is_gated: whether the MLP has a gate (SwiGLU).
         is_tied: whether the head is the embedding's matrix.
         has_positions: whether s positions of h are learned.
@@ -37,7 +37,7 @@ class Transformer:
         name: for messages.
 
     Raises:
-        ConfigurationError: sizes that make no model.
+        ConfigurationError: the sizes do not make a model.
 
     Example:
         >>> model = Transformer(num_layers=12, hidden=768, num_heads=12, sequence=1024, vocabulary=50257)

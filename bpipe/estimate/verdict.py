@@ -14,12 +14,12 @@ from bpipe.estimate.huang import Estimate
 
 __all__: list[str] = []
 
-SMALLEST_GAIN = 0.01  # a step's difference below this is called none: the model is no better than that
+SMALLEST_GAIN = 0.01  # a step's difference below this counts as none: the model is no more accurate than that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What becomes part of `Advice`."""
+    """The verdict's part of `Advice`."""
 
     decision: str
     text: str
@@ -31,7 +31,7 @@ def verdict_on(candidates: Sequence[Candidate], evaluator: Evaluator) -> Verdict
     """Say whether to balance, and why.
 
     Args:
-        candidates: ranked.
+        candidates: the ranked candidates.
         evaluator: simulates them with other links.
     """
     plain, balanced = [[one for one in candidates if one.fits and one.is_balanced is which] for which in (False, True)]
@@ -51,14 +51,14 @@ def verdict_on(candidates: Sequence[Candidate], evaluator: Evaluator) -> Verdict
 
 
 def _balance(plain: Sequence[Candidate], balanced: Sequence[Candidate], evaluator: Evaluator) -> Verdict:
-    """The first balanced one is faster over the given link; the others run the same microbatches."""
+    """Advise to balance: the first balanced candidate is faster over the given link; the others run the same microbatches."""
     even = breaks_even(evaluator, plain[:1], balanced)
     first = words.balance(plain[0], balanced[0], even)
     return _verdict("balance", first, plain, balanced[0], evaluator, even)
 
 
 def _dont(plain: Sequence[Candidate], balanced: Sequence[Candidate], evaluator: Evaluator) -> Verdict:
-    """None is faster over the given link; the first balanced one is the best over an unlimited one."""
+    """Advise not to balance: none is faster over the given link; the first balanced candidate is the best over an unlimited one."""
     rival, rival_s = fastest(evaluator, plain, inf)
     ideal_gain, even = rival_s / evaluator.step_s(balanced[0], inf) - 1, None
     if ideal_gain > SMALLEST_GAIN:
@@ -87,5 +87,5 @@ def _microbatches(one: Candidate) -> tuple[int, int, str]:
 
 
 def _alike(candidates: Sequence[Candidate], like: Candidate) -> list[Candidate]:
-    """A candidate, and those that run the same microbatches."""
+    """Return a candidate, and those that run the same microbatches."""
     return [like, *(one for one in candidates if one is not like and _microbatches(one) == _microbatches(like))]

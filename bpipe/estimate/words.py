@@ -9,12 +9,12 @@ from bpipe.estimate.huang import Estimate
 
 __all__: list[str] = []
 
-HIDDEN = 0.01  # waits of this share of a step are called none
-EQUAL = 0.0005  # what "0.0%" and "1.000 times" show
+HIDDEN = 0.01  # waits of at most this share of a step count as none
+EQUAL = 0.0005  # what is shown as "0.0%" or "1.000 times"
 
 
 def nothing_fits(candidates: Sequence[Candidate]) -> str:
-    """No rank has room enough."""
+    """Say that no candidate fits, and what would need less memory."""
     least = min(candidates, key=lambda one: max(one.device_peak_bytes) + one.working_bytes)
     return (
         f"Nothing fits: {least.name} needs least, and {least.reason}.\n"
@@ -24,20 +24,20 @@ def nothing_fits(candidates: Sequence[Candidate]) -> str:
 
 
 def nothing_to_balance(candidates: Sequence[Candidate], plain: Candidate) -> str:
-    """No schedule has a balanced form."""
+    """Say that no schedule has a balanced form."""
     stages = max(one.num_stages for one in candidates)
     why = "3 stages or fewer leave no slot to gain" if stages < 4 else "too few microbatches for ranks to differ"
     return f"Nothing to balance: {why}. The best is {plain.name}: {_numbers(plain)}."
 
 
 def only_balanced(balanced: Candidate, link_bytes_per_s: float) -> str:
-    """No plain one fits."""
+    """Say that no plain candidate fits."""
     first = f"Balance: only so does anything fit. The best is {balanced.name}: {_numbers(balanced)}."
     return f"{first}\n{link(balanced, link_bytes_per_s)}"
 
 
 def not_needed(plain: Sequence[Candidate]) -> str:
-    """Whatever fits balanced fits plain."""
+    """Say that everything that fits balanced also fits plain."""
     largest = max(one.microbatch_size for one in plain if _way(one) == _way(plain[0]))
     recomputation = "" if plain[0].recomputation == "as measured" else f" with recomputation {plain[0].recomputation}"
     return (
@@ -47,18 +47,18 @@ def not_needed(plain: Sequence[Candidate]) -> str:
 
 
 def balance(plain: Candidate, balanced: Candidate, even: float | None) -> str:
-    """It is faster."""
+    """Say that balancing is faster."""
     breaks_even = "" if even is None else f"; balancing breaks even at {gb_per_s(even)}"
     return f"Balance: {_percent(_gain(plain, balanced))} more sequences a second: {_trade(plain, balanced)}{breaks_even}."
 
 
 def dont(plain: Candidate, balanced: Candidate) -> str:
-    """It would not be faster over any link."""
+    """Say that balancing would not be faster over any link."""
     return f"Don't balance: {_trade(plain, balanced)}."
 
 
 def slow_link(plain: Candidate, balanced: Candidate, link_bytes_per_s: float, ideal_gain: float, even: float) -> str:
-    """It would be faster over another link."""
+    """Say that balancing would be faster over another link."""
     gain, hides_at = _gain(plain, balanced), balanced.hides_at_bytes_per_s
     hides = "B" if hides_at is None else f"They hide at {gb_per_s(hides_at)}, and b"
     result = "nothing" if abs(gain) < EQUAL else f"a loss of {_percent(-gain)}" if gain < 0 else _percent(gain)
@@ -69,7 +69,7 @@ def slow_link(plain: Candidate, balanced: Candidate, link_bytes_per_s: float, id
 
 
 def numbers(plain: Sequence[Candidate], balanced: Candidate, estimate: Estimate | None) -> str:
-    """What is compared, and Huang et al.'s estimate of it; and where plain fits more than its best choice, that it does."""
+    """Say what is compared, with Huang et al.'s estimate of it, and whether plain fits larger microbatches than its best choice."""
     best = plain[0]
     text = f"The best plain: {best.name}, {_numbers(best)}. With balance: {balanced.name}, {_numbers(balanced)}."
     largest = max((one.microbatch_size for one in plain if _way(one) == _way(balanced)), default=0)
@@ -79,7 +79,7 @@ def numbers(plain: Sequence[Candidate], balanced: Candidate, estimate: Estimate 
 
 
 def link(one: Candidate, bytes_per_s: float) -> str:
-    """Whether evictions hide, and what they cost where they do not."""
+    """Say whether evictions hide, and what they cost if they do not."""
     assert one.times_plain is not None
     need = (
         ""
@@ -97,7 +97,7 @@ def link(one: Candidate, bytes_per_s: float) -> str:
 
 
 def _trade(plain: Candidate, balanced: Candidate) -> str:
-    """What balancing allows, what a stage gains by it and what the bubble costs."""
+    """Say what balancing allows, what a stage gains by it and what the bubble costs."""
     allows = f"it allows {_difference(plain, balanced)}; "
     if plain.num_stages != balanced.num_stages:
         return f"{allows}together {100 * _gain(plain, balanced):+.1f}% sequences a second"

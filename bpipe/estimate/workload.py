@@ -35,13 +35,13 @@ class Links:
         return (self._across or self.link).bytes_per_s
 
     def with_pairs_at(self, bytes_per_s: float) -> Links:
-        """The same with another bandwidth for the kind of link that joins the ranks of a pair."""
+        """Return the links with another bandwidth for the kind of link that joins the ranks of a pair."""
         other = Link(bytes_per_s=bytes_per_s)
         return replace(self, link=other) if self._across is None else replace(self, cross_link=other)
 
     @property
     def _across(self) -> Link | None:
-        """The link between nodes, where it is another one and pairs need it."""
+        """The link between nodes, if it is a different one and pairs need it."""
         nodes = self.nodes or ()
         is_across = any(nodes[rank] != nodes[pair] for rank, pair in enumerate(mirror_pairs(len(nodes))))
         return self.cross_link if is_across else None
@@ -49,12 +49,12 @@ class Links:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What one microbatch costs.
+    """The costs of one microbatch.
 
     Args:
         costs: for the simulation.
-        working_bytes: of memory that the costs leave out: what a stage makes again in its backward.
-        stage_mfu: the share of the peak that the slowest stage reaches alone (Huang et al.'s E2); None: nobody knows.
+        working_bytes: memory that the costs leave out: what a stage makes again in its backward.
+        stage_mfu: the share of the peak that the slowest stage reaches alone (Huang et al.'s E2); None if unknown.
     """
 
     costs: Costs
@@ -77,7 +77,7 @@ class Workload(Protocol):
 
     @property
     def microbatch_sizes(self) -> Sequence[int] | None:
-        """The sizes that something is known about; None: any."""
+        """The sizes that something is known about; None for any."""
 
     @property
     def assumptions(self) -> Sequence[str]:
@@ -88,22 +88,22 @@ class Workload(Protocol):
         """What the verdict must not be read without; "" for nothing."""
 
     def load(self, num_stages: int, microbatch_size: int, recomputation: str) -> Load:
-        """What a microbatch costs."""
+        """Return what a microbatch costs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWorkload:
-    """A transformer by formulas.
+    """A transformer, computed by formulas.
 
     Args:
         model: its dimensions.
         execution: how it runs; its recomputation is replaced.
-        recomputations: those to try.
-        device: on which it runs.
-        efficiency: the share of the device's peak that a stage reaches, by microbatch size or for all; None: nobody knows.
+        recomputations: the ones to try.
+        device: the device on which it runs.
+        efficiency: the share of the device's peak that a stage reaches, by microbatch size or for all; None if unknown.
         bytes_per_parameter: what stays for each parameter.
         links: between ranks.
-        layers: layers of each stage, or as evenly as they go.
+        layers: layers of each stage; None for as even as possible.
     """
 
     model: Transformer
@@ -134,7 +134,7 @@ class ModelWorkload:
         )
 
     def share(self, microbatch_size: int) -> float:
-        """The share of the peak that a stage reaches with a microbatch size."""
+        """Return the share of the peak that a stage reaches with a microbatch size."""
         if isinstance(self.efficiency, Mapping):
             return self.efficiency[microbatch_size]
         return DEFAULT_EFFICIENCY if self.efficiency is None else self.efficiency

@@ -1,4 +1,4 @@
-"""Tensors that custom autograd Functions keep as attributes of their `ctx`: no hook sees them, the graph's nodes do."""
+"""Tensors that custom autograd Functions keep as attributes of their `ctx`: no hook sees them, but the graph's nodes hold them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from bpipe.nest import leaves_of
 
 __all__: list[str] = []
 
-MOST_LEAVES = 10_000  # of what one Function keeps: who keeps more keeps a whole program
+MOST_LEAVES = 10_000  # to search in what one Function keeps: one that keeps more keeps a whole program
 
 
 class Kept(NamedTuple):
-    """A tensor that a Function keeps by itself, and why it cannot move."""
+    """A tensor that something other than autograd keeps, and why it cannot move."""
 
     tensor: weakref.ref[torch.Tensor]
     reason: str
@@ -31,11 +31,11 @@ def kept_by_functions(nodes: Iterable[Node], where: str) -> list[Kept]:
     """Find what the Functions of a microbatch's graph keep as attributes.
 
     Args:
-        nodes: those of the graph.
+        nodes: the graph's nodes.
         where: the stage and microbatch, for messages.
 
     Raises:
-        StageError: there is a callable that replays a graph of its device, whose memory the next microbatch overwrites.
+        StageError: a Function replays a graph of its device, whose memory the next microbatch overwrites.
     """
     return [kept for node in nodes if isinstance(node, BackwardCFunction) for kept in _attributes(node, where)]
 
@@ -54,6 +54,6 @@ def _attributes(node: Any, where: str) -> Iterator[Kept]:
 
 
 def tensors_kept_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of a nest, of the objects in it and of the functions; not those of torch's own objects, such as a DeviceMesh."""
+    """Return the tensors in a nest and in its objects and functions, except in torch's own objects, such as a DeviceMesh."""
     leaves = islice(leaves_of(value, without="torch"), MOST_LEAVES)
     return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())

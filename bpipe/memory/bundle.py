@@ -50,9 +50,9 @@ class Bundle:
         return [*self._large_sizes, *([sum(self._small_sizes)] if self._small else [])]
 
     def messages(self) -> list[torch.Tensor]:
-        """The bytes to send, uint8 [size] each; the small storages are empty from now on."""
+        """Return the messages to send, uint8 [size] each, and empty the small storages, which the last message copies."""
         shared = [torch.cat([as_bytes(storage) for storage in self._small])] if self._small else []
-        for storage in self._small:
+        for storage in self._small:  # only after the copy: this frees their bytes
             storage.resize_(0)
         return [*(as_bytes(storage) for storage, _ in self._large), *shared]
 
@@ -60,9 +60,9 @@ class Bundle:
         """Free the large storages too; the bytes must have arrived.
 
         Raises:
-            SavedTensorError: somebody took hold of a storage since its eviction began.
+            SavedTensorError: something took hold of a storage after its eviction began.
         """
-        for storage, expected in self._large:
+        for storage, expected in self._large:  # all before any is emptied, so that a refusal leaves every storage whole
             if owners(storage) > expected:
                 raise SavedTensorError(
                     f"something took hold of saved memory of {self._name} while it was being evicted: {owners(storage)} owners, "
@@ -72,7 +72,7 @@ class Bundle:
             storage.resize_(0)
 
     def refill(self) -> list[torch.Tensor]:
-        """Give the large storages memory again and return where to receive the messages, uint8 [size] each."""
+        """Allocate the large storages again and return the tensors that receive the messages, uint8 [size] each."""
         for (storage, _), size in zip(self._large, self._large_sizes):
             storage.resize_(size)
         device = self._small[0].device if self._small else None
@@ -80,7 +80,7 @@ class Bundle:
         return [*(as_bytes(storage) for storage, _ in self._large), *shared]
 
     def scatter(self, messages: Sequence[torch.Tensor]) -> None:
-        """Give the small storages their memory and their bytes, from the shared message."""
+        """Allocate the small storages again and copy their bytes from the shared message."""
         if self._small:
             for storage, part in zip(self._small, messages[-1].split(self._small_sizes)):
                 storage.resize_(part.numel())

@@ -1,4 +1,4 @@
-"""The bytes that one microbatch takes on one stage, as a look at what it saved found them."""
+"""The bytes that one microbatch takes on one stage, measured from what it saved."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ class Footprint(NamedTuple):
     between_bytes: int | None = None  # what stays between the halves of its backward, once that is known
 
     def seen_again(self, contents: Contents, parts: tuple[int, ...]) -> Footprint:
-        """The same microbatch as another look found it."""
+        """Return the same microbatch's footprint, with the bytes that another look found."""
         own, movable, shared = footprint_of(contents)[:3]
         return self._replace(own_bytes=own, movable_bytes=movable, shared_bytes=shared, parts=parts)
 
     @property
     def num_bytes(self) -> int:
-        """All that it saved, whoever else owns it: the same for microbatches alike, wherever they stand in a step."""
+        """All bytes that it saved, whoever else owns them: the same for microbatches alike, wherever they are in a step."""
         return self.own_bytes + self.shared_bytes
 
     def with_between_of(self, other: Footprint) -> Footprint:
-        """The same, and what another one like it has shown of the halves of its backward, if it has shown nothing itself."""
+        """Return this footprint with the larger `between_bytes` of itself and another one like it, as far as these are known."""
         shown = [one.between_bytes for one in (self, other) if one.between_bytes is not None]
         return self._replace(between_bytes=max(shown, default=None))
 
     def with_more(self, num_bytes: int) -> Footprint:
-        """That of a microbatch which saved so much more than this one, or less (negative)."""
+        """Return the footprint of a microbatch that saved `num_bytes` more than this one, or fewer (negative)."""
         own = max(0, self.own_bytes + num_bytes)
         movable = min(self.movable_bytes, own)
         return self._replace(own_bytes=own, movable_bytes=movable, parts=(movable,), between_bytes=None)
 
     def saved_by(self, part: int) -> int:
-        """What a piece of its forward saves: a part, if it has as many, and with the first what cannot move."""
+        """Return the bytes that a piece of its forward saves: its part, if there is one, and in the first what cannot move."""
         return sum(self.parts[part - 1 : part]) + (self.own_bytes - self.movable_bytes) * (part == 1)
 
     def sizes(self, num_parts: int = 0) -> StageSizes:
-        """As a plan counts them.
+        """Return the sizes as a plan counts them.
 
         Args:
-            num_parts: of the plan, which may have been made of a microbatch with more or fewer; 0 for as many as there are.
+            num_parts: the plan's, which may come from a microbatch with more or fewer parts; 0 for as many as this one has.
         """
         parts = self.parts or (self.movable_bytes,)
         if num_parts:
@@ -73,13 +73,13 @@ class Footprint(NamedTuple):
 
 
 def footprint_of(contents: Contents) -> Footprint:
-    """The bytes that a look at a microbatch found."""
+    """Return the bytes that a look at a microbatch found, as a footprint."""
     shared = sum(held.num_bytes for held in contents.shared.values())
     return Footprint(contents.own_bytes, contents.movable_bytes, shared)
 
 
 def spanning(one: Footprint, other: Footprint) -> Footprint:
-    """A footprint that covers two: of microbatches alike, that of either."""
+    """Return a footprint that covers two; if they are equal, that footprint itself."""
     if one == other:
         return one
     parts = tuple(max(column) for column in zip_longest(one.parts, other.parts, fillvalue=0))
@@ -99,12 +99,12 @@ def spanning(one: Footprint, other: Footprint) -> Footprint:
 
 
 def covering(footprints: Iterable[Footprint]) -> StageSizes:
-    """Sizes within which each of some microbatches of a stage stays; those of one, if they are alike."""
+    """Return sizes that no given microbatch of a stage exceeds; if all are alike, the sizes of one."""
     return largest_of(footprint.sizes() for footprint in set(footprints))
 
 
 def largest_of(some: Iterable[StageSizes]) -> StageSizes:
-    """Sizes that cover all of some."""
+    """Return sizes that cover all given sizes."""
     sizes = list(some)
     is_halved = any(one.between is not None for one in sizes)
     return StageSizes(
@@ -119,7 +119,7 @@ def largest_of(some: Iterable[StageSizes]) -> StageSizes:
 
 
 def with_margin(sizes: StageSizes, margin: float) -> StageSizes:
-    """Sizes whose saved bytes are larger by a share; messages are agreed, and do not vary."""
+    """Return sizes whose saved bytes are larger by a fraction; messages stay, because they are agreed and do not vary."""
 
     def more(num_bytes: int) -> int:
         return num_bytes + ceil(num_bytes * margin)

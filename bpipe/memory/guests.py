@@ -1,4 +1,4 @@
-"""The acceptor's rooms: memory for the microbatches of one evictor, reserved once and used again and again."""
+"""The acceptor's rooms: memory for the microbatches of one evictor, reserved once and reused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Rooms:
         return list(self._rooms[room][:total].split(list(sizes))) if sizes else []
 
     def make(self) -> None:
-        """Make the rooms now, if their sizes are known: within a step that may make the host wait for the device."""
+        """Allocate the rooms now if their sizes are known: within a step, an allocation may make the host wait for the device."""
         if self._in_bytes:
             self._make(0)
 
@@ -52,18 +52,18 @@ class Rooms:
     def _grow(self, room: int, num_bytes: int) -> None:
         if self._rooms[room].numel() < num_bytes:
             old, self._rooms[room] = self._rooms[room], self._new(0)
-            self._give_back([old])  # before the new is taken
-            del old
+            self._give_back([old])  # before the new one is allocated, so that the two never exist together
+            del old  # or this frame would still hold it
             self._rooms[room] = self._new(num_bytes).fill_(0)
 
     def _new(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def _give_back(self, memory: list[torch.Tensor]) -> None:
-        """Let go of memory. What comes after it on this thread's stream may have it."""
+        """Free memory. Later work on this thread's stream may reuse it."""
         memory.clear()
 
     def clear(self) -> None:
-        """Give all rooms' memory back."""
+        """Free the memory of all rooms."""
         old, self._rooms = self._rooms, [self._new(0) for _ in self._rooms]
         self._give_back(old)

@@ -1,4 +1,4 @@
-"""The host's memory as a place for evicted microbatches: pinned, and filled and emptied on a stream of its own."""
+"""The host's memory as a place for evicted microbatches: pinned, and copied to and from on a stream of its own."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__: list[str] = []
 
 
 class HostRooms:
-    """What one rank keeps in its host's memory; the rooms stay for the next step.
+    """The microbatches that one rank keeps in its host's memory; the rooms stay for the next step.
 
-    On CPU the device's memory is the host's: a copy is made when it is asked for, and nothing is gained but the test of it.
+    On CPU the device's memory is the host's: copies are synchronous and save no memory, and serve only for tests.
 
     Args:
         reserved: the rooms, as `Rooms` takes them.
         device: where the microbatches come from.
         stream: on which they are copied; None on CPU.
-        in_bytes: likewise.
+        in_bytes: as for `Rooms`.
     """
 
     def __init__(self, reserved: Reserved, device: torch.device, stream: Stream | None, *, in_bytes: bool) -> None:
@@ -50,7 +50,7 @@ class HostRooms:
         return self._copy(messages, kept)
 
     def fetch(self, guest: Guest, messages: Sequence[torch.Tensor]) -> HostCopy:
-        """Copy what was stored back."""
+        """Copy a guest's stored bytes back into messages, uint8 [size] each."""
         return self._copy(self._kept.pop(guest), messages)
 
     def _copy(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> HostCopy:
@@ -63,7 +63,7 @@ class HostRooms:
         return HostCopy(event, self._device, [*sources, *targets])
 
     def clear(self) -> None:
-        """Give all memory back, once what is under way has ended. Does not block."""
+        """Free all memory once the copies under way have ended. Does not block."""
         self._rooms.clear()
         self._kept.clear()
 
@@ -72,7 +72,7 @@ class _PinnedRooms(Rooms):
     """Rooms in pinned memory, which the host must not free while a copy is under way.
 
     Args:
-        reserved: as for `Rooms`, and `in_bytes`.
+        reserved: as for `Rooms`; so is `in_bytes`.
         device: which copies to them and from them.
         stream: on which it does.
     """
@@ -96,7 +96,7 @@ class HostCopy:
         self._tensors: Sequence[torch.Tensor] = tensors
 
     def wait(self) -> None:
-        """Return once what comes after may use what was copied, or free what it was copied from."""
+        """Make the current stream wait for the copy, so that later work may use its targets and free its sources."""
         if self._event is not None:
             current_stream(self._device).wait_event(self._event)
         self._tensors = ()

@@ -1,4 +1,4 @@
-"""What is known of the microbatches of a kind: what they took, and how to tell that one takes something else."""
+"""What is known of the microbatches of a kind: the bytes they took, and how to tell that one takes a different amount."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from bpipe.memory.shown import Shown
 
 __all__: list[str] = []
 
-MOST_IDLE = 8  # microbatches of a kind without a gradient, after which it is believed that they all are
-SAMPLED = 401  # of so many microbatches that look like a measured one, one is looked at all the same; a prime, so that they rotate
-WATCHED = 64  # microbatches alike in a row, after which it is believed at first that the others are alike as well
+MOST_IDLE = 8  # microbatches of a kind without a gradient, after which all of them are believed to have none
+SAMPLED = 401  # one in 401 that look like a measured one is looked at anyway; a prime, so that its place in a step rotates
+WATCHED = 64  # microbatches in a row that have to be alike before the others are first believed to be
 
 
 @dataclass
 class Known:
-    """What the microbatches of a kind took that were followed.
+    """What the followed microbatches of a kind took.
 
     Args:
         footprint: of those that were seen last; they are alike.
@@ -41,31 +41,31 @@ class Known:
     shown: dict[int, int] = field(default_factory=dict)
     took: dict[int, int] = field(default_factory=dict)
     _patience: int = WATCHED // 2
-    _num_watched: int = 0  # so many more that are alike are to be followed
+    _num_watched: int = 0  # how many more have to be followed and be alike
     _num_assumed: int = 0
 
     @classmethod
     def first(cls, footprint: Footprint, cuts: Sequence[int], *, has_kept: bool) -> Known:
-        """What the first microbatch of a kind shows after its forward."""
+        """Start from what the first microbatch of a kind shows after its forward."""
         return cls(footprint, footprint, tuple(cuts), has_kept)
 
     @property
     def is_watched(self) -> bool:
-        """Whether the next one is to be followed, because the latest differed, or for what those before did not show."""
+        """Whether to follow the next one, because the latest differed, or because those before did not show everything."""
         return self._num_watched > 0 or (0 < self.num_idle < MOST_IDLE and self.is_settled and self.footprint.between_bytes is None)
 
     @property
     def expected(self) -> Footprint:
-        """What the next microbatch takes, or at most, as far as is known."""
+        """What the next microbatch takes, or takes at most, as far as is known."""
         return self.largest if self.varies else self.footprint
 
     def is_sample(self) -> bool:
-        """Whether it is time to look at a microbatch that seems to be like those before."""
+        """Count a microbatch that seems to be like those before, and return whether to look at it anyway."""
         self._num_assumed += 1
         return self._num_assumed % SAMPLED == 0
 
     def saw(self, footprint: Footprint, num_nodes: int, shown: Shown | None) -> None:
-        """The backward of a followed microbatch has ended.
+        """Learn from a followed microbatch whose backward has ended.
 
         Args:
             footprint: as it was seen last.
@@ -81,17 +81,17 @@ class Known:
             self._num_watched -= 1
             self.varies &= self._num_watched > 0  # or else what differed was long ago
         if differs or not self.is_settled or footprint.own_bytes >= self.footprint.own_bytes:
-            self.footprint = footprint.with_between_of(self.footprint)  # of those alike, that which owned most of what it saved
+            self.footprint = footprint.with_between_of(self.footprint)  # of those alike, the one that owned most of what it saved
         self.is_settled = True
         if shown is not None:
             self.shown[num_nodes], self.took[num_nodes] = shown.num_bytes, footprint.num_bytes
 
     def is_like_latest(self, num_nodes: int) -> bool:
-        """Whether those whose graphs have so many nodes took what those did that were seen last."""
+        """Return whether microbatches with `num_nodes` graph nodes took what the ones seen last took."""
         return self.took.get(num_nodes) == self.footprint.num_bytes
 
     def found(self, num_nodes: int, shown: Shown) -> Footprint:
-        """A microbatch that nothing followed was looked at after its forward; what it takes, by what differs from those before."""
+        """Estimate the footprint of a microbatch seen only after its forward, from how its bytes differ from those before."""
         usual = next(reversed(self.shown.values()), shown.num_bytes)
         if shown.num_bytes != usual:
             self.differed()
@@ -100,7 +100,7 @@ class Known:
         return footprint
 
     def differed(self) -> None:
-        """Watch those that come, and longer each time that this was given up too early."""
+        """Watch the microbatches that follow, for longer each time that watching ended too early."""
         if not self._num_watched:
             self._patience *= 2
         if not self.varies:

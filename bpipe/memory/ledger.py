@@ -14,7 +14,7 @@ Kind = tuple[int, str]  # stage, and what its microbatch looks like
 
 
 class Ledger:
-    """What one step keeps on one rank.
+    """The bytes that one step keeps on one rank.
 
     Microbatches that were looked at are entered with their own bytes; the others with the bytes of a measured one of their stage
     and shapes whose graph has as many nodes.
@@ -43,55 +43,55 @@ class Ledger:
         return sum(self._shared_bytes.values())
 
     def seen(self, contents: Contents) -> None:
-        """A followed microbatch was looked at."""
+        """Note what a look at a followed microbatch found unmovable, shared or foreign."""
         self.held, self.foreign = [*contents.unmovable, *contents.shared.values()], contents.foreign
 
     def forward(self, key: Key, kind: Kind, footprint: Footprint) -> None:
-        """A microbatch ran forward and keeps its footprint."""
+        """Enter a microbatch that ran forward, with its footprint."""
         self.footprints[key] = footprint
         self._shared_bytes[kind] = footprint.shared_bytes
         self._taken[key] = footprint.own_bytes
         self._change(footprint.own_bytes - self._in_pieces.pop(key, 0), 1)
 
     def piece(self, key: Key, num_bytes: int) -> None:
-        """A piece of a forward took memory, or one of a backward gave some back (negative)."""
+        """Count the bytes that a piece of a forward took, or that a piece of a backward gave back (negative)."""
         self._in_pieces[key] = self._in_pieces.get(key, 0) + num_bytes
         self._change(num_bytes, 0)
 
     def seen_again(self, key: Key, contents: Contents, parts: tuple[int, ...]) -> None:
-        """What the module had kept hold of during the forward may be the microbatch's alone by now."""
+        """Update a footprint from another look: what the module held during the forward may be the microbatch's alone by now."""
         self.footprints[key] = self.footprints[key].seen_again(contents, parts)
         self._takes(key, self.footprints[key].own_bytes)
 
     def input_half(self, key: Key, between_bytes: int | None) -> None:
-        """The first half of a microbatch's backward ran and left so much to the second one; None: nobody looked."""
+        """Note the bytes that the first half of a microbatch's backward left to the second one; None: nobody looked."""
         self.footprints[key] = self.footprints[key]._replace(between_bytes=between_bytes)
         if between_bytes is not None:
             self._takes(key, between_bytes)
 
     def _takes(self, key: Key, num_bytes: int) -> None:
-        """A microbatch takes so much from now on."""
+        """Set the bytes that a microbatch takes from now on."""
         self._change(num_bytes - self._taken[key], 0)
         self._taken[key] = num_bytes
 
     def backward(self, key: Key) -> None:
-        """A microbatch's backward, or the second half of it, ran and gave its memory back."""
+        """Remove a microbatch whose backward, or the second half of it, ran and gave its memory back."""
         self._change(-self._taken.pop(key) - self._in_pieces.pop(key, 0), -1)
 
     def evicted(self, action: Action, num_bytes: int) -> None:
-        """A microbatch's bytes, or a part of them, have left."""
+        """Subtract the evicted bytes of a microbatch, or of a part of it."""
         self._away[action[1:4]] = num_bytes
         self.evicted_bytes += num_bytes
         self._change(-num_bytes, -(not action.part))
 
     def loading(self, action: Action) -> None:
-        """Memory for what returns was allocated."""
+        """Add the bytes that were allocated for what returns."""
         num_bytes = self._away.pop(action[1:4])
         self.loaded_bytes += num_bytes
         self._change(num_bytes, not action.part)
 
     def stored(self, num_bytes: int) -> None:
-        """A copy in the host's memory began, or is needed no more (negative)."""
+        """Count a copy in the host's memory that began, or that is no longer needed (negative)."""
         self.host_bytes += num_bytes
         self.peak_host_bytes = max(self.peak_host_bytes, self.host_bytes)
 

@@ -22,11 +22,11 @@ UNREADABLE = (RuntimeError, ValueError, TypeError, AttributeError)  # of a tenso
 
 
 class Makeups:
-    """Numbers for what a module consists of: the same number whenever it consists of the same.
+    """Numbers for what a module consists of, its makeup: the same makeup always has the same number.
 
-    It does if it has the same modules, with hooks of the same names, and parameters and buffers of the same types, dtypes, shapes,
-    strides and devices. What they hold does not count; nor do train or eval mode and what is trainable, of which a stage's mode
-    tells. So a module that was changed and changed back is what it was before.
+    It is the same if it has the same modules, with hooks of the same names, and parameters and buffers of the same types, dtypes,
+    shapes, strides and devices. What they hold does not count; nor do train or eval mode and what is trainable, which a stage's
+    mode covers. So a module that was changed and changed back has its old number again.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Makeups:
         self._names: dict[int, tuple[weakref.ref[nn.Module], int]] = {}  # of modules, by identity while they live
 
     def number(self, modules: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) -> int:
-        """The number of what there is now; a new one for what was not there before.
+        """Return the number of the current makeup; one that was not seen before gets a new number.
 
         Args:
             modules: all of them, in their order.
@@ -51,7 +51,7 @@ class Makeups:
         return self._number
 
     def _are(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether these are the very modules of the last time: what lives at the place of a dead one is another one."""
+        """Return whether these are the very modules of the last call: one at the address of a dead module is another one."""
         return all(map(is_, [module() for module in self._modules], modules))
 
     def _number_of(self, makeup: str) -> int:
@@ -63,7 +63,7 @@ class Makeups:
         return number
 
     def _named(self, modules: Sequence[nn.Module]) -> list[int]:
-        """A number for each module that no other one had or gets."""
+        """Return a number for each module that no other module had or gets."""
         self._names = {key: name for key, name in self._names.items() if name[0]() is not None}
         for module in modules:
             self._names.setdefault(id(module), (weakref.ref(module), next(self._numbers)))
@@ -71,7 +71,7 @@ class Makeups:
 
 
 def _seen_in(modules: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) -> tuple[object, ...]:
-    """What tells a change at little cost: the keys of hooks, which are never used again, and how the rest looks."""
+    """Return what shows a change at little cost: the keys of hooks, which are never reused, and how the rest looks."""
     hooks = [
         (*one._forward_pre_hooks, *one._forward_hooks, *one._backward_pre_hooks, *one._backward_hooks)
         for one in modules
@@ -86,7 +86,7 @@ def buffers_of(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
 
 
 def looks_of(tensors: Sequence[torch.Tensor]) -> object:
-    """What tensors look like, whatever they hold."""
+    """Return what tensors look like (class, dtype, shape, strides, device), whatever they hold."""
     try:
         looks = [(one.dtype, one.shape, one.device, one.__class__) for one in tensors]
         odd = [_sharding(one) for one in tensors if one.__class__ not in (nn.Parameter, torch.Tensor)]
@@ -96,7 +96,7 @@ def looks_of(tensors: Sequence[torch.Tensor]) -> object:
 
 
 def _look_of(tensor: torch.Tensor) -> object:
-    """What one tensor looks like that may be sparse, or not initialised."""
+    """Return what one tensor looks like; it may be sparse or not initialised."""
     try:
         return tensor.dtype, tensor.layout, tensor.shape, tensor.device, tensor.__class__
     except UNREADABLE:
@@ -104,12 +104,12 @@ def _look_of(tensor: torch.Tensor) -> object:
 
 
 def _sharding(tensor: Any) -> object:
-    """How a tensor lies over ranks, if it does: shards have other bytes than the whole."""
+    """Return how a tensor is placed over ranks, if it is a DTensor: shards have other bytes than the whole."""
     return (tensor.placements, tensor.device_mesh) if is_dtensor(tensor) else None
 
 
 def _hooks_of(modules: Sequence[nn.Module]) -> Iterator[tuple[int, str]]:
-    """The hooks of some modules, each by its module's place and its name: those put on anew for each step are the same ones."""
+    """Yield the module's index and the name of each hook, so that hooks registered again in each step count as the same."""
     for place, one in enumerate(modules):
         for hooks in (one._forward_pre_hooks, one._forward_hooks, one._backward_pre_hooks, one._backward_hooks):
             for hook in hooks.values():

@@ -1,4 +1,4 @@
-"""The nodes of an autograd graph, and what they have saved."""
+"""The nodes of an autograd graph, and the tensors that they have saved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__: list[str] = []
 
 
 def nodes_behind(edges: Iterable[GradientEdge]) -> list[Node]:
-    """All nodes to which some edges lead, those nearest to them first."""
+    """Return all nodes to which some edges lead, each once, in depth-first order."""
     stack = [edge.node for edge in edges]
     seen: dict[Node, None] = {}
     while stack:
@@ -25,7 +25,7 @@ def nodes_behind(edges: Iterable[GradientEdge]) -> list[Node]:
 
 
 def saved_by(node: Node) -> list[tuple[Any, Any]]:
-    """The tensors that a node has saved, each with what hooks made of it; None where there is none."""
+    """Return the raw saved tensors of a node, each with its data: what a hook packed, or else the tensor; None if there is none."""
     found: list[tuple[Any, Any]] = []
     for name in _saved_names(BackwardCFunction if isinstance(node, BackwardCFunction) else type(node)):
         value = getattr(node, name)

@@ -57,11 +57,11 @@ class Stepped:
         self._known[id(optimizer)] = weakref.ref(optimizer)
 
     def optimizers(self) -> list[Optimizer]:
-        """Those that are still alive."""
+        """Return the optimizers that are still alive."""
         return [one for reference in [*self._known.values()] if (one := reference()) is not None]
 
     def tidy(self) -> None:
-        """Forget those that are not."""
+        """Forget the optimizers that are no longer alive."""
         for key, reference in [*self._known.items()]:
             if reference() is None:
                 self._known.pop(key, None)
@@ -71,13 +71,13 @@ STEPPED = Stepped()  # of the process, as torch's hooks are
 
 
 class States:
-    """Counts the states that optimizers keep of one rank's parameters.
+    """Counts the states that optimizers keep for one rank's parameters.
 
-    They are counted anew when values have come or gone, or were cast or moved, and in each step where some may grow unseen: lists
-    and dicts inside.
+    They are counted again when values have come or gone, or were cast or moved, and in each step if some may grow unseen, as lists
+    and dicts do.
 
     Args:
-        device: where they count.
+        device: only states on it count.
         given: what counts besides the optimizers that were seen to step; see `Balanced`.
 
     Raises:
@@ -96,7 +96,7 @@ class States:
         self._num_bytes = 0
 
     def of(self, modules: Callable[[], Sequence[nn.Module]]) -> int:
-        """The bytes of the states of some modules' parameters; storages of parameters and buffers left out."""
+        """Return the bytes of the states of some modules' parameters, without the storages of parameters and buffers."""
         optimizers: list[Any] = STEPPED.optimizers()
         if self._given is not None and self._given not in optimizers:
             optimizers.append(self._given)
@@ -107,7 +107,7 @@ class States:
         return self._num_bytes
 
     def forget(self) -> None:
-        """Count anew at the next call, because modules have other parameters."""
+        """Count again at the next call, because modules have other parameters."""
         self._is_fixed = False
 
     def _count(self, optimizers: Sequence[Any], modules: Sequence[nn.Module]) -> int:
@@ -121,9 +121,9 @@ class States:
         return bytes_under([*others, *states], self._device) - bytes_under(others, self._device)
 
     def _entries(self, optimizer: Any, own: Container[int], trains: bool) -> Iterator[Any]:
-        """What an optimizer keeps of a rank's own parameters, by identity, and of none in particular.
+        """Yield what an optimizer keeps for a rank's own parameters, by identity, and what it keeps for none in particular.
 
-        A given one that has none of them has copies of them (as for mixed precision), and all of it counts.
+        A given optimizer that has none of them has copies of them (as for mixed precision), so all of its state counts.
         """
         state = optimizer.state
         if any(id(one) in own for one in chain(state, _parameters(optimizer))):
@@ -137,12 +137,12 @@ def _parameters(optimizer: Any) -> Iterator[Any]:
 
 
 def _is_fixed(entry: Any) -> bool:
-    """Whether what is kept of a parameter changes its size only as values come and go."""
+    """Return whether the state of a parameter changes its size only when values come or go."""
     return isinstance(entry, dict) and not any(isinstance(value, (list, tuple, dict)) for value in entry.values())
 
 
 def _num_values(state: Mapping[Any, Any]) -> int:
-    """How many values there are: a look at each of them would take longer than counting them."""
+    """Count the values, which takes less time than looking at each of them; -1 if they cannot be counted."""
     try:
         return sum(map(len, state.values()))
     except TypeError:  # not the dicts that torch's optimizers keep
@@ -150,7 +150,7 @@ def _num_values(state: Mapping[Any, Any]) -> int:
 
 
 def _look(state: Mapping[Any, Any]) -> object:
-    """What the first value that is no number looks like: all of them are cast or moved together."""
+    """Return what the first tensor that is not a scalar looks like: all of them are cast or moved together."""
     entry = next(iter(state.values()), None)
     values = entry.values() if isinstance(entry, dict) else ()
     tensor = next((value for value in values if isinstance(value, torch.Tensor) and value.ndim), None)

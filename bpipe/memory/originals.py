@@ -19,12 +19,12 @@ from bpipe.memory.nodes import saved_by
 
 __all__: list[str] = []
 
-# What runs, as far as Python sees, while torch saves the tensors of a Function.
+# The Python code that runs while torch saves the tensors of a Function.
 APPLY = torch.autograd.Function.__dict__["apply"].__func__.__code__
 
 
 class Original:
-    """What a Function has saved: the tensor as long as somebody has it, and what was set on it."""
+    """A tensor that a Function has saved, as long as something holds it, and the attributes that were set on it."""
 
     __slots__ = ("_attributes", "_tensor")
 
@@ -33,7 +33,7 @@ class Original:
         self._attributes = tensor.__dict__ if type(tensor) is torch.Tensor else {}  # others keep their own parts there
 
     def in_place_of(self, unpacked: torch.Tensor) -> torch.Tensor:
-        """The tensor, or what torch has made anew with what was set on it."""
+        """Return the tensor or, if it is gone, the one that torch unpacked, with the attributes that were set on the tensor."""
         tensor = self._tensor()
         if tensor is None:
             unpacked.__dict__.update(self._attributes)
@@ -41,10 +41,10 @@ class Original:
 
 
 def give_originals(nodes: Iterable[Node]) -> None:
-    """Let those of some nodes that are of custom Functions give what they have saved.
+    """Let the nodes of custom Functions return the very tensors that they saved.
 
     Args:
-        nodes: of a graph whose saved tensors hooks of ours follow.
+        nodes: those of a graph whose saved tensors our hooks follow.
     """
     for node in nodes:
         if isinstance(node, BackwardCFunction) and any(_original(data) is not None for _, data in saved_by(node)):
@@ -52,7 +52,7 @@ def give_originals(nodes: Iterable[Node]) -> None:
 
 
 def _giving(kind: Any) -> type[Any]:
-    """A kind of node whose `saved_tensors` are what was saved; kept by the kind itself, which goes with its Function."""
+    """Return a node class whose `saved_tensors` are the originals; `kind` keeps it, and is freed with its Function."""
     giving: type[Any] | None = vars(kind).get("_bpipe_giving")
     if giving is None:
         found = {name: property(_Given(getattr(BackwardCFunction, name))) for name in ("saved_tensors", "saved_variables")}
@@ -61,10 +61,10 @@ def _giving(kind: Any) -> type[Any]:
 
 
 class _Given:
-    """What a node gives.
+    """The tensors that a node returns as saved.
 
     Args:
-        torchs: the attribute by which torch gives it.
+        torchs: the attribute by which torch returns them.
     """
 
     def __init__(self, torchs: Any) -> None:
@@ -76,7 +76,7 @@ class _Given:
 
 
 def _given(node: object, unpacked: Any, original: Original | None) -> Any:
-    # Of a Function's own outputs torch makes new tensors without hooks, too.
+    # torch makes new tensors of a Function's own outputs even without hooks.
     return unpacked if original is None or unpacked.grad_fn is node else original.in_place_of(unpacked)
 
 

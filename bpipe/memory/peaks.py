@@ -1,4 +1,4 @@
-"""The peak that a rank's list comes to, with the footprints of its microbatches."""
+"""The peak memory of a rank's action list, given the footprints of its microbatches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ELSEWHERE = StageSizes(parts=(0,))  # a stage of another rank
 
 
 class Peaks:
-    """The peaks of one rank's lists; scanned again only when the plan or a footprint is another than last time.
+    """The peaks of one rank's action lists, which are scanned again only when the plan or a footprint has changed.
 
     Args:
         with_messages: whether messages between stages count.
@@ -26,7 +26,7 @@ class Peaks:
         self._scanned: tuple[Plan | None, Mapping[Key, Footprint], int] = (None, {}, 0)
 
     def of(self, plan: Plan, rank: int, footprints: Mapping[Key, Footprint]) -> int:
-        """The most bytes that a rank's own microbatches take."""
+        """Return the most bytes that a rank's own microbatches take."""
         known, same, peak = self._scanned
         if known is not plan or same != footprints:
             peak = max(taken(plan, rank, footprints, with_messages=self._with_messages), default=0)
@@ -40,7 +40,7 @@ def taken(plan: Plan, rank: int, footprints: Mapping[Key, Footprint], *, with_me
 
 
 def _meter(plan: Plan, footprints: Mapping[Key, Footprint], with_messages: bool) -> Meter:
-    """A meter of bytes in which each microbatch has its own footprint."""
+    """Return a meter of bytes in which each microbatch has its own footprint."""
     stages = range(plan.num_stages)
     alike: dict[tuple[Footprint | None, ...], Meter] = {}
     meters = []
@@ -57,7 +57,7 @@ def _meter(plan: Plan, footprints: Mapping[Key, Footprint], with_messages: bool)
 
 
 def _together(each: Sequence[Amounts]) -> Amounts:
-    """Amounts of which each microbatch has its own."""
+    """Combine the amounts of each microbatch into one, which looks up the microbatch of an action."""
     takes = {op: _by_microbatch([one.takes[op] for one in each]) for op in each[0].takes}
     gives = {op: _by_microbatch([one.gives[op] for one in each]) for op in each[0].gives}
     return Amounts(takes, gives)

@@ -1,4 +1,4 @@
-"""Pinned memory of the host, to the page: torch's own rounds up to a power of two, which may be twice as much."""
+"""Pinned host memory in whole pages: torch's own rounds up to a power of two, which may be twice as much."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__: list[str] = []
 
 
 class _Pages(mmap.mmap):
-    """Whole pages of the host that a device copies to and from by itself, for as long as somebody has them."""
+    """Whole pages of host memory that a device copies to and from by itself, pinned as long as something holds them."""
 
     pinned: tuple[int, torch.device] | None = None  # the address, and the device
 
@@ -24,12 +24,12 @@ class _Pages(mmap.mmap):
 
 
 def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Memory of the host that a device copies to and from by itself, uint8 [num_bytes]. Blocks the host.
+    """Allocate host memory that a device copies to and from by itself, uint8 [num_bytes]. Blocks the host.
 
-    Whoever lets go of it has to know that no copy is under way: see `give_back`.
+    It must not be freed while a copy is under way: see `give_back`.
 
     Raises:
-        ConfigurationError: the host cannot pin so much.
+        ConfigurationError: the host cannot pin that much.
     """
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -45,7 +45,7 @@ def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def give_back(memory: list[torch.Tensor], stream: Stream) -> None:
-    """Let go of pinned memory, which leaves the list, once a stream has run what is queued now. Does not block: a thread does."""
+    """Empty the list, and free its pinned memory once a stream has run what is queued now. Does not block: a thread waits."""
     held, memory[:] = [one for one in memory if one.numel()], []
     if not held:
         return

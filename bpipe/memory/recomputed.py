@@ -1,8 +1,8 @@
-"""What regions under `torch.utils.checkpoint` (use_reentrant=False) keep beside their inputs: no saved-tensor hook sees it.
+"""What regions under `torch.utils.checkpoint` (use_reentrant=False) keep besides their inputs: no saved-tensor hook sees it.
 
-Selective checkpointing keeps the outputs of chosen operations in a dict of Python, from which only the recomputation takes
-them, and each region its keyword arguments and random number states. All hang on the frame of the region, to which the hooks
-of what autograd saved inside lead.
+Selective checkpointing keeps the outputs of chosen operations in a Python dict, from which only the recomputation takes
+them, and each region keeps its keyword arguments and random number states. All of it hangs on the frame of the region, to
+which the hooks of what autograd saved inside lead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OF_A_REGION = "kept by a region under torch.utils.checkpoint: a keyword, integer
 def kept_by_checkpoints(nodes: Iterable[Node]) -> tuple[list[Cached], list[Kept]]:
     """Find what the checkpointed regions of a microbatch's graph keep: outputs of chosen operations, and what cannot move.
 
-    A recomputation asks for the positional inputs of its region first, through our hooks, which so guard its outputs. The
+    A recomputation asks for the positional inputs of its region first, through our hooks, which thus guard its outputs. The
     outputs of a region without such inputs stay.
     """
     cached: list[Cached] = []
@@ -44,7 +44,7 @@ def kept_by_checkpoints(nodes: Iterable[Node]) -> tuple[list[Cached], list[Kept]
 
 
 def _frames(nodes: Iterable[Node]) -> Iterable[Any]:
-    """The frames of the regions, those nearest to the stage's outputs first; a region inside another one leads to that."""
+    """Return the frames of the regions, each once; a region inside another one leads to that one."""
     found: dict[int, Any] = {}
     todo = [frame for node in nodes if (frame := _frame_of(saved for saved, _ in saved_by(node))) is not None]
     for frame in todo:  # which grows
@@ -56,18 +56,18 @@ def _frames(nodes: Iterable[Node]) -> Iterable[Any]:
 
 
 def _frame_of(saved: Iterable[Any]) -> Any:
-    """The region in which some tensors were saved, if that is recomputed: what is saved there all leads to it."""
+    """Return the region in which some tensors were saved, if it is recomputed: all that is saved there leads to it."""
     hook = next((hook for one in saved if (hook := getattr(one, "unpack_hook", None)) is not None), None)
     return _cells(hook).get("frame") if getattr(hook, "__module__", "") == "torch.utils.checkpoint" else None
 
 
 def _inputs(frame: Any) -> list[Any]:
-    """The positional tensors of a region, as it has saved them."""
+    """Return the positional tensors of a region, as it has saved them."""
     return [*getattr(frame, "saved_args", ()), *getattr(_input_node(frame), "_raw_saved_tensors", ())]
 
 
 def _cells(function: Any) -> dict[str, Any]:
-    """What a function has taken from around it, by name."""
+    """Return what a function's closure holds, by name."""
     names, cells = getattr(getattr(function, "__code__", None), "co_freevars", ()), getattr(function, "__closure__", None)
     return {name: value for name, cell in zip(names, cells or ()) for value in _content(cell)}
 
@@ -90,21 +90,21 @@ def _outputs(context: Any) -> Iterator[torch.Tensor]:
 
 
 def _is_alias(output: torch.Tensor) -> bool:
-    """Whether what is kept of an output is surely a tensor of its own: before torch 2.12, indices are what the stage has, too."""
+    """Return whether a kept output is surely a tensor of its own: before torch 2.12, indices are the stage's own tensors."""
     return output.is_floating_point() or output.is_complex()
 
 
 def _guard_of(frame: Any) -> Saved | None:
-    """A positional input of a region, as we follow it."""
+    """Return a positional input of a region that our hooks follow, if there is one."""
     followed = [one.data for one in _inputs(frame) if isinstance(getattr(one, "data", None), Saved)]
     return next((one for one in followed if one.tensor.numel()), None)  # before 2.13, the first is empty, and none of ours
 
 
 def _arguments(frame: Any) -> list[Any]:
-    """What a region got besides its positional tensors; since torch 2.13, named arguments are in its function's cells."""
+    """Return what a region got besides its positional tensors; since torch 2.13, named arguments are in its function's cells."""
     return [*getattr(frame, "saved_args", ()), _cells(getattr(_input_node(frame), "get_args", None)).get("args")]
 
 
 def _input_node(frame: Any) -> Any:
-    """The node that saves a region's inputs, before torch 2.13."""
+    """Return the node that saves a region's inputs, before torch 2.13."""
     return getattr(getattr(frame, "input_saver", None), "grad_fn", None)

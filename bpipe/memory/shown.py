@@ -1,4 +1,4 @@
-"""What a graph shows of the bytes that it saves, when its forward has run and no hook has followed it."""
+"""The bytes that a graph shows to be saved, after a forward that no hook has followed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def shown_by(nodes: Sequence[Node], foreign: Container[int], where: str) -> Show
     """Add up what the nodes of a microbatch's graph have saved, and what custom Functions keep as attributes.
 
     Args:
-        nodes: those of the graph.
+        nodes: the graph's nodes.
         foreign: storages that are no activations, such as parameters, of which a deeper graph uses more.
         where: the stage and microbatch, for messages.
     """
@@ -63,14 +63,14 @@ def shown_by(nodes: Sequence[Node], foreign: Container[int], where: str) -> Show
 
 
 def _is_number(tensor: torch.Tensor) -> bool:
-    """Whether it is but a plain number: a view of one element keeps the storage that others are in."""
+    """Return whether a tensor is just a plain number: a view of one element keeps a storage that holds others."""
     if tensor.ndim or tensor.dtype not in _OF_NUMBERS:
         return False
     return sum(storage.nbytes() for storage in storages_of(tensor)) == tensor.itemsize
 
 
 def _shows_tensors() -> bool:
-    """Whether this version of torch lets us see a saved tensor that no hook has packed."""
+    """Return whether this version of torch lets us see a saved tensor that no hook has packed."""
     node = torch.ones((), requires_grad=True).sin().grad_fn
     assert node is not None
     return any(isinstance(data, torch.Tensor) for _, data in saved_by(node))

@@ -47,16 +47,16 @@ class Saved:
 
     @property
     def guard(self) -> Saved:
-        """What is asked for before this can be used."""
+        """The saved tensor that is asked for before this one can be used."""
         return self
 
     def forget(self) -> None:
-        """Give the memory up, of which no backward will ask again."""
+        """Give up the memory: no backward will ask for it again."""
         self.tensor, self.is_forgotten = torch.empty(0, device="cpu"), True
 
 
 class Packed:
-    """What the user's own hook has made of a tensor, if that is no tensor: it stays as it is."""
+    """What the user's own hook has made of a tensor, if that is not a tensor: it does not move."""
 
     __slots__ = ("is_forgotten", "order", "value")
 
@@ -64,7 +64,7 @@ class Packed:
         self.value, self.order, self.is_forgotten = value, order, False
 
     def forget(self) -> None:
-        """Give it up: no backward will ask for it again."""
+        """Give up the value: no backward will ask for it again."""
         self.value, self.is_forgotten = None, True
 
 
@@ -99,11 +99,11 @@ class _Group:
 
     @property
     def python_references(self) -> int:
-        """References to the Python object of the storage, of which torch makes only one: ours, and the user's if there are."""
+        """References to the Python object of the storage, of which torch makes only one: ours, and any of the user's."""
         return sys.getrefcount(self.storage)
 
     def others(self) -> int:
-        """Owners besides the saved tensors."""
+        """Count the owners besides the saved tensors."""
         return owners(self.storage) - len(self.saved) + self.python_references - _ONLY_OURS
 
     def held(self, reason: str) -> Held:
@@ -141,12 +141,12 @@ class Contents:
     movable: list[Movable] = field(default_factory=list, repr=False)
     fixed: dict[int, int] = field(default_factory=dict)  # this microbatch's, and yet not movable: bytes by storage
     unmovable: list[Held] = field(default_factory=list)  # those of them that its module could let move
-    borrowed_bytes: int = 0  # the stage's before, on this rank, and saved by it too
+    borrowed_bytes: int = 0  # bytes of the stage before, on this rank, which has saved them too
     shared: dict[int, Held] = field(default_factory=dict)  # owned by others too, by storage
     foreign: list[Held] = field(default_factory=list)  # parameters, buffers and the user's batch: not activations
 
     def fix(self, storage: Storage) -> None:
-        """A storage is this microbatch's, and stays."""
+        """Note that a storage is this microbatch's, and stays."""
         self.fixed[storage._cdata] = storage.nbytes()
 
     @property
@@ -164,7 +164,7 @@ class Contents:
 
     @property
     def own_bytes(self) -> int:
-        """What this microbatch takes, and its backward gives back."""
+        """The bytes that this microbatch takes, and its backward gives back."""
         return self.movable_bytes + self.fixed_bytes
 
     @property
@@ -213,10 +213,10 @@ class Stash:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """A context in which everything that autograd saves is followed: as it is, or as hooks of the user's around it pack it.
+        """Follow everything that autograd saves inside this context, as the user's own hooks around it pack it, if there are any.
 
         Raises:
-            StageError: a transform was used that does not let itself be followed.
+            StageError: a transform was used that refuses saved-tensor hooks.
         """
         self._users = torch._C._autograd._top_saved_tensors_default_hooks(True)
         with following(self.name), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
@@ -265,16 +265,16 @@ class Stash:
             )
 
     def set_apart(self, tensors: Iterable[torch.Tensor], reason: str) -> None:
-        """These are no activations either, as long as they live: copies that stand in for what is known as such."""
+        """Treat tensors as foreign as long as they live: copies that stand in for what is known to be no activation."""
         apart = {storage._cdata: StorageWeakRef(storage) for tensor in tensors for storage in storages_of(tensor)}
         self._foreign, self._apart = {**self._foreign, **dict.fromkeys(apart, reason)}, list(apart.values())
 
     def borrow(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These belong to the stage before, on this rank, as long as it keeps them."""
+        """Note tensors that belong to the stage before, on this rank, as long as it keeps them."""
         self._borrowed = {storage._cdata: StorageWeakRef(storage) for tensor in tensors for storage in storages_of(tensor)}
 
     def lend(self, tensors: Iterable[torch.Tensor]) -> None:
-        """The next stage, on this rank, gets these; what is saved of them cannot move, for it may save them too."""
+        """Note tensors that the next stage, on this rank, gets: they cannot move, because that stage may save them too."""
         keys = keys_of(tensors)
         self._lent = {group.saved[0].order for key, group in self._groups().items() if key in keys}
 
@@ -319,24 +319,24 @@ class Stash:
         return contents
 
     def _groups(self) -> dict[int, _Group]:
-        """What is saved and not yet freed, by storage, in the order of saving."""
+        """Group what is saved and not yet freed by storage, in the order of saving."""
         groups: dict[int, _Group] = {}
         for saved in self._alive():
-            settle(saved.tensor)
+            settle(saved.tensor)  # before anything counts owners: a collective that still writes it is one, too
             for storage in storages_of(saved.tensor):
                 if storage.nbytes():
                     groups.setdefault(storage._cdata, _Group(storage)).saved.append(saved)
         return groups
 
     def _alive(self) -> list[Saved]:
-        """What is saved, and cached, in the order of saving."""
+        """Return what is saved or cached and not yet freed, in the order of saving."""
         alive = [saved for ref in self._saved if (saved := ref()) is not None]
         pairs = [(one.tensor(), one.version, one.guard()) for one in self.cached]
         alive += [_Taken(tensor, version, guard) for tensor, version, guard in pairs if tensor is not None and guard is not None]
         return sorted(alive, key=lambda saved: saved.order) if self.cached else alive
 
     def _kept_by_functions(self) -> dict[int, tuple[Storage, Held]]:
-        """What the stage's custom Functions, or hooks of the user's, keep by themselves and have not given up, by storage."""
+        """Return what custom Functions, checkpointed regions or the user's hooks keep and have not yet given up, by storage."""
         found: dict[int, tuple[Storage, Held]] = {}
         for tensor, reason in [(tensor, one.reason) for one in (*self.kept, *self._packed) if (tensor := one.tensor()) is not None]:
             for storage in storages_of(tensor):
@@ -364,7 +364,7 @@ class Stash:
         return [(entry.storage, len(entry.saved)) for entry in entries]
 
     def take_back(self, part: int) -> None:
-        """A part's storages have their bytes again."""
+        """Mark a part as back: its storages have their bytes again."""
         self._mark(part, is_away=False)
         del self._away[part]
 
@@ -373,7 +373,7 @@ class Stash:
             saved.is_away = is_away
 
     def part_sizes(self, contents: Contents) -> tuple[int, ...]:
-        """The movable bytes of each part."""
+        """Return the movable bytes of each part."""
         sizes = [0] * (len(self.cuts) + 1)
         for entry in contents.movable:
             sizes[self._part_of(entry) - 1] += entry.storage.nbytes()
@@ -384,7 +384,7 @@ class Stash:
         return len(self.cuts) + 1 if first in self._outputs else self._part(first)
 
     def _is_across(self, entry: Movable) -> bool:
-        """Whether a storage belongs to one part and is used in another: then it can't come and go with a piece."""
+        """Return whether a storage belongs to one part and is used in another, so that it can't come and go with a piece."""
         return any(isinstance(saved, _Taken) or self._part(saved.order) != self._part_of(entry) for saved in entry.saved)
 
     def _part(self, order: int) -> int:
@@ -393,10 +393,10 @@ class Stash:
 
 @contextmanager
 def following(name: str) -> Iterator[None]:
-    """A context for a forward under hooks of ours on what it saves.
+    """Raise an error that says what to do if a forward uses a transform that refuses our saved-tensor hooks.
 
     Raises:
-        StageError: a transform was used that does not let itself be followed.
+        StageError: a transform was used that refuses saved-tensor hooks.
     """
     try:
         yield
@@ -420,7 +420,7 @@ def _count(tensors: Iterable[torch.Tensor]) -> Counter[int]:
 
 
 def cuts_for(movable: Sequence[Movable], num_parts: int) -> tuple[int, ...]:
-    """Where each part but the first begins, in the order of saving, so that all have about as many bytes.
+    """Return where each part but the first begins, in the order of saving, so that all have about the same number of bytes.
 
     There are fewer parts where a storage has the bytes of several.
     """

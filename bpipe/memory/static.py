@@ -15,7 +15,7 @@ __all__: list[str] = []
 
 
 class StaticBytes:
-    """The static bytes of a rank, which are counted anew when something has come, gone, or is not what it was.
+    """The static bytes of a rank, which are counted again when something has come, gone or changed.
 
     Args:
         device: where they lie.
@@ -27,11 +27,11 @@ class StaticBytes:
         self.num_bytes = 0  # counted last
 
     def has_changed(self, modules: Sequence[torch.nn.Module], seen: object) -> bool:
-        """Count at the end of a step, if need be; whether there was.
+        """Count again at the end of a step if something has changed, and return whether it has.
 
         Args:
             modules: of the rank's stages.
-            seen: what tells a change of what they consist of, as `standing` does.
+            seen: what differs after a change to what they consist of, as `standing` returns it.
         """
         if seen == self._seen:
             return False
@@ -40,13 +40,13 @@ class StaticBytes:
 
 
 def standing(modules: Sequence[torch.nn.Module], parameters: Sequence[torch.nn.Parameter]) -> object:
-    """What a step may change of what stays, if the modules do: gradients, where parameters lie, and buffers."""
+    """Return what a step may change while the modules stay the same: gradients, where parameters lie, and buffers."""
     gradients = [(one.requires_grad, one.grad is None) for one in parameters]
     return gradients, _places(parameters), looks_of(buffers_of(modules))
 
 
 def _places(parameters: Sequence[torch.nn.Parameter]) -> object:
-    """Where parameters lie, which tells of those that come to share their memory, or no longer do."""
+    """Return where parameters lie, which shows when some begin or cease to share memory."""
     try:
         return [*map(torch.Tensor.data_ptr, parameters)]
     except UNREADABLE:
@@ -54,12 +54,12 @@ def _places(parameters: Sequence[torch.nn.Parameter]) -> object:
 
 
 def static_bytes(modules: Sequence[torch.nn.Module], device: torch.device) -> int:
-    """The bytes on a device of what is there, and of the gradients that are still to come; `memory/optimizers` adds the states."""
+    """Return the bytes on a device of what is there and of gradients still to come; `memory/optimizers` adds the states."""
     return present_bytes(modules, device) + coming_bytes(modules, device)
 
 
 def present_bytes(modules: Sequence[torch.nn.Module], device: torch.device) -> int:
-    """The bytes of parameters, of gradients and of buffers that are on a device; shared ones once."""
+    """Return the bytes of parameters, gradients and buffers that are on a device; shared ones count once."""
     parameters = _parameters(modules)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     buffers = [buffer for module in modules for buffer in module.buffers() if not is_lazy(buffer)]
@@ -67,19 +67,19 @@ def present_bytes(modules: Sequence[torch.nn.Module], device: torch.device) -> i
 
 
 def coming_bytes(modules: Sequence[torch.nn.Module], device: torch.device) -> int:
-    """The bytes of gradients that a step will make."""
+    """Return the bytes of the gradients that a step will create."""
     without = [parameter for parameter in _parameters(modules) if parameter.requires_grad and parameter.grad is None]
     return sum(min(parameter.nbytes, bytes_under([parameter], device)) for parameter in without)
 
 
 def available_bytes(device: torch.device, reserve_bytes: int) -> int:
-    """What a device has left for whichever stream, less a reserve."""
+    """Give unused memory back to the device, and return the bytes that it has left for any stream, less a reserve."""
     give_back_unused(device)
     return max(0, free_bytes(device) - reserve_bytes)
 
 
 def bytes_under(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> int:
-    """The bytes of the storages under some tensors, each once; of those on a device, or anywhere."""
+    """Return the bytes of the storages under some tensors, each once: those on a device, or anywhere."""
     storages = {storage._cdata: storage for tensor in tensors for storage in storages_of(tensor)}
     return sum(storage.nbytes() for storage in storages.values() if device is None or _is_on(storage.device, device))
 
@@ -89,6 +89,6 @@ def _is_on(one: torch.device, device: torch.device) -> bool:
 
 
 def _parameters(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
-    """Each parameter once, tied ones too; not those without memory yet."""
+    """Return each parameter once, tied ones too, except those without memory yet."""
     found = [parameter for module in modules for parameter in module.parameters() if not is_lazy(parameter)]
     return list({id(parameter): parameter for parameter in found}.values())

@@ -13,14 +13,14 @@ Storage = torch.UntypedStorage
 
 
 def storages_of(tensor: torch.Tensor) -> Sequence[Storage]:
-    """The storages that hold a tensor's data, those inside a wrapper subclass (such as DTensor) included."""
+    """Return the storages that hold a tensor's data, including those inside a wrapper subclass (such as DTensor)."""
     if type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__"):
         return [storage for part in _parts(tensor).values() for storage in storages_of(part)]
     return (tensor.untyped_storage(),) if tensor.layout is torch.strided else ()
 
 
 def shares_parts(alias: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether a wrapper subclass and its alias hold the very same inner tensors, so that owners can't be told by counting."""
+    """Return whether a wrapper subclass and its alias hold the very same inner tensors, so that counting cannot tell owners."""
     return hasattr(tensor, "__tensor_flatten__") and any(getattr(alias, name) is part for name, part in _parts(tensor).items())
 
 
@@ -34,31 +34,31 @@ def settle(tensor: torch.Tensor) -> None:
 
 
 def _parts(tensor: Any) -> dict[str, torch.Tensor]:
-    """The tensors inside a wrapper subclass, which may have other parts, such as a DTensor's mesh."""
+    """Return the tensors inside a wrapper subclass, which may have other parts, such as a DTensor's mesh."""
     parts = {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
     return {name: part for name, part in parts.items() if isinstance(part, torch.Tensor)}
 
 
 def keys_of(tensors: Iterable[torch.Tensor]) -> set[int]:
-    """The identities of the storages under some tensors."""
+    """Return the identities of the storages under some tensors."""
     return {storage._cdata for tensor in tensors for storage in storages_of(tensor)}
 
 
 def as_bytes(storage: Storage, start: int = 0, length: int | None = None) -> torch.Tensor:
-    """A uint8 tensor [length] over a part of a storage: no copy. Never `.numpy()` it: that pins the storage's size for good."""
+    """View part of a storage as uint8 [length], without a copy. Never `.numpy()` it: that pins the storage's size for good."""
     length = storage.nbytes() - start if length is None else length
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (length,), (1,))
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a dense tensor in the order of its memory, as a uint8 tensor: no copy."""
+    """View the bytes of a dense tensor, in the order of its memory, as a uint8 tensor, without a copy."""
     return as_bytes(
         tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.element_size(), tensor.numel() * tensor.element_size()
     )
 
 
 def owners(storage: Storage) -> int:
-    """How many tensors own a storage; the Python object through which we ask is not counted."""
+    """Return how many tensors own a storage; the Python object through which we ask does not count."""
     return int(torch._C._storage_Use_Count(storage._cdata)) - _WRAPPER
 
 
@@ -73,13 +73,13 @@ _ONE_OWNER = _WRAPPER + 1
 
 
 def shared_among(tensors: Iterable[torch.Tensor | None], others: Container[int] = ()) -> list[int]:
-    """The places of tensors that may share memory: of all but plain ones, each the only owner of its storage.
+    """Return the indices of the tensors that may share memory: all but plain ones that are the only owner of their storage.
 
-    Mostly there are none among many, which costs two calls for each of them.
+    Usually there are none among many tensors, and finding that out costs two calls for each of them.
 
     Args:
-        tensors: or None.
-        others: storages that are somebody else's.
+        tensors: some may be None.
+        others: the keys of storages that something else owns.
     """
     places = []
     for place, one in enumerate(tensors):

@@ -1,4 +1,4 @@
-"""Cut a model into stages: by the names of its modules, or by what its layers take. What chooses needs no torch.
+"""Cut a model into stages, by the names of its modules or by what its layers take. Choosing stages needs no torch.
 
 Example:
     >>> layers = [LayerCost(names=(f"layers.{i}",), forward_s=1.0, backward_s=2.0, saved_bytes=100) for i in range(8)]

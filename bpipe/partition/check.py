@@ -1,4 +1,4 @@
-"""Prove a split on an example: the stages one after the other compute what the whole model computes, and its gradients."""
+"""Prove a split on an example: the stages, run one after the other, compute the whole model's outputs and gradients."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ HINT = (
 def check_split(model: nn.Module, parts: Sequence[nn.Module], *args: Any, **kwargs: Any) -> None:
     """Run a model, and its stages one after the other, and raise unless they compute the same.
 
-    Outputs must be equal to the bit. So must it be which of the model's parameters get gradients; their values are compared by
-    norm, to a part in a hundred, because a GPU sums in another order each time, and a forward that scales or detaches in each
-    stage is further off. Parameters that the stages do not share with the model (on meta before) have outputs compared alone.
+    Outputs must be equal bit for bit, and the same parameters must get gradients. The gradients' values are compared by norm, to
+    within a hundredth, because a GPU sums in a different order each time, whereas a forward that scales or detaches in each stage
+    is further off. Of parameters that the stages do not share with the model (on meta before), no gradients are compared.
 
-    Nothing is left behind: random numbers, gradients and buffers are put back. Not collective; blocks the host. Runs a forward
-    and a backward of each in the train or eval mode that the modules are in; random numbers start the same for both.
+    Nothing is left behind: random states, gradients and buffers are restored. Not collective; blocks the host. Runs a forward
+    and a backward of each, in the train or eval mode that the modules are in and from the same random state.
 
     Args:
-        model: the whole, on a device where it can run.
+        model: the whole model, on a device where it can run.
         parts: its stages, in order.
         args: positional arguments of the model, which the first stage gets.
         kwargs: keyword arguments, which every stage gets, as from a schedule's `step`.
@@ -58,7 +58,7 @@ def check_split(model: nn.Module, parts: Sequence[nn.Module], *args: Any, **kwar
 
 
 class Difference(NamedTuple):
-    """Between a model and its stages; with the error, where a stage cannot run."""
+    """A difference between a model and its stages, with the error if a stage cannot run."""
 
     text: str
     cause: Exception | None = None
@@ -67,14 +67,14 @@ class Difference(NamedTuple):
 def difference(
     model: nn.Module, parts: Sequence[nn.Module], args: Sequence[Any], kwargs: dict[str, Any], *, is_exact: bool = False
 ) -> Difference | None:
-    """Run a model, and its stages one after the other, and tell what differs first; errors of the model itself are raised.
+    """Run a model, and its stages one after the other, and return the first difference; raise the errors of the model itself.
 
     Args:
-        model: the whole.
+        model: the whole model.
         parts: its stages, in order.
         args: positional arguments of the model.
         kwargs: keyword arguments of the model and of each stage.
-        is_exact: True to compare gradients to the bit too, as a CPU sums them in the same order.
+        is_exact: True to compare gradients bit for bit too, which a CPU allows because it sums them in the same order.
     """
     staged = {id(parameter) for part in parts for parameter in part.parameters()}
     shared = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in staged}
@@ -103,7 +103,7 @@ def _is_telling(outputs: Sequence[Any]) -> bool:
 
 
 def _gradients(outputs: Sequence[Any], parameters: dict[str, nn.Parameter]) -> dict[str, torch.Tensor | None]:
-    """What parameters get where each output gets a gradient that is different in each of its elements."""
+    """Return the gradients of parameters after a backward whose gradient of each output differs in each element."""
     results = [one for one in outputs if isinstance(one, torch.Tensor) and one.requires_grad]
     rising = [torch.linspace(-1, 1, one.numel(), device=one.device).view(one.shape).to(one.dtype) for one in results]
     if results:
@@ -112,7 +112,7 @@ def _gradients(outputs: Sequence[Any], parameters: dict[str, nn.Parameter]) -> d
 
 
 def _without_cache(model: nn.Module) -> dict[str, bool]:
-    """A Hugging Face model that fills a cache lays its keys and values out otherwise, or masks otherwise."""
+    """Return the argument that turns off a Hugging Face model's cache, because a cache changes the layout of keys or the mask."""
     named = inspect.signature(model.forward).parameters
     takes_more = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in named.values())
     is_asked = takes_more and getattr(getattr(model, "config", None), "use_cache", False) is True
@@ -185,7 +185,7 @@ def _copied(nest: Any) -> Any:
 
 
 def _plain(output: Any) -> Any:
-    """What a Hugging Face model returns is a dict; its stages return the logits, or the first value, alone."""
+    """Return an output as stages do: of a Hugging Face model's dict, the logits, or the first value, alone."""
     if not (isinstance(output, dict) and hasattr(output, "to_tuple")):
         return output
     return output["logits"] if "logits" in output else output.to_tuple()[0]

@@ -11,7 +11,7 @@ __all__ = ["StageChoice"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageChoice:
-    """A model's stages, as `bpipe.choose_stages` found them. `str` makes a table of it.
+    """A model's stages, as `bpipe.choose_stages` found them. `str` formats them as a table.
 
     Args:
         stages: for each stage the names of its modules, as `split_model` takes them.
@@ -88,7 +88,7 @@ def costs_of(
     output_bytes: tuple[int, ...],
     static_bytes: tuple[int, ...],
 ) -> Costs:
-    """Costs by stage; links are free."""
+    """Return the costs of stages, with free links."""
     return Costs(
         forward_s=forward_s,
         backward_s=backward_s,

@@ -1,7 +1,7 @@
-"""Choose where to cut a model: the slowest or the fullest rank as good as it can be, given the schedule.
+"""Choose where to cut a model so that its slowest or its fullest rank is as good as possible, given the schedule.
 
 BaPipe (Zhao et al., arXiv 2012.12544) cuts by measured layers and gives each schedule its own condition on memory. Here the
-schedule's plan says what each rank holds, so that any schedule, several stages on a rank and evictions are counted as they run.
+schedule's plan says what each rank holds, so that any schedule, several stages per rank and evictions are counted as they run.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def choose_stages(
     memory_bytes: int | Sequence[int | None] | None = None,
     link: Link | None = None,
 ) -> StageChoice:
-    """Choose the stages of a model, given what its layers take.
+    """Choose the stages of a model, given the time and memory that its layers take.
 
-    Where each rank has one stage and keeps no other rank's memory, the choice is the best one; else it is the best one of all
-    where these are few, and the best that a search finds where they are many. It needs no torch, runs nothing, and is the same for
-    the same numbers: measure on one rank and give the numbers, or the stages, to the others, because two measurements differ.
+    Where each rank has one stage and keeps no other rank's memory, the choice is optimal. Otherwise all ways to cut are compared
+    if they are few, and a search finds a good one if they are many. It needs no torch, runs nothing, and is the same for the
+    same numbers: measure on one rank and give the numbers, or the stages, to the others, because no two measurements agree.
 
     Args:
         layers: in order, as `bpipe.measure_layers` returns them.
@@ -49,8 +49,8 @@ def choose_stages(
         schedule: a name of `bpipe.schedules.names()`.
         num_ranks: p; default: what the schedule takes.
         slots: the budget in microbatches of one stage, as `build` takes it.
-        objective: "time": the rank that computes longest for a microbatch computes as short as it can, and among such cuts the
-            fullest rank holds the least; "memory": the other way round.
+        objective: "time": the slowest rank computes as briefly as possible for a microbatch, and among such cuts the fullest rank
+            holds as little as possible; "memory": the other way round.
         memory_bytes: the most bytes that a rank may hold, one number or one for each; default: no limit.
         link: between ranks, for the simulated step; default: free.
 
@@ -86,7 +86,7 @@ class Task:
         self.holdings = Holdings(plan)
 
     def best(self, *, by_time: bool) -> Ends:
-        """The best cuts; cuts that are as little over the limits as they can be, if none is within them."""
+        """Return the best cuts, or if none is within the limits, those that exceed them least."""
         if self.holdings.are_own:
             return self._exact(by_time)
         n, s = len(self.chain), self.plan.num_stages
@@ -97,31 +97,31 @@ class Task:
         return best_of_all(n, s, score) or improved(self._starts(), score)
 
     def score(self, ends: Ends, *, by_time: bool) -> tuple[float, ...]:
-        """What makes one way to cut better than another: the excess over the limits, the slowest, the fullest, then the next."""
+        """Score cuts, lower is better: the excess over the limits, the slowest rank, the fullest (or vice versa), then the next."""
         seconds, num_bytes = sorted(self.rank_s(ends), reverse=True), self.rank_bytes(ends)
         excess = max(0.0, *(held - limit for held, limit in zip(num_bytes, self.limits)))
         first, second = (seconds, sorted(num_bytes, reverse=True))[:: 1 if by_time else -1]
         return (excess, first[0], second[0], *first[1:], *second[1:])
 
     def rank_s(self, ends: Ends) -> list[float]:
-        """Seconds that each rank computes for a microbatch."""
+        """Return the seconds that each rank computes for a microbatch."""
         seconds = [0.0] * self.plan.num_ranks
         for rank, piece in zip(self.plan.stage_ranks, pieces(ends)):
             seconds[rank] += self.chain.seconds(*piece)
         return seconds
 
     def rank_bytes(self, ends: Ends) -> list[int]:
-        """The most bytes that each rank holds."""
+        """Return the most bytes that each rank holds."""
         saved = [self.chain.saved_bytes(*piece) for piece in pieces(ends)]
         static = [self.chain.static_bytes(*piece) for piece in pieces(ends)]
         return [self.holdings.num_bytes(rank, saved, static) for rank in range(self.plan.num_ranks)]
 
     def fits(self, ends: Ends) -> bool:
-        """Whether every rank is within its limit."""
+        """Return whether every rank is within its limit."""
         return all(held <= limit for held, limit in zip(self.rank_bytes(ends), self.limits))
 
     def _exact(self, by_time: bool) -> Ends:
-        """One stage a rank, which holds nothing else: what a stage costs depends on it alone."""
+        """Find the best cuts where each rank holds one stage and nothing else, so that a stage's cost depends on it alone."""
         n, s, costs = len(self.chain), self.plan.num_stages, (self._stage_s, self._stage_bytes)
         first, second = costs if by_time else costs[::-1]
         ends = narrowest(n, s, first, self._stage_fits)
@@ -143,14 +143,14 @@ class Task:
         return self._stage_bytes(stage, start, end) <= self.limits[self.plan.stage_ranks[stage]]
 
     def _starts(self) -> list[Ends]:
-        """Cuts to begin a search with: as even as they go in layers, in seconds, and in bytes."""
+        """Return the cuts to start a search from: as even as possible in layers, in seconds, and in bytes."""
         n, s = len(self.chain), self.plan.num_stages
         costs = (self._stage_s, lambda stage, *piece: self.chain.static_bytes(*piece) + self.chain.saved_bytes(*piece))
         found = [even(n, s), *(narrowest(n, s, cost) for cost in costs)]
         return [ends for ends in found if ends is not None]
 
     def choice(self, ends: Ends, link: Link) -> StageChoice:
-        """The cuts with all that is expected of them."""
+        """Return the choice that these cuts make, with the costs of its stages and the simulated step."""
         chain, stages = self.chain, pieces(ends)
         made = StageChoice(
             stages=tuple(chain.names(*piece) for piece in stages),

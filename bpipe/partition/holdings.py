@@ -1,4 +1,4 @@
-"""The bytes that each rank of a plan holds when its stages have other sizes: linear in these, so worked out once."""
+"""The bytes that each rank of a plan holds for stages of any size, from microbatches that are counted once for the plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Counts = tuple[int, ...]  # microbatches of each of a rank's stages that it hold
 
 
 class Holdings:
-    """What the ranks of a plan hold: microbatches of their own stages, and rooms for guests."""
+    """The memory that the ranks of a plan hold: microbatches of their own stages, and rooms for guests."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -30,15 +30,15 @@ class Holdings:
 
     @property
     def are_own(self) -> bool:
-        """Whether each rank holds microbatches of one stage, its own."""
+        """True if each rank holds microbatches of one stage only, its own."""
         return self.plan.num_stages == self.plan.num_ranks and not any(self._guests) and not any(self._rooms)
 
     def most(self, rank: int) -> int:
-        """The most microbatches of its one stage that a rank holds."""
+        """Return the most microbatches that a rank holds of its only stage."""
         return max(counts[0] for counts in self._counts[rank])
 
     def num_bytes(self, rank: int, saved: Sequence[int], static: Sequence[int]) -> int:
-        """The most bytes a rank holds, from what a microbatch keeps on each stage and what stays there."""
+        """Return the most bytes that a rank holds, given what a microbatch keeps on each stage and what stays there."""
         stages = self.stages[rank]
         own = max(sum(count * saved[stage] for count, stage in zip(counts, stages)) for counts in self._counts[rank])
         guests = sum(sum(reserve(chain, lambda action: saved[action.stage]).sizes) for chain in self._guests[rank])
@@ -51,7 +51,7 @@ def _stages_in(chain: Sequence[Action]) -> set[int]:
 
 
 def _counts(lane: Sequence[Action], stages: Sequence[int]) -> set[Counts]:
-    """How many microbatches of each stage are held while each action of a lane runs; each combination once."""
+    """Return how many microbatches of each stage are held while each action of a lane runs, each combination once."""
     series = []
     for stage in stages:
         meter = meter_of(*[lambda action, stage=stage: int(action.stage == stage)] * 2)
@@ -60,7 +60,7 @@ def _counts(lane: Sequence[Action], stages: Sequence[int]) -> set[Counts]:
 
 
 def _largest(combinations: set[Counts]) -> list[Counts]:
-    """Those that no other covers."""
+    """Return the combinations that no other one covers."""
     return [
         one for one in combinations if not any(other != one and all(a <= b for a, b in zip(one, other)) for other in combinations)
     ]

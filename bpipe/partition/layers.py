@@ -1,4 +1,4 @@
-"""What a model's layers take, and what a series of them takes together as one stage."""
+"""The time and memory that a model's layers take, each by itself and several in a row as one stage."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["LayerCost"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCost:
-    """What one layer takes, for one microbatch where it depends on that. `bpipe.measure_layers` measures it.
+    """The time and memory that one layer takes, per microbatch where they depend on it. `bpipe.measure_layers` measures them.
 
     Args:
         names: the modules that make up the layer, and stay on one stage.
         forward_s: seconds of its forward.
         backward_s: seconds of its backward.
         saved_bytes: what its forward keeps for the backward.
-        shared_bytes: of these, what the layer before keeps too, and so counts once where both are on one stage.
+        shared_bytes: the part of these that the layer before keeps too, so that it counts once where both are on one stage.
         output_bytes: what it sends if a stage ends with it.
         static_bytes: parameters, gradients, optimizer states and buffers.
 
@@ -54,7 +54,7 @@ class LayerCost:
 
 
 class Chain:
-    """Layers in order: what those from `start` to before `end` take as one stage, in constant time."""
+    """Layers in order, with what those from `start` up to but not including `end` take as one stage, in constant time."""
 
     def __init__(self, layers: Sequence[LayerCost]) -> None:
         self.layers = tuple(layers)
@@ -68,27 +68,27 @@ class Chain:
         return len(self.layers)
 
     def forward_s(self, start: int, end: int) -> float:
-        """Seconds of a forward."""
+        """Return the seconds of a forward."""
         return self._forward[end] - self._forward[start]
 
     def backward_s(self, start: int, end: int) -> float:
-        """Seconds of a backward."""
+        """Return the seconds of a backward."""
         return self._backward[end] - self._backward[start]
 
     def seconds(self, start: int, end: int) -> float:
-        """Seconds of a microbatch: forward and backward."""
+        """Return the seconds of a microbatch: forward and backward."""
         return self.forward_s(start, end) + self.backward_s(start, end)
 
     def saved_bytes(self, start: int, end: int) -> int:
-        """What a microbatch keeps: what two neighbours share counts once."""
+        """Return the bytes that a microbatch keeps, counting once what two neighbours share."""
         return int(self._saved[end] - self._saved[start] - (self._shared[end] - self._shared[min(start + 1, end)]))
 
     def static_bytes(self, start: int, end: int) -> int:
-        """What stays."""
+        """Return the bytes that stay throughout."""
         return int(self._static[end] - self._static[start])
 
     def names(self, start: int, end: int) -> tuple[str, ...]:
-        """The modules of these layers."""
+        """Return the names of these layers' modules."""
         return tuple(name for layer in self.layers[start:end] for name in layer.names)
 
 

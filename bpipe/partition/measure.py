@@ -43,23 +43,23 @@ def measure_layers(
     """Measure what each layer of a model takes for one microbatch, for `bpipe.choose_stages`.
 
     The model runs once as a whole, which shows the order of its layers, what each is given, and what each saves. Then each layer
-    runs alone, forwards and backwards, and is timed. On the meta device operations are counted instead, of matrix products and
-    attention, so that a model that fits nowhere can be cut; attention is counted there as one kernel that does not save its
-    weights. The model is left as it was. Not collective; blocks the host. Two ranks never measure the same: measure on one.
+    runs alone, forward and backward, and is timed. On the meta device the operations of matrix products and attention are counted
+    instead, so that a model that fits on no device can be cut; attention counts there as one kernel that does not save its
+    weights. The model is left unchanged. Not collective; blocks the host. Two ranks never measure the same: measure on one.
 
     Args:
-        model: the whole, in train mode, where and as it will train; or on the meta device.
-        example: a microbatch: its input, or a tuple of positional arguments. Its values count for nothing on the meta device.
+        model: the whole model, in train mode, where and as it will train; or on the meta device.
+        example: a microbatch: its input, or a tuple of positional arguments. Its values do not matter on the meta device.
         kwargs: keyword arguments of the model.
         layers: the layers: names of modules, or groups of names that stay together; default: the modules of the model itself, and
             the entries of `nn.Sequential`, `nn.ModuleList` and `nn.ModuleDict`; what runs before, between and after such entries
             stays together. `transformer_layers` names those of a Hugging Face model. What is not named is not measured.
         loss_fn: `loss_fn(output, target)`, counted with the last layer.
-        target: what it gets.
+        target: the target that it gets.
         bytes_per_parameter: what stays for each trainable parameter; default: parameter, gradient, Adam's two fp32 moments, and
             an fp32 copy where it has 16 bits.
         repeats: timed runs of each layer after one that is not timed; the median counts.
-        flops_per_s: on the meta device: operations per second, which make seconds of them.
+        flops_per_s: on the meta device, the operations per second that convert operations to seconds.
 
     Raises:
         ConfigurationError: no module, unknown names, layers inside of others or out of order, or one that runs twice or not at all.
@@ -91,7 +91,7 @@ def measure_layers(
 
 
 def _devices(model: nn.Module, *values: object) -> set[torch.device]:
-    """Where a model and what it gets are."""
+    """Return the devices that a model and its inputs are on."""
     tensors = [*model.parameters(), *model.buffers(), *(leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))]
     return {tensor.device for tensor in tensors}
 
@@ -101,7 +101,7 @@ def _group(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _modules(names: Names, groups: list[tuple[str, ...]] | None) -> dict[str, nn.Module]:
-    """The modules to watch.
+    """Return the modules to watch, by name.
 
     Raises:
         ConfigurationError: names that the model does not have.
@@ -113,7 +113,7 @@ def _modules(names: Names, groups: list[tuple[str, ...]] | None) -> dict[str, nn
 
 
 def _check_order(groups: Sequence[tuple[str, ...]], order: Sequence[str]) -> None:
-    """Raise unless layers are given in the order in which they run: stages are made of neighbours."""
+    """Raise unless layers are given in the order in which they run, because stages are made of neighbours."""
     first = {group: min(map(order.index, ran)) for group in groups if (ran := set(group) & set(order))}
     for before, after in pairwise(first):
         if first[after] < first[before]:
@@ -123,7 +123,7 @@ def _check_order(groups: Sequence[tuple[str, ...]], order: Sequence[str]) -> Non
 
 
 def _leaves(names: Names) -> Iterator[str]:
-    """Yield the children of a model, and for containers their entries."""
+    """Yield the names of a model's children, and in place of containers those of their entries."""
     for name, module in names.modules.items():
         owner = names.modules[names.owner(name)]
         if name and not is_container(module) and (names.owner(name) == "" or _is_open(names, names.owner(name), owner)):
@@ -131,24 +131,24 @@ def _leaves(names: Names) -> Iterator[str]:
 
 
 def _is_open(names: Names, name: str, module: nn.Module) -> bool:
-    """Whether a module is a container, and all those around it are."""
+    """Return whether a module is a container, and so are all those around it, the model itself aside."""
     above = names.owner(name)
     return is_container(module) and (not above or _is_open(names, above, names.modules[above]))
 
 
 def _found(names: Names, seen: Iterable[str]) -> Iterator[tuple[str, ...]]:
-    """Yield the modules that ran, in order; those that are no entries of a series together with their neighbours."""
+    """Yield the modules that ran, in order: each entry of a series by itself, the others grouped with their neighbours."""
     for is_entry, group in groupby((name for name in seen if name), key=lambda name: is_series(names.modules[names.owner(name)])):
         members = tuple(group)
         yield from ((name,) for name in members) if is_entry else (members,)
 
 
 class _Clock:
-    """Takes the time of a module alone.
+    """Measures the time of a module that runs alone.
 
     Args:
         repeats: timed runs, after one that is not timed.
-        devices: on which it computes, which are waited for.
+        devices: the devices that it computes on, which are waited for.
     """
 
     def __init__(self, repeats: int, devices: Iterable[torch.device]) -> None:
@@ -170,7 +170,7 @@ class _Clock:
 
 
 class _Flops:
-    """Counts the operations of a module alone."""
+    """Counts the operations of a module that runs alone."""
 
     def __init__(self, flops_per_s: float) -> None:
         self._flops_per_s = flops_per_s
@@ -225,7 +225,7 @@ def _bytes(storages: Iterable[Any]) -> int:
 
 
 def _static_bytes(names: Names, group: Sequence[str], bytes_per_parameter: float | None) -> int:
-    """Parameters and buffers under some names, each once, with gradients and optimizer states."""
+    """Return the bytes of the parameters and buffers under some names, each once, with gradients and optimizer states."""
     tensors = {id(tensor): tensor for name, tensor in names.tensors.items() if names.is_kept(name, group)}
     return round(sum(_kept_bytes(tensor, bytes_per_parameter) for tensor in tensors.values()))
 

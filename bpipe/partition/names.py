@@ -1,4 +1,4 @@
-"""Which of a model's modules each stage keeps, from lists of names; and everything that is wrong with such lists."""
+"""Find out from lists of names which of a model's modules each stage keeps, and everything that is wrong with such lists."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ MOST_SHOWN = 8
 
 
 def is_container(module: nn.Module | None) -> bool:
-    """Whether a module is nothing but a series of others."""
+    """Return whether a module is nothing but a series of others."""
     return isinstance(module, CONTAINERS)
 
 
 class Names:
-    """The fully qualified names of a model: its modules, parameters and buffers, those with several names under each."""
+    """The fully qualified names of a model's modules, parameters and buffers; one with several names is under each of them."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(model.named_modules(remove_duplicate=False))
@@ -35,7 +35,7 @@ class Names:
         }
 
     def in_step(self, stages: Sequence[Sequence[str]]) -> list[list[str]]:
-        """The lists, and in them the entries of lists of parameters that no stage names: each with the layer beside it."""
+        """Return the lists with the entries added of parameter lists that no stage names, each where the layer beside it is."""
         completed = [list(names) for names in stages]
         for parameters, series in self._of_layers():
             if not any(self.is_kept(parameters, names) or self.is_above(parameters, names) for names in stages):
@@ -49,7 +49,8 @@ class Names:
 
         Args:
             stages: for each stage its names.
-            keep_positions: whether missing entries are replaced, so that lists of parameters may have more than the layers beside.
+            keep_positions: whether missing entries are replaced, so that a list of parameters may have more entries than the series
+                of layers beside it.
 
         Raises:
             ConfigurationError: they do not; the message lists every problem.
@@ -62,7 +63,7 @@ class Names:
         _raise_all(f"these {len(stages)} stages are no split of the model:", problems)
 
     def check_known(self, layers: Sequence[Sequence[str]]) -> None:
-        """Raise unless the model has all that is named, once, and not inside of something else that is named.
+        """Raise unless each name is in the model, is given once, and is not inside another one that is given.
 
         Raises:
             ConfigurationError: it does not; the message lists every problem.
@@ -77,22 +78,22 @@ class Names:
         _raise_all("these are no layers of the model:", problems)
 
     def is_kept(self, name: str, kept: Iterable[str]) -> bool:
-        """Whether a stage that keeps some names has a module or tensor: it, or one that it is inside of, is named."""
+        """Return whether a stage that keeps some names has a module or tensor: it, or a module around it, is named."""
         return any(name == one or name.startswith(f"{one}.") for one in kept)
 
     def is_above(self, name: str, kept: Iterable[str]) -> bool:
-        """Whether something inside of a module is kept."""
+        """Return whether something inside a module is kept."""
         return not name or any(one.startswith(f"{name}.") for one in kept)
 
     def is_copied(self, name: str, kept: Iterable[str]) -> bool:
-        """Whether a stage has a copy of a module with less in it: it is above what is kept, or a list that may be empty."""
+        """Return whether a stage has a copy of a module with less in it: one above what is kept, or a list that may be empty."""
         if self.is_kept(name, kept):
             return False
         may_be_empty = isinstance(self.modules[name], (nn.ModuleList, nn.ModuleDict, *OF_PARAMETERS))
         return self.is_above(name, kept) or (may_be_empty and self.is_copied(self.owner(name), kept))
 
     def owner(self, name: str) -> str:
-        """The module that a module or tensor is registered on."""
+        """Return the name of the module that a module or tensor is registered on."""
         return name.rpartition(".")[0]
 
     def _unusable(self, stages: Sequence[Sequence[str]], what: str) -> Iterator[str]:
@@ -110,7 +111,7 @@ class Names:
                 yield f"{what} {index} names {name!r} twice"
 
     def _missing(self, stages: Sequence[Sequence[str]]) -> Iterator[str]:
-        """What no stage has: modules that compute, whether they have parameters or not, and tensors of the modules above."""
+        """Yield a problem for all that no stage has: modules that compute, even without parameters, and parameters above them."""
         named = [name for names in stages for name in names]
         for name, module in self.modules.items():
             above = self.is_above(name, named)
@@ -122,7 +123,7 @@ class Names:
                 yield f"no stage has the parameter {name}: name it in the stage that uses it"
 
     def _disordered(self, stages: Sequence[Sequence[str]]) -> Iterator[str]:
-        """Entries of a series on several stages, or on an earlier stage than the entries before them."""
+        """Yield a problem for each entry of a series on several stages, or on an earlier stage than the entries before it."""
         named = [name for names in stages for name in names]
         for name, module in self.modules.items():
             if not is_series(module) or not self.is_above(name, named):
@@ -143,7 +144,7 @@ class Names:
                     yield f"{prefix}{before} is in stage {last}, and {prefix}{after}, which comes after it, in stage {first}"
 
     def _out_of_step(self, stages: Sequence[Sequence[str]], keep_positions: bool) -> Iterator[str]:
-        """Entries of a list of parameters on other stages than the layer beside them: a loop over both would go wrong."""
+        """Yield a problem for each entry of a parameter list on another stage than its layer: a loop over both would go wrong."""
         for parameters, series in self._of_layers():
             for index, names in enumerate(stages):
                 for entry in self.modules[series]._modules:
@@ -172,12 +173,12 @@ def _raise_all(headline: str, problems: list[str]) -> None:
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules inside of a module, itself included, that do or hold something."""
+    """Yield the modules inside a module, itself included, that do or hold something."""
     return (one for one in module.modules() if not is_container(one) and not isinstance(one, nn.Identity))
 
 
 def is_series(module: nn.Module) -> bool:
-    """Whether the entries of a container run in their order: always but for a dict with names that are no numbers."""
+    """Return whether the entries of a container run in order: always, unless it is a dict whose keys are not all numbers."""
     if isinstance(module, nn.ModuleDict):
         return bool(len(module)) and all(key.isdigit() for key in module)
     return isinstance(module, (nn.Sequential, nn.ModuleList))

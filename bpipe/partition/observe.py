@@ -1,4 +1,4 @@
-"""One forward of a whole model, watched: which of its modules ran, in which order, on what, and what each of them saved."""
+"""Watch one forward of a whole model: which of its modules ran, in which order, on what inputs, and what each of them saved."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 @dataclass
 class Seen:
-    """What was seen of one module, or of the loss."""
+    """The observations of one module, or of the loss."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Observer:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch what runs inside."""
+        """Watch the modules that run inside the context."""
         with ExitStack() as hooks:
             for name, module in self._modules.items():
                 for handle in (
@@ -53,7 +53,7 @@ class Observer:
             yield
 
     def begin(self, name: str, *args: Any) -> None:
-        """What is saved from now on is this one's."""
+        """Attribute everything that is saved from now on to this module, or to the loss."""
         self._now = name
         self.seen[name] = Seen(args=_detached(args))
 
@@ -90,7 +90,7 @@ def observed(
     loss_fn: Loss | None,
     target: Any,
 ) -> dict[str, Seen]:
-    """Run a model once and tell what was seen of some modules, in the order in which they ran; of the loss, under ""."""
+    """Run a model once and return what was seen of some modules, in the order in which they ran, and of the loss, under ""."""
     given = [one for one in tree_leaves([args, kwargs, target]) if isinstance(one, torch.Tensor)]
     foreign = {storage._cdata for one in (*model.parameters(), *model.buffers(), *given) for storage in storages_of(one)}
     observer = Observer(modules, foreign)
@@ -104,7 +104,7 @@ def observed(
 
 
 class _FusedAttention(TorchFunctionMode):
-    """Attention on the meta device as devices compute it, in one kernel, whose matrix of weights is not saved."""
+    """Computes attention on the meta device as real devices do, in one kernel that does not save the matrix of weights."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.scaled_dot_product_attention and len({one.shape[1] for one in args[:3]}) == 1:
@@ -117,5 +117,5 @@ def _unpack(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _detached(nest: Any) -> Any:
-    """The same without graph; what needed a gradient needs one again."""
+    """Detach tensors from their graph; those that required a gradient still do."""
     return tree_map_only(torch.Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), nest)

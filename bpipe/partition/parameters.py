@@ -1,4 +1,4 @@
-"""Lists and dicts of parameters of which a stage has some: in step with the layers that it has."""
+"""Lists and dicts of parameters of which a stage has only some entries, in step with the layers that it has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__: list[str] = []
 
 
 class _Partial(nn.ParameterList):
-    """Some entries of a list, under the names that they have in the whole one; the first of them is at 0."""
+    """Some entries of a list, under the names that they have in the whole list; the first of them has index 0."""
 
     _present: Any = None  # names; a slice is a list of its own, and has none
 
@@ -20,7 +20,7 @@ class _Partial(nn.ParameterList):
 
 
 def leave_out(parameters: nn.ParameterList | nn.ParameterDict, entry: str) -> None:
-    """Take an entry off a stage's copy."""
+    """Remove an entry from a stage's copy."""
     if isinstance(parameters, nn.ParameterDict):
         parameters.pop(entry)
         return
@@ -37,5 +37,5 @@ def leave_out(parameters: nn.ParameterList | nn.ParameterDict, entry: str) -> No
 
 @cache
 def _partial(cls: Any) -> Any:
-    """The same class, of which some entries are missing."""
+    """Return a subclass, under the same name, for lists that lack some entries."""
     return type(cls.__name__, (_Partial, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})

@@ -1,4 +1,4 @@
-"""What stands where a stage lacks a module of the whole model."""
+"""Placeholders for modules of the whole model that a stage lacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__: list[str] = []
 
 
 class PassThrough(torch.nn.Module):
-    """Hands the hidden states on: a layer, a norm or a head that another stage has.
+    """Hands the hidden states on, in place of a layer, a norm or a head that another stage has.
 
     They are `inputs_embeds` where the caller names them so, else the first argument that is not None.
     """
@@ -23,7 +23,7 @@ class PassThrough(torch.nn.Module):
 
 
 class AddsNothing(torch.nn.Module):
-    """Gives what can be added to anything without a bit changed: embeddings of positions that the first stage has added."""
+    """Returns a zero that changes no bit of what it is added to, in place of position embeddings that the first stage has added."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return torch.tensor(-0.0)  # x + 0.0 would turn -0.0 into 0.0; and a number of no dimension leaves the dtype alone
@@ -43,7 +43,7 @@ def check_kind(kind: str, where: str) -> None:
 
 
 def placeholder(kind: str, module: torch.nn.Module) -> torch.nn.Module | None:
-    """What stands for a module: "pass" it through, add "zero", or "none". Loops may ask it what the module is."""
+    """Return what stands for a module: "pass" it through, add "zero", or "none". It has the module's plain attributes."""
     chosen = _KINDS[kind]
     if chosen is None:
         return None

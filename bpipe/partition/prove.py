@@ -1,4 +1,4 @@
-"""Prove that a kind of Transformers model may be cut: a small one of its kind, cut likewise, computes what it computes whole."""
+"""Prove that a kind of Transformers model can be cut: a small model of the kind, cut the same way, computes the same as whole."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class NotProvenError(Exception):
 
 
 def difference_when_cut(model: nn.Module, cut: Cut, cut_small: Cut) -> Difference | None:
-    """Cut a small model of the same kind, and tell how its stages differ from it: outputs or gradients, to the bit.
+    """Cut a small model of the same kind, and return how its stages differ from it in outputs or gradients, bit for bit.
 
-    That is a copy of the model where it is small and has values, and else one of a smaller configuration; both get random values,
-    so that no weight hides behind a zero. It is in train mode, with the dropout of its configuration.
+    The small model is a copy of the model where that is small and has values, and otherwise one of a smaller configuration. Random
+    values are added to its parameters, so that no weight hides behind a zero. It is in train mode, with its configured dropout.
 
     Args:
-        model: which is not run.
+        model: the model, which is not run.
         cut: makes the stages of a copy of the model.
         cut_small: makes the stages of a model with other sizes and fewer layers.
 
@@ -64,7 +64,7 @@ def difference_when_cut(model: nn.Module, cut: Cut, cut_small: Cut) -> Differenc
 
 @contextmanager
 def _on_cpu() -> Iterator[None]:
-    """Whatever device and random numbers the caller has chosen."""
+    """Run on the CPU, from a fixed seed and without warnings, whatever device and random state the caller has chosen."""
     with torch.device("cpu"), torch.random.fork_rng([]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a small configuration lacks is nothing that a user should hear of
         torch.default_generator.manual_seed(SEED)  # and not those of GPUs
@@ -72,7 +72,7 @@ def _on_cpu() -> Iterator[None]:
 
 
 def _twin(model: nn.Module) -> tuple[nn.Module, bool]:
-    """A small model that may be run, and whether it is a copy of the model."""
+    """Return a small model that may be run, and whether it is a copy of the model."""
     twin, is_copy = _copied(model), True
     if twin is None:
         twin, is_copy = _rebuilt(model), False
@@ -85,7 +85,7 @@ def _twin(model: nn.Module) -> tuple[nn.Module, bool]:
 
 
 def _copied(model: nn.Module) -> nn.Module | None:
-    """A copy on the CPU without the hooks that users have put on it, or None where the model is large or has no plain values."""
+    """Copy a model to the CPU without users' hooks; return None if it is large, has no plain values or cannot be copied."""
     tensors = [*model.parameters(), *model.buffers()]
     is_plain = all(type(one) in (torch.Tensor, nn.Parameter) for one in tensors)  # neither sharded nor quantized
     if not is_plain or any(one.is_meta for one in tensors) or sum(one.numel() for one in tensors) > MOST_PARAMETERS:
@@ -102,7 +102,7 @@ def _copied(model: nn.Module) -> nn.Module | None:
 
 
 def _rebuilt(model: nn.Module) -> nn.Module:
-    """A model of the same class, of a smaller configuration."""
+    """Build a model of the same class with a smaller configuration."""
     config, cls = shrunk(model.config), type(model)
     _make_plain(config)
     with torch.device("meta"):
@@ -113,7 +113,7 @@ def _rebuilt(model: nn.Module) -> nn.Module:
 
 
 def _make_plain(config: Any) -> None:
-    """No cache, as in stages, because some models mask otherwise with one; and attention that a CPU computes."""
+    """Turn the cache off, as stages do, because some models mask differently with one, and choose attention that a CPU computes."""
     for one in (config, _text_config(config)):
         if hasattr(one, "use_cache"):
             one.use_cache = False
@@ -122,7 +122,7 @@ def _make_plain(config: Any) -> None:
 
 
 def _samples(model: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
-    """Yield keyword arguments, and whether the model may refuse them: words; padding and a mask; positions and kinds of words."""
+    """Yield keyword arguments, and whether the model may refuse them: words; padding and a mask; positions; token types."""
     config: Any = model.config
     text = _text_config(config)
     ids = torch.tensor(_words(config, text))[torch.randint(MOST_WORDS, (ROWS, TOKENS))]
@@ -141,7 +141,7 @@ def _samples(model: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], bool]]
 
 
 def _words(config: Any, text: Any) -> list[int]:
-    """Some words that stand for nothing else, such as a picture."""
+    """Return ids of words alone, without those that stand for something else, such as a picture."""
     named = [value for one in (config, text) for name, value in vars(one).items() if name.endswith(("_id", "_ids", "_index"))]
     special = set(tree_leaves(named))
     words = [word for word in range(getattr(text, "vocab_size", MOST_WORDS)) if word not in special][-MOST_WORDS:]

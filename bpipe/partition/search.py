@@ -1,4 +1,4 @@
-"""Where to cut a chain of layers: exactly, where each stage counts by itself, else from good places to better ones."""
+"""Find where to cut a chain of layers: exactly if each stage counts by itself, else by local search from good cuts."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ Ends = tuple[int, ...]  # 0, where each later stage begins, and the number of la
 Cost = Callable[[int, int, int], float]  # of a stage that has the layers from one to before another
 Score = Callable[[Ends], tuple[float, ...]]  # the less, the better
 
-MOST_TRIED = 5000  # so many ways to cut are tried one by one
+MOST_TRIED = 5000  # ways to cut that are all tried, one by one
 NUM_KICKS, KICKED = 24, 3
-MOST_SCORED = 20_000  # after so many scores, no further kick
+MOST_SCORED = 20_000  # scores after which there is no further kick
 LONGEST_BLOCK = 8
 
 
 def narrowest(num_layers: int, num_stages: int, cost: Cost, fits: Callable[[int, int, int], bool] | None = None) -> Ends | None:
-    """Cut so that the stage that costs most costs least, by dynamic programming.
+    """Cut so that the most expensive stage costs as little as possible, by dynamic programming.
 
-    best[x][end], the least that the dearest of the stages 0 to x costs where they have the layers before `end`, is the least of
-    max(best[x - 1][start], cost(x, start, end)) over all starts.
+    best[x][end] is the least that the most expensive of stages 0 to x can cost if they have the layers before `end`: the minimum
+    of max(best[x - 1][start], cost(x, start, end)) over all starts.
 
     Args:
         num_layers: in the chain.
         num_stages: each gets one layer or more.
         cost: `cost(stage, start, end)`.
-        fits: which of these may be at all; default: any.
+        fits: `fits(stage, start, end)`, whether a stage may have these layers at all; default: always.
 
     Returns:
         The ends, or None where nothing fits.
@@ -57,7 +57,7 @@ def narrowest(num_layers: int, num_stages: int, cost: Cost, fits: Callable[[int,
 
 
 def best_of_all(num_layers: int, num_stages: int, score: Score) -> Ends | None:
-    """Try every way to cut; None where there are too many."""
+    """Return the best of all ways to cut, or None if there are too many to try."""
     if comb(num_layers - 1, num_stages - 1) > MOST_TRIED:
         return None
     return min(every_cut(num_layers, num_stages), key=score)
@@ -69,9 +69,9 @@ def every_cut(num_layers: int, num_stages: int) -> Iterator[Ends]:
 
 
 def improved(starts: Iterable[Ends], score: Score) -> Ends:
-    """Move cuts by a layer, one or several neighbouring ones together, as long as that is better; and again from kicked cuts.
+    """Move cuts, one or several neighbouring ones together, as long as that is better; then again from randomly moved cuts.
 
-    The same for the same arguments, on every rank.
+    The result is the same for the same arguments, on every rank.
     """
     counted = _Counted(score)
     best = min((_descended(start, counted) for start in starts), key=score)
@@ -85,7 +85,7 @@ def improved(starts: Iterable[Ends], score: Score) -> Ends:
 
 
 class _Counted:
-    """A score that counts how often it is asked."""
+    """A score that counts how often it is called."""
 
     def __init__(self, score: Score) -> None:
         self._score, self.count = score, 0
@@ -116,7 +116,7 @@ def _moved(ends: Ends) -> Iterator[Ends]:
 
 
 def _kicked(ends: Ends, random: Random) -> Ends:
-    """The cuts after some moves at random."""
+    """Return the cuts after some random moves."""
     for _ in range(KICKED):
         moves = list(_moved(ends))
         ends = random.choice(moves) if moves else ends
@@ -124,10 +124,10 @@ def _kicked(ends: Ends, random: Random) -> Ends:
 
 
 def even(num_layers: int, num_stages: int) -> Ends:
-    """As many layers on each stage as on the others, or one more."""
+    """Return the cuts that give every stage the same number of layers, or one more."""
     return tuple(num_layers * stage // num_stages for stage in range(num_stages + 1))
 
 
 def pieces(ends: Ends) -> Sequence[tuple[int, int]]:
-    """The first layer of each stage, and the first one after it."""
+    """Return the first layer of each stage, and the first one after it."""
     return list(pairwise(ends))

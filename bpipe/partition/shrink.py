@@ -1,7 +1,7 @@
-"""A small configuration of the kind that a Transformers configuration is: the same switches and factors, other sizes.
+"""Make a small configuration of the same kind as a Transformers configuration: the same switches and factors, other sizes.
 
-Sizes are known by the names of their fields, of which Transformers has some for each idea. What keeps its value: factors,
-switches, the kinds of layers, numbers that are small already.
+Sizes are recognised by the names of their fields, of which Transformers has several for each idea. Factors, switches, the kinds
+of layers, and numbers that are small already keep their values.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KINDS = {
         "rank": ".*_rank|.*lora_dim",
         "window": "(.*_)?(sliding_window|attention_window_size|local_attention|window_size|attention_chunk_size)",
     }.items()
-}  # the first that fits
+}  # the first that matches counts
 SIZES = {
     "head_dim": HEAD_DIM, "words": WORDS, "positions": POSITIONS, "width": WIDTH, "inner": 2 * WIDTH, "experts": 4, "chosen": 2,
     "groups": 1, "rank": 16, "window": 4,
@@ -45,7 +45,7 @@ SIZES = {
 
 
 def shrunk(config: Any) -> Any:
-    """A copy of a configuration with small sizes, those of its parts too."""
+    """Return a copy of a configuration with small sizes, in its parts too."""
     small = copy.deepcopy(config)
     for part in _parts(small):
         _shrink(part)
@@ -53,7 +53,7 @@ def shrunk(config: Any) -> Any:
 
 
 def _parts(config: Any) -> Iterator[Any]:
-    """Yield a configuration and those inside of it."""
+    """Yield a configuration and those inside it."""
     yield config
     for value in list(vars(config).values()):
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
@@ -80,7 +80,7 @@ def _shrink(config: Any) -> None:
 
 
 def _num_layers(fields: dict[str, Any], counts: set[int]) -> int:
-    """So many that each kind of layer is there."""
+    """Return how many layers to keep so that each kind of layer is there, at most MOST_LAYERS."""
     most = LAYERS
     for value in fields.values():
         if isinstance(value, (list, tuple)) and len(value) in counts and all(isinstance(one, str) for one in value):

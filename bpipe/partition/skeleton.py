@@ -1,4 +1,4 @@
-"""A stage as a copy of the model's outer modules, which shares all that it keeps."""
+"""Make a stage: a copy of the model's outer modules that shares all that it keeps."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ Kind = Callable[[str], str]  # what stands for a missing module, by its name
 def skeleton(
     model: nn.Module, names: Names, kept: Sequence[str], kind: Kind, *, claimed: Iterable[str], keep_positions: bool
 ) -> nn.Module:
-    """Copy the modules above those that are kept; the rest is shared or left out.
+    """Copy the modules above those that are kept, and share or leave out the rest.
 
     Args:
-        model: the whole.
+        model: the whole model.
         names: its names.
         kept: what this stage names.
         kind: the placeholder of a module that it lacks.
-        claimed: what any stage names: a parameter or buffer of a copied module belongs to those who name it or that module.
-        keep_positions: whether missing entries of a series are replaced too, so that the others keep places; parameters by None.
+        claimed: all that any stage names: a parameter or buffer of a copied module belongs to those that name it or that module.
+        keep_positions: whether missing entries of a series are replaced too (parameters by None), so that the others keep places.
 
     Raises:
         ConfigurationError: an attribute of these modules cannot be copied.
@@ -74,7 +74,7 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _shared(names: Names, kept: Sequence[str]) -> dict[int, Any]:
-    """What deepcopy takes as it is: kept modules, all parameters and buffers, and plain tensors of the copied modules."""
+    """Return the memo of what deepcopy shares: kept modules, all parameters and buffers, and copied modules' plain tensors."""
     memo: dict[int, Any] = {id(tensor): tensor for tensor in names.tensors.values()}
     for name, module in names.modules.items():
         if names.is_kept(name, kept):

@@ -24,20 +24,20 @@ def split_model(
     """Cut a model into stages, by lists of fully qualified names.
 
     A stage is a copy of the model without what others have: it has the same class and forward, shares the modules and
-    parameters that it keeps, under their names (`layers.5.weight` stays so), and nothing is copied that holds memory. It works
+    parameters that it keeps, under their names (`layers.5.weight` keeps its name), and copies nothing that holds memory. It works
     on the meta device. `split_model(model, stages)[rank]` frees the rest as soon as nothing else holds the model.
 
-    The forward of each stage is the model's, fed with what the stage before returned. Not every forward goes well with missing
+    The forward of each stage is the model's, fed with what the stage before returned. Not every forward works with missing
     modules: `check_split` proves a split on an example, and should be run once for each kind of model. All ranks of a pipeline
-    must give the same lists: the first step compares them, unless a wrapper (DDP) hides what the parts say of it.
+    must give the same lists: the first step compares them, unless a wrapper (DDP) hides the marks on the parts.
 
     Args:
-        model: the whole; it is not changed.
+        model: the whole model; it is not changed.
         stages: for each stage the names of its modules, as in torchtitan's `module_fqns_per_model_part`;
             `bpipe.partition.split.at_cuts` makes such lists from the first layer of each stage. A module that several stages name
             (tied embeddings) is shared by them. Parameters and buffers of a module that is itself not named may be named: the
             stages that name them have them; buffers that nobody names are on all stages. Entries of an `nn.ParameterList` or
-            `nn.ParameterDict` that nobody names go with the entries of the series of modules beside it, where it has the same.
+            `nn.ParameterDict` that nobody names go with those of a series of modules beside it that has the same entries.
         missing: what stands where a module is missing: "pass" (it returns its first argument), "none" (`None`, which
             torchtitan's models expect), "zero" (a number that changes nothing when added, for embeddings of positions), or a
             dict that says so by name, and "pass" for others.
@@ -50,7 +50,7 @@ def split_model(
 
     Raises:
         ConfigurationError: the lists do not make up the model: unknown names, modules or parameters that no stage has, layers in
-            another order, empty stages. The message lists all of it.
+            another order, empty stages. The message lists every problem.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -94,10 +94,10 @@ def at_cuts(layers: Sequence[str], cuts: Sequence[str]) -> list[list[str]]:
 
 
 def listed(names: Sequence[str]) -> list[str]:
-    """One stage's names.
+    """Return one stage's names as a list.
 
     Raises:
-        ConfigurationError: they are a text.
+        ConfigurationError: they are a single string.
     """
     if isinstance(names, str):
         raise ConfigurationError(f"a stage is a list of names, got the text {names!r}: write [{names!r}]")
@@ -105,7 +105,7 @@ def listed(names: Sequence[str]) -> list[str]:
 
 
 def _kinds(missing: Missing, names: Names) -> dict[str, str]:
-    """What stands for a missing module by name; under "" for all others."""
+    """Return the kind of placeholder of each missing module by name, and under "" that of all others."""
     if isinstance(missing, str):
         check_kind(missing, "missing")
         return {"": missing}

@@ -24,7 +24,7 @@ OF_PICTURES_AND_SOUND = (
 
 @cache
 def stage_class(cls: Any, is_first: bool, is_last: bool) -> type[nn.Module]:
-    """The model's class with the forward of a stage, under the same name."""
+    """Return a subclass of the model's class, under the same name, with the forward of a stage."""
 
     def forward(self: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         unusable = next((name for name in NOT_OF_A_STAGE if kwargs.get(name) is not None), None)

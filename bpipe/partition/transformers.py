@@ -1,9 +1,10 @@
 """Cut a Hugging Face Transformers model into stages. transformers itself is not imported here.
 
-Such a model takes `inputs_embeds` in place of `input_ids`: there a later stage puts the hidden states that it was sent. What the
-first stage has added to them (embeddings of positions and token types, dropout) is replaced there by modules that change nothing.
-Layers that other stages have are left out; where a config has `layer_types`, which models look up by a layer's place, they are
-replaced too. A stage's class becomes a subclass with another forward, as FSDP2's `fully_shard` does it, so that names stay.
+Such a model takes `inputs_embeds` in place of `input_ids`, and a later stage passes the hidden states that it received as these.
+The modules that the first stage has already applied (embeddings of positions and token types, dropout) are replaced on it by ones
+that change nothing. Layers that other stages have are left out; where a config has `layer_types`, which models look up by a
+layer's position, they are replaced too. A stage's class becomes a subclass with another forward, as with FSDP2's `fully_shard`,
+so that names stay the same.
 """
 
 from __future__ import annotations
@@ -38,24 +39,25 @@ def split_transformer(
     Nothing is cached. Stages share the modules and parameters of the model, under its names; a weight that input embeddings and
     head share is on the first stage and on the last, so sum its gradients where these are different processes.
 
-    For encoders and decoders of words, with one series of layers, whose forward takes `inputs_embeds`; docs/transformers.md lists
-    the classes. The cut is proven before the stages are given out: a small model of the same kind, cut likewise, must have the
-    outputs and the gradients of the whole one to the bit, with and without padding, in train mode. A model of up to 16.8 million
-    parameters that is not on the meta device is copied for that, and for another a model of a smaller configuration is built, both
-    on the CPU; the model itself is not run. It takes less than a second. `bpipe.check_split` proves a split on inputs of yours.
+    It cuts encoders and decoders of words that have one series of layers and whose forward takes `inputs_embeds`;
+    docs/transformers.md lists the classes. The cut is proven before the stages are returned: a small model of the same kind, cut
+    the same way, must have the outputs and the gradients of the whole one bit for bit, with and without padding, in train mode. A
+    model of up to 16.8 million parameters that is not on the meta device is copied for that; for any other, a model of a smaller
+    configuration is built. Both happen on the CPU, and the model itself is not run. It takes less than a second.
+    `bpipe.check_split` proves a split on your own inputs.
 
     Call what changes the model as a whole, such as its `gradient_checkpointing_enable()`, before the split. All ranks of a pipeline
-    must cut alike.
+    must cut the same way.
 
     Args:
-        model: of transformers, also on the meta device; it is not changed.
-        stages: how many, as even as they go; or how many layers each has; or for each the names of its modules, in which each
-            entry of `transformer_layers(model)` is on one stage.
-        prove: False to leave the proof out, where no small model of the kind can be built: call `check_split` on one of yours.
+        model: a model of transformers, also on the meta device; it is not changed.
+        stages: the number of stages, as even as possible; or the number of layers of each stage; or for each stage the names of its
+            modules, with each entry of `transformer_layers(model)` on one stage.
+        prove: False to skip the proof where no small model of the kind can be built: call `check_split` on one of your own.
 
     Raises:
-        ConfigurationError: the model is none that can be cut so, its stages compute something else or cannot be proven, or the
-            stages are not all of it.
+        ConfigurationError: the model cannot be cut this way, its stages compute something else or cannot be proven, or the
+            stages do not make up the whole model.
 
     Example:
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -70,7 +72,7 @@ def split_transformer(
 
 
 def _prove(model: nn.Module, stages: int | Sequence[int] | Sequence[Sequence[str]], num_stages: int) -> None:
-    """Raise unless a small model of the kind computes in stages what it computes whole.
+    """Raise unless a small model of the kind computes the same in stages as whole.
 
     Raises:
         ConfigurationError: it does not, or there is none.
@@ -102,7 +104,7 @@ def _cut(model: nn.Module, stages: int | Sequence[int] | Sequence[Sequence[str]]
 
 
 def _leave_unscaled(part: nn.Module, layer: str) -> None:
-    """Keep a later stage from multiplying hidden states with what embeddings are multiplied with, as Granite's does."""
+    """Keep a later stage from scaling hidden states by the factor for embeddings, as Granite's forward would."""
     steps = layer.split(".")[:-1]
     for above in (part.get_submodule(".".join(steps[:depth])) for depth in range(len(steps))):  # which are the stage's own
         for name in SCALES.intersection(vars(above)):
@@ -110,7 +112,7 @@ def _leave_unscaled(part: nn.Module, layer: str) -> None:
 
 
 def _cut_finely(model: nn.Module, num_stages: int) -> list[nn.Module]:
-    """As many stages, or as a small model has layers."""
+    """Cut into this many stages, or into as many as a small model has layers if it has fewer."""
     return _cut(model, min(num_stages, len(_outline(model).layers)))
 
 
@@ -119,12 +121,12 @@ def _what(model: nn.Module) -> str:
 
 
 def transformer_layers(model: nn.Module) -> list[tuple[str, ...]]:
-    """The parts of a Transformers model between which it can be cut, each as the names of modules that stay together.
+    """Return the parts of a Transformers model between which it can be cut, each as the names of modules that stay together.
 
     These are what comes before the layers, each layer, and what comes after; `bpipe.measure_layers` takes them.
 
     Raises:
-        ConfigurationError: the model is none that can be cut so.
+        ConfigurationError: the model cannot be cut this way.
 
     Example:
         layers = bpipe.measure_layers(model, input_ids, {"use_cache": False}, layers=bpipe.transformer_layers(model))
@@ -135,14 +137,14 @@ def transformer_layers(model: nn.Module) -> list[tuple[str, ...]]:
 
 
 class _Outline(NamedTuple):
-    """Where the modules of a model go."""
+    """The modules of a model, by the stages that they go to."""
 
     before: tuple[str, ...]  # on the first stage
     layers: tuple[str, ...]
     after: tuple[str, ...]  # on the last stage
     everywhere: tuple[str, ...]  # without parameters, and used by every layer
     missing: dict[str, str]  # what stands for those of `before` on later stages, where it is not "pass"
-    keep_positions: bool  # whether what kind a layer has is looked up by its place
+    keep_positions: bool  # whether a layer's kind is looked up by its position
 
 
 def _outline(model: nn.Module) -> _Outline:
@@ -169,7 +171,7 @@ def _outline(model: nn.Module) -> _Outline:
 
 
 def _base_of(model: nn.Module) -> nn.Module:
-    """The part of a model without its head.
+    """Return the part of a model without its head.
 
     Raises:
         ConfigurationError: it has none, or none that can begin with hidden states.
@@ -186,7 +188,7 @@ def _base_of(model: nn.Module) -> nn.Module:
 
 
 def _series(base: nn.Module, model: nn.Module) -> str:
-    """The name of the list of layers.
+    """Return the name of the list of layers.
 
     Raises:
         ConfigurationError: there is none, or more than one.
@@ -215,7 +217,7 @@ def _text_config(model: nn.Module) -> Any:
 
 
 def _beside(model: nn.Module, series: str) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield the modules beside the list of layers and beside those around it, and whether they are registered before these."""
+    """Yield the modules beside the list of layers and beside those around it, with their names and whether they come before it."""
     above, steps = "", series.split(".")
     for step in steps:
         names = list(model.get_submodule(above)._modules)
@@ -228,7 +230,7 @@ def _beside(model: nn.Module, series: str) -> Iterator[tuple[str, nn.Module, boo
 
 
 def _is_added(module: nn.Module) -> bool:
-    """Whether what a module gives is added to the hidden states, and not made of them."""
+    """Return whether a module's output is added to the hidden states, and not computed from them."""
     return isinstance(module, nn.Embedding) or "position" in type(module).__name__.lower()
 
 

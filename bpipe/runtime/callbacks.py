@@ -1,7 +1,7 @@
-"""Callbacks that hooks queue for the end of a backward (`queue_callback`): where it is in halves, they run after the second.
+"""Callbacks that hooks queue for the end of a backward (`queue_callback`): if it is in two halves, they run after the second.
 
 Autograd's engine runs several times for a microbatch whose backward is in two halves, and calls back at the end of each run.
-Therefore this engine stands before torch's while a step with such backwards runs, and keeps what is queued in a half. What is
+Therefore this engine stands in front of torch's while a step with such backwards runs, and keeps what is queued in a half. What is
 queued in an input half makes the weight half follow at once, and then the callbacks: that backward is whole after all. What is
 queued in a weight half is called after it, but refused if another microbatch has had its input half since: the callback would find
 gradients that no single process has at that time.
@@ -24,10 +24,10 @@ Callback = Callable[[], None]
 
 
 class Callbacks(torch._C._ImperativeEngine):
-    """Torch's engine, but for what is queued while a half of a backward runs; to be `Variable._execution_engine` for a step."""
+    """Torch's engine, except for what is queued while half of a backward runs; it is `Variable._execution_engine` during a step."""
 
     def __init__(self) -> None:
-        self.is_ours: Callable[[], bool] | None = None  # while a half runs: whether it is what queues, and no backward inside of it
+        self.is_ours: Callable[[], bool] | None = None  # while a half runs: whether that half queues, not a backward inside it
         self.is_late: Callable[[], bool] | None = None  # while a weight half runs: whether another input half ran since its own
         self.queued: list[Callback] = []
         self.were_any = False  # in this step
@@ -56,12 +56,12 @@ class Callbacks(torch._C._ImperativeEngine):
         self.queued.append(callback)
 
     def take(self) -> list[Callback]:
-        """Take what was queued; whoever takes it calls it."""
+        """Take what was queued; the caller has to call it."""
         queued, self.queued = self.queued, []
         return queued
 
     def call(self, queued: Sequence[Callback]) -> None:
-        """Call back, also what callbacks queue themselves, as at the end of a backward."""
+        """Run callbacks, and those that they queue themselves, as at the end of a backward."""
         before, self.is_ours = self.is_ours, _is_no_backward
         self.queued[:0] = queued
         while self.queued:
@@ -70,7 +70,7 @@ class Callbacks(torch._C._ImperativeEngine):
 
 
 def goes_to(leaf: torch.Tensor) -> bool:
-    """Whether the backward that calls this, through a hook, goes to a leaf."""
+    """Return whether the backward that calls this, through a hook, leads to a leaf."""
     return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
 
 
@@ -83,7 +83,7 @@ def _is_of_fsdp(callback: Any) -> bool:
 
 
 def _name_of(callback: Any) -> str:
-    """A callback's name, and where its code is."""
+    """Return a callback's name, and where its code is."""
     function = getattr(callback, "func", callback)
     code = getattr(function, "__code__", None)
     name = getattr(function, "__qualname__", repr(function))

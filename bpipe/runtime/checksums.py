@@ -1,4 +1,4 @@
-"""What a forward returned, in few numbers: equal for two that returned the same bits."""
+"""What a forward returned, as a few numbers, which are equal for two forwards that returned the same bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FEW = 16  # words, which are weighted one by one
 
 
 class Checksum(NamedTuple):
-    """A nest of tensors and plain values.
+    """The checksum of a nest of tensors and plain values.
 
     Args:
         outline: its structure, shapes, dtypes, and plain values.
@@ -32,7 +32,7 @@ class Checksum(NamedTuple):
 
 
 def checksum_of(value: Any) -> Checksum:
-    """Read all tensors in a nest, each bit of which counts, and its place too."""
+    """Compute the checksum of a nest, in which each bit of each tensor counts, and its place too."""
     found = Checksum([], [])
     _read(value, found)
     return found
@@ -74,7 +74,7 @@ def _sums(tensor: torch.Tensor) -> list[Sum]:
 
 
 def sum_of_bits(tensor: torch.Tensor) -> Sum:
-    """One number for the bits of a strided tensor: values that change places change it too.
+    """Compute one number from the bits of a strided tensor; values that change places change it too.
 
     The words are added in rows and in columns of a square, and both with weights.
     """
@@ -84,14 +84,14 @@ def sum_of_bits(tensor: torch.Tensor) -> Sum:
 
 
 def sum_of_memory(tensor: torch.Tensor) -> Sum:
-    """One number for the memory that a strided tensor looks at, no more than that if it has no gaps, and never copied."""
+    """Compute one number from a strided tensor's memory, never copied: all of its storage unless it is contiguous and aligned."""
     if tensor.is_contiguous() and int(tensor.storage_offset()) * tensor.element_size() % 8 == 0:
         return sum_of_bits(tensor)
     return _number(_sum(as_bytes(tensor.untyped_storage())))
 
 
 def is_awaited(device: torch.device) -> bool:
-    """Whether the host waits for a device when it looks at a value."""
+    """Return whether the host waits for a device when it looks at a value."""
     return device.type != "cpu"
 
 
@@ -115,7 +115,7 @@ def _sum(of_bytes: torch.Tensor) -> torch.Tensor:
 
 
 def _last_word(rest: torch.Tensor) -> torch.Tensor:
-    """Less than four bytes as a word."""
+    """Pad fewer than four bytes to a word."""
     return pad(rest, (0, -len(rest) % 4)).view(torch.int32)
 
 

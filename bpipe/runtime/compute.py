@@ -40,7 +40,7 @@ PARAMETER = "a parameter"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What the user wants of one step.
+    """What the user wants from one step.
 
     Args:
         args: the first stage's positional arguments, by microbatch.
@@ -65,7 +65,7 @@ class Job:
 
 
 class _Inputs(NamedTuple):
-    """What a forward gets.
+    """The inputs of a forward.
 
     Args:
         args: the positional arguments.
@@ -89,7 +89,7 @@ class _Inputs(NamedTuple):
         return self.args if self.is_received else ()
 
     def report_changes(self) -> None:
-        """Let autograd know what was changed in place: if the stage before has saved it, its backward raises."""
+        """Tell autograd what was changed in place, so that the backward of the stage before raises if it has saved that."""
         for lent, entered, version in self.borrowed:
             if entered._version != version:
                 increment_version(lent)
@@ -138,15 +138,15 @@ class Compute:
         self._foreign_alive: list[StorageWeakRef] = []
 
     def edges(self, key: Key) -> list[GradientEdge]:
-        """Where the backward of a microbatch will begin."""
+        """Return the edges where the backward of a microbatch will begin."""
         return self._graphs[key].edges
 
     def kept(self) -> list[torch.Tensor]:
-        """The tensors that the step will return to the user."""
+        """Return the tensors that the step will return to the user."""
         return mb.tensors_in([self.outputs, self.losses])
 
     def foreign(self) -> dict[int, str]:
-        """Storages that are no activations, and what they are; found when first asked for in a step.
+        """Return the storages that are no activations, and what they are; found when first asked for in a step.
 
         Weak references keep their addresses from being used again: a buffer that the stage replaces must not lend its name
         to an activation.
@@ -162,7 +162,7 @@ class Compute:
         return self._foreign
 
     def _for_sending(self, tensor: torch.Tensor) -> torch.Tensor:
-        """An output as it is sent: where it lies, but a copy of what the stage itself keeps and may change."""
+        """Return the dense tensor to send for an output: a copy if the stage itself keeps the output and may change it."""
         foreign = self.foreign()
         return dense(tensor.clone() if any(storage._cdata in foreign for storage in storages_of(tensor)) else tensor)
 
@@ -177,7 +177,7 @@ class Compute:
             output = stage.submod(*inputs.args, **self._job.kwargs[action.microbatch])
             inputs.report_changes()
             box, borrowed, fixed = inputs.box, keys_of(lent for lent, *_ in inputs.borrowed), inputs.fixed
-            del inputs
+            del inputs  # `after_forward` counts owners: this frame must not own what the stage has received
             loss = self._loss(output, action.microbatch) if stage.is_last else None
         if pieces is not None:
             pieces.finish()
@@ -187,14 +187,14 @@ class Compute:
             made = self._finish_microbatch(output, loss)
         else:
             made = self._hand_on(output, key, borrowed, fixed)
-        del output, loss
+        del output, loss  # which this frame must not own either when `after_forward` counts owners
         if self._has_backward:
             self._graphs[key] = Graph(edges_of(made), box, self._hooks.num_common > num_common)
             del made
             evictions.after_forward(key, stash, self._graphs[key].edges)
 
     def _first_forward(self, action: Action) -> None:
-        """The first of a microbatch's two forwards: its results go on, and it keeps its input alone."""
+        """Run the first of a microbatch's two forwards: its results go on, and it keeps only its input."""
         stage, mail, microbatch = self._stages[action.stage], self._mail(action), action.microbatch
         inputs = self._inputs(action, mail)
         target = self._job.targets[microbatch] if stage.is_last and self._job.targets is not None else None
@@ -213,18 +213,18 @@ class Compute:
             self._hand_on(output, action[1:3], set(), inputs.fixed)
 
     def _known(self, stage: int) -> Learned:
-        """What is known of a stage whose forwards run twice, unless it consists of something else by now."""
+        """Return what is known of a stage whose forwards run twice: nothing yet, if its makeup has changed."""
         known, makeup = self._learned.get(stage), self._parts[stage].makeup
         if known is None or known.makeup != makeup:
             known = self._learned[stage] = Learned(makeup)
         return known
 
     def recompute(self, action: Action, evictions: Evictions) -> None:
-        """The second of a microbatch's two forwards: it makes the graph, and saves what the backward needs."""
+        """Run the second of a microbatch's two forwards, which builds the graph and saves what the backward needs."""
         key = action[1:3]
         rerun, mail = self._waiting.pop(key)
         inputs, num_common = self._inputs(action, mail), self._hooks.num_common
-        del mail
+        del mail  # so that `inputs` alone owns what arrived
         stash = evictions.follow(action, inputs.shapes, inputs.received, None)
         with torch.enable_grad(), rerun.again(), stash.capture() if stash is not None else nullcontext():
             if stash is not None:
@@ -233,22 +233,22 @@ class Compute:
             output, loss = self._returned(action, inputs)
         rerun.returned(output, loss)
         box = inputs.box
-        del inputs, rerun
+        del inputs, rerun  # both own the received tensors, and `after_forward` counts owners
         made = [loss] if loss is not None else take_apart(output, f"stage {action.stage}, microbatch {action.microbatch}")[1]
         if stash is not None:
             evictions.returned(key, (output, loss))
         self._graphs[key] = Graph(edges_of(made), box, self._hooks.num_common > num_common)
-        del output, loss, made
+        del output, loss, made  # for the same reason
         evictions.after_forward(key, stash, self._graphs[key].edges)
 
     def _returned(self, action: Action, inputs: _Inputs) -> tuple[Any, torch.Tensor | None]:
-        """What a stage returns for a microbatch that runs twice, and on the last stage its loss."""
+        """Run a stage for a microbatch whose forward runs twice; return its output and, on the last stage, its loss."""
         stage = self._stages[action.stage]
         output = stage.submod(*inputs.args, **self._job.kwargs[action.microbatch])
         return output, self._loss(output, action.microbatch) if stage.is_last else None
 
     def _mail(self, action: Action) -> Mail | None:
-        """What the stage before has sent for a forward."""
+        """Take what the stage before has sent for a forward; None on the first stage."""
         return self._traffic.arrived.pop(action[:3]) if action.stage else None
 
     def _inputs(self, action: Action, mail: Mail | None) -> _Inputs:
@@ -304,10 +304,10 @@ class Compute:
         return tensors
 
     def _may_change(self, metas: Sequence[TensorMeta], tensors: Sequence[torch.Tensor], fixed: Collection[int]) -> bool:
-        """Whether outputs that need no gradient may need one another time.
+        """Return whether outputs that need no gradient now may need one another time.
 
-        Beside what needs one, those that are only handed on do not: a mask of the batch, say, or a buffer. Where nothing needs
-        one, all of the stage was skipped, perhaps.
+        Next to an output that needs one, those that are only handed on never do, such as a mask of the batch or a buffer. Where
+        no output needs one, all of the stage may have been skipped.
         """
         others = [tensor for meta, tensor in zip(metas, tensors) if may_need_later(meta)]
         if not others or not any(meta.requires_grad for meta in metas):
@@ -320,7 +320,7 @@ class Compute:
         graph, gradients = self._graph(action)
         graph.run_backward(gradients)
         builder = None if _are_absent(gradients) else self._stages[action.stage].dw_builder
-        del gradients
+        del gradients  # freed before `builder` makes more; and `_hand_back` counts owners
         if builder is not None:
             builder()()
         self._divided.latest[action.stage] = action.microbatch
@@ -337,7 +337,8 @@ class Compute:
         builder = None if is_idle else self._stages[action.stage].dw_builder
         is_first_look = not is_idle and action.stage in self._hooks.unheard  # whose backward is whole, unlike others of its kind
         half, box = self._divided.input_half(action[1:3], graph, gradients, builder), graph.box
-        del graph, gradients  # what the other half does not need of the graph goes, with what its Functions keep as attributes
+        # `owned` counts owners; and what the other half does not need of the graph is freed, with the attributes of its Functions.
+        del graph, gradients
         half.replace(owned(half.gradients(), beside=box.gradients))
         self._divided.halves[action[1:3]] = half
         self._new_gradients.separate(action.stage)
@@ -350,7 +351,7 @@ class Compute:
         evictions.after_backward(action[1:3])
 
     def _graph(self, action: Action) -> tuple[Graph, list[torch.Tensor | None]]:
-        """What a backward needs: the graph of its microbatch, and the gradients of the stage's outputs."""
+        """Take what a backward needs: the graph of its microbatch, and the gradients of the stage's outputs."""
         graph = self._graphs.pop(action[1:3])
         if self._stages[action.stage].is_last:
             return graph, [torch.full_like(self.losses[action.microbatch], self._job.loss_scale)]
@@ -378,19 +379,19 @@ class Compute:
 
 
 def modules_of(loss_fn: Any) -> Iterator[torch.nn.Module]:
-    """The module that a loss function is, or a method of."""
+    """Yield the module that a loss function is, or is a method of, if there is one."""
     owner = getattr(loss_fn, "__self__", loss_fn)
     if isinstance(owner, torch.nn.Module):
         yield owner
 
 
 def _are_absent(gradients: Sequence[torch.Tensor | None]) -> bool:
-    """Whether nothing came back for a microbatch, so that its backward has nothing to do."""
+    """Return whether nothing came back for a microbatch, so that its backward has nothing to do."""
     return bool(gradients) and all(gradient is None for gradient in gradients)
 
 
 def _apart(tensors: Iterable[torch.Tensor], borrowed: Iterable[int]) -> Iterator[torch.Tensor]:
-    """Tensors as the next stage on this rank gets them, where it may change each in place: as over a link, no two share memory.
+    """Yield tensors as the next stage on this rank gets them: no two share memory, as over a link, so it may change each in place.
 
     Args:
         tensors: what a stage returned.
@@ -404,6 +405,6 @@ def _apart(tensors: Iterable[torch.Tensor], borrowed: Iterable[int]) -> Iterator
 
 
 def _storages(tensors: Iterable[torch.Tensor | None]) -> list[torch.UntypedStorage]:
-    """Those under tensors that have any, each once."""
+    """Return the storages under tensors that have any, each once."""
     found = (storage for tensor in tensors if tensor is not None and not is_lazy(tensor) for storage in storages_of(tensor))
     return list({storage._cdata: storage for storage in found}.values())

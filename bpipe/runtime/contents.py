@@ -24,10 +24,10 @@ class Kind(NamedTuple):
     """What can be done with a kind of container.
 
     Args:
-        copy: what is in it: a mapping from place to value, a list of values, or an array.
-        is_same: whether that is in it still, each object itself.
-        fill: put it in again, in place of what is there.
-        put: set what is at one place; None: its values have no places.
+        copy: returns what is in it: a mapping from place to value, a list of values, or an array.
+        is_same: returns whether that is still in it, each object itself.
+        fill: puts that in again, in place of what is there.
+        put: sets what is at one place; None: its values have no places.
     """
 
     copy: Callable[[Any], Any]
@@ -37,7 +37,7 @@ class Kind(NamedTuple):
 
 
 def kind_of(value: Any) -> Kind | None:
-    """The kind of container that an object is, if any."""
+    """Return the kind of container that an object is, if any."""
     if type(value) is dict:
         return DICT
     if isinstance(value, dict):
@@ -52,7 +52,7 @@ def kind_of(value: Any) -> Kind | None:
 
 
 def is_small_array(value: Any) -> bool:
-    """Whether an object is an array of NumPy's, of numbers, and small enough to be copied for each microbatch."""
+    """Return whether an object is a writeable NumPy array of numbers that is small enough to be copied for each microbatch."""
     numpy = sys.modules.get("numpy")
     is_array = numpy is not None and type(value) is numpy.ndarray
     return is_array and not value.dtype.hasobject and value.flags.writeable and value.nbytes <= SMALL_BYTES
@@ -73,7 +73,7 @@ def _is_same_set(one: Any, other: Any) -> bool:
 
 
 def _fill_dict(container: dict[Any, Any], content: Mapping[Any, Any]) -> None:
-    """Fill a dict, which may be an object's attributes: it is emptied only if nothing less brings the order back."""
+    """Fill a dict, which may be an object's attributes: it is emptied only if nothing less restores the order."""
     for key in [key for key in container if key not in content]:
         dict.__delitem__(container, key)
     dict.update(container, content)
@@ -119,7 +119,7 @@ def _fill_slots(value: Any, content: Mapping[str, Any]) -> None:
 
 
 def _fill_script(script: Any, content: Mapping[str, Any]) -> None:
-    """Fill the attributes of a `torch.jit` module, buffers included. They lie in C++: there is no dict, and none comes or goes."""
+    """Set the attributes of a `torch.jit` module, buffers included. They are in C++: there is no dict, and none comes or goes."""
     for name, value in content.items():
         script._c.setattr(name, value)
 
@@ -152,11 +152,11 @@ class Content(NamedTuple):
     before: Any
 
     def is_same(self) -> bool:
-        """Whether that is in it still."""
+        """Return whether the same content is still in the container."""
         return self.kind.is_same(self.container, self.before)
 
     def now(self) -> Content:
-        """It and what is in it now."""
+        """Return the container with what is in it now."""
         return self._replace(before=self.kind.copy(self.container))
 
 
@@ -176,7 +176,7 @@ class Contents:
         self._lengths, self._keys, self._values = [*map(len, dicts)], [*_keys_of(dicts)], [*_values_of(dicts)]
 
     def are_same(self) -> bool:
-        """Whether the very same objects are in the containers still, in the same places."""
+        """Return whether the very same objects are still in the containers, in the same places."""
         are_same = self._have_same_keys() and all(map(is_, self._values, _values_of(self._dicts)))
         return are_same and all(map(Content.is_same, self._others))
 
@@ -184,13 +184,13 @@ class Contents:
         return self._lengths == [*map(len, self._dicts)] and all(map(is_, self._keys, _keys_of(self._dicts)))
 
     def now(self) -> Contents:
-        """What is in the containers now: the same object, where nothing has changed."""
+        """Return the containers with what is in them now; this same object if nothing has changed."""
         if self.are_same():
             return self
         return Contents(self._dicts, [one if one.is_same() else one.now() for one in self._others])
 
     def fill(self) -> None:
-        """Put in again what was in the containers, where it is not."""
+        """Restore what was in the containers wherever it has changed."""
         if self.are_same():
             return
         for i in self._changed():
@@ -200,7 +200,7 @@ class Contents:
                 one.kind.fill(one.container, one.before)
 
     def _changed(self) -> Iterable[int]:
-        """The places of dicts that have changed."""
+        """Return the indices of the dicts that have changed."""
         if self._have_same_keys():
             ends = [*accumulate(self._lengths)]
             pairs = enumerate(zip(self._values, _values_of(self._dicts)))

@@ -25,13 +25,13 @@ class _Spot(NamedTuple):
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but a view of its storage."""
+    """Return whether a tensor is nothing but a view of its storage."""
     is_special = tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg()
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and not is_special
 
 
 class Copies:
-    """Copies the storages under some tensors, each once: tensors that share memory share that of their copies.
+    """Copies the storages under some tensors, each once: tensors that share memory also share the memory of their copies.
 
     Storages of one device whose sizes are multiples of the same word are copied together.
 
@@ -61,7 +61,7 @@ class Copies:
             ends[of_group] = index, start + length
 
     def is_whole(self) -> bool:
-        """Whether no storage was given up or resized since."""
+        """Return whether no storage has been given up or resized since."""
         return all(storage.nbytes() == size for storage, size in self._storages)
 
     def take(self) -> Values:
@@ -69,7 +69,7 @@ class Copies:
         return [torch.cat(members) for members in self._groups.values()]
 
     def differing(self, one: Values, other: Values) -> set[int]:
-        """The storages that have other values in one than in the other; waits for the device."""
+        """Return the storages whose values differ between the two; waits for the device."""
         groups = {i for i, (a, b) in enumerate(zip(one, other)) if not torch.equal(a, b)}
         if not groups:
             return set()
@@ -80,7 +80,7 @@ class Copies:
         return set(self._spots)
 
     def among(self, values: Values, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor over its copy, with a version of its own."""
+        """Return the tensor as a view of its copy, with a version of its own."""
         spot = self._spots[tensor.untyped_storage()._cdata]
         group = values[spot.group]
         offset = spot.start * group.dtype.itemsize // tensor.dtype.itemsize + int(tensor.storage_offset())
@@ -88,7 +88,7 @@ class Copies:
         return copy.set_(group.untyped_storage(), offset, tensor.shape, tensor.stride())
 
     def is_of(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether it copies just the storages under some tensors, and can look at the copies as they do."""
+        """Return whether this copies exactly the storages under some tensors, and its copies can be viewed as these tensors are."""
         sizes = [(tensor.untyped_storage()._cdata, tensor.dtype.itemsize) for tensor in tensors]
         is_same = {key for key, _ in sizes} == self._spots.keys() and self.is_whole()
         return is_same and all(size <= self._spots[key].width for key, size in sizes)

@@ -32,22 +32,22 @@ class DeviceTimes:
         self._finished: deque[tuple[list[Event], array[int]]] = deque()
 
     def start(self) -> None:
-        """A step starts."""
+        """Start a step."""
         self._events = []
 
     def mark(self) -> None:
-        """A computation of the step begins or ends, on the current stream."""
+        """Mark where a computation of the step begins or ends, on the current stream."""
         self._events.append(timed_moment(self._device))
 
     def finish(self, into: array[int]) -> None:
-        """A step was queued: its marks go `into` an array, in nanoseconds of the host's clock, once the device is done."""
+        """End a step that was queued: its marks go `into` an array, in nanoseconds of the host's clock, once the device is done."""
         if self._events:
             self._finished.append((self._events, into))
         self._events = []
         self.resolve(wait=False)
 
     def resolve(self, *, wait: bool) -> None:
-        """Read the times of the steps that the device is done with; with `wait`, of all. Blocks only then."""
+        """Read the times of the steps that the device is done with or, with `wait`, of all steps. Blocks only with `wait`."""
         while self._finished and (wait or has_come(self._finished[0][0][-1], self._device)):
             events, into = self._finished.popleft()
             events[-1].synchronize()

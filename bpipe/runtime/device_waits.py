@@ -1,4 +1,4 @@
-"""How long a device waits for transfers. The host does not wait there, and its clock shows nothing."""
+"""How long a device waits for transfers. The host does not wait for these, so its clock does not show them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Wait(NamedTuple):
 
 
 class DeviceWaits:
-    """The waits of the stream that computes, each between two moments, which are read once they have come: the host waits for none.
+    """The waits of the compute stream, each between two events that are read once they have completed: the host waits for none.
 
     Args:
         device: an asynchronous one.
@@ -33,19 +33,19 @@ class DeviceWaits:
         self._latest: tuple[int, dict[Op, float]] = (-1, dict.fromkeys(Op, 0.0))
 
     def begin(self) -> Event:
-        """The current stream is about to wait."""
+        """Return an event that marks where the current stream begins to wait."""
         return timed_moment(self._device)
 
     def end(self, op: Op, begin: Event) -> None:
-        """What was queued since `begin` was a wait for an operation."""
+        """Record that what was queued since `begin` was a wait for an operation."""
         self._waits.append(_Wait(op, begin, timed_moment(self._device)))
 
     def _are_over(self, waits: list[_Wait]) -> bool:
-        """They are all on one stream, in order."""
+        """Return whether waits are over: the last one tells, because they are all on one stream, in order."""
         return not waits or has_come(waits[-1].end, self._device)
 
     def finish(self, step: int) -> tuple[int, dict[Op, float]]:
-        """All of a step was queued. The latest step whose waits are over, -1: none yet; and its seconds, by operation."""
+        """End a step that was queued; return the latest step whose waits are over (-1: none yet), and its seconds by operation."""
         self._finished.append((step, self._waits))
         self._waits = []
         while self._finished and self._are_over(self._finished[0][1]):

@@ -1,4 +1,4 @@
-"""What should be equal, and is looked at when that costs no wait: at once on the CPU, at the end of the step on a device."""
+"""Comparisons of what should be equal, made when they cost no wait: at once on the CPU, at the end of the step on a device."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Constants:
                 self._constants.append(_Constant(name, weakref.ref(tensor), version, num_bytes, sum_of_memory(tensor.detach())))
 
     def compare(self, differences: Differences, stage: str) -> None:
-        """Compare what is left of them with what they were, but for what was written in a way that torch counts."""
+        """Compare the tensors that are left with what they were, except those that were written in a way that torch counts."""
         for name, reference, version, num_bytes, total in self._constants:
             tensor = reference()
             if tensor is None or tensor._version != version or tensor.untyped_storage().nbytes() != num_bytes:

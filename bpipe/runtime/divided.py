@@ -49,7 +49,7 @@ class Graph:
 
 
 class Divided:
-    """The backwards of one rank during one step that the plan has in two halves.
+    """The backwards of one rank during one step that the plan splits into two halves.
 
     Args:
         undivided: the stages whose backward runs as a whole, in its input half.
@@ -98,16 +98,16 @@ class Divided:
         return half if not self._hooks.callbacks.queued else self._whole(key, half)
 
     def _whole(self, key: Key, half: WeightHalf) -> WeightHalf:
-        """Run the weight half at once: callbacks wait for the end of the backward."""
+        """Run the weight half at once, because callbacks wait for the end of the backward."""
         self.is_whole, queued = True, self._hooks.callbacks.take()
         self._finish(key[0])
         self.run(key, half, queued)
         return WeightHalf()
 
     def _finish(self, stage: int, leaves: Set[Node] | None = None) -> None:
-        """Run the halves of earlier microbatches up to the last that leads to leaves whose next gradients come now.
+        """Run the weight halves of earlier microbatches, up to the last one that leads to leaves whose next gradients come now.
 
-        So the gradients of each leaf add up in one order.
+        Thus the gradients of each leaf add up in one order.
 
         Args:
             stage: whose halves.
@@ -130,5 +130,5 @@ class Divided:
 
 
 def _hooks_are_around() -> bool:
-    """Whether hooks of the user follow what is saved: two halves of a backward would unpack some tensors twice."""
+    """Return whether the user's hooks follow what is saved: two halves of a backward would unpack some tensors twice."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

@@ -76,7 +76,7 @@ class Evictions:
         self._landing: dict[Guest, list[torch.Tensor]] = {}
 
     def follow(self, action: Action, shapes: str, received: object, pieces: Pieces | None) -> Stash | None:
-        """A stash for a microbatch that will be evicted, or whose kind is new or has varied; else nothing.
+        """Return a stash for a microbatch that will be evicted, or whose kind is new or has varied; None for any other.
 
         Args:
             action: its forward.
@@ -106,11 +106,11 @@ class Evictions:
         return stash
 
     def _most_parts(self, stage: int) -> int:
-        """In how many parts a microbatch may move: no more than the plan knows."""
+        """Return in how many parts a microbatch may move: no more than the plan knows."""
         return self._num_parts(stage) or self._memory.most_parts.get(stage, 1)
 
     def begin_piece(self, piece: Action) -> None:
-        """A forward takes what it saves piece by piece, a backward gives it back so."""
+        """Count a piece in the ledger: a forward takes what it saves piece by piece, and a backward gives it back likewise."""
         key = piece[1:3]
         known = self._memory.kinds.get(self._kinds[key])
         if piece.op is Op.B:
@@ -131,9 +131,10 @@ class Evictions:
         self.ledger.forward(key, kind, footprint)
 
     def _unfollowed(self, key: Key, edges: Iterable[GradientEdge]) -> Footprint:
-        """What a microbatch takes that nothing has followed: what those before did whose graphs have as many nodes.
+        """Return what a microbatch that nothing has followed takes: what earlier ones took whose graphs have as many nodes.
 
-        The graph of one with another number is looked at. Where that does not show all, nothing is counted: peaks are "at least".
+        If there are none, and now and then as a sample, its graph is looked at. Where there are none and the graph does not show
+        everything, nothing is counted: peaks are "at least".
         """
         num_nodes, known = num_nodes_made() - self._nodes_before, self._memory.kinds[self._kinds[key]]
         is_known = known.is_like_latest(num_nodes)
@@ -150,7 +151,7 @@ class Evictions:
         return NOTHING
 
     def _followed_now(self, key: Key, stash: Stash, edges: Iterable[GradientEdge]) -> Footprint:
-        """What a microbatch takes, as its stash sees it."""
+        """Measure what a followed microbatch takes, through its stash."""
         kind, stage = self._kinds[key], key[0]
         known, is_watched = self._memory.kinds.get(kind), self._is_watched(kind)
         num_nodes, shown = num_nodes_made() - self._nodes_before, None
@@ -174,7 +175,7 @@ class Evictions:
             contents = stash.contents(self._kept(), self._traffic.holds())  # the parts decide what can move
         footprint = self._footprint(key, stash, contents)
         self.ledger.seen(contents)
-        del contents
+        del contents  # before `_look_behind` counts the owners of what the microbatch before may share with this one
         has_kept = bool(stash.kept or stash.cached)
         if known is None:
             self._memory.kinds[kind] = Known.first(footprint, stash.cuts, has_kept=has_kept)
@@ -187,11 +188,11 @@ class Evictions:
         return footprint
 
     def _is_watched(self, kind: Kind) -> bool:
-        """Whether its microbatches are looked at as often as something could have changed."""
+        """Return whether microbatches of a kind are looked at as often as something could have changed."""
         return kind in self._new or self._memory.kinds[kind].is_watched
 
     def _look_behind(self, key: Key) -> None:
-        """Look again at the microbatch before on a stage: what the module had kept hold of may be its alone by now."""
+        """Look again at the previous microbatch of a stage: what the module had kept hold of may be its alone by now."""
         before = self._latest.get(key[0])
         self._latest[key[0]] = key
         if before in self._stashes and self.ledger.footprints[before].shared_bytes and self._is_here(before):
@@ -203,15 +204,15 @@ class Evictions:
         self.ledger.seen_again(key, contents, stash.part_sizes(contents))
 
     def _is_here(self, key: Key) -> bool:
-        """Whether nothing of it was evicted."""
+        """Return whether nothing of a microbatch is evicted."""
         return all(guest[:2] != key for guest in self._bundles)
 
     def returned(self, key: Key, result: object) -> None:
-        """What a followed microbatch returned that is not about to be sent: the last stage's, or what ran once more."""
+        """Note what a followed microbatch returned that is not about to be sent: on the last stage, or from a second forward."""
         self._returned[key] = _Message.of(tensors_in(result))
 
     def _footprint(self, key: Key, stash: Stash, contents: Contents) -> Footprint:
-        """What a microbatch takes, its messages included."""
+        """Return what a microbatch takes, its messages included."""
         received = self._received.pop(key)
         sent = self._returned.pop(key, None) or _Message.of(self._traffic.result_of(*key))
         return footprint_of(contents)._replace(
@@ -223,41 +224,42 @@ class Evictions:
         )
 
     def predicted(self) -> dict[Key, Footprint]:
-        """The footprint of each microbatch, if it is like those of its kind that were measured."""
+        """Return the footprint of each microbatch, assuming that it is like those of its kind that were measured."""
         return {key: self._memory.kinds[kind].expected for key, kind in self._kinds.items()}
 
     def taken(self, key: Key) -> StageSizes | None:
-        """What a microbatch has taken; None if those of its kind took different memory in this step."""
+        """Return what a microbatch has taken; None if those of its kind took different amounts of memory in this step."""
         kind = self._kinds[key]
         return None if kind in self._varying() else self._memory.kinds[kind].footprint.sizes()
 
     def _varying(self) -> set[Kind]:
-        """The kinds of which microbatches took different memory in this step."""
+        """Return the kinds whose microbatches took different amounts of memory in this step."""
         found: dict[Kind, set[int]] = {}
         for key in self._measured:
             found.setdefault(self._kinds[key], set()).add(self.ledger.footprints[key].num_bytes)
         return {kind for kind, sizes in found.items() if len(sizes) > 1}
 
     def varying(self) -> set[int]:
-        """The stages of those."""
+        """Return the stages with microbatches of one kind that took different amounts of memory in this step."""
         return {stage for stage, _ in self._varying()}
 
     def settled(self) -> dict[int, StageSizes]:
-        """For each stage, sizes that cover this step's microbatches as they were before their backward."""
+        """Return, for each stage, sizes that cover this step's microbatches as they were before their backward."""
         kinds = {stage: {kind for key, kind in self._kinds.items() if key[0] == stage} for stage, _ in self._kinds}
         return {stage: covering(self._memory.kinds[kind].expected for kind in of_stage) for stage, of_stage in kinds.items()}
 
     def measured(self) -> dict[Key, Footprint]:
-        """The footprints of those that were looked at in this step.
+        """Return the footprints of the microbatches that were looked at in this step.
 
-        Of what was looked at after its forward alone nobody knows how much can move: it counts where nothing followed is as large.
+        If one was looked at only after its forward, nobody knows how much of it can move: it counts only if it is larger than all
+        that were followed on its stage.
         """
         own = {key: self.ledger.footprints[key].own_bytes for key in self._measured}
         most = {stage: max(own[key] for key in self._graphs if key[0] == stage) for stage, _ in self._graphs}
         return {key: self.ledger.footprints[key] for key in own if key in self._graphs or own[key] > most.get(key[0], -1)}
 
     def counts(self) -> dict[str, int]:
-        """How many microbatches were looked at in this step, and of how many what they take was assumed, or is not known."""
+        """Count this step's microbatches that were looked at, those whose memory was assumed, and those whose memory is unknown."""
         measured, unknown = len(self._measured), len(self._unknown)
         return {
             "microbatches_measured": measured,
@@ -275,7 +277,7 @@ class Evictions:
         key = action[1:3]
         stash = self._stashes.get(key)
         if self._latest.get(key[0]) == key:
-            del self._latest[key[0]]  # what it is left with from now on is no look at what it took
+            del self._latest[key[0]]  # its backward frees memory: another look would no longer show what it took
         if stash is not None:
             stash.pieces = pieces
             if not action.part and self._is_watched(self._kinds[key]):
@@ -334,7 +336,7 @@ class Evictions:
         traffic.posted(action, transfer)
 
     def _check_planned(self, action: Action, bundle: Bundle) -> None:
-        """Raise before more leaves than the plan has room for on the other side."""
+        """Raise if an eviction would move more than the plan has room for on the other side."""
         planned = self._memory.planned
         if planned is not None and bundle.num_bytes > planned(action):
             raise StageError(
@@ -343,7 +345,7 @@ class Evictions:
             )
 
     def complete_evict(self, action: Action) -> None:
-        self._traffic.wait(action)
+        self._traffic.wait(action)  # first: it lets go of the messages, which own the storages that `empty` checks
         bundle = self._bundles[action[1:4]]
         bundle.empty()
         self.ledger.evicted(action, bundle.num_bytes)
@@ -371,7 +373,7 @@ def _name(key: Key) -> str:
 
 
 class _Message(NamedTuple):
-    """What a stage gets or returns: its bytes, and those of each storage under it, with a weak reference to tell it again."""
+    """What a stage gets or returns: its bytes, and those of each storage under it, with a weak reference that identifies it."""
 
     num_bytes: int
     storages: dict[int, tuple[StorageWeakRef, int]]
@@ -382,5 +384,5 @@ class _Message(NamedTuple):
         return cls(max(sum(tensor.nbytes for tensor in tensors), sum(size for _, size in found.values())), found)
 
     def among(self, keys: Container[int]) -> int:
-        """How many of its bytes lie in some storages."""
+        """Return how many of its bytes lie in some storages."""
         return sum(size for key, (storage, size) in self.storages.items() if key in keys and not storage.expired())

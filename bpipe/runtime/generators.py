@@ -1,4 +1,4 @@
-"""The random numbers that a forward draws: whose states are kept, so that a second forward draws the same ones."""
+"""The random numbers that a forward draws: the generators' states are kept, so that a second forward draws the same ones."""
 
 from __future__ import annotations
 
@@ -94,18 +94,18 @@ class GlobalNumPy:
 
 
 def _words_of(numpy: Any) -> bytes | None:
-    """What the global generator consists of, if it's the usual one."""
+    """Return the bytes of the global generator's state, if it is the usual kind of generator."""
     bits: Any = numpy.get_bit_generator() if hasattr(numpy, "get_bit_generator") else None
     return ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES) if type(bits) is numpy.MT19937 else None
 
 
 def python() -> Source:
-    """Python's own random numbers, those of its module `random`."""
+    """Return the source of Python's own random numbers, its module `random`."""
     return _Python(random)
 
 
 def source_of(value: Any) -> Source | None:
-    """The source of random numbers that an object is, if it is one whose state can be kept."""
+    """Return the source of random numbers that an object is, if its state can be kept."""
     if isinstance(value, torch.Generator):
         return _Torch(value)
     if isinstance(value, random.Random):
@@ -135,12 +135,12 @@ class Drawn:
         self._states = [(source, source.get()) for source in sources]
 
     def forget_unused(self) -> None:
-        """The forward has run: a generator from which it drew nothing does not matter to another one."""
+        """Forget the generators from which the forward, which has run, drew nothing: they do not matter to another one."""
         self._states = [(source, state) for source, state in self._states if not _are_equal(source.get(), state)]
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Draw the same numbers as then; in the end the states are those of now."""
+        """Draw the same numbers again, and restore the current states in the end."""
         with fork_random_states([self._device]), ExitStack() as after:
             torch.set_rng_state(self._cpu)
             set_random_state(self._of_device, self._device)

@@ -1,6 +1,7 @@
 """A rank's lanes while a step runs: the computations in the caller's thread, and a server for each rank whose guests it keeps.
 
-Where only the device waits for transfers, the caller's thread issues all of it, in an order that no lack of hardware queues stops.
+Where only the device waits for transfers, the caller's thread issues all actions, in an order that does not stall for lack of
+hardware queues.
 """
 
 from __future__ import annotations
@@ -69,16 +70,16 @@ class Lanes:
         control.check()
 
     def prepare(self, plan: Plan, rank: int) -> None:
-        """Find out what is to be issued, if that has an order of its own.
+        """Compute the order in which actions are issued, if it is one of its own.
 
         Raises:
-            PlanError: a plan that not every device can carry out.
+            PlanError: not every device can carry out the plan.
         """
         if self._is_issuing:
             self._issue_order(plan, rank)
 
     def _issue_order(self, plan: Plan, rank: int) -> list[tuple[int, Action]]:
-        """What the caller's thread issues, in order; with each action its place in the rank's lane, or where the lane is then."""
+        """Return what the caller's thread issues, in order: each action with its place in the lane, or where the lane is then."""
         for known, order in self._issued:
             if known is plan:
                 return order
@@ -93,12 +94,12 @@ class Lanes:
         return order
 
     def _stand(self, run: Run, activity: Activity, action: Action) -> None:
-        """Note what is issued, which the place in the lane alone does not tell."""
+        """Note the action that is issued, because the place in the lane alone does not tell it."""
         if self._is_issuing:
             activity.under_way, run.position = action, activity.position
 
     def _issue(self, run: Run, activity: Activity, action: Action) -> None:
-        """Do an action of the issue order: what is for an evictor on that one's stream."""
+        """Do an action of the issue order; one for an evictor runs on that evictor's stream."""
         self._stand(run, activity, action)
         if action.op not in SERVED or action.peer is None:
             run.execute(action)
@@ -108,11 +109,11 @@ class Lanes:
         activity.guests[action.peer] += 1
 
     def join(self, most_s: float | None = None) -> None:
-        """Wait until nothing is served any more, or some seconds for each server."""
+        """Wait until nothing is served any more, or at most `most_s` seconds for each server."""
         for server in self._servers:
             server.join(most_s)
         self._servers = []
 
     def _side_stream(self, rank: int, evictor: int) -> Stream | None:
-        """The stream on which an evictor's rooms live and its transfers run; the same in every step."""
+        """Return the stream on which an evictor's rooms live and its transfers run; it is the same in every step."""
         return self._streams.of(guests(rank, evictor), self._device)

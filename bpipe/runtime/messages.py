@@ -52,7 +52,7 @@ class Messages:
         self._unlearned: dict[Channel, deque[Action]] = defaultdict(deque)
 
     def agreed(self, microbatch: int, stages: Iterable[int]) -> list[Layout | None]:
-        """The messages of a microbatch on either side of some stages, once it has run."""
+        """Return the agreed layouts of a microbatch's messages on either side of some stages, once it has run."""
         sides = dict.fromkeys(side for stage in stages for side in (stage - 1, stage))
         return [self._layouts.get((purpose, side, microbatch)) for side in sides for purpose in (Purpose.FORWARD, Purpose.BACKWARD)]
 
@@ -83,14 +83,14 @@ class Messages:
         self._traffic.posted(action, transfer, owners)
 
     def _announced(self, action: Action, layout: Layout) -> Layout:
-        """What to agree on for a message that is sent the first time.
+        """Return the layout to agree on for a message that is sent for the first time.
 
-        Where something to be trained leads to what needs no gradient now, it was skipped perhaps, and is not the next time.
+        If something trainable leads to an output that needs no gradient now, it may have been skipped, and may run the next time.
         """
         return layout._replace(is_open=layout.is_open and self._could_need_gradient(action.stage, action.microbatch))
 
     def _could_need_gradient(self, stage: int, microbatch: int) -> bool:
-        """Whether a stage's output could need a gradient: it has something to train, or gets what needs one."""
+        """Return whether a stage's output could need a gradient: it has something to train, or gets what needs one."""
         while stage >= 0:
             received = self._layouts.get((Purpose.FORWARD, stage - 1, microbatch))
             if stage in self._trainable:
@@ -157,12 +157,12 @@ class Messages:
         self._traffic.arrived[USE[start.op], start.stage, start.microbatch] = mail
 
     def _as_agreed(self, start: Action, mail: Mail) -> Mail:
-        """Gradients as they are agreed by now: more may be expected than when their receive was posted, all absent."""
+        """Return gradients as they are agreed by now: more may be expected than when their receive was posted, all absent."""
         agreed, landed = self._layouts[self._boundary(start)], (tensor for tensor in mail[1] if tensor is not None)
         return agreed, [None if meta is None else next(landed) for meta in agreed.tensors]
 
     def _needed(self, start: Action, note: bytes) -> Layout:
-        """What is agreed about a stage's input after a note: more of it needs a gradient."""
+        """Agree that more of a stage's input needs a gradient, as a note says; return the new layout."""
         agreed = self._layouts[self._boundary(start)]
         after = header.unpack_layout(note, subject := self._traffic.subject(start.stage - 1, start.microbatch))
         if not _is_alike(agreed, after) or after != needing(agreed, after):
@@ -171,7 +171,7 @@ class Messages:
         return after
 
     def _noted(self, start: Action, mail: Mail, note: bytes) -> Mail:
-        """What arrived, as a note tells it."""
+        """Read what arrived, as its note describes it."""
         agreed, landed = mail
         subject = self._traffic.subject(start.stage + 1, start.microbatch)
         layout, tensors = read_note(subject, agreed, note, landed, self._traffic.transport.device)
@@ -214,7 +214,7 @@ def _needs_gradient(layout: Layout) -> bool:
 
 
 def _is_alike(one: Layout, other: Layout) -> bool:
-    """Whether two layouts of outputs differ only in which of them need gradients, if at all."""
+    """Return whether two layouts of outputs differ only in which of them need gradients, if at all."""
     return one.nest == other.nest and [m and m.extent for m in one.tensors] == [m and m.extent for m in other.tensors]
 
 

@@ -1,9 +1,10 @@
-"""Gradients that a backward has just put into `.grad`, which autograd may have taken over from one that is still to be used.
+"""Give each first `.grad` its own memory: autograd may have aliased a tensor that is still being sent.
 
-Autograd makes a first gradient `.grad` as it is, even a view of memory that others use too: of the gradient that is being sent to
-the stage before (`x + bias.unsqueeze(0)`), that waits for a weight half, or that another parameter got. What is added to `.grad`
-later would change it. What the pipeline uses is therefore replaced where others own it, and not `.grad`: hooks may have moved that
-to where an optimizer or a reducer looks for it.
+Autograd stores a first gradient in `.grad` without a copy, even a view of memory that is also used elsewhere: by the gradient that
+is being sent to the stage before (`x + bias.unsqueeze(0)`), by one that waits for a weight half, or by another parameter's `.grad`.
+What is added to `.grad` later would change that, too. So where two parameters' gradients overlap, one is copied. Where the pipeline
+itself uses the memory, it copies its own tensor, and not `.grad`: hooks may have moved that to where an optimizer or a reducer
+looks for it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class NewGradients:
             self._without[index] = [p for p in parts.parameters if p.requires_grad and p.grad is None]
 
     def separate(self, stage: int) -> None:
-        """Let no two of the gradients that a backward of a stage has made share memory."""
+        """Separate the gradients that a backward of a stage has created, so that no two share memory."""
         without = self._without[stage]
         if not without:
             return
@@ -52,7 +53,7 @@ def apart(parameters: Sequence[torch.Tensor]) -> None:
 
 
 def _extents(tensor: torch.Tensor | None) -> list[tuple[int, int, int]]:
-    """The storages under a tensor, and from where to where its bytes lie in them; none if they have gaps, as none of autograd's."""
+    """Return a tensor's storages and the start and end of its bytes in each; none if it has gaps, as autograd's never have."""
     if tensor is None:
         return []
     if type(tensor) is not torch.Tensor:
@@ -66,15 +67,15 @@ def _extents(tensor: torch.Tensor | None) -> list[tuple[int, int, int]]:
 def owned(
     gradients: Sequence[torch.Tensor | None], others: Set[int] = frozenset(), beside: Iterable[torch.Tensor | None] = ()
 ) -> list[torch.Tensor | None]:
-    """Gradients that the pipeline goes on using, in memory of which it is the only owner.
+    """Return gradients that the pipeline goes on using, in memory of which it is the only owner.
 
     Args:
         gradients: as a backward has left them.
-        others: storages that are somebody else's.
-        beside: more tensors of the pipeline's.
+        others: the keys of storages that something else owns.
+        beside: more tensors that the pipeline owns.
 
     Returns:
-        Them, and copies of those whose memory another tensor owns, such as a leaf's `.grad`.
+        The gradients, or a copy where another tensor owns the memory, such as a leaf's `.grad`.
     """
     together = [*gradients, *beside]
     places = shared_among(together, others)

@@ -1,4 +1,4 @@
-"""Who follows a step while it runs: told before and after each action, on the thread that does it."""
+"""Observers of a step while it runs: they are told before and after each action, on the thread that does it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__: list[str] = []
 
 
 class Observer:
-    """Follows the steps of one rank. Each method does nothing: a subclass has those that it needs.
+    """Follows the steps of one rank. Each method does nothing: a subclass overrides those that it needs.
 
-    Whoever keeps the `Run` keeps the step's tensors.
+    An observer that keeps the `Run` keeps the step's tensors.
     """
 
     def started(self, run: Run) -> None:
-        """A step is ready for its first action."""
+        """Follow a step that is ready for its first action."""
 
     def before(self, run: Run, action: Action) -> None:
-        """An action is about to be done."""
+        """Follow an action that is about to be done."""
 
     def after(self, run: Run, action: Action) -> None:
-        """An action was done without an error."""
+        """Follow an action that was done without an error."""
 
     def finished(self, run: Run, stats: Mapping[str, float]) -> None:
-        """All actions of a step were done, and this is what they used."""
+        """Follow a step whose actions were all done; `stats` is what they used."""

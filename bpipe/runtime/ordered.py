@@ -1,7 +1,7 @@
 """A step in another order than the schedule's: raise where what the computations do depends on their order.
 
-One microbatch after the other, each stage has its microbatches in the schedule's order, forwards and backwards each for
-themselves. What a forward draws or reads is the same as long as no backward draws or writes it, and no other stage's forward.
+With one microbatch after the other, each stage still has its microbatches in the schedule's order, forwards and backwards
+separately. What a forward draws or reads is the same as long as no backward, and no other stage's forward, draws or writes it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class OrderWatch(Observer):
         job: what the step is given.
         device: where it computes.
         shares_random: whether forwards of several stages draw from the same random numbers.
-        inner: who else follows the step.
+        inner: another observer of the step.
 
     Raises:
-        StageError: from `after`, a computation drew or wrote what the order decides about.
+        StageError: from `after`, because a computation drew or wrote something that depends on the order.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class OrderWatch(Observer):
         return action.op in BACKWARDS or (action.op is Op.F and self._shares_random)
 
     def _look(self, action: Action) -> Found:
-        """What an action's stage may leave changed."""
+        """Look at what an action's stage may leave changed."""
         return look_at(self._device, self._modules(action.stage), self._given(action.microbatch))
 
     def _modules(self, index: int) -> Iterator[tuple[str, nn.Module]]:
@@ -111,7 +111,7 @@ class OrderWatch(Observer):
             yield from ((f"loss_fn.{name}", part) for loss in modules_of(self._job.loss_fn) for name, part in loss.named_modules())
 
     def _given(self, microbatch: int) -> Iterable[Any]:
-        """What the microbatches get alike, as it is repeated and not cut."""
+        """Return what the microbatches get alike, because it is repeated and not cut."""
         targets = () if self._job.targets is None else self._job.targets[microbatch]
         given = [self._job.args[microbatch], self._job.kwargs[microbatch], targets, dict(self._job.loss_kwargs)]
         return [leaf for leaf in tree_leaves(given) if not isinstance(leaf, torch.Tensor)]

@@ -27,7 +27,7 @@ class PiecesOf:
 
         What is saved behind the last piece belongs to it: a piece that the plan does not have would never be reached.
 
-        What that raises passes through the user's forward, which may catch it: it is raised again until the computation ends.
+        What this raises passes through the user's forward, which may catch it, so it is raised again until the computation ends.
         """
         if self._error is not None:
             raise self._error

@@ -47,7 +47,7 @@ class Reachable:
     """What is reached from some roots now: modules, a loss function, and whatever their attributes lead to.
 
     Containers and tensors count where attributes of modules lead to them. Behind functions, hooks and bound methods, whose
-    objects are also others', only modules and generators do.
+    objects may also belong to others, only modules and generators do.
 
     Args:
         roots: the modules that run and, if any, the loss function.
@@ -81,14 +81,14 @@ class Reachable:
         self._kinds = [*map(type, self._seen.values())]
 
     def is_current(self) -> bool:
-        """Whether another search would find the same: nothing that this one has looked at has changed."""
+        """Return whether another search would find the same: nothing that this one has looked at has changed."""
         is_same = self._is_steady and self._kinds == [*map(type, self._seen.values())]
         is_same = is_same and all(map(is_, self._attributes, map(vars, self._owners)))
         is_same = is_same and self.contents.are_same() and self._searched.are_same()
         return is_same and all(_are_same(used, _used_by(function)) for function, used in self._functions)
 
     def name(self, tensor: int) -> str:
-        """The name of a tensor, by its identity: of a module's attribute or buffer, and the way to it in there."""
+        """Return the name of a tensor, given its identity: that of a module's attribute or buffer, and the path to it in there."""
         container, key, _ = self.places[tensor][0]
         above, way = id(container), [key]
         while above in self._holders and len(way) <= _DEEPEST:
@@ -211,7 +211,7 @@ class Reachable:
 
 
 def _used_by(function: Any) -> Sequence[Any]:
-    """What a function, a bound method or a partial uses besides its arguments, globals left out."""
+    """Return what a function, a bound method or a partial uses besides its arguments, globals left out."""
     if isinstance(function, MethodType):
         return [function.__self__, function.__func__]
     if isinstance(function, partial):

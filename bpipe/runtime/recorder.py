@@ -19,9 +19,9 @@ __all__: list[str] = []
 
 
 class Places:
-    """Where a rank's actions are in a record: its compute lane's, then its served lane's.
+    """The places of a rank's actions in a record: its compute lane's, then its served lane's.
 
-    What concerns a whole stage may be there several times, and `index` has the last of them.
+    An action that concerns a whole stage may be there several times; `index` has the last of them.
     """
 
     def __init__(self, plan: Plan, rank: int) -> None:
@@ -31,7 +31,7 @@ class Places:
 
 
 class Record:
-    """One step: 24 bytes an action of the compute lane and 16 of the served one, 8 more for steps alike, and no tensor.
+    """The record of one step: 24 bytes per compute-lane action, 8 more shared by steps alike, 16 per served one, and no tensor.
 
     Args:
         places: where each action is in the arrays.
@@ -53,7 +53,7 @@ class Record:
 
 
 class Recorder(Observer):
-    """Records the steps of one rank, with two readings of the clock an action.
+    """Records the steps of one rank, with two clock readings per action.
 
     Args:
         device_times: of its CUDA device, or None.
@@ -94,7 +94,7 @@ class Recorder(Observer):
                 self.device_times.mark()
 
     def _index(self, run: Run, action: Action) -> int:
-        """The compute lane runs in its order, unless the run says where it is; the chains of the served one run beside it."""
+        """Return an action's place: the compute lane runs in order, unless the run has a position; served chains run beside it."""
         if action.op in SERVED:
             return self._record.places.index[action]
         return self._num_done if run.position is None else run.position
@@ -109,7 +109,7 @@ class Recorder(Observer):
             self.device_times.finish(record.device_ns)
 
     def _taken(self, run: Run) -> array[int]:
-        """What a rank's own microbatches and messages took during each action; scanned again only when that has changed."""
+        """Return the bytes that a rank's microbatches and messages took during each action; scanned again only if they changed."""
         plan, footprints, taken_bytes = self._scanned
         if plan is not run.plan or footprints != run.evictions.ledger.footprints:
             footprints = dict(run.evictions.ledger.footprints)

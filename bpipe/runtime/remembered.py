@@ -29,7 +29,7 @@ class Memory:
 
     most_parts: Mapping[int, int] = field(default_factory=dict)  # in which a microbatch may move, by stage; default 1
     is_inside: bool = False  # whether parts come and go inside forwards and backwards
-    grows: bool = False  # whether a microbatch may take more than is planned: then it is measured, and planned anew
+    grows: bool = False  # whether a microbatch may take more than is planned: then it is measured, and planned again
     planned: Callable[[Action], int] | None = None  # the most bytes that an eviction moves
     kinds: dict[Kind, Known] = field(default_factory=dict)  # the one used last stands last
     rooms: dict[int, Rooms] = field(default_factory=dict)  # by evictor
@@ -61,7 +61,7 @@ class Memory:
             self.host_rooms.make()
 
     def clear(self) -> None:
-        """Give the memory of all rooms back."""
+        """Free the memory of all rooms."""
         for rooms in self.rooms.values():
             rooms.clear()
         if self.host_rooms is not None:
@@ -72,13 +72,13 @@ class Memory:
         return self.host_rooms
 
     def kind(self, kind: Kind) -> Known | None:
-        """What is known of a kind, which is used now."""
+        """Return what is known of a kind, and mark it as used last."""
         if kind in self.kinds:
             self.kinds[kind] = self.kinds.pop(kind)
         return self.kinds.get(kind)
 
     def tidy(self) -> None:
-        """Forget the kinds that were not used for longest, where there are too many; between steps, when none is in flight."""
+        """Forget the least recently used kinds, if there are too many; to be called between steps, when none is in flight."""
         for kind in list(self.kinds)[:-REMEMBERED_KINDS]:
             del self.kinds[kind]
 

@@ -26,7 +26,7 @@ REFUSED = {
 
 
 def last_of(lane: Iterable[Action], ops: Collection[Op]) -> dict[int, tuple[Op, int, int]]:
-    """The operation, stage and microbatch of each stage's last action that is one of some operations."""
+    """Return the operation, stage and microbatch of each stage's last action that is one of some operations."""
     return {action.stage: action[:3] for action in lane if action.op in ops}
 
 
@@ -46,7 +46,7 @@ class Replicated:
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Let no backward reduce by itself; in the end the modules are as the user left them.
+        """Keep backwards from reducing by themselves; in the end the modules are as the user left them.
 
         Raises:
             StageError: a module's options cannot work in a pipeline.
@@ -60,7 +60,7 @@ class Replicated:
 
     @contextmanager
     def around(self, action: Action) -> Iterator[None]:
-        """Around a backward: the last one of a stage under DDP averages its gradients.
+        """Wrap a backward, so that the last one of a stage under DDP averages its gradients.
 
         Raises:
             StageError: some parameters got no gradient in it, so theirs were not averaged.
@@ -83,7 +83,7 @@ class Replicated:
 
 
 def equalise_buffers(modules: Iterable[nn.Module]) -> None:
-    """Make the buffers of replicas equal where the next forward would: one that runs twice has to find them so both times."""
+    """Make the buffers of replicas equal as the next forward would: one that runs twice has to find the same ones both times."""
     for replica in _replicas(modules):
         if replica._check_sync_bufs_pre_fwd():
             replica._sync_buffers()
@@ -105,7 +105,7 @@ def _check(replica: DistributedDataParallel, stage: int) -> None:
 
 
 def _abandon(replica: DistributedDataParallel) -> None:
-    """Let go of averages that a backward has begun and will not end: the next forward would refuse to run."""
+    """Drop the averages that a backward has begun and will not finish: the next forward would refuse to run."""
     if hasattr(replica.reducer, "_reset_state"):
         replica.reducer._reset_state()
 

@@ -28,7 +28,7 @@ class Reruns:
         self._constants: dict[int, Constants] = {}
 
     def shared(self, stage: int, roots: Sequence[Any]) -> Shared:
-        """What the microbatches of a stage share.
+        """Return what the microbatches of a stage share.
 
         Args:
             stage: its index.
@@ -44,12 +44,12 @@ class Reruns:
             self._constants[stage] = state.constants()
 
     def check(self) -> None:
-        """All forwards have run twice.
+        """Check, after all forwards have run twice, that both did the same.
 
         Raises:
             StageError: some differ that were compared on a device, or something was written that is not restored.
         """
-        self._shared.clear()  # a module may reach what knows of this step: that circle would keep it
+        self._shared.clear()  # a module may reach an object that knows this step: that cycle would keep it
         for stage, constants in self._constants.items():
             constants.compare(self.differences, f"stage {stage}")
         self.differences.check()
@@ -89,7 +89,7 @@ class Rerun:
 
     @contextmanager
     def first(self) -> Iterator[None]:
-        """Run forward and save nothing.
+        """Run a forward that saves nothing.
 
         Raises:
             StageError: the forward changes its input, or something else that cannot be restored, so that it could not be run again.
@@ -101,7 +101,7 @@ class Rerun:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Run forward with what the first one found: random numbers, buffers, attributes; and leave those of now as they are.
+        """Run a forward with the random numbers, buffers and attributes that the first one found, then restore the current ones.
 
         Raises:
             StageError: the input was changed since, or something cannot be restored.

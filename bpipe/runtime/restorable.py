@@ -76,13 +76,13 @@ class Restorable:
         return any((id(place.container), place.key) in self._written for place in self._found.places[id(tensor)])
 
     def is_of(self, found: Reachable, written: Written | None) -> bool:
-        """Whether it is what would be made of these now: no tensor was changed into another one."""
+        """Return whether the same would be made of these now: no tensor was changed into another one."""
         is_same = found is self._found and written is self._written
         return is_same and [_look_of(one) for one, _ in self._looks] == [look for _, look in self._looks]
 
 
 def _look_of(tensor: torch.Tensor) -> _Look:
-    """What decides what is done with a tensor, and may change (`.data = ...`, `requires_grad_`)."""
+    """Return what decides what is done with a tensor, and may change (`.data = ...`, `requires_grad_`)."""
     if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
         storage = tensor.untyped_storage()
         return (storage._cdata,), storage.nbytes(), tensor.dtype, tensor.requires_grad

@@ -92,9 +92,9 @@ class Run:
 
     @contextmanager
     def advancing(self, advance: Callable[[Action], None]) -> Iterator[None]:
-        """While the lane runs, `advance` does what stands in it before a piece of a computation.
+        """Let `advance` do what stands before a piece of a computation in the lane, while the lane runs.
 
-        It knows the run: left in place, that cycle would keep the step's tensors.
+        `advance` refers to the run: left in place, that cycle would keep the step's tensors.
         """
         self._advance = advance
         try:
@@ -103,7 +103,7 @@ class Run:
             self._advance = None
 
     def taken(self, microbatch: int) -> object:
-        """What a microbatch has taken on this rank: its memory and its messages, to be compared with another's."""
+        """Return what a microbatch has taken on this rank, its memory and its messages, to be compared with another's."""
         sizes = [(stage, self.evictions.taken((stage, microbatch))) for stage in self._stages]
         return sizes, self._messages.agreed(microbatch, self._stages)
 
@@ -112,7 +112,7 @@ class Run:
         return self._acceptors[action.peer]
 
     def _pieces(self, action: Action) -> PiecesOf | None:
-        """The pieces of a computation that begins with this one."""
+        """Return the pieces of a computation that begins with this action, if it runs in pieces."""
         if not action.part:
             return None
         last = self.plan.num_parts(action.stage) if action.op is Op.F else 1
@@ -160,7 +160,7 @@ class Run:
             raise
 
     def _execute_observed(self, action: Action) -> None:
-        """Do an action under its name in torch.profiler, if that is on, and with the observer told."""
+        """Do an action under its name in torch.profiler, if that is on, and tell the observer before and after."""
         with self._named(action):
             if self._observer is not None:
                 self._observer.before(self, action)

@@ -1,4 +1,4 @@
-"""Settings of somebody else's objects, changed for a while."""
+"""Temporary changes to settings of objects that belong to others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Setting = tuple[Any, str, Any]  # whose, its name, its value
 
 @contextmanager
 def changed(settings: Iterable[Setting]) -> Iterator[None]:
-    """Change settings; in the end they are what they were."""
+    """Change settings, and restore them in the end."""
     settings = list(settings)
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in settings]
     with keeping(ExitStack()) as after:

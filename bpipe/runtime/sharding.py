@@ -55,7 +55,7 @@ class Sharding:
 
     @contextmanager
     def in_charge(self) -> Iterator[None]:
-        """Let nothing be reduced by itself, nor freed where the plan says when; in the end all is as the user left it."""
+        """Keep stages from reducing by themselves, or freeing where the plan says when; in the end all is as the user left it."""
         with keeping(ExitStack()) as stack:
             stack.enter_context(_freed(self._without_backward))
             stack.enter_context(self._replicated.silent())
@@ -75,7 +75,7 @@ class Sharding:
         self._stages[action.stage].reduce()
 
     def around(self, action: Action) -> AbstractContextManager[None]:
-        """Around a backward or a half of one: what its end means for the gradients of its stage."""
+        """Wrap a backward or half of one, and do what its end means for the gradients of its stage."""
         is_parallel = action.stage in self._stages or action.stage in self._replicated.stages
         return self._around(action) if is_parallel else nullcontext()
 
@@ -100,7 +100,7 @@ class _ShardedStage:
     """A stage's modules under FSDP: none if it is not sharded.
 
     Args:
-        units: they, from the outermost in.
+        units: these modules, from the outermost in.
         is_planned: whether the plan says when to gather, free and reduce.
     """
 
@@ -135,7 +135,7 @@ class _ShardedStage:
                 raise
 
     def _abandon(self, groups: Sequence[Any]) -> None:
-        """Let go of what a step that failed has gathered and added up: `zero_grad` sees sharded gradients alone.
+        """Drop what a failed step has gathered and added up, because `zero_grad` sees only sharded gradients.
 
         Nothing is waited for: another replica may never gather again.
         """
@@ -158,7 +158,7 @@ class _ShardedStage:
             yield from ((root._state_ctx, "is_last_backward", False) for root in self._roots)
 
     def order_gatherings(self) -> None:
-        """Let FSDP's next copy of weights for a gathering wait for its last gathering, because it may be given its memory.
+        """Make FSDP's next copy of weights for an all-gather wait for its last all-gather, whose memory it may be given.
 
         After several forwards FSDP gathers weights for a backward that is not the next one, and drops them when this backward ends:
         the computation waits for them then, but not the stream on which they were allocated, and on which the next ones will be.
@@ -168,7 +168,7 @@ class _ShardedStage:
             streams.all_gather_copy_in_stream.wait_stream(streams.all_gather_stream)
 
     def separate(self) -> None:
-        """Let no two of the unsharded gradients that a backward has made share memory, as `NewGradients` does with all others."""
+        """Separate the unsharded gradients of a backward, so that no two share memory, as `NewGradients` does with all others."""
         apart([parameter._unsharded_param for parameter in self._without if _unsharded_gradient(parameter) is not None])
         self._without = [parameter for parameter in self._without if _unsharded_gradient(parameter) is None]
 
@@ -189,7 +189,7 @@ class _ShardedStage:
             self.collect()
 
     def collect(self) -> None:
-        """Do what FSDP does when a backward has ended: it does not see a weight half by itself.
+        """Do what FSDP does when a backward has ended, because it does not see a weight half by itself.
 
         It adds up each backward's gradients in the precision of its reduction.
         """
@@ -198,8 +198,10 @@ class _ShardedStage:
             root._root_post_backward_final_callback()
 
     def pass_over(self) -> None:
-        """Let the end of a backward pass over parameters that were never gathered: where it does not reduce, FSDP looks for
-        their gradients all the same, where there is no place for them yet."""
+        """Let the end of a backward pass over parameters that were never gathered.
+
+        Even where it does not reduce, FSDP looks for their gradients, for which there is no place yet.
+        """
         self._never_gathered = [group for group in self._never_gathered if not _was_gathered(group)]
         for group in self._never_gathered:
             group._training_state = type(group._training_state).POST_BACKWARD
@@ -210,7 +212,7 @@ def _freed(units: Sequence[Any]) -> Iterator[None]:
     """Free in the end what an evaluation has gathered: FSDP keeps it for a backward that does not come.
 
     It would stand in the module instead of the parameters that have gradients, and, after the optimizer's next step, have the
-    values of before. What the user has gathered stays.
+    old values. What the user has gathered stays.
     """
     sharded = [group for unit in units for group in _groups(unit._get_fsdp_state()) if group.is_sharded]
     try:
@@ -221,7 +223,7 @@ def _freed(units: Sequence[Any]) -> Iterator[None]:
 
 
 def _groups(state: Any) -> list[Any]:
-    """The parameter groups of a module: several since torch 2.12, at most one before."""
+    """Return the parameter groups of a module: several since torch 2.12, at most one before."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -232,11 +234,11 @@ def _was_gathered(group: Any) -> bool:
 
 
 def _unsharded_gradient(parameter: Any) -> torch.Tensor | None:
-    """What adds up before it is reduced, if there is anything; `parameter` is FSDP's, and gathered at first."""
+    """Return the gradient that adds up before it is reduced, if any; `parameter` is FSDP's, and may not be gathered yet."""
     return parameter._unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None
 
 
 def _units(modules: Iterable[nn.Module]) -> list[Any]:
-    """Those under FSDP, from the outermost in. Without FSDP loaded there are none, and loading it takes a second."""
+    """Return the modules under FSDP, from the outermost in. Without FSDP loaded there are none, and loading it takes a second."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return [] if fsdp is None else [unit for unit in modules if isinstance(unit, fsdp.FSDPModule)]

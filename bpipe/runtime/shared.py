@@ -17,10 +17,10 @@ __all__: list[str] = []
 
 
 def why_in_order(stages: Mapping[int, PipelineStage], loss_fn: Any, *, shares_random: bool) -> str:
-    """Why the stages of a rank must run in the order of the schedule; empty where nothing is known of it.
+    """Return why the stages of a rank must run in the order of the schedule; empty if no reason is known.
 
     Args:
-        stages: they, by index.
+        stages: these stages, by index.
         loss_fn: the loss, which runs with the last stage.
         shares_random: whether forwards of several stages draw from the same random numbers.
     """
@@ -42,7 +42,7 @@ def _modules(stage: PipelineStage, loss_fn: Any) -> Iterator[nn.Module]:
 
 
 def _kept(modules: Iterable[nn.Module]) -> set[int]:
-    """The identities of parameters, whose gradients add up, and of the storages of buffers, which forwards may write.
+    """Return the identities of parameters, whose gradients add up, and of the storages of buffers, which forwards may write.
 
     Two parameters over one storage have a gradient each: it does not matter to them which stage comes first.
     """
@@ -52,7 +52,7 @@ def _kept(modules: Iterable[nn.Module]) -> set[int]:
 
 
 def _draws(module: nn.Module) -> bool:
-    """Whether a forward of a module of torch's draws random numbers."""
+    """Return whether a forward of one of torch's modules draws random numbers."""
     if isinstance(module, _DropoutNd):
         return module.training and module.p > 0
     if isinstance(module, (nn.RNNBase, nn.MultiheadAttention)):

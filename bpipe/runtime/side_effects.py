@@ -22,7 +22,7 @@ from bpipe.nest import attributes_of
 __all__: list[str] = []
 
 MOST_VALUES, MOST_DEPTH = 10_000, 5  # of plain attributes: a module may keep anything
-EXACT_BYTES = 2**20  # storages up to so many are compared byte by byte, larger ones by their sum
+EXACT_BYTES = 2**20  # storages up to this size are compared byte by byte, larger ones by their sum
 OWN = frozenset(vars(nn.Module()))  # the attributes that every module has
 PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 CONTAINERS = (list, tuple, set, frozenset, deque)
@@ -34,7 +34,7 @@ State = dict[tuple[str, int], object]
 
 
 def random_state(device: torch.device) -> State:
-    """The random numbers that a computation on a device may draw from without being given a generator."""
+    """Return the states of the random numbers that a computation on a device may draw without being given a generator."""
     state: State = {
         ("torch's", 0): _bytes_of_state(torch.get_rng_state()),
         ("Python's", 0): random.getstate(),
@@ -76,13 +76,13 @@ def look_at(device: torch.device, modules: Iterable[tuple[str, nn.Module]], othe
 
 
 def changed(before: State, after: State) -> str | None:
-    """Name something that is not as it was. Parameters that others have taken the place of, as under FSDP, do not count."""
+    """Name something that has changed; None if nothing has. Parameters that were replaced, as under FSDP, do not count."""
     replaced = {key for key in before.keys() ^ after.keys() if key[1]}
     return next((key[0] for key in {**before, **after} if key not in replaced and before.get(key) != after.get(key)), None)
 
 
 class _Look:
-    """One look at all that is kept. What it finds refers to no tensor: bpipe counts the owners of storages."""
+    """One look at all that is kept. What it finds refers to no tensor, because bpipe counts the owners of storages."""
 
     def __init__(self) -> None:
         self.random: State = {}
@@ -138,7 +138,7 @@ def _compared(data: torch.Tensor) -> object:
 
 
 def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """What is in a container or an object of the user's, with how it is reached."""
+    """Yield what is in a container or an object of the user's, with how it is reached."""
     if isinstance(value, dict):  # no other Mapping: those may make what is asked for
         yield "'s length", len(value)
         yield from ((f"[{key!r}]" if isinstance(key, PLAIN) else f"[{i}]", part) for i, (key, part) in enumerate(dict.items(value)))
@@ -150,7 +150,7 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_torchs(kind: type) -> bool:
-    """Whether a class is torch's own, such as DistributedDataParallel: what it keeps is no state of the model."""
+    """Return whether a class is torch's own, such as DistributedDataParallel: what it keeps is no state of the model."""
     return all(_package(base) in NOBODYS for base in kind.__mro__)  # some bases are Python's
 
 

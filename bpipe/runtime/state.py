@@ -51,18 +51,18 @@ class Shared:
         self._copies, self._values = Copies(()), list[torch.Tensor]()
 
     def found(self) -> Reachable:
-        """What is reached now."""
+        """Return what is reached now."""
         self.forget_outdated()
         self._found = self._found or Reachable(self._roots)
         return self._found
 
     def forget_outdated(self) -> None:
-        """Keep nothing alive that has been replaced."""
+        """Forget the last search if it is outdated, so that it keeps nothing alive that has been replaced."""
         if self._found is not None and not self._found.is_current():
             self._found = self._restorable = None
 
     def restorable(self, name: str, found: Reachable, written: Written | None, foreign: Mapping[int, str]) -> Restorable:
-        """The tensors of a search, as `Restorable` takes them."""
+        """Return the tensors of a search by what is done with them; the arguments are those of `Restorable`."""
         if self._restorable is None or not self._restorable.is_of(found, written):
             self._restorable = Restorable(name, found, written, foreign, self._copies_of)
         return self._restorable
@@ -73,7 +73,7 @@ class Shared:
         return self._copies
 
     def values(self, copies: Copies) -> Values:
-        """What is in storages now: another copy only if that has changed, where comparing waits for no device."""
+        """Return what is in storages now: another copy only if that has changed, if comparing waits for no device."""
         values = copies.take()
         if any(is_awaited(group.device) for group in values):
             return values
@@ -83,7 +83,7 @@ class Shared:
 
 
 class State:
-    """What one forward finds. To be made before it runs.
+    """What one forward finds; made before it runs.
 
     Args:
         name: the microbatch, for messages.
@@ -109,12 +109,12 @@ class State:
         self._written: set[int] = set()
 
     def constants(self) -> Constants:
-        """What no forward of this stage should write, as it is now."""
+        """Return what no forward of this stage should write, with what is in it now."""
         watched = [*self._uncopied.watched(), *self._parameters.watched()]
         return Constants([one for one in watched if not one[1].requires_grad and _is_dense(one[1])])
 
     def has_run(self) -> None:
-        """The forward has run: note what it wrote.
+        """Note what the forward wrote, once it has run.
 
         Raises:
             StageError: it wrote something that another forward cannot find as it was.
@@ -138,7 +138,7 @@ class State:
 
     @contextmanager
     def again(self, differences: Differences) -> Iterator[None]:
-        """Let another forward find the same, and leave what is there now as it is.
+        """Let another forward find the same, and restore in the end what is there now.
 
         Raises:
             StageError: something cannot be as it was, or the other forward did something else.
@@ -166,7 +166,7 @@ class State:
 
     @contextmanager
     def _filled(self, swapped: set[int], values: Values) -> Iterator[None]:
-        """Put what the forward found in its place; in the end, what is there now."""
+        """Put back what the forward found and, in the end, what is there now."""
         now = self._contents.now()
         try:
             if now is not self._contents:
@@ -209,11 +209,11 @@ class Versions:
         self._versions = [one._version for _, one in tensors]
 
     def watched(self) -> Iterator[tuple[str, torch.Tensor, int]]:
-        """They with their names and versions."""
+        """Return the tensors with their names and versions."""
         return ((f"{self._kind} {name}", one, version) for (name, one), version in zip(self._tensors, self._versions))
 
     def check(self, problem: str) -> None:
-        """Check that nothing has written them.
+        """Check that nothing has written the tensors.
 
         Raises:
             StageError: something has.

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def versions_of(tensors: Iterable[torch.Tensor | None]) -> list[tuple[torch.Tensor, int]]:
-    """Tensors that can tell whether they were changed, with their versions."""
+    """Return the tensors that can tell whether they were changed, with their versions."""
     return [(tensor, tensor._version) for tensor in tensors if tensor is not None and not tensor.is_inference()]
 
 
@@ -61,7 +61,7 @@ class Traffic:
         return action.channel(self.rank)
 
     def subject(self, stage: int, microbatch: int) -> Subject:
-        """What a header of this step is about."""
+        """Return what a header of this step is about."""
         return Subject(self.step, stage, microbatch)
 
     def posted(self, action: Action, transfer: Transfer, tensors: Sequence[torch.Tensor] = ()) -> None:
@@ -76,7 +76,7 @@ class Traffic:
         note = self.timed(completion.op, self._under_way[start][0].wait)
         if waits is not None:
             waits.end(completion.op, begin)
-        del self._under_way[start]
+        del self._under_way[start]  # not before: the transfer reads its tensors where they lie
         return note
 
     def timed(self, op: Op, call: Callable[[], T]) -> T:
@@ -87,11 +87,11 @@ class Traffic:
         return result
 
     def is_own(self, stage: int) -> bool:
-        """Whether a stage is on this rank."""
+        """Return whether a stage is on this rank."""
         return stage in self._stages
 
     def result_of(self, stage: int, microbatch: int) -> list[torch.Tensor]:
-        """What a forward has just left for the next stage."""
+        """Return the tensors that a forward has just left for the next stage."""
         mail = self.outgoing.get((Op.SEND_F, stage, microbatch)) or self.arrived.get((Op.F, stage + 1, microbatch))
         return [] if mail is None else [tensor for tensor in mail[1] if tensor is not None]
 

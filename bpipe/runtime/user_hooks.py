@@ -1,4 +1,4 @@
-"""What hooks of the user's mean for backwards: some are about one as a whole, and torch has no list of them.
+"""What the user's hooks mean for backwards: some concern a backward as a whole, and torch has no list of them.
 
 Hooks that wait for the gradients of several tensors (`register_multi_grad_hook`) are noticed when a forward registers them: torch
 makes a handle for each. Hooks on parameters run in weight halves, mostly, so whether they queue callbacks for the end of a backward
@@ -28,7 +28,7 @@ Silent = MutableMapping[int, frozenset[int]]  # the hooks on a stage's parameter
 
 
 class UserHooks:
-    """The hooks of the user's on one rank's stages during one step.
+    """The user's hooks on one rank's stages during one step.
 
     Args:
         divided: the stages with backwards in halves, and what they consist of.
@@ -50,7 +50,7 @@ class UserHooks:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """While a step runs, notice what is about a backward as a whole."""
+        """Notice, while a step runs, the hooks and callbacks that concern a backward as a whole."""
         self._thread = get_ident()
         _WATCHING.add(self)
         try:
@@ -59,11 +59,11 @@ class UserHooks:
             _WATCHING.remove(self)
 
     def note(self) -> None:
-        """A hook on several tensors is registered, perhaps in a step of another pipeline, in another thread."""
+        """Count a newly registered hook on several tensors, unless it is another pipeline's, whose step runs in another thread."""
         self.num_common += self._thread == get_ident()
 
     def heard(self, stage: int) -> bool:
-        """The first backward of a stage has run, as a whole: whether the others are to be whole, too."""
+        """Return whether the other backwards of a stage are to be whole, too, after its first one has run as a whole."""
         found = self.unheard.pop(stage)
         if not self.callbacks.were_any:
             self._silent[stage] = found
@@ -71,7 +71,7 @@ class UserHooks:
 
 
 class _Watching:
-    """All that watch now, of all pipelines in all threads: torch is put back when the last one leaves, whichever that is."""
+    """All `UserHooks` that watch now, of all pipelines in all threads; torch is restored when the last one leaves."""
 
     def __init__(self) -> None:
         self._lock, self._active = Lock(), list[UserHooks]()
@@ -108,13 +108,13 @@ _WATCHING = _Watching()  # one for the process, as what it replaces in torch is
 
 
 def _are_on_nodes(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether there are hooks on the nodes that add the gradients of some parameters up."""
+    """Return whether there are hooks on the nodes that add up the gradients of some parameters."""
     found = [get_gradient_edge(one).node for one in parameters if one.requires_grad and not is_lazy(one)]
     return any(_are_others(register) for node in found for register in (node.register_hook, node.register_prehook))
 
 
 def _on(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
-    """The numbers of the hooks on some parameters."""
+    """Return the ids of the hooks on some parameters."""
     found: list[int] = []
     for parameter in parameters:
         if parameter._backward_hooks:
@@ -125,7 +125,7 @@ def _on(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
 
 
 def _are_others(register: Callable[..., RemovableHandle]) -> bool:
-    """Whether there are hooks of a kind on a node."""
+    """Return whether a node has hooks of the kind that `register` adds."""
     handle = register(lambda *_: None)
     hooks = handle.hooks_dict_ref()
     handle.remove()

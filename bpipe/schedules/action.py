@@ -1,4 +1,4 @@
-"""One thing a rank does: an operation on a microbatch of a stage, written the way the field writes it (`2F0`)."""
+"""The actions of a rank: operations on a microbatch of a stage, written in the field's notation (`2F0`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Op(StrEnum):
     B = "B"  # full backward
     I = "I"  # noqa: E741  input half of the backward, the field's name for it
     W = "W"  # weight half of the backward
-    R = "R"  # recomputation: the forward once more, of a microbatch of which the first one saved nothing
+    R = "R"  # recomputation: the forward again, because the first one saved no activations
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
@@ -55,7 +55,7 @@ START_OF = {wait: start for start, wait in WAIT_OF.items()}
 
 
 class Purpose(StrEnum):
-    """What a channel carries."""
+    """The kind of data that a channel carries."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -103,11 +103,11 @@ MIRROR = {
 class Action(NamedTuple):
     """An operation on one microbatch of one stage.
 
-    Its first four fields tell it from all others of a plan, but for UNSHARD, RESHARD and REDUCE_GRAD, which concern a whole
-    stage and may come again.
+    Its first four fields identify it within a plan, except for UNSHARD, RESHARD and REDUCE_GRAD, which concern a whole
+    stage and may occur again.
 
     Args:
-        op: what is done.
+        op: the operation.
         stage: the stage's index.
         microbatch: its number; 0 where the operation concerns the whole stage.
         part: of an eviction, which part of the microbatch's saved bytes moves, from 1 on; 0 for all of them.
@@ -133,10 +133,10 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """Read `2F0`, `2UNSHARD`, or `2EVICT0.1@5` with a part behind the point and the peer's rank, or `host`, behind the @.
+        """Read `2F0`, `2UNSHARD`, or `2EVICT0.1@5` with a part after the dot and the peer's rank, or `host`, after the @.
 
         Raises:
-            PlanError: the text is no action.
+            PlanError: the text is not an action.
         """
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
@@ -152,10 +152,10 @@ class Action(NamedTuple):
         return str(self) if self.peer is None else f"{self}@{'host' if self.peer == HOST else self.peer}"
 
     def channel(self, rank: int) -> Channel:
-        """The channel that this transfer, seen from `rank`, uses.
+        """Return the channel that this transfer, seen from `rank`, uses.
 
         Raises:
-            KeyError: the action is no start of a transfer.
+            KeyError: the action does not start a transfer.
         """
         peer = -1 if self.peer is None else self.peer
         return Channel(SENDS[self.op], rank, peer) if self.op in SENDS else Channel(RECEIVES[self.op], peer, rank)

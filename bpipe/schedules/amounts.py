@@ -1,4 +1,4 @@
-"""Bytes as people read them."""
+"""Human-readable numbers of bytes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__: list[str] = []
 
 
 def show_bytes(num_bytes: float) -> str:
-    """Write bytes for people, with three digits.
+    """Format a number of bytes for people, with three digits.
 
     Example:
         >>> show_bytes(1610612736), show_bytes(0)
@@ -21,7 +21,7 @@ def show_bytes(num_bytes: float) -> str:
 
 
 def show_each(amounts: Sequence[int | None]) -> str:
-    """One number of bytes a rank, or one for all where they read alike; `-` for none.
+    """Format one number of bytes per rank, or a single one if all read alike; `-` stands for None.
 
     Example:
         >>> show_each([2**30, 2**31]), show_each([4096, 4097]), show_each([None, 1])

@@ -1,8 +1,8 @@
 """The balance pass: evict what is not needed soon to a rank with room, and load it back in time.
 
-Any plan of computations can be balanced (BPipe, Kim et al., ICML 2023, does it to 1F1B). Each rank with more than its budget
-is decided from its own list of computations; whoever has room takes its guests, the rank it is paired with first, then ranks
-of the same node, then others, then its host. `tests/schedules/test_balance.py` shows what that reaches.
+Any plan of computations can be balanced (BPipe, Kim et al., ICML 2023, does it to 1F1B). For each rank over its budget, the
+pass decides from that rank's own list of computations; its guests go to ranks with room: the rank it is paired with first, then
+ranks of the same node, then others, then its host. `tests/schedules/test_balance.py` shows what that achieves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["balance", "level"]
 
 
 def default_slots(num_stages: int) -> int:
-    """ceil((p+2)/2): what every rank holds at most when p stages are balanced in pairs (Kim et al., ICML 2023).
+    """Return ceil((p+2)/2), the most that any rank holds when p stages are balanced in pairs (Kim et al., ICML 2023).
 
     Stages x and p-1-x hold (p-x) + (x+1) = p+1 microbatches at their peaks, and one in flight counts at both ends.
     """
@@ -37,23 +37,23 @@ def balance(
     costs: Costs | None = None,
     rule: str = "fewest",
 ) -> Plan:
-    """Insert evictions and loads so that no rank occupies more than its budget; the order of computations stays.
+    """Insert evictions and loads so that no rank occupies more than its budget; the order of computations does not change.
 
     Args:
-        plan: any; its computations are kept, whole ones and those in pieces, and to be finished anew (`finish`).
+        plan: any; its computations are kept, whole or in pieces, and its transfers are dropped: `finish` adds them again.
         slots: the budget in microbatches, one number or one a rank (None: unlimited).
-        sizes: what a microbatch takes in bytes, if bytes are to be counted instead.
-        budgets: with `sizes`, the budget in bytes, static ones included, one number or one a rank.
-        to: who may take the evicted; default: the pair p-1-x, then any rank with room.
-        costs: how long computations and transfers take; what can be hidden behind computations is evicted first. Each rank
-            decides by itself, so that transfers which share a link may still show, by a few percent.
-        rule: "fewest" moves as little as the budget allows, what is needed again last;
+        sizes: the bytes that a microbatch takes, to count bytes instead of slots.
+        budgets: with `sizes`, the budget in bytes, static bytes included, one number or one a rank.
+        to: who may take evicted activations; default: the pair p-1-x, then any rank with room.
+        costs: how long computations and transfers take; evictions that computations can hide are chosen first. Each rank
+            decides by itself, so transfers that share a link may still add a few percent.
+        rule: "fewest" moves as little as the budget allows, and prefers what is needed again last;
             "eager" evicts one microbatch with each forward and loads one with each backward (the paper's steady state).
 
     Raises:
-        BudgetError: no placement that the pass finds meets the budget; the message names the smallest one that works, to
+        BudgetError: the pass finds no placement that meets the budget; the message names the smallest budget that works, to
             within 1/1024 of the highest peak.
-        ConfigurationError: budgets, destinations or rule make no sense.
+        ConfigurationError: budgets, destinations or rule are invalid.
     """
     if (slots is None) == (sizes is None) or (sizes is None) != (budgets is None):
         raise ConfigurationError("give slots=, or sizes= and budgets=")
@@ -70,14 +70,14 @@ def balance(
 
 
 def level(plan: Plan, sizes: Sizes, *, to: Destinations | None = None, costs: Costs | None = None) -> Plan:
-    """Balance a plan as low as possible: the lowest highest peak in bytes that the pass reaches, then the fewest bytes.
+    """Balance a plan to the lowest maximum peak in bytes that the pass reaches, moving as few bytes as possible.
 
     Returns:
-        The balanced plan, with its highest peak as every rank's budget; where nothing is gained, the plan as it was, with its
-        sizes.
+        The balanced plan, with its highest peak as every rank's budget; if nothing is gained, the computations of the plan
+        without evictions, with their sizes.
 
     Raises:
-        ConfigurationError: sizes or destinations make no sense.
+        ConfigurationError: sizes or destinations are invalid.
     """
     problem = Problem(plan, sizes, Destinations() if to is None else to, costs, "fewest")
     lowest = _lowest(problem)
@@ -85,7 +85,7 @@ def level(plan: Plan, sizes: Sizes, *, to: Destinations | None = None, costs: Co
 
 
 def _lowest(problem: Problem) -> Solution:
-    """The lowest highest peak that the pass reaches, then the fewest bytes; without evictions if those gain nothing."""
+    """Find the lowest maximum peak that the pass reaches, then the fewest bytes; evict nothing if that gains nothing."""
     best, highest = Solution({}, problem.peaks), max(problem.peaks)
     static = (0,) if problem.plan.sizes is None else problem.plan.sizes.static
     lowest = max(static) if problem.to.host != "no" else -(-sum(problem.peaks) // len(problem.peaks))
@@ -100,7 +100,7 @@ def _lowest(problem: Problem) -> Solution:
 
 
 def _cheaper(problem: Problem, budgets: Budgets, solution: Solution) -> Solution:
-    """A solution that moves fewer bytes within the same budgets, if there is one."""
+    """Return a cheaper solution within the same budgets if a thorough search finds one, else the given one."""
     if not any(problem.ranks[rank].has_choice(settled.decision) for rank, settled in solution.settled.items()):
         return solution
     other = problem.solve(budgets, thorough=True)
@@ -108,12 +108,12 @@ def _cheaper(problem: Problem, budgets: Budgets, solution: Solution) -> Solution
 
 
 def _missing(solution: Solution, budgets: Budgets) -> int:
-    """What budgets lack for a solution."""
+    """Return the largest excess of a solution's peaks over the budgets."""
     return max(peak - budget for peak, budget in zip(solution.peaks, budgets) if budget is not None)
 
 
 def _refusal(problem: Problem, given: Budgets, lacking: str, lowest: Solution) -> BudgetError:
-    """The error for budgets that cannot be met; it names the smallest that can."""
+    """Return the error for budgets that cannot be met; it names the smallest that can."""
     short, enough = 0, _missing(lowest, given)
     while enough - short > max(1, max(problem.peaks) // FINENESS):
         middle = (short + enough) // 2

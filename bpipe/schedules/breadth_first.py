@@ -1,6 +1,6 @@
 """Breadth-first (Lamy-Poirier, arXiv 2211.05953): each stage of a rank runs all microbatches before the next one does.
 
-So the weights of one stage at a time are gathered, at most twice a step however many microbatches there are.
+So a rank gathers the weights of one stage at a time, each at most twice a step however many microbatches there are.
 
 p = 2 ranks of v = 2 stages, m = 4 microbatches, a column a stage's forward; a backward takes two:
 
@@ -17,9 +17,9 @@ __all__: list[str] = []
 
 
 def order(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> list[list[Action]]:
-    """Forwards of a rank's stages, backwards of its stages in reverse; the last one keeps its weights in between.
+    """Return each rank's forwards stage by stage, then its backwards in reverse; its last stage keeps its weights in between.
 
-    2v-1 gathers and v reductions a rank.
+    Each rank does 2v-1 gathers and v reductions.
     """
     return [_lane(num_ranks, num_microbatches, stages_per_rank, x) for x in range(num_ranks)]
 

@@ -1,4 +1,4 @@
-"""From a schedule's name to its finished, verified plan."""
+"""Build a schedule's finished, verified plan from its name."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ _RULES = (
 
 
 def rules() -> tuple[Rule, ...]:
-    """The schedules that `build` knows, each with its placement, its memory and its bubble."""
+    """Return the schedules that `build` knows, each with its placement, its memory and its bubble."""
     return _RULES
 
 
 def names() -> tuple[str, ...]:
-    """The names of the schedules that `build` knows."""
+    """Return the names of the schedules that `build` knows."""
     return tuple(rule.name for rule in _RULES)
 
 
 def rule_named(name: str) -> Rule:
-    """The schedule with a name.
+    """Return the rule of the schedule called `name`.
 
     Raises:
-        ConfigurationError: there is none; the message names the nearest.
+        ConfigurationError: there is none; the message names the closest one.
     """
     for rule in _RULES:
         if rule.name == name:
@@ -67,20 +67,20 @@ def build(
     pairs: Sequence[int] | None = None,
     rule: str = "fewest",
 ) -> Plan:
-    """Make the plan of a schedule, finished and verified.
+    """Build the finished and verified plan of a schedule.
 
     Args:
-        name: one of `names()`; `rules()` says what each is.
+        name: one of `names()`; `rules()` describes each.
         num_stages: the stages of all ranks together, at least 1.
-        num_microbatches: m, at least 1; some schedules take only some numbers.
-        num_ranks: p; default: `num_stages` where the schedule takes one stage a rank, half of them where it takes several.
+        num_microbatches: m, at least 1; some schedules take only certain numbers.
+        num_ranks: p; default: `num_stages` where the schedule takes one stage a rank, half of that where it takes several.
         slots: the budget in microbatches of one stage, one number or one for each rank (None: no limit); any schedule can be
             balanced. Default: ceil((p+2)/2) for "balanced_1f1b", none for the others.
         pairs: the rank to which each rank evicts; default p-1-x.
         rule: "fewest" evictions, or "eager" ones.
 
     Raises:
-        ConfigurationError: an unknown name, or numbers that make no pipeline, or none that the schedule takes.
+        ConfigurationError: an unknown name, or numbers that form no pipeline or that the schedule does not take.
         BudgetError: `slots` cannot be met; the message names the smallest that can.
 
     Example:
@@ -104,7 +104,7 @@ def build(
 
 
 def _computations(rule: Rule, num_stages: int, num_microbatches: int, num_ranks: int | None) -> Plan:
-    """The plan of a schedule without transfers."""
+    """Return the plan of a schedule without transfers."""
     check_counts(num_stages=num_stages, num_microbatches=num_microbatches)
     if num_ranks is None:
         num_ranks = max(1, num_stages // rule.default_stages_per_rank)
@@ -122,10 +122,10 @@ def _computations(rule: Rule, num_stages: int, num_microbatches: int, num_ranks:
 
 
 def check_counts(**counts: int) -> None:
-    """Raise unless they are whole numbers of at least 1.
+    """Raise unless all counts are whole numbers of at least 1.
 
     Raises:
-        ConfigurationError: one is not.
+        ConfigurationError: one of them is not.
     """
     for what, number in counts.items():
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
@@ -133,7 +133,7 @@ def check_counts(**counts: int) -> None:
 
 
 def finish(plan: Plan) -> Plan:
-    """Add the transfers between stages to a plan of computations, and prove the result.
+    """Add the transfers between stages to a plan of computations, and verify the result.
 
     Raises:
         PlanError: the result breaks a rule.
@@ -144,5 +144,5 @@ def finish(plan: Plan) -> Plan:
 
 
 def forward_plan(plan: Plan) -> Plan:
-    """The verified plan that evaluates with the forwards of another."""
+    """Return a verified plan for evaluation, with the forwards of another plan."""
     return finish(forward_only(plan))

@@ -1,4 +1,4 @@
-"""Balance in bytes: what `Balanced` and the command line both do."""
+"""Balancing in bytes, for both `Balanced` and the command line."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def by_bytes(
     to: Destinations | None = None,
     costs: Costs | None = None,
 ) -> Plan:
-    """The computations of a plan, balanced and to be finished.
+    """Balance the computations of a plan in bytes; `finish` adds the transfers to the result.
 
     Args:
-        plan: any; its transfers and budgets are left out.
-        sizes: what a microbatch takes.
-        budgets: the most bytes of each rank, static ones included, one number or one a rank; None: as low as possible.
+        plan: any; its transfers and budgets are dropped.
+        sizes: the bytes that a microbatch takes.
+        budgets: the budget in bytes, static bytes included, one number or one a rank; None: as low as possible.
         is_inside: whether parts also move inside forwards and backwards.
-        to: who may take the evicted.
-        costs: how long things take, if known: what can be hidden is evicted first, where the budgets have room for that.
+        to: who may take evicted activations.
+        costs: how long computations and transfers take, if known: what can be hidden is evicted first, if the budgets allow it.
 
     Raises:
         BudgetError: the budgets cannot be met; the message names the smallest that can.

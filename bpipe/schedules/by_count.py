@@ -1,4 +1,4 @@
-"""Balance in microbatches instead of bytes: the rule of the paper, and what it becomes for other schedules."""
+"""Balancing in microbatches instead of bytes: the paper's rule, and its counterpart for other schedules."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ __all__: list[str] = []
 
 
 def by_count(plan: Plan, to: Destinations | None = None) -> Plan:
-    """Balance a plan of computations to at most ceil((p+2)/2) microbatches a rank (Kim et al., ICML 2023), where it has one
-    stage a rank and can; else to as few as the pass reaches.
+    """Balance a plan of computations to at most ceil((p+2)/2) microbatches a rank, or else to as few as the pass reaches.
+
+    The former (Kim et al., ICML 2023) is for plans with one stage a rank that can meet it.
     """
     if plan.num_stages == plan.num_ranks:
         try:

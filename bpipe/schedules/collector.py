@@ -11,7 +11,7 @@ __all__: list[str] = []
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Plans are millions of tuples without cycles; the cycle collector would walk them over and over (half of the time)."""
+    """Pause the cycle collector, which would spend half of the time walking a plan's millions of tuples, all without cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -25,13 +25,13 @@ from bpipe.schedules.plan import Plan
 
 __all__: list[str] = []
 
-KEPT = (COMPUTE - {Op.R}) | SHARDING  # by a pass that decides anew what moves and what is recomputed
+KEPT = (COMPUTE - {Op.R}) | SHARDING  # by a pass that decides again what moves and what is recomputed
 
 Moment = tuple[int, int]  # place in the global order: (time, rank)
 
 
 class _Sent(NamedTuple):
-    """A send under way: when its receive has completed, and the boundary by which it should be complete."""
+    """A send under way, the moment at which its receive has completed, and the boundary by which it should be complete."""
 
     action: Action
     received: Moment
@@ -44,7 +44,7 @@ def communicate(plan: Plan) -> Plan:
     Neighbouring stages on one rank hand their tensors over without a transfer.
 
     Raises:
-        PlanError: the computations wait for each other in a circle.
+        PlanError: the computations wait for each other in a cycle.
     """
     lanes = [plan.compute(rank) for rank in range(plan.num_ranks)]
     begins = Moments(plan.num_stages, num_microbatches_of(lanes, plan.num_stages))
@@ -56,7 +56,7 @@ def communicate(plan: Plan) -> Plan:
 
 
 def sent_by(plan: Plan, action: Action) -> Action | None:
-    """The send that follows a computation, if its result goes to another rank."""
+    """Return the send that follows a computation if its result goes to another rank, else None."""
     if action.op is Op.F and action.stage + 1 < plan.num_stages:
         return _remote(plan, action, Op.SEND_F, action.stage + 1)
     if action.op in BACKWARD and action.stage:
@@ -65,7 +65,7 @@ def sent_by(plan: Plan, action: Action) -> Action | None:
 
 
 def received_by(plan: Plan, action: Action) -> Action | None:
-    """The receive that a computation needs, if its input comes from another rank."""
+    """Return the receive that a computation needs if its input comes from another rank, else None."""
     if action.op is Op.F and action.stage:
         return _remote(plan, action, Op.RECV_F, action.stage - 1)
     if action.op in BACKWARD and action.stage + 1 < plan.num_stages:
@@ -113,10 +113,10 @@ class _Lane:
         return tuple(action for action in lane if action is not None)
 
     def _posts(self) -> dict[int, list[Action]]:
-        """The receives, by boundary: before the computation ahead of the one that uses them, or earlier in its channel's turn.
+        """Return the receives by boundary: one computation before the one that uses them, or earlier if the channel's order asks.
 
-        A channel is first in, first out. Where several boundaries between stages share one, what arrives first may be used
-        last, and its receive is posted all the same.
+        A channel is first in, first out. Where several boundaries between stages share one, the message that arrives first may
+        be used last; its receive is posted first all the same.
         """
         channels: dict[tuple[Op, int | None], list[tuple[int, int, Action]]] = defaultdict(list)
         for index, receive in enumerate(self.receives):
@@ -131,7 +131,7 @@ class _Lane:
         return posted
 
     def _completions(self) -> dict[int, list[Action | None]]:
-        """The completions of sends, by boundary."""
+        """Return the completions of sends by boundary."""
         moments = [self._moment(RESULT[op], stage, microbatch) for op, stage, microbatch, *_ in self.steps]
         completed: dict[int, list[Action | None]] = defaultdict(list)
         for sent in self._sends():
@@ -161,12 +161,12 @@ class _Lane:
                 yield _Sent(send, self._received(send), due)
 
     def _made(self, receive: Action) -> int:
-        """When the computation that makes what is received runs."""
+        """Return when the computation that makes what is received runs."""
         result, stage = (Op.F, receive.stage - 1) if receive.op is Op.RECV_F else (Op.B, receive.stage + 1)
         return self.begins[result, stage, receive.microbatch]
 
     def _received(self, send: Action) -> Moment:
-        """When the computation that uses what was sent runs."""
+        """Return when the computation that uses what was sent runs."""
         result, stage = (Op.F, send.stage + 1) if send.op is Op.SEND_F else (Op.B, send.stage - 1)
         moment = self._moment(result, stage, send.microbatch)
         if moment[0] < 0:
@@ -182,13 +182,13 @@ def _completion(start: Action | None) -> Action | None:
 
 
 def without_transfers(plan: Plan) -> Plan:
-    """A plan without its transfers, recomputations and budgets, computations in pieces as they are: where a balance pass starts."""
+    """Return a plan without its transfers, recomputations and budgets, pieces of computations kept: where a balance pass starts."""
     lanes = tuple(tuple(a for a in lane if a.op in KEPT) for lane in plan.actions)
     return replace(plan, actions=lanes, served=((),) * plan.num_ranks, slots=(None,) * plan.num_ranks, budgets=None)
 
 
 def computations_only(plan: Plan) -> Plan:
-    """A plan without its transfers, recomputations, budgets and sizes, all computations whole."""
+    """Return a plan without its transfers, recomputations, budgets and sizes, with all computations whole."""
     whole = tuple(
         tuple(a._replace(part=0) if a.part else a for a in lane if a.op not in COMPUTE or not plan.goes_on(a))
         for lane in plan.actions
@@ -197,7 +197,7 @@ def computations_only(plan: Plan) -> Plan:
 
 
 def forward_only(plan: Plan) -> Plan:
-    """The forwards of a plan in their order, for evaluation; to be communicated anew."""
+    """Return the forwards of a plan in their order, for evaluation; `communicate` adds the transfers again."""
     forwards = tuple(tuple(a for a in plan.compute(rank) if a.op is Op.F) for rank in range(plan.num_ranks))
     plain = without_transfers(replace(plan, actions=forwards))
     return replace(plain, name=f"{plan.name}/forward", sizes=None, has_backward=False)

@@ -1,4 +1,4 @@
-"""What a plan's actions cost: seconds of computations, bytes of what is saved and sent, and the links that carry it."""
+"""The cost model of a plan's actions: seconds of computations, bytes that are saved and sent, and the links that carry them."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ class Costs:
         forward_s: seconds of F, and of R.
         backward_s: seconds of B; default: twice those of F.
         input_s: seconds of I, the input half of a split backward; default: half of B.
-        weight_s: seconds of W, its weight half; default: what B leaves of I.
-        saved_bytes: what a microbatch keeps on a stage from its forward to its backward.
-        movable_bytes: what of it an eviction moves; default: all.
-        output_bytes: what a stage's forward sends to the next stage.
-        gradient_bytes: what the next stage's backward sends back across the same boundary; default: `output_bytes`.
-        static_bytes: what a stage keeps throughout: parameters, gradients, optimizer states, buffers.
+        weight_s: seconds of W, its weight half; default: what I leaves of B.
+        saved_bytes: bytes that a microbatch keeps on a stage from its forward to its backward.
+        movable_bytes: how many of them an eviction moves; default: all.
+        output_bytes: bytes that a stage's forward sends to the next stage.
+        gradient_bytes: bytes that the next stage's backward sends back across the same boundary; default: `output_bytes`.
+        static_bytes: bytes that a stage keeps throughout: parameters, gradients, optimizer states, buffers.
         link: between ranks of one node.
         cross_link: between ranks of different nodes, where `nodes` says which; default: `link`.
         host_link: between a rank and its own host's memory, in each direction; default: `link`.
         nodes: the node of each rank; default: all on one.
-        slowdown: how many times longer a computation takes while a transfer of its rank is under way; 1 for not at all.
+        slowdown: how many times longer a computation takes while a transfer of its rank is under way; 1: no slowdown.
 
     Raises:
         ConfigurationError: a negative number, or a slowdown below 1.
@@ -118,10 +118,10 @@ class Costs:
                 )
 
     def seconds(self, op: Op, stage: int, microbatch: int) -> float:
-        """How long a computation takes by itself.
+        """Return the seconds that a computation takes by itself.
 
         Raises:
-            KeyError: `op` is no computation.
+            KeyError: `op` is not a computation.
         """
         if op is Op.F or op is Op.R:
             return _of_microbatch(self.forward_s, stage, microbatch)
@@ -138,19 +138,19 @@ class Costs:
         raise KeyError(op)
 
     def saved(self, stage: int) -> int:
-        """Bytes that a microbatch keeps on a stage."""
+        """Return the bytes that a microbatch keeps on a stage."""
         return _of_stage(self.saved_bytes, stage)
 
     def movable(self, stage: int) -> int:
-        """Bytes that an eviction of a stage's microbatch moves."""
+        """Return the bytes that an eviction of a stage's microbatch moves."""
         return self.saved(stage) if self.movable_bytes is None else _of_stage(self.movable_bytes, stage)
 
     def static(self, stage: int) -> int:
-        """Bytes that a stage keeps throughout."""
+        """Return the bytes that a stage keeps throughout."""
         return _of_stage(self.static_bytes, stage)
 
     def carried(self, action: Action) -> int:
-        """Bytes that a transfer carries, on either end.
+        """Return the bytes that a transfer carries, on either end.
 
         Raises:
             KeyError: the action posts no transfer.
@@ -166,7 +166,7 @@ class Costs:
         raise KeyError(op)
 
     def link_between(self, src: int, dst: int) -> Link:
-        """The link from one rank to another, or to or from its own host."""
+        """Return the link from one rank to another, or to or from its own host."""
         if HOST in (src, dst) and self.host_link is not None:
             return self.host_link
         is_across = self.nodes is not None and HOST not in (src, dst) and self.nodes[src] != self.nodes[dst]
@@ -180,10 +180,10 @@ _MOST_BYTES = 2**56  # sums of some thousands of them stay numbers of 64 bits
 
 
 def _checked(name: str, value: Any, kind: type[int] | type[float], levels: int) -> Any:
-    """A number, or as many levels of tuples of them; arrays count as sequences.
+    """Return a number, or tuples of numbers nested up to `levels` deep; arrays count as sequences.
 
     Raises:
-        ConfigurationError: it is neither, or a number is negative, infinite, or no whole one where bytes are counted.
+        ConfigurationError: it is neither, or a number is negative, infinite, or not whole where bytes are counted.
     """
     if value is None and name not in ("forward_s", "saved_bytes", "output_bytes", "static_bytes"):
         return None

@@ -18,11 +18,11 @@ _OTHER_END = {
     **RECEIVER_OF,
     **{receive: (send, -offset) for send, (receive, offset) in RECEIVER_OF.items()},
 }
-_INDEXES_KEPT = 16  # indexes of lanes, so that a plan of thousands of ranks needs none of them all
+_INDEXES_KEPT = 16  # lanes whose index is cached, so that a plan of thousands of ranks need not keep all
 
 
 class Step(NamedTuple):
-    """One link of the chain: what ran on a rank, or was under way from it."""
+    """One step of the chain: what ran on a rank, or was under way from it."""
 
     rank: int
     span: Span
@@ -32,7 +32,7 @@ def critical_path(timeline: Timeline) -> list[Step]:
     """Walk back from the end of the last computation to what each action waited for last.
 
     Returns:
-        Computations and transfers in the order of time, each of which began when the one before it ended, or on a busy link
+        Computations and transfers in time order, each of which began when the one before it ended, or on a busy link
         when it had departed. So a simulated path covers the makespan; gaps in a measured one are what the host did between
         actions.
 
@@ -85,7 +85,7 @@ class _Walk:
                 place = self._before(place)
 
     def _before(self, place: _Place) -> _Place | None:
-        """The action that had to end before a place of a lane was reached: posting a transfer holds nothing up."""
+        """Return the action that had to end before a lane reached a place; posting a transfer holds nothing up."""
         actions, _ = self._lane(place.rank, place.served)
         peer = actions[place.position].peer if place.served else None
         for position in range(place.position - 1, -1, -1):
@@ -94,13 +94,13 @@ class _Walk:
         return None
 
     def _awaited(self, place: _Place, completion: Action) -> _Place:
-        """The sending end of the transfer that a lane waited for; the rank's own where its host is the other end."""
+        """Return the sending end of the transfer that a lane waited for; the rank's own end if its host is the other one."""
         start = (START_OF[completion.op], *completion[1:4])
         here = place._replace(position=self.positions(place.rank, place.served)[start])
         return here if start[0] in SENDS or completion.peer == HOST else self._other_end(here)
 
     def _ends(self, send: _Place) -> tuple[_Place, ...]:
-        """Where a transfer is posted: at both ends, but for a host."""
+        """Return where a transfer is posted: at both ends, or only at the rank's own if the other is a host."""
         return (send,) if self._span(send).action.peer == HOST else (send, self._other_end(send))
 
     def _other_end(self, place: _Place) -> _Place:
@@ -113,7 +113,7 @@ class _Walk:
     def _through(self, send: _Place, arrival_s: float) -> Generator[Step, None, _Place | None]:
         """Follow transfers back to the lane that posted its end last, or kept the link busy until then.
 
-        What kept a link busy is known only where it was simulated.
+        Which transfer kept a link busy is known only in a simulated timeline.
         """
         while True:
             ends = self._ends(send)
@@ -131,7 +131,7 @@ class _Walk:
         return 0.0 if before is None else self._span(before).end_s
 
     def _link(self, rank: int, peer: int, is_sending: bool) -> list[tuple[float, _Place]]:
-        """The transfers from a rank to another, or from or to its host, in the order of their beginning."""
+        """Return the transfers from a rank to another, or from or to its host, in the order in which they began."""
         ops = SENDS if is_sending else RECEIVES
         places = (
             _Place(rank, served, position)

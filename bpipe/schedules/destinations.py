@@ -1,4 +1,4 @@
-"""Who may take a rank's guests, and in which order they are asked."""
+"""The peers that may take a rank's guests, and the order in which they are asked."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["Destinations"]
 
 
 def mirror_pairs(num_ranks: int) -> tuple[int, ...]:
-    """The paper's pairs: rank x evicts to rank p-1-x."""
+    """Return the paper's pairs: rank x evicts to rank p-1-x."""
     return tuple(reversed(range(num_ranks)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destinations:
-    """Who may take a rank's guests.
+    """The peers that may take a rank's guests.
 
     Args:
         pairs: the rank to which each rank evicts first; default: p-1-x.
@@ -37,7 +37,7 @@ class Destinations:
     host: str = "no"
 
     def check(self, num_ranks: int) -> None:
-        """Raise unless these fit a number of ranks.
+        """Raise unless the destinations fit a number of ranks.
 
         Raises:
             ConfigurationError: they do not.
@@ -53,7 +53,7 @@ class Destinations:
             raise ConfigurationError(f"host={self.host!r}: choose 'no', 'last' or 'only'")
 
     def of(self, rank: int, room: Sequence[int | None]) -> list[int]:
-        """The acceptors of a rank, best first: its pair, its node, the roomiest; None is room for any amount."""
+        """Return the acceptors of a rank, best first: its pair, its node, then the roomiest; None is room for any amount."""
         pair = (mirror_pairs(len(room)) if self.pairs is None else self.pairs)[rank]
         others = [other for other in range(len(room)) if self.others or other == pair]
         node = None if self.nodes is None else self.nodes[rank]

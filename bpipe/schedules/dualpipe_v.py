@@ -1,6 +1,6 @@
 """DualPipeV (DeepSeek's DualPipe, arXiv 2412.19437, cut in half): two stages a rank in a V, forwards paired with backwards.
 
-Where the original overlaps a forward with a backward of the other stage, this runs one after the other.
+Where the original overlaps a forward with a backward of the other stage, this schedule runs them one after the other.
 
 p = 2 ranks, m = 4 microbatches, a column a stage's forward; a backward takes two, its halves `I` and `W` one each:
 
@@ -20,12 +20,12 @@ __all__: list[str] = []
 
 
 def order(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> list[list[Action]]:
-    """The computations of each rank: whole backwards, but for halves where the pipeline fills and drains; peak p + 1/2."""
+    """Return each rank's computations: backwards are whole, but in halves where the pipeline fills and drains; peak p + 1/2."""
     return [list(numbered(_steps(num_ranks, num_microbatches, x))) for x in range(num_ranks)]
 
 
 def _steps(p: int, m: int, x: int) -> list[Step]:
-    """DualPipe's eight phases on rank x. The weight half that a step runs is the oldest one due."""
+    """Return DualPipe's eight phases on rank x; the weight half that a step runs is the oldest one due."""
     down, up = x, 2 * p - 1 - x
     later = p - 1 - x  # ranks
     f0, b0, i0, f1, b1, i1 = ((op, stage) for stage in (down, up) for op in (Op.F, Op.B, Op.I))

@@ -12,7 +12,7 @@ __all__: list[str] = []
 
 
 def evict_eagerly(rank: RankSteps, limit: int, peer: int) -> Decision | Shortage:
-    """While a rank is full, evict the youngest microbatch with each forward, and load the oldest with each backward."""
+    """Evict the youngest microbatch with each forward while a rank is full, and load the oldest with each backward."""
     evictions: list[Eviction] = []
     forwards: list[Part] = []
     remote: list[tuple[Part, int]] = []
@@ -38,5 +38,5 @@ def evict_eagerly(rank: RankSteps, limit: int, peer: int) -> Decision | Shortage
 
 
 def _next(rank: RankSteps, step: int) -> int:
-    """The next step that computes."""
+    """Return the next step that computes."""
     return next((t for t in range(step + 1, len(rank.steps)) if rank.steps[t] is not None), len(rank.steps))

@@ -1,12 +1,11 @@
-"""What one rank evicts, when and to whom: as little as keeps it within its limit.
+"""Decide what one rank evicts, when and to whom: as little as keeps it within its limit.
 
     occupied      before the first step t that has more than the limit:
     F0 F1 F2 F3   evict what is needed again last: start before t-1, wait before t,
     1  2  3  4    load it from before the step ahead of its backward, wait before its backward.
 
-Where parts differ in size, that is evicted whose bytes are missed most: those that relieve the steps over the limit most, for
-their size. With the times of a cost model, a transfer starts as many steps ahead as it takes, and what can be hidden so is
-evicted first.
+If parts differ in size, evict the one that most relieves the steps over the limit, relative to its size. With the times of a
+cost model, a transfer starts as many steps ahead as it takes, and evictions that can be hidden this way come first.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ __all__: list[str] = []
 
 
 class Eviction(NamedTuple):
-    """A part of a microbatch, or all of it, that leaves and comes back; four steps before which something happens."""
+    """A part of a microbatch, or all of it, that leaves and comes back, with the steps before which its transfers start and end."""
 
     which: Part
     size: int
@@ -39,7 +38,7 @@ class Eviction(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What a rank evicts.
+    """The evictions of a rank.
 
     Args:
         evictions: all of them.
@@ -53,18 +52,18 @@ class Decision(NamedTuple):
 
     @property
     def cost(self) -> tuple[int, int]:
-        """The bytes that cannot be hidden, and those that move."""
+        """The bytes whose transfers cannot be hidden, and all bytes that move."""
         return sum(e.size for e in self.evictions if not e.is_hidden), sum(e.size for e in self.evictions)
 
 
 class Shortage(NamedTuple):
-    """Why a rank cannot keep within its limit."""
+    """The reason why a rank cannot keep within its limit."""
 
     text: str
 
 
 def are_uneven(sizes: Mapping[int, Sequence[int]]) -> bool:
-    """Whether not all that can move is of one size."""
+    """Return whether the parts that can move differ in size."""
     return len({size for parts in sizes.values() for size in parts if size}) > 1
 
 
@@ -100,12 +99,12 @@ class Sweep:
         turns = [(Turns(), Turns()) if self.pace.is_measured else shared for _ in self.offers]
         self._guests = [Guests(offer, len(self.rank.steps), *pair) for offer, pair in zip(self.offers, turns)]
         self._occupied = list(self.rank.level)
-        self._live: dict[Part, int] = {}  # here, never evicted, and its size
+        self._live: dict[Part, int] = {}  # parts here that were never evicted, and their sizes
         self._num_away: defaultdict[Which, int] = defaultdict(int)  # parts evicted of each microbatch
         self._is_even = not are_uneven(self.sizes)
 
     def run(self) -> Decision | Shortage:
-        """Decide all evictions, or say what cannot be done."""
+        """Decide all evictions, or return why they cannot keep to the limit."""
         for t, action in enumerate(self.rank.steps):
             if action is not None and action.op is Op.F:
                 self._live |= self._saved_by(action)
@@ -122,12 +121,12 @@ class Sweep:
         return Decision(evictions, max(self._occupied, default=0), self.was_refused)
 
     def _saved_by(self, forward: Action) -> dict[Part, int]:
-        """What can leave when a forward has ended, and its size."""
+        """Return the parts that can leave when a forward has ended, and their sizes."""
         parts = zip(self.rank.parts_of(forward), self.sizes[forward.stage])
         return {part: size for part, size in parts if size and part not in self.staying}
 
     def _evict_before(self, t: int) -> bool:
-        """Evict the best candidate that can be hidden, else the best one; False if there is none."""
+        """Evict the best candidate that can be hidden, else the best one; return False if there is none."""
         chosen: tuple[Eviction, Guests] | None = None
         for which in self._ranked(t):
             candidate = self._candidate(which, t)
@@ -155,7 +154,7 @@ class Sweep:
         self._occupied[span] = [occupied + change for occupied in self._occupied[span]]
 
     def _ranked(self, t: int) -> list[Part]:
-        """What could leave before step t and be back in time, the best first."""
+        """Return the parts that could leave before step t and be back in time, best first."""
         stays, num_away = self.rank.stays, self._num_away
         full = {which for which, number in num_away.items() if number >= self.most_parts}
         needed = {
@@ -170,7 +169,7 @@ class Sweep:
         return sorted(needed, key=worth.__getitem__, reverse=True)
 
     def _worth(self, t: int, needed: Mapping[Part, int]) -> dict[Part, tuple[float, int]]:
-        """How much each eviction relieves what is over the limit from step t on, for its size; then who is needed last."""
+        """Compute how much each part relieves the steps over the limit from t on, relative to its size, and when it is needed."""
         excess = [max(0, occupied - self.limit) for occupied in self._occupied[t : max(needed.values(), default=t)]]
         relief = {size: list(accumulate(min(size, over) for over in excess)) for size in set(map(self._live.__getitem__, needed))}
         weight = {size: size**self.thrift for size in relief}
@@ -178,7 +177,7 @@ class Sweep:
         return {which: (relief[sizes[which]][end - 2 - t] / weight[sizes[which]], end) for which, end in needed.items()}
 
     def _candidate(self, which: Part, t: int) -> tuple[Eviction, Guests] | None:
-        """An eviction to the first peer that has room and lets it be hidden, else to the first that has room."""
+        """Return an eviction to the first peer that has room and lets it be hidden, else to the first that has room."""
         found: tuple[Eviction, Guests] | None = None
         for guests in self._guests:
             eviction = self._planned(which, self.rank.stays[which], t, guests)
@@ -193,7 +192,10 @@ class Sweep:
         return found
 
     def _planned(self, which: Part, stay: Stay, t: int, guests: Guests) -> Eviction | None:
-        """Each transfer as late as its link allows; None if that is too early and no cost model says how long it would wait."""
+        """Place an eviction's transfers as late as their links allow.
+
+        Return None if that is too early and no cost model says how long a transfer would wait.
+        """
         size, times = self._live[which], self.pace.times
         seconds = self.pace.duration(guests.peer, size)
         start = min(t - 1, self.pace.step_at(guests.out.latest(times[t], seconds)))
@@ -213,9 +215,9 @@ class Sweep:
                 self.evictions.remove((eviction, guests))
 
     def _loaded_earlier(self) -> Iterator[Eviction]:
-        """Start loads that would run in an idle step one backward earlier where the limit has room.
+        """Yield the evictions, with loads that would run in an idle step started one backward earlier where the limit has room.
 
-        A rank that never waits has no idle steps in its ending, and would see the whole transfer.
+        A rank that never waits has no idle time at its end, and the whole transfer would show.
         """
         for eviction, _ in sorted(self.evictions, key=lambda pair: pair[0].load):
             before = eviction.load - 1

@@ -1,4 +1,4 @@
-"""How one rank finds what to evict: sweeps that try different things, of which the cheapest counts."""
+"""The search for what one rank evicts: sweeps with different settings, of which the cheapest wins."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__: list[str] = []
 THRIFTS = (1.0, 0.5, 1.5, 0.0, 0.75, 2.0, 3.0)  # what a candidate's size counts against it; each finds what others miss
 
 
-PATIENCE = 1_000_000  # candidates that are looked at in vain
+PATIENCE = 1_000_000  # candidates to look at in vain before a rank gives up
 
 
 class Effort:
-    """How much may be looked at to find something cheaper than what was found first.
+    """A limit on the candidates that a search looks at to find something cheaper than what it found first.
 
     Args:
         allowance: how many candidates; a number and not a time, so that all ranks find the same.
@@ -40,7 +40,7 @@ class Effort:
 
     @property
     def is_beyond_patience(self) -> bool:
-        """Whether so much was looked at that a rank for which nothing was found has to do without."""
+        """Whether a rank that has found nothing has looked at so many candidates that it must give up."""
         return self._left <= -PATIENCE
 
     def spend(self, num_candidates: int) -> None:
@@ -48,7 +48,7 @@ class Effort:
 
 
 class Settled(NamedTuple):
-    """What a rank evicts, its list with that in it, and the rooms that it needs, by acceptor."""
+    """What a rank evicts, its list with these evictions, and the rooms that it needs, by acceptor."""
 
     decision: Decision
     lane: tuple[Action, ...]
@@ -56,7 +56,7 @@ class Settled(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What a sweep came to."""
+    """The result of a sweep."""
 
     sweep: Sweep
     settled: Settled
@@ -66,7 +66,7 @@ class Found(NamedTuple):
         return self.settled.decision.cost
 
     def largest_first(self) -> list[Part]:
-        """What it evicts."""
+        """Return the evicted parts, largest first."""
         return [e.which for e in sorted(self.settled.decision.evictions, key=lambda e: e.size, reverse=True)]
 
 
@@ -75,8 +75,8 @@ class Evictor:
     """A rank that may have to evict.
 
     Args:
-        rank: which one.
-        steps: its list.
+        rank: its number.
+        steps: its steps.
         paces: the times of its steps, the best first.
         sizes: for each of its stages, the size of each part of a microbatch that can move.
         moved: what an eviction moves.
@@ -89,12 +89,12 @@ class Evictor:
     moved: Amount
 
     def has_choice(self, decision: Decision) -> bool:
-        """Whether a thorough search may find something cheaper than a decision."""
+        """Return whether a thorough search may find something cheaper than a decision."""
         is_simple = not are_uneven(self.sizes) and max(map(len, self.sizes.values())) == 1
         return not is_simple or decision.was_refused or decision.cost[0] > 0
 
     def decide_eagerly(self, limit: int, offer: Offer) -> Settled | Shortage:
-        """What the paper's rule evicts."""
+        """Decide what to evict by the paper's rule."""
         found = evict_eagerly(self.steps, limit, offer.peer)
         if isinstance(found, Shortage):
             return found
@@ -104,13 +104,13 @@ class Evictor:
         return settled
 
     def decide(self, limit: int, offers: Sequence[Offer], effort: Effort, *, steadily: bool) -> Settled | Shortage:
-        """What keeps the rank within its limit.
+        """Decide what to evict to keep the rank within its limit.
 
         Args:
             limit: the most it may occupy.
             offers: who may take what, best first.
-            effort: for something cheaper, where something has been found.
-            steadily: whether to place transfers step by step although a cost model says how long they take.
+            effort: how much to look for something cheaper where something has been found.
+            steadily: whether to place transfers step by step even if a cost model says how long they take.
         """
         best: Found | None = None
         shortage = Shortage("is over its budget and has no other rank to evict to")
@@ -126,9 +126,9 @@ class Evictor:
         return (self._improved(best, effort) if are_uneven(self.sizes) else best).settled
 
     def _tried(self, limit: int, offers: Sequence[Offer], paces: Sequence[Pace], effort: Effort) -> Iterator[Found | Shortage]:
-        """Sweeps with the first peer alone, then with all; with whole microbatches, then with ever fewer parts of each.
+        """Yield what sweeps find with the first peer alone, then with all; with whole microbatches, then ever fewer parts of each.
 
-        With fewer parts of each, loads come more evenly.
+        With fewer parts of each, loads are spread more evenly.
         """
         thrifts = THRIFTS[:1] if not are_uneven(self.sizes) else THRIFTS[:3] if effort.is_spent else THRIFTS
         for pace in paces:
@@ -138,14 +138,14 @@ class Evictor:
                         yield self._swept(Sweep(self.steps, pace, limit, self.sizes, some, most_parts, thrift), effort)
 
     def _numbers_of_parts(self) -> Iterator[int]:
-        """How many parts of a microbatch may be away at most: all, and ever fewer; half as many where sweeps are slow."""
+        """Yield how many parts of a microbatch may be away at most: all, then ever fewer, halving where sweeps are slow."""
         number, is_slow = max(map(len, self.sizes.values())), are_uneven(self.sizes) and not self.steps.is_in_pieces
         while number:
             yield number
             number = number // 2 if is_slow and number > 4 else number - 1
 
     def _improved(self, best: Found, effort: Effort) -> Found:
-        """Leave out one eviction, the largest first, and see whether others are cheaper; again and again."""
+        """Leave out one eviction at a time, the largest first, and keep any cheaper result, as long as effort is left."""
         untried = best.largest_first()
         while untried and not effort.is_spent:
             staying = best.sweep.staying | {untried.pop(0)}
@@ -156,7 +156,7 @@ class Evictor:
         return best
 
     def _swept(self, sweep: Sweep, effort: Effort) -> Found | Shortage:
-        """Sweep until the guests fit into rooms: one that a larger guest has left is larger than the next one needs."""
+        """Sweep again until the guests fit into rooms: a room that a larger guest has left is larger than the next guest needs."""
         given = sweep.offers
         while True:
             decision = sweep.run()
@@ -178,5 +178,5 @@ class Evictor:
 
 
 def _smaller(offer: Offer, less: int) -> Offer:
-    """The offer, smaller by what the rooms of its guests would take too much."""
+    """Reduce an offer by `less`, the amount by which the rooms of its guests would exceed what the peer has."""
     return offer if offer.room is None else offer._replace(room=offer.room - less)

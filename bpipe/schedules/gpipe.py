@@ -17,7 +17,7 @@ __all__: list[str] = []
 
 
 def order(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> list[list[Action]]:
-    """The forwards and backwards of each rank: peak m microbatches on each."""
+    """Return each rank's forwards, then its backwards: peak m microbatches on each."""
     microbatches = range(num_microbatches)
     return [[Action(op, x, i) for op in (Op.F, Op.B) for i in microbatches] for x in range(num_ranks)]
 

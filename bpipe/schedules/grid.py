@@ -1,4 +1,4 @@
-"""Plans as text a person reads: a grid over time, and an excerpt that points at one action."""
+"""Plans as text for people: a grid over time, and an excerpt that points at one action."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Row = tuple[str, list[str]]  # its label and its cells
 
 
 def rows(plan: Plan, columns: slice = slice(None)) -> list[str]:
-    """One line a rank, a column a forward's time: `F0`, `B0 b0` for the two units of a backward, `..` for idle.
+    """Draw one line per rank, one column per forward's time: `F0`, `B0 b0` for the two units of a backward, `..` for idle.
 
     With several stages on a rank the stage is written too (`4F0`). Under a rank that evicts, `>3` stands where the eviction
     of microbatch 3, or of parts of it, starts and `<3` where its load does; `^3` and `v3` where these go to the host.
@@ -35,7 +35,7 @@ def _lines(grid: Sequence[Row]) -> list[str]:
 
 
 def num_fitting(plan: Plan, first: int, width: int) -> int:
-    """How many columns from the first one on, at least one, are lines of at most some width."""
+    """Return how many columns from the first one on fit into lines of some width; at least one."""
     grid = _grid(plan, slice(first, first + width))
     fitting = 1
     for columns in range(2, 1 + len(grid[0][1])):
@@ -47,11 +47,11 @@ def num_fitting(plan: Plan, first: int, width: int) -> int:
 
 
 def where(plan: Plan, positions: Mapping[int, int], names: Sequence[str]) -> list[str]:
-    """The grid around where some ranks are, each one's cell between `>` and `<`: the computation under way, or waited for.
+    """Draw the grid around where some ranks are, with `>` and `<` around the cell of each: the computation it runs or waits for.
 
     Args:
-        positions: of an action in each rank's lane, by rank of the plan.
-        names: of the plan's ranks.
+        positions: the position of an action in the lane of each of these ranks, by rank of the plan.
+        names: the names of the plan's ranks.
     """
     lanes, starts, length = _clocked(plan)
     stuck = {rank: starts[rank][_num_done(plan, rank, position)] for rank, position in positions.items() if starts[rank]}
@@ -66,14 +66,14 @@ def where(plan: Plan, positions: Mapping[int, int], names: Sequence[str]) -> lis
 
 
 def _num_done(plan: Plan, rank: int, position: int) -> int:
-    """How many of a rank's computations have ended before a position of its lane; less one if all have."""
+    """Return how many of a rank's computations have ended before a position of its lane; one less if all have."""
     lane = plan.actions[rank]
     done = sum(plan.ends(action) for action in lane[:position] if action.op in COMPUTE)
     return min(done, sum(plan.ends(action) for action in lane if action.op in COMPUTE) - 1)
 
 
 def _clocked(plan: Plan) -> tuple[list[list[Action]], Sequence[Sequence[int]], int]:
-    """The computations of each rank, the column where each starts, and the number of columns."""
+    """Return the computations of each rank, the column where each starts, and the number of columns."""
     lanes = [plan.compute(rank) for rank in range(plan.num_ranks)]
     starts = clock(lanes, plan.num_stages)
     return lanes, starts, max((times[-1] + UNITS[lane[-1].op] for lane, times in zip(lanes, starts) if lane), default=0)
@@ -92,12 +92,12 @@ def _grid(plan: Plan, columns: slice) -> list[Row]:
 
 
 def _widths(grid: Sequence[Row]) -> tuple[int, int]:
-    """Of a cell, and of a label."""
+    """Return the width of a cell and of a label."""
     return max((len(cell) for _, cells in grid for cell in cells), default=2), max(len(name) for name, _ in grid)
 
 
 def _cells(plan: Plan, lane: Sequence[Action], starts: Sequence[int], window: range) -> list[str]:
-    """What a rank computes in each column of a window."""
+    """Return what a rank computes in each column of a window."""
     cells = [".."] * len(window)
     several = plan.num_stages > plan.num_ranks
     for action, start in zip(lane, starts):
@@ -109,7 +109,7 @@ def _cells(plan: Plan, lane: Sequence[Action], starts: Sequence[int], window: ra
 
 
 def _moves(plan: Plan, rank: int, starts: Sequence[int], length: int) -> dict[int, str]:
-    """Where evictions and loads start: the column of the computation, or the piece of one, that follows."""
+    """Return the marks of evictions and loads by column: that of the computation that follows, or that they interrupt."""
     moves: dict[int, dict[str, None]] = {}
     done = 0
     for action in plan.actions[rank]:
@@ -122,13 +122,13 @@ def _moves(plan: Plan, rank: int, starts: Sequence[int], length: int) -> dict[in
 
 
 def head(plan: Plan) -> str:
-    """A line that names the plan and its peaks: of all that a device holds and of activations, or in slots."""
+    """Return a line that names the plan and its peaks: of all that a device holds and of activations, or in slots."""
     ranks = "" if plan.num_ranks == plan.num_stages else f" on {plan.num_ranks} ranks"
     return f"{plan.name}: {plan.num_stages} stages, {plan.num_microbatches} microbatches{ranks}, {_memory(plan)}"
 
 
 def _memory(plan: Plan) -> str:
-    """The peaks and the budgets, in bytes where the plan counts them."""
+    """Describe the peaks and the budgets, in bytes where the plan counts them."""
     if plan.sizes is not None:
         budget = "" if plan.budgets is None else f"; budget {show_each(plan.budgets)}"
         return f"planned: device {show_each(plan.device_peak_bytes)}; activations {show_each(activation_peaks(plan))}{budget}"
@@ -137,12 +137,12 @@ def _memory(plan: Plan) -> str:
 
 
 def draw(plan: Plan) -> str:
-    """The grid under its head."""
+    """Draw the grid under its head."""
     return "\n".join([head(plan), *rows(plan)])
 
 
 def excerpt(plan: Plan, rank: int, served: bool, position: int) -> str:
-    """A few actions of one lane around a position, one a line, the one at it marked."""
+    """Show a few actions of one lane around a position, one per line, with the one at the position marked."""
     lane = (plan.served if served else plan.actions)[rank]
     first = max(position - EITHER_SIDE, 0)
     lines = [f"rank {rank}{', served' if served else ''}:"]

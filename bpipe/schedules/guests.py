@@ -1,4 +1,4 @@
-"""Who takes a rank's guests: their room, step by step, and the links to them and back, from moment to moment."""
+"""The peers that take a rank's guests: their room at each step, and when the links to and from them are busy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__: list[str] = []
 
 
 class Offer(NamedTuple):
-    """What a peer offers to one evictor.
+    """The room that a peer offers to one evictor.
 
     Args:
         peer: the acceptor, or HOST.
@@ -21,14 +21,14 @@ class Offer(NamedTuple):
 
 
 class Turns:
-    """When one direction of a link is busy: it carries one transfer at a time."""
+    """The times at which one direction of a link is busy: it carries one transfer at a time."""
 
     def __init__(self) -> None:
         self._begins: list[float] = []
         self._ends: list[float] = []
 
     def latest(self, end: float, seconds: float) -> float:
-        """The latest moment from which it is free for so long, and until which `end` has not passed."""
+        """Return the latest start such that the link is free for `seconds` and the transfer ends by `end`."""
         begin = end - seconds
         for index in range(bisect_left(self._begins, end) - 1, -1, -1):
             if self._ends[index] <= begin:
@@ -46,8 +46,8 @@ class Guests:
     """The guests of one evictor at one peer.
 
     Args:
-        offer: the peer's.
-        num_steps: of the evictor.
+        offer: the peer's offer.
+        num_steps: the number of the evictor's steps.
         out: the link to the peer.
         back: the link from it.
     """
@@ -61,6 +61,6 @@ class Guests:
         return self._room is None or max(self._used[first : last + 1]) + size <= self._room
 
     def add(self, size: int, first: int, last: int) -> None:
-        """Keep a guest from one step to another; one of a negative size takes another one back."""
+        """Keep a guest from step `first` through step `last`; a negative size takes one back."""
         if self._room is not None:
             self._used[first : last + 1] = [used + size for used in self._used[first : last + 1]]

@@ -1,4 +1,4 @@
-"""Backwards in halves: orders of steps, numbered, and weight halves that run where a rank would wait."""
+"""Backwards in halves: orders of steps with their microbatches, and weight halves that run where a rank would wait."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Step = tuple[Op, int]
 
 
 def numbered(steps: Sequence[Step]) -> Iterator[Action]:
-    """Number the microbatches of (operation, stage) steps, each stage's forwards and backwards ascending.
+    """Yield (operation, stage) steps with their microbatches, which ascend in each stage's forwards and backwards.
 
-    A weight half is that of the oldest input half that lacks one, on whichever stage.
+    A weight half belongs to the oldest input half that lacks one, on any stage.
     """
     numbers: defaultdict[Step, count[int]] = defaultdict(count)
     due: deque[Action] = deque()
@@ -40,7 +40,7 @@ class _Rank:
         self.lane: list[Action] = []
 
     def compute(self, arrived: set[Key]) -> Action | None:
-        """Run what is next in order; if that has not arrived, what stands behind a backward; else a weight half, or nothing."""
+        """Run the next computation; if that is a backward that cannot run yet, the one after it; else a weight half, or nothing."""
         order = self.order
         if order and self._can(order[0], arrived):
             action = order.popleft()
@@ -63,10 +63,10 @@ class _Rank:
 
 
 def with_weights(orders: Sequence[Sequence[Action]], slots: int) -> list[list[Action]]:
-    """Run orders of forwards and input halves in unit times on ranks of so many slots, with weight halves where a rank waits.
+    """Run orders of forwards and input halves in unit time on ranks of `slots` slots, with weight halves where a rank waits.
 
-    A computation may overtake one backward that has not arrived. It takes the slot that it would have taken behind it, only
-    sooner: an order that keeps to `slots` with each weight half directly behind its input half still does, and still ends.
+    A computation may overtake one backward whose input has not arrived. It takes the slot that it would have taken after it,
+    only sooner: an order that keeps to `slots` with each weight half right after its input half still does, and still ends.
     """
     last_stage = 2 * len(orders) - 1
     ranks = [_Rank(order, slots, last_stage) for order in orders]

@@ -19,7 +19,7 @@ __all__: list[str] = []
 
 
 def order(num_ranks: int, num_microbatches: int, stages_per_rank: int) -> list[list[Action]]:
-    """The forwards and backwards of each rank: p microbatches through each of its stages in turn, then the next p."""
+    """Return each rank's forwards and backwards: p microbatches through each of its stages in turn, then the next p."""
     return [_lane(num_ranks, num_microbatches, stages_per_rank, x) for x in range(num_ranks)]
 
 

@@ -1,12 +1,12 @@
-"""The order in which one thread issues all that a rank's device does, such that no devices can wait for each other for ever.
+"""The order in which one thread issues all that a rank's device does, so that devices can never deadlock.
 
 On NCCL a wait holds up the device and not the host, which issues far ahead. At worst the device then does everything in the order
 of issue: where streams share a hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS`), or where no second transfer fits beside one that
-waits for its other end. A receive that was issued early would hold up what its sender is waiting for.
+waits for its other end. A receive issued early would then hold up what its sender is waiting for.
 
-So both ends of each transfer are issued at one moment of a global order, when both ranks have come to it; what a rank keeps for
-others is issued there too, by the same thread. Then the first transfer of that order that is not done is the next thing to do at
-both its ends, however few queues there are. All else, and memory, is as in the plan: no transfer starts before it does there.
+So both ends of each transfer are issued at one moment of a global order, when both ranks have reached it; a rank's actions for
+its guests are issued there too, by the same thread. Then the first unfinished transfer of that order is the next thing to do at
+both its ends, however few queues there are. All else, memory included, is as in the plan: no transfer starts earlier than there.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _WITH_COMPUTATION = COMPUTE | SHARDING | {Op.WAIT_RECV_F, Op.WAIT_RECV_B}
 
 
 def issue_orders(plan: Plan) -> list[list[Action]]:
-    """For each rank, all its actions, with those for its guests, in the order in which its host issues them to its device.
+    """Return each rank's actions, those for its guests included, in the order in which its host issues them to its device.
 
     Args:
-        plan: a verified one.
+        plan: a verified plan.
 
     Raises:
-        PlanError: its ranks wait for each other in a circle.
+        PlanError: its ranks wait for each other in a cycle.
     """
     orders = _Issuing(plan).run()
     check_issue_orders(plan, orders)
@@ -43,14 +43,14 @@ def issue_orders(plan: Plan) -> list[list[Action]]:
 
 
 def check_issue_orders(plan: Plan, orders: Sequence[Sequence[Action]]) -> None:
-    """Prove that ranks whose devices do one thing after the other, and transfers with both ends at once, come to the end.
+    """Prove that all ranks finish even if each device does one thing at a time and a transfer takes both of its ends at once.
 
     Args:
-        plan: whose actions they are.
-        orders: for each rank, in which order they are issued.
+        plan: the plan of the actions.
+        orders: for each rank, its actions in the order in which they are issued.
 
     Raises:
-        PlanError: they do not, or lack an action, or one comes before what it completes.
+        PlanError: they do not, or an action is missing, or one comes before what it completes.
     """
     for rank, order in enumerate(orders):
         if sorted(order) != sorted((*plan.actions[rank], *plan.served[rank])):
@@ -84,7 +84,7 @@ class _Lane:
     """A rank's lane.
 
     Args:
-        actions: in order.
+        actions: its actions in order.
         ends: when each of its computations ends.
     """
 
@@ -98,21 +98,21 @@ class _Lane:
         return self.position == len(self.actions)
 
     def moment(self) -> int:
-        """When the next action is issued: a computation when it ends, so that what arrives meanwhile is issued before it."""
+        """Return when the next action is issued: a computation when it ends, so that what arrives meanwhile is issued before it."""
         return self._end if self.actions[self.position].op in _WITH_COMPUTATION else self._now
 
     def computed(self, is_over: bool) -> None:
-        """A computation has been issued, or a piece of one."""
+        """Note that a computation, or a piece of one, has been issued."""
         self.is_inside = not is_over
         if is_over:
             self._now, self._end = self._end, next(self._ends, self._end)
 
 
 class _Issuing:
-    """Runs all lanes in the order of the clock; a transfer is issued when both its ends have come to it.
+    """Runs all lanes in the order of the clock; a transfer is issued when both its ends have reached it.
 
-    What completes a guest's transfer is issued only before the next transfer of its chain: a device with few queues gets on with
-    other things meanwhile.
+    The completion of a guest's transfer is issued only before the next transfer of its chain, because a device with few queues
+    can then do other things meanwhile.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -158,7 +158,7 @@ class _Issuing:
                 return able
 
     def _issue(self, rank: int, action: Action) -> list[int] | None:
-        """Issue an action, or note that a rank has come to it; return the ranks that waited for that, or None if it must wait."""
+        """Issue an action, or note that a rank has reached it; return the ranks that waited for that, or None if it must wait."""
         is_own, transfer = action.peer is None or action.peer == HOST, _transfer(action)
         if action.op in START_OF and not is_own and transfer not in self._issued:
             self._waiting[transfer].append(rank)
@@ -172,7 +172,7 @@ class _Issuing:
         return []
 
     def _come(self, rank: int, action: Action, transfer: Transfer | None) -> list[int]:
-        """One end of a message has come to its transfer: issue both, if it is the second one."""
+        """Note that one end of a message has reached its transfer; if it is the second, issue both and return the ranks woken."""
         if transfer not in self._reached:
             self._reached[transfer] = (rank, action)
             return []
@@ -182,7 +182,7 @@ class _Issuing:
         return self._waiting.pop(transfer, [])
 
     def _serve(self, evictor: int, action: Action) -> None:
-        """Issue an acceptor's end, and what stands before it in its chain."""
+        """Issue an acceptor's end, and what comes before it in its chain."""
         assert action.peer is not None
         served = (MIRROR[action.op], *action[1:4])
         for each in self._chains[action.peer, evictor]:
@@ -192,7 +192,7 @@ class _Issuing:
 
 
 def _transfer(action: Action) -> Transfer | None:
-    """The transfer that an action starts or completes, as its sender names it."""
+    """Return the transfer that an action starts or completes, as its sender names it."""
     start = START_OF.get(action.op, action.op)
     if start not in POSTS:
         return None

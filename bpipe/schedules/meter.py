@@ -1,4 +1,4 @@
-"""When memory is taken and given back, action by action: in slots, or in bytes."""
+"""The memory that actions take and give back, in slots or in bytes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Amount = Callable[[Action], int]
 
 
 class Amounts(NamedTuple):
-    """What actions take before they run and give back after they ran, by operation."""
+    """The memory that actions take before they run and give back after they ran, by operation."""
 
     takes: Mapping[Op, Amount]
     gives: Mapping[Op, Amount]
 
 
 class Meter(NamedTuple):
-    """What actions take before they run and give back after they ran, by operation.
+    """The memory that actions take before they run and give back after they ran, by operation.
 
     Args:
-        takes, gives: of a microbatch that stays or is evicted.
-        recomputed: of one whose forward runs again: the first one keeps its input alone.
+        takes, gives: for a microbatch that stays or is evicted.
+        recomputed: for one whose forward runs again: the first forward keeps only its input.
     """
 
     takes: Mapping[Op, Amount]
@@ -34,14 +34,14 @@ class Meter(NamedTuple):
     recomputed: Amounts
 
     def taken(self, action: Action) -> int:
-        """What an action takes before it runs."""
+        """Return what an action takes before it runs."""
         return self.takes[action.op](action) if action.op in self.takes else 0
 
 
 def meter_of(saved: Amount, moved: Amount) -> Meter:
-    """A forward takes what it saves until its backward ends; what moves counts at both ends while it is under way.
+    """Return a meter where a forward takes what it saves until its backward ends; what moves counts at both ends while it moves.
 
-    A forward or a backward in pieces takes or gives back what each piece saves.
+    Each piece of a forward or a backward takes or gives back what that piece saves.
     """
     return Meter(
         takes={Op.F: saved, Op.LOAD: moved, Op.ACCEPT: moved},
@@ -51,7 +51,7 @@ def meter_of(saved: Amount, moved: Amount) -> Meter:
 
 
 def slot(action: Action) -> int:
-    """Every microbatch counts the same; a part of one does not count, but for the first, which stands for all."""
+    """Count every microbatch as 1: its parts count as 0, except the first piece of a computation, which stands for all."""
     return 1 if action.part == 0 or (action.part == 1 and action.op in COMPUTE) else 0
 
 
@@ -74,7 +74,7 @@ def occupancy(actions: Sequence[Action], meter: Meter = SLOTS) -> Iterator[int]:
 
 
 class _Messages(NamedTuple):
-    """What a microbatch takes on one stage besides its saved bytes.
+    """The bytes that a microbatch takes on one stage besides its saved ones.
 
     Args:
         handed: of the input, what counts already when the forward begins.
@@ -96,7 +96,7 @@ class _Messages(NamedTuple):
 
 
 def _messages(sizes: Sizes, stage_ranks: tuple[int, ...], stage: int) -> _Messages:
-    """Between two stages of one rank, what the one makes is what the other gets; nothing is received."""
+    """Compute what a stage's messages take; between stages of one rank nothing is received: one's output is the other's input."""
     own = sizes.stages[stage]
     is_first, is_last = stage == 0, stage + 1 == len(stage_ranks)
     made = own.sent - own.kept_sent
@@ -118,15 +118,15 @@ def _messages(sizes: Sizes, stage_ranks: tuple[int, ...], stage: int) -> _Messag
 
 @lru_cache(maxsize=64)
 def bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...]) -> Meter:
-    """A meter of bytes, messages between stages included.
+    """Return a meter of bytes, messages between stages included.
 
-    Of a computation in pieces, the input counts until the last piece of the forward has run, and the output from then on; the
+    For a computation in pieces, the input counts until the last piece of the forward has run, and the output from then on; the
     gradient of the output counts during the first piece of the backward, that of the input from its last one on.
     """
     messages = [_messages(sizes, stage_ranks, stage) for stage in range(len(stage_ranks))]
 
     def amounts(of: Callable[[int, int, int], int]) -> Amount:
-        """What an action counts, by its stage, its part and its stage's number of parts; part 0 stands for all."""
+        """Tabulate what an action counts, by its stage, its part and its stage's number of parts; part 0 stands for all."""
         table = [[of(s, part, len(stage.parts)) for part in range(len(stage.parts) + 1)] for s, stage in enumerate(sizes.stages)]
         return lambda action: table[action[1]][action[3]]
 

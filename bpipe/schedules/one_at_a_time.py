@@ -1,4 +1,4 @@
-"""One microbatch after the other through all stages: what measures a step without needing more memory than one microbatch.
+"""One microbatch after the other through all stages, to measure a step without needing more memory than one microbatch.
 
 p = 3 stages, m = 2 microbatches, a column a forward's time; a backward takes two:
 
@@ -6,7 +6,7 @@ rank 0 | F0 .. .. .. .. .. .. B0 b0 F1 .. .. .. .. .. .. B1 b1
 rank 1 | .. F0 .. .. .. B0 b0 .. .. .. F1 .. .. .. B1 b1 .. ..
 rank 2 | .. .. F0 B0 b0 .. .. .. .. .. .. F1 B1 b1 .. .. .. ..
 
-A stage whose plan has backwards in halves has them here too, one right behind the other.
+A stage whose plan has backwards in halves has them here too, one right after the other.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ HALVES = (Op.I, Op.W)
 
 
 def one_at_a_time(plan: Plan) -> Plan:
-    """The computations of another plan's stages, on the same ranks, one microbatch after the other.
+    """Return a plan that runs the stages of another plan, on the same ranks, one microbatch after the other.
 
-    Each stage takes its microbatches in the same order, so gradients add up to the same bits, as long as the stage minds neither
-    the other stages of its rank nor whether a backward comes before the next forward (`runtime/ordered.py` looks). Where the plan
-    gathers weights, they are gathered for each computation, and gradients are reduced once.
+    Each stage takes its microbatches in the same order, so gradients add up to the same bits, as long as the stage depends
+    neither on the other stages of its rank nor on whether a backward comes before the next forward (`runtime/ordered.py` checks).
+    Where the plan gathers weights, they are gathered for each computation, and gradients are reduced once.
     """
     is_sharded = any(action.op in SHARDING for lane in plan.actions for action in lane)
     halved = {action.stage for lane in plan.actions for action in lane if action.op is Op.I}

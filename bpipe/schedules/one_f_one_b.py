@@ -21,7 +21,7 @@ __all__: list[str] = []
 
 
 def order(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> list[list[Action]]:
-    """The forwards and backwards of each rank: peak min(p-x, m) microbatches on rank x."""
+    """Return each rank's forwards and backwards: peak min(p-x, m) microbatches on rank x."""
     return [_lane(num_ranks, num_microbatches, x) for x in range(num_ranks)]
 
 
@@ -31,7 +31,7 @@ def _lane(p: int, m: int, x: int) -> list[Action]:
 
 
 def alternate(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> list[Action]:
-    """Some forwards to warm up, then a forward and a backward in turn, then the backwards that remain."""
+    """Return `warmup` forwards, then a forward and a backward in turn, then the backwards that remain."""
     warmup = min(warmup, len(forwards))
     lane = list(forwards[:warmup])
     for pair in zip(forwards[warmup:], backwards):

@@ -23,7 +23,7 @@ RESULT = {Op.F: Op.F, Op.B: Op.B, Op.I: Op.B, Op.W: Op.W, Op.R: Op.R}
 
 
 def needs(action: Action, last_stage: int) -> Key | None:
-    """The computation whose result a computation waits for, besides what its own rank did before."""
+    """Return the computation whose result a computation waits for, besides what its own rank did before."""
     op, stage, microbatch, *_ = action
     if op is Op.F:
         return (Op.F, stage - 1, microbatch) if stage else None
@@ -43,7 +43,7 @@ class Moments:
         self._tables: dict[Op, array[int]] = {}
 
     def __getitem__(self, key: Key) -> int:
-        """The moment of a result, or a negative number if it has none."""
+        """Return the moment of a result, or a negative number if it has none."""
         op, stage, microbatch = key
         table = self._tables.get(op)
         return -1 if table is None else table[stage * self._m + microbatch]
@@ -56,10 +56,10 @@ class Moments:
 
 
 def num_microbatches_of(lanes: Sequence[Sequence[Action]], num_stages: int) -> int:
-    """One more than the highest microbatch of some lanes of computations.
+    """Return one more than the highest microbatch of some lanes of computations.
 
     Raises:
-        PlanError: a stage that there is not, or so high a microbatch that most of the others must be missing.
+        PlanError: a stage does not exist, or a microbatch is so high that most of the others must be missing.
     """
     highest = 0
     for lane in lanes:
@@ -74,13 +74,13 @@ def num_microbatches_of(lanes: Sequence[Sequence[Action]], num_stages: int) -> i
 
 
 def clock(lanes: Sequence[Sequence[Action]], num_stages: int) -> list[array[int]]:
-    """When each computation starts if a forward takes one unit, a backward two, each of its halves one, and transfers none.
+    """Compute when each computation starts if a forward takes one unit, a backward two, each of its halves one, transfers none.
 
     Returns:
         One list of start times a rank, as long as its lane.
 
     Raises:
-        PlanError: the lanes wait for each other in a circle, or lack microbatches.
+        PlanError: the lanes wait for each other in a cycle, or lack microbatches.
     """
     ends = Moments(num_stages, num_microbatches_of(lanes, num_stages))
     starts = [array("q") for _ in lanes]
@@ -112,7 +112,7 @@ def clock(lanes: Sequence[Sequence[Action]], num_stages: int) -> list[array[int]
 
 
 def _enablers() -> dict[Op, tuple[Op, int]]:
-    """What must have happened on the other end before an action can go on, as (operation, offset of the stage).
+    """Return what must have happened on the other end before an action can go on, as (operation, offset of the stage).
 
     Every transfer is an unbuffered rendezvous: a receive completes once its send has started, a send once its receive has
     completed. An ACCEPT starts once its EVICT has, because the sizes arrive with it.
@@ -129,7 +129,7 @@ ENABLERS = frozenset(enabler for enabler, _ in ENABLED_BY.values())
 
 
 class Stuck(NamedTuple):
-    """A lane that can never go on: the action it stands before, and what it waits for."""
+    """A lane that can never go on: the action that comes next, and what it waits for."""
 
     rank: int
     action: Action
@@ -137,7 +137,7 @@ class Stuck(NamedTuple):
 
 
 def linearise(plan: Plan) -> list[tuple[int, Action]]:
-    """One global order of all actions of a verified plan, with their ranks."""
+    """Return one global order of all actions of a verified plan, with their ranks."""
     order: list[tuple[int, Action]] = []
     stuck = run_greedily(plan, order)
     assert not stuck, stuck
@@ -147,12 +147,12 @@ def linearise(plan: Plan) -> list[tuple[int, Action]]:
 def run_greedily(plan: Plan, order: list[tuple[int, Action]] | None = None) -> list[Stuck]:
     """Run the plan with unbuffered transfers, every lane as far as it can go.
 
-    No rank ever chooses, so this one greedy run decides for all interleavings: if it ends, every execution ends. Acceptors go
-    first, and then a rank inside a computation in pieces, so that nothing is computed between the pieces of another rank's.
+    No rank ever has a choice, so this one greedy run decides for all interleavings: if it ends, every execution ends. Acceptors
+    go first, then a rank inside a computation in pieces, so that nothing else is computed between its pieces.
 
     Args:
         plan: its actions must name its stages and microbatches, and no others.
-        order: a list to be filled with all actions that ran, and their ranks.
+        order: a list to fill with all actions that ran, and their ranks.
 
     Returns:
         The lanes that got stuck: none in a sound plan.

@@ -1,4 +1,4 @@
-"""What must stand before what in one rank's list."""
+"""The rules of what must come before what in one rank's list."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ BACKWARDS = mask(BACKWARD)
 
 
 def ordered(own: RankIndex) -> Iterator[Finding]:
-    """Nothing runs before what it needs, and each stage takes its microbatches in ascending order.
+    """Check that nothing runs before what it needs, and that each stage takes its microbatches in ascending order.
 
-    Ascending, because the sum of gradients, dropout and BatchNorm depend on the order.
+    The order matters because the sum of gradients, dropout and BatchNorm depend on it.
     """
     seen: defaultdict[Part, int] = defaultdict(int)
     simple = {stage for stage in range(own.plan.num_stages) if own.plan.num_parts(stage) < 2 and not _neighbours(own, stage)}
@@ -89,12 +89,12 @@ def _early(own: RankIndex, index: int, which: Part, unseen: int) -> Iterator[Fin
 
 
 def _neighbours(own: RankIndex, stage: int) -> list[int]:
-    """The stages before and after one that are on this rank as well: they hand over without a message."""
+    """Return the stages before and after one that are on this rank as well: they hand over without a message."""
     return [near for near in (stage - 1, stage + 1) if stage in own.stages and near in own.stages]
 
 
 def _needs(own: RankIndex, action: Action) -> Iterator[tuple[Part, int]]:
-    """What must stand before an action, by microbatch and part, if it is there."""
+    """Yield what must come before an action if it is there at all, by microbatch and part."""
     op, stage, microbatch, part, _ = action
     num_parts = own.plan.num_parts(stage)
     has_output = part in (0, num_parts)  # which lies in the last part
@@ -110,7 +110,7 @@ def _needs(own: RankIndex, action: Action) -> Iterator[tuple[Part, int]]:
 
 
 def in_pieces(own: RankIndex) -> Iterator[Finding]:
-    """A computation in pieces has them all, in order, with nothing but evictions and loads between them."""
+    """Check that a computation in pieces has them all, in order, with nothing but evictions and loads between them."""
     due: set[Action] = set()
     for index in own.begun:
         first = own.lane[index]
@@ -127,7 +127,7 @@ def in_pieces(own: RankIndex) -> Iterator[Finding]:
 
 
 def recomputed(own: RankIndex) -> Iterator[Finding]:
-    """What is recomputed runs in one piece, on a stage that hands over to, and gets from, other ranks only."""
+    """Check that what is recomputed runs in one piece, on a stage that sends to, and receives from, other ranks only."""
     begun = {own.lane[index][1:3] for index in own.begun}
     for index, action in enumerate(own.lane):
         if action.op is Op.R and _neighbours(own, action.stage):
@@ -137,7 +137,7 @@ def recomputed(own: RankIndex) -> Iterator[Finding]:
 
 
 def sharded(own: RankIndex) -> Iterator[Finding]:
-    """A stage whose weights are gathered by the plan computes only while they are, and reduces once, after its last backward."""
+    """Check that a stage with weights gathered by the plan computes only while they are, and reduces once, after its backwards."""
     stages = {action.stage for action in own.lane if action.op in SHARDING}
     gathered: set[int] = set()
     reduced: set[int] = set()

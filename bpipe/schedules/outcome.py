@@ -1,4 +1,4 @@
-"""What balancing in bytes did to a plan, in words."""
+"""A description in words of what balancing in bytes did to a plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__: list[str] = []
 
 
 def outcome(plan: Plan) -> str:
-    """What moves in a finished plan with sizes, from which peaks to which; or why nothing does."""
+    """Describe what moves in a finished plan with sizes, from which peaks to which, or why nothing does."""
     assert plan.sizes is not None, "a plan in bytes"
     before = unbalanced_peaks(plan)
     moved = sum(len(plan.evicted(rank)) for rank in range(plan.num_ranks))
@@ -31,5 +31,5 @@ def outcome(plan: Plan) -> str:
 
 
 def unbalanced_peaks(plan: Plan) -> tuple[int, ...]:
-    """The peaks of a plan's computations without evictions, by its sizes."""
+    """Return the peaks of a plan's computations without evictions, by its sizes."""
     return communicate(replace(computations_only(plan), sizes=plan.sizes)).device_peak_bytes

@@ -1,4 +1,4 @@
-"""When each step of a rank begins, and how long transfers take: from a cost model, or step by step."""
+"""The times at which a rank's steps begin, and how long transfers take: from a cost model, or step by step."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Pace(NamedTuple):
 
     Args:
         times: when each step begins, and the last one ends, in any unit.
-        duration: how long a transfer with some peer takes, of so many bytes.
-        is_measured: whether a cost model says so. Else a transfer may take one step, and all peers share one link.
-        hides: whether what fits is known to be hidden behind computations.
+        duration: how long a transfer with a peer takes, by the peer and the number of bytes.
+        is_measured: whether these come from a cost model. Else a transfer may take one step, and all peers share one link.
+        hides: whether a transfer that fits is known to be hidden behind computations.
     """
 
     times: Sequence[float]
@@ -31,18 +31,18 @@ class Pace(NamedTuple):
     hides: bool = True
 
     def step_at(self, time: float) -> int:
-        """The last step that begins by then."""
+        """Return the last step that begins by `time`."""
         rounding = 1e-9 * self.times[-1] if self.is_measured else 0
         return bisect_right(self.times, time + rounding) - 1
 
 
 def steady(num_steps: int, largest: int, *, hides: bool) -> Pace:
-    """A step is the time in which the largest microbatch moves."""
+    """Return a pace with steps as long as it takes to move the largest microbatch."""
     return Pace([step * largest for step in range(num_steps + 1)], lambda peer, num_bytes: num_bytes, False, hides)
 
 
 def measured(plan: Plan, ranks: Sequence[RankSteps], costs: Costs) -> Iterator[Pace]:
-    """The pace of each rank of a plan without evictions, simulated."""
+    """Yield the pace of each rank of a plan without evictions, simulated."""
     timeline = simulate(communicate(plan), costs)
     for rank, steps in enumerate(ranks):
         spans = iter(timeline.computations(rank))

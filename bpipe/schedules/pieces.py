@@ -19,7 +19,7 @@ def in_pieces(plan: Plan) -> Plan:
 
     Raises:
         PlanError: the plan has no sizes.
-        ConfigurationError: they are not this plan's.
+        ConfigurationError: the sizes do not fit this plan.
     """
     if plan.sizes is None:
         raise PlanError(f"plan {plan.name!r} has no sizes, which say how many parts a microbatch has")

@@ -18,7 +18,7 @@ __all__ = ["Plan"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A schedule, complete: verified, executed, drawn and simulated as it stands.
+    """A complete schedule: it is verified, executed, drawn and simulated without changes.
 
     Args:
         name: the rule that made it.
@@ -49,44 +49,46 @@ class Plan:
 
     @property
     def num_stages(self) -> int:
+        """The number of stages on all ranks together."""
         return len(self.stage_ranks)
 
     @property
     def num_ranks(self) -> int:
+        """The number of ranks, p."""
         return len(self.actions)
 
     def num_parts(self, stage: int) -> int:
-        """How many parts of a stage's microbatch can move by themselves."""
+        """Return how many parts of a stage's microbatch can move by themselves."""
         return 0 if self.sizes is None else len(self.sizes.stages[stage].parts)
 
     def compute(self, rank: int) -> list[Action]:
-        """The forwards and backwards of a rank, in order, those in pieces as whole ones."""
+        """Return the forwards and backwards of a rank in order, those in pieces as whole ones."""
         whole = (a._replace(part=0) if a.part else a for a in self.actions[rank] if a.op in COMPUTE and not self.goes_on(a))
         return list(whole)
 
     def goes_on(self, action: Action) -> bool:
-        """Whether a computation is a piece of one that has begun: the first of a forward is part 1, of a backward the last part."""
+        """Return whether a computation goes on with one that has begun: a forward begins with part 1, a backward with the last."""
         return action.part > 1 if action.op is Op.F else action.part not in (0, self.num_parts(action.stage))
 
     def ends(self, action: Action) -> bool:
-        """Whether a computation is a whole one, or the last piece: of a forward that is the last part, of a backward part 1."""
+        """Return whether a computation is whole or a last piece: a forward ends with the last part, a backward with part 1."""
         return action.part in (0, self.num_parts(action.stage)) if action.op is Op.F else action.part < 2
 
     def chains(self, rank: int) -> dict[int, tuple[Action, ...]]:
-        """The acceptor's lane of a rank, one chain for each evictor that it serves."""
+        """Return the acceptor's lane of a rank as one chain for each evictor that it serves."""
         peers = sorted({action.peer for action in self.served[rank] if action.peer is not None})
         return {peer: tuple(a for a in self.served[rank] if a.peer == peer) for peer in peers}
 
     def host_chain(self, rank: int) -> tuple[Action, ...]:
-        """What a rank's host would do, were it an acceptor with a lane of its own."""
+        """Return what a rank's host would do if it were an acceptor with a lane of its own."""
         return tuple(a._replace(op=MIRROR[a.op]) for a in self.actions[rank] if a.peer == HOST)
 
     def rooms(self, rank: int, size: Amount = slot) -> dict[int, tuple[int, ...]]:
-        """What a rank reserves for each evictor it serves: a room for each guest that it keeps at once.
+        """Return what a rank reserves for each evictor that it serves: a room for each guest that it keeps at once.
 
         Args:
             rank: the acceptor.
-            size: what a guest counts; default: a slot.
+            size: what a guest takes; default: a slot.
 
         Returns:
             By evictor, the size of each room.
@@ -94,7 +96,7 @@ class Plan:
         return {peer: reserve(chain, size).sizes for peer, chain in self.chains(rank).items()}
 
     def meter(self) -> Meter:
-        """What the plan counts memory in: bytes where it has sizes, else slots."""
+        """Return the meter that counts the plan's memory: in bytes where it has sizes, else in slots."""
         return SLOTS if self.sizes is None else bytes_meter(self.sizes, self.stage_ranks)
 
     @property
@@ -109,7 +111,7 @@ class Plan:
 
     @property
     def device_peak_bytes(self) -> tuple[int, ...]:
-        """The most bytes that each rank's device holds of all: static ones, microbatches and messages, its rooms for guests.
+        """The peak bytes of each rank's device: static bytes, microbatches and messages, and its rooms for guests.
 
         Raises:
             PlanError: the plan has no sizes, or not those of its stages, parts and ranks.
@@ -121,7 +123,7 @@ class Plan:
             )
 
     def idle_bytes(self, rank: int) -> int:
-        """The bytes a rank occupies without any microbatch of its own: static ones, and its rooms for guests.
+        """Return the bytes that a rank occupies without any microbatch of its own: static bytes, and its rooms for guests.
 
         Raises:
             PlanError: the plan has no sizes.
@@ -129,7 +131,7 @@ class Plan:
         return self._sized().static[rank] + self.room_bytes(rank)
 
     def room_bytes(self, rank: int) -> int:
-        """The bytes of the rooms that a rank reserves for guests.
+        """Return the bytes of the rooms that a rank reserves for guests.
 
         Raises:
             PlanError: the plan has no sizes.
@@ -137,7 +139,7 @@ class Plan:
         return sum(map(sum, self.rooms(rank, self._sized().moved).values()))
 
     def host_bytes(self, rank: int) -> int:
-        """The most bytes a rank's evictions keep in its host's memory.
+        """Return the most bytes that a rank's evictions keep in its host's memory.
 
         Raises:
             PlanError: the plan has no sizes, or not those of its stages and parts.
@@ -151,20 +153,20 @@ class Plan:
         return self.sizes
 
     def channels(self) -> list[Channel]:
-        """The channels that the plan uses, in one order on all ranks."""
+        """Return the channels that the plan uses, in the same order on all ranks."""
         lanes = [(rank, lane) for lanes in (self.actions, self.served) for rank, lane in enumerate(lanes)]
         return sorted({a.channel(rank) for rank, lane in lanes for a in lane if a.op in POSTS and a.peer != HOST})
 
     def evicted(self, rank: int) -> list[tuple[int, int]]:
-        """The (stage, microbatch) pairs of which a rank evicts all or parts, in the order of their first eviction."""
+        """Return the (stage, microbatch) pairs of which a rank evicts all or parts, in the order of their first eviction."""
         return list(dict.fromkeys((a.stage, a.microbatch) for a in self.actions[rank] if a.op is Op.EVICT))
 
     def recomputed(self, rank: int) -> set[tuple[int, int]]:
-        """The (stage, microbatch) pairs whose forward runs twice on a rank: the first one keeps its input alone."""
+        """Return the (stage, microbatch) pairs whose forward runs twice on a rank: the first forward keeps only its input."""
         return {action[1:3] for action in self.actions[rank] if action.op is Op.R}
 
     def interrupted(self, rank: int) -> set[tuple[int, int]]:
-        """The (stage, microbatch) pairs of which a rank does something between two pieces of the forward or the backward."""
+        """Return the (stage, microbatch) pairs for which a rank does something between two pieces of the forward or backward."""
         running: Action | None = None
         found: set[tuple[int, int]] = set()
         for action in self.actions[rank]:
@@ -175,7 +177,7 @@ class Plan:
         return found
 
     def fingerprint(self) -> str:
-        """A short hash of everything the plan says, equal on two ranks exactly when they will run the same plan."""
+        """Return a short hash of everything the plan says, equal on two ranks exactly when they will run the same plan."""
         return hashlib.sha256(self.to_text().encode()).hexdigest()[:32]
 
     def to_text(self) -> str:
@@ -189,17 +191,17 @@ class Plan:
         """Read what `to_text` wrote.
 
         Raises:
-            PlanError: the text is no plan. That it is a sound one is for `verify` to say.
+            PlanError: the text is not a plan. Whether the plan is sound is for `verify` to say.
         """
         from bpipe.schedules.text import from_text
 
         return from_text(text)
 
     def to_csv(self) -> str:
-        """Write the compute lane as torch.distributed.pipelining's `compute_comms` CSV: a row a rank, waits dropped.
+        """Write the compute lane as torch.distributed.pipelining's `compute_comms` CSV: one row per rank, without waits.
 
         Raises:
-            PlanError: the plan evicts, which that format cannot say; `to_text` can.
+            PlanError: the plan evicts or recomputes, which that format cannot express; `to_text` can.
         """
         from bpipe.schedules.text import to_csv
 
@@ -207,10 +209,10 @@ class Plan:
 
     @classmethod
     def from_csv(cls, text: str, name: str = "csv") -> Plan:
-        """Read such a CSV: the order of the computations is kept, transfers and their completions are placed anew.
+        """Read such a CSV: keep the order of the computations, and place transfers and their completions again.
 
         Raises:
-            PlanError: the text is no such CSV, or its order of computations is no pipeline schedule.
+            PlanError: the text is not such a CSV, or its order of computations is not a pipeline schedule.
         """
         from bpipe.schedules.text import from_csv
 
@@ -225,7 +227,7 @@ class Plan:
 
 @contextmanager
 def _looking_up(plan: Plan) -> Iterator[None]:
-    """Say of an unverified plan what is wrong, where something in it is not to be found."""
+    """Raise a PlanError where an unverified plan names something that cannot be found."""
     try:
         yield
     except LookupError as error:

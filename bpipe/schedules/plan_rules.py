@@ -1,4 +1,4 @@
-"""The rules that the ranks of a plan keep together: each must be complete by itself before."""
+"""The rules that the ranks of a plan keep together, once each is complete by itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__: list[str] = []
 
 
 def _matched(plan: Plan) -> Iterator[Finding]:
-    """The k-th send of a channel names what its k-th receive names."""
+    """Check that the k-th send of a channel names what its k-th receive names."""
     sent: dict[Channel, array[int]] = {}
     received: dict[Channel, array[int]] = {}
     for rank, lane in (*enumerate(plan.actions), *enumerate(plan.served)):
@@ -30,7 +30,7 @@ def _matched(plan: Plan) -> Iterator[Finding]:
 
 
 def _posted(plan: Plan, lane: tuple[Action, ...]) -> dict[tuple[Op, int | None], array[int]]:
-    """What a lane sends and receives, in order, by operation and peer: numbers that are the same on both ends.
+    """Return what a lane sends and receives, in order, by operation and peer, as numbers that are the same on both ends.
 
     They name what crosses the boundary after a stage, or a stage's saved bytes.
     """
@@ -47,7 +47,7 @@ _MOST_PARTS = 2**10
 
 
 def _differing(plan: Plan, channel: Channel, sent: array[int], received: array[int]) -> Iterator[Finding]:
-    """Where the two ends of a channel disagree first."""
+    """Yield where the two ends of a channel first disagree."""
     name = f"{channel.purpose.value} channel {channel.src} -> {channel.dst}"
     if len(sent) != len(received):
         yield None, f"{name} sends {len(sent)} messages and receives {len(received)}"
@@ -64,7 +64,7 @@ def _tell(plan: Plan, message: int) -> str:
 
 
 def _receive(plan: Plan, channel: Channel, k: int) -> Place:
-    """Where the k-th receive of a channel stands."""
+    """Return the place of the k-th receive of a channel."""
     rank, served = channel.dst, channel.purpose is Purpose.EVICT
     lane = (plan.served if served else plan.actions)[rank]
     places = (i for i, action in enumerate(lane) if action.op in RECEIVES and action.channel(rank) == channel)
@@ -72,7 +72,7 @@ def _receive(plan: Plan, channel: Channel, k: int) -> Place:
 
 
 def _progresses(plan: Plan) -> Iterator[Finding]:
-    """No circle of waits, even if every transfer were an unbuffered rendezvous."""
+    """Check that no waits form a cycle, even if every transfer were an unbuffered rendezvous."""
     for rank, action, missing in run_greedily(plan):
         served = action.op in SERVED
         place = (rank, served, (plan.served if served else plan.actions)[rank].index(action))

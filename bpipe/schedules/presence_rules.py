@@ -1,4 +1,4 @@
-"""What must be there: each action on its rank, and for each microbatch a complete set of them."""
+"""The rules of what must be there: each action on its rank, and a complete set of actions for each microbatch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOWHERE = -2
 
 
 def belongs(own: RankIndex) -> Iterator[Finding]:
-    """Each action stands once, on the rank of its stage, in the lane of its kind, and transfers name the right peer."""
+    """Check that each action occurs once, on its stage's rank, in the lane of its kind, and that transfers name the right peer."""
     plan = own.plan
     peers = {(op, stage): _peer(plan, op, stage) for op in (*COMPUTE, *SHARDING, *NEIGHBOURS) for stage in own.stages}
     for index in own.repeated:
@@ -36,13 +36,13 @@ def belongs(own: RankIndex) -> Iterator[Finding]:
 
 
 def _peer(plan: Plan, op: Op, stage: int) -> int | None:
-    """The rank at the other end of a message between stages; None where there is none, or no message."""
+    """Return the rank at the other end of a message between stages; None if there is none, or `op` is not a message."""
     neighbour = stage + NEIGHBOURS.get(op, plan.num_stages)
     return plan.stage_ranks[neighbour] if 0 <= neighbour < plan.num_stages else None
 
 
 def _is_moved(own: RankIndex, action: Action) -> bool:
-    """Whether an eviction's or an acceptor's action stands on the right rank and names the right peer."""
+    """Return whether an eviction's or an acceptor's action is on the right rank and names the right peer."""
     owner = own.plan.stage_ranks[action.stage]
     if action.op in SERVED:
         return action.peer == owner != own.rank
@@ -50,7 +50,7 @@ def _is_moved(own: RankIndex, action: Action) -> bool:
 
 
 def _acceptor(own: RankIndex, action: Action) -> int | None:
-    """The rank to which a part is evicted, if that is one."""
+    """Return the rank to which a part is evicted, or HOST; None if that is not a valid acceptor."""
     acceptor = own.acceptors.get(action[1:4])
     return acceptor if acceptor is not None and HOST <= acceptor < own.plan.num_ranks and acceptor != own.rank else None
 
@@ -70,7 +70,7 @@ def _named(peer: int | None) -> str:
 
 
 def complete(own: RankIndex) -> Iterator[Finding]:
-    """Every microbatch runs forward and backward on every stage, with the transfers its neighbours need; guests come and go."""
+    """Check that every microbatch runs forward and backward on every stage, with all transfers, and that guests come and go."""
     sets = {stage: [mask(ops) for ops in _complete_sets(own.plan, stage)] for stage in own.stages}
     for stage, accepted in sets.items():
         for microbatch in range(own.plan.num_microbatches):
@@ -84,7 +84,7 @@ def complete(own: RankIndex) -> Iterator[Finding]:
 
 
 def _moves_once(own: RankIndex, which: Part, found: int) -> Iterator[Finding]:
-    """A part is evicted and loaded, or stays; it does not move as a part and with the whole."""
+    """Check that a part is evicted and loaded, or stays, and that it does not move both by itself and with the whole."""
     if found not in (0, mask(EVICTION)):
         yield from _lacking(own, which, [mask(EVICTION)])
     if found and own.present[*which[:2], 0] & mask(EVICTION):
@@ -92,7 +92,7 @@ def _moves_once(own: RankIndex, which: Part, found: int) -> Iterator[Finding]:
 
 
 def _complete_sets(plan: Plan, stage: int) -> list[frozenset[Op]]:
-    """The sets of operations that make a microbatch of a stage complete: a whole or a split backward; kept, moved or recomputed."""
+    """Return the sets of operations that complete a microbatch of a stage: a whole or split backward; kept, moved or recomputed."""
     backwards = (frozenset({Op.B}), frozenset({Op.I, Op.W})) if plan.has_backward else (frozenset[Op](),)
     spared = (frozenset[Op](), EVICTION, *([frozenset({Op.R})] if plan.has_backward else []))
     return [_required(plan, stage, backward) | how for backward in backwards for how in spared]
@@ -105,7 +105,7 @@ def _required(plan: Plan, stage: int, backward: frozenset[Op]) -> frozenset[Op]:
 
 
 def _lacking(own: RankIndex, which: Part, complete: list[int]) -> Iterator[Finding]:
-    """What a microbatch misses or has too much of, compared with the complete set that fits it best."""
+    """Yield what a microbatch lacks or has too much of, compared with the complete set that fits it best."""
     there = own.present[which] & ~(mask(COMPUTE) if which[2] else 0)
     nearest = min(complete, key=lambda ops: (ops ^ there).bit_count())
     here = own.find(Op.F, (*which[:2], 0))

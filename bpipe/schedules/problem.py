@@ -32,23 +32,23 @@ Budgets = tuple[int | None, ...]
 
 
 class Solution(NamedTuple):
-    """What each rank that needs to evicts, and the most that each rank occupies then."""
+    """The evictions of each rank that needs any, and the most that each rank then occupies."""
 
     settled: Mapping[int, Settled]
     peaks: Sequence[int]
 
     @property
     def cost(self) -> tuple[int, int]:
-        """The bytes that cannot be hidden, and those that move."""
+        """The bytes whose transfers cannot be hidden, and all bytes that move."""
         costs = [one.decision.cost for one in self.settled.values()]
         return sum(late for late, _ in costs), sum(moved for _, moved in costs)
 
 
 def checked(given: int | Sequence[int | None] | None, num_ranks: int, name: str) -> Budgets:
-    """One budget a rank.
+    """Return one budget per rank.
 
     Raises:
-        ConfigurationError: they make none.
+        ConfigurationError: a budget is not a whole number of at least 1, or there is not one for each rank.
     """
     budgets = tuple(given) if isinstance(given, Sequence) else (given,) * num_ranks
     if len(budgets) != num_ranks or not all(k is None or (type(k) is int and k > 0) for k in budgets):
@@ -57,12 +57,12 @@ def checked(given: int | Sequence[int | None] | None, num_ranks: int, name: str)
 
 
 def raised(budgets: Budgets, more: int) -> Budgets:
-    """All budgets by so much more."""
+    """Raise all budgets by `more`."""
     return tuple(None if one is None else one + more for one in budgets)
 
 
 def refusal(plan: Plan, given: Budgets, lacking: str, smallest: Budgets) -> BudgetError:
-    """The error for budgets that cannot be met; it names the smallest that can."""
+    """Return the error for budgets that cannot be met; it names the smallest that can."""
     is_slots = plan.sizes is None
     named = f"slots={shown(smallest)}" if is_slots else f"budgets={shown(smallest)} ({show_each(smallest)})"
     return BudgetError(
@@ -73,11 +73,11 @@ def refusal(plan: Plan, given: Budgets, lacking: str, smallest: Budgets) -> Budg
 
 
 class Problem:
-    """What does not change from one attempt to the next.
+    """A plan to be balanced, and all that does not change from one attempt to the next.
 
     Args:
-        plan: the computations of this one, without its transfers.
-        sizes: what a microbatch takes in bytes; None to count slots.
+        plan: the plan of the computations; its transfers are dropped.
+        sizes: the bytes that a microbatch takes; None to count slots.
         to: who may take guests.
         costs: how long computations and transfers take, if known.
         rule: "fewest" or "eager".
@@ -108,21 +108,21 @@ class Problem:
         return {stage: (1,) if sizes is None else sizes.stages[stage].parts for stage in stages}
 
     def checked(self, given: int | Sequence[int | None] | None) -> Budgets:
-        """One budget a rank.
+        """Return one budget per rank.
 
         Raises:
-            ConfigurationError: they make none.
+            ConfigurationError: a budget is not a whole number of at least 1, or there is not one for each rank.
         """
         return checked(given, self.plan.num_ranks, "slots" if self.plan.sizes is None else "budgets")
 
     def solve(self, budgets: Budgets, *, thorough: bool) -> Solution | str:
-        """What each rank evicts, or in words what the budgets lack.
+        """Return what each rank evicts, or in words what the budgets lack.
 
-        What a cost model lets start in time may need more room than there is; then transfers are placed without it. Who
-        decides first may take the room that another cannot do without; then they decide in the other order.
+        Cost-model timing may need more room than the budgets have; then fall back to step-based timing. The order in which
+        ranks decide matters, because one may take the room that another cannot do without, so both orders are tried.
 
         Args:
-            budgets: one a rank.
+            budgets: one per rank.
             thorough: whether to look for something cheaper where something has been found.
         """
         best: Solution | None = None
@@ -138,7 +138,7 @@ class Problem:
         return lacking if best is None else best
 
     def _solve(self, budgets: Budgets, effort: int, steadily: bool, most_first: bool) -> Solution | str:
-        """One rank decides after the other, those with the most to evict first or last."""
+        """Let one rank decide after the other, those with the most to evict first or last."""
         peaks = list(self.peaks)
         room = [None if budget is None else max(0, budget - peak) for budget, peak in zip(budgets, peaks)]
         excess = {r: peaks[r] - budget for r, budget in enumerate(budgets) if budget is not None and budget < peaks[r]}
@@ -161,7 +161,7 @@ class Problem:
         return Solution(settled, peaks)
 
     def balanced(self, solution: Solution, budgets: Budgets) -> Plan:
-        """The plan with its evictions."""
+        """Return the plan with the evictions of a solution."""
         actions = list(self.plan.actions)
         served = [list(lane) for lane in self.plan.served]
         for rank, settled in solution.settled.items():
@@ -179,5 +179,5 @@ class Problem:
 
 
 def shown(budgets: Budgets) -> str:
-    """One number where all are the same."""
+    """Format the budgets, as one number where all are the same."""
     return str(budgets[0]) if len(set(budgets)) == 1 else str(budgets)

@@ -1,4 +1,4 @@
-"""One rank's actions, looked through once for all the rules that the rank keeps by itself."""
+"""An index of one rank's actions, made once for all the rules that the rank keeps by itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BITS = {op: 1 << i for i, op in enumerate(Op)}
 
 
 def mask(ops: Iterable[Op]) -> int:
-    """A set of operations as bits of a number: plans have millions of them."""
+    """Return a set of operations as bits of a number, because plans have millions of such sets."""
     return sum(BITS[op] for op in ops)
 
 
@@ -27,12 +27,12 @@ def ops_in(bits: int) -> list[Op]:
 
 
 class RankIndex:
-    """What one rank does with each part of each microbatch: made once for all rules, and dropped before the next rank's.
+    """An index of what one rank does with each part of each microbatch, made once for all rules and dropped before the next rank's.
 
     Args:
         plan: the plan.
         rank: the rank.
-        stages: those that it holds.
+        stages: the stages that it holds.
     """
 
     def __init__(self, plan: Plan, rank: int, stages: Sequence[int]) -> None:
@@ -63,7 +63,7 @@ class RankIndex:
         self.begun.append(index)
 
     def is_served(self, index: int) -> bool:
-        """Whether an action of `lane` stands in the served lane."""
+        """Return whether an action of `lane` is in the served lane."""
         return index >= self.num_computing
 
     def place(self, index: int | None) -> Place | None:
@@ -73,7 +73,7 @@ class RankIndex:
         return self.rank, served, index - self.num_computing * served
 
     def find(self, op: Op, which: Part) -> int | None:
-        """Where an action stands, its part aside if the whole is asked for."""
+        """Return the index of an action in `lane`, whatever its part if the whole is asked for; None if it is missing."""
         found = (i for i, a in enumerate(self.lane) if a.op is op and (a[1:4] == which or (a[1:3] == which[:2] and not which[2])))
         return next(found, None)
 

@@ -13,7 +13,7 @@ __all__: list[str] = []
 
 
 def affordable(own: RankIndex) -> Iterator[Finding]:
-    """At no action does a rank occupy more than its budgets of slots and of bytes, rooms for guests included."""
+    """Check that a rank never occupies more than its budgets of slots and of bytes, rooms for guests included."""
     plan, rank = own.plan, own.rank
     yield from _within(own, SLOTS, sum(map(len, plan.rooms(rank).values())), plan.slots[rank], "slots")
     if plan.sizes is not None and plan.budgets is not None:

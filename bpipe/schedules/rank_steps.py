@@ -1,6 +1,6 @@
-"""One rank's list as the balance pass sees it: what it holds at each step, and when each microbatch comes and must be back.
+"""One rank's list as the balance pass sees it: what it holds at each step, and when each microbatch is saved and must be back.
 
-Between two consecutive backwards stands an idle step, because that is where a real pipeline waits and a transfer fits.
+There is an idle step between two consecutive backwards, because that is where a real pipeline waits and a transfer fits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Stay(NamedTuple):
 
     Args:
         saved: the step at which its forward ends.
-        leaves: the first step before which its eviction, which takes one, may be complete. The output lies in the last part,
+        leaves: the first step before which its eviction, which takes one step, may be complete. The output lies in the last part,
             and must have arrived where it is used.
         needed: the step before which it must be back.
     """
@@ -44,7 +44,7 @@ class RankSteps:
 
     Args:
         plan: a plan of computations.
-        rank: of which rank.
+        rank: the rank.
         static: what the rank always occupies.
         level: what it occupies besides, during each of its computations and the transfers after it.
         arrives: the first computation of the rank, by its index, that comes after a microbatch's output has arrived.
@@ -73,7 +73,7 @@ class RankSteps:
 
     @cached_property
     def stays(self) -> dict[Part, Stay]:
-        """When each part that can move by itself may be away."""
+        """The steps between which each part that can move by itself may be away."""
         saved: dict[Which, int] = {}
         stays: dict[Part, Stay] = {}
         for step, action in enumerate(self.steps):
@@ -91,7 +91,7 @@ class RankSteps:
         return Stay(saved, max(arrived, saved + 2), needed)
 
     def parts_of(self, action: Action) -> list[Part]:
-        """The parts that a forward saves when it ends, or a backward needs: a piece of one its own, a whole one all."""
+        """Return the parts that a forward saves (none before its last piece), or that a backward needs (a piece only its own)."""
         _, stage, microbatch, part, _ = action
         if part and action.op is not Op.F:
             return [(stage, microbatch, part if self._plan.num_parts(stage) > 1 else 0)]
@@ -102,10 +102,10 @@ class RankSteps:
 
 
 def steps_of(plan: Plan) -> list[RankSteps]:
-    """The steps of every rank of a plan of computations.
+    """Return the steps of every rank of a plan of computations.
 
     Raises:
-        PlanError: the computations wait for each other in a circle.
+        PlanError: the computations wait for each other in a cycle.
     """
     lanes = [plan.compute(rank) for rank in range(plan.num_ranks)]
     begins = clock(lanes, plan.num_stages)
@@ -123,13 +123,13 @@ def steps_of(plan: Plan) -> list[RankSteps]:
 
 
 class _Arrivals:
-    """When what a rank makes has arrived where it is used."""
+    """The times at which a rank's outputs have arrived where they are used."""
 
     def __init__(self, plan: Plan, rank: int, begins: array[int], moments: Moments) -> None:
         self._ranks, self._rank, self._begins, self._moments = plan.stage_ranks, rank, begins, moments
 
     def __call__(self, which: Which) -> int:
-        """The first computation of the rank, by its index, that comes after the output's use in the one order of all."""
+        """Return the index of the rank's first computation that comes after the output's use in the one order of all ranks."""
         stage, microbatch = which
         if stage + 1 == len(self._ranks):
             return 0
@@ -138,7 +138,7 @@ class _Arrivals:
 
 
 def _levels(lane: Sequence[Action], meter: Meter) -> Iterator[int]:
-    """What is occupied from each computation to the next one; the first has what comes before it, too."""
+    """Yield what is occupied from each computation to the next one; the first includes what comes before it."""
     occupied = list(occupancy(lane, meter))
     starts = [index for index, action in enumerate(lane) if action.op in COMPUTE]
     for first, end in pairwise([0, *starts[1:], len(lane)] if starts else ()):

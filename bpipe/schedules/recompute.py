@@ -1,10 +1,10 @@
-"""The recompute pass: what is over the budget runs forward once more ahead of its backward, instead of being kept or moved.
+"""The recompute pass: run what is over the budget forward again ahead of its backward, instead of keeping or moving it.
 
     occupied      at the first action over the limit:
     F0 F1 F2 F3   the microbatch whose backward comes last keeps its input alone,
     1  2  3  4    and runs forward again, R, before its backward: F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 R3 B3
 
-It costs a forward for each microbatch over the budget, and no transfer: the fair rival of evicting them.
+It costs a forward for each microbatch over the budget, and no transfer, which makes it the fair rival of eviction.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bpipe.schedules.sizes import Sizes
 
 __all__ = ["recompute"]
 
-TRIES = 4  # to make room for messages that R lets arrive earlier
+TRIES = 4  # attempts to make room for messages that R lets arrive earlier
 
 Which = tuple[int, int]  # stage, microbatch
 
@@ -38,19 +38,19 @@ def recompute(
     sizes: Sizes | None = None,
     budgets: int | Sequence[int | None] | None = None,
 ) -> Plan:
-    """Let just so many microbatches run forward twice that no rank occupies more than its budget.
+    """Run just enough microbatches forward twice to keep every rank within its budget.
 
-    A stage next to another one of its rank is left alone: they share the memory of what one hands to the other.
+    A stage next to another one of its rank is left alone, because they share the memory of what one hands to the other.
 
     Args:
-        plan: any; its computations are kept as whole ones, and to be finished anew (`finish`).
+        plan: any; its computations are kept as whole ones, and its transfers are dropped: `finish` adds them again.
         slots: the budget in microbatches, one number or one a rank (None: unlimited).
-        sizes: what a microbatch takes in bytes, if bytes are to be counted instead. The input of what runs again stays.
-        budgets: with `sizes`, the budget in bytes, static ones included; None: as low as possible.
+        sizes: the bytes that a microbatch takes, to count bytes instead of slots. The input of what runs again stays.
+        budgets: with `sizes`, the budget in bytes, static bytes included; None: as low as possible.
 
     Raises:
         BudgetError: the budget cannot be met; the message names the smallest that can, to within 1/1024 of the highest peak.
-        ConfigurationError: neither or both of slots and sizes, or budgets or sizes of another number of ranks or stages.
+        ConfigurationError: neither or both of slots and sizes are given, or budgets or sizes do not fit the ranks or stages.
 
     Example:
         >>> from bpipe.schedules import build, finish
@@ -74,8 +74,9 @@ def recompute(
 
 
 def recompute_by_count(plan: Plan) -> Plan:
-    """Recompute down to ceil((p+2)/2) microbatches a rank where it has one stage a rank and can, as `by_count` evicts; else to as
-    few as can be.
+    """Recompute to at most ceil((p+2)/2) microbatches a rank, as `by_count` does with evictions, or else to as few as possible.
+
+    The former is for plans with one stage a rank that can meet it.
     """
     if plan.num_stages == plan.num_ranks:
         with suppress(BudgetError):
@@ -92,7 +93,7 @@ class _Problem:
         self._ranks = [_Rank(plan, rank, lane) for rank, lane in enumerate(communicate(plan).actions)]
 
     def within(self, budgets: Budgets) -> Plan | None:
-        """The plan that keeps to the budgets, or None."""
+        """Return a plan that keeps to the budgets, or None if none is found."""
         limits = list(budgets)
         for _ in range(TRIES):
             chosen = [rank.chosen(limit) for rank, limit in zip(self._ranks, limits)]
@@ -107,7 +108,7 @@ class _Problem:
         return None
 
     def lowest(self, budgets: Budgets) -> Plan:
-        """The plan within the lowest budgets that can be met: these, all raised alike."""
+        """Return the plan within the lowest budgets that can be met: these, all raised by the same amount."""
         highest = max(_peaks(self.plan))
         too_few, enough = 0, highest
         best = self.within(raised(budgets, enough))
@@ -119,7 +120,7 @@ class _Problem:
         return best
 
     def refusal(self, given: Budgets) -> BudgetError:
-        """The error for budgets that cannot be met."""
+        """Return the error for budgets that cannot be met."""
         lowest = self.lowest(given)
         smallest = (lowest.slots if self.plan.sizes is None else lowest.budgets) or ()
         return refusal(self.plan, given, "recomputing all that it would take is not enough", smallest)
@@ -130,7 +131,7 @@ def _peaks(plan: Plan) -> tuple[int, ...]:
 
 
 def _running_again(lane: Sequence[Action], chosen: set[Which]) -> tuple[Action, ...]:
-    """A lane in which the chosen microbatches run forward once more, ahead of their backward."""
+    """Return a lane in which the chosen microbatches run forward again, ahead of their backward."""
     pairs = ((Action(Op.R, *a[1:3]), a) if a.op in BACKWARD and a[1:3] in chosen else (a,) for a in lane)
     return tuple(action for pair in pairs for action in pair)
 
@@ -146,7 +147,7 @@ class _Rank:
         self._backward = {action[1:3]: index for index, action in enumerate(lane) if action.op in BACKWARD}
 
     def chosen(self, limit: int | None) -> set[Which] | None:
-        """What to recompute within a limit: whenever it is passed, what is needed last. None if that is not enough."""
+        """Choose what to recompute: whenever the limit is exceeded, what is needed last. Return None if that is not enough."""
         sweep = _Sweep(self._meter, self._static, limit)
         for action in self._lane:
             if action.op is Op.F and action.stage in self._free and action[1:3] in self._backward:
@@ -164,16 +165,16 @@ class _Sweep:
         self.chosen: set[Which] = set()
         self._usual, self._again, self._limit = Amounts(meter.takes, meter.gives), meter.recomputed, limit
         self._live = static
-        self._spared: defaultdict[Which, int] = defaultdict(int)  # by each microbatch, were it recomputed
+        self._spared: defaultdict[Which, int] = defaultdict(int)  # what recomputing each microbatch would free
         self._offered: list[tuple[int, Which]] = []  # the one needed last stands first
         self._ended: set[Which] = set()  # whose backward has begun
 
     def offer(self, which: Which, backward: int) -> None:
-        """A microbatch that could be recomputed runs forward."""
+        """Note that a microbatch that could be recomputed runs forward."""
         heappush(self._offered, (-backward, which))
 
     def run(self, action: Action) -> bool:
-        """Count an action, and choose until it is within the limit. Whether that is possible."""
+        """Count an action, and choose until it is within the limit; return whether that is possible."""
         self._change(action, 1)
         if action.op in BACKWARD:
             self._ended.add(action[1:3])
@@ -190,7 +191,7 @@ class _Sweep:
         self._spared[which] += usual - again
 
     def _choose(self) -> bool:
-        """Recompute what is needed last, of what would free something."""
+        """Choose what is needed last among what would free something; return whether there is any."""
         while self._offered:
             _, which = heappop(self._offered)
             if which not in self._ended and self._spared[which] > 0:

@@ -17,7 +17,7 @@ class Reserved(NamedTuple):
     """Rooms for one evictor.
 
     Args:
-        sizes: of each room.
+        sizes: the size of each room.
         room_of: the room of each guest; no two guests are in one at once.
     """
 
@@ -26,7 +26,7 @@ class Reserved(NamedTuple):
 
 
 def reserve(chain: Iterable[Action], moved: Amount = slot) -> Reserved:
-    """The rooms that an acceptor needs for one evictor's guests in their order.
+    """Reserve the rooms that an acceptor needs for one evictor's guests in their order.
 
     A guest takes the smallest free room that is large enough, else the largest free one, which grows, else a new one.
     """
@@ -51,7 +51,7 @@ def reserve(chain: Iterable[Action], moved: Amount = slot) -> Reserved:
 
 
 def _choose(sizes: list[int], free: list[int], size: int) -> int | None:
-    """The free room that a guest takes; None if there is none."""
+    """Choose the free room that a guest takes; return None if no room is free."""
     latest_first = free[::-1]  # its memory is warm
     fitting = [room for room in latest_first if sizes[room] >= size]
     if fitting:

@@ -1,4 +1,4 @@
-"""What a schedule's rule is: where its stages live, in which order a rank computes, and what that costs."""
+"""The rule of a schedule: where its stages live, in which order a rank computes, and what that costs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Bubble = Callable[[int, int, int, float, float, float], float]
 
 
 class Placement(Enum):
-    """On which rank each stage lives."""
+    """The rank on which each stage lives."""
 
     ONE = "one stage a rank"
     LOOPED = "two or more stages a rank, in a loop"
     V = "two stages a rank, in a V"
 
     def stage_ranks(self, num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-        """The rank of each stage: s mod p, or in a V down the ranks and up again.
+        """Return the rank of each stage: s mod p, or in a V down the ranks and up again.
 
         Example:
             >>> Placement.LOOPED.stage_ranks(3, 2), Placement.V.stage_ranks(3, 2)
@@ -40,7 +40,7 @@ class Placement(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """A schedule, before it is made for a number of ranks p, of microbatches m and of stages a rank v.
+    """A schedule before it is built for p ranks, m microbatches and v stages per rank.
 
     Args:
         name: what `build` calls it.
@@ -48,14 +48,14 @@ class Rule:
         title: what others call it, and where it was published.
         placement: on which rank each stage lives.
         order: `order(p, m, v)`: each rank's computations, and the gathering and giving back of weights where the rule says when.
-        peak: `peak(p, m, v, rank)`: the most that a rank holds, in microbatches of all of its stages; the fullest rank just that.
-        bubble: `bubble(p, m, v, forward_s, input_s, weight_s)`: seconds of the makespan in which a rank does not compute, from
-            those that all stages of a rank take for a microbatch; `bubble_text` says when it is exact.
+        peak: `peak(p, m, v, rank)`: the most that a rank holds, in microbatches of all of its stages; exact for the fullest rank.
+        bubble: `bubble(p, m, v, forward_s, input_s, weight_s)`: seconds of the makespan in which a rank does not compute,
+            given those that all stages of a rank take for a microbatch; `bubble_text` says when it is exact.
         peak_text: the formula of `peak`, for people, with x for the rank.
         bubble_text: the formula of `bubble`, for people, with F, I, W, and B = I + W.
-        allows: `allows(p, m)`: whether it can run so many microbatches; default: any.
+        allows: `allows(p, m)`: whether it can run m microbatches on p ranks; default: any.
         allows_text: the same for people.
-        slots: `slots(p)`: the budget within which it is balanced; default: it is not.
+        slots: `slots(p)`: the budget within which it is balanced; default: not balanced.
 
     Example:
         >>> from bpipe.schedules import rules
@@ -79,14 +79,14 @@ class Rule:
 
     @property
     def default_stages_per_rank(self) -> int:
-        """v where nobody says it."""
+        """The default of v."""
         return 1 if self.placement is Placement.ONE else 2
 
     def check(self, num_stages: int, num_microbatches: int, num_ranks: int) -> None:
-        """Refuse what the rule cannot run.
+        """Raise unless the rule can run these numbers of stages, microbatches and ranks.
 
         Raises:
-            ConfigurationError: so many stages on so many ranks, or so many microbatches.
+            ConfigurationError: it cannot place these stages on these ranks, or run this number of microbatches.
         """
         self.check_placement(num_stages, num_ranks)
         if not self.allows(num_ranks, num_microbatches):
@@ -97,10 +97,10 @@ class Rule:
             )
 
     def check_placement(self, num_stages: int, num_ranks: int) -> None:
-        """Refuse stages that the rule cannot place.
+        """Raise unless the rule can place these stages.
 
         Raises:
-            ConfigurationError: so many stages on so many ranks.
+            ConfigurationError: it cannot place this number of stages on this number of ranks.
         """
         if not self._fits(num_stages, num_ranks):
             fitting = num_ranks * self.default_stages_per_rank

@@ -2,7 +2,7 @@
 
 A lane runs its actions one after the other. A transfer starts when both of its ends are posted and its link is free, and
 overlaps whatever the lanes compute; each direction between two ranks is a link, which carries one transfer at a time, in the
-order in which they became ready. A host is always ready, and each direction between a rank and its host a link too. Gathering
+order in which they became ready. A host is always ready, and each direction between a rank and its host is a link too. Gathering
 weights and giving them back takes no time here.
 """
 
@@ -34,9 +34,9 @@ Ends = tuple[Purpose, int, int, bool]  # a channel, and whether its sends or its
 def simulate(plan: Plan, costs: Costs) -> Timeline:
     """Predict when each action of a plan runs and what each rank holds.
 
-    All bytes, those of messages too, are the plan's own where it has sizes, and then the costs' bytes count for nothing; what
-    microbatches save in common is static there. Of a plan that counts slots they are the costs': messages take time then, and
-    no memory. What stays is known only where `static_bytes` was given.
+    If the plan has sizes, all bytes, those of messages too, are its own, and the costs' bytes are ignored; what microbatches
+    save in common is static there. If the plan counts slots, all bytes are the costs': then messages take time but no memory,
+    and static bytes are known only if `static_bytes` was given.
 
     Takes a few microseconds and 32 bytes an action.
 
@@ -46,7 +46,7 @@ def simulate(plan: Plan, costs: Costs) -> Timeline:
 
     Raises:
         ConfigurationError: a series of costs does not fit the plan.
-        PlanError: the plan's lanes wait for each other in a circle, so it is no verified one.
+        PlanError: the plan's lanes wait for each other in a cycle, so it is not a verified plan.
 
     Example:
         >>> from bpipe.schedules import build
@@ -73,14 +73,14 @@ def own_bytes(plan: Plan, costs: Costs, rank: int, *, with_messages: bool = True
 
 
 def _meter(plan: Plan, costs: Costs, with_messages: bool) -> Meter:
-    """What actions take by the plan's own sizes, or by the costs where it counts slots."""
+    """Return the meter of the plan's own sizes, or of the costs where it counts slots."""
     if plan.sizes is None:
         return meter_of(lambda action: costs.saved(action.stage), lambda action: costs.movable(action.stage))
     return plan.meter() if with_messages else activations_meter(plan)
 
 
 def idle_bytes(plan: Plan, costs: Costs, rank: int) -> int:
-    """The bytes a rank holds without any microbatch of its own: its stages' static ones, and its guests' rooms."""
+    """Return the bytes that a rank holds without any microbatch of its own: its stages' static bytes, and its guests' rooms."""
     return _static_bytes(plan, costs, rank) + room_bytes(plan, costs, rank)
 
 
@@ -91,7 +91,7 @@ def _static_bytes(plan: Plan, costs: Costs, rank: int) -> int:
 
 
 def room_bytes(plan: Plan, costs: Costs, rank: int) -> int:
-    """The bytes of a rank's rooms for guests."""
+    """Return the bytes of a rank's rooms for guests."""
     if plan.sizes is not None:
         return plan.room_bytes(rank)
     return sum(map(sum, plan.rooms(rank, lambda action: costs.movable(action.stage)).values()))
@@ -118,7 +118,7 @@ class _End(NamedTuple):
 
 
 class _Events:
-    """All lanes of a plan, the transfers between them, and the links that carry these."""
+    """All lanes of a plan, the transfers between them, and the links that carry them."""
 
     def __init__(self, plan: Plan, costs: Costs) -> None:
         self.plan, self.costs = plan, costs
@@ -134,7 +134,7 @@ class _Events:
         self.busy_s: list[list[tuple[float, float]]] = [[] for _ in self.compute]  # when transfers of a rank are under way
 
     def run(self) -> None:
-        """Let the lane that is furthest behind go on, again and again: so transfers become ready in the order of time."""
+        """Advance the lane that is furthest behind, again and again, so that transfers become ready in time order."""
         while self.agenda:
             now, index = heappop(self.agenda)
             self._advance(index, now)
@@ -166,14 +166,14 @@ class _Events:
             lane.position += 1
 
     def _end_s(self, index: int, action: Action) -> float | None:
-        """When an action that has begun ends; None while that is not known."""
+        """Return when an action that has begun ends; None while that is not known."""
         lane = self.lanes[index]
         if action.op in SHARDING:
             return lane.begin_s[lane.position]
         return self._computed_s(lane, action) if action.op in COMPUTE else self._arrived_s(index, action)
 
     def _computed_s(self, lane: _LaneRun, action: Action) -> float:
-        """When a computation that has begun ends, as far as the transfers known by now slow it down."""
+        """Return when a computation that has begun ends, slowed down by the transfers known so far."""
         begin, work = lane.begin_s[lane.position], self.costs.seconds(*action[:3])
         if action.part:
             work /= self.plan.num_parts(action.stage)
@@ -183,7 +183,7 @@ class _Events:
         return _slowed_end(begin, work, sorted(busy), self.costs.slowdown)
 
     def _arrived_s(self, index: int, completion: Action) -> float | None:
-        """When the transfer that a lane waits for arrives; None while its other end is missing: the lane is called then."""
+        """Return when the transfer that a lane waits for arrives; block the lane and return None while the other end is missing."""
         key = (START_OF[completion.op], *completion[1:4])
         arrival = self.arrival_s.get(key)
         if arrival is None:
@@ -191,7 +191,7 @@ class _Events:
         return arrival
 
     def _post(self, lane: _LaneRun, action: Action, now: float) -> None:
-        """Post one end of a transfer; the second end starts it, of which a host needs none."""
+        """Post one end of a transfer; the second end starts it, or the first if the other end is a host."""
         op, peer = action.op, action.peer
         assert peer is not None
         mine, is_send = _End(lane, lane.position, action[:4]), op in SENDS
@@ -208,7 +208,7 @@ class _Events:
                 heappush(self.agenda, (max(now, end), self.blocked.pop(side.key)))
 
     def _carry(self, src: int, dst: int, num_bytes: int, now: float) -> tuple[float, float]:
-        """Put a transfer on its link: when it begins and ends."""
+        """Put a transfer on its link, and return when it begins and ends."""
         link = self.costs.link_between(src, dst)
         begin = max(now, self.free_s[src, dst])
         departed = self.free_s[src, dst] = begin + num_bytes / link.bytes_per_s
@@ -220,7 +220,7 @@ class _Events:
 
 
 def _slowed_end(begin: float, work_s: float, busy: Sequence[tuple[float, float]], slowdown: float) -> float:
-    """When work ends that takes `slowdown` times as long within the busy intervals, which are sorted and may overlap."""
+    """Return when work ends that takes `slowdown` times as long within the busy intervals, which are sorted and may overlap."""
     now = begin
     for start, end in busy:
         if now + work_s <= start:
@@ -236,7 +236,7 @@ def _slowed_end(begin: float, work_s: float, busy: Sequence[tuple[float, float]]
 
 
 def _recorded(plan: Plan, costs: Costs, rank: int, lane: _LaneRun) -> Lane:
-    """The record of a rank's compute lane, with what the rank holds."""
+    """Return the record of a rank's compute lane, with what the rank holds."""
     saved = array("q", own_bytes(plan, costs, rank, with_messages=False))
     is_sized = plan.sizes is not None  # messages take memory only then
     messages = map(sub, own_bytes(plan, costs, rank), saved) if is_sized else repeat(0, len(saved))
@@ -251,7 +251,7 @@ def _recorded(plan: Plan, costs: Costs, rank: int, lane: _LaneRun) -> Lane:
 
 
 def _merged(plan: Plan, rank: int, chains: Mapping[int, _LaneRun]) -> Lane:
-    """The record of a rank's chains in the order of its served lane."""
+    """Return the record of a rank's chains in the order of its served lane."""
     positions = {peer: iter(range(len(chain.actions))) for peer, chain in chains.items()}
     begin_s, end_s = array("d"), array("d")
     for action in plan.served[rank]:

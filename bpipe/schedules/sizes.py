@@ -1,4 +1,4 @@
-"""What a microbatch takes on each stage, and what stays on each rank."""
+"""The bytes that a microbatch takes on each stage, and the static bytes of each rank."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class StageSizes:
     """The bytes that one microbatch takes on one stage.
 
     Args:
-        parts: what of its saved bytes can move: one number, or one for each part that can move by itself, in the order in
+        parts: its saved bytes that can move: one number, or one for each part that can move by itself, in the order in
             which the forward saves them.
-        fixed: what of them cannot move.
+        fixed: its saved bytes that cannot move.
         received: the message from the stage before; the gradient sent back is as large.
         sent: the message to the stage after, or what the last stage and the loss return; its gradient is as large.
-        kept_received: what of `received` the saved bytes contain.
-        kept_sent: what of `sent` they contain.
+        kept_received: how much of `received` the saved bytes contain.
+        kept_sent: how much of `sent` they contain.
         between: what it takes between the halves of its backward, gradients for the weight half included; None: all it saved.
 
     Raises:
@@ -47,24 +47,25 @@ class StageSizes:
 
     @property
     def movable(self) -> int:
+        """The bytes of a microbatch that can be evicted."""
         return sum(self.parts)
 
     @property
     def saved(self) -> int:
-        """What a microbatch keeps from its forward to the end of its backward."""
+        """The bytes that a microbatch keeps from its forward to the end of its backward."""
         return self.fixed + self.movable
 
     @property
     def late(self) -> int:
-        """What it takes between the halves of its backward."""
+        """The bytes that it takes between the halves of its backward."""
         return self.saved if self.between is None else self.between
 
     def without_messages(self) -> StageSizes:
-        """Sizes of what is saved alone."""
+        """Return these sizes with only what is saved."""
         return replace(self, received=0, sent=0, kept_received=0, kept_sent=0)
 
     def moved(self, part: int) -> int:
-        """What an eviction of a part moves; of part 0, all parts."""
+        """Return the bytes that an eviction of a part moves; part 0 stands for all parts."""
         return self.parts[part - 1] if part else self.movable
 
 
@@ -93,12 +94,12 @@ class Sizes:
 
     @classmethod
     def of(cls, saved: Iterable[int], *, num_ranks: int | None = None, num_parts: int = 1) -> Sizes:
-        """Stages that save so many bytes each, all of which can move, in parts of about equal size, and nothing else."""
+        """Return sizes of stages that save these bytes, all of which can move, in parts of about equal size, and nothing else."""
         stages = tuple(StageSizes(parts=_cut(size, num_parts)) for size in saved)
         return cls(stages=stages, static=(0,) * (len(stages) if num_ranks is None else num_ranks))
 
     def check(self, num_stages: int, num_ranks: int) -> None:
-        """Raise unless these are the sizes of a plan.
+        """Raise unless these sizes fit a plan.
 
         Raises:
             ConfigurationError: they have other numbers of stages or ranks.
@@ -110,11 +111,11 @@ class Sizes:
             )
 
     def moved(self, action: Action) -> int:
-        """What an eviction or a load moves."""
+        """Return the bytes that an eviction or a load moves."""
         return self.stages[action.stage].moved(action.part)
 
     def carried(self, action: Action) -> int:
-        """What a transfer carries, on either end: an output is `sent`, a gradient as large as what its sender received."""
+        """Return the bytes that a transfer carries, on either end: an output is `sent`, a gradient its sender's `received`."""
         op, stage = action.op, action.stage
         if op is Op.SEND_F or op is Op.RECV_F:
             return self.stages[stage - (op is Op.RECV_F)].sent

@@ -1,4 +1,4 @@
-"""When every action of a plan ran: simulated or measured, in one form, which is drawn, compared and written to files."""
+"""The times of all actions of a plan, simulated or measured, in one form that is drawn, compared and written to files."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ class Span(NamedTuple):
 
     @property
     def seconds(self) -> float:
+        """How long the action took."""
         return self.end_s - self.begin_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lane:
-    """The times of one lane of a rank, an entry for each of its actions.
+    """The times of one lane of a rank, with one entry for each of its actions.
 
     For a computation: when it ran. For a transfer's start: from when to when the transfer was under way, on the link when
     simulated, as far as this rank knows when measured. For a transfer's completion: when the lane waited for it.
 
-    What a rank's device holds while an action runs is the sum of the four numbers of bytes, and its activations are
-    `activation_bytes` and `room_bytes` of them. Served lanes have none: what they keep lies in the rooms.
+    What a rank's device holds while an action runs is the sum of the four numbers of bytes; its activations are the sum of
+    `activation_bytes` and `room_bytes`. Served lanes have none: what they keep lies in the rooms.
 
     Args:
         begin_s: seconds since the step began, an `array("d")`.
         end_s: likewise.
         activation_bytes: what the rank's own microbatches keep saved while each action runs, an `array("q")`.
-        message_bytes: messages between stages that are there besides, likewise; of a simulated plan that counts slots, zeros.
+        message_bytes: messages between stages on top of those, likewise; zeros for a simulated plan that counts slots.
         static_bytes: what stays throughout: weights, gradients, buffers, optimizer states.
         room_bytes: activations that are counted throughout: the rooms for guests, and what microbatches save in common.
     """
@@ -56,7 +57,7 @@ class Lane:
 
 
 class Holding(NamedTuple):
-    """What a rank holds from a time on, in bytes.
+    """The bytes that a rank holds from some time on.
 
     Args:
         begin_s: seconds since the step began.
@@ -71,7 +72,7 @@ class Holding(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """One step of a plan in time.
+    """The times of one step of a plan.
 
     Args:
         plan: what ran or will run.
@@ -95,6 +96,7 @@ class Timeline:
 
     @property
     def num_ranks(self) -> int:
+        """The number of ranks of the plan."""
         return self.plan.num_ranks
 
     @property
@@ -108,34 +110,34 @@ class Timeline:
         return max(end for _, end in spans) - min(begin for begin, _ in spans) if spans else 0.0
 
     def computing_ranks(self) -> list[int]:
-        """The ranks that compute: all, but for those that only keep guests."""
+        """Return the ranks that compute: all except those that only keep guests."""
         return [rank for rank, lane in enumerate(self.plan.actions) if any(action.op in COMPUTE for action in lane)]
 
     def spans(self, rank: int) -> Iterator[Span]:
-        """The compute lane's actions: computations, transfers that it starts and waits for."""
+        """Iterate over the compute lane's actions: computations, and transfers that it starts and waits for."""
         lane = self.actions[rank]
         return map(Span, self.plan.actions[rank], lane.begin_s, lane.end_s)
 
     def served_spans(self, rank: int) -> Iterator[Span]:
-        """The actions that a rank runs for the ranks that evict to it."""
+        """Iterate over the actions that a rank runs for the ranks that evict to it."""
         lane = self.served[rank]
         return map(Span, self.plan.served[rank], lane.begin_s, lane.end_s)
 
     def computations(self, rank: int) -> Iterator[Span]:
-        """The forwards and backwards of a rank."""
+        """Iterate over the forwards and backwards of a rank."""
         return (span for span in self.spans(rank) if span.action.op in COMPUTE)
 
     def transfers(self, rank: int) -> Iterator[Span]:
-        """The transfers of a rank while they are under way, those for its guests included."""
+        """Iterate over the transfers of a rank while they are under way, those for its guests included."""
         both = (*self.spans(rank), *self.served_spans(rank))
         return (span for span in both if span.action.op in SENDS or span.action.op in RECEIVES)
 
     def waits(self, rank: int) -> Iterator[Span]:
-        """When a rank's compute lane waited, for the others' results as well as for transfers."""
+        """Iterate over the waits of a rank's compute lane, for other ranks' results as well as for transfers."""
         return (span for span in self.spans(rank) if span.action.op in START_OF and span.seconds > 0)
 
     def span_s(self, rank: int) -> tuple[float, float]:
-        """When a rank's first computation began and its last one ended.
+        """Return when a rank's first computation began and its last one ended.
 
         Raises:
             ConfigurationError: the rank computes nothing, or its times are missing.
@@ -150,23 +152,23 @@ class Timeline:
         return lane.begin_s[first], lane.end_s[last]
 
     def work_s(self, rank: int) -> float:
-        """Seconds that a rank computed."""
+        """Return the seconds that a rank computed."""
         return sum(span.seconds for span in self.computations(rank))
 
     def bubble_s(self, rank: int) -> float:
-        """Seconds of the makespan in which a rank computed nothing: what a synchronous optimizer pays."""
+        """Return the seconds of the makespan in which a rank computed nothing: what a synchronous optimizer pays."""
         return self.makespan_s - self.work_s(rank)
 
     def span_bubble_s(self, rank: int) -> float:
-        """Seconds between a rank's own first start and last end in which it computed nothing."""
+        """Return the seconds between a rank's own first start and last end in which it computed nothing."""
         begin, end = self.span_s(rank)
         return end - begin - self.work_s(rank)
 
     def exposed_s(self, rank: int) -> dict[Op, float]:
-        """Seconds in which a rank's compute lane waited for a transfer that was under way, by what was waited for.
+        """Return the seconds in which a rank's compute lane waited for a transfer under way, by what was waited for.
 
-        Waiting before the transfer begins is the bubble's, not the transfer's. A measured transfer is under way from when it
-        was posted as far as one rank knows, so these numbers are upper bounds there.
+        Waiting before the transfer begins belongs to the bubble, not to the transfer. As far as one rank knows, a measured
+        transfer is under way from when it was posted, so these numbers are then upper bounds.
         """
         starts: dict[tuple[Op, int, int, int], float] = {}
         exposed: dict[Op, float] = defaultdict(float)
@@ -180,7 +182,7 @@ class Timeline:
         return dict(exposed)
 
     def peak_bytes(self, rank: int) -> int:
-        """The most bytes of activations that a rank holds: `stats["peak_bytes"]` of the step, where it was measured.
+        """Return the peak bytes of activations on a rank: `stats["peak_bytes"]` of the step, where it was measured.
 
         They are what the rank's own microbatches keep saved, and the rooms for its guests.
         """
@@ -188,7 +190,7 @@ class Timeline:
         return lane.room_bytes + max(lane.activation_bytes, default=0)
 
     def device_peak_bytes(self, rank: int) -> int:
-        """The most bytes that a rank's device holds of all: `stats["device_peak_bytes"]` of the step, where it was measured.
+        """Return the peak bytes of all that a rank's device holds: `stats["device_peak_bytes"]` of the step, where it was measured.
 
         They are activations, what stays (weights, gradients, buffers, optimizer states) and messages between stages.
         """
@@ -197,11 +199,11 @@ class Timeline:
 
     @property
     def fullest_rank(self) -> int:
-        """The rank whose device holds the most of all."""
+        """The rank whose device has the highest peak."""
         return max(range(self.num_ranks), key=self.device_peak_bytes)
 
     def memory(self, rank: int) -> Iterator[Holding]:
-        """When the bytes that a rank holds change, and to what, in order."""
+        """Yield when the bytes that a rank holds change, and to what, in order."""
         lane = self.actions[rank]
         now = lane.begin_s[0] if self.source == "measured" and lane.begin_s else 0.0
         idle = (0, 0)
@@ -220,7 +222,7 @@ class Timeline:
             yield _holding(now, lane, idle)
 
     def _moments(self, rank: int) -> Iterator[tuple[Action, float, float, int, int]]:
-        """Each action of a rank with when it ran, and the bytes of its own microbatches and messages meanwhile."""
+        """Iterate over a rank's actions with when each ran, and the bytes of the rank's own microbatches and messages meanwhile."""
         lane = self.actions[rank]
         return zip(self.plan.actions[rank], lane.begin_s, lane.end_s, lane.activation_bytes, lane.message_bytes)
 

@@ -32,12 +32,12 @@ PERIOD = 6  # F, I and W of two stages
 
 
 def order_half(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> list[list[Action]]:
-    """About half of 1F1B's memory on every rank."""
+    """Return an order that takes about half of 1F1B's memory on every rank."""
     return _order(num_ranks, num_microbatches, share=2)
 
 
 def order_min(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> list[list[Action]]:
-    """About a third of 1F1B's memory on every rank."""
+    """Return an order that takes about a third of 1F1B's memory on every rank."""
     return _order(num_ranks, num_microbatches, share=3)
 
 
@@ -54,7 +54,7 @@ def _order(p: int, m: int, share: int) -> list[list[Action]]:
 
 
 def _moments(p: int, share: int) -> list[int]:
-    """When a microbatch is forward on each stage, and then backward on each in reverse.
+    """Return when a microbatch runs forward on each stage, and then backward on each in reverse.
 
     It passes down in steps of 6/share - 1 and up in steps of 1. The steps next to the last rank are longer where a rank's
     computations would otherwise fall together within the period.

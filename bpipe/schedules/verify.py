@@ -29,7 +29,7 @@ class Violation(NamedTuple):
 
 
 def verify(plan: Plan) -> None:
-    """Prove a plan: complete, in order, its messages matched, its memory within budget, and free of deadlock.
+    """Prove that a plan is complete, in order and free of deadlock, with its messages matched and its memory within budget.
 
     Takes a few microseconds an action: the plan of 64 stages and 1024 microbatches with evictions has 750,000 of them.
 
@@ -50,7 +50,7 @@ def verify(plan: Plan) -> None:
 def violations_of(plan: Plan) -> Iterator[Violation]:
     """Yield every violation of every rule.
 
-    The rules of all ranks together need ranks that are complete by themselves, and all need a sound shape.
+    The rules that ranks keep together are checked only if each rank is complete by itself, and all only if the shape is sound.
     """
     shape = [Violation("shape", None, text) for text in _shape(plan)] or [Violation("shape", *found) for found in _outside(plan)]
     yield from shape
@@ -96,7 +96,7 @@ def _shape(plan: Plan) -> Iterator[str]:
 
 
 def _outside(plan: Plan) -> Iterator[tuple[Place, str]]:
-    """Actions of stages, microbatches or parts that there are not."""
+    """Yield actions that name stages, microbatches or parts that do not exist."""
     p, m = plan.num_stages, plan.num_microbatches
     num_parts = [plan.num_parts(stage) for stage in range(p)]
     for served, lanes in ((False, plan.actions), (True, plan.served)):

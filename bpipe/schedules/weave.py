@@ -13,7 +13,7 @@ __all__: list[str] = []
 
 
 def woven(rank: RankSteps, evictions: Iterable[Eviction]) -> tuple[Action, ...]:
-    """The rank's list with its evictions in it.
+    """Return the rank's list with its evictions in it.
 
     At one boundary memory is given back before it is taken: on this rank by completed evictions, on the acceptor by completed
     loads.
@@ -43,5 +43,5 @@ def woven(rank: RankSteps, evictions: Iterable[Eviction]) -> tuple[Action, ...]:
 
 
 def mirrored(actions: Iterable[Action], evictor: int, acceptor: int) -> tuple[Action, ...]:
-    """The acceptor's end of an evictor's transfers: the same events in the same order, so that neither can wait in a circle."""
+    """Return the acceptor's end of an evictor's transfers: the same events in the same order, so no cycle of waits arises."""
     return tuple(a._replace(op=MIRROR[a.op], peer=evictor) for a in actions if a.op in MIRROR and a.peer == acceptor)

@@ -20,13 +20,13 @@ __all__: list[str] = []
 
 
 def order(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> list[list[Action]]:
-    """The forwards and input halves of each rank in a fixed order, with weight halves where it would wait: peak min(p, m)."""
+    """Return each rank's forwards and input halves in a fixed order, with weight halves where it would wait: peak min(p, m)."""
     lanes = [_lane(num_ranks, num_microbatches, x) for x in range(num_ranks)]
     return with_weights(lanes, slots=2 * num_ranks)
 
 
 def _lane(p: int, m: int, x: int) -> list[Action]:
-    """Rank x's forwards and input halves: those of its longest warm-up, without the microbatches that are not there."""
+    """Return rank x's forwards and input halves: those of its longest warm-up, without the microbatches that do not exist."""
     down, up = x, 2 * p - 1 - x
     f0, f1, i1, i0 = (Op.F, down), (Op.F, up), (Op.I, up), (Op.I, down)
     warmup = [f0] * (up - x) + [f1, f0] * x + [f1, i1] * (p - x)

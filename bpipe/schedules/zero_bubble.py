@@ -24,12 +24,12 @@ __all__: list[str] = []
 
 
 def order_h1(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> list[list[Action]]:
-    """1F1B whose weight halves on rank x lag x microbatches behind: every rank holds min(p, m)."""
+    """Return 1F1B with weight halves that lag x microbatches behind on rank x: every rank holds min(p, m)."""
     return [_lane(num_microbatches, x, warmup=num_ranks - 1 - x, lag=x) for x in range(num_ranks)]
 
 
 def order_h2(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> list[list[Action]]:
-    """Up to twice ZB-H1's warm-up and lag, as far as there are microbatches: every rank holds min(2p-1, m)."""
+    """Return ZB-H1 with up to twice its warm-up and lag, as far as there are microbatches: every rank holds min(2p-1, m)."""
     p, more = num_ranks, max(0, num_microbatches - num_ranks)
     warmups, lags = ([n + min(n, more) for n in ns] for ns in (range(p - 1, -1, -1), range(p)))
     return [_lane(num_microbatches, x, warmups[x], lags[x]) for x in range(p)]

@@ -1,3 +1,3 @@
-"""Command line, drawings and traces: what looks at plans and timelines from outside."""
+"""Command line, drawings and traces: everything that looks at plans and timelines from outside."""
 
 __all__: list[str] = []

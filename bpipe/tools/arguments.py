@@ -25,7 +25,7 @@ __all__: list[str] = []
 
 
 def add_plan(parser: argparse.ArgumentParser, *, num: str | None = None) -> None:
-    """A schedule or several, and the sizes of its pipeline."""
+    """Add the arguments for a schedule or several, and for the sizes of the pipeline."""
     parser.add_argument(
         "schedule", nargs=num, help=f"{', '.join(names())}, or a file: a plan's text, its CSV, or a trace", metavar="SCHEDULE"
     )
@@ -41,7 +41,7 @@ def add_plan(parser: argparse.ArgumentParser, *, num: str | None = None) -> None
 
 
 def add_costs(parser: argparse.ArgumentParser) -> None:
-    """The numbers of a `Costs`: one, or one a stage with commas between them."""
+    """Add the options for the numbers of a `Costs`: one for all stages, or one per stage with commas between them."""
     group = parser.add_argument_group("costs", "of a stage: one for all, or one for each with commas between them")
     for name, (_, read, metavar, text) in BY_STAGE.items():
         group.add_argument(f"--{name}", type=quantity(read), metavar=metavar, help=text)
@@ -71,7 +71,7 @@ BY_STAGE: dict[str, tuple[str, Callable[[str], float], str, str]] = {
 
 
 def add_budget(parser: argparse.ArgumentParser) -> None:
-    """A budget in bytes, and how it is kept."""
+    """Add the options for a budget in bytes, and for how it is kept."""
     group = parser.add_argument_group("budget", "in bytes, static ones included: what does not fit is evicted to ranks with room")
     group.add_argument(
         "--budget", type=budget, metavar="BYTES", help="one number, one a rank with commas ('-': no limit), or 'lowest'"
@@ -111,12 +111,12 @@ def slots(text: str) -> int | tuple[int | None, ...] | None:
 
 
 def quantity(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """One or several of a quantity."""
+    """Return an argparse type for one or several values of a quantity."""
     return single(lambda text: one_or_each(text, read))
 
 
 def single(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A quantity as argparse wants its types: with its kind of error."""
+    """Return an argparse type for a quantity: the same reader, with the kind of error that argparse expects."""
 
     def read_quantity(text: str) -> Any:
         try:
@@ -128,12 +128,12 @@ def single(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def is_file(schedule: str) -> bool:
-    """Whether a schedule is given by a path: a name never looks like one."""
+    """Return whether a schedule is given by a path: a name never looks like one."""
     return schedule not in names() and ("." in schedule or "/" in schedule or Path(schedule).exists())
 
 
 def plan_of(schedule: str, args: argparse.Namespace) -> Plan:
-    """The plan that the arguments name, verified.
+    """Return the plan that the arguments name, verified.
 
     Raises:
         ConfigurationError, PlanError, OSError: there is none.
@@ -154,7 +154,7 @@ SIZES = ("ranks", "stages", "stages_per_rank", "microbatches", "slots")
 
 
 def stages_and_ranks(rule: Rule, args: argparse.Namespace) -> tuple[int | None, int | None]:
-    """How many stages a schedule gets, and on how many ranks; None where the arguments do not say.
+    """Return how many stages a schedule gets, and on how many ranks; both are None if the arguments do not say.
 
     Among several schedules, --stages-per-rank is for those that can have more stages or fewer.
 
@@ -171,14 +171,14 @@ def stages_and_ranks(rule: Rule, args: argparse.Namespace) -> tuple[int | None, 
 
 
 def verified(path: Path) -> Plan:
-    """A plan from a file, proven."""
+    """Read a plan from a file, and verify it."""
     plan = read_plan(path)
     verify(plan)
     return plan
 
 
 def read_plan(path: Path) -> Plan:
-    """A plan from its text, its CSV, or a trace; not verified.
+    """Read a plan from its text, its CSV, or a trace, without verifying it.
 
     Raises:
         ConfigurationError, OSError: there is none.
@@ -197,7 +197,7 @@ def is_trace(path: Path) -> bool:
 
 
 def read_trace(path: Path) -> list[Timeline]:
-    """The steps of a trace."""
+    """Read the steps of a trace."""
     from bpipe.tools.chrome_read import load_trace
 
     with sign_of_life(f"Reading {path}"):
@@ -205,7 +205,7 @@ def read_trace(path: Path) -> list[Timeline]:
 
 
 def timeline_of(schedule: str, args: argparse.Namespace) -> Timeline:
-    """A measured step if a trace is given, else the plan's simulated one."""
+    """Return a measured step if a trace is given, else the plan's simulated one."""
     if is_file(schedule) and is_trace(Path(schedule)):
         if args.budget is not None and isinstance(args.schedule, str):
             raise ConfigurationError(f"{schedule} was measured as it is: leave --budget out, or compare it with a schedule")
@@ -220,7 +220,7 @@ def timeline_of(schedule: str, args: argparse.Namespace) -> Timeline:
 
 
 def within_budget(plan: Plan, costs: Costs, args: argparse.Namespace) -> Plan:
-    """A plan balanced as --budget says; without it, the plan itself.
+    """Balance a plan as --budget says; without it, return the plan itself.
 
     Raises:
         ConfigurationError: options that need --budget, or do not go with it.
@@ -241,7 +241,7 @@ def within_budget(plan: Plan, costs: Costs, args: argparse.Namespace) -> Plan:
 
 
 def chosen_step(timelines: list[Timeline], step: int | None) -> Timeline:
-    """The step with a number; without one, the typical one."""
+    """Return the step with a number, or the typical one if no number is given."""
     if step is None:
         return typical(timelines)
     for timeline in timelines:
@@ -251,14 +251,14 @@ def chosen_step(timelines: list[Timeline], step: int | None) -> Timeline:
 
 
 def costs_given(args: argparse.Namespace) -> list[str]:
-    """The options of `add_costs` that were given."""
+    """Return the options of `add_costs` that were given."""
     others = ("bandwidth", "cross_bandwidth", "host_bandwidth", "latency", "ranks_per_node", "slowdown", "measured", "step")
     given = [name for name in (*BY_STAGE, *others) if getattr(args, name) is not None] + ["per_rank"] * args.per_rank
     return [f"--{name.replace('_', '-')}" for name in given]
 
 
 def costs_of(args: argparse.Namespace, plan: Plan) -> Costs:
-    """The costs that the arguments give."""
+    """Return the costs that the arguments give."""
     latency = args.latency or 0.0
     links: dict[str, Any] = {
         "link": Link(latency_s=latency, bytes_per_s=inf if args.bandwidth is None else args.bandwidth),
@@ -280,7 +280,7 @@ def costs_of(args: argparse.Namespace, plan: Plan) -> Costs:
 
 
 def shared_out(given: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """The costs of each stage from those of a rank; what goes from one stage to the next is the same however many there are.
+    """Return each stage's costs from those of a rank; what one stage sends to the next does not depend on how many there are.
 
     Raises:
         ConfigurationError: a cost is a list.
@@ -296,7 +296,7 @@ def shared_out(given: dict[str, Any], plan: Plan) -> dict[str, Any]:
 
 
 def nodes_of(args: argparse.Namespace, plan: Plan) -> list[int] | None:
-    """The node of each rank when the stages of a pair share one."""
+    """Return the node of each rank, with the stages of a pair on the same one, or None without --ranks-per-node."""
     if args.ranks_per_node is None:
         if args.cross_bandwidth is not None:
             raise ConfigurationError("--cross-bandwidth needs --ranks-per-node, to say which ranks are on different nodes")
@@ -305,7 +305,7 @@ def nodes_of(args: argparse.Namespace, plan: Plan) -> list[int] | None:
 
 
 def nodes_of_pairs(args: argparse.Namespace, num_stages: Sequence[int] | None) -> list[int] | None:
-    """The node of each of the most stages, pair-adjacent, if the ranks of a node were given."""
+    """Return the node of each stage, for the largest number of stages and pair-adjacent, or None without --ranks-per-node."""
     if args.ranks_per_node is None or not num_stages:
         return None
     stages = pair_adjacent(max(num_stages), args.ranks_per_node)

@@ -1,4 +1,4 @@
-"""Balance a plan in bytes, as the command line is asked to, and say what that did."""
+"""Balance a plan in bytes, as the command line asks, and say what that did."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Budget = int | Sequence[int | None] | str
 
 
 def balanced(plan: Plan, costs: Costs, budget: Budget, *, num_parts: int = 1, is_inside: bool = False, host: str = "no") -> Plan:
-    """The computations of a plan within a budget of bytes, proven.
+    """Balance the computations of a plan within a budget of bytes, and prove the result.
 
     Args:
-        plan: any; its transfers and budgets are left out.
+        plan: any plan; its transfers and budgets are left out.
         costs: what its stages save, send and keep, and how long things take.
-        budget: the most bytes of each rank, static ones included, one number or one a rank; or "lowest".
+        budget: the most bytes of each rank, static ones included, one number or one per rank; or "lowest".
         num_parts: into how many parts a microbatch may be cut.
         is_inside: whether parts also move inside forwards and backwards.
         host: whether a rank's own host takes guests: "no", "last" or "only".
 
     Raises:
-        ConfigurationError: the costs do not fit, or say of no bytes that a microbatch saves.
+        ConfigurationError: the costs do not fit the plan, or do not say how many bytes a microbatch saves.
         BudgetError: the budget cannot be met; the message names the smallest that can.
     """
     costs.check(plan)
@@ -40,7 +40,7 @@ def balanced(plan: Plan, costs: Costs, budget: Budget, *, num_parts: int = 1, is
 
 
 def sizes_of(plan: Plan, costs: Costs, num_parts: int) -> Sizes:
-    """What costs say in bytes, microbatches in parts of about equal size.
+    """Return the sizes in bytes that costs give, with microbatches cut into parts of about equal size.
 
     A stage receives as much as it sends back. What the last stage returns is not known here.
     """
@@ -62,5 +62,5 @@ def sizes_of(plan: Plan, costs: Costs, num_parts: int) -> Sizes:
 
 
 def told(plan: Plan) -> list[str]:
-    """What balancing in bytes did, in a line; nothing of a plan that counts slots."""
+    """Return a line that says what balancing in bytes did, or nothing for a plan that counts slots."""
     return [] if plan.sizes is None else [f"{plan.name} {outcome(plan)}"]

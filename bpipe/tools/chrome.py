@@ -1,4 +1,4 @@
-"""Timelines, simulated or measured, as files in Chrome's trace format, which Perfetto (https://ui.perfetto.dev) opens.
+"""Write timelines, simulated or measured, as files in Chrome's trace format, which Perfetto (https://ui.perfetto.dev) opens.
 
     process "rank 0"   compute      | 0F0 | 0F1 |WAIT_RECV_B| 0B0 | ...
                        device       | 0F0 | 0F1 |           | 0B0 |         on CUDA, when it was measured
@@ -57,10 +57,10 @@ COMPUTE_LANE, _, TRANSFERS, EVICTIONS, HOST_MOVES, GUESTS, GUEST_WAITS, WEIGHTS,
 
 
 class Origin(NamedTuple):
-    """Where a file comes from.
+    """The run that a file comes from.
 
     Args:
-        run: the same on all ranks of a run, and in no other; empty for what was not measured together.
+        run: a token that is the same on all ranks of a run and in no other run; empty for what was not measured together.
         is_complete: False if an error ended it, so that other ranks may have got further.
     """
 
@@ -77,17 +77,17 @@ class _Slice(NamedTuple):
     action: Action
     activation_bytes: int | None
     message_bytes: int | None
-    true_ns: int  # which is less than what is shown where that is the least
+    true_ns: int  # the duration, which is less than the one that is shown where that was raised to LEAST_NS
 
 
 def save_trace(timelines: Timeline | Sequence[Timeline], path: str | os.PathLike[str]) -> None:
     """Write timelines to a file in Chrome's trace format, one after the other.
 
-    Measured ones keep their distance in time; others begin where the one before them ends. About 250 bytes an action; the
-    boxes of one timeline are in memory at a time.
+    Measured ones keep their distance in time; others begin where the one before them ends. A file takes about 250 bytes per
+    action; only one timeline's boxes are in memory at a time.
 
     Args:
-        timelines: simulated or measured, in the order of time; of different plans if you like.
+        timelines: simulated or measured, in chronological order; of different plans if you like.
         path: a file, by convention `.json`.
 
     Raises:
@@ -108,7 +108,7 @@ def save_trace(timelines: Timeline | Sequence[Timeline], path: str | os.PathLike
 
 
 def lines(timelines: Sequence[Timeline], origin: Origin) -> Iterator[str]:
-    """Yield a trace file's text: a header, then a line an event."""
+    """Yield a trace file's text: a header, then a line per event."""
     starts_ns = _starts_ns(timelines)
     plans = list({id(timeline.plan): timeline.plan for timeline in timelines}.values())
     numbers = {id(plan): number for number, plan in enumerate(plans)}
@@ -147,7 +147,7 @@ def _ranks(timeline: Timeline) -> list[int]:
 
 
 def _starts_ns(timelines: Sequence[Timeline]) -> list[int]:
-    """Where each timeline's zero is: on the trace's clock if it was measured there, else behind all before it."""
+    """Return where each timeline's zero is: on the trace's clock if it was measured there, else after all before it."""
     starts: list[int] = []
     free_ns = 0
     for timeline in timelines:
@@ -168,7 +168,7 @@ def _us(ns: int) -> float:
 
 
 def _slices(timeline: Timeline, rank: int) -> Iterator[_Slice]:
-    """The boxes of one rank, in no order."""
+    """Yield the boxes of one rank, in no particular order."""
     plan = timeline.plan
     for actions, lane in ((plan.actions[rank], timeline.actions[rank]), (plan.served[rank], timeline.served[rank])):
         held = lane.activation_bytes, lane.message_bytes
@@ -195,7 +195,7 @@ def _lane_of(action: Action, takes_time: bool) -> str:
 
 
 def _all_events(timelines: Sequence[Timeline], starts_ns: Sequence[int]) -> Iterator[Event]:
-    """Each timeline's events rank by rank, in the order of time within a rank: readers sort the rest."""
+    """Yield each timeline's events rank by rank, in chronological order within a rank: readers sort the rest."""
     tracks, num_arrows = _Tracks(), 0
     for number, (timeline, start_ns) in enumerate(zip(timelines, starts_ns)):
         arrows = list(_arrows(timeline))
@@ -211,7 +211,7 @@ def _all_events(timelines: Sequence[Timeline], starts_ns: Sequence[int]) -> Iter
 
 
 class _Arrow(NamedTuple):
-    """From one rank's transfer to another's, or to a later one of its own."""
+    """An arrow from one rank's transfer to another's, or to a later one of its own."""
 
     name: str
     tail: tuple[int, Action]
@@ -227,7 +227,7 @@ class _End(NamedTuple):
 
 
 def _arrows(timeline: Timeline) -> Iterator[_Arrow]:
-    """The arrows whose two ends are known. One that the clocks' error would turn backwards is left out."""
+    """Yield the arrows whose two ends are known, but for those that the clocks' error would turn backwards."""
     slices = {
         (rank, *one.action[:4]): one for rank in _ranks(timeline) for one in _slices(timeline, rank) if one.action.op in POSTS
     }
@@ -252,7 +252,7 @@ def _events(
     tracks: _Tracks,
     ends: Mapping[tuple[int, Action], Sequence[_End]],
 ) -> Iterator[Event]:
-    """One rank's events. Each arrow's tail is at the begin of its slice, its head at the last nanosecond before the end."""
+    """Yield one rank's events. An arrow's tail is at the start of its slice, its head at the last nanosecond before the end."""
     pid = rank + 1  # Perfetto takes process 0 for the kernel's
     for one in sorted(_slices(timeline, rank), key=lambda one: one.begin_ns):
         begin_ns, end_ns = start_ns + one.begin_ns, start_ns + one.end_ns
@@ -275,7 +275,7 @@ def _events(
 
 
 def _counters(timeline: Timeline, rank: int, start_ns: int, tid: int) -> Iterator[Event]:
-    """What a rank holds: a counter for activations, and one for all that its device holds."""
+    """Yield what a rank holds: a counter for activations, and one for all that its device holds."""
     for held in timeline.memory(rank):
         when = {"pid": rank + 1, "tid": tid, "ts": _us(start_ns + _ns(held.begin_s))}
         yield {"ph": "C", "name": "activations", **when, "args": {"bytes": held.activation_bytes}}
@@ -283,7 +283,7 @@ def _counters(timeline: Timeline, rank: int, start_ns: int, tid: int) -> Iterato
 
 
 def _free_place(busy_ns: list[int], begin_ns: int, end_ns: int) -> int:
-    """Take the first lane that is free from `begin_ns` on, until `end_ns`."""
+    """Take the first lane that is free from `begin_ns` on, occupy it until `end_ns`, and return its index."""
     place = next((i for i, until in enumerate(busy_ns) if until <= begin_ns), len(busy_ns))
     busy_ns[place : place + 1] = [end_ns]
     return place
@@ -298,7 +298,7 @@ class _Tracks:
         self._named: set[int] = set()
 
     def names(self, rank: int, lane: str, place: int) -> Iterator[Event]:
-        """Yield what names a lane, and its process, where they are new."""
+        """Yield the events that name a lane and its process, if they are new."""
         pid = rank + 1
         if rank not in self._named:
             self._named.add(rank)

@@ -28,13 +28,13 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFile:
-    """What a file says.
+    """The contents of a trace file.
 
     Args:
-        name: of the file, for errors.
+        name: the file's name, for errors.
         run: the same in all files of a run.
         is_complete: False if an error ended the trace.
-        timelines: in the order of time.
+        timelines: in chronological order.
     """
 
     name: str
@@ -63,7 +63,7 @@ def load_trace(path: str | os.PathLike[str]) -> list[Timeline]:
 
 
 def joined(files: Sequence[TraceFile]) -> list[Measured]:
-    """The files of all ranks of a run as one trace.
+    """Join the files of all ranks of a run into one trace.
 
     Raises:
         ConfigurationError: they do not belong together, or one is missing.
@@ -81,7 +81,7 @@ def joined(files: Sequence[TraceFile]) -> list[Measured]:
 
 
 def parse(data: bytes | str, name: str) -> TraceFile:
-    """Read a file's text.
+    """Parse a trace file's text.
 
     Raises:
         ConfigurationError: it is no trace that bpipe wrote, or a damaged one.
@@ -125,9 +125,9 @@ def _item(items: Sequence[Any], index: int, what: str) -> Any:
 
 
 class _Places:
-    """Where each action of a plan is, by its text: in its rank's compute lane (0) or served lane (1), and at which index.
+    """The places of each action of a plan, by its text: in its rank's compute lane (0) or served lane (1), and at which index.
 
-    What concerns a whole stage may be in several places.
+    An action that concerns a whole stage may be in several places.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -186,7 +186,7 @@ class _Draft:
         self._has_device: set[int] = set()
 
     def enter(self, event: Event) -> None:
-        """Take a slice's times."""
+        """Enter a slice's times and bytes."""
         args, rank = event["args"], event["pid"] - 1
         if rank not in self._lanes:
             raise ConfigurationError(f"a damaged trace: times of rank {rank}, which is not among {self._header['ranks']}")

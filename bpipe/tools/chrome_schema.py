@@ -1,8 +1,8 @@
-"""What a trace file must be: rules from Google's "Trace Event Format", and what Perfetto's importer needs to lose nothing.
+"""Check trace files by the rules of Google's "Trace Event Format", and by what Perfetto's importer needs to lose nothing.
 
-The document says which phases there are and what each needs; that slices of a thread nest; that a flow's ends bind to slices.
-Perfetto drops a slice that overlaps another one of its thread partly, and binds a flow's end to the slice that began last on
-its thread, at that very time included.
+The document says which phases there are and what each needs, that the slices of a thread nest, and that a flow's ends bind to
+slices. Perfetto drops a slice that partly overlaps another one of its thread, and binds a flow's end to the slice that began last
+on its thread, even at that very time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Check = Callable[[object], bool]
 
 
 def violations(trace: object) -> list[str]:
-    """Say everything that is wrong with a trace, one line each; nothing for a good one.
+    """Return a line for each thing that is wrong with a trace, so none for a good one.
 
     Args:
         trace: the parsed file, in the format's object form.
@@ -114,7 +114,7 @@ def _end_ns(event: Event) -> int:
 
 
 def _in_time(events: Iterable[Event], phases: str) -> dict[tuple[int, int], list[Event]]:
-    """The events of each thread in the order in which Perfetto takes them."""
+    """Return the events of each thread in the order in which Perfetto takes them."""
     threads: dict[tuple[int, int], list[Event]] = defaultdict(list)
     for event in sorted((event for event in events if event["ph"] in phases), key=lambda e: (_ns(e["ts"]), e["ph"] != "X")):
         threads[event["pid"], event["tid"]].append(event)

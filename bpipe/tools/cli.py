@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BPipeError as error:
         return _refuse(str(error).partition("\n")[0])
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has seen enough
         return DONE
     except OSError as error:
         return _refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
@@ -94,7 +94,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _joined(arguments: list[str]) -> list[str]:
-    """`--slots -,3` as `--slots=-,3`: what begins with a dash is an option to argparse."""
+    """Rewrite `--slots -,3` as `--slots=-,3`, because argparse takes what begins with a dash for an option."""
     joined: list[str] = []
     for argument in arguments:
         if argument.startswith("-,") and joined and joined[-1].startswith("--"):
@@ -105,7 +105,7 @@ def _joined(arguments: list[str]) -> list[str]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """A parser that says in one line what is wrong."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigurationError(f"{message}; `{self.prog} --help` shows how")

@@ -1,4 +1,4 @@
-"""The names and colours of a timeline's roles, from Okabe and Ito's palette: told apart by the colour-blind and in grey print."""
+"""The names and colours of a timeline's roles, from Okabe and Ito's palette: distinct for the colour-blind and in grey print."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ def lighten(colour: str, share: float) -> str:
 
 
 def luminance(colour: str) -> float:
-    """How light a colour is, 0 to 1: the relative luminance of WCAG 2.2."""
+    """Return how light a colour is, from 0 to 1: the relative luminance of WCAG 2.2."""
     linear = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in (p / 255 for p in _parts(colour)))
     return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear))
 
 
 def ink(colour: str) -> str:
-    """Black or white, whichever is easier to read on a colour."""
+    """Return black or white, whichever is easier to read on a colour."""
     return "#000000" if luminance(colour) > 0.18 else "#ffffff"  # where the contrasts with black and white are equal
 
 
 def role(action: Action) -> Role:
-    """What a picture shows an action as."""
+    """Return the role that a picture shows an action in."""
     return f"{action.op}@host" if action.peer == HOST else action.op
 
 
 def shade(role: Role, place: int = 0, num_places: int = 1) -> str:
-    """The colour of an operation on the `place`-th of a rank's stages: the first is the darkest."""
+    """Return the colour of an operation on the `place`-th of a rank's stages: the first is the darkest."""
     return lighten(COLOURS[role], LIGHTEST * place / max(num_places - 1, 1))
 
 
@@ -93,5 +93,5 @@ MOVE_WAITS: dict[Role, Role] = {
 
 
 def wait_colour(role: Role) -> str:
-    """The colour of a wait: grey for the other ranks' results, the transfer's for an eviction or a load."""
+    """Return the colour of a wait: grey for other ranks' results, the transfer's own colour for an eviction or a load."""
     return COLOURS[MOVE_WAITS[role]] if role in MOVE_WAITS else WAITING

@@ -1,4 +1,4 @@
-"""Timelines side by side, and which of them needs the least memory: what decides is all that the fullest device holds."""
+"""Compare timelines side by side, and rank them by memory: by all that the fullest device holds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__: list[str] = []
 
 
 def compared(found: Sequence[dict[str, Any]]) -> Table:
-    """A row a timeline: times beside the first one's, and what the rank holds whose device is the fullest."""
+    """Return a table with a row per timeline: its times, also relative to the first one's, and what its fullest rank holds."""
     first = found[0]["makespan_s"]
     rows = []
     for data in found:
@@ -39,13 +39,13 @@ def compared(found: Sequence[dict[str, Any]]) -> Table:
 
 
 def fullest_of(data: dict[str, Any]) -> dict[str, Any]:
-    """The rank whose device holds the most of all."""
+    """Return the rank whose device holds the most in total."""
     fullest: dict[str, Any] = max(data["ranks"], key=lambda rank: (rank["device_peak_bytes"], rank["peak_slots"]))
     return fullest
 
 
 def ranked(found: Sequence[dict[str, Any]]) -> list[str]:
-    """A line that ranks timelines by what their fullest device holds; none where they do not all say it on one base."""
+    """Return a line that ranks timelines by what their fullest device holds, or nothing unless all count the same things."""
     bases = {(data["knows_bytes"], lacks_static(data), data["counts_messages"]) for data in found}
     if len(bases) > 1 or not found[0]["knows_bytes"]:
         return []

@@ -1,4 +1,4 @@
-"""Timelines that were measured: with their place in a trace, how wrong the clocks can be, and times of devices."""
+"""Measured timelines, with their place in a trace, how wrong the clocks can be, and the devices' times."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Measured(Timeline):
         device: on CUDA, when the device ran each computation of a rank, an entry for each of `computed(plan, rank)`; else empty.
         clock_error_s: how wrong the clock of each rank can be against rank 0 of the group.
 
-    The lanes have the host's times: on CUDA a computation is when it was queued there, and `device` is when it ran.
+    The lanes have the host's times: on CUDA they say when a computation was queued, and `device` says when it ran.
     """
 
     began_s: float
@@ -31,14 +31,14 @@ class Measured(Timeline):
     clock_error_s: tuple[float, ...]
 
     def computations(self, rank: int) -> Iterator[Span]:
-        """The forwards and backwards of a rank: when the device ran them, where it was asked, else when the host did."""
+        """Return the forwards and backwards of a rank: when the device ran them if that was measured, else when the host did."""
         lane = self.device[rank]
         if not lane.begin_s:
             return Timeline.computations(self, rank)
         return map(Span, computed(self.plan, rank), lane.begin_s, lane.end_s)
 
     def span_s(self, rank: int) -> tuple[float, float]:
-        """When a rank's first computation began and its last one ended, on the device where it was asked."""
+        """Return when a rank's first computation began and its last one ended, on the device if that was measured."""
         lane = self.device[rank]
         return (lane.begin_s[0], lane.end_s[-1]) if lane.begin_s else Timeline.span_s(self, rank)
 
@@ -49,12 +49,12 @@ class Measured(Timeline):
 
 
 def computed(plan: Plan, rank: int) -> list[Action]:
-    """The computations of a rank in order, those in pieces piece by piece."""
+    """Return the computations of a rank in order, with those in pieces piece by piece."""
     return [action for action in plan.actions[rank] if action.op in COMPUTE]
 
 
 def typical(timelines: Sequence[Timeline]) -> Timeline:
-    """The training step of median length; of evaluations alone, the evaluation.
+    """Return the training step of median length, or the evaluation of median length if there are no training steps.
 
     Raises:
         ConfigurationError: there is none.
@@ -66,7 +66,7 @@ def typical(timelines: Sequence[Timeline]) -> Timeline:
 
 
 def merged(parts: Sequence[Measured]) -> Measured:
-    """The same step of several ranks as one.
+    """Merge the parts of one step that several ranks recorded.
 
     Raises:
         ConfigurationError: the parts are of different steps or plans, or a rank is in two of them or in none.

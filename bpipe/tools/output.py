@@ -1,4 +1,4 @@
-"""Timelines into files: the suffix says how."""
+"""Write timelines to files in the format that the suffix names."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__: list[str] = []
 
 
 def check_out(path: Path | None, suffixes: Sequence[str] = (*SUFFIXES, ".json")) -> None:
-    """Refuse a path before the work that would end there.
+    """Refuse an unusable output path before the work that would end there.
 
     Args:
         path: None for no output.
-        suffixes: those of the formats there are.
+        suffixes: the suffixes of the available formats.
 
     Raises:
         ConfigurationError: its suffix is unknown, or its folder is not there.

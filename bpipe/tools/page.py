@@ -1,4 +1,4 @@
-"""A scene as one HTML page that needs nothing else: its data as JSON, and the script of page.html that draws it."""
+"""Write a scene as one HTML page that needs nothing else: its data as JSON, and the script of page.html that draws it."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def render(scene: Scene) -> str:
 
 
 def as_data(scene: Scene) -> Data:
-    """What the page's script reads: times in seconds, places in parts of a row's height.
+    """Return the data that the page's script reads: times in seconds, places as fractions of a row's height.
 
     A box is seven numbers in a row: role (an index into `roles`), stage, microbatch, part or 0, peer or -1, begin and end. A step
-    of memory is three: when, and from then on how much of activations, and of all.
+    of memory is three: a time, and what is held from then on, of activations and in total.
     """
     rows = [row for panel in scene.panels for row in panel.rows]
     return {
@@ -67,7 +67,7 @@ def as_data(scene: Scene) -> Data:
 
 
 def _fills(num_stages: int) -> dict[Role, list[tuple[str, str]]]:
-    """Of every role, its colours on a rank's stages, with those of what is written on them; grey is the page's to choose."""
+    """Return each role's colours on a rank's stages, with those of the text on them; the page chooses grey by itself."""
     fills = {role: [shade(role, place, num_stages) for place in range(num_stages if role in COMPUTE else 1)] for role in COLOURS}
     fills |= {role: [wait_colour(role)] for role in MOVE_WAITS}
     return {role: [(colour, ink(colour)) for colour in colours] for role, colours in fills.items()}

@@ -1,4 +1,4 @@
-"""How large a picture of a scene is, and where on it each row, strip and label has its place. In inches; no matplotlib here."""
+"""Lay out a picture of a scene: how large it is and where each row, strip and label goes, in inches and without matplotlib."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from bpipe.tools.scene import Panel, Row, Scene, time_unit
 __all__: list[str] = []
 
 POINTS = 72  # to an inch
-DIGIT, MARGIN = 0.64, 0.35  # a digit's width in heights of its font, and what is left free beside digits in theirs
+DIGIT, MARGIN = 0.64, 0.35  # a digit's width in font heights, and the space that is left free beside digits in digit widths
 FONTS = (5.0, 9.0)  # of the labels, in points
 
 WIDTHS, WIDTH_EACH = (10.4, 22.4), 0.19  # of the picture, and of a short computation where there is room
 LEFT, RIGHT, ABOVE, BELOW = 1.45, 0.2, 0.05, 0.5
 TITLE, HEAD, PANEL_GAP = 0.4, 0.4, 0.25
 COMPUTATION, MOVES, SENDS, MEMORY, ROW_GAP = 0.3, 0.2, 0.08, 0.4, 0.16
-TALLEST_ROWS, TALLEST = 11.0, 190.0  # from the first on rows shrink to half, from the second on without end
+TALLEST_ROWS, TALLEST = 11.0, 190.0  # beyond the first, rows shrink to half at most; beyond the second, without limit
 
 
 class Band(NamedTuple):
-    """Where a row's parts begin, from its top down: its computations, moves, sends and memory."""
+    """The positions at which a row's parts begin, from its top down: its computations, moves, sends and memory."""
 
     top: float
     moves: float
@@ -42,9 +42,9 @@ class Strip(NamedTuple):
 
 
 def strips(row: Row, band: Band) -> Iterator[Strip]:
-    """Where a row's boxes are, those that others lie on first: a computation in pieces may wait between them.
+    """Yield a row's boxes and where they are, the lowest layer first: a computation in pieces may have waits between them.
 
-    What a transfer holds up is drawn thicker than a wait for another rank's result.
+    A wait for a transfer is drawn thicker than one for another rank's result.
     """
     yield Strip("compute", band.top, band.moves, row.computations)
     for share, is_for_move in ((0.14, False), (0.34, True)):
@@ -62,13 +62,13 @@ def strips(row: Row, band: Band) -> Iterator[Strip]:
 
 @dataclass(frozen=True, slots=True)
 class Paper:
-    """The measures of one picture.
+    """The dimensions of one picture.
 
     Args:
         scene: what is drawn on it.
         short_s: how long a short computation takes: a quarter of them are shorter.
-        shrink: what rows are high, of what they would like to be.
-        width: of the axis of time.
+        shrink: the height of rows as a fraction of their natural height.
+        width: of the time axis.
     """
 
     scene: Scene
@@ -78,7 +78,7 @@ class Paper:
 
     @classmethod
     def of(cls, scene: Scene) -> Paper:
-        """Wide enough to read the microbatches and high enough for all ranks, within what a page takes."""
+        """Make it wide enough to read the microbatches and high enough for all ranks, within what a page takes."""
         spans = (span for panel in scene.panels for row in panel.rows for span in row.computations)
         seconds = sorted(span.seconds for span in spans if span.seconds > 0)
         short_s = seconds[len(seconds) // 4] if seconds else scene.end_s - scene.begin_s
@@ -88,13 +88,13 @@ class Paper:
 
     @property
     def height(self) -> float:
-        """Of everything above the axis of time."""
+        """The height of everything above the time axis."""
         panels = sum(HEAD + len(panel.rows) * row_height(panel) * self.shrink for panel in self.scene.panels)
         return TITLE * bool(self.scene.title) + panels + PANEL_GAP * (len(self.scene.panels) - 1)
 
     @property
     def scale(self) -> float:
-        """Of the fonts outside the boxes: larger where the picture is larger."""
+        """The scale of the fonts outside the boxes: larger where the picture is larger."""
         return min(max(self.width / 12, 1.0), 1.4)
 
     @property
@@ -113,11 +113,11 @@ class Paper:
         return seconds / self.seconds_an_inch
 
     def x(self, seconds: float) -> float:
-        """Where a time is on the axis, in the unit that it is written in."""
+        """Return where a time is on the time axis, in the unit that the axis is labelled in."""
         return seconds * time_unit(self.scene.end_s - self.scene.begin_s)[1]
 
     def panels(self) -> Iterator[tuple[Panel, float, list[Band]]]:
-        """Each panel with the middle of its head and the bands of its rows, from the top down."""
+        """Yield each panel with the middle of its head and the bands of its rows, from the top down."""
         y = TITLE * bool(self.scene.title)
         for panel in self.scene.panels:
             top, step = y + HEAD, row_height(panel) * self.shrink
@@ -125,18 +125,18 @@ class Paper:
             y = top + len(panel.rows) * step + PANEL_GAP
 
     def label(self, span: Span, row: Row) -> str:
-        """A computation's microbatch, where a rank has several stages with its stage, as far as that fits."""
+        """Return a computation's microbatch, with its stage where a rank has several, as far as that fits."""
         room = self.inches(self.seen(span)[1] - self.seen(span)[0]) * POINTS / (self.font * DIGIT) - MARGIN
         texts = [str(span.action)] * (len(row.stages) > 1) + [str(span.action.microbatch)]
         return next((text for text in texts if len(text) <= room), "")
 
     def seen(self, span: Span) -> tuple[float, float]:
-        """From when to when a span is within the picture."""
+        """Return the begin and the end of a span within the picture."""
         return max(span.begin_s, self.scene.begin_s), min(span.end_s, self.scene.end_s)
 
 
 def band_at(panel: Panel, top: float, shrink: float = 1.0) -> Band:
-    """The parts of a row that begins at `top`."""
+    """Return the positions of the parts of a row that begins at `top`."""
     moves = top + COMPUTATION * shrink
     sends = moves + _moves_height(panel) * shrink
     memory = sends + _sends_height(panel) * shrink
@@ -144,7 +144,7 @@ def band_at(panel: Panel, top: float, shrink: float = 1.0) -> Band:
 
 
 def row_height(panel: Panel) -> float:
-    """What a row would like to be high, the gap below it included."""
+    """Return the natural height of a row, including the gap below it."""
     return COMPUTATION + _moves_height(panel) + _sends_height(panel) + MEMORY + ROW_GAP
 
 

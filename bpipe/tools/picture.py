@@ -1,4 +1,4 @@
-"""A scene as a picture for print: PNG, SVG or PDF, drawn by matplotlib without its global state.
+"""Draw a scene as a picture for print: PNG, SVG or PDF, by matplotlib without its global state.
 
 One pair of axes holds all panels. Its y axis counts inches downwards, so that heights are what `paper` calls them.
 """
@@ -46,7 +46,7 @@ MAX_LABELS = 6_000  # a text takes matplotlib about a millisecond
 # Inches
 LEGEND_LINE, LEGEND_ENTRY = 0.22, 1.65
 LEAST = {"move": 0.04, "send": 0.012}  # transfers in next to no time are still seen
-LEAST_DIP = 0.01  # memory given back and taken again within that is not
+LEAST_DIP = 0.01  # memory that is given back and taken again within this distance is not seen
 
 OUT, IN = "/////", "\\\\\\\\\\"
 HATCHES: dict[Role, str] = {Op.EVICT: OUT, HOST_EVICT: OUT, Op.ACCEPT: OUT, Op.LOAD: IN, HOST_LOAD: IN, Op.RETURN: IN}
@@ -67,7 +67,7 @@ Polygon = list[tuple[float, float]]
 
 
 def render(scene: Scene, form: str) -> bytes:
-    """Draw a scene as a file's bytes, in the form "png", "svg" or "pdf"."""
+    """Draw a scene and return the file's bytes, in the format "png", "svg" or "pdf"."""
     file = BytesIO()
     with matplotlib.rc_context():
         matplotlib.rcdefaults()  # a user's style is for the user's figures
@@ -79,7 +79,7 @@ def render(scene: Scene, form: str) -> bytes:
 
 
 class _Look(NamedTuple):
-    """What is filled, outlined and hatched alike."""
+    """The fill, outline and hatching that some boxes share."""
 
     colour: str
     edge: str = "none"
@@ -88,7 +88,7 @@ class _Look(NamedTuple):
 
 
 class _Sheet:
-    """The figure of a scene while it is drawn."""
+    """The figure of a scene while it is being drawn."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene, self.paper, self.labels_left = scene, Paper.of(scene), MAX_LABELS
@@ -108,7 +108,7 @@ class _Sheet:
         )
 
     def _empty_axes(self, foot: float) -> Axes:
-        """Axes that show nothing but the time."""
+        """Make axes that show nothing but the time."""
         paper, (width, height) = self.paper, self.figure.get_size_inches()
         axes = self.figure.add_axes((LEFT / width, foot / height, paper.width / width, paper.height / height))
         axes.set_xlim(paper.x(self.scene.begin_s), paper.x(self.scene.end_s))
@@ -140,7 +140,7 @@ class _Sheet:
                 self._draw_labels(row, band)
 
     def _write(self, x: float, y: float, text: str, **style: Any) -> Any:
-        """Write a text that stands still in time, `x` inches right of where time begins."""
+        """Write a text whose place does not depend on the times shown, `x` inches right of where the time axis begins."""
         where = self.axes.get_yaxis_transform()
         return self.axes.text(x / self.paper.width, y, text, transform=where, **{"va": "center", "color": DARK, **style})
 
@@ -157,7 +157,7 @@ class _Sheet:
             self.axes.add_collection(PolyCollection(polygons, facecolors=look.colour, **style), autolim=False)
 
     def _boxes(self, row: Row, band: Band) -> Iterator[tuple[_Look, Polygon]]:
-        """Every box of a row: how it looks and where it is."""
+        """Yield how each box of a row looks and where it is."""
         for strip in strips(row, band):
             least = LEAST.get(strip.kind, 0.0) * self.paper.seconds_an_inch
             for span in strip.spans:
@@ -168,7 +168,7 @@ class _Sheet:
         return [(left, strip.top), (right, strip.top), (right, strip.bottom), (left, strip.bottom)]
 
     def _draw_memory(self, row: Row, band: Band) -> None:
-        """All that a rank's device holds, in steps: what stays, activations on it, messages on top; and a line at the budget."""
+        """Draw all that a rank's device holds, in steps: what stays, activations on it, messages on top; and the budget's line."""
         inches = (band.bottom - band.memory) / self.scene.top
         steps = without_dips(row.memory, LEAST_DIP * self.paper.seconds_an_inch)
         layers = {
@@ -186,14 +186,14 @@ class _Sheet:
             self.axes.axhline(band.bottom - inches * row.budget, **BUDGET)
 
     def _area(self, steps: Sequence[Holding], heights: Sequence[float], bottom: float) -> Polygon:
-        """The outline of steps that are as high."""
+        """Return the outline of steps with these heights."""
         ends = [step.begin_s for step in steps[1:]] + [self.scene.end_s]
         begins = [max(step.begin_s, self.scene.begin_s) for step in steps]
         line = [(self.paper.x(second), y) for *when, y in zip(begins, ends, heights) for second in when]
         return [(line[0][0], bottom), *line, (line[-1][0], bottom)]
 
     def _draw_names(self, row: Row, band: Band) -> None:
-        """The rank, its stages and its peaks, to the left of its row."""
+        """Write the rank, its stages and its peaks to the left of its row."""
         font = min(9.0, 12 * self.paper.shrink)
         if font < 3:
             return
@@ -209,7 +209,7 @@ class _Sheet:
             self._write(-0.08, band.memory + step * (line + 0.5), peak, ha="right", fontsize=font - 1)
 
     def _draw_labels(self, row: Row, band: Band) -> None:
-        """The microbatches in the boxes that are wide enough."""
+        """Write the microbatches into the boxes that are wide enough."""
         if self.paper.font < 4:
             return
         for span in row.computations:
@@ -222,7 +222,7 @@ class _Sheet:
 
 
 def _look(kind: str, span: Span, row: Row) -> _Look:
-    """How a box of a strip looks."""
+    """Return how a box of a strip looks."""
     if kind == "compute":
         return _Look(_fill(span, row), "white")
     if kind == "wait":
@@ -239,7 +239,7 @@ def _move_look(role: Role) -> _Look:
 
 
 def _legend(scene: Scene) -> list[Patch | Line2D]:
-    """An entry for each thing that is there to be seen."""
+    """Return a legend entry for each thing that can be seen in the picture."""
     rows = [row for panel in scene.panels for row in panel.rows]
     seen = {role(span.action) for row in rows for spans in (row.computations, row.waits, row.sends, *row.moves) for span in spans}
     several = ", lighter on a rank's later stages" if any(len(row.stages) > 1 for row in rows) else ""

@@ -24,7 +24,7 @@ def bytes_of(text: str) -> int:
     """Read a number of bytes.
 
     Raises:
-        ConfigurationError: it is none.
+        ConfigurationError: the text is not a number of bytes.
 
     Example:
         >>> bytes_of("1.5GiB"), bytes_of("4096")

@@ -1,4 +1,4 @@
-"""What a command found: data for scripts, and the same for people."""
+"""The result of a command: data for scripts, and the same for people."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""From timelines to what a picture of them shows, for any backend: rows of boxes in time, and steps of memory.
+"""Turn timelines into what a picture of them shows, for any backend: rows of boxes in time, and steps of memory.
 
-A scene has a panel for each timeline, one under the other on one axis of time, and a panel a row for each rank. A box is the
+A scene has a panel for each timeline, one under the other on one time axis, and a panel has a row for each rank. A box is the
 timeline's own `Span`.
 """
 
@@ -34,7 +34,7 @@ Window = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What one rank does.
+    """The computations, waits, transfers and memory of one rank.
 
     Args:
         rank: its number.
@@ -87,12 +87,12 @@ class Panel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """What a picture shows.
+    """The contents of a picture.
 
     Args:
         title: a line above everything, or nothing.
         panels: one for each timeline.
-        begin_s, end_s: what the axis of time spans.
+        begin_s, end_s: the span of the time axis.
         unit: of all memory, "bytes" or "slots".
         top: the most memory or budget of any rank, at least 1: the scale of all memory strips.
         num_microbatches: the most of any panel.
@@ -107,7 +107,7 @@ class Scene:
     num_microbatches: int
 
     def layers(self) -> dict[str, str]:
-        """What memory consists of, from the bottom up, in words."""
+        """Return the layers that memory consists of, from the bottom up, with their names in words."""
         if self.unit == "slots":
             return {"activations": "activations, in slots"}
         rows = [row for panel in self.panels for row in panel.rows]
@@ -117,9 +117,9 @@ class Scene:
 
 
 def compose(timelines: Sequence[Timeline], *, title: str | None = None, window: Window | None = None) -> Scene:
-    """Make the scene of timelines on one axis of time.
+    """Make the scene of timelines on one time axis.
 
-    Memory is in bytes where all timelines have them, in slots otherwise: then it is that of microbatches alone.
+    Memory is in bytes if all timelines know them, and otherwise in slots, which count the memory of microbatches alone.
 
     Raises:
         ConfigurationError: the window shows nothing, or more than MAX_BOXES boxes would be drawn.
@@ -146,26 +146,26 @@ def compose(timelines: Sequence[Timeline], *, title: str | None = None, window: 
 
 
 def knows_bytes(timeline: Timeline) -> bool:
-    """Whether a timeline says what ranks hold in bytes: a simulated one does if it was told what microbatches save, if they do."""
+    """Return whether a timeline knows what ranks hold in bytes; a simulated training step does if told what microbatches save."""
     is_measured_or_saves_nothing = timeline.source == "measured" or not timeline.plan.has_backward
     peak = timeline.device_peak_bytes if is_measured_or_saves_nothing else timeline.peak_bytes
     return any(map(peak, range(timeline.num_ranks)))
 
 
 def counts_messages(timeline: Timeline) -> bool:
-    """Whether what its devices hold has the messages between stages in it, as a simulated plan that counts slots does not."""
+    """Return whether the devices' totals include messages between stages; those of a simulated plan that counts slots do not."""
     return timeline.source == "measured" or timeline.plan.sizes is not None
 
 
 def in_slots(timeline: Timeline) -> Timeline:
-    """The same timeline with what its plan says in slots in place of bytes: a rank's own and the rooms of its guests."""
+    """Return the same timeline with its plan's slots in place of bytes: a rank's own and the rooms of its guests."""
     plan = timeline.plan
     lanes = (_lane_in_slots(plan, rank, lane) for rank, lane in enumerate(timeline.actions))
     return replace(timeline, actions=tuple(lanes))
 
 
 def _lane_in_slots(plan: Plan, rank: int, lane: Lane) -> Lane:
-    """A lane that holds slots: those of microbatches are activations, and nothing else has any."""
+    """Return a lane that holds slots: its own microbatches' as activations, its guests' as rooms, and none of anything else."""
     rooms = sum(map(len, plan.rooms(rank).values()))
     # Without backwards nothing is kept: autograd saves nothing.
     own = array("q", (live * plan.has_backward for live in occupancy(plan.actions[rank])))
@@ -173,7 +173,7 @@ def _lane_in_slots(plan: Plan, rank: int, lane: Lane) -> Lane:
 
 
 def _interval(timelines: Sequence[Timeline], window: Window | None) -> Window:
-    """From when to when the picture goes: all of it, or the window."""
+    """Return the interval that the picture shows: all of the timelines, or the window."""
     lanes = [lane for timeline in timelines for lane in (*timeline.actions, *timeline.served) if lane.begin_s]
     begin = min(min(lane.begin_s) for lane in lanes)
     on_devices = (timeline.span_s(rank)[1] for timeline in timelines for rank in timeline.computing_ranks())
@@ -188,7 +188,7 @@ def _interval(timelines: Sequence[Timeline], window: Window | None) -> Window:
 
 
 def _rows(timeline: Timeline, window: Window, unit: str, allowance: int) -> Iterator[Row]:
-    """A row for each rank, as long as there are not too many boxes."""
+    """Yield a row for each rank; raise as soon as there are too many boxes."""
     for rank in range(timeline.num_ranks):
         row = _row(timeline, rank, window, unit, allowance)
         allowance -= row.num_boxes
@@ -223,7 +223,7 @@ def _row(timeline: Timeline, rank: int, window: Window, unit: str, allowance: in
 
 
 def _whole(plan: Plan, computations: Iterable[Span]) -> Iterator[Span]:
-    """Computations, the pieces of one put together: to the eye it is one, with waits in it."""
+    """Yield computations, with the pieces of one put together: to the eye it is one, with waits in it."""
     begin_s = 0.0
     for action, piece_begin_s, end_s in computations:
         begin_s = begin_s if plan.goes_on(action) else piece_begin_s
@@ -232,13 +232,13 @@ def _whole(plan: Plan, computations: Iterable[Span]) -> Iterator[Span]:
 
 
 def _within(spans: Iterable[Span], window: Window, allowance: int) -> Iterator[Span]:
-    """The spans that reach into the window, and no more than one above what is allowed."""
+    """Yield the spans that reach into the window, but at most one more than is allowed."""
     begin, end = window
     return islice((span for span in spans if span.end_s >= begin and span.begin_s <= end), allowance + 1)
 
 
 def _is_drawn(transfer: Span) -> bool:
-    """Whether a transfer has a box: a receive is its send's other end, and a send in no time would only clutter."""
+    """Return whether a transfer has a box: a receive is its send's other end, and a send that takes no time is mere clutter."""
     return transfer.action.op in OUT or transfer.action.op in IN or (transfer.action.op in SENT and transfer.seconds > 0)
 
 
@@ -255,7 +255,7 @@ def _tracks(spans: Iterable[Span]) -> list[tuple[Span, ...]]:
 
 
 def _steps(timeline: Timeline, rank: int, window: Window) -> tuple[Holding, ...]:
-    """The steps of memory within the window, and the one in force where it begins."""
+    """Return the steps of memory within the window, and the one in force where it begins."""
     steps = without_dips(list(timeline.memory(rank)))
     seconds = [step.begin_s for step in steps]
     first = bisect_left(seconds, window[0])
@@ -276,7 +276,7 @@ def without_dips(steps: Sequence[Holding], least_s: float = 0.0) -> list[Holding
 
 
 def _is_dip(last: Sequence[Holding], now: Holding) -> bool:
-    """Whether the last of one or two steps is below the one before it and the one now; without one before, nothing is."""
+    """Return whether the last of two steps is below both the one before it and the one now; a single step never is."""
     if len(last) < 2:
         return False
     before, lowest = last
@@ -285,7 +285,7 @@ def _is_dip(last: Sequence[Holding], now: Holding) -> bool:
 
 
 def _facts(timeline: Timeline, unit: str) -> str:
-    """One line of numbers."""
+    """Return one line of numbers on a timeline."""
     plan, ranks = timeline.plan, range(timeline.num_ranks)
     makespan = timeline.makespan_s
     bubble = 1 - min(map(timeline.work_s, ranks)) / makespan if makespan else 0.0
@@ -298,13 +298,13 @@ def _facts(timeline: Timeline, unit: str) -> str:
 
 
 def _fullest(timeline: Timeline, unit: str) -> str:
-    """The rank that holds the most of all."""
+    """Return the rank that holds the most in total, and how much, in words."""
     rank = timeline.fullest_rank
     return f"fullest rank {rank}: {'device ' * (unit == 'bytes')}{amount_text(timeline.device_peak_bytes(rank), unit)}"
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """The unit to read a time in, and how many of it a second has."""
+    """Return the unit to show a time in, and how many of it make a second."""
     for unit, per_second in (("s", 1.0), ("ms", 1e3)):
         if seconds * per_second >= 1:
             return unit, per_second
@@ -312,7 +312,7 @@ def time_unit(seconds: float) -> tuple[str, float]:
 
 
 def amount_text(amount: int, unit: str) -> str:
-    """Memory as a person reads it: `3.25 GiB`, `3 slots`."""
+    """Write an amount of memory for people: `3.25 GiB`, `3 slots`."""
     if unit == "slots":
         return f"{amount} slot{'' if amount == 1 else 's'}"
     return show_bytes(amount)

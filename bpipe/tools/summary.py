@@ -21,7 +21,7 @@ NOTHING_STAYS = "device has nothing of what stays (weights, gradients, optimizer
 
 
 def data_of(timeline: Timeline) -> dict[str, Any]:
-    """All numbers of a timeline: seconds and bytes."""
+    """Return all numbers of a timeline, in seconds and bytes."""
     makespan, peak_slots = timeline.makespan_s, timeline.plan.peak_slots
     return {
         "name": timeline.plan.name,
@@ -59,7 +59,7 @@ def _rank(timeline: Timeline, rank: int, makespan: float, peak_slots: int) -> di
 
 
 def critical_seconds(timeline: Timeline) -> dict[str, float]:
-    """What the critical path consists of: seconds by operation."""
+    """Return what the critical path consists of: seconds by operation, the longest first."""
     seconds: dict[str, float] = {}
     for _, span in critical_path(timeline):
         seconds[span.action.op.value] = seconds.get(span.action.op.value, 0.0) + span.seconds
@@ -67,7 +67,7 @@ def critical_seconds(timeline: Timeline) -> dict[str, float]:
 
 
 def shown_of(timeline: Timeline, data: dict[str, Any]) -> list[Any]:
-    """A heading, a table with a row a rank, and what the critical path consists of."""
+    """Return a heading, a table with a row per rank, and what the critical path consists of."""
     path = ", ".join(f"{op} {show_seconds(seconds)}" for op, seconds in data["critical_path_s"].items() if seconds > 0)
     rows: list[tuple[str, ...]] = [
         (
@@ -90,14 +90,14 @@ def shown_of(timeline: Timeline, data: dict[str, Any]) -> list[Any]:
 
 
 def share(part: float, whole: float) -> float:
-    """A part of a whole; nothing of nothing is nothing."""
+    """Return a part as a share of the whole, and 0 if the whole is 0."""
     return part / whole if whole else 0.0
 
 
 def holds_of(rank: dict[str, Any], data: dict[str, Any]) -> tuple[str, str]:
-    """The most that a rank's device holds of all, and of activations: bytes if they are known, else the slots of microbatches.
+    """Return the most that a rank's device holds in total, and of activations: bytes if they are known, else slots of activations.
 
-    With several stages a rank also the microbatches of all of them.
+    With several stages per rank, the slots are also given in microbatches of all of them.
     """
     if data["knows_bytes"]:
         return show_bytes(rank["device_peak_bytes"]), show_bytes(rank["peak_bytes"])
@@ -107,7 +107,7 @@ def holds_of(rank: dict[str, Any], data: dict[str, Any]) -> tuple[str, str]:
 
 
 def unknown(found: Sequence[dict[str, Any]]) -> list[str]:
-    """Lines that say what is missing in what devices hold: what stays, or the messages that others have in theirs."""
+    """Return lines that say what is missing from the devices' totals: what stays, or the messages that other timelines count."""
     known = [data for data in found if data["knows_bytes"]]
     bare = dict.fromkeys(name_of(data) for data in known if lacks_static(data))
     silent = dict.fromkeys(name_of(data) for data in known if not data["counts_messages"])
@@ -117,19 +117,19 @@ def unknown(found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def unknown_of(plan: Plan, *, is_balanced_here: bool) -> list[str]:
-    """The same line of a plan, where its sizes have nothing of what stays."""
+    """Return the line that says so of a plan whose sizes count nothing of what stays."""
     if plan.sizes is None or any(plan.sizes.static):
         return []
     return [f"{plan.name}: {NOTHING_STAYS}: {'give --static' if is_balanced_here else 'its plan has none'}"]
 
 
 def lacks_static(data: dict[str, Any]) -> bool:
-    """Whether nothing is known of what stays."""
+    """Return whether nothing is known of what stays."""
     return data["source"] != "measured" and not any(rank["static_bytes"] for rank in data["ranks"])
 
 
 def name_of(data: dict[str, Any]) -> str:
-    """What a line is called in a comparison."""
+    """Return the name of a timeline's row in a comparison."""
     file = f"{data['file']}: " if data.get("file") else ""
     return f"{file}{data['name']}{_budget(data)}, {data['source']}"
 

@@ -1,4 +1,4 @@
-"""The terminal, by way of rich: tables, colours where there are any, and a sign of life on what takes long."""
+"""Print to the terminal by way of rich: tables, colours where it has any, and a sign of life while something takes long."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH_OF_FILES = 160
 
 
 def console(*, to_errors: bool = False) -> Console:
-    """Standard output, or standard error for what is not the result.
+    """Return a console on standard output, or on standard error for what is not part of the result.
 
     Raises:
         ConfigurationError: rich is not installed.
@@ -46,7 +46,7 @@ def note(text: str) -> None:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> Table:
-    """A table: the first column is a name, the others are numbers.
+    """Return a table whose first column is a name and whose other columns are numbers.
 
     Raises:
         ConfigurationError: rich is not installed.
@@ -64,7 +64,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | No
 
 @contextmanager
 def sign_of_life(text: str) -> Iterator[Callable[[int, int], None]]:
-    """Show on a terminal what takes so long, and for how long by now; told `(done, total)`, how much of it is done too."""
+    """Show on a terminal what is running and for how long; called with `(done, total)`, how much of it is done too."""
     if not sys.stderr.isatty() or find_spec("rich") is None:
         yield lambda done, total: None
         return

@@ -29,18 +29,18 @@ __all__ = ["Trace", "trace"]
 
 
 def trace(schedule: Schedule | Sequence[Schedule], path: str | os.PathLike[str] | None = None) -> Trace:
-    """Record the steps of a schedule, of `step` and of `eval`, for as long as the result is entered.
+    """Record the steps of a schedule, both `step` and `eval`, for as long as the result is entered.
 
     Entering is collective over the pipeline and blocks for some milliseconds, in which the ranks' clocks are compared (and a
     CUDA device is waited for). Nothing else communicates, and nothing waits for a device inside a step: leaving is not
-    collective, after an error neither. A step that fails is not recorded; the ones before it are kept and written.
+    collective, not even after an error. A step that fails is not recorded; the ones before it are kept and written.
 
     `clock_error_s` of a timeline bounds how wrong a rank's clock was on entering. Clocks of different machines drift apart
-    afterwards, which nothing bounds: trace some steps, not hours. Memory: 24 bytes an action and step, 16 for a guest's.
+    afterwards, which nothing bounds: trace some steps, not hours. Memory: 24 bytes per action and step, 16 for a guest's.
 
     Args:
         schedule: this rank's schedule, or all schedules of a `Loopback` in the order of its ranks.
-        path: a folder, made where it is missing, that gets a file `rank-N.json` from each rank N of the plan: Chrome's trace
+        path: a folder, created if it is missing, that gets a file `rank-N.json` from each rank N of the plan: Chrome's trace
             format, which https://ui.perfetto.dev opens. `bpipe.load_trace` reads the folder as one trace; files of an earlier
             trace there are replaced, or removed where it had more ranks.
 
@@ -65,7 +65,7 @@ def trace(schedule: Schedule | Sequence[Schedule], path: str | os.PathLike[str] 
 
 
 class Trace:
-    """What `trace` returns: a context manager, to be entered once, and then what it recorded."""
+    """The context manager that `trace` returns, to be entered once; afterwards it has what it recorded."""
 
     def __init__(self, schedules: list[Schedule], path: str | os.PathLike[str] | None) -> None:
         _check_together(schedules)
@@ -89,7 +89,7 @@ class Trace:
         return self
 
     def _problem(self) -> str:
-        """Why this rank cannot trace; empty if it can."""
+        """Return why this rank cannot trace, or an empty text if it can."""
         if any(schedule._observer is not None for schedule in self._schedules):
             return "this schedule is being traced already: leave that trace first"
         if self._path is not None and self._path.exists() and not self._path.is_dir():
@@ -134,7 +134,7 @@ class Trace:
         return Origin(run=self._clocks.token.hex(), is_complete=self._is_complete)
 
     def _parts(self) -> Iterator[list[Measured]]:
-        """The steps of each schedule here, with its own rank's times."""
+        """Yield the steps of each schedule here, with its own rank's times."""
         assert self._clocks is not None
         by_rank = dict(zip(self._clocks.plan_ranks, self._clocks.offsets))
         errors = tuple(by_rank[rank].error_ns / 1e9 for rank in sorted(by_rank))
@@ -145,10 +145,10 @@ class Trace:
 
     @property
     def timelines(self) -> list[Measured]:
-        """The steps recorded so far, made anew at each access.
+        """The steps recorded so far, made again at each access.
 
-        On a `Loopback` with the times of all ranks; over a process group with those of this rank, the lanes of the others
-        being empty until `gather` fills them.
+        On a `Loopback` they have the times of all ranks. Over a process group they have those of this rank, and the lanes of the
+        others are empty: `gather` returns the steps with all of them.
         """
         if self._clocks is None:
             return []
@@ -156,7 +156,7 @@ class Trace:
         return [merged(steps) for steps in zip(first, *others)] if others else first
 
     def gather(self) -> list[Measured]:
-        """The steps recorded so far with the times of all ranks, on every rank. Collective over the pipeline; blocks.
+        """Return the steps recorded so far with the times of all ranks, on every rank. Collective over the pipeline; blocks.
 
         Raises:
             ConfigurationError: the trace was not entered, or the ranks recorded different steps.
@@ -195,7 +195,7 @@ def _check_together(schedules: Sequence[Schedule]) -> None:
 
 
 def _timeline(record: Record, rank: int, zero_ns: int, errors: tuple[float, ...]) -> Measured:
-    """A record on the trace's clock, whose zero is `zero_ns` on this rank's."""
+    """Return a record as a timeline on the trace's clock, whose zero is `zero_ns` on this rank's clock."""
     places = record.places
     plan, own = places.plan, slice(None, places.num_own)
     began_ns = min(record.begin_ns)

@@ -1,3 +1,3 @@
-"""What a training loop does between two steps of a pipeline, each a small object that says what it communicates."""
+"""The work of a training loop between two steps of a pipeline, in small objects that each say what they communicate."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint saves and loads of a pipeline, under the names of the original model."""
+"""Save and load a pipeline with torch.distributed.checkpoint, under the names of the original model."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def training_state(
     tied: TiedWeights | None = None,
     group: Any = None,
 ) -> dict[str, Stateful]:
-    """Make the model and the optimizer something that torch.distributed.checkpoint saves and loads over any number of stages.
+    """Wrap the model and the optimizer so that torch.distributed.checkpoint saves and loads them over any number of stages.
 
         dcp.save(bpipe.training_state(module, optimizer), checkpoint_id=folder)
         dcp.load(bpipe.training_state(module, optimizer), checkpoint_id=folder)
 
     Names are the modules' own, so the modules must have those of the original model: `blocks.3.weight` wherever block 3 is. Then
-    stages may be cut otherwise when it is loaded, several may share a rank, they may be sharded (FSDP2, tensor parallelism) or
-    not, and a single process reads the same files. In the checkpoint are "model.<name>", "optimizer.state.<name>.<what>" and
+    stages may be cut differently for loading, several may share a rank, they may be sharded (FSDP2, tensor parallelism) or
+    not, and a single process reads the same files. The checkpoint has "model.<name>", "optimizer.state.<name>.<what>" and
     "optimizer.param_groups.<name>.<what>", as torch's own functions make them with `flatten_optimizer_state_dict=True`.
     Buffers are saved as `state_dict` has them.
 
@@ -95,7 +95,7 @@ class _ModelState:
 
 
 def _names(modules: Iterable[nn.Module], tied: TiedWeights | None) -> dict[torch.Tensor, str]:
-    """The names of all parameters, in the original model; of tied ones the first."""
+    """Return the names of all parameters in the original model; the first one for tied parameters."""
     gathered = Gathered()
     names: dict[torch.Tensor, str] = {weight: name for name, weight in tied.weights.items()} if tied is not None else {}
     for name, parameter in chain.from_iterable(map(_named, modules)):
@@ -104,7 +104,7 @@ def _names(modules: Iterable[nn.Module], tied: TiedWeights | None) -> dict[torch
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters with the names that torch's get_model_state_dict gives them: without those of wrappers."""
+    """Yield parameters with the names that torch's get_model_state_dict gives them: without those of wrappers."""
     wrapped = [f"{name}." if name else "" for name, child in module.named_modules() if isinstance(child, DistributedDataParallel)]
     for name, parameter in module.named_parameters():
         for prefix in reversed(wrapped):  # the inner ones first: their names have the outer ones' in them
@@ -116,7 +116,7 @@ def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _check_names(states: Sequence[Mapping[str, Any]], ranks: Ranks) -> None:
-    """Raise on all ranks if two stages have different tensors of one name: one of them would be saved for both."""
+    """Raise on all ranks if two stages have different tensors of one name, because one of them would be saved for both."""
     own = [(_key(name, value), value) for state in states for name, value in state.items() if isinstance(value, torch.Tensor)]
     seen = Counter(chain.from_iterable(json.loads(told) for told in ranks.gather_bytes(_packed([key for key, _ in own]))))
     sums = [(key, checksum(value), list(value.shape)) for key, value in own if seen[key] > 1]
@@ -133,7 +133,7 @@ def _check_names(states: Sequence[Mapping[str, Any]], ranks: Ranks) -> None:
 
 
 def _key(name: str, value: torch.Tensor) -> str:
-    """A name, and of sharded tensors the place of the shard, which is to be compared with no other."""
+    """Return a name, with the place of the shard for sharded tensors, because a shard is compared with no other."""
     mesh = mesh_of(value)
     return name if mesh is None else f"{name}@{mesh.get_coordinate()}"
 

@@ -39,7 +39,7 @@ def clip_grad_norm_(
     The ranks exchange the norm of every single gradient, and each puts them together as torch does: the result has the same
     bits on all ranks, and with whole gradients of one dtype it has the bits of a single process that has all parameters, in
     the stages' order. A sharded gradient (DTensor: FSDP2, tensor parallelism) adds its mesh's own total, whose sum has another
-    order: equal to a few units in the last place. For weights that FSDP2 has gathered, the sharded ones' gradients are taken.
+    order: equal to a few units in the last place. For weights that FSDP2 has gathered, it takes the gradients of the sharded ones.
 
     Communicates two all_gathers over the pipeline's group: 48 bytes a rank, and 16 bytes times the most gradients that a rank
     has; and for DTensors one reduction of a number over each of their meshes. Collective over the pipeline, and over those
@@ -50,20 +50,20 @@ def clip_grad_norm_(
             order whatever the placement. They may have no gradient; one that several of the stages share counts once.
         max_norm: the norm that the gradients have at most afterwards; infinity to learn the norm alone.
         norm_type: p of the p-norm, infinity or "inf". An empty gradient has no influence on the largest.
-        error_if_nonfinite: raise where the total is infinite or NaN, on all ranks; gradients are left as they are then.
+        error_if_nonfinite: raise if the total is infinite or NaN, on all ranks, and leave the gradients unchanged then.
         foreach: whether torch's foreach functions run; default: where they can.
-        copies: those parameters that another rank counts: clipped, and not counted again. `TiedWeights.copies` must be among
-            them.
+        copies: those parameters that another rank counts: they are clipped, but not counted again. `TiedWeights.copies` must be
+            among them.
         group: the process group of the pipeline's ranks, a DeviceMesh of one dimension, or None for the default group.
 
     Returns:
         The total norm before clipping, without dimensions, where this rank's gradients are.
 
     Raises:
-        AgreementError: the ranks clip otherwise; raised on all of them.
+        AgreementError: the ranks clip differently; raised on all of them.
         StageError: with `error_if_nonfinite`.
-        ConfigurationError: a gradient is sparse, sharded over several ranks of the group, or not reduced yet; a norm that there
-            is none of, a `max_norm` that is negative or NaN; copies of tied weights that are not among `copies`, or not summed.
+        ConfigurationError: a gradient is sparse, sharded over several ranks of the group, or not reduced yet; a norm that does
+            not exist, a `max_norm` that is negative or NaN; copies of tied weights that are not among `copies`, or not summed.
             Raised on all ranks. Or the group is a `Loopback`'s.
 
     Example:
@@ -100,7 +100,7 @@ def clip_grad_norm_(
 
 
 def _settings(max_norm: Any, norm_type: Any, error_if_nonfinite: bool) -> tuple[tuple[float, float, bool], str]:
-    """The highest norm, which norm it is, and whether to raise where it is not finite; and what is wrong with them."""
+    """Return the highest norm, its order and whether to raise if it is not finite, and a text of what is wrong with them."""
     try:
         highest, order = float(max_norm), float(norm_type)
     except (TypeError, ValueError):
@@ -114,7 +114,7 @@ def _settings(max_norm: Any, norm_type: Any, error_if_nonfinite: bool) -> tuple[
 
 
 def _places(parameters: Any, rank: int, gathered: Gathered) -> dict[torch.Tensor, int]:
-    """Each parameter once, with the place of its stage; of one that several stages share, of the first."""
+    """Return each parameter once, with the place of its stage, or of the first one if several stages share it."""
     by_place = parameters if isinstance(parameters, Mapping) else {rank: parameters}
     places: dict[torch.Tensor, int] = {}
     for place in sorted(by_place):
@@ -128,7 +128,7 @@ def _listed(parameters: Parameters) -> list[torch.Tensor]:
 
 
 def _norms(gradients: Sequence[torch.Tensor], order: float, foreach: bool | None) -> list[torch.Tensor]:
-    """The norm of each whole gradient, and one of all that are sharded over the same mesh."""
+    """Compute the norm of each whole gradient, and one norm of all those that are sharded over the same mesh."""
     norms: list[torch.Tensor] = []
     for mesh, alike in _by_mesh(gradients, gradients).items():
         if mesh is not None:
@@ -144,7 +144,7 @@ def _norms(gradients: Sequence[torch.Tensor], order: float, foreach: bool | None
 
 
 def _norm_over(mesh: Any, gradients: Sequence[Any], order: float, foreach: bool | None) -> torch.Tensor:
-    """The norm of gradients that are sharded over a mesh. Collective over it: a rank may have nothing, but must take part."""
+    """Compute the norm of gradients sharded over a mesh. Collective over it: a rank may have nothing, but must take part."""
     if not math.isinf(order):
         if order < 0:  # it has no value for an empty shard: all ranks of the mesh refuse, not only those that have one
             raise ValueError("gradients that are sharded have norms of order 0 to infinity, and -infinity")
@@ -162,7 +162,7 @@ def _norm_over(mesh: Any, gradients: Sequence[Any], order: float, foreach: bool 
 
 
 def _without_sums(gradient: Any) -> Any:
-    """A sharded gradient none of whose sums are pending. Collective over its mesh where some are."""
+    """Return a sharded gradient with no sums pending. Collective over its mesh if some are."""
     from torch.distributed.tensor import Replicate
 
     pending = [placement.is_partial() for placement in gradient.placements]
@@ -173,7 +173,7 @@ def _without_sums(gradient: Any) -> Any:
 def _total(
     norms: Sequence[tuple[int, torch.Tensor]], how: tuple[float, float, bool], refusal: ConfigurationError | None, ranks: Ranks
 ) -> torch.Tensor:
-    """The norm of all ranks' norms, put in the order of their places.
+    """Compute the norm of all ranks' norms, put in the order of their places.
 
     Args:
         norms: this rank's, each with the place of its stage.
@@ -200,7 +200,7 @@ def _total(
 
 
 def _rows(norms: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
-    """Places and norms, side by side in a dtype in which both are exact."""
+    """Stack places and norms side by side, in a dtype in which both are exact."""
     if not norms:
         return torch.zeros(0, 2, dtype=torch.float64)
     device = norms[0][1].device
@@ -209,7 +209,7 @@ def _rows(norms: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
 
 
 def _promoted(seen: Sequence[int]) -> torch.dtype:
-    """The dtype of a stack of norms in all dtypes that the ranks have seen, each given as a sum of powers of two."""
+    """Return the dtype of a stack of norms in all dtypes that the ranks have seen, each rank's as a sum of powers of two."""
     found = [dtype for index, dtype in enumerate(DTYPES) if any(bits >> index & 1 for bits in seen)]
     result = found[0]
     for dtype in found[1:]:
@@ -218,7 +218,7 @@ def _promoted(seen: Sequence[int]) -> torch.dtype:
 
 
 def _by_mesh(tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> dict[Any, list[torch.Tensor]]:
-    """Tensors by the mesh of their gradients; None stands for those that are whole on this rank."""
+    """Group tensors by the mesh of their gradients; None stands for gradients that are whole on this rank."""
     groups: dict[Any, list[torch.Tensor]] = {}
     for tensor, gradient in zip(tensors, gradients):
         groups.setdefault(mesh_of(gradient), []).append(tensor)
@@ -226,7 +226,7 @@ def _by_mesh(tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor |
 
 
 def _problem(parameters: Sequence[torch.Tensor], ranks: Ranks) -> str:
-    """Say if there is a gradient that has no norm or is not final, or shards of one would be counted for several stages."""
+    """Return what is wrong if a gradient has no norm or is not final, or if shards of one would count for several stages."""
     pipeline, gradients = set(ranks.global_ranks), [one.grad for one in parameters if one.grad is not None]
     if any(gradient.layout is not torch.strided for gradient in gradients):
         return "a gradient is sparse, and torch has no norm of it: use nn.Embedding(sparse=False)"

@@ -1,4 +1,4 @@
-"""The ranks of a pipeline, as what happens between two steps sees them: who they are, and what each of them tells."""
+"""The ranks of a pipeline, for the work between two steps: which ranks they are, and what they tell each other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Ranks:
         instead: what to do where all ranks are in this process, for the error.
 
     Raises:
-        ConfigurationError: this rank is not in the group, it is a mesh of several dimensions, or a rank of a `Loopback`.
+        ConfigurationError: this rank is not in the group, or the group is a mesh of several dimensions or a rank of a `Loopback`.
 
     Attributes:
         device: where messages are: on the GPU with NCCL, else on the CPU.
@@ -49,10 +49,10 @@ class Ranks:
         return [0] if self.group is None else dist.get_process_group_ranks(self.group)
 
     def gather(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """What each rank gives, in the order of the ranks; all give as much. Collective, one all_gather.
+        """Gather a tensor from each rank, in the order of the ranks, all of one shape. Collective, one all_gather.
 
         Args:
-            row: anywhere.
+            row: this rank's tensor, on any device.
 
         Returns:
             Tensors on `device`.
@@ -65,7 +65,7 @@ class Ranks:
         return rows
 
     def gather_uneven(self, rows: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """What each rank gives, where each gives another number of rows. Collective, one all_gather of the longest.
+        """Gather rows from each rank, which may each give another number of them. Collective, one all_gather of the longest.
 
         Args:
             rows: (number of rows, ...).
@@ -76,13 +76,13 @@ class Ranks:
         return [row[:length] for row, length in zip(self.gather(padded), lengths, strict=True)]
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """What each rank says. Collective, two all_gathers; blocks the host."""
+        """Gather bytes from each rank. Collective, two all_gathers; blocks the host."""
         mine = torch.frombuffer(bytearray(data + b"\0"), dtype=torch.uint8)
         lengths = [int(length) for length in self.gather(torch.tensor([len(mine)]))]
         return [bytes(row.tolist())[:-1] for row in self.gather_uneven(mine, lengths)]
 
     def exchange(self, mine: torch.Tensor, ranks: Sequence[int]) -> list[torch.Tensor]:
-        """What each of some ranks gives, of one shape; only they send, to each other, over the group's own lines.
+        """Exchange tensors of one shape among some ranks; only they send, to each other, over the group's own connections.
 
         Args:
             mine: on `device`, dense.
@@ -97,7 +97,7 @@ class Ranks:
         return [parts[rank] for rank in ranks]
 
     def send(self, tensor: torch.Tensor, ranks: Sequence[int]) -> None:
-        """Give a tensor on `device` to some ranks."""
+        """Send a tensor on `device` to some ranks."""
         self._transfer([(dist.isend, tensor, rank) for rank in ranks])
 
     def receive(self, tensor: torch.Tensor, rank: int) -> None:

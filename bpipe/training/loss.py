@@ -1,4 +1,4 @@
-"""The loss of a step, which only the rank of the last stage has, for all ranks."""
+"""Share the loss of a step, which only the rank of the last stage has, with all ranks."""
 
 from __future__ import annotations
 

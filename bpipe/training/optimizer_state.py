@@ -24,8 +24,8 @@ class OptimizerState:
     """One rank's optimizer as a Stateful: `state.<name>.<what>` and `param_groups.<name>.<what>` of each parameter.
 
     It is the format of `StateDictOptions(flatten_optimizer_state_dict=True)`: groups are found again by their members, so that
-    another rank may hold them. What a parameter has no state of yet, as all have before the first step, is saved as zeros, and
-    is no state again for an optimizer that has not begun either.
+    another rank may hold them. State that a parameter does not have yet, as before the first step, is saved as zeros, and an
+    optimizer that has not begun either loads it as no state.
 
     Args:
         optimizer: over parameters of this rank.
@@ -68,7 +68,7 @@ class OptimizerState:
             group.update(of_group[0] if of_group else {})
 
     def _by_name(self, flat: State, kind: str) -> defaultdict[str, State]:
-        """What a flat dict has of one kind, by the names of parameters; both may have dots in them."""
+        """Return the entries of one kind in a flat dict by the parameters' names; names and keys may have dots in them."""
         known, found = set(self._names.values()), defaultdict[str, State](dict)
         for key, value in flat.items():
             rest = name = key.removeprefix(kind) if key.startswith(kind) else ""
@@ -92,9 +92,9 @@ def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
 
 
 def _made_up(optimizer: Optimizer) -> dict[torch.Tensor, State]:
-    """States for the parameters that have none, for a checkpoint to fill, or to say that nothing has happened.
+    """Make up states for the parameters that have none, for a checkpoint to fill, or to say that nothing has happened.
 
-    Only the optimizer knows what its states look like: it takes a step that changes nothing, and forgets it.
+    Only the optimizer knows what its states look like, so it takes a step that changes nothing, and forgets it.
     """
     parameters = list(_parameters(optimizer))
     new = {parameter for parameter in parameters if parameter.requires_grad and not optimizer.state.get(parameter)}
@@ -118,5 +118,5 @@ def _before_any_step(state: State) -> State:
 
 
 def _has_begun(state: State) -> bool:
-    """Whether the state is of some step: what was made up before the first one is no start for all (NAdam, ASGD, Rprop)."""
+    """Return whether a state is of some step, because one made up before the first is no start for NAdam, ASGD or Rprop."""
     return bool(state.get("step", 1))

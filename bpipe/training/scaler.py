@@ -14,7 +14,7 @@ from bpipe.training.group import Ranks
 
 __all__ = ["GradScaler"]
 
-REFUSED = 2.0  # instead of whether there is an overflow
+REFUSED = 2.0  # sent in place of whether there is an overflow
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -92,7 +92,7 @@ class GradScaler(torch.amp.GradScaler):
         return None if optimizer is None else super().step(optimizer, *args, **kwargs)
 
     def _agreed(self, found: dict[torch.device, torch.Tensor]) -> dict[torch.device, torch.Tensor]:
-        """Whether an overflow was found on any rank, for each device on which this one has gradients, or its scale."""
+        """Return whether any rank found an overflow, for each device on which this rank has gradients, or else its scale."""
         own = torch.stack([flag.to(self._ranks.device) for flag in found.values()]).amax(0) if found else torch.zeros(())
         agreed = self._greatest(own)
         if agreed == REFUSED:
@@ -101,7 +101,7 @@ class GradScaler(torch.amp.GradScaler):
         return {device: agreed.to(device) for device in found or [self._scale.device]}
 
     def _greatest(self, own: torch.Tensor) -> torch.Tensor:
-        """The greatest number of all ranks."""
+        """Return the greatest number of all ranks. Collective over the pipeline."""
         greatest = own.to(self._ranks.device)
         if self._ranks.group is not None:
             dist.all_reduce(greatest, dist.ReduceOp.MAX, group=self._ranks.group)

@@ -1,4 +1,4 @@
-"""What is known of a tied weight's gradient between its sum and the clipping: whether it was summed, and who counts it."""
+"""Track a tied weight's gradient from its sum to the clipping: whether it was summed, and which rank counts it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MARK = "_bpipe_tied"
 
 
 class Tie:
-    """One of TiedWeights, on a rank that has a copy.
+    """One weight of TiedWeights, on a rank that has a copy.
 
     Args:
-        name: of the weight.
+        name: the weight's name.
         weight: this rank's copy.
         counted_by: the rank, in the default group, that counts its gradient when gradients are clipped.
         is_copy: whether that is another rank.
@@ -34,18 +34,18 @@ class Tie:
         setattr(weight, MARK, _Mark(self))
 
     def remember_sum(self) -> None:
-        """The gradient that the weight has now is a sum."""
+        """Remember that the gradient that the weight has now is a sum."""
         self._summed, self._versions = weakref.ref(self._weight.grad), self._versions_now()
 
     def is_summed(self) -> bool:
-        """Whether the weight's gradient is the very tensor that a sum was put in."""
+        """Return whether the weight's gradient is the very tensor that a sum was put in."""
         return self._weight.grad is not None and self._summed() is self._weight.grad
 
     def may_have_sum(self) -> bool:
-        """Whether a sum may still be in the weight's gradient: backwards add to the tensor that is there.
+        """Return whether a sum may still be in the weight's gradient, because backwards add to the tensor that is there.
 
-        Nobody can tell whether it was set to zero in place. Only of a gradient in a bucket of DistributedDataParallel, which
-        gives the same tensor again, is that taken for granted once the weight has changed.
+        Nobody can tell whether that tensor was set to zero in place. This is assumed only for a gradient in a bucket of
+        DistributedDataParallel, which gives the same tensor again, once both it and the weight have changed.
         """
         if not self.is_summed():
             return False
@@ -57,7 +57,7 @@ class Tie:
 
 
 class _Mark:
-    """On a parameter: its tie, as long as its TiedWeights are there. A pickled one, or a copied one, says nothing."""
+    """The tie of a parameter, as long as its TiedWeights are alive. A pickled or copied mark says nothing."""
 
     def __init__(self, tie: Tie | None = None) -> None:
         self.tie: Callable[[], Tie | None] = (lambda: None) if tie is None else weakref.ref(tie)
@@ -67,7 +67,7 @@ class _Mark:
 
 
 def problem_with_sums(parameters: Sequence[torch.Tensor], elsewhere: set[int], ranks: Ranks) -> str:
-    """Say if the gradient of a tied weight would be counted on several ranks, or before it was summed.
+    """Return what is wrong if the gradient of a tied weight would be counted on several ranks, or before it was summed.
 
     Args:
         parameters: those with gradients.
@@ -90,5 +90,5 @@ def problem_with_sums(parameters: Sequence[torch.Tensor], elsewhere: set[int], r
 
 
 def _is_in_bucket(gradient: Any) -> bool:
-    """Whether DistributedDataParallel(gradient_as_bucket_view=True) may have made it: a part of a vector."""
+    """Return whether DistributedDataParallel(gradient_as_bucket_view=True) may have made a gradient: a part of a vector."""
     return gradient._base is not None and gradient._base.dim() == 1

@@ -1,4 +1,4 @@
-"""What this process itself holds of a parameter, a gradient or a buffer."""
+"""The part of a parameter, a gradient or a buffer that this process itself holds."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from bpipe.comm.dtensor import is_dtensor
 
 __all__: list[str] = []
 
-BLOCK = 1 << 20  # elements that are summed at once: the memory that it takes
+BLOCK = 1 << 20  # elements that are summed at once, which bounds the memory for it
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def mesh_of(tensor: Any) -> Any:
-    """The device mesh over which a tensor is sharded; None if this process has all of it."""
+    """Return the device mesh of a DTensor; None for any other tensor, because this process has all of it."""
     return tensor.device_mesh if is_dtensor(tensor) else None
 
 
 def local(tensor: Any) -> torch.Tensor:
-    """This process's own part: a DTensor's shard, else all of it. No copy, no graph."""
+    """Return this process's own part: a DTensor's shard, all of any other tensor. It is no copy, and has no graph."""
     own: torch.Tensor = tensor.detach() if mesh_of(tensor) is None else tensor.detach().to_local()
     return own
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """A sum of the bits of this process's part, as whole numbers, each times an odd one of its place: equal for equal bits."""
+    """Sum up the bits of this process's part, as integers times an odd number for their place: equal for equal bits."""
     own = local(tensor)
     own = torch.view_as_real(own) if own.is_complex() else own
     bits = own.contiguous().view(INTEGERS[own.element_size()]).flatten()

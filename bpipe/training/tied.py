@@ -1,4 +1,4 @@
-"""A weight of several stages, such as that of an embedding which is the output's too: it stays one weight."""
+"""Weights that several stages share, such as an embedding's that is also the output's: each of them stays one weight."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TiedWeights:
     Make it once, when the parameters are final (on their device, sharded), then call `sum_grads` once before each of the
     optimizer's steps, on every rank: after `step`, or after the last one where several steps' gradients accumulate. Of a
     weight sharded over another mesh (FSDP2, tensor parallelism) each rank exchanges its shard. Stages on one rank share the
-    parameter itself, and need nothing of this.
+    parameter itself, and need none of this.
 
     The constructor communicates two all_gathers of some hundred bytes over the pipeline's group: collective, blocks the host.
 
@@ -37,8 +37,8 @@ class TiedWeights:
         group: the process group of the pipeline's ranks, a DeviceMesh of one dimension, or None for the default group.
 
     Raises:
-        AgreementError: the ranks give other names, or copies of other shapes, dtypes or shardings; raised on all of them.
-        ConfigurationError: a parameter is on the meta device, or it is a `Loopback`'s group.
+        AgreementError: the ranks give different names, or copies of different shapes, dtypes or shardings; raised on all of them.
+        ConfigurationError: a parameter is on the meta device, or the group is a `Loopback`'s.
 
     Attributes:
         weights: by name, those that this rank has.
@@ -70,7 +70,7 @@ class TiedWeights:
 
     @torch.no_grad()
     def broadcast(self) -> None:
-        """Give all copies the value of the first holder's.
+        """Give all copies the value of the first holder's copy.
 
         Communicates, between the holders alone, the weight once to each of the others. Collective over them; blocks the host.
         """
@@ -87,7 +87,7 @@ class TiedWeights:
 
     @torch.no_grad()
     def sum_grads(self) -> None:
-        """Replace each copy's gradient by the sum of all copies', the same bits for all of them.
+        """Replace each copy's gradient by the sum of all copies' gradients, with the same bits for all of them.
 
         Summed in the order of the ranks. A single process adds up microbatch by microbatch what its two uses of a weight give:
         the sums differ in the order of their additions alone, by some units in the last place.
@@ -99,7 +99,7 @@ class TiedWeights:
         gradient, each to each. Collective over the pipeline; blocks the host; needs memory for one gradient a holder.
 
         Raises:
-            StageError: copies have another value than the first one, or a weight that is trained has no gradient anywhere,
+            StageError: copies have a different value than the first one, or a weight that is trained has no gradient anywhere,
                 or a sparse one, or one that may have an earlier sum in it; raised on all ranks of the group.
         """
         if not self._holders:
@@ -110,7 +110,7 @@ class TiedWeights:
                 self._ties[name].remember_sum()
 
     def _agreed_kinds(self) -> list[list[int]]:
-        """The kinds of gradient that a weight has on its holders, for each weight. All ranks raise alike."""
+        """Return the kinds of gradient that each weight has on its holders. All ranks raise alike."""
         told = torch.stack(self._ranks.gather(torch.tensor([self._told(name) for name in self._holders])))
         found: list[list[int]] = []
         for (name, holders), rows in zip(self._holders.items(), told.unbind(1)):
@@ -120,7 +120,7 @@ class TiedWeights:
         return found
 
     def _told(self, name: str) -> tuple[int, int, int]:
-        """Of this rank's copy: the kind of its gradient, a sum of its bits, and whether it is trained."""
+        """Return the kind of gradient of this rank's copy, a sum of the copy's bits, and whether it is trained."""
         weight = self.weights.get(name)
         if weight is None:
             return ABSENT, 0, 0

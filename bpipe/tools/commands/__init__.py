@@ -1,3 +1,3 @@
-"""One module a command, loaded when it is called."""
+"""The commands, one module each, which is loaded when its command is called."""
 
 __all__: list[str] = []

@@ -21,7 +21,7 @@ PACKAGES = ("torch", "numpy", "rich", "matplotlib", "perfetto", "flash-attn-4")
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    """Takes no arguments of its own."""
+    """Add no arguments: this command has none of its own."""
 
 
 def run(args: argparse.Namespace) -> Result:
@@ -43,7 +43,7 @@ def _version_of(package: str) -> str:
 
 
 def _torch() -> dict[str, object]:
-    """What torch can use here."""
+    """Return what torch can use here."""
     try:
         import torch
 

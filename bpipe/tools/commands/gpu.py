@@ -60,7 +60,7 @@ def _chosen(only: str | None) -> list[str]:
 
 
 def _gpus() -> str:
-    """What the page is about: versions, and the GPUs.
+    """Describe what the page is about: versions, and the GPUs.
 
     Raises:
         ConfigurationError: there is none.
@@ -79,7 +79,7 @@ def _gpus() -> str:
 
 
 def data_of(ran: list[Ran], about: str, took_s: float) -> dict[str, Any]:
-    """What the JSON holds, and the page is written from."""
+    """Return what the JSON holds, from which the page is written."""
     counts = {outcome.value: number for outcome, number in count(ran).items()}
     return {
         "summary": summary(counts, about, took_s),

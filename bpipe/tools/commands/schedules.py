@@ -46,7 +46,7 @@ def _paragraph(row: dict[str, str]) -> str:
 
 
 def markdown(found: Sequence[dict[str, str]]) -> str:
-    """The README's table of schedules."""
+    """Return the README's table of schedules."""
     head = ("class", "name", "known as", "stages", "m", "peak on rank x, in microbatches", "bubble of the step")
     rows = [
         (f"`{row['class']}`", f"`{row['name']}`", *(row[key] for key in ("title", "stages", "microbatches", "peak", "bubble")))

@@ -86,7 +86,7 @@ def _data(plan: Plan) -> dict[str, object]:
 
 
 def _window(plan: Plan, first: int, columns: int | None) -> list[str]:
-    """The grid's lines, and one that says how to see the rest."""
+    """Return the grid's lines, and one that says how to see the rest."""
     if columns is None and sys.stdout.isatty():
         columns = num_fitting(plan, first, console().width)
     lines = rows(plan, slice(first, None if columns is None else first + columns))

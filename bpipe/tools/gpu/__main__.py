@@ -1,4 +1,4 @@
-"""`python -m bpipe.tools.gpu CHECK FILE SIZE`: make one check, and write its verdicts into a file as they come."""
+"""`python -m bpipe.tools.gpu CHECK FILE SIZE`: run one check, and write its verdicts into a file as they come."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__: list[str] = []
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Make a check; what it raises is a verdict.
+    """Run a check, and make a verdict of what it raises.
 
     Args:
         arguments: the check's name, the file, and the model's size as JSON.
@@ -35,14 +35,14 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def told(error: BaseException) -> str:
-    """What was raised and where, in one line."""
+    """Return what was raised and where, in one line."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" in {Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}{where}: {error}"
 
 
 def _write(found: Sequence[Verdict], path: Path) -> None:
-    """All at once: who reads it may end this process at any moment."""
+    """Write the file all at once, because the process that reads it may end this one at any moment."""
     part = path.with_suffix(".part")
     part.write_text(json.dumps([verdict.to_dict() for verdict in found]), encoding="utf-8")
     part.replace(path)

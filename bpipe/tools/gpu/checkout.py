@@ -1,4 +1,4 @@
-"""What takes bpipe's repository: `tests/gpu`, and the study of one GPU in `benchmarks`."""
+"""The checks that need bpipe's repository: `tests/gpu`, and the study of one GPU in `benchmarks`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STUDIED = "What evictions free, how much memory the plan says, and how much of e
 
 
 def root() -> Path | None:
-    """The repository, if this is its bpipe."""
+    """Return the folder of the repository, or None if this bpipe is not in it."""
     assert bpipe.__file__ is not None
     folder = Path(bpipe.__file__).resolve().parents[1]
     return folder if (folder / "tests" / "gpu").is_dir() else None
@@ -48,7 +48,7 @@ def suite(folder: Path | None) -> Verdict:
 
 
 def counted(report: str) -> Verdict:
-    """The verdict on pytest's report in JUnit's format."""
+    """Return the verdict on pytest's report in JUnit's format."""
     cases = list(ElementTree.fromstring(report).iter("testcase"))
     found: dict[str, list[str]] = {"failed": [], "skipped": [], "passed": []}
     for case in cases:

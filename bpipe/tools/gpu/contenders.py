@@ -1,4 +1,4 @@
-"""The schedules that are compared: 1F1B as it is, and balanced in every way that moves memory."""
+"""The schedules that are compared: plain 1F1B, and 1F1B balanced in every way that moves memory."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ CONTENDERS: dict[str, Make] = {
 
 
 def moves(schedule: bpipe.Schedule) -> bool:
-    """Whether a rank's plan moves microbatches, or recomputes them: else it shows nothing that 1F1B does not."""
+    """Return whether a schedule's plan moves microbatches, or recomputes them: if not, it shows nothing that 1F1B does not."""
     plan = schedule.plan
     return any(action.op in (Op.EVICT, Op.R) for actions in plan.actions for action in actions)

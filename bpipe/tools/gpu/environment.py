@@ -1,4 +1,4 @@
-"""What the checks ran on: versions, and the GPUs."""
+"""The environment that the checks ran in: versions, and the GPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MEANING = "What all else on this page ran with."
 
 
 def check() -> list[Verdict]:
-    """Look, and run one operation on each GPU."""
+    """List versions and GPUs, and run one operation on each GPU."""
     devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     wrong = [f"GPU {device.index} adds wrong" for device in devices if torch.ones(8, device=device).sum().item() != 8]
     return [judged("environment", MEANING, wrong, _found(devices))]

@@ -1,4 +1,4 @@
-"""Gradients to the bit: all ways to balance against plain 1F1B, and that against a loop over microbatches, on one GPU."""
+"""Compare gradients bit for bit on one GPU: all ways to balance with plain 1F1B, and that with a loop over microbatches."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ ALONE = "The pipeline adds up what a loop over microbatches without bpipe adds u
 
 
 class Trained(NamedTuple):
-    """What some steps gave: the gradients of all stages, added up, and the losses of the last step; and whether anything moved."""
+    """The result of some steps: all stages' accumulated gradients and the losses of the last step, and whether anything moved."""
 
     tensors: list[torch.Tensor]
     moved: bool
 
 
 class Difference(NamedTuple):
-    """How many of so many tensors differ, and by how much at most."""
+    """The number of tensors that were compared, how many of them differ, and by how much at most."""
 
     num_tensors: int
     num_differing: int
     largest: float
 
     def problems(self, name: str) -> list[str]:
-        """Say what is wrong, if anything is."""
+        """Return what is wrong, if anything is."""
         if not self.num_differing:
             return []
         return [f"{name}: {self.num_differing} of {self.num_tensors} tensors differ, by up to {self.largest:.3g}"]
@@ -60,7 +60,7 @@ def check(size: Size, device: torch.device, names: Iterable[str] = CONTENDERS) -
 
 
 def compare(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> Difference:
-    """Compare by torch.equal: a NaN equals nothing."""
+    """Compare tensors by torch.equal: a NaN equals nothing."""
     if len(found) != len(expected):
         return Difference(len(expected), abs(len(found) - len(expected)), float("inf"))
     differing = [(one, other) for one, other in zip(found, expected) if not torch.equal(one, other)]
@@ -72,7 +72,7 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def in_loopback(size: Size, name: str, device: torch.device) -> Trained:
-    """Train under a schedule, all ranks in this process."""
+    """Train under a schedule, with all ranks in this process."""
     stages, loopback = [stage_of(size, i, device) for i in range(size.num_ranks)], bpipe.Loopback(size.num_ranks)
     loopback.manual_seed(SEED)
     schedules = [
@@ -90,7 +90,7 @@ def in_loopback(size: Size, name: str, device: torch.device) -> Trained:
 
 
 def by_itself(size: Size, device: torch.device, kept: Sequence[int]) -> list[torch.Tensor]:
-    """Train one microbatch after the other without bpipe: the gradients of some stages, and the losses of the last step.
+    """Train one microbatch after another without bpipe; return the gradients of some stages and the losses of the last step.
 
     Each stage draws random numbers of its own, as its rank does.
     """

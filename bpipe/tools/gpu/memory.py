@@ -1,4 +1,4 @@
-"""What bpipe says that a device holds, against torch's allocator; and what evictions give back to it."""
+"""Compare what bpipe says that a device holds with torch's allocator, and measure what evictions give back to it."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ FREED = "The memory of what is evicted is free for other tensors at once, by the
 
 
 class Seen(NamedTuple):
-    """Bytes of one rank, by bpipe and by the allocator.
+    """The bytes of one rank, according to bpipe and to the allocator.
 
     Args:
         said_bytes: `device_peak_bytes`.
         allocated_bytes: the allocator's peak in a step, without what others have.
         moment_bytes: what one microbatch's operations need for a moment beside what they save, measured by itself.
-        rounded_bytes: of the allocator's peak, what nobody asked for: it rounds each tensor up.
-        beside_bytes: what is allocated between steps and not bpipe's or the model's.
-        unused_bytes: reserved by the allocator at most, and not allocated at most: fragments.
+        rounded_bytes: the part of the allocator's peak that nobody asked for, because it rounds each tensor up.
+        beside_bytes: what is allocated between steps and is neither bpipe's nor the model's.
+        unused_bytes: the peak of what the allocator reserved less the peak of what it allocated: fragments.
     """
 
     said_bytes: int
@@ -49,7 +49,7 @@ class Seen(NamedTuple):
     unused_bytes: int
 
     def problems(self, name: str) -> list[str]:
-        """Say what is wrong, if anything is."""
+        """Return what is wrong, if anything is."""
         slack = TOLERANCE * self.said_bytes + SMALL
         found = []
         if self.allocated_bytes < self.said_bytes - slack:
@@ -65,7 +65,7 @@ class Seen(NamedTuple):
 
 
 def check(size: Size, device: torch.device) -> list[Verdict]:
-    """Look at one rank by itself, plain and evicting, and at what an eviction frees."""
+    """Check the memory of one rank by itself, plain and balanced, and what an eviction frees."""
     moments = moments_of(size, device)
     found = {name: of_one_rank(size, device, moments, how) for name, how in WAYS.items()}
     problems = [problem for name, seen in found.items() for problem in seen.problems(name)]
@@ -81,12 +81,12 @@ WAYS: Mapping[str, Mapping[str, Any] | None] = {
 
 
 class Moments(NamedTuple):
-    """What operations of one microbatch need for a moment, measured by itself.
+    """The bytes that one microbatch's operations need for a moment, measured by itself.
 
     Args:
         saving_bytes: of a forward and its backward, beside what the forward saves.
         forward_bytes: of a forward that saves nothing, as the first one of a microbatch that is recomputed.
-        part_bytes: of a part of what a forward saves, and a message: so much more may be held where parts leave inside forwards.
+        part_bytes: of a part of what a forward saves, and a message: this much more may be held where parts leave inside forwards.
     """
 
     saving_bytes: int
@@ -94,13 +94,13 @@ class Moments(NamedTuple):
     part_bytes: int
 
     def of(self, how: Mapping[str, Any] | None) -> int:
-        """The larger of what a step does."""
+        """Return the bytes that a step needs: `saving_bytes`, or the larger of it and `forward_bytes` if it recomputes."""
         recomputes = how is not None and how.get("by") == "recompute"
         return max(self.saving_bytes, self.forward_bytes) if recomputes else self.saving_bytes
 
 
 def moments_of(size: Size, device: torch.device) -> Moments:
-    """Run one microbatch of one stage."""
+    """Run one microbatch of one stage, and measure what its operations need."""
     stage = stage_of(size, 0, device)
     x = batch_of(size, 0, device)[: size.sequences].requires_grad_()
     for _ in range(2):  # the first one loads libraries
@@ -121,14 +121,14 @@ def moments_of(size: Size, device: torch.device) -> Moments:
 
 
 def _reset(device: torch.device) -> int:
-    """Begin to look for a peak; the bytes that are allocated now."""
+    """Reset the peak, and return the bytes that are allocated now."""
     allocated = outside_bytes(device)
     torch.cuda.reset_peak_memory_stats(device)
     return allocated
 
 
 def outside_bytes(device: torch.device) -> int:
-    """What is allocated by now, without what only waits for Python's collector: it would be freed at any later moment."""
+    """Return the bytes allocated by now, after Python's collector has run: what waits for it may be freed at any later moment."""
     gc.collect()
     torch.cuda.synchronize(device)
     return int(torch.cuda.memory_allocated(device))
@@ -152,10 +152,10 @@ def of_one_rank(size: Size, device: torch.device, moments: Moments, how: Mapping
 
 
 def look(schedule: bpipe.Schedule, batch: torch.Tensor, outside: int, moment: int) -> Seen:
-    """Run a step of this rank, and read the allocator's statistics of it. The device has run everything then.
+    """Run a step of this rank, wait for the device, and read the allocator's statistics of the step.
 
     Args:
-        schedule: that of the only pipeline of this process; gradients are there.
+        schedule: the schedule of the only pipeline of this process; its gradients are allocated already.
         batch: what its steps get.
         outside: the bytes that were allocated before its stage and the batch were made.
         moment: what operations need for a moment.
@@ -193,7 +193,7 @@ class Freed(Observer):
 
 
 def freeing(size: Size, device: torch.device) -> Verdict:
-    """Train in a loopback, and see what rank 0's evictions give back."""
+    """Train in a loopback, and measure what rank 0's evictions give back."""
     loopback, stages = bpipe.Loopback(size.num_ranks), [stage_of(size, i, device) for i in range(size.num_ranks)]
     schedules = [_in_slots(stage, i, loopback, size, device) for i, stage in enumerate(stages)]
     batch, freed = batch_of(size, 0, device), Freed(device)

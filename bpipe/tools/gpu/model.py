@@ -14,7 +14,7 @@ __all__: list[str] = []
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How large the model and its batches are.
+    """The size of the model and of its batches.
 
     Args:
         num_ranks: of the pipeline, each with one stage.
@@ -22,7 +22,7 @@ class Size:
         width, heads, tokens, sequences: of a block, and of a microbatch.
         blocks: of a stage.
         dtype: of parameters and activations, by torch's name.
-        dropout: the share that is dropped behind the attention.
+        dropout: the share that is dropped after the attention.
         seconds: of steps that are timed.
     """
 
@@ -53,7 +53,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(size.dropout)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[sequences, tokens, width] to the same."""
+        """Map [sequences, tokens, width] to the same shape."""
         q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.dropout(self.out(mixed.transpose(1, 2).flatten(2)))
@@ -62,13 +62,13 @@ class Block(nn.Module):
 
 
 def make_deterministic() -> None:
-    """Let kernels add in one order, for the whole process: else two runs of the same need not have the same bits."""
+    """Make kernels add in one order, for the whole process: otherwise two identical runs need not agree bit for bit."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # it would write all that is allocated
 
 
 def stage_of(size: Size, index: int, device: torch.device) -> nn.Module:
-    """Make one stage, with its gradients: steps add to them, so that none allocates them."""
+    """Make one stage with gradients of zero, which steps add to, so that no step allocates them."""
     torch.manual_seed(index)
     with torch.device(device):
         stage = nn.Sequential(*[Block(size) for _ in range(size.blocks)]).to(getattr(torch, size.dtype))
@@ -78,17 +78,17 @@ def stage_of(size: Size, index: int, device: torch.device) -> nn.Module:
 
 
 def batch_of(size: Size, step: int, device: torch.device) -> torch.Tensor:
-    """[num_microbatches * sequences, tokens, width], another one for each step."""
+    """Make a batch [num_microbatches * sequences, tokens, width], a different one for each step."""
     generator = torch.Generator(device).manual_seed(1000 + step)
     shape = size.num_microbatches * size.sequences, size.tokens, size.width
     return torch.randn(*shape, device=device, dtype=getattr(torch, size.dtype), generator=generator)
 
 
 def gradients_of(stage: nn.Module) -> list[torch.Tensor]:
-    """What steps have added up."""
+    """Return the gradients that steps have accumulated."""
     return [parameter.grad for parameter in stage.parameters() if parameter.grad is not None]
 
 
 def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The loss of a microbatch."""
+    """Return the loss of a microbatch."""
     return F.mse_loss(output, target)

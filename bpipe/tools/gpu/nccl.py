@@ -1,4 +1,4 @@
-"""Several GPUs: a process for each, over NCCL, and what their numbers mean together."""
+"""Check several GPUs with a process for each, over NCCL, and judge their numbers together."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check(size: Size, num_gpus: int) -> list[Verdict]:
 
 
 def on_ranks(size: Size) -> list[dict[str, Any]]:
-    """Run `as_rank` in a process for each GPU; where one raises, this raises, with its traceback."""
+    """Run `as_rank` in a process for each GPU; if one of them raises, raise with its traceback."""
     _use_the_loopback_interface()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -62,7 +62,7 @@ def on_ranks(size: Size) -> list[dict[str, Any]]:
 
 
 def _use_the_loopback_interface() -> None:
-    """All ranks are on this machine; what its name resolves to may be no address of its own."""
+    """Use the loopback interface: all ranks are on this machine, whose name may resolve to an address that is not its own."""
     if sys.platform == "linux":
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
@@ -86,7 +86,7 @@ def _file(folder: str, rank: int) -> Path:
 
 
 def link_bytes_per_s(num_ranks: int, num_bytes: int = 2**28) -> float:
-    """What a copy from the first GPU to the last one's carries by itself: they are a pair."""
+    """Return the bytes per second of a copy by itself from the first GPU to the last one, because these are a pair."""
     first, last = torch.device("cuda", 0), torch.device("cuda", num_ranks - 1)
     source, target = (torch.ones(num_bytes, dtype=torch.uint8, device=device) for device in (first, last))
     target.copy_(source)
@@ -101,7 +101,7 @@ def link_bytes_per_s(num_ranks: int, num_bytes: int = 2**28) -> float:
 
 
 def judge(found: Sequence[dict[str, Any]], size: Size, bytes_per_s: float) -> list[Verdict]:
-    """The verdicts on what all ranks found, in the order of the ranks."""
+    """Return the verdicts on what all ranks found, which is given in the order of the ranks."""
     return [_equality(found, size), _memory(found, size), *_times(found, size, bytes_per_s)]
 
 
@@ -137,7 +137,7 @@ def _memory(found: Sequence[dict[str, Any]], size: Size) -> Verdict:
 
 
 def _times(found: Sequence[dict[str, Any]], size: Size, bytes_per_s: float) -> list[Verdict]:
-    """How long evictions are seen, and what a step takes: where a copy by itself is slower than a forward, nothing is claimed."""
+    """Judge the waits for evictions and the step time; a miss is not held against bpipe where a copy is slower than a forward."""
     balanced = balanced_of(size.num_ranks)[0]
     transfer_s = max(of_rank["timed"]["evicted_bytes"] for of_rank in found) / bytes_per_s
     forward_s = median(of_rank["timed"]["forward_s"] for of_rank in found)
@@ -176,7 +176,7 @@ def _too_much(value: float | None, most: float) -> str:
 
 
 def _steps(found: Sequence[dict[str, Any]], name: str) -> list[float]:
-    """A step lasts until its slowest rank is done."""
+    """Return the seconds of each step, which lasts until its slowest rank is done."""
     of_ranks = [[step["step_s"] for step in of_rank["timed"]["steps"][name]] for of_rank in found]
     return [max(of_step) for of_step in zip(*of_ranks, strict=True)]
 
@@ -186,6 +186,6 @@ def _over_plain(found: Sequence[dict[str, Any]], balanced: str) -> float:
 
 
 def _share(found: Sequence[dict[str, Any]], name: str, key: str) -> float | None:
-    """Of a step, of the rank that waits longest: the median of its steps whose waits are known; None if none are."""
+    """Return the share of a step that the longest-waiting rank waits: its median over steps with known waits, None without any."""
     shares = [[s[key] / s["step_s"] for s in of_rank["timed"]["steps"][name] if s[key] is not None] for of_rank in found]
     return max((median(of_rank) for of_rank in shares if of_rank), default=None)

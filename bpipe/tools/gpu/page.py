@@ -18,14 +18,14 @@ BELOW = (
 
 
 def page(data: Mapping[str, Any]) -> str:
-    """Write the page, in Markdown, of what the JSON holds."""
+    """Write the page, in Markdown, from what the JSON holds."""
     rows = [_row(verdict) for check in data["checks"] for verdict in check["verdicts"]]
     took = ", ".join(f"{check['name']} {check['took_s']:.0f} s" for check in data["checks"])
     return "\n".join([data["summary"], "", HEAD, *rows, "", f"It took: {took}.", "", BELOW, ""])
 
 
 def summary(counts: Mapping[str, int], about: str, took_s: float) -> str:
-    """The first line.
+    """Write the first line.
 
     Example:
         >>> summary({"passed": 3, "failed": 0, "not applicable": 1}, "bpipe 1.0, 1 x GPU", 61.2)
@@ -42,7 +42,7 @@ def _row(verdict: Mapping[str, Any]) -> str:
 
 
 def _bare(name: str) -> str:
-    """A number's name without its unit, which the number shows.
+    """Return a number's name without its unit, which the number shows.
 
     Example:
         >>> _bare("said_bytes, GPipe"), _bare("step_s, plain")
@@ -66,5 +66,5 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _cell(text: str) -> str:
-    """A text that ends no cell and no row."""
+    """Return a text that cannot end a cell or a row of the table."""
     return " ".join(str(text).replace("|", "\\|").replace("<", "&lt;").split())

@@ -1,4 +1,4 @@
-"""What one process of several does, each with a GPU of its own: gradients, memory, waits and step times, plain and balanced."""
+"""The work of one of several processes, each with its own GPU: gradients, memory, waits and step times, plain and balanced."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ FEWEST_FOR_SLOTS = 4  # ranks: with fewer, whole microbatches cannot be balanced
 
 
 def balanced_of(num_ranks: int) -> list[str]:
-    """The contenders that are balanced; the first of them is timed."""
+    """Return the contenders that are balanced; the first of them is timed."""
     return [SLOTS, PARTS] if num_ranks >= FEWEST_FOR_SLOTS else [PARTS]
 
 
 def size_of(size: Size, num_ranks: int) -> Size:
-    """The same model over another number of ranks, with twice as many microbatches."""
+    """Return the size of the same model over another number of ranks, with twice as many microbatches as ranks."""
     return replace(size, num_ranks=num_ranks, num_microbatches=2 * num_ranks)
 
 
@@ -38,7 +38,7 @@ def as_rank(rank: int, size: Size, device: torch.device) -> dict[str, Any]:
     """Do one rank's part. Collective over the default process group, which has a backend for the CPU and one for the device.
 
     Returns:
-        What `judge` takes of each rank, plain enough for JSON.
+        What `judge` takes from each rank, plain enough for JSON.
     """
     names = [PLAIN, *balanced_of(size.num_ranks)]
     expected = by_itself(size, device, [rank])[: -size.num_microbatches]  # but for the losses
@@ -54,7 +54,7 @@ def as_rank(rank: int, size: Size, device: torch.device) -> dict[str, Any]:
 
 
 def trained(rank: int, size: Size, name: str, device: torch.device) -> tuple[list[torch.Tensor], bool]:
-    """The gradients of this rank's stage after some steps, and whether anything moved."""
+    """Train for some steps, and return the gradients of this rank's stage and whether anything moved."""
     stage = stage_of(size, rank, device)
     schedule = CONTENDERS[name](bpipe.PipelineStage(stage, rank, size.num_ranks, device), size.num_microbatches)
     torch.cuda.manual_seed(SEED)
@@ -68,7 +68,7 @@ def trained(rank: int, size: Size, name: str, device: torch.device) -> tuple[lis
 
 
 def measured(rank: int, size: Size, name: str, device: torch.device, moments: Moments) -> dict[str, int]:
-    """What this rank holds, by bpipe and by the allocator."""
+    """Measure what this rank holds, according to bpipe and to the allocator."""
     outside = outside_bytes(device)
     stage, batch = stage_of(size, rank, device), batch_of(size, 0, device)
     schedule = CONTENDERS[name](bpipe.PipelineStage(stage, rank, size.num_ranks, device), size.num_microbatches)
@@ -80,7 +80,7 @@ def measured(rank: int, size: Size, name: str, device: torch.device, moments: Mo
 
 
 def timed(rank: int, size: Size, device: torch.device) -> dict[str, Any]:
-    """Steps of plain and of balanced 1F1B in turns, and what the device waited for in each."""
+    """Time steps of plain and of balanced 1F1B in turns, and what the device waited for in each."""
     stage, batch, names = stage_of(size, rank, device), batch_of(size, 0, device), (PLAIN, balanced_of(size.num_ranks)[0])
     place = bpipe.PipelineStage(stage, rank, size.num_ranks, device)
     schedules = {name: CONTENDERS[name](place, size.num_microbatches) for name in names}
@@ -102,7 +102,7 @@ def timed(rank: int, size: Size, device: torch.device) -> dict[str, Any]:
 
 
 def one_step(schedule: bpipe.Schedule, batch: torch.Tensor) -> dict[str, float]:
-    """Seconds from when all ranks begin until this one's device is done, with the numbers of the step."""
+    """Run a step; return the seconds from when all ranks begin until this one's device is done, with the step's numbers."""
     dist.all_reduce(torch.zeros(1))
     began = time.perf_counter()
     schedule.step(batch, target=batch, return_outputs=False)
@@ -111,7 +111,7 @@ def one_step(schedule: bpipe.Schedule, batch: torch.Tensor) -> dict[str, float]:
 
 
 def _num_rounds(schedules: Sequence[bpipe.Schedule], batch: torch.Tensor, seconds: float) -> int:
-    """As many as all ranks can run in the time, as rank 0 measures them once."""
+    """Return how many rounds all ranks can run in the time, as rank 0 measures one; at least FEWEST_ROUNDS, at most MOST_ROUNDS."""
     took = sum(one_step(schedule, batch)["step_took_s"] for schedule in schedules)
     number = torch.tensor([seconds / took])
     dist.broadcast(number, 0)
@@ -119,7 +119,7 @@ def _num_rounds(schedules: Sequence[bpipe.Schedule], batch: torch.Tensor, second
 
 
 def _with_waits(steps: Sequence[Mapping[str, float]]) -> list[dict[str, float | None]]:
-    """Seconds of each step, and of its waits, which a host may know only in a later step, or never: None."""
+    """Return the seconds of each step and of its waits, which a host may learn only in a later step, or never (None)."""
     took = {step["step"]: step["step_took_s"] for step in steps}
     waits = {step["wait_step"]: step for step in steps}
     return [
@@ -133,7 +133,7 @@ def _sum(waits: Mapping[str, float] | None, keys: Sequence[str]) -> float | None
 
 
 def forward_s(stage: torch.nn.Module, x: torch.Tensor, repeats: int = 10) -> float:
-    """Seconds that a forward of one microbatch takes of the device, by its own clock."""
+    """Return the seconds that a forward of one microbatch takes on the device, by the device's own clock."""
     stage(x)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()

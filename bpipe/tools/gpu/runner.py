@@ -1,4 +1,4 @@
-"""Each check in a process of its own, with a time limit: what crashes or hangs is a verdict, and the next check begins."""
+"""Run each check in a process of its own with a time limit: a crash or a hang is a verdict, and the next check begins."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def run_all(
     launch: Sequence[str] = LAUNCH,
     most_s: float = MOST_S,
 ) -> list[Ran]:
-    """Make checks one after the other.
+    """Run checks one after another.
 
     Args:
         limits_s: the seconds that each check may take, by its name.
-        size: what to change of the model's size.
+        size: what to change in the model's size.
         say: told what begins, and how it ended.
-        launch: the command that makes a check.
+        launch: the command that runs a check.
         most_s: the seconds that all together may take.
     """
     until = time.monotonic() + most_s
@@ -68,7 +68,7 @@ def run_all(
 
 
 def run_one(name: str, size: Mapping[str, Any], limit_s: float, launch: Sequence[str] = LAUNCH) -> list[Verdict]:
-    """Make one check, and end all its processes if it takes too long."""
+    """Run one check, and end all its processes if it takes too long."""
     if limit_s <= 0:
         return [failed(name, "no time was left for it: earlier checks took too long")]
     with tempfile.TemporaryDirectory() as folder:
@@ -83,7 +83,7 @@ def run_one(name: str, size: Mapping[str, Any], limit_s: float, launch: Sequence
 
 
 def _run(command: Sequence[str], log: Path, limit_s: float) -> int | None:
-    """The exit code of a process; None if it was ended at its limit. If it does not end well, all that it has started are ended."""
+    """Run a command and return its exit code, or None if ended at its limit; if it fails, end all processes that it started."""
     with log.open("wb") as said:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=os.environ | SETTINGS, start_new_session=True
@@ -115,6 +115,6 @@ def _last_words(log: Path) -> str:
 
 
 def count(ran: Sequence[Ran]) -> dict[Outcome, int]:
-    """How many verdicts there are of each kind."""
+    """Count the verdicts of each kind."""
     outcomes = [verdict.outcome for one in ran for verdict in one.verdicts]
     return {outcome: outcomes.count(outcome) for outcome in Outcome}

@@ -1,4 +1,4 @@
-"""The checks by name, as a process of its own runs one of them."""
+"""The checks by name; each process runs one of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDER = 2  # over NCCL: the wider a block, the longer its forward beside the tra
 
 
 def verdicts_of(name: str, size: Size) -> Iterable[Verdict]:
-    """Make a check: some of its verdicts may come before others."""
+    """Run a check; some of its verdicts may come before others."""
     make_deterministic()
     device = torch.device("cuda", 0)
     match name:

@@ -1,4 +1,4 @@
-"""What a check found: passed, failed or not applicable, with its numbers."""
+"""The verdict of a check: passed, failed or not applicable, with its numbers."""
 
 from __future__ import annotations
 
@@ -55,18 +55,18 @@ class Verdict:
 
 
 def judged(check: str, meaning: str, problems: list[str], numbers: Mapping[str, Any]) -> Verdict:
-    """Let a check fail with each problem that was found, or pass."""
+    """Return a verdict that a check failed with the problems that were found, or passed if there are none."""
     outcome = Outcome.FAILED if problems else Outcome.PASSED
     return Verdict(check=check, outcome=outcome, meaning=meaning, reason=public("; ".join(problems)), numbers=numbers)
 
 
 def not_applicable(check: str, reason: str, numbers: Mapping[str, Any] | None = None) -> Verdict:
-    """Say why a check cannot be made here."""
+    """Return a verdict that says why a check cannot be run here."""
     return Verdict(check=check, outcome=Outcome.NOT_APPLICABLE, reason=public(reason), numbers=numbers or {})
 
 
 def failed(check: str, reason: str) -> Verdict:
-    """Let a check fail that did not come to an end."""
+    """Return a verdict that a check failed because it did not come to an end."""
     return Verdict(check=check, outcome=Outcome.FAILED, reason=public(reason))
 
 
