@@ -23,8 +23,8 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 
 import bpipe
-from bpipe.comm.activity import Activity
-from bpipe.comm.control import Control
+from bpipe.comm.health.activity import Activity
+from bpipe.comm.health.control import Control
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"

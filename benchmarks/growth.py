@@ -16,8 +16,8 @@ from functools import partial
 from matplotlib.figure import Figure
 
 from benchmarks.study import Case, Claim, Row, Study
+from bpipe.plan.action import POSTS
 from bpipe.schedules import Costs, Link, Plan, build, simulate
-from bpipe.schedules.action import POSTS
 
 WORKS = [(8, 64), (16, 128), (32, 256), (64, 512), (128, 1024), (256, 1024), (512, 2048), (1024, 2048)]
 COSTS = Costs(saved_bytes=1, output_bytes=1, link=Link(bytes_per_s=2.0))

@@ -8,11 +8,11 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from bpipe.plan.action import SERVED
+from bpipe.plan.issue_order import issue_orders
 from bpipe.schedules import build
-from bpipe.schedules.action import SERVED
-from bpipe.schedules.costs import Costs, Link
-from bpipe.schedules.issue_order import issue_orders
-from bpipe.schedules.simulate import simulate
+from bpipe.simulator.costs import Costs, Link
+from bpipe.simulator.simulation import simulate
 
 RANKS, MICROBATCHES = 4, 16
 SCHEDULES = {"1f1b": 1, "balanced_1f1b": 1, "interleaved_1f1b": 2, "zb_h1": 1, "zb_h2": 1, "zbv": 2, "dualpipe_v": 2, "v_half": 2}

@@ -9,14 +9,14 @@ from torch import nn
 
 from benchmarks.alternate import Step
 from benchmarks.gpu import device_us
-from bpipe.comm.loopback import LoopbackTransport, Wires
+from bpipe.comm.transport.in_process import LoopbackTransport, Wires
 from bpipe.device import Streams
-from bpipe.memory.bundle import Bundle
-from bpipe.memory.guests import Rooms
-from bpipe.memory.host import HostRooms
-from bpipe.memory.stash import Stash
+from bpipe.memory.host_buffers import HostRooms
+from bpipe.memory.remote_buffers import Rooms
+from bpipe.memory.saved.bundle import Bundle
+from bpipe.memory.saved.stash import Stash
+from bpipe.plan.rooms import Reserved
 from bpipe.schedules import Channel, Purpose
-from bpipe.schedules.rooms import Reserved
 
 
 def alone(module: nn.Module, x: torch.Tensor, *, to_host: bool) -> dict[str, float | None]:

@@ -24,7 +24,7 @@ from benchmarks.intervals import interval, ratios
 from benchmarks.one_eviction import alone
 from benchmarks.overlap import copies_and_kernels, overlapped, trace_of
 from benchmarks.study import Case, Claim, Row, Study
-from bpipe.runtime.observe import Observer
+from bpipe.engine.run import Observer
 from bpipe.schedules import Destinations, Op
 from tests.ranks import run_ranks
 

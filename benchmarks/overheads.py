@@ -18,11 +18,11 @@ from benchmarks.alternate import Taken, in_turns, step_cpu_s, step_seconds
 from benchmarks.blocks import Size, block
 from benchmarks.intervals import ratios
 from benchmarks.study import Case, Claim, Row, Study
-from bpipe.comm.control import CallOf
-from bpipe.comm.header import Subject, pack_eviction, pack_layout, unpack_eviction, unpack_layout
-from bpipe.comm.message import Layout, meta_of
-from bpipe.memory.bundle import Bundle
-from bpipe.memory.stash import Stash
+from bpipe.comm.health.control import CallOf
+from bpipe.comm.wire.header import Subject, pack_eviction, pack_layout, unpack_eviction, unpack_layout
+from bpipe.comm.wire.message import Layout, meta_of
+from bpipe.memory.saved.bundle import Bundle
+from bpipe.memory.saved.stash import Stash
 from bpipe.schedules import build
 from tests.ranks import run_ranks
 

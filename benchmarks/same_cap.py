@@ -18,8 +18,8 @@ from benchmarks.alternate import Step, Taken, in_turns, peak_bytes, step_seconds
 from benchmarks.blocks import Size, block
 from benchmarks.intervals import ratios
 from benchmarks.study import Case, Claim, Row, Study
+from bpipe.passes.balance.balance import default_slots
 from bpipe.schedules import Destinations
-from bpipe.schedules.balance import default_slots
 from tests.ranks import run_ranks
 from tests.sleepers import Sleeper
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from bpipe._version import __version__
 
 if TYPE_CHECKING:
-    from bpipe.balanced import Balanced
-    from bpipe.catalogue import (
+    from bpipe.api.balanced import Balanced
+    from bpipe.api.catalogue import (
         ZBH1,
         ZBH2,
         ZBV,
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
         VHalf,
         VMin,
     )
-    from bpipe.comm.placement import pair_adjacent, place
+    from bpipe.api.loopback import Loopback
+    from bpipe.api.schedule import Schedule
     from bpipe.estimate.advise import advise
     from bpipe.estimate.profile import profile
-    from bpipe.loopback import Loopback
+    from bpipe.model.stage import PipelineStage
+    from bpipe.parallel.placement import pair_adjacent, place
     from bpipe.partition.check import check_split
     from bpipe.partition.choose import choose_stages
     from bpipe.partition.measure import measure_layers
     from bpipe.partition.split import split_model
     from bpipe.partition.transformers import split_transformer, transformer_layers
-    from bpipe.schedule import Schedule
-    from bpipe.stage import PipelineStage
     from bpipe.tools.chrome import save_trace
     from bpipe.tools.chrome_read import load_trace
     from bpipe.tools.draw import draw
@@ -89,24 +89,24 @@ __all__ = [
 OLDEST_TORCH = (2, 11)
 
 _HOMES = {
-    "Balanced": "bpipe.balanced",
-    "BalancedOneFOneB": "bpipe.catalogue",
-    "BreadthFirst": "bpipe.catalogue",
-    "DualPipeV": "bpipe.catalogue",
-    "FromPlan": "bpipe.catalogue",
-    "GPipe": "bpipe.catalogue",
+    "Balanced": "bpipe.api.balanced",
+    "BalancedOneFOneB": "bpipe.api.catalogue",
+    "BreadthFirst": "bpipe.api.catalogue",
+    "DualPipeV": "bpipe.api.catalogue",
+    "FromPlan": "bpipe.api.catalogue",
+    "GPipe": "bpipe.api.catalogue",
     "GradScaler": "bpipe.training.scaler",
-    "Interleaved1F1B": "bpipe.catalogue",
-    "Loopback": "bpipe.loopback",
-    "OneFOneB": "bpipe.catalogue",
-    "PipelineStage": "bpipe.stage",
-    "Schedule": "bpipe.schedule",
+    "Interleaved1F1B": "bpipe.api.catalogue",
+    "Loopback": "bpipe.api.loopback",
+    "OneFOneB": "bpipe.api.catalogue",
+    "PipelineStage": "bpipe.model.stage",
+    "Schedule": "bpipe.api.schedule",
     "TiedWeights": "bpipe.training.tied",
-    "VHalf": "bpipe.catalogue",
-    "VMin": "bpipe.catalogue",
-    "ZBH1": "bpipe.catalogue",
-    "ZBH2": "bpipe.catalogue",
-    "ZBV": "bpipe.catalogue",
+    "VHalf": "bpipe.api.catalogue",
+    "VMin": "bpipe.api.catalogue",
+    "ZBH1": "bpipe.api.catalogue",
+    "ZBH2": "bpipe.api.catalogue",
+    "ZBV": "bpipe.api.catalogue",
     "advise": "bpipe.estimate.advise",
     "check_split": "bpipe.partition.check",
     "choose_stages": "bpipe.partition.choose",
@@ -114,8 +114,8 @@ _HOMES = {
     "draw": "bpipe.tools.draw",
     "load_trace": "bpipe.tools.chrome_read",
     "measure_layers": "bpipe.partition.measure",
-    "pair_adjacent": "bpipe.comm.placement",
-    "place": "bpipe.comm.placement",
+    "pair_adjacent": "bpipe.parallel.placement",
+    "place": "bpipe.parallel.placement",
     "profile": "bpipe.estimate.profile",
     "save_trace": "bpipe.tools.chrome",
     "share_loss": "bpipe.training.loss",

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Generic, TypeVar
 
-from bpipe.comm.failure import told
+from bpipe.comm.health.failure import told
 from bpipe.logs import LOG
 
 __all__: list[str] = []

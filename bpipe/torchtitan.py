@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from bpipe.balanced import Balanced
-from bpipe.catalogue import BalancedOneFOneB
+from bpipe.api.balanced import Balanced
+from bpipe.api.catalogue import BalancedOneFOneB
+from bpipe.api.schedule import Schedule
 from bpipe.errors import ConfigurationError
+from bpipe.model.stage import PipelineStage
 from bpipe.partition.split import split_model
-from bpipe.schedule import Schedule
 from bpipe.schedules import Rule, rules
-from bpipe.stage import PipelineStage
 
 __all__ = ["pipelining_fn"]
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import bpipe
-from bpipe.runtime.observe import Observer
+from bpipe.engine.run import Observer
 from bpipe.schedules import Op
 from tests.storages import StorageCount
 

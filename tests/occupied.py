@@ -10,9 +10,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bpipe.runtime.observe import Observer
+from bpipe.engine.run import Observer
+from bpipe.plan.action import SERVED
 from bpipe.schedules import Action, Plan
-from bpipe.schedules.action import SERVED
 from tests.storages import StorageCount
 
 

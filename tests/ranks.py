@@ -24,7 +24,13 @@ TIMEOUT_S = 60.0
 
 LOADED = [
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "pytest", "hypothesis"),
-    *("bpipe.comm.c10d", "bpipe.balanced", "bpipe.training.checkpoint", "bpipe.training.scaler", "bpipe.partition.check"),
+    *(
+        "bpipe.comm.transport.c10d",
+        "bpipe.api.balanced",
+        "bpipe.training.checkpoint",
+        "bpipe.training.scaler",
+        "bpipe.partition.check",
+    ),
     *("bpipe.partition.split", "bpipe.tools.tracing", "tests.models", "tests.over", "tests.ranks"),
 ]
 

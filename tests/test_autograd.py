@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from bpipe.autograd import Box, edges_of, enter, run_backward
-from bpipe.memory.storages import owners
+from bpipe.backward.autograd import Box, edges_of, enter, run_backward
+from bpipe.memory.saved.storages import owners
 
 T = torch.Tensor
 

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import nn
 
 import bpipe
-import bpipe.balanced
+import bpipe.api.balanced
+from bpipe.api.policy import Policy
 from bpipe.errors import AgreementError, BudgetError, ConfigurationError
-from bpipe.policy import Policy
+from bpipe.passes.communicate import computations_only
+from bpipe.passes.one_at_a_time import one_at_a_time
 from bpipe.schedules import Costs, Destinations, Plan, Sizes, build
-from bpipe.schedules.communicate import computations_only
-from bpipe.schedules.one_at_a_time import one_at_a_time
 from tests.models import WIDTH, Block, Result, as_rank, assert_same, batch_of, in_loopback, joined, modules_of, mse, single_process
 from tests.over import Over, pipeline
 from tests.ranks import run_ranks
@@ -68,7 +68,7 @@ def squeezed(result: Result, slots: float) -> tuple[int | None, ...]:
 
 
 def test_all_classes_are_here():
-    assert {schedule.__name__ for schedule in SCHEDULES} == set(bpipe.catalogue.__all__) - {"FromPlan"}  # of no rule
+    assert {schedule.__name__ for schedule in SCHEDULES} == set(bpipe.api.catalogue.__all__) - {"FromPlan"}  # of no rule
 
 
 FEW = 6  # microbatches
@@ -358,7 +358,7 @@ def test_auto_is_the_lowest_on_cpu():
 
 def test_auto_adds_what_is_free_to_what_is_used(monkeypatch):
     """As on CUDA: ranks of a loopback share a device, and gradients that are still to come need room of what is free."""
-    monkeypatch.setattr(bpipe.balanced, "available_bytes", lambda device, reserve_bytes: 4 * (2**20 - reserve_bytes))
+    monkeypatch.setattr(bpipe.api.balanced, "available_bytes", lambda device, reserve_bytes: 4 * (2**20 - reserve_bytes))
     over = Over(bpipe.OneFOneB, {"budget": "auto", "reserve_bytes": 2**10})
     modules = modules_of("quiet", 4)
     loopback, schedules = pipeline(over, modules, M, mse)
@@ -415,7 +415,7 @@ def test_one_microbatch_at_a_time(name, num_stages):
 
 
 def test_its_picture():
-    import bpipe.schedules.one_at_a_time as module
+    import bpipe.passes.one_at_a_time as module
 
     plan = computations_only(build("1f1b", 3, 2))
     grid = str(bpipe.schedules.finish(one_at_a_time(plan))).split("\n", 1)[1]
@@ -727,7 +727,7 @@ def test_nothing_is_hooked_where_nothing_is_evicted(monkeypatch):
     loopback, schedules = pipeline(Over(bpipe.OneFOneB, {"budget": 2**40}), modules_of("quiet", 4), M, mse)
     for _ in range(2):
         loopback.step(schedules, torch.cat(EVEN), target=torch.cat(EVEN))
-    monkeypatch.setattr(bpipe.memory.stash.Stash, "capture", lambda self: pytest.fail("followed a microbatch"))
+    monkeypatch.setattr(bpipe.memory.saved.stash.Stash, "capture", lambda self: pytest.fail("followed a microbatch"))
     loopback.step(schedules, torch.cat(EVEN), target=torch.cat(EVEN))
     plain = bpipe.OneFOneB.rule
     assert schedules[0].plan.actions == build(plain, 4, M).actions

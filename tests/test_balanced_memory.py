@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import bpipe
+from bpipe.plan.action import COMPUTE
 from bpipe.schedules import Destinations
-from bpipe.schedules.action import COMPUTE
 from tests.models import KINDS, WIDTH, batch_of, held_by, modules_of, mse
 from tests.occupied import Counting, Whose
 from tests.over import Over, pipeline

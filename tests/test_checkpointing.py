@@ -14,8 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import bpipe
 from bpipe.errors import SavedTensorError
-from bpipe.memory.nodes import nodes_behind
-from bpipe.memory.recomputed import kept_by_checkpoints
+from bpipe.memory.saved.nodes import nodes_behind
+from bpipe.memory.saved.recomputed import kept_by_checkpoints
 from tests.memory.captured import Captured
 from tests.models import KINDS, TOKENS, WIDTH, Block, Result, assert_same, batch_of, in_loopback, modules_of, mse, single_process
 from tests.over import Over

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import bpipe
-from bpipe.runtime.observe import Observer
-from bpipe.runtime.pieces import PiecesOf
+from bpipe.engine.piecewise import PiecesOf
+from bpipe.engine.run import Observer
+from bpipe.plan.action import COMPUTE
 from bpipe.schedules import Action, Op, Plan
-from bpipe.schedules.action import COMPUTE
 from tests.models import Block
 from tests.ranks import run_ranks
 

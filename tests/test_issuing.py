@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import bpipe
-from bpipe.comm.c10d import C10dTransport
+from bpipe.comm.transport.c10d import C10dTransport
+from bpipe.engine.recorder import Recorder
 from bpipe.errors import ConfigurationError, RankFailedError, StageError, TransferTimeoutError
-from bpipe.runtime.recorder import Recorder
+from bpipe.plan.action import COMPUTE
 from bpipe.schedules import Op
-from bpipe.schedules.action import COMPUTE
 from tests.accelerator.work import RULES, as_rank, batch_of, modules_of
 from tests.models import held_by
 from tests.ranks import run_ranks

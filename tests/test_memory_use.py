@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 import bpipe
-import bpipe.runtime.serve
-from bpipe.runtime.observe import Observer
+import bpipe.engine.acceptor
+from bpipe.engine.run import Observer
+from bpipe.plan.action import SERVED
 from bpipe.schedules import Op, Purpose
-from bpipe.schedules.action import SERVED
 from tests.models import Block
 from tests.ranks import run_ranks
 from tests.storages import StorageCount
@@ -63,7 +63,7 @@ class Watched(Observer):
 
     def step(self, x: torch.Tensor, target: torch.Tensor) -> None:
         self.peak, self.losses, self.batch = 0, [], (x, target)
-        loss_fn, serve = self.schedule._loss_fn, bpipe.runtime.serve.Server.run
+        loss_fn, serve = self.schedule._loss_fn, bpipe.engine.acceptor.Server.run
 
         def remembered(*loss_args: Any) -> torch.Tensor:
             loss = loss_fn(*loss_args)
@@ -74,10 +74,10 @@ class Watched(Observer):
             with self._count.mode():
                 serve(server)
 
-        self.schedule._loss_fn, bpipe.runtime.serve.Server.run = remembered, counted
+        self.schedule._loss_fn, bpipe.engine.acceptor.Server.run = remembered, counted
         with self._count.mode():
             self.schedule.step(x, target=target, return_outputs=False)
-        self.schedule._loss_fn, bpipe.runtime.serve.Server.run = loss_fn, serve
+        self.schedule._loss_fn, bpipe.engine.acceptor.Server.run = loss_fn, serve
 
 
 def stage_of_a_language_model(rank: int, p: int, width: int) -> nn.Module:

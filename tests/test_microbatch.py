@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer, _Replicate, sum_reducer
 
-from bpipe.cutting import Cutting
 from bpipe.errors import ConfigurationError, StageError
-from bpipe.merging import merge
-from bpipe.microbatch import describe, digest, tensors_in
+from bpipe.model.cutting import Cutting
+from bpipe.model.merging import merge
+from bpipe.model.microbatch import describe, digest, tensors_in
 
 M = 3
 

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import bpipe
 from bpipe.errors import BudgetError, ConfigurationError
 from bpipe.estimate.calibrate import calibrated
+from bpipe.passes.communicate import computations_only
 from bpipe.schedules import Costs, Destinations, Op, Plan, finish, simulate
-from bpipe.schedules.communicate import computations_only
-from bpipe.schedules.critical import critical_path
+from bpipe.simulator.critical import critical_path
 from bpipe.tools.draw import draw
 from tests.models import WIDTH, Block, Result, as_rank, assert_same, batch_of, in_loopback, joined, modules_of, mse, single_process
 from tests.over import Over, pipeline

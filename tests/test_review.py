@@ -267,7 +267,7 @@ def test_changing_what_was_sent_is_refused():
 
 def test_more_kinds_of_microbatches_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The one that was measured first is in flight again, beside a new one."""
-    monkeypatch.setattr(bpipe.runtime.remembered, "REMEMBERED_KINDS", 8)
+    monkeypatch.setattr(bpipe.engine.remembered, "REMEMBERED_KINDS", 8)
     loopback = bpipe.Loopback(2)
     stages = [bpipe.PipelineStage(nn.Linear(4, 4), rank, 2, "cpu", loopback.rank(rank)) for rank in range(2)]
     schedules = [bpipe.ZBH1(stage, 2, loss_fn=mse) for stage in stages]

@@ -16,10 +16,10 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from bpipe.autograd import Box, edges_of, enter, run_backward
+from bpipe.backward.autograd import Box, edges_of, enter, run_backward
+from bpipe.backward.split import WeightHalf, run_input_half
 from bpipe.errors import SavedTensorError
-from bpipe.memory.stash import Stash
-from bpipe.split import WeightHalf, run_input_half
+from bpipe.memory.saved.stash import Stash
 from tests.models import KINDS, TOKENS, WIDTH, Block
 from tests.operations import Count
 from tests.storages import StorageCount

@@ -20,12 +20,12 @@ from torch import nn
 from torch.autograd import profiler
 
 import bpipe
+from bpipe.device import times as device_times
+from bpipe.device.times import DeviceTimes
 from bpipe.errors import ConfigurationError, PipelineBrokenError
-from bpipe.runtime import device_times
-from bpipe.runtime.device_times import DeviceTimes
+from bpipe.plan.action import COMPUTE, HOST, POSTS, RECEIVER_OF, START_OF, WAIT_OF
 from bpipe.schedules import Action, Destinations, Op, Span
-from bpipe.schedules.action import COMPUTE, HOST, POSTS, RECEIVER_OF, START_OF, WAIT_OF
-from bpipe.schedules.critical import critical_path
+from bpipe.simulator.critical import critical_path
 from bpipe.tools.chrome_read import load_trace
 from bpipe.tools.measured import Measured
 from bpipe.tools.tracing import trace
@@ -475,7 +475,7 @@ class Event:
 
 
 def test_device_times_are_read_when_the_device_is_done(monkeypatch):
-    monkeypatch.setattr("bpipe.runtime.device_times.timed_moment", lambda device: Event())
+    monkeypatch.setattr("bpipe.device.times.timed_moment", lambda device: Event())
     monkeypatch.setattr(device_times.time, "perf_counter_ns", lambda: 5_000)
     times = DeviceTimes(torch.device("cpu"))  # whose events are those above
     steps = [array("q") for _ in range(3)]

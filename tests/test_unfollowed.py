@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import bpipe
 from bpipe.errors import StageError
-from bpipe.memory.attributes import tensors_kept_in
-from bpipe.memory.shown import shown_by
+from bpipe.memory.saved.attributes import tensors_kept_in
+from bpipe.memory.saved.shown import shown_by
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

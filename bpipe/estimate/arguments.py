@@ -14,7 +14,7 @@ from bpipe.estimate.models import model_named
 from bpipe.estimate.names import check_count, check_positive, lookup
 from bpipe.estimate.transformer import Transformer
 from bpipe.estimate.workload import Links
-from bpipe.schedules.costs import Link
+from bpipe.simulator.costs import Link
 
 __all__: list[str] = []
 

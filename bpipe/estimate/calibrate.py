@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from statistics import median
 
 from bpipe.errors import ConfigurationError
+from bpipe.plan.meter import occupancy
 from bpipe.schedules import Costs, Op, Plan, Timeline
-from bpipe.schedules.meter import occupancy
 
 __all__ = ["calibrated"]
 

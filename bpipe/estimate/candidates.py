@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from bpipe.errors import PlanError
+from bpipe.plan.destinations import mirror_pairs
 from bpipe.schedules import Plan, build
-from bpipe.schedules.destinations import mirror_pairs
 
 __all__ = ["Variant", "roomier", "variants"]
 

@@ -11,8 +11,8 @@ from bpipe.estimate.advice import Candidate, gib
 from bpipe.estimate.candidates import Variant, roomier, variants
 from bpipe.estimate.workload import Load, Workload
 from bpipe.schedules import Costs, Op, Plan, simulate
-from bpipe.schedules.simulate import idle_bytes, own_bytes
-from bpipe.schedules.timeline import Timeline
+from bpipe.simulator.simulation import idle_bytes, own_bytes
+from bpipe.simulator.timeline import Timeline
 
 __all__: list[str] = []
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from bpipe.errors import ConfigurationError
 from bpipe.estimate.names import check_count, check_positive
-from bpipe.schedules.costs import Costs, Link
+from bpipe.simulator.costs import Costs, Link
 
 __all__ = ["Measurement", "Profile", "costs_of"]
 

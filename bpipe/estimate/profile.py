@@ -14,18 +14,18 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
-from bpipe.autograd import Box, edges_of, enter, run_backward
+from bpipe.backward.autograd import Box, edges_of, enter, run_backward
 from bpipe.cleanup import note
-from bpipe.comm.message import dense, put_together, take_apart
+from bpipe.comm.wire.message import dense, put_together, take_apart
 from bpipe.device import name_of, synchronize
 from bpipe.errors import ConfigurationError, StageError
 from bpipe.estimate.measurement import Measurement, Profile
 from bpipe.estimate.names import check_count
-from bpipe.memory.footprint import Footprint, footprint_of
-from bpipe.memory.stash import Stash
-from bpipe.memory.storages import keys_of, storages_of
-from bpipe.microbatch import tensors_in
-from bpipe.untouched import untouched
+from bpipe.memory.saved.footprint import Footprint, footprint_of
+from bpipe.memory.saved.stash import Stash
+from bpipe.memory.saved.storages import keys_of, storages_of
+from bpipe.model.microbatch import tensors_in
+from bpipe.model.untouched import untouched
 
 __all__ = ["profile"]
 
@@ -152,7 +152,7 @@ class _Forward:
 
 
 class _Bench:
-    """One stage, run as `bpipe.runtime.compute` runs it."""
+    """One stage, run as `bpipe.engine.compute` runs it."""
 
     def __init__(
         self,

@@ -13,8 +13,8 @@ from bpipe.estimate.execution import Execution
 from bpipe.estimate.measurement import Profile, costs_of
 from bpipe.estimate.stages import stages_of
 from bpipe.estimate.transformer import Transformer
-from bpipe.schedules.costs import Costs, Link
-from bpipe.schedules.destinations import mirror_pairs
+from bpipe.plan.destinations import mirror_pairs
+from bpipe.simulator.costs import Costs, Link
 
 __all__: list[str] = []
 

@@ -1,3 +1,3 @@
-"""What a microbatch keeps for its backward: captured, counted, emptied, refilled; and the acceptor's rooms."""
+"""What stays on a device, what a rank holds, and the memory that it lends to others; `saved` is what microbatches keep."""
 
 __all__: list[str] = []

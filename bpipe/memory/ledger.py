@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bpipe.memory.footprint import Footprint
-from bpipe.memory.stash import Contents
-from bpipe.memory.storages import Held
+from bpipe.memory.saved.footprint import Footprint
+from bpipe.memory.saved.stash import Contents
+from bpipe.memory.saved.storages import Held
 from bpipe.schedules import Action
 
 __all__: list[str] = []

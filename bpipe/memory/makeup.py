@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bpipe.comm.dtensor import is_dtensor
+from bpipe.comm.wire.dtensor import is_dtensor
 
 __all__: list[str] = []
 

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from bpipe.errors import ConfigurationError
+from bpipe.memory.saved.storages import storages_of
 from bpipe.memory.static import bytes_under
-from bpipe.memory.storages import storages_of
 
 __all__: list[str] = []
 

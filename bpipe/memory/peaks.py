@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from bpipe.memory.footprint import Footprint
 from bpipe.memory.ledger import Key
+from bpipe.memory.saved.footprint import Footprint
+from bpipe.plan.meter import Amount, Amounts, Meter, bytes_meter, occupancy
 from bpipe.schedules import Plan, Sizes, StageSizes
-from bpipe.schedules.meter import Amount, Amounts, Meter, bytes_meter, occupancy
 
 __all__: list[str] = []
 

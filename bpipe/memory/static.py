@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from bpipe.device import free_bytes, give_back_unused
 from bpipe.memory.makeup import UNREADABLE, buffers_of, looks_of
-from bpipe.memory.storages import storages_of
+from bpipe.memory.saved.storages import storages_of
 
 __all__: list[str] = []
 

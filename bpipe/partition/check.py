@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from bpipe.comm.failure import told
+from bpipe.comm.health.failure import told
 from bpipe.errors import ConfigurationError, StageError
-from bpipe.untouched import untouched
+from bpipe.model.untouched import untouched
 
 __all__ = ["check_split"]
 

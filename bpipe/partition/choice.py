@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bpipe.schedules.costs import Costs
+from bpipe.simulator.costs import Costs
 
 __all__ = ["StageChoice"]
 

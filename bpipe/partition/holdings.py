@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bpipe.schedules.action import Action
-from bpipe.schedules.meter import meter_of, occupancy
-from bpipe.schedules.plan import Plan
-from bpipe.schedules.rooms import reserve
+from bpipe.plan.action import Action
+from bpipe.plan.meter import meter_of, occupancy
+from bpipe.plan.plan import Plan
+from bpipe.plan.rooms import reserve
 
 __all__: list[str] = []
 

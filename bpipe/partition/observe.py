@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bpipe.errors import ConfigurationError
-from bpipe.memory.storages import Storage, storages_of
+from bpipe.memory.saved.storages import Storage, storages_of
 
 __all__: list[str] = []
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from bpipe.comm.failure import told
+from bpipe.comm.health.failure import told
 from bpipe.errors import ConfigurationError
 from bpipe.partition.names import OF_PARAMETERS, Names, is_container
 from bpipe.partition.parameters import leave_out

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from torch import nn
 
-from bpipe.cut import mark
 from bpipe.errors import ConfigurationError
+from bpipe.model.cut import mark
 from bpipe.partition.names import Names
 from bpipe.partition.placeholders import check_kind
 from bpipe.partition.skeleton import skeleton

@@ -7,16 +7,16 @@ Example:
     ['0F0', '0F1', '0B0', '0B1']
 """
 
-from bpipe.schedules.action import Action, Channel, Op, Purpose
-from bpipe.schedules.build import build, finish, names, rules
-from bpipe.schedules.costs import Costs, Link
-from bpipe.schedules.destinations import Destinations
-from bpipe.schedules.plan import Plan
+from bpipe.plan.action import Action, Channel, Op, Purpose
+from bpipe.plan.destinations import Destinations
+from bpipe.plan.plan import Plan
+from bpipe.plan.sizes import Sizes, StageSizes
+from bpipe.schedules.by_name import build, finish, names, rules
 from bpipe.schedules.rule import Rule
-from bpipe.schedules.simulate import simulate
-from bpipe.schedules.sizes import Sizes, StageSizes
-from bpipe.schedules.timeline import Holding, Lane, Span, Timeline
-from bpipe.schedules.verify import verify
+from bpipe.simulator.costs import Costs, Link
+from bpipe.simulator.simulation import simulate
+from bpipe.simulator.timeline import Holding, Lane, Span, Timeline
+from bpipe.verifier.proof import verify
 
 __all__ = [
     "Action",

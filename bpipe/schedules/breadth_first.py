@@ -10,7 +10,7 @@ rank 1 | ..  1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3 3B0 3b0 3B1 3b1 3B2 3b2 3B3 3b3 1B0
 
 from __future__ import annotations
 
-from bpipe.schedules.action import Action, Op
+from bpipe.plan.action import Action, Op
 from bpipe.schedules.rule import Placement, Rule
 
 __all__: list[str] = []

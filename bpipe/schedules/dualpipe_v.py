@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from bpipe.schedules.action import Action, Op
+from bpipe.plan.action import Action, Op
 from bpipe.schedules.halves import Step, numbered
 from bpipe.schedules.rule import Placement, Rule
 

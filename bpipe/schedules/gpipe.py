@@ -10,7 +10,7 @@ rank 3 | .. .. .. F0 F1 F2 F3 B0 b0 B1 b1 B2 b2 B3 b3 .. .. .. .. .. ..
 
 from __future__ import annotations
 
-from bpipe.schedules.action import Action, Op
+from bpipe.plan.action import Action, Op
 from bpipe.schedules.rule import Placement, Rule
 
 __all__: list[str] = []

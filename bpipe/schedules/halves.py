@@ -6,8 +6,8 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from itertools import count
 
-from bpipe.schedules.action import Action, Op
-from bpipe.schedules.order import RESULT, Key, needs
+from bpipe.plan.action import Action, Op
+from bpipe.plan.order import RESULT, Key, needs
 
 __all__: list[str] = []
 

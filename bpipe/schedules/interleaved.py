@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from bpipe.schedules.action import Action, Op
+from bpipe.plan.action import Action, Op
 from bpipe.schedules.one_f_one_b import alternate
 from bpipe.schedules.rule import Placement, Rule
 

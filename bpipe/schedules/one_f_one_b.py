@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bpipe.schedules.action import Action, Op
-from bpipe.schedules.balance import default_slots
+from bpipe.passes.balance.balance import default_slots
+from bpipe.plan.action import Action, Op
 from bpipe.schedules.rule import Placement, Rule
 
 __all__: list[str] = []

@@ -9,7 +9,7 @@ from fractions import Fraction
 from itertools import count
 
 from bpipe.errors import ConfigurationError
-from bpipe.schedules.action import Action
+from bpipe.plan.action import Action
 
 __all__ = ["Placement", "Rule"]
 

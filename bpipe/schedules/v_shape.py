@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from bpipe.schedules.action import Action, Op
+from bpipe.plan.action import Action, Op
 from bpipe.schedules.halves import with_weights
 from bpipe.schedules.rule import Placement, Rule
 

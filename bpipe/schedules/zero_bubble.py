@@ -17,7 +17,7 @@ rank 3 | .. .. .. F0 I0 F1 I1 F2 I2 F3 I3 F4 I4 F5 I5 F6 I6 W0 W1 W2 W3 W4 W5 W6
 
 from __future__ import annotations
 
-from bpipe.schedules.action import Action, Op
+from bpipe.plan.action import Action, Op
 from bpipe.schedules.rule import Placement, Rule
 
 __all__: list[str] = []

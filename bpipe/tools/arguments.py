@@ -9,12 +9,12 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from bpipe.comm.placement import pair_adjacent
+from bpipe.api.policy import MOST_PARTS
 from bpipe.errors import ConfigurationError, PlanError
 from bpipe.estimate.calibrate import calibrated
-from bpipe.policy import MOST_PARTS
+from bpipe.parallel.placement import pair_adjacent
 from bpipe.schedules import Costs, Link, Plan, Rule, Timeline, build, names, simulate, verify
-from bpipe.schedules.build import rule_named
+from bpipe.schedules.by_name import rule_named
 from bpipe.schedules.rule import Placement
 from bpipe.tools.balancing import LOWEST, Budget, balanced
 from bpipe.tools.measured import typical

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from bpipe.errors import ConfigurationError
+from bpipe.passes.balance.by_bytes import by_bytes
+from bpipe.passes.balance.outcome import outcome
 from bpipe.schedules import Action, Costs, Destinations, Op, Plan, Sizes, StageSizes, finish
-from bpipe.schedules.by_bytes import by_bytes
-from bpipe.schedules.outcome import outcome
 
 __all__: list[str] = []
 

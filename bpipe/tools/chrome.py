@@ -29,8 +29,8 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from bpipe._version import __version__
-from bpipe.schedules.action import COMPUTE, HOST, POSTS, RECEIVER_OF, SENDS, SERVED, SHARDING, START_OF, Action, Op
-from bpipe.schedules.timeline import Timeline
+from bpipe.plan.action import COMPUTE, HOST, POSTS, RECEIVER_OF, SENDS, SERVED, SHARDING, START_OF, Action, Op
+from bpipe.simulator.timeline import Timeline
 from bpipe.tools.chrome_read import DEVICE, FORMAT
 from bpipe.tools.measured import Measured, computed
 

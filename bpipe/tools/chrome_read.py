@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from bpipe.errors import BPipeError, ConfigurationError
-from bpipe.schedules.plan import Plan
-from bpipe.schedules.timeline import Lane, Timeline
+from bpipe.plan.plan import Plan
+from bpipe.simulator.timeline import Lane, Timeline
 from bpipe.tools.measured import Measured, computed, merged
 
 __all__ = ["load_trace"]

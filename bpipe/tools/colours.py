@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bpipe.schedules.action import HOST, START_OF, Action, Op
+from bpipe.plan.action import HOST, START_OF, Action, Op
 
 __all__: list[str] = []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from bpipe.schedules.amounts import show_bytes
+from bpipe.plan.amounts import show_bytes
 from bpipe.tools.quantities import show_seconds
 from bpipe.tools.summary import HOLDS, holds_of, lacks_static, name_of, share
 from bpipe.tools.terminal import table

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from bpipe.errors import ConfigurationError
-from bpipe.schedules.action import COMPUTE, Action
-from bpipe.schedules.plan import Plan
-from bpipe.schedules.timeline import Lane, Span, Timeline
+from bpipe.plan.action import COMPUTE, Action
+from bpipe.plan.plan import Plan
+from bpipe.simulator.timeline import Lane, Span, Timeline
 
 __all__ = ["Measured", "typical"]
 

@@ -7,8 +7,8 @@ import json
 from importlib import resources
 from itertools import chain
 
+from bpipe.plan.action import COMPUTE
 from bpipe.schedules import Op, Span
-from bpipe.schedules.action import COMPUTE
 from bpipe.tools.colours import (
     COLOURS,
     HOST_EVICT,

@@ -17,9 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from bpipe.plan.amounts import show_bytes
 from bpipe.schedules import Op, Span
-from bpipe.schedules.amounts import show_bytes
-from bpipe.schedules.timeline import Holding
+from bpipe.simulator.timeline import Holding
 from bpipe.tools.colours import (
     COLOURS,
     HOST_EVICT,

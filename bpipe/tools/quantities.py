@@ -8,7 +8,7 @@ from math import isfinite
 from typing import TypeVar
 
 from bpipe.errors import ConfigurationError
-from bpipe.schedules.amounts import three_digits
+from bpipe.plan.amounts import three_digits
 
 __all__ = ["bytes_of", "bytes_per_second_of", "one_or_each", "seconds_of", "show_seconds"]
 

@@ -14,10 +14,10 @@ from itertools import islice
 from math import isfinite
 
 from bpipe.errors import ConfigurationError
+from bpipe.plan.amounts import show_bytes
+from bpipe.plan.meter import occupancy
 from bpipe.schedules import Lane, Op, Plan, Span, Timeline
-from bpipe.schedules.amounts import show_bytes
-from bpipe.schedules.meter import occupancy
-from bpipe.schedules.timeline import Holding
+from bpipe.simulator.timeline import Holding
 from bpipe.tools.quantities import show_seconds
 
 __all__: list[str] = []

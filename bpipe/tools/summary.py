@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from bpipe.plan.amounts import show_bytes, show_each
+from bpipe.plan.grid import head
 from bpipe.schedules import Op, Plan, Timeline
-from bpipe.schedules.amounts import show_bytes, show_each
-from bpipe.schedules.critical import critical_path
-from bpipe.schedules.grid import head
+from bpipe.simulator.critical import critical_path
 from bpipe.tools.quantities import show_seconds
 from bpipe.tools.scene import counts_messages, knows_bytes
 from bpipe.tools.terminal import table

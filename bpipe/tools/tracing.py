@@ -10,17 +10,17 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
+from bpipe.api.loopback import LoopbackGroup
+from bpipe.api.schedule import Schedule
 from bpipe.cleanup import noted_on
-from bpipe.comm.clocks import Clocks, Offset, align
-from bpipe.comm.control import CallOf
+from bpipe.comm.health.clocks import Clocks, Offset, align
+from bpipe.comm.health.control import CallOf
 from bpipe.device import is_asynchronous
+from bpipe.device.times import DeviceTimes
+from bpipe.engine.recorder import Record, Recorder
 from bpipe.errors import AgreementError, ConfigurationError
-from bpipe.loopback import LoopbackGroup
-from bpipe.runtime.device_times import DeviceTimes
-from bpipe.runtime.recorder import Record, Recorder
-from bpipe.schedule import Schedule
-from bpipe.schedules.action import WAIT_OF
-from bpipe.schedules.timeline import Lane
+from bpipe.plan.action import WAIT_OF
+from bpipe.simulator.timeline import Lane
 from bpipe.tools.chrome import Origin, lines
 from bpipe.tools.chrome_read import joined, parse
 from bpipe.tools.measured import Measured, merged

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from bpipe.runtime.sharding import _groups
+from bpipe.parallel.fsdp import _groups
 
 __all__: list[str] = []
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bpipe.comm.group import device_of, group_of
+from bpipe.api.loopback import LoopbackGroup
+from bpipe.comm.rendezvous.group import device_of, group_of
 from bpipe.errors import ConfigurationError
-from bpipe.loopback import LoopbackGroup
 
 __all__: list[str] = []
 

@@ -39,59 +39,61 @@ def without_waiting(op: str, harmless: str = "") -> Mutation:
     """Go on before a transfer is over."""
     wait = "self.timed(completion.op, self._under_way[start][0].wait)"
     new = f"note = None if completion.op is Op.{op} else {wait}"
-    return Mutation(f"without {op}", "bpipe.runtime.traffic", f"note = {wait}", new, harmless=harmless)
+    return Mutation(f"without {op}", "bpipe.engine.traffic", f"note = {wait}", new, harmless=harmless)
 
 
 SENDS = ("WAIT_SEND_F", "WAIT_SEND_B", "WAIT_EVICT", "WAIT_RETURN")
 RECEIVES = ("WAIT_RECV_F", "WAIT_RECV_B", "WAIT_LOAD", "WAIT_ACCEPT")
-JOINED = Mutation("free what a failed step still uses", "bpipe.schedule", "self._transport.streams.join()", fails=True)
+JOINED = Mutation("free what a failed step still uses", "bpipe.api.schedule", "self._transport.streams.join()", fails=True)
 IN_ORDER = "what is on one stream is in order: one more is for speed"
 THE_EVICTOR_WAITS = "the evictor waits for the same copy, before it asks for what was copied and before it sends what comes next"
 IN_LOOPBACK = [
     *map(without_waiting, (*SENDS[:3], *RECEIVES[:3])),
     without_waiting("WAIT_ACCEPT", harmless=THE_EVICTOR_WAITS),
     without_waiting("WAIT_RETURN", harmless=THE_EVICTOR_WAITS),
-    Mutation("copy before the sender is ready", "bpipe.comm.loopback", "stream.wait_event(sent.ready)"),
-    Mutation("copy before the receiver's memory is free", "bpipe.comm.loopback", "stream.wait_event(received.ready)"),
-    Mutation("use before the copy is made", "bpipe.comm.loopback", "current_stream(self._device).wait_event(self.copied)"),
-    Mutation("copy on whichever stream is current", "bpipe.comm.loopback", "with on_stream(stream):", "if True:"),
+    Mutation("copy before the sender is ready", "bpipe.comm.transport.in_process", "stream.wait_event(sent.ready)"),
+    Mutation("copy before the receiver's memory is free", "bpipe.comm.transport.in_process", "stream.wait_event(received.ready)"),
+    Mutation(
+        "use before the copy is made", "bpipe.comm.transport.in_process", "current_stream(self._device).wait_event(self.copied)"
+    ),
+    Mutation("copy on whichever stream is current", "bpipe.comm.transport.in_process", "with on_stream(stream):", "if True:"),
     Mutation(
         "be ready at once",
-        "bpipe.comm.loopback",
+        "bpipe.comm.transport.in_process",
         "else reached(self._device)",
         "else torch.get_device_module(self._device).Event()",
     ),
     Mutation(
         "be over before the copy",
-        "bpipe.comm.loopback",
+        "bpipe.comm.transport.in_process",
         "self._copy_tensors(sent, received)\n                sent.copied = received.copied = stream.record_event()",
         "sent.copied = received.copied = stream.record_event()\n                self._copy_tensors(sent, received)",
     ),
-    Mutation("start before the caller's work", "bpipe.loopback", "self._stream(lane).wait_stream(current_stream(lane.device))"),
-    Mutation("return before the ranks' work", "bpipe.loopback", "current_stream(lane.device).wait_stream(self._stream(lane))"),
+    Mutation("start before the caller's work", "bpipe.api.loopback", "self._stream(lane).wait_stream(current_stream(lane.device))"),
+    Mutation("return before the ranks' work", "bpipe.api.loopback", "current_stream(lane.device).wait_stream(self._stream(lane))"),
     Mutation(
         "serve on the stream that computes",
-        "bpipe.loopback",
+        "bpipe.api.loopback",
         "self._on_stream(_Lane(plan_rank, evictor, run.device))",
         "self._on_stream(_Lane(plan_rank, None, run.device))",
         harmless=IN_ORDER,
     ),
-    Mutation("free what a failed step still uses", "bpipe.loopback", "self.wires.streams.join()", fails=True),
+    Mutation("free what a failed step still uses", "bpipe.api.loopback", "self.wires.streams.join()", fails=True),
     Mutation(
         "copy to the host before it is computed",
-        "bpipe.memory.host",
+        "bpipe.memory.host_buffers",
         "self._stream.wait_stream(current_stream(self._device))",
         schedule="host",
     ),
     Mutation(
         "free or use before the host's copy is made",
-        "bpipe.memory.host",
+        "bpipe.memory.host_buffers",
         "current_stream(self._device).wait_event(self._event)",
         schedule="host",
     ),
     Mutation(
         "copy to the host on the stream that computes",
-        "bpipe.memory.host",
+        "bpipe.memory.host_buffers",
         "with on_stream(self._stream):",
         "if True:",
         harmless=IN_ORDER,
@@ -99,7 +101,7 @@ IN_LOOPBACK = [
     ),
     Mutation(
         "unpin while a copy is under way",
-        "bpipe.memory.pinned",
+        "bpipe.device.pinned",
         "done.synchronize()",
         schedule="host",
         fails=True,
@@ -108,30 +110,36 @@ IN_LOOPBACK = [
 OVER_GLOO = [
     *map(without_waiting, (*SENDS, *RECEIVES)),
     Mutation(
-        "copy to pinned memory before it is computed", "bpipe.comm.staging", "stream.wait_stream(current_stream(self._device))"
+        "copy to pinned memory before it is computed",
+        "bpipe.comm.transport.staging",
+        "stream.wait_stream(current_stream(self._device))",
     ),
     Mutation(
         "copy to pinned memory on the stream that computes",
-        "bpipe.comm.staging",
+        "bpipe.comm.transport.staging",
         "with on_stream(stream):\n            copies",
         "if True:\n            copies",
         harmless=IN_ORDER,
     ),
-    Mutation("send pinned memory before it is copied", "bpipe.comm.staging", "copied.synchronize()"),
+    Mutation("send pinned memory before it is copied", "bpipe.comm.transport.staging", "copied.synchronize()"),
     Mutation(
-        "write what arrived before its memory is free", "bpipe.comm.staging", "current_stream(self._device).wait_event(allocated)"
+        "write what arrived before its memory is free",
+        "bpipe.comm.transport.staging",
+        "current_stream(self._device).wait_event(allocated)",
     ),
     Mutation(
         "write what arrived on the thread's own stream",
-        "bpipe.comm.staging",
+        "bpipe.comm.transport.staging",
         "with on_stream(stream):\n                current",
         "if True:\n                current",
         harmless="the thread's own stream is the default one, on which these ranks compute; " + IN_ORDER,
     ),
-    Mutation("use what arrived before it is copied", "bpipe.comm.staging", "current_stream(self._device).wait_event(copied)"),
+    Mutation(
+        "use what arrived before it is copied", "bpipe.comm.transport.staging", "current_stream(self._device).wait_event(copied)"
+    ),
     Mutation(
         "serve on the thread's own stream",
-        "bpipe.runtime.serve",
+        "bpipe.engine.acceptor",
         "with on_stream(self._stream):",
         "if True:",
         harmless="the thread's own stream is the default one, on which these ranks compute; " + IN_ORDER,
@@ -140,11 +148,13 @@ OVER_GLOO = [
 ]
 OVER_NCCL = [
     *map(without_waiting, (*SENDS, *RECEIVES)),
-    Mutation("use what is received before it has arrived", "bpipe.comm.works", "            wait_for(work)", "            pass"),
-    Mutation("post before it is computed", "bpipe.comm.in_flight", "reached(self._device).wait(stream)", at_once=1),
+    Mutation(
+        "use what is received before it has arrived", "bpipe.comm.transport.works", "            wait_for(work)", "            pass"
+    ),
+    Mutation("post before it is computed", "bpipe.comm.transport.in_flight", "reached(self._device).wait(stream)", at_once=1),
     Mutation(
         "wait for no room",
-        "bpipe.comm.in_flight",
+        "bpipe.comm.transport.in_flight",
         "                before.work.wait()",
         "                pass",
         at_once=1,
@@ -152,17 +162,17 @@ OVER_NCCL = [
     ),
     Mutation(
         "serve on the stream that computes",
-        "bpipe.runtime.lanes",
+        "bpipe.engine.lanes",
         "with on_stream(self._side_stream(run.rank, action.peer)):",
         "if True:",
         harmless=IN_ORDER,
     ),
-    Mutation("free what is aborted while it ends", "bpipe.comm.c10d", "self._communicators.join()", fails=True),
+    Mutation("free what is aborted while it ends", "bpipe.comm.transport.c10d", "self._communicators.join()", fails=True),
 ]
 IN_FSDP = [
     Mutation(
         "gather into memory that a gathering which was dropped still writes",
-        "bpipe.runtime.sharding",
+        "bpipe.parallel.fsdp",
         "streams.all_gather_copy_in_stream.wait_stream(streams.all_gather_stream)",
         schedule="slots",
     ),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from hypothesis import strategies as st
 
-from bpipe.comm.header import DTYPES
-from bpipe.comm.message import Layout, TensorMeta
-from bpipe.comm.note import may_need_later
-from bpipe.memory.storages import bytes_of
+from bpipe.comm.wire.header import DTYPES
+from bpipe.comm.wire.message import Layout, TensorMeta
+from bpipe.comm.wire.note import may_need_later
+from bpipe.memory.saved.storages import bytes_of
 
 SIZES = st.lists(st.integers(0, 4), max_size=4)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpipe.comm.agreement import COMPARED, HEAD, INDEX, MAGIC, MOST_STAGES, Record, check
+from bpipe.comm.health.agreement import COMPARED, HEAD, INDEX, MAGIC, MOST_STAGES, Record, check
 from bpipe.errors import AgreementError, BPipeError, CommError
 
 RECORDS = st.builds(

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from bpipe.comm.aside import Aside, GivenUpError
+from bpipe.comm.rendezvous.interruptible import Aside, GivenUpError
 
 
 def test_the_work_hears_why_it_is_given_up() -> None:

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bpipe.comm.c10d import C10dTransport
-from bpipe.comm.control import CallOf
-from bpipe.comm.header import Subject, pack_eviction
-from bpipe.comm.transport import Transfer
+from bpipe.comm.health.control import CallOf
+from bpipe.comm.transport.base import Transfer
+from bpipe.comm.transport.c10d import C10dTransport
+from bpipe.comm.wire.header import Subject, pack_eviction
 from bpipe.errors import CommError, ConfigurationError
 from bpipe.schedules import Channel, Purpose
 from tests.ranks import run_ranks

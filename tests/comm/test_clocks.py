@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bpipe
-from bpipe.comm.clocks import Reading, align, offsets
-from bpipe.comm.control import CallOf
+from bpipe.comm.health.clocks import Reading, align, offsets
+from bpipe.comm.health.control import CallOf
 from bpipe.errors import AgreementError
 from tests.models import mse
 from tests.ranks import run_ranks
@@ -72,7 +72,7 @@ class Shifted:
     def __init__(self, transport: Any, shift_ns: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.exchange = transport.exchange
         true = time.perf_counter_ns
-        monkeypatch.setattr("bpipe.comm.clocks.time.perf_counter_ns", lambda: true() + shift_ns)
+        monkeypatch.setattr("bpipe.comm.health.clocks.time.perf_counter_ns", lambda: true() + shift_ns)
 
 
 def schedule_of(rank: int, num_ranks: int) -> bpipe.Schedule:

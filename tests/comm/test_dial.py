@@ -11,10 +11,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from bpipe.comm import dial
-from bpipe.comm.addresses import Address
-from bpipe.comm.control import CallOf, Control
-from bpipe.comm.dial import HELLO, TOKEN_BYTES, open_connections
+from bpipe.comm.health.control import CallOf, Control
+from bpipe.comm.rendezvous import connect as dial
+from bpipe.comm.rendezvous.addresses import Address
+from bpipe.comm.rendezvous.connect import HELLO, TOKEN_BYTES, open_connections
 from bpipe.errors import TransferError
 
 HERE = Address("127.0.0.1", socket.AF_INET)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpipe.comm.activity import Activity, State, Status
-from bpipe.comm.failure import MOST_DETAILS, MOST_TEXT, Cause, Failure
-from bpipe.comm.frames import HEAD, MAX_BODY, Frame, FrameReader, Kind
+from bpipe.comm.health.activity import Activity, State, Status
+from bpipe.comm.health.failure import MOST_DETAILS, MOST_TEXT, Cause, Failure
+from bpipe.comm.wire.frames import HEAD, MAX_BODY, Frame, FrameReader, Kind
 from bpipe.errors import AgreementError, CommError, RankFailedError, RankLostError, TransferTimeoutError
 
 SIZE = 4  # ranks

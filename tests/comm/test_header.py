@@ -11,8 +11,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bpipe.comm import header
-from bpipe.comm.header import (
+from bpipe.comm.wire import header
+from bpipe.comm.wire.header import (
     EVICTION,
     FIXED,
     LAYOUT,
@@ -26,7 +26,7 @@ from bpipe.comm.header import (
     unpack_eviction,
     unpack_layout,
 )
-from bpipe.comm.message import Layout, TensorMeta, dense, meta_of, take_apart
+from bpipe.comm.wire.message import Layout, TensorMeta, dense, meta_of, take_apart
 from bpipe.errors import CommError
 from tests.comm.strategies import NESTS, WILD_LAYOUTS
 

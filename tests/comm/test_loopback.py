@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bpipe.comm.control import CallOf
-from bpipe.comm.loopback import LoopbackTransport, Wires
+from bpipe.comm.health.control import CallOf
+from bpipe.comm.transport.in_process import LoopbackTransport, Wires
 from bpipe.errors import CommError
 from bpipe.schedules import Channel, Purpose
 

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bpipe.comm.addresses import own_address
-from bpipe.comm.control import CallOf, Line
-from bpipe.comm.failure import Cause, Failure
-from bpipe.comm.frames import Frame, Kind
-from bpipe.comm.mesh import HELLO, Mesh, open_mesh, process_name
-from bpipe.comm.watch import Patience
+from bpipe.comm.health.control import CallOf, Line
+from bpipe.comm.health.failure import Cause, Failure
+from bpipe.comm.health.watchdog import Patience
+from bpipe.comm.rendezvous.addresses import own_address
+from bpipe.comm.rendezvous.peers import HELLO, Mesh, open_mesh, process_name
+from bpipe.comm.wire.frames import Frame, Kind
 from bpipe.errors import AgreementError, CommError, RankFailedError, RankLostError
 
 PATIENCE = Patience(60.0, 30.0)

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bpipe.comm.header import FIXED, Subject
-from bpipe.comm.message import Layout, TensorMeta, meta_of, on_the_wire
-from bpipe.comm.note import can_tell, needing, read_note, renewed, with_more, with_note
+from bpipe.comm.wire.header import FIXED, Subject
+from bpipe.comm.wire.message import Layout, TensorMeta, meta_of, on_the_wire
+from bpipe.comm.wire.note import can_tell, needing, read_note, renewed, with_more, with_note
 from bpipe.errors import CommError
 
 SUBJECT, CPU = Subject(step=5, stage=2, microbatch=7), torch.device("cpu")

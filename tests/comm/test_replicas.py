@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bpipe.comm.replicas import difference
+from bpipe.parallel.replicas import difference
 
 
 class CarriedError(Exception):

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpipe.comm.stream import LENGTH, MOST_NOTE_BYTES, NOTED, Inlet, Outlet
+from bpipe.comm.transport.stream import LENGTH, MOST_NOTE_BYTES, NOTED, Inlet, Outlet
 from bpipe.errors import CommError, TransferError
 
 NAME = "forward messages from rank 0 to 1"
@@ -199,7 +199,7 @@ def test_a_receipt_that_failed_fails_again(pair: Pair) -> None:
 
 PROGRAM = """
 import socket, threading, torch
-from bpipe.comm.stream import Outlet
+from bpipe.comm.transport.stream import Outlet
 ours, theirs = socket.socketpair()
 outlet = Outlet(ours, "a channel")
 transfer = outlet.send(None, [torch.zeros(10**7)])

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from bpipe.comm.activity import Activity, State, Status
-from bpipe.comm.failure import Cause, Failure
-from bpipe.comm.frames import Frame, Kind
-from bpipe.comm.watch import ANSWERS_S, Patience, Watch
+from bpipe.comm.health.activity import Activity, State, Status
+from bpipe.comm.health.failure import Cause, Failure
+from bpipe.comm.health.watchdog import ANSWERS_S, Patience, Watch
+from bpipe.comm.wire.frames import Frame, Kind
+from bpipe.plan.action import Op
 from bpipe.schedules import Plan, build
-from bpipe.schedules.action import Op
 
 PLAN = build("1f1b", 3, 4)
 SLOW_S, TIMEOUT_S = 10.0, 60.0

@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from bpipe.comm.worker import Worker
+from bpipe.comm.transport.worker import Worker
 
 
 class Thing:

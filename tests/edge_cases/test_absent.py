@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 
 import bpipe
-from bpipe.comm.loopback import LoopbackTransport
+from bpipe.comm.transport.in_process import LoopbackTransport
+from bpipe.engine import evictions
 from bpipe.errors import StageError
-from bpipe.memory import known
-from bpipe.runtime import evictions
+from bpipe.memory.saved import known
 from bpipe.schedules import Purpose
 from tests.edge_cases.case import NUM_STAGES, SCHEDULES, Batch, Case, M, pipeline
 from tests.models import Result, assert_same, held_by, joined, state_of

@@ -22,10 +22,10 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 from torch.utils._pytree import register_constant, register_pytree_node
 
-from bpipe.call import Specs, call_of, microbatches_of
-from bpipe.cutting import Cutting
 from bpipe.errors import ConfigurationError, StageError
-from bpipe.microbatch import describe, detached, tensors_in
+from bpipe.model.call import Specs, call_of, microbatches_of
+from bpipe.model.cutting import Cutting
+from bpipe.model.microbatch import describe, detached, tensors_in
 from tests.edge_cases.case import NUM_STAGES, SCHEDULES, Batch, Case, M
 
 pytestmark = [

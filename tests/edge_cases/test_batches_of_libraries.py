@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bpipe.cutting import Cutting
 from bpipe.errors import ConfigurationError
-from bpipe.merging import merge
-from bpipe.microbatch import describe, tensors_in
+from bpipe.model.cutting import Cutting
+from bpipe.model.merging import merge
+from bpipe.model.microbatch import describe, tensors_in
 from tests.edge_cases.case import NUM_STAGES, Batch, Case, M
 from tests.edge_cases.test_batches import ROWS, WIDTH, Layer, Taking, case_of, rows_of
 from tests.ranks import run_ranks

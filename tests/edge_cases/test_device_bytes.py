@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import bpipe
-from bpipe.comm.agreement import Record
-from bpipe.fullest import Fullest, _raised
+from bpipe.api.fullest import Fullest, _raised
+from bpipe.comm.health.agreement import Record
+from bpipe.plan.amounts import show_bytes
 from bpipe.schedules import Destinations, Sizes, StageSizes, build
-from bpipe.schedules.amounts import show_bytes
 from tests.edge_cases.case import M, pipeline
 from tests.models import WIDTH, batch_of, mse
 from tests.occupied import Counting, Whose

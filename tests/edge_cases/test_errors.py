@@ -14,12 +14,12 @@ from torch.nn import functional as F
 
 import bpipe
 from bpipe.cleanup import keeping, note, noted_on
-from bpipe.comm.control import Line
-from bpipe.comm.failure import Failure, told
+from bpipe.comm.health.control import Line
+from bpipe.comm.health.failure import Failure, told
+from bpipe.engine.settings import changed
 from bpipe.errors import RankFailedError
-from bpipe.runtime.settings import changed
-from bpipe.runtime.sharding import Sharding
-from bpipe.untouched import untouched
+from bpipe.model.untouched import untouched
+from bpipe.parallel.fsdp import Sharding
 from tests.edge_cases.case import SCHEDULES, pipeline
 from tests.models import WIDTH, Block, batch_of, held_by
 from tests.over import Over
@@ -396,7 +396,7 @@ def test_an_error_in_letting_go_of_what_was_gathered() -> None:
 def letting_go(rank: int) -> list[Any]:
     from torch.distributed.fsdp import fully_shard
 
-    import bpipe.runtime.sharding as module
+    import bpipe.parallel.fsdp as module
     from bpipe.schedules import Action, Op
 
     stage = bpipe.PipelineStage(fully_shard(nn.Linear(4, 4)), 0, 1, "cpu")

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import bpipe
-from bpipe.microbatch import describe, tensors_in
+from bpipe.model.microbatch import describe, tensors_in
 from tests.edge_cases.case import NUM_STAGES, M
 
 pytestmark = pytest.mark.usefixtures("one_thread")

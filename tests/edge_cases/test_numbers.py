@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import bpipe
-from bpipe.memory.stash import Stash
-from bpipe.microbatch import Description
-from bpipe.plain_numbers import CountedNumbers
+from bpipe.memory.saved.stash import Stash
+from bpipe.model.microbatch import Description
+from bpipe.model.plain_numbers import CountedNumbers
 from tests.edge_cases.case import NUM_STAGES, Batch, Case, M, pipeline
 from tests.models import WIDTH, batch_of
 from tests.over import Over

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import bpipe
 from bpipe.errors import ConfigurationError, StageError
-from bpipe.nest import leaves_of
+from bpipe.model.nest import leaves_of
 from tests.edge_cases.case import NUM_STAGES, SCHEDULES, M, pipeline
 from tests.edge_cases.test_batches import AttributeDict, Bag, Graph, Images, Layer, Pair, Unknown, jagged, rows_of
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import bpipe
 import tests.edge_cases.case as cases
-from bpipe.memory.footprint import Footprint
-from bpipe.runtime.pieces import PiecesOf
+from bpipe.engine.piecewise import PiecesOf
+from bpipe.memory.saved.footprint import Footprint
 from bpipe.schedules import Action, Destinations, Op, Sizes, StageSizes
 from tests.edge_cases.case import NUM_STAGES, SCHEDULES, Batch, Case, M
 from tests.models import WIDTH, batch_of

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from bpipe.runtime.copies import Copies
-from bpipe.runtime.reachable import Reachable
-from bpipe.runtime.restorable import Restorable
+from bpipe.recomputation.copies import Copies
+from bpipe.recomputation.reachable import Reachable
+from bpipe.recomputation.restorable import Restorable
 from tests.edge_cases.case import NUM_STAGES, Case, M, pipeline
 from tests.edge_cases.test_recompute import Stage, assert_restored, batch, make, of_torch, seeded
 from tests.test_recompute import AllTwice

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import bpipe
 from bpipe.errors import ConfigurationError
-from bpipe.memory import known
-from bpipe.memory.nodes import nodes_behind
+from bpipe.memory.saved import known
+from bpipe.memory.saved.nodes import nodes_behind
 from tests.edge_cases.case import NUM_STAGES, SCHEDULES, M, pipeline
 from tests.edge_cases.random_loops import Loop, loops, loss_of, many, modules_of, some
 from tests.edge_cases.random_modules import Leaf

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpipe.estimate.candidates import SCHEDULES, roomier, variants
+from bpipe.passes.balance.balance import default_slots
 from bpipe.schedules import build, verify
-from bpipe.schedules.balance import default_slots
 
 
 @given(st.integers(1, 9), st.integers(1, 20))

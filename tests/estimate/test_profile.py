@@ -18,7 +18,7 @@ import bpipe
 from bpipe.errors import ConfigurationError, StageError
 from bpipe.estimate import Measurement, Profile, costs_of
 from bpipe.estimate.profile import profile
-from bpipe.memory.footprint import Footprint
+from bpipe.memory.saved.footprint import Footprint
 from bpipe.schedules import simulate
 from tests.models import KINDS, Block, ConvNorm, batch_of, modules_of, mse
 

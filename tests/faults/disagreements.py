@@ -52,7 +52,7 @@ def disagreement(
 
 
 def of_another_version(pipeline: Pipeline) -> None:
-    with patch("bpipe.schedule.__version__", "0.0.1"):
+    with patch("bpipe.api.schedule.__version__", "0.0.1"):
         pipeline.step()
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import bpipe
+from bpipe.engine.run import Observer
 from bpipe.errors import ConfigurationError, StageError
-from bpipe.runtime.observe import Observer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import bpipe
+from bpipe.engine.run import Observer
 from bpipe.errors import RankFailedError
-from bpipe.runtime.observe import Observer
 from tests.models import Block, Result, as_rank, assert_same, joined, mse
 from tests.ranks import run_ranks
 
@@ -68,9 +68,9 @@ def test_loopback_with_a_stream_for_each_rank():
 def test_an_eviction_frees_the_allocator_s_memory():
     """An empty storage is memory that the caching allocator can use again: by its statistics, not by ours."""
     module = Block(WIDTH, 8, 0.0).cuda()
-    from bpipe.memory.bundle import Bundle
-    from bpipe.memory.stash import Stash
-    from bpipe.memory.storages import keys_of
+    from bpipe.memory.saved.bundle import Bundle
+    from bpipe.memory.saved.stash import Stash
+    from bpipe.memory.saved.storages import keys_of
 
     stash = Stash("microbatch 0 of stage 0", dict.fromkeys(keys_of(module.parameters()), "a parameter"))
     x = torch.randn(BATCH, TOKENS, WIDTH, device="cuda")

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from bpipe.autograd import edges_of, enter, run_backward
-from bpipe.memory.stash import Contents, Stash
-from bpipe.memory.storages import keys_of
+from bpipe.backward.autograd import edges_of, enter, run_backward
+from bpipe.memory.saved.stash import Contents, Stash
+from bpipe.memory.saved.storages import keys_of
 from tests.storages import StorageCount
 
 NAME = "microbatch 3 of stage 1"

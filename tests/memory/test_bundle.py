@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpipe.errors import SavedTensorError
-from bpipe.memory.bundle import SMALL, Bundle
-from bpipe.memory.storages import Storage, owners
+from bpipe.memory.saved.bundle import SMALL, Bundle
+from bpipe.memory.saved.storages import Storage, owners
 
 NAME = "microbatch 3 of stage 1"
 

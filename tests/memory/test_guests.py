@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpipe.memory.guests import Rooms
-from bpipe.memory.host import HostRooms
+from bpipe.memory.host_buffers import HostRooms
+from bpipe.memory.remote_buffers import Rooms
+from bpipe.plan.rooms import Guest, Reserved, reserve
 from bpipe.schedules import Action, Op
-from bpipe.schedules.rooms import Guest, Reserved, reserve
 
 CPU = torch.device("cpu")
 Event = tuple[bool, int]  # whether a guest arrives or leaves, and which

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpipe.memory.footprint import Footprint, covering, footprint_of
 from bpipe.memory.ledger import Ledger
 from bpipe.memory.peaks import Peaks
-from bpipe.memory.stash import Contents, Movable
-from bpipe.memory.storages import Held
+from bpipe.memory.saved.footprint import Footprint, covering, footprint_of
+from bpipe.memory.saved.stash import Contents, Movable
+from bpipe.memory.saved.storages import Held
 from bpipe.schedules import Action, Op, Plan, Sizes, build
 from tests.schedules.strategies import plans
 

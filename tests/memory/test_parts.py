@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bpipe.memory.stash import Contents, Movable, Saved, Stash, cuts_for
+from bpipe.memory.saved.stash import Contents, Movable, Saved, Stash, cuts_for
 
 SIZES = st.lists(st.integers(1, 50), max_size=8)
 

@@ -14,8 +14,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from bpipe.errors import SavedTensorError
-from bpipe.memory.bundle import Bundle
-from bpipe.memory.storages import keys_of, owners
+from bpipe.memory.saved.bundle import Bundle
+from bpipe.memory.saved.storages import keys_of, owners
 from tests.memory.captured import NAME, Captured, equal
 from tests.models import WIDTH, Block, ConvNorm, Recurrent, Views
 

@@ -15,7 +15,7 @@ from bpipe.partition.holdings import Holdings
 from bpipe.partition.layers import Chain
 from bpipe.partition.search import every_cut, improved
 from bpipe.schedules import Costs, Link, build, simulate
-from bpipe.schedules.simulate import idle_bytes, own_bytes
+from bpipe.simulator.simulation import idle_bytes, own_bytes
 
 INFINITE = float("inf")
 SEVERAL = [("interleaved_1f1b", 2, 4), ("interleaved_1f1b", 3, 6), ("zbv", 3, 6), ("v_min", 2, 4), ("balanced_1f1b", 6, 6)]

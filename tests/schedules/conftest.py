@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from bpipe.schedules import problem
+from bpipe.passes.balance import problem
 
 
 @pytest.fixture(scope="module")

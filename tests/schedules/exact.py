@@ -18,8 +18,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
+from bpipe.passes.balance.rank_steps import steps_of
 from bpipe.schedules import Plan, Sizes
-from bpipe.schedules.rank_steps import steps_of
 
 SECONDS = 5.0  # of one search; what it has proven by then is a bound all the same, which may be 0
 

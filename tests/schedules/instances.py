@@ -6,9 +6,9 @@ from dataclasses import replace
 from random import Random
 from typing import NamedTuple
 
+from bpipe.passes.balance.balance import balance, level
+from bpipe.passes.communicate import computations_only
 from bpipe.schedules import Op, Plan, Sizes, StageSizes, build, finish
-from bpipe.schedules.balance import balance, level
-from bpipe.schedules.communicate import computations_only
 from tests.schedules.exact import fewest_bytes
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from random import Random
 
 from bpipe.errors import ConfigurationError, PlanError
+from bpipe.plan.action import HOST
 from bpipe.schedules import Action, Op, Plan, verify
-from bpipe.schedules.action import HOST
 from tests.schedules.replay import replay
 
 MOVES = frozenset(op for op in Op if any(name in op for name in ("EVICT", "LOAD", "ACCEPT", "RETURN")))

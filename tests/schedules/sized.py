@@ -10,9 +10,9 @@ from typing import NamedTuple
 from hypothesis import strategies as st
 
 from bpipe.errors import BudgetError
+from bpipe.passes.balance.balance import balance, level
+from bpipe.plan.pieces import in_pieces
 from bpipe.schedules import Costs, Destinations, Link, Op, Plan, Sizes, StageSizes, finish
-from bpipe.schedules.balance import balance, level
-from bpipe.schedules.pieces import in_pieces
 from tests.schedules.strategies import orders
 
 FEW = st.integers(0, 9)

@@ -10,10 +10,10 @@ from hypothesis import assume
 from hypothesis import strategies as st
 
 from bpipe.errors import BudgetError
+from bpipe.passes.balance.balance import balance
+from bpipe.plan.destinations import Destinations
+from bpipe.plan.order import clock
 from bpipe.schedules import Action, Op, Plan, build, finish, gpipe, one_f_one_b
-from bpipe.schedules.balance import balance
-from bpipe.schedules.destinations import Destinations
-from bpipe.schedules.order import clock
 
 ORDERS = {"gpipe": gpipe.order, "1f1b": one_f_one_b.order}
 

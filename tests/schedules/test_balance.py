@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpipe.errors import BudgetError, ConfigurationError
+from bpipe.passes.balance.balance import balance
+from bpipe.plan.action import HOST
+from bpipe.plan.destinations import Destinations
 from bpipe.schedules import Op, Plan, build, one_f_one_b, verify
-from bpipe.schedules.action import HOST
-from bpipe.schedules.balance import balance
-from bpipe.schedules.destinations import Destinations
 from tests.schedules.replay import occupied, replay
 from tests.schedules.strategies import computations
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpipe.errors import BudgetError, ConfigurationError, PlanError
+from bpipe.passes.balance.balance import balance, level
+from bpipe.passes.balance.problem import FINENESS
 from bpipe.schedules import Costs, Destinations, Plan, Sizes, build, finish, verify
-from bpipe.schedules.balance import balance, level
-from bpipe.schedules.problem import FINENESS
 from tests.schedules.mutations import ORDERING, STRUCTURAL, Mutation, refused, size_changed
 from tests.schedules.replay import occupied, occupied_bytes, replay
 from tests.schedules.sized import Problem, problems, sized_plans

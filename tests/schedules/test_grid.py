@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from bpipe.plan.grid import excerpt, head, num_fitting, rows
 from bpipe.schedules import Action, Plan, Sizes, build
-from bpipe.schedules.grid import excerpt, head, num_fitting, rows
 
 LANE = (
     "0F0.1 0F0.2 0F1.1 0EVICT0.1@host 0EVICT0.2@host 0F1.2 0WAIT_EVICT0.1@host 0WAIT_EVICT0.2@host "

@@ -9,11 +9,11 @@ from random import Random
 import pytest
 
 from bpipe.errors import BudgetError
+from bpipe.passes.balance.balance import balance
+from bpipe.passes.balance.problem import Problem, Solution
+from bpipe.passes.communicate import computations_only
+from bpipe.plan.action import HOST
 from bpipe.schedules import Costs, Destinations, Link, Op, Plan, Sizes, build, finish, simulate
-from bpipe.schedules.action import HOST
-from bpipe.schedules.balance import balance
-from bpipe.schedules.communicate import computations_only
-from bpipe.schedules.problem import Problem, Solution
 from tests.schedules.instances import some
 
 SIZE = 8  # bytes of a microbatch; a forward takes one second and a backward two

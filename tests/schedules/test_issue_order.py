@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpipe.errors import PlanError
+from bpipe.plan.action import HOST, POSTS, RECEIVER_OF, SERVED
+from bpipe.plan.issue_order import check_issue_orders, issue_orders
 from bpipe.schedules import Action, Plan, build, names, verify
-from bpipe.schedules.action import HOST, POSTS, RECEIVER_OF, SERVED
-from bpipe.schedules.build import forward_plan
-from bpipe.schedules.issue_order import check_issue_orders, issue_orders
+from bpipe.schedules.by_name import forward_plan
 from tests.schedules.sized import sized_plans
 from tests.schedules.strategies import gathering_plans, plans
 

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 import bpipe.schedules
 from bpipe.errors import ConfigurationError, PlanError
+from bpipe.passes.balance.balance import balance
+from bpipe.plan.action import HOST, SHARDING
+from bpipe.plan.grid import rows
+from bpipe.plan.meter import occupancy
 from bpipe.schedules import Action, Destinations, Op, Plan, Sizes, build, finish, gpipe, one_f_one_b, rules, verify
-from bpipe.schedules.action import HOST, SHARDING
-from bpipe.schedules.balance import balance
-from bpipe.schedules.grid import rows
-from bpipe.schedules.meter import occupancy
 from tests.schedules.mutations import ORDERING, STRUCTURAL
 from tests.schedules.strategies import plans
 

@@ -9,10 +9,10 @@ from random import Random
 
 import pytest
 
+from bpipe.passes.balance.balance import balance, level
+from bpipe.passes.communicate import computations_only
+from bpipe.plan.pieces import in_pieces
 from bpipe.schedules import Costs, Link, Op, Plan, Sizes, StageSizes, build, finish, simulate
-from bpipe.schedules.balance import balance, level
-from bpipe.schedules.communicate import computations_only
-from bpipe.schedules.pieces import in_pieces
 from tests.schedules.exact import fewest_bytes
 from tests.schedules.instances import Instance, some
 from tests.thinned import thinned

@@ -14,14 +14,14 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-import bpipe.schedules.recompute as module
+import bpipe.passes.recompute as module
 from bpipe.errors import BudgetError, ConfigurationError, PlanError
+from bpipe.passes.balance.balance import balance, default_slots
+from bpipe.passes.balance.problem import FINENESS
+from bpipe.passes.communicate import computations_only
+from bpipe.passes.recompute import recompute, recompute_by_count
+from bpipe.plan.meter import occupancy
 from bpipe.schedules import Action, Costs, Op, Plan, Sizes, StageSizes, build, finish, rules, simulate, verify
-from bpipe.schedules.balance import balance, default_slots
-from bpipe.schedules.communicate import computations_only
-from bpipe.schedules.meter import occupancy
-from bpipe.schedules.problem import FINENESS
-from bpipe.schedules.recompute import recompute, recompute_by_count
 from tests.schedules.mutations import ORDERING, STRUCTURAL, Mutation, assert_caught, damaged, rewritten, with_lanes
 from tests.schedules.replay import occupied, occupied_bytes, replay
 from tests.schedules.sized import sizes_of

@@ -12,6 +12,9 @@ from time import process_time
 import pytest
 
 from bpipe.errors import ConfigurationError
+from bpipe.plan.collector import collector_paused
+from bpipe.plan.grid import rows
+from bpipe.plan.order import UNITS, clock
 from bpipe.schedules import (
     Action,
     Costs,
@@ -29,10 +32,7 @@ from bpipe.schedules import (
     zbv,
     zero_bubble,
 )
-from bpipe.schedules.build import forward_plan
-from bpipe.schedules.collector import collector_paused
-from bpipe.schedules.grid import rows
-from bpipe.schedules.order import UNITS, clock
+from bpipe.schedules.by_name import forward_plan
 from bpipe.schedules.rule import Placement
 from tests.thinned import thinned
 

@@ -12,15 +12,15 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from bpipe.errors import ConfigurationError, PlanError
+from bpipe.passes.balance.balance import balance
+from bpipe.passes.communicate import computations_only
+from bpipe.plan.action import HOST
+from bpipe.plan.destinations import Destinations
+from bpipe.plan.pieces import in_pieces
 from bpipe.schedules import Action, Costs, Link, Op, Plan, Sizes, StageSizes, build, finish, simulate
-from bpipe.schedules.action import HOST
-from bpipe.schedules.balance import balance
-from bpipe.schedules.build import forward_plan
-from bpipe.schedules.communicate import computations_only
-from bpipe.schedules.critical import critical_path
-from bpipe.schedules.destinations import Destinations
-from bpipe.schedules.pieces import in_pieces
-from bpipe.schedules.simulate import _slowed_end
+from bpipe.schedules.by_name import forward_plan
+from bpipe.simulator.critical import critical_path
+from bpipe.simulator.simulation import _slowed_end
 from tests.schedules import ticks
 from tests.schedules.sized import sized_plans
 from tests.schedules.strategies import plans

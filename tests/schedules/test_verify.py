@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpipe.errors import PlanError
+from bpipe.plan.order import linearise
 from bpipe.schedules import Action, Op, Plan, Sizes, StageSizes, build, finish, one_f_one_b, verify
-from bpipe.schedules.order import linearise
 from tests.schedules import mutations
 from tests.schedules.mutations import ORDERING, STRUCTURAL, Mutation, assert_caught, damaged, lanes, refused
 from tests.schedules.replay import occupied, replay

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bpipe.policy import Policy
+from bpipe.api.policy import Policy
 from bpipe.schedules import Costs, Destinations, Link, build
 from bpipe.tools.balancing import balanced, sizes_of
 

@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bpipe.errors import BPipeError, ConfigurationError
+from bpipe.passes.balance.balance import level
+from bpipe.passes.communicate import computations_only
+from bpipe.plan.action import HOST
+from bpipe.plan.pieces import in_pieces
 from bpipe.schedules import Action, Costs, Destinations, Link, Op, Sizes, build, finish, simulate
-from bpipe.schedules.action import HOST
-from bpipe.schedules.balance import level
-from bpipe.schedules.communicate import computations_only
-from bpipe.schedules.pieces import in_pieces
-from bpipe.schedules.timeline import Lane, Timeline
+from bpipe.simulator.timeline import Lane, Timeline
 from bpipe.tools.chrome import Origin, lines, save_trace
 from bpipe.tools.chrome_read import load_trace
 from bpipe.tools.chrome_schema import violations

@@ -13,7 +13,7 @@ import pytest
 
 from bpipe.extras import how_to_install
 from bpipe.schedules import Costs, Op, Plan, build, rules
-from bpipe.schedules.build import forward_plan
+from bpipe.schedules.by_name import forward_plan
 from bpipe.tools.balancing import balanced
 from bpipe.tools.chrome import save_trace
 from bpipe.tools.cli import COMMANDS, main
@@ -572,7 +572,7 @@ def test_a_reader_that_stops_early_is_no_error():
 
 
 def test_quantities_are_read_as_they_are_shown():
-    from bpipe.schedules.amounts import show_bytes
+    from bpipe.plan.amounts import show_bytes
     from bpipe.tools.quantities import bytes_of, seconds_of, show_seconds
 
     assert bytes_of(show_bytes(1610612736)) == 1610612736

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
+from bpipe.plan.action import COMPUTE, HOST
 from bpipe.schedules import Action, Op, Span, Timeline
-from bpipe.schedules.action import COMPUTE, HOST
 from bpipe.tools.draw import draw
 from bpipe.tools.page import as_data, render
 from bpipe.tools.scene import compose

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpipe.errors import ConfigurationError
+from bpipe.passes.communicate import computations_only
+from bpipe.plan.action import COMPUTE
+from bpipe.plan.activations import activation_peaks
 from bpipe.schedules import Costs, Op, Sizes, Span, StageSizes, Timeline, build, finish, simulate
-from bpipe.schedules.action import COMPUTE
-from bpipe.schedules.activations import activation_peaks
-from bpipe.schedules.communicate import computations_only
-from bpipe.schedules.timeline import Holding
+from bpipe.simulator.timeline import Holding
 from bpipe.tools import scene as scenes
 from bpipe.tools.paper import Paper, strips
 from bpipe.tools.scene import Row, amount_text, compose, time_unit, without_dips

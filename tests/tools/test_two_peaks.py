@@ -15,7 +15,7 @@ from torch import nn
 
 import bpipe
 from bpipe.schedules import Destinations
-from bpipe.schedules.simulate import simulate
+from bpipe.simulator.simulation import simulate
 from bpipe.tools.cli import main
 from bpipe.tools.page import as_data
 from bpipe.tools.scene import compose

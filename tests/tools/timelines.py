@@ -6,10 +6,10 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
+from bpipe.passes.balance.balance import level
+from bpipe.passes.communicate import computations_only
+from bpipe.plan.pieces import in_pieces
 from bpipe.schedules import Costs, Destinations, Link, Plan, Sizes, Timeline, build, finish, gpipe, rules, simulate
-from bpipe.schedules.balance import level
-from bpipe.schedules.communicate import computations_only
-from bpipe.schedules.pieces import in_pieces
 from tests.schedules.sized import sized_plans
 from tests.schedules.strategies import computations, plans
 

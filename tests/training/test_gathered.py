@@ -17,7 +17,7 @@ from torch import nn
 
 import bpipe
 from bpipe.errors import BPipeError
-from bpipe.runtime.sharding import _groups
+from bpipe.parallel.fsdp import _groups
 from tests.ranks import run_ranks
 from tests.training.language import LanguageModel, Pipeline, assert_equal, backward_of, train_alone, words_of
 from tests.training.test_checkpoint import state_of, told

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 
 from bpipe.errors import PlanError
+from bpipe.plan.activations import both_peaks
+from bpipe.plan.grid import head
 from bpipe.schedules import verify
-from bpipe.schedules.activations import both_peaks
-from bpipe.schedules.grid import head
 from bpipe.tools.arguments import read_plan
 from bpipe.tools.balancing import told
 from bpipe.tools.result import Result

@@ -47,7 +47,7 @@ def _torch() -> dict[str, object]:
     try:
         import torch
 
-        from bpipe.comm.communicators import backends
+        from bpipe.comm.transport.communicators import backends
         from bpipe.device import name_of
     except ImportError as error:
         return {"torch": f"cannot be imported: {error}"}

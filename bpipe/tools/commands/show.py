@@ -12,10 +12,10 @@ import sys
 from typing import TYPE_CHECKING
 
 from bpipe.errors import ConfigurationError
+from bpipe.passes.balance.outcome import unbalanced_peaks
+from bpipe.plan.activations import both_peaks
+from bpipe.plan.grid import head, num_fitting, rows
 from bpipe.schedules import Plan
-from bpipe.schedules.activations import both_peaks
-from bpipe.schedules.grid import head, num_fitting, rows
-from bpipe.schedules.outcome import unbalanced_peaks
 from bpipe.tools.arguments import add_budget, add_costs, add_plan, costs_given, costs_of, plan_of, within_budget
 from bpipe.tools.balancing import told
 from bpipe.tools.result import Result

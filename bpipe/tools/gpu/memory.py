@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import bpipe
-from bpipe.runtime.observe import Observer
+from bpipe.engine.run import Observer
 from bpipe.schedules import Destinations, Op
 from bpipe.tools.gpu.contenders import CONTENDERS, NUM_PARTS, SLOTS
 from bpipe.tools.gpu.model import Size, batch_of, loss_of, stage_of

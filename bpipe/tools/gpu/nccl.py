@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from bpipe.schedules.amounts import show_bytes
+from bpipe.plan.amounts import show_bytes
 from bpipe.tools.gpu.contenders import PLAIN
 from bpipe.tools.gpu.equality import Difference
 from bpipe.tools.gpu.memory import TOLERANCE, Seen

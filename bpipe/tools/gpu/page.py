@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bpipe.schedules.amounts import show_bytes
+from bpipe.plan.amounts import show_bytes
 from bpipe.tools.quantities import show_seconds
 
 __all__: list[str] = []

@@ -133,7 +133,7 @@ def beside_a_stuck_device(rank: int) -> tuple[float, list[str]]:
     schedule.step(x, target=x, return_outputs=False)
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bpipe.comm.c10d.LOG.warning", lambda text, *values: said.append(text % values))
+        patch.setattr("bpipe.comm.transport.c10d.LOG.warning", lambda text, *values: said.append(text % values))
         began = time.monotonic()
         schedule.close()
         seconds = time.monotonic() - began
@@ -187,7 +187,7 @@ def behind_a_slow_device(rank: int) -> list[str]:
     MODULE.synchronize()
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bpipe.comm.device_watch.LOG.warning", lambda text, *values: said.append(text % values))
+        patch.setattr("bpipe.comm.transport.device_watch.LOG.warning", lambda text, *values: said.append(text % values))
         if rank == STRUCK:
             simulator.enqueue(MODULE.current_stream().stream_id, "stuck", [], [], lambda _: gate.wait())
         schedule.eval(x)

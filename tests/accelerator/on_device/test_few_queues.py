@@ -52,7 +52,7 @@ def on_device(
         timer.daemon = True
         timer.start()
     if not in_turn:  # as before there was an order of issue
-        from bpipe.comm.c10d import C10dTransport
+        from bpipe.comm.transport.c10d import C10dTransport
 
         C10dTransport.waits_on_device = property(lambda self: False, lambda self, _: None)  # type: ignore[assignment]
     how = {"transfers_at_once": at_once or kernels} if at_once or kernels else {}

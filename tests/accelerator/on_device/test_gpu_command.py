@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bpipe.memory.bundle import Bundle
-from bpipe.stats import Stats
+from bpipe.api.stats import Stats
+from bpipe.memory.saved.bundle import Bundle
 from bpipe.tools.cli import main
 from bpipe.tools.commands import gpu
 from bpipe.tools.gpu import equality, memory, nccl, ranks

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import bpipe
-from bpipe.comm.activity import State
-from bpipe.runtime.run import Run
+from bpipe.comm.health.activity import State
+from bpipe.engine.run import Run
 from bpipe.schedules import Action
 from tests.accelerator.device import KIND, MODULE, reports, simulator
 from tests.accelerator.on_device.test_equality import EVICTING, assert_same, on_cpu
@@ -101,7 +101,7 @@ def test_a_host_may_wait_for_its_device_anywhere(name: str, queues: int) -> None
 
 def allocated_in_steps(rank: int) -> list[int]:
     """The bytes of rooms that a rank makes in its steps after the measuring one; before them, it has made all."""
-    from bpipe.memory.guests import Rooms
+    from bpipe.memory.remote_buffers import Rooms
     from tests.accelerator import nccl as transports
     from tests.accelerator.work import RULES, batch_of, modules_of
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.dlpack import to_dlpack
 
-from bpipe.comm.communicators import lend
+from bpipe.comm.transport.communicators import lend
 from bpipe.device import (
     Streams,
     default_kind,

@@ -1,0 +1,1 @@
+"""The public face: schedules, the loopback, and what they say of a step."""

@@ -1,0 +1,224 @@
+"""The schedules people call: each binds a rule to what all schedules do. p ranks, m microbatches, v stages a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from bpipe.api.schedule import Schedule
+from bpipe.comm.health.watchdog import SLOW_S
+from bpipe.comm.transport.in_flight import TRANSFERS_AT_ONCE
+from bpipe.errors import ConfigurationError
+from bpipe.schedules import Plan, verify
+
+__all__ = [
+    "ZBH1",
+    "ZBH2",
+    "ZBV",
+    "BalancedOneFOneB",
+    "BreadthFirst",
+    "DualPipeV",
+    "FromPlan",
+    "GPipe",
+    "Interleaved1F1B",
+    "OneFOneB",
+    "VHalf",
+    "VMin",
+]
+
+
+class OneFOneB(Schedule):
+    """1F1B: rank x of p holds at most min(p-x, m) microbatches (Narayanan et al., arXiv 2104.04473).
+
+    Example:
+        >>> from torch import nn
+        >>> from bpipe import Loopback, PipelineStage
+        >>> loopback = Loopback(1)
+        >>> stage = PipelineStage(nn.Linear(4, 4), 0, 1, "cpu", group=loopback.rank(0))
+        >>> schedule = OneFOneB(stage, n_microbatches=2, loss_fn=nn.functional.mse_loss)
+        >>> schedule.step(torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
+        torch.Size([4, 4])
+    """
+
+    rule = "1f1b"
+
+
+class GPipe(Schedule):
+    """GPipe: all forwards, then all backwards; every rank holds m microbatches (Huang et al., arXiv 1811.06965)."""
+
+    rule = "gpipe"
+
+
+class BalancedOneFOneB(Schedule):
+    """1F1B in which early ranks evict saved activations to late ones (BPipe, Kim et al., ICML 2023).
+
+    Every rank holds at most `slots` microbatches, by default ceil((p+2)/2), guests and transfers in flight included. The
+    gradients are `OneFOneB`'s to the bit. Where a late stage has most, such as a large head, guests may make its rank fuller than
+    any rank was before: the logger "bpipe" warns of it after the first step, and `Balanced` counts bytes instead.
+
+    Arguments, methods and errors are `Schedule`'s.
+    """
+
+    rule = "balanced_1f1b"
+
+
+class ZBH1(Schedule):
+    """ZB-H1: 1F1B whose weight gradients wait until a rank would idle (Qi et al., arXiv 2401.10241).
+
+    Every rank holds at most min(p, m) microbatches. Gradients are `OneFOneB`'s to the bit, for any module: what cannot be
+    computed in two halves at no cost, such as custom autograd Functions, recomputed and compiled regions, is not. A hook on a
+    tensor inside a stage may run in both halves; what it returns counts once, and one that changes its gradient in place is
+    refused. `retain_grad()` on such a tensor may add its gradient up twice.
+    """
+
+    rule = "zb_h1"
+
+
+class ZBH2(Schedule):
+    """ZB-H2: ZB-H1 with more forwards first, and up to 2p-1 microbatches on a rank, so that no rank waits in between."""
+
+    rule = "zb_h2"
+
+
+class FromPlan(Schedule):
+    """Any plan: one that you wrote or changed, or one from a file. It is proven here, before anything runs.
+
+    Args:
+        stage: as in `Schedule`; a list where the plan puts several stages on a rank.
+        plan: a finished plan, the same on all ranks, such as `Plan.from_text(path.read_text())` gives.
+        loss_fn: this and the others as in `Schedule`.
+
+    Raises:
+        PlanError: the plan breaks a rule; the message lists every violation, and shows the first.
+        ConfigurationError: the plan is for other stages or ranks, or only evaluates.
+
+    Example:
+        >>> from torch import nn
+        >>> from bpipe import Loopback, PipelineStage
+        >>> from bpipe.schedules import Plan, build
+        >>> text = build("1f1b", num_stages=2, num_microbatches=4).to_text()
+        >>> loopback = Loopback(2)
+        >>> stages = [PipelineStage(nn.Linear(4, 4), i, 2, "cpu", loopback.rank(i)) for i in range(2)]
+        >>> schedules = [FromPlan(stage, Plan.from_text(text), loss_fn=nn.functional.mse_loss) for stage in stages]
+        >>> loopback.step(schedules, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
+        torch.Size([4, 4])
+    """
+
+    def __init__(
+        self,
+        stage: Any,
+        plan: Plan,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        *,
+        timeout_s: float | None = None,
+        slow_s: float = SLOW_S,
+        transfers_at_once: int = TRANSFERS_AT_ONCE,
+    ) -> None:
+        verify(plan)
+        if not plan.has_backward:
+            raise ConfigurationError(f"plan {plan.name!r} only evaluates: give one with backwards, and call eval()")
+        self._given, self.rule = plan, plan.name
+        arguments = (loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads)
+        super().__init__(
+            stage, plan.num_microbatches, *arguments, timeout_s=timeout_s, slow_s=slow_s, transfers_at_once=transfers_at_once
+        )
+        self._memory.most_parts = {index: max(1, plan.num_parts(index)) for index in self._stages}
+        self._memory.is_inside = bool(plan.interrupted(self._plan_rank))
+
+    def _make_plan(self, num_stages: int, num_ranks: int, *_: Any) -> Plan:
+        plan = self._given
+        if (plan.num_stages, plan.num_ranks) != (num_stages, num_ranks):
+            raise ConfigurationError(
+                f"plan {plan.name!r} is for {plan.num_stages} stages on {plan.num_ranks} ranks, "
+                f"and these are {num_stages} stages on {num_ranks}"
+            )
+        return plan
+
+
+class _Stages(Schedule):
+    """A schedule whose ranks hold several stages each, given as a list; the other arguments are `Schedule`'s."""
+
+    def __init__(
+        self,
+        stages: Sequence[Any],
+        n_microbatches: int,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        slots: int | Sequence[int | None] | None = None,
+        *,
+        timeout_s: float | None = None,
+        slow_s: float = SLOW_S,
+        transfers_at_once: int = TRANSFERS_AT_ONCE,
+    ) -> None:
+        arguments = (loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads, slots)
+        super().__init__(
+            stages, n_microbatches, *arguments, timeout_s=timeout_s, slow_s=slow_s, transfers_at_once=transfers_at_once
+        )
+
+
+class Interleaved1F1B(_Stages):
+    """Interleaved 1F1B: v >= 2 stages a rank in a loop, stage s on rank s mod p (Narayanan et al., arXiv 2104.04473).
+
+    It takes a multiple of p microbatches. Arguments are `Schedule`'s, but for `stages`, this rank's list of them.
+
+    Example:
+        >>> from torch import nn
+        >>> from bpipe import Loopback, PipelineStage
+        >>> loopback = Loopback(2)
+        >>> stages = [[PipelineStage(nn.Linear(4, 4), s, 4, "cpu", loopback.rank(r)) for s in (r, r + 2)] for r in range(2)]
+        >>> schedules = [Interleaved1F1B(of_rank, 2, loss_fn=nn.functional.mse_loss) for of_rank in stages]
+        >>> loopback.step(schedules, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
+        torch.Size([4, 4])
+    """
+
+    rule = "interleaved_1f1b"
+
+
+class BreadthFirst(_Stages):
+    """Breadth-first: each of a rank's v stages runs all its microbatches before the next (Lamy-Poirier, arXiv 2211.05953).
+
+    Stage s is on rank s mod p. Stages under FSDP2 (`fully_shard`) gather their weights at most twice a step and reduce their
+    gradients once, however many microbatches there are. Arguments are `Schedule`'s, but for `stages`, this rank's list of them.
+    """
+
+    rule = "breadth_first"
+
+
+class ZBV(_Stages):
+    """ZBV: two stages a rank in a V, and no idle time in between from 2p-1 microbatches on (Qi et al., arXiv 2401.10241).
+
+    Rank x holds stages x and 2p-1-x, so rank 0 the first and the last: it takes the target, and returns losses and outputs.
+    Every rank holds at most min(p, m) microbatches. Arguments are `Schedule`'s, but for `stages`, this rank's two.
+    """
+
+    rule = "zbv"
+
+
+class VHalf(_Stages):
+    """V-Half: half of 1F1B's memory, (p+2)//2 microbatches on every rank, placed as in `ZBV` (Qi et al., arXiv 2405.15362)."""
+
+    rule = "v_half"
+
+
+class VMin(_Stages):
+    """V-Min: a third of 1F1B's memory, (p+4)//3 microbatches on every rank, placed as in `ZBV` (Qi et al., arXiv 2405.15362)."""
+
+    rule = "v_min"
+
+
+class DualPipeV(_Stages):
+    """DualPipeV: DeepSeek's DualPipe cut in half, placed as in `ZBV`; it takes at least 2p microbatches (arXiv 2412.19437).
+
+    Where the original overlaps a forward with a backward, this runs one after the other.
+    """
+
+    rule = "dualpipe_v"

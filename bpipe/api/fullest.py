@@ -1,0 +1,104 @@
+"""Check whether plans from microbatch counts or given sizes, which do not know all that devices hold, keep their promise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from bpipe.api.loopback import LoopbackGroup
+from bpipe.comm.health.agreement import Record
+from bpipe.engine.run import Run
+from bpipe.memory.peaks import Peaks
+from bpipe.passes.balance.outcome import unbalanced_peaks
+from bpipe.passes.communicate import communicate, computations_only
+from bpipe.plan.amounts import show_bytes
+from bpipe.schedules import Op, Plan
+
+__all__: list[str] = []
+
+WORTH_SAYING = 1.01  # a warning: so many times the memory without balance
+
+
+class Fullest:
+    """Compares what the fullest rank holds with its peak without evictions and recomputation, and ranks with their budgets.
+
+    After the first step of a plan each rank knows its own two peaks, the second one from the footprints of the same microbatches.
+    They travel with the record of the next step, in which the first rank warns, once.
+
+    Args:
+        budgets: of each rank in bytes, where a plan was made for them from sizes that nobody has measured.
+    """
+
+    def __init__(self, budgets: Sequence[int | None] | None = None) -> None:
+        self._budgets = budgets
+        self.plan: Plan | None = None  # whose first step was compared
+        self.is_open = False  # whether records are still to be looked at
+        self._own: tuple[int, int] | None = None  # both peaks of this rank, without optimizer states
+        self._has_said = False
+
+    def note(self, run: Run, stats: Mapping[str, float], states: int, group: object) -> None:
+        """Note both peaks of this rank after a plan's first training step, for the comparison."""
+        self.plan, self._own = run.plan, None
+        if self._budgets is not None or any(action.op in (Op.EVICT, Op.R) for lane in run.plan.actions for action in lane):
+            plain = Peaks(with_messages=True).of(_plain(run.plan, group), run.rank, run.evictions.ledger.footprints)
+            self.is_open = not self._has_said
+            self._own = int(stats["device_peak_bytes"]) - states, int(stats["static_bytes"]) - states + plain
+
+    def peaks(self, states: int) -> tuple[int, int]:
+        """Return both peaks of this rank with the optimizer states that there are now; zeros if there is nothing to compare."""
+        return (0, 0) if self._own is None else (self._own[0] + states, self._own[1] + states)
+
+    def check(self, records: Sequence[Record], names: Sequence[str], rule: str, warn: Callable[..., None]) -> None:
+        """Warn of what the records of all ranks show, after a step that was compared.
+
+        Args:
+            records: in the order of the plan's ranks.
+            names: of these ranks, for messages.
+            rule: the schedule's.
+            warn: takes a format and its arguments.
+        """
+        self.is_open = False
+        raised = _raised([record.plain_peak for record in records], [record.peak for record in records], names)
+        self._say((*raised, *self._over_budget(records, names)), rule, warn)
+
+    def check_plan(self, plan: Plan, names: Sequence[str], rule: str, warn: Callable[..., None]) -> None:
+        """Warn if a plan's sizes show that, within budgets that differ, a rank gets fuller than any rank without balance."""
+        if not self._has_said and plan.sizes is not None and len(set(plan.budgets or ())) > 1:
+            self._say(_raised(unbalanced_peaks(plan), plan.device_peak_bytes, names), rule, warn)
+
+    def _say(self, problems: Iterable[str], rule: str, warn: Callable[..., None]) -> None:
+        for problem in problems:
+            self._has_said = True
+            warn("%s: %s", rule, problem)
+
+    def _over_budget(self, records: Sequence[Record], names: Sequence[str]) -> Iterator[str]:
+        over = [(one.peak - most, rank) for rank, (one, most) in enumerate(zip(records, self._budgets or ())) if most is not None]
+        excess, rank = max(over, default=(0, 0))
+        if excess > 0:
+            peak, states = records[rank].peak, records[rank].states
+            holds, budget = show_bytes(peak), show_bytes(peak - excess)
+            among = f", {show_bytes(states)} of optimizer states among it" * bool(states)
+            yield (
+                f"{names[rank]} holds {holds}, over its budget of {budget}" + f" by {show_bytes(excess)}" * (holds == budget) + ", "
+                f"because sizes= says less than there is{among}. Give what stats['static_bytes'] says stays there, or leave sizes= "
+                "out, so that it is measured"
+            )
+
+
+def _raised(plain: Sequence[int], balanced: Sequence[int], names: Sequence[str]) -> Iterator[str]:
+    """Yield a warning if balance raises the highest peak of the ranks."""
+    (before, was), (after, now) = (max((peak, -rank) for rank, peak in enumerate(peaks)) for peaks in (plain, balanced))
+    if after >= WORTH_SAYING * before and after > before:
+        yield (
+            f"balancing raises the memory of the fullest rank from {show_bytes(before)} ({names[-was]}) to {show_bytes(after)} "
+            f"({names[-now]}): weights, gradients, optimizer states, activations, messages and rooms together. Balance in bytes, "
+            'bpipe.Balanced(schedule, budget="lowest"), send evictions to other ranks (to=), or train without balance'
+        )
+
+
+def _plain(plan: Plan, group: object) -> Plan:
+    """Return a plan's computations with their messages alone, made once for all ranks of a loopback."""
+
+    def make() -> Plan:
+        return communicate(computations_only(plan))
+
+    return group.loopback.once(("plain", plan), make) if isinstance(group, LoopbackGroup) else make()

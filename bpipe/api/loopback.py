@@ -1,0 +1,238 @@
+"""All ranks of a pipeline in one process and one thread, for notebooks, for tests and for one GPU."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from bpipe.cleanup import keeping, noted_on
+from bpipe.comm.transport.in_process import Wires
+from bpipe.device import Stream, current_stream, guests, is_asynchronous, on_stream, random_state, set_random_state
+from bpipe.engine.run import Run
+from bpipe.errors import ConfigurationError, PipelineBrokenError
+from bpipe.model.call import call_of
+from bpipe.plan.action import SERVED
+from bpipe.plan.order import linearise
+from bpipe.schedules import Action, Plan
+
+if TYPE_CHECKING:
+    from bpipe.api.schedule import Schedule
+
+__all__ = ["Loopback", "LoopbackGroup"]
+
+
+class LoopbackGroup(NamedTuple):
+    """The place of one rank in a `Loopback`, which a stage takes as its `group`."""
+
+    loopback: Loopback
+    rank: int
+
+
+class _Lane(NamedTuple):
+    """A sequence of actions of a rank of the plan: its computations, or its work for an evictor whose guests it keeps."""
+
+    rank: int
+    evictor: int | None
+    device: torch.device
+
+
+class Loopback:
+    """A pipeline's ranks, all in this process, run one action at a time.
+
+    Each rank has a random number state of its own, which starts where the global one stands when the `Loopback` is made:
+    as if every process had called `torch.manual_seed` with the same seed. On a GPU each rank also has a stream of its own.
+
+    Args:
+        num_ranks: ranks in the pipeline.
+        own_random_state: False to draw from the global random numbers on all ranks.
+
+    Example:
+        >>> import bpipe
+        >>> from torch import nn
+        >>> loopback = bpipe.Loopback(2)
+        >>> stages = [bpipe.PipelineStage(nn.Linear(4, 4), i, 2, "cpu", group=loopback.rank(i)) for i in range(2)]
+        >>> schedules = [bpipe.OneFOneB(stage, 4, loss_fn=nn.functional.mse_loss) for stage in stages]
+        >>> loopback.step(schedules, torch.randn(8, 4), target=torch.randn(8, 4)).shape
+        torch.Size([8, 4])
+    """
+
+    def __init__(self, num_ranks: int, *, own_random_state: bool = True) -> None:
+        if num_ranks < 1:
+            raise ConfigurationError(f"num_ranks={num_ranks}: give a whole number of at least 1")
+        self.num_ranks = num_ranks
+        self.own_random_state = own_random_state
+        self._random = [_RandomState() for _ in range(num_ranks)]
+        self._order: tuple[Plan | None, list[tuple[int, Action]]] = (None, [])
+        self._latest: tuple[Any, Plan | None] = (None, None)
+        self._running = threading.Lock()
+        self.wires = Wires()
+
+    def rank(self, rank: int) -> LoopbackGroup:
+        """Return the `group` for the stages of one rank."""
+        if not 0 <= rank < self.num_ranks:
+            raise ConfigurationError(f"rank {rank} of a loopback of {self.num_ranks}")
+        return LoopbackGroup(self, rank)
+
+    def manual_seed(self, seed: int, rank: int | None = None) -> None:
+        """Seed the random numbers of one rank, or of all."""
+        for index in range(self.num_ranks) if rank is None else (self.rank(rank).rank,):
+            self._random[index].seed(seed)
+
+    def step(self, schedules: Sequence[Schedule], *args: Any, **kwargs: Any) -> Any:
+        """Run one training step of all ranks: `schedules[r].step(*args, **kwargs)` on each rank r.
+
+        Args:
+            schedules: one a rank, in the order of the ranks.
+            args: what every rank's `step` gets; positional arguments reach the first stage, as there.
+            kwargs: likewise; `target` and `losses` are used by the last stage.
+
+        Returns:
+            The last stage's outputs.
+        """
+        return self._run(schedules, lambda schedule: schedule._begin_step(call_of(*args, **kwargs)))
+
+    def eval(self, schedules: Sequence[Schedule], *args: Any, **kwargs: Any) -> Any:
+        """Evaluate on all ranks: `schedules[r].eval(*args, **kwargs)` on each rank r."""
+        return self._run(schedules, lambda schedule: schedule._begin_eval(call_of(*args, **kwargs)))
+
+    def once(self, asked: object, make: Callable[[], Plan]) -> Plan:
+        """Return the plan that the previous rank has made, if it asked for the same; otherwise make it now."""
+        known, plan = self._latest
+        if plan is None or known != asked:
+            plan = make()
+            self._latest = (asked, plan)
+        return plan
+
+    def _run(self, schedules: Sequence[Schedule], begin: Callable[[Schedule], Any]) -> Any:
+        if len(schedules) != self.num_ranks:
+            raise ConfigurationError(f"{len(schedules)} schedules for {self.num_ranks} ranks: give one a rank")
+        for rank, schedule in enumerate(schedules):
+            if schedule.group != LoopbackGroup(self, rank):
+                raise ConfigurationError(f"schedule {rank} is not on rank {rank} of this loopback")
+        if not self._running.acquire(blocking=False):
+            raise PipelineBrokenError("a step of this loopback was called from inside another one: one step at a time")
+        with ExitStack() as guards:
+            guards.callback(self._running.release)
+            for schedule in schedules:
+                guards.enter_context(schedule._guarded())
+            started = time.perf_counter()
+            steps = [begin(schedule) for schedule in schedules]
+            records = [step.record for step in steps]
+            runs = [
+                schedule._agreed(step, records, lambda told: [told(each) for each in schedules])
+                for schedule, step in zip(schedules, steps)
+            ]
+            with ExitStack() as breaking:
+                for schedule, run in zip(schedules, runs):
+                    breaking.enter_context(schedule._breaking())
+                    breaking.enter_context(run.sharding.in_charge())
+                    breaking.enter_context(run.hooks.watched())
+                self._execute(runs)
+                result = next((schedule._result(run) for schedule, run in zip(schedules, runs) if run.holds_last_stage), None)
+                for schedule, step, run in zip(schedules, steps, runs):
+                    schedule._finish(step, run, started)
+            return result
+
+    def _execute(self, runs: Sequence[Run]) -> None:
+        self.wires.clear()
+        plan = runs[0].plan
+        if self._order[0] is not plan:
+            self._order = (plan, linearise(plan))
+        group_ranks = {run.rank: group_rank for group_rank, run in enumerate(runs)}
+        with self._joined_streams(runs):
+            order = iter(self._order[1])
+
+            def advance(plan_rank: int, piece: Action) -> None:
+                for step in takewhile(lambda step: step != (plan_rank, piece), order):
+                    execute(*step)
+
+            def execute(plan_rank: int, action: Action) -> None:
+                group_rank = group_ranks[plan_rank]
+                run, evictor = runs[group_rank], action.peer if action.op in SERVED else None
+                with self._random_numbers(group_rank, run.device), self._on_stream(_Lane(plan_rank, evictor, run.device)):
+                    run.execute(action)
+
+            with ExitStack() as driven:
+                for run in runs:
+                    driven.enter_context(run.advancing(partial(advance, run.rank)))
+                for step in order:
+                    execute(*step)
+
+    @contextmanager
+    def _joined_streams(self, runs: Sequence[Run]) -> Iterator[None]:
+        """Let the ranks' streams start after what the caller has queued, and the caller's stream continue after theirs.
+
+        As in separate processes, a rank's work for each evictor has a stream of its own.
+        """
+        on_device = [run for run in runs if is_asynchronous(run.device)]
+        lanes = [_Lane(run.rank, evictor, run.device) for run in on_device for evictor in (None, *run.plan.chains(run.rank))]
+        for lane in lanes:
+            self._stream(lane).wait_stream(current_stream(lane.device))
+        try:
+            yield
+        except BaseException as error:
+            with noted_on(error):
+                self.wires.streams.join()  # what the step has used may be freed now, and copies of it may still be queued
+            raise
+        for lane in lanes:
+            current_stream(lane.device).wait_stream(self._stream(lane))
+
+    def _stream(self, lane: _Lane) -> Stream:
+        user = ("computations", lane.rank) if lane.evictor is None else guests(lane.rank, lane.evictor)
+        return self.wires.streams.of(user, lane.device)
+
+    def _random_numbers(self, rank: int, device: torch.device) -> AbstractContextManager[Any]:
+        return self._random[rank].active(device) if self.own_random_state else nullcontext()
+
+    def _on_stream(self, lane: _Lane) -> AbstractContextManager[Any]:
+        return keeping(on_stream(self._stream(lane))) if is_asynchronous(lane.device) else nullcontext()
+
+
+class _RandomState:
+    """A rank's own random number state, put in place while its actions run."""
+
+    def __init__(self) -> None:
+        self._cpu = torch.get_rng_state()
+        self._of_devices: dict[torch.device, torch.Tensor] = {}
+        self._seed: int | None = None
+
+    def seed(self, seed: int) -> None:
+        self._cpu = torch.Generator().manual_seed(seed).get_state()
+        self._of_devices.clear()
+        self._seed = seed
+
+    @contextmanager
+    def active(self, device: torch.device) -> Iterator[None]:
+        with self._swapped_on(device) if is_asynchronous(device) else nullcontext():
+            outside = torch.get_rng_state()
+            torch.set_rng_state(self._cpu)
+            try:
+                yield
+            finally:
+                self._cpu = torch.get_rng_state()
+                torch.set_rng_state(outside)
+
+    @contextmanager
+    def _swapped_on(self, device: torch.device) -> Iterator[None]:
+        outside = random_state(device)
+        assert outside is not None
+        if device not in self._of_devices:
+            seeded = None if self._seed is None else torch.Generator(device).manual_seed(self._seed).get_state()
+            self._of_devices[device] = outside if seeded is None else seeded
+        with keeping(ExitStack()) as after:  # a device that failed has no state to ask for
+            after.callback(self._swap_back, outside, device)
+            set_random_state(self._of_devices[device], device)
+            yield
+
+    def _swap_back(self, outside: torch.Tensor, device: torch.device) -> None:
+        now = random_state(device)
+        assert now is not None
+        self._of_devices[device] = now
+        set_random_state(outside, device)

@@ -1,0 +1,140 @@
+"""The sizes of microbatches that steps have shown, for each form of their inputs."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from bpipe.api.schedule import REMEMBERED_SHAPES, StepKey
+from bpipe.memory.ledger import Key
+from bpipe.memory.saved.footprint import Footprint, largest_of, with_margin
+from bpipe.schedules import Plan, Sizes, StageSizes
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """The results of a step that measured, on this rank: the sizes of its stages, what modules hold, what the step returns."""
+
+    stages: dict[int, StageSizes]
+    held_bytes: int
+    returned_bytes: int
+
+
+@dataclass(slots=True)
+class Shapes:
+    """Everything known of steps whose inputs look alike.
+
+    Args:
+        revisions: how often each rank had asked to measure again when these were measured.
+        measured: the results of the latest step that measured.
+        plan: the one made from them.
+        states: the bytes of each rank's optimizer states when the plan was made.
+        seen: the largest microbatch of each stage that outgrew its plan.
+        static_bytes: those of this rank's modules, the most that were planned with, or seen since.
+        varying: the stages whose microbatches took different memory in one step.
+    """
+
+    revisions: tuple[int, ...] = ()
+    measured: Measured | None = None
+    plan: Plan | None = None
+    states: tuple[int, ...] = ()
+    seen: dict[int, StageSizes] = field(default_factory=dict)
+    static_bytes: int = 0
+    varying: set[int] = field(default_factory=set)
+
+    def revise(self, revisions: tuple[int, ...]) -> bool:
+        """Forget what was measured if a rank has asked for that; return whether there was something to forget."""
+        if self.revisions == revisions:
+            return False
+        was_known = self.measured is not None
+        self.revisions, self.measured, self.plan = revisions, None, None
+        return was_known
+
+    def replan(self, states: tuple[int, ...]) -> bool:
+        """Forget the plan, but not the sizes, if ranks have other optimizer states; return whether there was a plan."""
+        if self.states == states:
+            return False
+        was_known = self.plan is not None
+        self.states, self.plan = states, None
+        return was_known
+
+    def stages(self, margin: float) -> dict[int, StageSizes]:
+        """Return sizes that cover what was measured and seen in other steps, with a margin on what stages that vary save."""
+        assert self.measured is not None, "a plan is made of what was measured"
+        covered = {stage: self._covered(stage, sizes) for stage, sizes in self.measured.stages.items()}
+        return {stage: with_margin(sizes, margin) if stage in self.varying else sizes for stage, sizes in covered.items()}
+
+    def _covered(self, stage: int, sizes: StageSizes) -> StageSizes:
+        """Return sizes of a stage with room for what was seen; unchanged if that was no more, whatever parts it was cut into."""
+        seen = self.seen.get(stage, sizes)
+        return sizes if seen.saved <= sizes.saved else largest_of([sizes, seen])
+
+    def outgrown(self, sizes: Sizes, footprints: Mapping[Key, Footprint]) -> Iterable[int]:
+        """Yield stages whose microbatches take more than planned and than any of them before, and remember their sizes."""
+        for stage in {stage for stage, _ in footprints}:
+            found = largest_of(footprint.sizes() for (of, _), footprint in footprints.items() if of == stage)
+            known = self.seen.get(stage, found)
+            if found.saved > sizes.stages[stage].saved and (known is found or found.saved > known.saved):
+                self.seen[stage] = largest_of([found, known])
+                yield stage
+
+
+class KnownShapes:
+    """The sizes known for the forms of inputs that were seen last."""
+
+    def __init__(self) -> None:
+        self._shapes: OrderedDict[StepKey, Shapes] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._shapes)
+
+    def of(self, key: StepKey) -> Shapes:
+        """Return what is known of a form, and mark it as the latest one."""
+        shapes = self._shapes.setdefault(key, Shapes())
+        self._shapes.move_to_end(key)
+        if len(self._shapes) > REMEMBERED_SHAPES:
+            self._shapes.popitem(last=False)
+        return shapes
+
+    def latest(self) -> Shapes:
+        return next(reversed(self._shapes.values()))
+
+
+@dataclass(slots=True)
+class Comparison:
+    """The comparison of replicas for the steps with some inputs.
+
+    Args:
+        shapes: the sizes that the first of these steps has measured.
+        num_steps: how many there were.
+        difference: the result of the comparison; None before it.
+    """
+
+    shapes: Shapes
+    num_steps: int = 0
+    difference: str | None = None
+
+
+class Comparisons:
+    """Lets replicas compare what their microbatches take: in the second step with some inputs, as measured in the first one.
+
+    When they do depends on the inputs alone. Modules may change in one replica in any step, and make that one measure again.
+    """
+
+    def __init__(self) -> None:
+        self._by_inputs: OrderedDict[tuple[bytes, ...], Comparison] = OrderedDict()
+
+    def is_due(self, inputs: tuple[bytes, ...], shapes: Shapes) -> bool:
+        """Count a step with some inputs, and return whether replicas compare before it runs."""
+        comparison = self._by_inputs.setdefault(inputs, Comparison(shapes))
+        self._by_inputs.move_to_end(inputs)
+        if len(self._by_inputs) > REMEMBERED_SHAPES:
+            self._by_inputs.popitem(last=False)
+        comparison.num_steps += 1
+        return comparison.num_steps == 2
+
+    def of(self, inputs: tuple[bytes, ...]) -> Comparison:
+        return self._by_inputs[inputs]

@@ -1,0 +1,122 @@
+"""The settings of `Balanced`: a budget, where evicted memory may go, and what is known beforehand."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bpipe.errors import ConfigurationError
+from bpipe.passes.balance.by_bytes import by_bytes
+from bpipe.passes.balance.by_count import by_count
+from bpipe.passes.recompute import recompute, recompute_by_count
+from bpipe.plan.destinations import Destinations
+from bpipe.schedules import Costs, Plan, Sizes, finish
+
+__all__: list[str] = []
+
+Budget = int | Sequence[int | None] | str | None
+NAMED = ("auto", "lowest")
+WAYS = ("evict", "recompute")
+MEASURES = ("auto", "in_order")
+MARGIN = 0.1  # of what a stage saves whose microbatches vary
+MOST_PARTS = 64  # of a microbatch: more gain nothing more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The arguments of `Balanced` that decide the plan; its docstring describes them. All ranks have the same."""
+
+    budget: Budget
+    parts: int
+    inside: bool
+    to: Destinations
+    costs: Costs | None
+    sizes: Sizes | None
+    by: str = "evict"
+    measure: str = "auto"
+    margin: float = MARGIN
+
+    def check(self, plan: Plan) -> None:
+        """Raise unless the settings fit together, and fit a plan.
+
+        Raises:
+            ConfigurationError: they do not.
+        """
+        if not _is_count(self.parts) or self.parts > MOST_PARTS:
+            raise ConfigurationError(f"parts={self.parts!r}: give a whole number from 1 to {MOST_PARTS}")
+        if self.inside and self.parts == 1:
+            raise ConfigurationError("inside=True moves parts of microbatches inside forwards and backwards: give parts=2 or more")
+        if self.by not in WAYS:
+            raise ConfigurationError(f"by={self.by!r}: choose 'evict' or 'recompute'")
+        if self.measure not in MEASURES:
+            raise ConfigurationError(f"measure={self.measure!r}: choose 'auto' or 'in_order'")
+        if isinstance(self.margin, bool) or not isinstance(self.margin, (int, float)) or not 0 <= self.margin < math.inf:
+            raise ConfigurationError(f"margin={self.margin!r}: give a share of what a stage saves, at least 0, such as 0.1")
+        if self.by == "recompute":
+            self._check_recomputing()
+        self._check_budget(plan.num_ranks)
+        if self.costs is not None:
+            self.costs.check(plan)
+        self.to.check(plan.num_ranks)
+        if self.sizes is not None:
+            self._check_sizes(self.sizes, plan)
+
+    def _check_budget(self, num_ranks: int) -> None:
+        budget = self.budget
+        if budget is None:
+            self._check_nothing_else()
+        elif isinstance(budget, str):
+            if budget not in NAMED:
+                raise ConfigurationError(f"budget={budget!r}: give bytes, 'auto', 'lowest', or None to count microbatches")
+        elif isinstance(budget, Sequence):
+            if len(budget) != num_ranks or not all(one is None or _is_count(one) for one in budget):
+                raise ConfigurationError(f"budget={budget!r}: give bytes, at least 1, or None for each of {num_ranks} ranks")
+        elif not _is_count(budget):
+            raise ConfigurationError(f"budget={budget!r}: give a whole number of bytes of at least 1")
+
+    def _check_nothing_else(self) -> None:
+        given = {"parts": self.parts > 1, "inside": self.inside, "costs": self.costs is not None, "sizes": self.sizes is not None}
+        given["measure"] = self.measure != "auto"
+        unused = [name for name, is_given in given.items() if is_given]
+        if unused:
+            raise ConfigurationError(
+                f"budget=None counts microbatches and has no use for {', '.join(unused)}: give a budget in bytes"
+            )
+
+    def _check_recomputing(self) -> None:
+        given = {"parts": self.parts > 1, "to": self.to != Destinations(), "costs": self.costs is not None}
+        unused = [name for name, is_given in given.items() if is_given]
+        if unused:
+            raise ConfigurationError(f"by='recompute' moves nothing and has no use for {', '.join(unused)}: leave them out")
+
+    def _check_sizes(self, sizes: Sizes, plan: Plan) -> None:
+        parts = max((len(stage.parts) for stage in sizes.stages), default=0)
+        if (len(sizes.stages), len(sizes.static)) != (plan.num_stages, plan.num_ranks) or parts > self.parts:
+            raise ConfigurationError(
+                f"sizes= has {len(sizes.stages)} stages in up to {parts} parts and {len(sizes.static)} ranks: "
+                f"give {plan.num_stages} stages, each in at most parts={self.parts}, and {plan.num_ranks} ranks"
+            )
+
+    def plan_by_count(self, computations: Plan) -> Plan:
+        """Make and prove the plan that counts microbatches."""
+        return finish(by_count(computations, self.to) if self.by == "evict" else recompute_by_count(computations))
+
+    def plan_in_bytes(self, computations: Plan, sizes: Sizes, budgets: Sequence[int | None] | None) -> Plan:
+        """Make and prove the plan for some sizes, with as little memory as possible if there are no budgets.
+
+        Raises:
+            BudgetError: the budgets cannot be met.
+        """
+        if self.by == "recompute":
+            return finish(recompute(computations, sizes=sizes, budgets=budgets))
+        return finish(by_bytes(computations, sizes, budgets, is_inside=self.inside, to=self.to, costs=self.costs))
+
+    def budgets(self, num_ranks: int) -> tuple[int | None, ...]:
+        """Return the given budget of each rank in bytes; None for no limit."""
+        assert self.budget is not None and not isinstance(self.budget, str), "a budget in bytes"
+        return (self.budget,) * num_ranks if isinstance(self.budget, int) else tuple(self.budget)
+
+
+def _is_count(number: object) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 1

@@ -1,0 +1,130 @@
+"""The numbers of a step, plain enough for any logger."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from bpipe.engine.remembered import Memory
+from bpipe.engine.run import Run
+from bpipe.memory.peaks import Peaks
+from bpipe.memory.static import bytes_under
+from bpipe.plan.meter import occupancy
+from bpipe.schedules import Op, Plan
+
+__all__: list[str] = []
+
+
+class Stats:
+    """Counts what one rank uses, step by step.
+
+    Args:
+        memory: its rooms for guests, and those on its host.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._planned: _Planned | None = None
+        self._predicted = Peaks(with_messages=False)
+        self._device, self._predicted_device = Peaks(with_messages=True), Peaks(with_messages=True)
+
+    def of(self, run: Run, static_bytes: int, seconds: float) -> dict[str, float]:
+        """Compute the numbers of a step: what the rank used, and how long it waited.
+
+        Args:
+            run: the step.
+            static_bytes: its parameters, their gradients, its buffers, and the states that optimizers have made for them.
+            seconds: how long it took.
+
+        Returns:
+            Bytes, of two kinds. All that the device holds at once: `device_peak_bytes`, which is `static_bytes` (parameters,
+            gradients, buffers, optimizer states, what modules hold besides, outputs and losses that are returned), `guest_bytes`
+            (rooms this schedule reserves for other ranks), saved activations and messages between stages. Activations:
+            `peak_bytes`, the saved ones and guests alone, with `held_bytes` (saved and not movable, each storage once). Beside
+            them `host_peak_bytes`, this rank's rooms in its host's memory; `evicted_bytes`, `loaded_bytes`. Microbatches:
+            `peak_slots`. Each peak is there a second time as `predicted_`, from the plan: with its sizes, or if it has none
+            with what microbatches of each shape took before, the most of it where that varies.
+
+            Optimizer states count once their optimizer has stepped while a schedule was open, those too that were loaded before.
+            Gradients count before they are there, rooms before their first guest comes, and in a step with new shapes messages as
+            if their shapes were known.
+
+            How peaks are known, in microbatches, each of which counts once on each stage of the rank: `microbatches_measured` were
+            looked at in this step; `microbatches_assumed` count like a measured one of the same stage and shapes, because their
+            graphs have as many nodes; of `microbatches_unknown`, whose graphs have a number of nodes that was not seen before and
+            do not show all that they save, nothing is counted: where there are any, the true peaks may be higher.
+
+            Seconds: `step_s`, and those in which this rank's compute lane waited, by kind of transfer. Where its device waits and
+            its host does not, as over NCCL, the host runs ahead: these are the latest known, of step `wait_step` (-1: of none yet),
+            and `step_s` is the host's.
+        """
+        ledger, waited, of_step = run.evictions.ledger, run.traffic.waited_s, run.step
+        if (waits := self._memory.device_waits) is not None:
+            of_step, waited = waits.finish(run.step)
+        static = static_bytes + ledger.held_bytes + bytes_under(run.compute.kept())
+        return {
+            "step": run.step,
+            "step_s": seconds,
+            **self._device_peaks(run, static),
+            **self._peaks(run),
+            **run.evictions.counts(),
+            "static_bytes": static,
+            "evicted_bytes": ledger.evicted_bytes,
+            "loaded_bytes": ledger.loaded_bytes,
+            "held_bytes": ledger.held_bytes,
+            "guest_bytes": self._memory.guest_bytes,
+            "wait_forward_s": waited[Op.WAIT_RECV_F],
+            "wait_backward_s": waited[Op.WAIT_RECV_B],
+            "wait_send_s": waited[Op.WAIT_SEND_F] + waited[Op.WAIT_SEND_B],
+            "wait_evict_s": waited[Op.WAIT_EVICT],
+            "wait_load_s": waited[Op.WAIT_LOAD],
+            "wait_step": of_step,
+        }
+
+    def _device_peaks(self, run: Run, static_bytes: int) -> dict[str, float]:
+        plan, rank, always, planned = run.plan, run.rank, static_bytes + self._memory.guest_bytes, self._plan(run)
+        used = always + self._device.of(plan, rank, run.evictions.ledger.footprints)
+        predicted = planned.device_bytes
+        if predicted is None:
+            predicted = always + self._predicted_device.of(plan, rank, run.evictions.predicted())
+        return {
+            "device_peak_bytes": used,
+            "predicted_device_peak_bytes": predicted,
+            "host_peak_bytes": self._memory.host_bytes,
+            "predicted_host_peak_bytes": self._memory.host_bytes if planned.host_bytes is None else planned.host_bytes,
+        }
+
+    def _peaks(self, run: Run) -> dict[str, float]:
+        ledger, plan, planned = run.evictions.ledger, run.plan, self._plan(run)
+        always = self._memory.guest_bytes + ledger.held_bytes
+        return {
+            "peak_bytes": ledger.peak_bytes + always,
+            "predicted_peak_bytes": self._predicted.of(plan, run.rank, run.evictions.predicted()) + always,
+            "peak_slots": ledger.peak_slots + planned.rooms,
+            "predicted_peak_slots": planned.slots + planned.rooms if plan.has_backward else 0,
+        }
+
+    def _plan(self, run: Run) -> _Planned:
+        """Return the plan's own numbers for this rank, made once because they are the same in every step."""
+        if self._planned is None or self._planned.plan is not run.plan:
+            self._planned = _Planned.of(run.plan, run.rank)
+        return self._planned
+
+
+class _Planned(NamedTuple):
+    """The numbers of a plan for one rank: microbatches of its own at once, rooms for guests, and the peaks, if it counts bytes."""
+
+    plan: Plan
+    slots: int
+    rooms: int
+    device_bytes: int | None
+    host_bytes: int | None
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int) -> _Planned:
+        return cls(
+            plan=plan,
+            slots=max(occupancy(plan.actions[rank]), default=0),
+            rooms=sum(map(len, plan.rooms(rank).values())),
+            device_bytes=None if plan.sizes is None else plan.device_peak_bytes[rank],
+            host_bytes=None if plan.sizes is None else plan.host_bytes(rank),
+        )

@@ -1,0 +1,1 @@
+"""A stage's backward: as a piece of one graph, in two halves, and with the user's hooks as torch would call them."""

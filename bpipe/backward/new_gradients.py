@@ -1,0 +1,93 @@
+"""Give each first `.grad` its own memory: autograd may have aliased a tensor that is still being sent.
+
+Autograd stores a first gradient in `.grad` without a copy, even a view of memory that is also used elsewhere: by the gradient that
+is being sent to the stage before (`x + bias.unsqueeze(0)`), by one that waits for a weight half, or by another parameter's `.grad`.
+What is added to `.grad` later would change that, too. So where two parameters' gradients overlap, one is copied. Where the pipeline
+itself uses the memory, it copies its own tensor, and not `.grad`: hooks may have moved that to where an optimizer or a reducer
+looks for it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+
+import torch
+from torch import nn
+
+from bpipe.memory.saved.storages import owners, shared_among, storages_of
+from bpipe.model.stage import Parts
+
+__all__: list[str] = []
+
+
+class NewGradients:
+    """The parameters of a rank's stages that have no gradient yet."""
+
+    def __init__(self, stages: Mapping[int, Parts]) -> None:
+        self._without: dict[int, list[nn.Parameter]] = {}
+        for index, parts in stages.items():
+            self._without[index] = [p for p in parts.parameters if p.requires_grad and p.grad is None]
+
+    def separate(self, stage: int) -> None:
+        """Separate the gradients that a backward of a stage has created, so that no two share memory."""
+        without = self._without[stage]
+        if not without:
+            return
+        apart([parameter for parameter in without if parameter.grad is not None])
+        self._without[stage] = [parameter for parameter in without if parameter.grad is None]
+
+
+def apart(parameters: Sequence[torch.Tensor]) -> None:
+    """Copy those gradients of some parameters that overlap in memory with the gradients of others.
+
+    Views of one buffer that do not overlap are left where they are.
+    """
+    extents = [(*extent, i) for i in shared_among([one.grad for one in parameters]) for extent in _extents(parameters[i].grad)]
+    last_key = last_end = 0
+    for key, start, end, i in sorted(extents):
+        gradient = parameters[i].grad
+        if key == last_key and start < last_end and gradient is not None:
+            parameters[i].grad = gradient.clone()
+        last_key, last_end = key, max(end, last_end) if key == last_key else end
+
+
+def _extents(tensor: torch.Tensor | None) -> list[tuple[int, int, int]]:
+    """Return a tensor's storages and the start and end of its bytes in each; none if it has gaps, as autograd's never have."""
+    if tensor is None:
+        return []
+    if type(tensor) is not torch.Tensor:
+        return [(storage._cdata, 0, storage.nbytes()) for storage in storages_of(tensor)]
+    if not tensor.numel() or not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        return []
+    start, size = int(tensor.storage_offset()), tensor.element_size()
+    return [(tensor.untyped_storage()._cdata, start * size, (start + tensor.numel()) * size)]
+
+
+def owned(
+    gradients: Sequence[torch.Tensor | None], others: Set[int] = frozenset(), beside: Iterable[torch.Tensor | None] = ()
+) -> list[torch.Tensor | None]:
+    """Return gradients that the pipeline goes on using, in memory of which it is the only owner.
+
+    Args:
+        gradients: as a backward has left them.
+        others: the keys of storages that something else owns.
+        beside: more tensors that the pipeline owns.
+
+    Returns:
+        The gradients, or a copy where another tensor owns the memory, such as a leaf's `.grad`.
+    """
+    together = [*gradients, *beside]
+    places = shared_among(together, others)
+    if not places or places[0] >= len(gradients):
+        return list(gradients)
+    ours = {id(one): one for place in places if (one := together[place]) is not None}
+    ours |= {id(base): base for one in tuple(ours.values()) if one._is_view() and (base := one._base) is not None}
+    counts = Counter([storage._cdata for one in ours.values() for storage in storages_of(one)])
+    for key in others:
+        counts[key] = 0
+    return [one if one is None or not _is_shared(one, counts) else one.clone() for one in gradients]
+
+
+def _is_shared(tensor: torch.Tensor, ours: Mapping[int, int]) -> bool:
+    return any(owners(storage) > ours[storage._cdata] for storage in storages_of(tensor))

@@ -1,0 +1,132 @@
+"""What the user's hooks mean for backwards: some concern a backward as a whole, and torch has no list of them.
+
+Hooks that wait for the gradients of several tensors (`register_multi_grad_hook`) are noticed when a forward registers them: torch
+makes a handle for each. Hooks on parameters run in weight halves, mostly, so whether they queue callbacks for the end of a backward
+is looked at in the first microbatch of a stage, whose backward is whole for that; see callbacks.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from functools import partial
+from threading import Lock, get_ident
+from typing import Any
+
+from torch import nn
+from torch.autograd import Variable, graph
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
+
+from bpipe.backward.callbacks import Callbacks
+from bpipe.model.stage import Parts
+
+__all__: list[str] = []
+
+Silent = MutableMapping[int, frozenset[int]]  # the hooks on a stage's parameters of which it is known that they queue nothing
+
+
+class UserHooks:
+    """The user's hooks on one rank's stages during one step.
+
+    Args:
+        divided: the stages with backwards in halves, and what they consist of.
+        silent: what earlier steps have shown of them, and this one will.
+    """
+
+    def __init__(self, divided: Mapping[int, Parts], silent: Silent) -> None:
+        self.num_common = 0  # hooks on several tensors, registered in this step so far
+        self.callbacks = Callbacks()
+        self._thread = get_ident()
+        self.is_divided, self._silent = bool(divided), silent
+        self.unheard: dict[int, frozenset[int]] = {}
+        for index, parts in divided.items():
+            found = _on(parts.parameters)
+            if silent[index] != found if index in silent else found or _are_on_nodes(parts.parameters):
+                self.unheard[index] = found
+            else:
+                silent[index] = found
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Notice, while a step runs, the hooks and callbacks that concern a backward as a whole."""
+        self._thread = get_ident()
+        _WATCHING.add(self)
+        try:
+            yield
+        finally:
+            _WATCHING.remove(self)
+
+    def note(self) -> None:
+        """Count a newly registered hook on several tensors, unless it is another pipeline's, whose step runs in another thread."""
+        self.num_common += self._thread == get_ident()
+
+    def heard(self, stage: int) -> bool:
+        """Return whether the other backwards of a stage are to be whole, too, after its first one has run as a whole."""
+        found = self.unheard.pop(stage)
+        if not self.callbacks.were_any:
+            self._silent[stage] = found
+        return self.callbacks.were_any
+
+
+class _Watching:
+    """All `UserHooks` that watch now, of all pipelines in all threads; torch is restored when the last one leaves."""
+
+    def __init__(self) -> None:
+        self._lock, self._active = Lock(), list[UserHooks]()
+        self._torchs: tuple[Any, Any] = ()  # type: ignore[assignment]
+
+    def add(self, hooks: UserHooks) -> None:
+        with self._lock:
+            if not self._active:
+                self._torchs = graph._MultiHandle, Variable._execution_engine
+            self._active.append(hooks)
+            self._patch()
+
+    def remove(self, hooks: UserHooks) -> None:
+        with self._lock:
+            self._active.remove(hooks)
+            self._patch()
+
+    def _patch(self) -> None:
+        """Let torch call those that watch: one behind the other, and itself behind them all."""
+        handle, engine = self._torchs
+        for hooks in self._active:
+            if hooks.is_divided:
+                hooks.callbacks.behind, engine = engine, hooks.callbacks
+        graph._MultiHandle = partial(self._note, handle) if self._active else handle  # type: ignore[assignment, misc]
+        Variable._execution_engine = engine
+
+    def _note(self, make: Any, handles: Any) -> Any:
+        for hooks in list(self._active):
+            hooks.note()
+        return make(handles)
+
+
+_WATCHING = _Watching()  # one for the process, as what it replaces in torch is
+
+
+def _are_on_nodes(parameters: Iterable[nn.Parameter]) -> bool:
+    """Return whether there are hooks on the nodes that add up the gradients of some parameters."""
+    found = [get_gradient_edge(one).node for one in parameters if one.requires_grad and not is_lazy(one)]
+    return any(_are_others(register) for node in found for register in (node.register_hook, node.register_prehook))
+
+
+def _on(parameters: Iterable[nn.Parameter]) -> frozenset[int]:
+    """Return the ids of the hooks on some parameters."""
+    found: list[int] = []
+    for parameter in parameters:
+        if parameter._backward_hooks:
+            found += parameter._backward_hooks
+        if parameter._post_accumulate_grad_hooks:
+            found += parameter._post_accumulate_grad_hooks
+    return frozenset(found)
+
+
+def _are_others(register: Callable[..., RemovableHandle]) -> bool:
+    """Return whether a node has hooks of the kind that `register` adds."""
+    handle = register(lambda *_: None)
+    hooks = handle.hooks_dict_ref()
+    handle.remove()
+    return bool(hooks)

@@ -1,0 +1,1 @@
+"""Who is alive, what each rank does, and what broke a pipeline."""

@@ -1,0 +1,142 @@
+"""This rank's position in the plan. Writing costs one assignment per action; the control thread reads it."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+from bpipe.errors import CommError
+from bpipe.plan.action import HOST, RECEIVES, WAIT_OF
+from bpipe.schedules import Action, Plan
+
+__all__: list[str] = []
+
+HEAD = struct.Struct("<BHqqdH")
+GUESTS = struct.Struct("<Iq")
+WAITS = frozenset(WAIT_OF.values())
+HOLDING_UP = WAITS | RECEIVES.keys()  # which may wait for a header
+MOST_GUESTS = 2**12
+
+
+class State(IntEnum):
+    """What a rank is doing with a pipeline."""
+
+    OUTSIDE = 0  # nothing: the user's code between steps
+    MEETING = 1  # it waits for the others in a collective call
+    PREPARING = 2  # it makes the plan of a step
+    RUNNING = 3  # a step
+
+
+class Status(NamedTuple):
+    """What a rank reports about itself.
+
+    Args:
+        rank: its rank in the plan.
+        step: the number of the step that it runs, or would run next.
+        position: its position in its lane of the plan, while it runs a step.
+        seconds: how long it has been there.
+        guests: for each evictor that it serves, the evictor and the position in its chain.
+    """
+
+    state: State
+    rank: int
+    step: int
+    position: int
+    seconds: float = 0.0
+    guests: tuple[tuple[int, int], ...] = ()
+
+    def pack(self) -> bytes:
+        head = HEAD.pack(self.state, self.rank, self.step, self.position, self.seconds, len(self.guests))
+        return head + b"".join(GUESTS.pack(*guest) for guest in self.guests)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Status:
+        """Read what `pack` wrote.
+
+        Raises:
+            CommError: the bytes are no status.
+        """
+        if len(data) < HEAD.size:
+            raise CommError(f"{len(data)} bytes are no status")
+        state, rank, step, position, seconds, count = HEAD.unpack_from(data)
+        if state not in State.__members__.values() or len(data) != HEAD.size + count * GUESTS.size or not 0 <= seconds < 1e9:
+            raise CommError(f"no status: state {state}, {count} guests, {seconds} s, {len(data)} bytes")
+        guests = tuple(GUESTS.iter_unpack(data[HEAD.size :]))
+        return cls(State(state), rank, step, position, seconds, guests)
+
+
+class Activity:
+    """This rank's current position.
+
+    Attributes:
+        position: the position of the action under way in this rank's lane of the plan.
+        guests: likewise in the chains that this rank serves, by evictor.
+        under_way: the action under way, if one thread issues all actions in a different order from the lane's.
+    """
+
+    def __init__(self) -> None:
+        self.state = State.OUTSIDE
+        self.step = 0
+        self.call = 0  # the number of the latest collective call
+        self.rank = 0
+        self.plan: Plan | None = None
+        self.position = 0
+        self.guests: dict[int, int] = {}
+        self.under_way: Action | None = None
+        self.group_ranks: Sequence[int] = ()
+
+    def begin(self, plan: Plan, rank: int, step: int, group_ranks: Sequence[int], evictors: Iterable[int] = ()) -> None:
+        """Record that a step starts.
+
+        Args:
+            plan: what it runs; `rank` is this rank's place in it.
+            step: its number.
+            group_ranks: for each rank of the plan, its rank in the group.
+            evictors: the ranks whose guests this rank keeps.
+        """
+        self.plan, self.rank, self.step, self.group_ranks = plan, rank, step, group_ranks
+        self.position = 0
+        self.guests, self.under_way = dict.fromkeys(evictors, 0), None
+        self.state = State.RUNNING
+
+    def end(self, num_steps: int) -> None:
+        self.state, self.plan, self.step, self.under_way = State.OUTSIDE, None, num_steps, None
+
+    def group_rank(self, plan_rank: int | None) -> int | None:
+        """Convert a rank of the plan to its rank in the group."""
+        return self.group_ranks[plan_rank] if plan_rank is not None and plan_rank < len(self.group_ranks) else plan_rank
+
+    def status(self) -> Status:
+        guests = tuple(self.guests.items()) if self.state is State.RUNNING else ()
+        return Status(self.state, self.rank, self.step, self.position, 0.0, guests[:MOST_GUESTS])
+
+    def action(self) -> Action | None:
+        """Return the action under way; None outside a step, or when only guests keep this rank in it."""
+        return self.under_way or action_at(self.plan, self.status())
+
+    def place(self) -> str:
+        """Describe the stage, microbatch and action under way; empty outside a step."""
+        action = self.action()
+        return "" if action is None else place_of(action)
+
+    def is_waiting(self) -> bool:
+        """Return whether this rank cannot go on without another one."""
+        if self.state is not State.RUNNING:
+            return self.state is State.MEETING
+        action = self.action()
+        return action is None or (action.op in HOLDING_UP and action.peer != HOST)
+
+
+def action_at(plan: Plan | None, status: Status) -> Action | None:
+    """Return the action that a rank's status points at; None if it runs no plan, or has reached the end of its lane."""
+    if plan is None or status.state is not State.RUNNING or not status.rank < plan.num_ranks:
+        return None
+    lane = plan.actions[status.rank]
+    return lane[status.position] if 0 <= status.position < len(lane) else None
+
+
+def place_of(action: Action) -> str:
+    """Describe an action in words."""
+    return f"stage {action.stage}, microbatch {action.microbatch}, action {action}"

@@ -1,0 +1,161 @@
+"""What all ranks must agree on before a step's first transfer: one record from each."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from bpipe.errors import AgreementError, CommError
+from bpipe.model.cut import UNKNOWN
+
+__all__: list[str] = []
+
+MOST_STAGES = 64  # on one rank
+HEAD = struct.Struct("<6sH16s32s16sBQIIII16sI16s16s3Q16s")
+INDEX = struct.Struct("<I")  # of each stage, after the head
+MAGIC = b"bpipe\7"
+
+
+class Record(NamedTuple):
+    """What one rank is about to run."""
+
+    version: str
+    schedule: str
+    fingerprint: str  # of the plan: 32 hexadecimal digits
+    is_training: bool
+    step: int
+    num_stages: int
+    num_ranks: int
+    num_microbatches: int
+    pipeline: int  # which of the group's pipelines, as this rank counts them
+    signature: bytes  # 16 bytes: a hash of the shapes and dtypes of this rank's inputs
+    stages: tuple[int, ...]  # that this rank holds
+    revision: int = 0  # how often this rank has asked to measure its microbatches again
+    cut: bytes = UNKNOWN  # 16 bytes: how the model was cut into stages
+    form: bytes = bytes(16)  # the signature without the plain numbers among the inputs that do not decide what is saved
+    states: int = 0  # bytes of optimizer states on this rank
+    peak: int = 0  # the most bytes that its device has held, where its plan has to show that this is less
+    plain_peak: int = 0  # than this, which it would have held without evictions or recomputation
+    inputs: bytes = bytes(16)  # 16 bytes, where replicas compare: what this rank's inputs look like, whatever its modules are
+
+    def pack(self) -> bytes:
+        head = HEAD.pack(
+            MAGIC,
+            len(self.stages),
+            self.version.encode()[:16],
+            self.schedule.encode()[:32],
+            bytes.fromhex(self.fingerprint),
+            self.is_training,
+            self.step,
+            self.num_stages,
+            self.num_ranks,
+            self.num_microbatches,
+            self.pipeline,
+            self.signature,
+            self.revision,
+            self.cut,
+            self.form,
+            self.states,
+            self.peak,
+            self.plain_peak,
+            self.inputs,
+        )
+        return head + b"".join(map(INDEX.pack, self.stages))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Record:
+        """Read what `pack` wrote.
+
+        Raises:
+            CommError: the bytes are no record.
+        """
+        if len(data) < HEAD.size:
+            raise CommError(f"an agreement record has {len(data)} bytes, expected {HEAD.size} or more")
+        magic, count, version, schedule, fingerprint, is_training, step, *numbers = HEAD.unpack_from(data)
+        num_stages, num_ranks, num_microbatches, pipeline, signature, revision, cut, form, *numbers = numbers
+        states, peak, plain_peak, inputs = numbers
+        if magic == MAGIC and len(data) != HEAD.size + INDEX.size * count:
+            raise CommError(f"an agreement record of {count} stages has {len(data)} bytes")
+        if magic != MAGIC or count > MOST_STAGES or num_stages < 1:
+            raise CommError(f"no agreement record of this version of bpipe: it starts {data[:8]!r}")
+        return cls(
+            version=_text(version),
+            schedule=_text(schedule),
+            fingerprint=fingerprint.hex(),
+            is_training=bool(is_training),
+            step=step,
+            num_stages=num_stages,
+            num_ranks=num_ranks,
+            num_microbatches=num_microbatches,
+            pipeline=pipeline,
+            signature=signature,
+            stages=tuple(index for (index,) in INDEX.iter_unpack(data[HEAD.size :])),
+            revision=revision,
+            cut=cut,
+            form=form,
+            states=states,
+            peak=peak,
+            plain_peak=plain_peak,
+            inputs=inputs,
+        )
+
+
+ALIKE = Record._fields.index("signature")  # the number of leading fields that are alike on all ranks
+
+
+def _text(data: bytes) -> str:
+    return data.rstrip(b"\0").decode(errors="replace")
+
+
+# What is compared, in the order in which a difference explains the ones after it.
+COMPARED: dict[str, Callable[[Record], object]] = {
+    "bpipe's version": lambda record: record.version,
+    "train or eval": lambda record: "train" if record.is_training else "eval",
+    "which of the group's pipelines this is": lambda record: record.pipeline,
+    "the schedule": lambda record: record.schedule,
+    "the number of stages": lambda record: record.num_stages,
+    "the number of stages on a rank": lambda record: record.num_stages // max(record.num_ranks, 1),
+    "the number of ranks": lambda record: record.num_ranks,
+    "the number of microbatches": lambda record: record.num_microbatches,
+    "the plan": lambda record: record.fingerprint,
+    "the number of the step": lambda record: record.step,
+}
+
+
+def check(records: Sequence[Record]) -> None:
+    """Raise unless all ranks are about to run the same step, and together hold each stage exactly once.
+
+    Raises:
+        AgreementError: they differ; it names what differs, both values and both ranks, and all ranks raise the same.
+    """
+    are_alike = len({record[:ALIKE] for record in records}) == 1
+    for what, value in () if are_alike else COMPARED.items():
+        for rank, record in enumerate(records):
+            if value(record) != value(records[0]):
+                raise AgreementError(
+                    f"the ranks disagree on {what}: rank 0 has {value(records[0])}, rank {rank} has {value(record)}. "
+                    "Make the same schedules, and call their steps in the same order, on all ranks."
+                )
+    _check_cut(records)
+    owner: dict[int, int] = {}
+    for rank, record in enumerate(records):
+        for stage in record.stages:
+            if stage in owner:
+                raise AgreementError(f"stage {stage} is on two ranks, {owner[stage]} and {rank}: give each its own stage_index")
+            owner[stage] = rank
+    missing = next((stage for stage in range(records[0].num_stages) if stage not in owner), None)
+    if missing is not None:
+        held = ", ".join(f"rank {rank}: {list(record.stages)}" for rank, record in enumerate(records))
+        raise AgreementError(f"no rank holds stage {missing} of {records[0].num_stages} ({held})")
+
+
+def _check_cut(records: Sequence[Record]) -> None:
+    """Raise if two ranks have stages of a model that was cut differently, because layers would run twice, or not at all."""
+    known = [(rank, record.cut) for rank, record in enumerate(records) if record.cut != UNKNOWN]
+    other = next((rank for rank, cut in known if cut != known[0][1]), None)
+    if other is not None:
+        raise AgreementError(
+            f"ranks {known[0][0]} and {other} have cut the model into different stages: choose the stages on one rank, because two "
+            "measurements differ, and send the lists of names to the others (torch.distributed.broadcast_object_list)"
+        )

@@ -1,0 +1,131 @@
+"""One clock for all ranks: what the ranks' readings prove about how far apart their clocks are.
+
+In every round each rank reads its clock, all exchange their readings, and each reads its clock again. No rank has
+everybody's reading before everybody has read, so any rank's first reading happened before any other's second one. With
+rank 0's clock as the true one, and r's clock ahead of it by o_r (readings a_r before the exchange, b_r after it):
+
+    a_0 < b_r - o_r    so  o_r < b_r - a_0
+    a_r - o_r < b_0    so  o_r > a_r - b_0
+
+The bounds of all rounds hold together, whatever the network's delays. They hold for the time at which they were taken:
+afterwards the clocks of different machines drift apart.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from bpipe.comm.health.control import CallOf
+from bpipe.comm.transport.base import Transport
+from bpipe.errors import AgreementError, CommError
+
+__all__: list[str] = []
+
+NUM_ROUNDS = 8
+TOKEN_BYTES = 16
+READING = struct.Struct(f"<{TOKEN_BYTES}s32sHqq")
+
+Readings = Sequence[tuple[int, int]]  # before and after each exchange, in nanoseconds
+
+
+class Offset(NamedTuple):
+    """How far a rank's clock is ahead of rank 0's, and how wrong that can be."""
+
+    offset_ns: int
+    error_ns: int
+
+
+class Clocks(NamedTuple):
+    """The clocks of a pipeline's ranks, by rank of the group.
+
+    Args:
+        token: 16 bytes, the same on all ranks and never used again.
+        plan_ranks: each one's rank in the plan.
+        offsets: the offset of each rank's clock.
+        zero_ns: an early reading of rank 0's clock, from which all times count.
+    """
+
+    token: bytes
+    plan_ranks: tuple[int, ...]
+    offsets: tuple[Offset, ...]
+    zero_ns: int
+
+
+class Reading(NamedTuple):
+    """What a rank sends in a round."""
+
+    token: bytes
+    fingerprint: str
+    plan_rank: int
+    before_ns: int
+    previous_after_ns: int
+
+    def pack(self) -> bytes:
+        return READING.pack(self.token, self.fingerprint.encode(), *self[2:])
+
+    @classmethod
+    def unpack(cls, data: bytes, rank: int) -> Reading:
+        """Read what `pack` wrote.
+
+        Raises:
+            CommError: the bytes from this rank are not a reading.
+        """
+        if len(data) != READING.size:
+            raise CommError(f"rank {rank} sent {len(data)} bytes for a reading of its clock, expected {READING.size}")
+        token, fingerprint, *numbers = READING.unpack(data)
+        return cls(token, fingerprint.decode(errors="replace"), *numbers)
+
+
+def align(transport: Transport, fingerprint: str, plan_rank: int) -> Clocks:
+    """Bound how far apart the ranks' clocks are. Collective; blocks for some milliseconds.
+
+    Args:
+        transport: this rank's transport.
+        fingerprint: of the plan, the same on all ranks.
+        plan_rank: this rank's place in it.
+
+    Raises:
+        AgreementError: the ranks have different plans, or one of them cannot trace.
+        CommError: an exchange failed.
+    """
+    token, previous = os.urandom(TOKEN_BYTES), 0
+    rounds: list[list[Reading]] = []
+    for _ in range(NUM_ROUNDS + 1):  # the last one only tells what the clocks read after the one before
+        reading = Reading(token, fingerprint, plan_rank, time.perf_counter_ns(), previous)
+        packed = transport.exchange(CallOf.TRACE, reading.pack())
+        previous = time.perf_counter_ns()
+        rounds.append([Reading.unpack(data, rank) for rank, data in enumerate(packed)])
+        _check(rounds[-1])
+    readings = [
+        [(now[rank].before_ns, then[rank].previous_after_ns) for now, then in pairwise(rounds)] for rank in range(len(rounds[0]))
+    ]
+    first = rounds[0]
+    return Clocks(first[0].token, tuple(one.plan_rank for one in first), tuple(offsets(readings)), first[0].before_ns)
+
+
+def _check(readings: Sequence[Reading]) -> None:
+    for rank, reading in enumerate(readings):
+        if reading.fingerprint != readings[0].fingerprint:
+            raise AgreementError(f"ranks 0 and {rank} trace schedules with different plans: trace the same one on all ranks")
+
+
+def offsets(readings: Sequence[Readings]) -> list[Offset]:
+    """Compute the offset that the readings of all ranks prove for each one's clock, and its error.
+
+    Two clocks that may agree are taken to be one, because clocks of different machines count from different starts and come
+    that close only by chance, whereas the processes of one machine share a clock.
+    """
+    reference = readings[0]
+    return [Offset(0, 0), *(_offset(reference, own) for own in readings[1:])]
+
+
+def _offset(reference: Readings, own: Readings) -> Offset:
+    least = max(before - after for (before, _), (_, after) in zip(own, reference))
+    most = min(after - before for (_, after), (before, _) in zip(own, reference))
+    offset = 0 if least <= 0 <= most else (least + most) // 2
+    return Offset(offset, max(abs(most - offset), abs(offset - least)))

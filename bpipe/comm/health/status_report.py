@@ -1,0 +1,66 @@
+"""What the ranks of a pipeline are doing, in words and as a grid, for someone who looks at a pipeline that is stuck."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from bpipe.comm.health.activity import WAITS, Activity, State, Status, action_at
+from bpipe.plan.action import COMPUTE
+from bpipe.plan.grid import where
+from bpipe.schedules import Action, Plan
+
+__all__: list[str] = []
+
+
+def picture(own: Activity, statuses: Mapping[int, Status], size: int) -> str:
+    """Describe each rank in a line, and draw the grid of those that are in this rank's step.
+
+    Args:
+        own: this rank's activity.
+        statuses: the statuses of the ranks that answer, by rank of the group.
+        size: how many ranks there are.
+    """
+    lines = [f"rank {rank} {_doing(own, statuses.get(rank))}" for rank in range(size)]
+    return "\n".join(f"  {line}" for line in lines + _grid(own, statuses))
+
+
+def _grid(own: Activity, statuses: Mapping[int, Status]) -> list[str]:
+    plan = own.plan
+    here = {s.rank: s.position for s in statuses.values() if s.state is State.RUNNING and s.step == own.step}
+    if plan is None or not here:
+        return []
+    silent = {rank for rank in own.group_ranks if rank not in statuses}
+    return where(plan, here, [f"rank {rank}{' ?' * (rank in silent)}" for rank in own.group_ranks])
+
+
+def _doing(own: Activity, status: Status | None) -> str:
+    if status is None:
+        return "does not answer"
+    since, plan = f"for {status.seconds:.1f} s", own.plan
+    if status.state is State.OUTSIDE:
+        return f"is in your own code {since}, between steps: it has made {status.step}"
+    if status.state is State.PREPARING:
+        return f"prepares step {status.step} {since}"
+    if status.state is State.MEETING:
+        return f"waits {since} for the others to come to step {status.step}"
+    if plan is None or status.step != own.step:
+        return f"is in step {status.step} {since}"
+    served = "".join(_serving(own, plan, status.rank, *guest) for guest in status.guests)
+    action = action_at(plan, status)
+    return (f"waits {since} for its guests to be called for" if action is None else _at(own, action, since)) + served
+
+
+def _at(own: Activity, action: Action, since: str) -> str:
+    if action.op in WAITS:
+        return f"waits {since} in {action} for rank {own.group_rank(action.peer)}"
+    return f"{'computes' if action.op in COMPUTE else 'is at'} {action} {since}"
+
+
+def _serving(own: Activity, plan: Plan, rank: int, evictor: int, position: int) -> str:
+    chain = plan.chains(rank).get(evictor, ()) if rank < plan.num_ranks else ()
+    return f"; serves rank {own.group_rank(evictor)} at {chain[position]}" if 0 <= position < len(chain) else ""
+
+
+def waited_for(missing: Collection[int]) -> str:
+    """Name the ranks that have not come."""
+    return f"rank {min(missing)}" if len(missing) == 1 else f"ranks {', '.join(map(str, sorted(missing)))}"

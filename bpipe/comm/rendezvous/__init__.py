@@ -1,0 +1,1 @@
+"""How ranks meet: addresses, connections, and the group that a user means."""

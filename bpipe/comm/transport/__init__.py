@@ -1,0 +1,1 @@
+"""How messages travel: over torch.distributed, between threads of one process, or by a device itself."""

@@ -1,0 +1,111 @@
+"""What the runtime asks of a transport: post and wait. The runtime knows no backend."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from bpipe.comm.health.control import CallOf, Control
+from bpipe.device import Streams
+from bpipe.schedules import Channel
+
+__all__: list[str] = []
+
+
+class Transfer(Protocol):
+    """A transfer under way. Until `wait` returns, its tensors belong to it."""
+
+    def wait(self) -> bytes | None:
+        """Return once the caller may read what arrived, or free or overwrite what was sent.
+
+        Blocks the host on CPU; on CUDA it makes the current stream wait instead, where the backend allows it. For what may come
+        with a note, as gradients may, the host waits until the sender's host has sent it.
+
+        Returns:
+            The note that was sent with what arrived, if there is one.
+
+        Raises:
+            TransferError: it will not complete.
+        """
+
+
+class Transport(ABC):
+    """One rank's end of the channels of a pipeline.
+
+    Attributes:
+        device: the device on which the rank's stages compute.
+        control: its control plane, beside the channels.
+        streams: the streams on which it works, besides the caller's.
+        identity: the number of the pipeline among those of its group.
+        waits_on_device: whether a wait for a transfer blocks only the device, and the host goes on at once; then one thread issues
+            all of a step, in the order of `schedules.issue_order`.
+    """
+
+    device: torch.device
+    control: Control
+    streams: Streams
+    identity: int = 0
+    waits_on_device: bool = False
+
+    @abstractmethod
+    def enlist(self) -> None:
+        """Take an identity among the pipelines of the group, as this rank counts them."""
+
+    @abstractmethod
+    def exchange(self, call: CallOf, data: bytes) -> list[bytes]:
+        """Give every rank's bytes to all ranks, and return them by rank of the group. Collective over the pipeline; blocks."""
+
+    @abstractmethod
+    def refuse(self, why: str) -> None:
+        """Tell the other ranks that this one cannot make the call that they make."""
+
+    @abstractmethod
+    def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int]) -> None:
+        """Open channels, in the same order on all ranks. Collective. `group_ranks` gives the group's rank of each of the plan's."""
+
+    def connection_bytes(self) -> int:
+        """Return the bytes that a channel takes on the device, as far as the open channels show."""
+        return 0
+
+    @abstractmethod
+    def send(
+        self,
+        channel: Channel,
+        tensors: Sequence[torch.Tensor],
+        header: bytes | None = None,
+        note: bytes | None = None,
+        *,
+        may_have_note: bool = False,
+    ) -> Transfer:
+        """Post a send of contiguous tensors, after a header if there is one. Returns at once.
+
+        Args:
+            channel: a channel of any purpose.
+            tensors: the tensors, as the receiver expects them.
+            header: bytes that `receive_header` reads, before the receive of the tensors is posted.
+            note: bytes that arrive with the tensors.
+            may_have_note: whether such messages may come with a note; the receiver must say the same.
+        """
+
+    @abstractmethod
+    def receive(self, channel: Channel, tensors: Sequence[torch.Tensor], *, may_have_note: bool = False) -> Transfer:
+        """Post a receive into contiguous tensors of exactly the sizes and dtypes that are sent. Returns at once."""
+
+    @abstractmethod
+    def receive_header(self, channel: Channel) -> bytes:
+        """Wait for the next header of a channel. Blocks the host."""
+
+    @abstractmethod
+    def settle(self, most_s: float) -> None:
+        """Make the current stream wait for what was posted, and wait for threads that queue more. Called after a failure.
+
+        Args:
+            most_s: seconds for which to wait for the threads, at most.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release groups and threads. Not collective."""

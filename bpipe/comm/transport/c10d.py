@@ -1,0 +1,330 @@
+"""Channels over torch.distributed process groups: NCCL, gloo, and gloo through pinned memory for tensors on CUDA.
+
+A pipeline makes its own groups over the user's store, under a token that only its ranks know. So nothing from an earlier
+pipeline, not even one that failed, can be mistaken for a message of this one. `torch.distributed.new_group` is not used,
+because it would depend on which groups each rank happens to have closed (a name used twice never connects).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bpipe.comm.health.activity import place_of
+from bpipe.comm.health.control import CallOf, Control, Line
+from bpipe.comm.health.watchdog import SLOW_S, Patience
+from bpipe.comm.rendezvous.addresses import own_address
+from bpipe.comm.rendezvous.connect import open_connections
+from bpipe.comm.rendezvous.group import backends_of
+from bpipe.comm.rendezvous.interruptible import Aside
+from bpipe.comm.rendezvous.peers import Mesh, OtherPipelineError, open_mesh
+from bpipe.comm.transport.base import Transfer, Transport
+from bpipe.comm.transport.communicators import Communicators, maker_of
+from bpipe.comm.transport.device_watch import DeviceWatch
+from bpipe.comm.transport.in_flight import TRANSFERS_AT_ONCE, InFlight
+from bpipe.comm.transport.staging import Staging
+from bpipe.comm.transport.stream import SMALL, Inlet, Outlet
+from bpipe.comm.transport.works import Noted, Works, transferring
+from bpipe.comm.wire.header import MOST_BYTES
+from bpipe.device import Streams, is_asynchronous
+from bpipe.errors import AgreementError, ConfigurationError, TransferTimeoutError
+from bpipe.logs import LOG
+from bpipe.schedules import Channel, Purpose
+
+__all__: list[str] = []
+
+TAGS = {purpose: tag for tag, purpose in enumerate(Purpose, start=1)}
+GROUP_OF = {Purpose.FORWARD: "forward", Purpose.BACKWARD: "backward", Purpose.EVICT: "aside", Purpose.RETURN: "aside"}
+NO_TAG = len(Purpose) + 1  # that no message has
+AT_ONCE = timedelta(milliseconds=1)
+POLL_S = 0.001
+MARGIN_S = 60.0  # by which gloo's own timeout is later than ours, which says more
+DEVICE_MARGIN = 10  # NCCL counts from when the host, maybe steps ahead, issued a transfer; and it ends the process
+LEAST_DEVICE_S = 3600.0
+
+
+class C10dTransport(Transport):
+    """One rank's end of a pipeline over a process group.
+
+    Each channel has its own connection for headers, and on CPU for small messages. Large messages travel over gloo, in one
+    group for each direction and one for evictions, because gloo's thread spins for what arrives on a connection while the caller
+    is sending on it. With NCCL each channel has a communicator of two ranks, so that no order between channels can be wrong.
+
+    Args:
+        group: the pipeline's process group; None for the default one.
+        device: the device on which the stage computes.
+        timeout_s: seconds after which a single wait fails; default: the group's timeout.
+        slow_s: seconds in a single wait after which the rank logs what all ranks are doing.
+        transfers_at_once: how many transfers may be in flight on a device, over NCCL.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        *,
+        timeout_s: float | None = None,
+        slow_s: float = SLOW_S,
+        transfers_at_once: int = TRANSFERS_AT_ONCE,
+    ) -> None:
+        if not dist.is_initialized():
+            raise ConfigurationError(
+                "torch.distributed is not initialised: call torch.distributed.init_process_group (under torchrun) first, "
+                "or give the stages group=Loopback(n).rank(i) to run all ranks in this process"
+            )
+        self.device = device
+        self.group = dist.group.WORLD if group is None else group
+        self.rank = dist.get_rank(self.group)
+        self.size = dist.get_world_size(self.group)
+        self.control = Control()
+        self._patience = Patience(_timeout_of(self.group).total_seconds() if timeout_s is None else timeout_s, slow_s)
+        self._group_ranks: Sequence[int] = ()
+        self._opened: set[Channel] = set()
+        self._outlets: dict[Channel, Outlet] = {}
+        self._inlets: dict[Channel, Inlet] = {}
+        self._gloo: dict[str, Any] = {}
+        self.streams = Streams()
+        make = maker_of(backends_of(self.group).get(device.type, "gloo")) if is_asynchronous(device) else None
+        self.waits_on_device = make is not None
+        in_flight = InFlight(device, transfers_at_once, self.streams)
+        self._communicators = None if make is None else Communicators(device, make, in_flight)
+        self._staging = Staging(device, self.streams) if is_asynchronous(device) and make is None else None
+        self._is_open = False
+
+    def enlist(self) -> None:
+        self.identity = self._count_pipelines(1)
+
+    def _count_pipelines(self, change: int) -> int:
+        return int(dist.distributed_c10d._get_default_store().add(f"{self._key('pipelines')}/{self.rank}", change))
+
+    def _key(self, what: str) -> str:
+        return f"bpipe/{what}/{getattr(self.group, 'group_name', '')}"
+
+    def exchange(self, call: CallOf, data: bytes) -> list[bytes]:
+        self._open()
+        return self.control.exchange(call, data)
+
+    def refuse(self, why: str) -> None:
+        self._open()
+        self.control.refuse(why)
+
+    def _open(self) -> None:
+        """Meet the other ranks, on the first call."""
+        if self._is_open or self.size == 1:
+            return
+        store, aside = dist.distributed_c10d._get_default_store(), self._aside()
+        mesh = self._meet(aside, store)
+        self._token = mesh.token
+        self._store: Any = dist.PrefixStore(f"bpipe/{mesh.token.hex()}", store)
+        self.control = Line(mesh, self.rank, self._release, self._patience)
+        self.control.name = f"pipeline {self.identity} of its group"
+        self._watch_device(self.control)
+        self._is_open = True
+        for name in () if self._communicators is not None else dict.fromkeys(GROUP_OF.values()):
+            aside.note = "a connection for tensors is being made"
+            self._gloo[name] = aside.run(partial(self._new_gloo, name))
+
+    def _watch_device(self, control: Line) -> None:
+        if self._communicators is not None:
+            in_flight, step = self._communicators.in_flight, lambda: control.activity.step
+            watch = DeviceWatch(self.rank, in_flight, self._patience, control.fail, step, control.shows_waits)
+            control.looks.append(watch.tick)
+
+    def _aside(self) -> Aside:
+        """Make an `Aside` for work that waits for other ranks, for no longer than this rank's timeout."""
+        began, has_warned = time.monotonic(), False
+
+        def look() -> None:
+            nonlocal has_warned
+            self.control.check()
+            seconds = time.monotonic() - began
+            text = f"rank {self.rank} has waited {seconds:.1f} s to be connected: {aside.note}"
+            if seconds > self._patience.timeout_s:
+                raise TransferTimeoutError(f"{text}: longer than timeout_s={self._patience.timeout_s:g}")
+            if seconds > self._patience.slow_s and not has_warned:
+                has_warned = True
+                LOG.warning("%s", text)
+
+        aside = Aside(look)
+        return aside
+
+    def _meet(self, aside: Aside, store: Any) -> Mesh:
+        key = self._key("mesh")
+        try:
+            return aside.run(lambda: open_mesh(store, key, self.rank, self.size, aside.check, pipeline=self.identity))
+        except OtherPipelineError as error:  # so that both ranks count the next pipelines alike
+            self._count_pipelines(max(0, error.theirs - self._count_pipelines(0)))
+            raise AgreementError(str(error)) from None
+
+    def _new_gloo(self, name: str) -> Any:
+        timeout = timedelta(seconds=self._patience.timeout_s + MARGIN_S)
+        return dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), self.rank, self.size, timeout)
+
+    def _release(self) -> None:
+        """End all transfers, and all waits for one.
+
+        A gloo wait that runs into its timeout closes all connections of its group, and so ends all other waits.
+        """
+        for stream in [*self._outlets.values(), *self._inlets.values()]:
+            stream.end()
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+        for gloo in list(self._gloo.values()):
+            for peer in range(self.size):  # a wait for a peer that has gone ends by itself, and closes nothing else
+                with suppress(RuntimeError):
+                    if peer != self.rank:
+                        gloo.recv([nothing], peer, NO_TAG).wait(AT_ONCE)
+        if self._communicators is not None:
+            self._communicators.abort()
+
+    @transferring
+    def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int]) -> None:
+        self._group_ranks = group_ranks
+        new = [channel for channel in channels if channel not in self._opened]
+        if new and self.size > 1:
+            self._open_streams(new)
+        if self._communicators is not None:
+            self._connect_devices(self._communicators, [channel for channel in new if self.rank in self._ends(channel)])
+        self._opened.update(new)
+
+    def connection_bytes(self) -> int:
+        return 0 if self._communicators is None else self._communicators.bytes_of_one
+
+    def _connect_devices(self, communicators: Communicators, channels: Sequence[Channel]) -> None:
+        """Make a communicator for each channel."""
+        timeout = timedelta(seconds=max(DEVICE_MARGIN * self._patience.timeout_s, LEAST_DEVICE_S))
+        store = self._store.clone()  # a wait for another rank holds up all other requests on the same connection
+        for channel in channels:
+            end, aside = self._ends(channel).index(self.rank), self._aside()
+            aside.note = f"a communicator for {self._named(channel)} is being made"
+            own = dist.PrefixStore(f"{channel.purpose.value}/{channel.src}/{channel.dst}", store)
+            aside.run(partial(communicators.connect, channel, own, end, timeout))
+
+    def _named(self, channel: Channel) -> str:
+        sender, receiver = self._ends(channel)
+        return f"{channel.purpose.value} messages from rank {sender} to {receiver}"
+
+    def _ends(self, channel: Channel) -> tuple[int, int]:
+        return self._group_ranks[channel.src], self._group_ranks[channel.dst]
+
+    def _open_streams(self, channels: Sequence[Channel]) -> None:
+        ends, address = [self._ends(channel) for channel in channels], own_address(self._store)
+        for index, connection in open_connections(ends, self.rank, address, self._token, self.control).items():
+            self.control.others.append(connection)
+            channel = channels[index]
+            if ends[index][0] == self.rank:
+                self._outlets[channel] = Outlet(connection, self._named(channel))
+            else:
+                self._inlets[channel] = Inlet(connection, self._named(channel))
+        self.control.check()  # a failure before this line has not ended these
+
+    @transferring
+    def send(
+        self,
+        channel: Channel,
+        tensors: Sequence[torch.Tensor],
+        header: bytes | None = None,
+        note: bytes | None = None,
+        *,
+        may_have_note: bool = False,
+    ) -> Transfer:
+        filled = [tensor for tensor in tensors if tensor.numel()]
+        if self._is_small(filled):
+            return self._outlets[channel].send(header, filled, note)
+        works = self._send_beside(channel, header, note, may_have_note=may_have_note)
+        if self._communicators is not None:
+            return self._post(self._communicators, channel, filled, sends=True, beside=works)
+        gloo, peer, tag = self._gloo[GROUP_OF[channel.purpose]], self._group_ranks[channel.dst], TAGS[channel.purpose]
+        if self._staging is not None:
+            return self._staging.send(channel, filled, works, lambda tensor: gloo.send([tensor], peer, tag))
+        return Works(works + [gloo.send([tensor], peer, tag) for tensor in filled], filled)
+
+    def _send_beside(self, channel: Channel, header: bytes | None, note: bytes | None, *, may_have_note: bool) -> list[Any]:
+        """Send what goes over the connection beside large tensors: a header, and a message that is empty or has the note."""
+        outlet = self._outlets[channel]
+        if header is not None or note is not None:
+            return [outlet.send(header, [] if may_have_note else None, note)]
+        rest = outlet.send_empty() if may_have_note else None
+        return [] if rest is None else [rest]
+
+    @transferring
+    def receive(self, channel: Channel, tensors: Sequence[torch.Tensor], *, may_have_note: bool = False) -> Transfer:
+        filled = [tensor for tensor in tensors if tensor.numel()]
+        if self._is_small(filled):
+            return self._inlets[channel].receive(filled)
+        transfer = self._receive_large(channel, filled)
+        return Noted(transfer, self._inlets[channel].receive([])) if may_have_note else transfer
+
+    def _receive_large(self, channel: Channel, filled: Sequence[torch.Tensor]) -> Transfer:
+        if self._communicators is not None:
+            return self._post(self._communicators, channel, filled, sends=False, beside=[])
+        gloo, peer, tag = self._gloo[GROUP_OF[channel.purpose]], self._group_ranks[channel.src], TAGS[channel.purpose]
+        if self._staging is not None:
+            return self._staging.receive(channel, filled, lambda tensor: gloo.recv([tensor], peer, tag))
+        return Works([gloo.recv([tensor], peer, tag) for tensor in filled], filled)
+
+    def _post(
+        self, communicators: Communicators, channel: Channel, tensors: Sequence[torch.Tensor], *, sends: bool, beside: list[Any]
+    ) -> Transfer:
+        """Post a transfer of tensors between devices, and return it together with the works beside it."""
+        step, action = self.control.activity.step, self.control.activity.action()
+
+        def what() -> str:
+            return f"{self._named(channel)}, step {step}" + ("" if action is None else f", {place_of(action)}")
+
+        works = [communicators.post(channel, tensors, sends=sends, what=what)] if tensors else []
+        return Works([*beside, *works], tensors)
+
+    def _is_small(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return self.device.type == "cpu" and sum(tensor.nbytes for tensor in tensors) <= SMALL
+
+    def receive_header(self, channel: Channel) -> bytes:
+        return self._inlets[channel].read_header(MOST_BYTES)
+
+    def close(self) -> None:
+        if self._staging is not None:
+            self._staging.close()
+        is_whole = self.control.failure is None
+        if self._communicators is not None and is_whole:
+            self._let_arrive(self._communicators.in_flight)
+        self.control.close()
+        if self._communicators is not None:
+            self._communicators.close(is_whole)
+        for stream in [*self._outlets.values(), *self._inlets.values()]:
+            stream.close()
+        self._outlets.clear()
+        self._inlets.clear()
+        self._gloo.clear()
+        if not self._is_open and self.identity and dist.is_initialized():  # made and never run: not to be counted
+            with suppress(RuntimeError):
+                self._count_pipelines(-1)
+            self.identity = 0
+
+    def settle(self, most_s: float) -> None:
+        if self._staging is not None:
+            self._staging.settle(most_s)
+        if self._communicators is not None:
+            self._communicators.join()
+
+    def _let_arrive(self, in_flight: InFlight) -> None:
+        """Wait for what was posted, as long as the other ranks are there, because a finalizer may be what closes the pipeline."""
+        until = time.monotonic() + self._patience.timeout_s
+        while (number := in_flight.number()) and self.control.failure is None:
+            if time.monotonic() > until:
+                LOG.warning("rank %d closes a pipeline with %d transfers that never came to their end", self.rank, number)
+                return
+            time.sleep(POLL_S)
+
+
+def _timeout_of(group: Any) -> timedelta:
+    """Return the timeout that the user gave the process group."""
+    backends = backends_of(group)
+    backend = group._get_backend(torch.device("cpu" if "cpu" in backends else next(iter(backends))))
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else timedelta(minutes=30)

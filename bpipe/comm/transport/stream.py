@@ -1,0 +1,238 @@
+"""A connection for one channel, which carries what is small: headers, and tensors that are copied faster than a thread is woken.
+
+Each message is preceded by its length, whose highest bit says that a note follows, with its own length. The sender hands the
+message to the kernel and goes on; the receiver reads it when it waits for it, in the thread that waits. What the kernel has no
+room for is sent by a separate thread, so that no send ever blocks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import socket
+import struct
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+
+import torch
+
+from bpipe.comm.transport.base import Transfer
+from bpipe.comm.transport.worker import Worker
+from bpipe.errors import CommError, TransferError
+
+__all__: list[str] = []
+
+SMALL = 256 * 1024  # bytes of a message up to which it is sent here
+LENGTH = struct.Struct("<Q")
+NOTED = 1 << 63  # in a message's length: a note follows
+MOST_NOTE_BYTES = 2**40
+MOST_PARTS = 512  # of one system call
+WRITABLE = 0x200  # PyBUF_WRITE
+_EMPTY = memoryview(LENGTH.pack(0))  # a message of no tensors
+_VIEW = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_view = _VIEW(("PyMemoryView_FromMemory", ctypes.pythonapi))
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor, without a copy and without keeping the tensor alive."""
+    memory: memoryview = _view(tensor.data_ptr(), tensor.nbytes, WRITABLE)
+    return memory
+
+
+class Stream:
+    """One end of a channel's connection.
+
+    Args:
+        connection: a blocking connection to the other end.
+        name: the channel's name, for messages.
+    """
+
+    def __init__(self, connection: socket.socket, name: str) -> None:
+        self._connection, self._name = connection, name
+
+    def end(self) -> None:
+        """End all waits at both ends. Any thread may call it."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connection. What the kernel has already taken still arrives."""
+        self._connection.close()
+
+    def _lost(self, why: object) -> TransferError:
+        return TransferError(f"a transfer failed: the connection of {self._name} ended ({why})")
+
+
+class Outlet(Stream):
+    """The sender's end."""
+
+    def __init__(self, connection: socket.socket, name: str) -> None:
+        super().__init__(connection, name)
+        self._worker: Worker | None = None
+        self._late: Future[None] | None = None
+
+    def send(self, header: bytes | None, tensors: Sequence[torch.Tensor] | None, note: bytes | None = None) -> Transfer:
+        """Send a header, or tensors as one message, maybe with a note, or both. Returns at once."""
+        parts = [] if header is None else _message([memoryview(header)])
+        if tensors is not None:
+            parts += _message([memory_of(tensor) for tensor in tensors], note)
+        return _Sent(self._post(parts, tensors), tensors)
+
+    def send_empty(self) -> Transfer | None:
+        """Send a message without tensors. Returns at once, and nearly always None, which means that all of it has left."""
+        rest = self._post([_EMPTY], None)
+        return None if rest is None else _Sent(rest, None)
+
+    def _post(self, parts: list[memoryview], owners: object) -> Future[None] | None:
+        """Send what the connection takes at once, and the rest, if there is any, from a thread."""
+        if self._late is None or self._late.done():
+            if self._late is not None:
+                self._late.result()  # nothing may follow a message that was not sent
+            parts = self._pushed(parts, socket.MSG_DONTWAIT)
+        if not parts:
+            return None
+        self._worker = self._worker or Worker("bpipe-send")
+        self._late = self._worker.submit(partial(self._push_late, parts, owners))
+        return self._late
+
+    def _push_late(self, parts: list[memoryview], owners: object) -> None:
+        """Send all parts; the owners of their memory stay alive until then."""
+        self._pushed(parts, 0)
+
+    def _pushed(self, parts: list[memoryview], flags: int) -> list[memoryview]:
+        """Send as much as the connection takes; return the rest."""
+        try:
+            while parts:
+                parts = _behind(parts, self._connection.sendmsg(parts[:MOST_PARTS], (), flags))
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.end()  # a part may have left
+            raise self._lost(error) from error
+        return parts
+
+    def close(self) -> None:
+        if self._late is not None and not self._late.done():
+            self.end()  # which wakes the thread that sends
+        if self._worker is not None:
+            self._worker.close()
+        super().close()
+
+
+class Inlet(Stream):
+    """The receiver's end. Only one thread at a time may use it."""
+
+    def __init__(self, connection: socket.socket, name: str) -> None:
+        super().__init__(connection, name)
+        self._posted: deque[_Receipt] = deque()
+        self._error: CommError | None = None  # after which nobody knows where a message begins
+
+    def receive(self, tensors: Sequence[torch.Tensor]) -> Transfer:
+        """Post a receive of one message into contiguous tensors. Messages arrive in posting order, whichever is waited for."""
+        receipt = _Receipt(self, tensors)
+        self._posted.append(receipt)
+        return receipt
+
+    def read_header(self, most_bytes: int) -> bytes:
+        """Wait for the next header, after everything that was posted.
+
+        Raises:
+            CommError: it is longer than `most_bytes`.
+        """
+        self.read_posted()
+        return self._read_sized("header", most_bytes)
+
+    def _read_sized(self, what: str, most_bytes: int) -> bytes:
+        length = bytearray(LENGTH.size)
+        self._fill([memoryview(length)])
+        (size,) = LENGTH.unpack(length)
+        if size > most_bytes:
+            raise CommError(f"{self._name}: a {what} of {size} bytes arrived, which may have {most_bytes}")
+        data = bytearray(size)
+        self._fill([memoryview(data)] if size else [])
+        return bytes(data)
+
+    def read_posted(self, last: _Receipt | None = None) -> None:
+        """Wait for the receives that were posted: all of them, or those up to `last`."""
+        while self._posted and (last is None or last.tensors is not None):
+            receipt = self._posted[0]
+            assert receipt.tensors is not None
+            receipt.note = self._read([memory_of(tensor) for tensor in receipt.tensors])
+            self._posted.popleft().tensors = None
+
+    def _read(self, parts: list[memoryview]) -> bytes | None:
+        if self._error is not None:
+            raise self._error
+        try:
+            return self._read_message(parts)
+        except CommError as error:
+            self._error = error
+            raise
+
+    def _read_message(self, parts: list[memoryview]) -> bytes | None:
+        """Read a message into the given memory, and return the note that came with it, if one did."""
+        expected, length = sum(map(len, parts)), bytearray(LENGTH.size)
+        rest = [memoryview(length), *parts]
+        while rest and len(rest) > len(parts):  # the length first, with whatever has come after it
+            rest = _behind(rest, self._taken(rest, 0))
+        (size,) = LENGTH.unpack(length)
+        if size & ~NOTED != expected:
+            raise CommError(f"{self._name}: a message of {size & ~NOTED} bytes arrived where {expected} were expected")
+        self._fill(rest)
+        return self._read_sized("note", MOST_NOTE_BYTES) if size & NOTED else None
+
+    def _fill(self, parts: list[memoryview]) -> None:
+        while parts:
+            parts = _behind(parts, self._taken(parts, socket.MSG_WAITALL))
+
+    def _taken(self, parts: list[memoryview], flags: int) -> int:
+        try:
+            count, *_ = self._connection.recvmsg_into(parts[:MOST_PARTS], 0, flags)
+        except OSError as error:
+            raise self._lost(error) from error
+        if not count:
+            raise self._lost("its other end is gone")
+        return count
+
+
+class _Receipt:
+    """A receive that was posted; its tensors are None once they are filled."""
+
+    def __init__(self, inlet: Inlet, tensors: Sequence[torch.Tensor]) -> None:
+        self._inlet = inlet
+        self.tensors: Sequence[torch.Tensor] | None = tensors
+        self.note: bytes | None = None
+
+    def wait(self) -> bytes | None:
+        self._inlet.read_posted(self)
+        return self.note
+
+
+class _Sent:
+    """A send, whose rest a thread may still be sending. It keeps its tensors as long as any other send, as the plan assumes."""
+
+    def __init__(self, rest: Future[None] | None, tensors: Sequence[torch.Tensor] | None) -> None:
+        self._rest, self._tensors = rest, tensors
+
+    def wait(self) -> None:
+        if self._rest is not None:
+            self._rest.result()
+        self._tensors = None
+
+
+def _message(parts: list[memoryview], note: bytes | None = None) -> list[memoryview]:
+    size = sum(map(len, parts))
+    if note is None:
+        return [memoryview(LENGTH.pack(size)), *parts]
+    return [memoryview(LENGTH.pack(size | NOTED)), *parts, memoryview(LENGTH.pack(len(note)) + note)]
+
+
+def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
+    """Return what is left of some memory after its first `count` bytes."""
+    for index, part in enumerate(parts):
+        if count < len(part):
+            return [part[count:], *parts[index + 1 :]]
+        count -= len(part)
+    return []

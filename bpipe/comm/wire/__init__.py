@@ -1,0 +1,1 @@
+"""What ranks say to each other: messages, their headers and frames."""

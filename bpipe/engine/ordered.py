@@ -1,0 +1,125 @@
+"""A step in another order than the schedule's: raise where what the computations do depends on their order.
+
+With one microbatch after the other, each stage still has its microbatches in the schedule's order, forwards and backwards
+separately. What a forward draws or reads is the same as long as no backward, and no other stage's forward, draws or writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge
+from torch.utils._pytree import tree_leaves
+
+from bpipe.engine.compute import Job, modules_of
+from bpipe.engine.run import Observer, Run
+from bpipe.errors import StageError
+from bpipe.logs import LOG
+from bpipe.memory.saved.nodes import nodes_behind
+from bpipe.model.stage import PipelineStage
+from bpipe.recomputation.side_effects import Found, changed, look_at
+from bpipe.schedules import Action, Op
+
+__all__: list[str] = []
+
+BACKWARDS = (Op.B, Op.I, Op.W)
+
+
+class OrderWatch(Observer):
+    """Looks at random numbers and at what the modules keep, before and after each computation of one rank.
+
+    Args:
+        stages: on this rank, by index.
+        job: what the step is given.
+        device: where it computes.
+        shares_random: whether forwards of several stages draw from the same random numbers.
+        inner: another observer of the step.
+
+    Raises:
+        StageError: from `after`, because a computation drew or wrote something that depends on the order.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, PipelineStage],
+        job: Job,
+        device: torch.device,
+        *,
+        shares_random: bool,
+        inner: Observer | None,
+    ) -> None:
+        self._stages, self._job, self._device = stages, job, device
+        self._shares_random, self._inner = shares_random, Observer() if inner is None else inner
+        self._found = Found({}, {}, {})
+        self._has_warned = False
+        self._leaves: dict[int, int] = {}  # the stage whose graph leads to each
+
+    def started(self, run: Run) -> None:
+        self._inner.started(run)
+
+    def before(self, run: Run, action: Action) -> None:
+        if self._is_watched(action):
+            self._found = self._look(action)
+        self._inner.before(run, action)
+
+    def after(self, run: Run, action: Action) -> None:
+        self._inner.after(run, action)
+        if action.op is Op.F and len(self._stages) > 1 and not action.microbatch:
+            self._check_leaves(action, run.compute.edges(action[1:3]))
+        if not self._is_watched(action):
+            return
+        random, tensors, others = map(changed, self._found, self._look(action))
+        if random is not None:
+            raise _refusal(action, f"draws random numbers ({random})")
+        if action.op in BACKWARDS and tensors is not None:
+            raise _refusal(action, f"changes {tensors}")
+        if action.op in BACKWARDS and others is not None and not self._has_warned:
+            self._has_warned = True
+            self._warn_of(action, others)
+
+    def _warn_of(self, action: Action, name: str) -> None:
+        """Say which attribute a backward changes: mostly a log, a bucket of gradients or work put off, which no forward reads."""
+        LOG.warning(
+            "stage %d: a backward changes %s. If a forward reads it, the results of this step, which measures one microbatch at a "
+            "time, are not those of the schedule's own order: give Balanced measure='in_order' then",
+            action.stage,
+            name,
+        )
+
+    def _check_leaves(self, action: Action, edges: Iterable[GradientEdge]) -> None:
+        """Raise if gradients of two stages add up in one tensor: a keyword argument, say, or a weight that the loss closes over."""
+        for leaf in (getattr(node, "variable", None) for node in nodes_behind(edges)):
+            other = self._leaves.setdefault(id(leaf), action.stage)
+            if leaf is not None and other != action.stage:
+                raise _refusal(action, f"uses a tensor of shape {list(leaf.shape)} that needs a gradient, as stage {other} does")
+
+    def _is_watched(self, action: Action) -> bool:
+        return action.op in BACKWARDS or (action.op is Op.F and self._shares_random)
+
+    def _look(self, action: Action) -> Found:
+        """Look at what an action's stage may leave changed."""
+        return look_at(self._device, self._modules(action.stage), self._given(action.microbatch))
+
+    def _modules(self, index: int) -> Iterator[tuple[str, nn.Module]]:
+        stage = self._stages[index]
+        yield from stage.submod.named_modules()
+        if stage.is_last:
+            yield from ((f"loss_fn.{name}", part) for loss in modules_of(self._job.loss_fn) for name, part in loss.named_modules())
+
+    def _given(self, microbatch: int) -> Iterable[Any]:
+        """Return what the microbatches get alike, because it is repeated and not cut."""
+        targets = () if self._job.targets is None else self._job.targets[microbatch]
+        given = [self._job.args[microbatch], self._job.kwargs[microbatch], targets, dict(self._job.loss_kwargs)]
+        return [leaf for leaf in tree_leaves(given) if not isinstance(leaf, torch.Tensor)]
+
+
+def _refusal(action: Action, what: str) -> StageError:
+    half = {Op.F: "forward", Op.I: "backward, its input half,", Op.W: "backward, its weight half,"}.get(action.op, "backward")
+    return StageError(
+        f"stage {action.stage}, microbatch {action.microbatch}: the {half} {what}, and this step, which measures, runs one "
+        "microbatch at a time: what it computes would not be what the schedule's own order does. "
+        "Give Balanced measure='in_order'"
+    )

@@ -1,0 +1,117 @@
+"""The record of a rank's steps: when each action began and ended on the host's clock, and the bytes held meanwhile."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Mapping
+
+from bpipe.device.times import DeviceTimes
+from bpipe.engine.run import Observer, Run
+from bpipe.memory.ledger import Key
+from bpipe.memory.peaks import taken
+from bpipe.memory.saved.footprint import Footprint
+from bpipe.plan.action import COMPUTE, SERVED
+from bpipe.schedules import Action, Plan
+
+__all__: list[str] = []
+
+
+class Places:
+    """The places of a rank's actions in a record: its compute lane's, then its served lane's.
+
+    An action that concerns a whole stage may be there several times; `index` has the last of them.
+    """
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan = plan
+        self.num_own, self.num_served = len(plan.actions[rank]), len(plan.served[rank])
+        self.index = {action: i for i, action in enumerate((*plan.actions[rank], *plan.served[rank]))}
+
+
+class Record:
+    """The record of one step: 24 bytes per compute-lane action, 8 more shared by steps alike, 16 per served one, and no tensor.
+
+    Args:
+        places: where each action is in the arrays.
+        step: the step's number.
+    """
+
+    __slots__ = ("begin_ns", "device_ns", "end_ns", "live_bytes", "places", "room_bytes", "static_bytes", "step", "taken_bytes")
+
+    def __init__(self, places: Places, step: int) -> None:
+        self.places, self.step = places, step
+        num_actions = places.num_own + places.num_served
+        self.begin_ns = array("q", bytes(8 * num_actions))
+        self.end_ns = array("q", bytes(8 * num_actions))
+        self.live_bytes = array("q", bytes(8 * places.num_own))  # of the compute lane's: activations of its own microbatches
+        self.taken_bytes = array("q")  # the same with messages, which are not counted as they come: shared by steps that are alike
+        self.static_bytes = 0  # what stays: weights, gradients, buffers, optimizer states
+        self.room_bytes = 0  # reserved for guests, or saved by microbatches in common
+        self.device_ns = array("q")  # begin and end of each computation, on CUDA
+
+
+class Recorder(Observer):
+    """Records the steps of one rank, with two clock readings per action.
+
+    Args:
+        device_times: of its CUDA device, or None.
+    """
+
+    def __init__(self, device_times: DeviceTimes | None) -> None:
+        self.records: list[Record] = []  # complete ones
+        self.device_times = device_times
+        self._places: dict[int, Places] = {}  # by the identity of the plan, which they keep
+        self._live_bytes = self._num_done = 0  # after the compute lane's last action; and how many of them were done
+        self._scanned: tuple[Plan | None, Mapping[Key, Footprint], array[int]] = (None, {}, array("q"))
+
+    def started(self, run: Run) -> None:
+        places = self._places.get(id(run.plan))
+        if places is None:
+            places = self._places[id(run.plan)] = Places(run.plan, run.rank)
+        self._record = Record(places, run.step)
+        self._live_bytes = self._num_done = 0
+        if self.device_times is not None:
+            self.device_times.start()
+
+    def before(self, run: Run, action: Action) -> None:
+        if self.device_times is not None and action.op in COMPUTE:
+            self.device_times.mark()
+        self._record.begin_ns[self._index(run, action)] = time.perf_counter_ns()
+
+    def after(self, run: Run, action: Action) -> None:
+        now = time.perf_counter_ns()
+        record, index = self._record, self._index(run, action)
+        record.end_ns[index] = now
+        if action.op not in SERVED:
+            self._num_done += 1
+            # An action that takes memory takes it first, one that gives it back does so last: while it runs, the greater counts.
+            live = run.evictions.ledger.live_bytes
+            record.live_bytes[index] = max(self._live_bytes, live)
+            self._live_bytes = live
+            if self.device_times is not None and action.op in COMPUTE:
+                self.device_times.mark()
+
+    def _index(self, run: Run, action: Action) -> int:
+        """Return an action's place: the compute lane runs in order, unless the run has a position; served chains run beside it."""
+        if action.op in SERVED:
+            return self._record.places.index[action]
+        return self._num_done if run.position is None else run.position
+
+    def finished(self, run: Run, stats: Mapping[str, float]) -> None:
+        record = self._record
+        record.taken_bytes = self._taken(run)
+        record.room_bytes = int(stats["guest_bytes"] + stats["held_bytes"])
+        record.static_bytes = int(stats["static_bytes"] - stats["held_bytes"])  # which are activations
+        self.records.append(record)
+        if self.device_times is not None:
+            self.device_times.finish(record.device_ns)
+
+    def _taken(self, run: Run) -> array[int]:
+        """Return the bytes that a rank's microbatches and messages took during each action; scanned again only if they changed."""
+        plan, footprints, taken_bytes = self._scanned
+        if plan is not run.plan or footprints != run.evictions.ledger.footprints:
+            footprints = dict(run.evictions.ledger.footprints)
+            taken_bytes = array("q", taken(run.plan, run.rank, footprints, with_messages=True))
+            self._scanned = (run.plan, footprints, taken_bytes)
+        return taken_bytes

@@ -1,0 +1,220 @@
+"""One step of one rank: a dispatch from operation to a short method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import itemgetter
+
+import torch
+from torch.autograd import profiler
+
+from bpipe.backward.user_hooks import UserHooks
+from bpipe.cleanup import note
+from bpipe.comm.health.activity import place_of
+from bpipe.comm.transport.base import Transport
+from bpipe.engine.acceptor import Acceptor
+from bpipe.engine.compute import Compute, Job
+from bpipe.engine.evictions import Evictions
+from bpipe.engine.messages import Layouts, Messages
+from bpipe.engine.piecewise import PiecesOf
+from bpipe.engine.remembered import Memory
+from bpipe.engine.traffic import Traffic
+from bpipe.model.stage import Parts, PipelineStage
+from bpipe.parallel.fsdp import Sharding
+from bpipe.plan.action import COMPUTE
+from bpipe.schedules import Action, Op, Plan
+
+__all__: list[str] = []
+
+
+class Observer:
+    """Follows the steps of one rank. Each method does nothing: a subclass overrides those that it needs.
+
+    An observer that keeps the `Run` keeps the step's tensors.
+    """
+
+    def started(self, run: Run) -> None:
+        """Follow a step that is ready for its first action."""
+
+    def before(self, run: Run, action: Action) -> None:
+        """Follow an action that is about to be done."""
+
+    def after(self, run: Run, action: Action) -> None:
+        """Follow an action that was done without an error."""
+
+    def finished(self, run: Run, stats: Mapping[str, float]) -> None:
+        """Follow a step whose actions were all done; `stats` is what they used."""
+
+
+class Run:
+    """One step of one rank of a plan.
+
+    Args:
+        plan: what to run; `rank` is this rank's place in it.
+        step: its number.
+        stages: the stages on this rank by index, and the `parts` that they consist of when the step begins.
+        transport: carries the messages.
+        job: what the user wants of this step.
+        layouts: the agreed messages, or an empty mapping to learn them into when `is_learning`.
+        memory: what the schedule remembers from step to step.
+        name: of this rank, as its users know it.
+        observer: told of the step, and before and after each action on the thread that does it.
+    """
+
+    def __init__(
+        self,
+        *,
+        plan: Plan,
+        rank: int,
+        step: int,
+        stages: Mapping[int, PipelineStage],
+        parts: Mapping[int, Parts],
+        transport: Transport,
+        job: Job,
+        layouts: Layouts,
+        is_learning: bool,
+        memory: Memory,
+        name: str,
+        observer: Observer | None = None,
+    ) -> None:
+        self.plan, self.rank, self.step, self.device, self._name = plan, rank, step, transport.device, name
+        self._stages = tuple(stages)
+        self.holds_last_stage = any(stage.is_last for stage in stages.values())
+        self.traffic = Traffic(transport, rank, step, stages, memory.device_waits)
+        self.sharding = Sharding(parts, plan.actions[rank])
+        is_split = Op.I in map(itemgetter(0), plan.actions[rank])
+        self.hooks = UserHooks(parts if is_split else {}, memory.silent)
+        self.compute = Compute(
+            stages,
+            parts,
+            job,
+            self.traffic,
+            has_backward=plan.has_backward,
+            undivided=self.sharding.undivided,
+            hooks=self.hooks,
+            recomputed=plan.recomputed(rank),
+            learned=memory.learned,
+        )
+        followed = {*plan.evicted(rank), *plan.interrupted(rank)}
+        self.evictions = Evictions(self.traffic, followed, memory, self.compute.foreign, self.compute.kept, plan.num_parts)
+        trainable = {i for i, of in parts.items() if any(p.requires_grad for p in of.parameters)} if plan.has_backward else set()
+        self._messages = Messages(self.traffic, layouts, is_learning=is_learning, trainable=trainable)
+        self._acceptors = {peer: Acceptor(Traffic(transport, rank, step), rooms) for peer, rooms in memory.rooms.items()}
+        self._advance: Callable[[Action], None] | None = None
+        self._piece: Action | None = None  # the one that runs now
+        self.position: int | None = None  # in the rank's lane, where its actions run in another order
+        self._observer = observer
+        if observer is not None:
+            observer.started(self)
+
+    @contextmanager
+    def advancing(self, advance: Callable[[Action], None]) -> Iterator[None]:
+        """Let `advance` do what stands before a piece of a computation in the lane, while the lane runs.
+
+        `advance` refers to the run: left in place, that cycle would keep the step's tensors.
+        """
+        self._advance = advance
+        try:
+            yield
+        finally:
+            self._advance = None
+
+    def taken(self, microbatch: int) -> object:
+        """Return what a microbatch has taken on this rank, its memory and its messages, to be compared with another's."""
+        sizes = [(stage, self.evictions.taken((stage, microbatch))) for stage in self._stages]
+        return sizes, self._messages.agreed(microbatch, self._stages)
+
+    def _acceptor(self, action: Action) -> Acceptor:
+        assert action.peer is not None
+        return self._acceptors[action.peer]
+
+    def _pieces(self, action: Action) -> PiecesOf | None:
+        """Return the pieces of a computation that begins with this action, if it runs in pieces."""
+        if not action.part:
+            return None
+        last = self.plan.num_parts(action.stage) if action.op is Op.F else 1
+        return PiecesOf(action, last, self._begin_piece)
+
+    def _compute(self, action: Action, compute: Callable[[Action, Evictions, PiecesOf | None], None]) -> None:
+        self._piece = action if action.part else None
+        compute(action, self.evictions, self._pieces(action))
+
+    def _begin_piece(self, piece: Action) -> None:
+        """Do what the plan has before a piece, and go on with the computation."""
+        assert self._advance is not None
+        with torch.no_grad():
+            self._end_piece()
+            if piece.op is Op.B:
+                self.evictions.begin_piece(piece)  # the piece before has given its memory back
+            self._advance(piece)
+        self._piece = piece
+        if piece.op is Op.F:
+            self.evictions.begin_piece(piece)
+        if self._observer is not None:
+            self._observer.before(self, piece)
+
+    def _end_piece(self) -> None:
+        if self._observer is not None and self._piece is not None:
+            self._observer.after(self, self._piece)
+
+    def _backward(self, action: Action, compute: Callable[[Action], None]) -> None:
+        with self.sharding.around(action):
+            compute(action)
+
+    def execute(self, action: Action) -> None:
+        """Do one action of the compute lane or the served lane.
+
+        Raises:
+            BaseException: whatever the user's code or a transfer raises, with a note that says where.
+        """
+        try:
+            if self._observer is None and not profiler._is_profiler_enabled:
+                _METHODS[action.op](self, action)
+            else:
+                self._execute_observed(action)
+        except BaseException as error:
+            note(error, f"bpipe: {self._name}, {place_of(action)}, step {self.step}")
+            raise
+
+    def _execute_observed(self, action: Action) -> None:
+        """Do an action under its name in torch.profiler, if that is on, and tell the observer before and after."""
+        with self._named(action):
+            if self._observer is not None:
+                self._observer.before(self, action)
+            _METHODS[action.op](self, action)
+            if self._observer is not None:
+                self._observer.after(self, self._piece if action.part and action.op in COMPUTE and self._piece else action)
+
+    def _named(self, action: Action) -> AbstractContextManager[object]:
+        # Only where the profiler is on: record_function takes microseconds where it is off, too.
+        return profiler.record_function(f"bpipe rank {self.rank} {action}") if profiler._is_profiler_enabled else nullcontext()
+
+
+# Beside the class, not bound methods in each run: those would be a cycle that keeps a step's tensors until it is collected.
+_METHODS: dict[Op, Callable[[Run, Action], None]] = {
+    Op.F: lambda run, action: run._compute(action, run.compute.forward),
+    Op.B: lambda run, action: run._backward(action, lambda first: run._compute(first, run.compute.backward)),
+    Op.I: lambda run, action: run._backward(action, lambda half: run.compute.input_half(half, run.evictions)),
+    Op.W: lambda run, action: run._backward(action, lambda half: run.compute.weight_half(half, run.evictions)),
+    Op.R: lambda run, action: run.compute.recompute(action, run.evictions),
+    Op.UNSHARD: lambda run, action: run.sharding.unshard(action),
+    Op.RESHARD: lambda run, action: run.sharding.reshard(action),
+    Op.REDUCE_GRAD: lambda run, action: run.sharding.reduce(action),
+    Op.SEND_F: lambda run, action: run._messages.send(action),
+    Op.SEND_B: lambda run, action: run._messages.send(action),
+    Op.RECV_F: lambda run, action: run._messages.receive(action),
+    Op.RECV_B: lambda run, action: run._messages.receive(action),
+    Op.WAIT_SEND_F: lambda run, action: run._messages.complete_send(action),
+    Op.WAIT_SEND_B: lambda run, action: run._messages.complete_send(action),
+    Op.WAIT_RECV_F: lambda run, action: run._messages.complete_receive(action),
+    Op.WAIT_RECV_B: lambda run, action: run._messages.complete_receive(action),
+    Op.EVICT: lambda run, action: run.evictions.evict(action),
+    Op.WAIT_EVICT: lambda run, action: run.evictions.complete_evict(action),
+    Op.LOAD: lambda run, action: run.evictions.load(action),
+    Op.WAIT_LOAD: lambda run, action: run.evictions.complete_load(action),
+    Op.ACCEPT: lambda run, action: run._acceptor(action).accept(action),
+    Op.WAIT_ACCEPT: lambda run, action: run._acceptor(action).complete_accept(action),
+    Op.RETURN: lambda run, action: run._acceptor(action).give_back(action),
+    Op.WAIT_RETURN: lambda run, action: run._acceptor(action).complete_return(action),
+}

@@ -1,0 +1,102 @@
+"""The host's memory as a place for evicted microbatches: pinned, and copied to and from on a stream of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from bpipe.device import Event, Stream, current_stream, on_stream
+from bpipe.device.pinned import give_back, pinned
+from bpipe.memory.remote_buffers import Rooms
+from bpipe.plan.rooms import Guest, Reserved
+
+__all__: list[str] = []
+
+
+class HostRooms:
+    """The microbatches that one rank keeps in its host's memory; the rooms stay for the next step.
+
+    On CPU the device's memory is the host's: copies are synchronous and save no memory, and serve only for tests.
+
+    Args:
+        reserved: the rooms, as `Rooms` takes them.
+        device: where the microbatches come from.
+        stream: on which they are copied; None on CPU.
+        in_bytes: as for `Rooms`.
+    """
+
+    def __init__(self, reserved: Reserved, device: torch.device, stream: Stream | None, *, in_bytes: bool) -> None:
+        self._device, self._stream = device, stream
+        self._rooms = (
+            Rooms(reserved, device, in_bytes=in_bytes)
+            if stream is None
+            else _PinnedRooms(reserved, device, stream, in_bytes=in_bytes)
+        )
+        self._kept: dict[Guest, list[torch.Tensor]] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all rooms."""
+        return self._rooms.num_bytes
+
+    def make(self) -> None:
+        """Make the rooms now, if their sizes are known."""
+        self._rooms.make()
+
+    def store(self, guest: Guest, messages: Sequence[torch.Tensor]) -> HostCopy:
+        """Copy messages, uint8 [size] each, to the host."""
+        kept = self._kept[guest] = self._rooms.take(guest, [message.numel() for message in messages])
+        return self._copy(messages, kept)
+
+    def fetch(self, guest: Guest, messages: Sequence[torch.Tensor]) -> HostCopy:
+        """Copy a guest's stored bytes back into messages, uint8 [size] each."""
+        return self._copy(self._kept.pop(guest), messages)
+
+    def _copy(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> HostCopy:
+        if self._stream is not None:
+            self._stream.wait_stream(current_stream(self._device))
+        with on_stream(self._stream):
+            for source, target in zip(sources, targets):
+                target.copy_(source, non_blocking=True)
+            event = None if self._stream is None else self._stream.record_event()
+        return HostCopy(event, self._device, [*sources, *targets])
+
+    def clear(self) -> None:
+        """Free all memory once the copies under way have ended. Does not block."""
+        self._rooms.clear()
+        self._kept.clear()
+
+
+class _PinnedRooms(Rooms):
+    """Rooms in pinned memory, which the host must not free while a copy is under way.
+
+    Args:
+        reserved: as for `Rooms`; so is `in_bytes`.
+        device: which copies to them and from them.
+        stream: on which it does.
+    """
+
+    def __init__(self, reserved: Reserved, device: torch.device, stream: Stream, *, in_bytes: bool) -> None:
+        self._stream = stream
+        super().__init__(reserved, device, in_bytes=in_bytes)
+
+    def _new(self, num_bytes: int) -> torch.Tensor:
+        return pinned(num_bytes, self._device)
+
+    def _give_back(self, memory: list[torch.Tensor]) -> None:
+        give_back(memory, self._stream)
+
+
+class HostCopy:
+    """A copy to or from the host: the current stream waits for it, the host does not."""
+
+    def __init__(self, event: Event | None, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
+        self._event, self._device = event, device
+        self._tensors: Sequence[torch.Tensor] = tensors
+
+    def wait(self) -> None:
+        """Make the current stream wait for the copy, so that later work may use its targets and free its sources."""
+        if self._event is not None:
+            current_stream(self._device).wait_event(self._event)
+        self._tensors = ()

@@ -1,0 +1,69 @@
+"""The acceptor's rooms: memory for the microbatches of one evictor, reserved once and reused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from bpipe.plan.rooms import Guest, Reserved
+
+__all__: list[str] = []
+
+
+class Rooms:
+    """Rooms for one evictor, as the plan reserves them.
+
+    They are allocated together, at the first arrival or before, and touched once, because fresh pages cost more than the transfer;
+    a room grows when a guest is larger than planned.
+
+    Args:
+        reserved: which guest is in which room, and the size of each room.
+        device: where they lie.
+        in_bytes: whether sizes are bytes; where the plan counts slots, all rooms are made as large as the first guest.
+    """
+
+    def __init__(self, reserved: Reserved, device: torch.device, *, in_bytes: bool) -> None:
+        self._reserved, self._device, self._in_bytes = reserved, device, in_bytes
+        self._rooms = [self._new(0) for _ in reserved.sizes]
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all rooms, free ones too."""
+        return sum(room.numel() for room in self._rooms)
+
+    def take(self, guest: Guest, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Give a guest its room and return its parts, uint8 [size] each."""
+        room, total = self._reserved.room_of[guest], sum(sizes)
+        if not self.num_bytes:
+            self._make(total)
+        self._grow(room, total)
+        return list(self._rooms[room][:total].split(list(sizes))) if sizes else []
+
+    def make(self) -> None:
+        """Allocate the rooms now if their sizes are known: within a step, an allocation may make the host wait for the device."""
+        if self._in_bytes:
+            self._make(0)
+
+    def _make(self, guest_bytes: int) -> None:
+        for index, planned in enumerate(self._reserved.sizes):
+            self._grow(index, planned if self._in_bytes else guest_bytes)
+
+    def _grow(self, room: int, num_bytes: int) -> None:
+        if self._rooms[room].numel() < num_bytes:
+            old, self._rooms[room] = self._rooms[room], self._new(0)
+            self._give_back([old])  # before the new one is allocated, so that the two never exist together
+            del old  # or this frame would still hold it
+            self._rooms[room] = self._new(num_bytes).fill_(0)
+
+    def _new(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def _give_back(self, memory: list[torch.Tensor]) -> None:
+        """Free memory. Later work on this thread's stream may reuse it."""
+        memory.clear()
+
+    def clear(self) -> None:
+        """Free the memory of all rooms."""
+        old, self._rooms = self._rooms, [self._new(0) for _ in self._rooms]
+        self._give_back(old)

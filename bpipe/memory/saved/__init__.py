@@ -1,0 +1,1 @@
+"""What a microbatch saves for its backward: followed, counted, and moved."""

@@ -1,0 +1,128 @@
+"""The bytes that one microbatch takes on one stage, measured from what it saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import zip_longest
+from math import ceil
+from typing import NamedTuple
+
+from bpipe.memory.saved.stash import Contents
+from bpipe.plan.sizes import StageSizes
+
+__all__: list[str] = []
+
+
+class Footprint(NamedTuple):
+    """The bytes one microbatch takes on one stage."""
+
+    own_bytes: int  # given back by its backward
+    movable_bytes: int  # of these, what an eviction frees
+    shared_bytes: int  # saved, and owned by others too: counted once for all microbatches of the kind
+    parts: tuple[int, ...] = ()  # what of the movable ones each part has, if it moves in parts
+    received_bytes: int = 0  # the message from the stage before
+    sent_bytes: int = 0  # the message to the stage after
+    kept_received_bytes: int = 0  # what of the messages is among its own
+    kept_sent_bytes: int = 0
+    between_bytes: int | None = None  # what stays between the halves of its backward, once that is known
+
+    def seen_again(self, contents: Contents, parts: tuple[int, ...]) -> Footprint:
+        """Return the same microbatch's footprint, with the bytes that another look found."""
+        own, movable, shared = footprint_of(contents)[:3]
+        return self._replace(own_bytes=own, movable_bytes=movable, shared_bytes=shared, parts=parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """All bytes that it saved, whoever else owns them: the same for microbatches alike, wherever they are in a step."""
+        return self.own_bytes + self.shared_bytes
+
+    def with_between_of(self, other: Footprint) -> Footprint:
+        """Return this footprint with the larger `between_bytes` of itself and another one like it, as far as these are known."""
+        shown = [one.between_bytes for one in (self, other) if one.between_bytes is not None]
+        return self._replace(between_bytes=max(shown, default=None))
+
+    def with_more(self, num_bytes: int) -> Footprint:
+        """Return the footprint of a microbatch that saved `num_bytes` more than this one, or fewer (negative)."""
+        own = max(0, self.own_bytes + num_bytes)
+        movable = min(self.movable_bytes, own)
+        return self._replace(own_bytes=own, movable_bytes=movable, parts=(movable,), between_bytes=None)
+
+    def saved_by(self, part: int) -> int:
+        """Return the bytes that a piece of its forward saves: its part, if there is one, and in the first what cannot move."""
+        return sum(self.parts[part - 1 : part]) + (self.own_bytes - self.movable_bytes) * (part == 1)
+
+    def sizes(self, num_parts: int = 0) -> StageSizes:
+        """Return the sizes as a plan counts them.
+
+        Args:
+            num_parts: the plan's, which may come from a microbatch with more or fewer parts; 0 for as many as this one has.
+        """
+        parts = self.parts or (self.movable_bytes,)
+        if num_parts:
+            parts = (*parts[: num_parts - 1], sum(parts[num_parts - 1 :]), *[0] * (num_parts - 1 - len(parts)))
+        return StageSizes(
+            parts=parts,
+            fixed=self.own_bytes - self.movable_bytes,
+            received=self.received_bytes,
+            sent=self.sent_bytes,
+            kept_received=min(self.kept_received_bytes, self.own_bytes),
+            kept_sent=min(self.kept_sent_bytes, self.own_bytes),
+            between=self.between_bytes,
+        )
+
+
+def footprint_of(contents: Contents) -> Footprint:
+    """Return the bytes that a look at a microbatch found, as a footprint."""
+    shared = sum(held.num_bytes for held in contents.shared.values())
+    return Footprint(contents.own_bytes, contents.movable_bytes, shared)
+
+
+def spanning(one: Footprint, other: Footprint) -> Footprint:
+    """Return a footprint that covers two; if they are equal, that footprint itself."""
+    if one == other:
+        return one
+    parts = tuple(max(column) for column in zip_longest(one.parts, other.parts, fillvalue=0))
+    movable = sum(parts) if parts else max(one.movable_bytes, other.movable_bytes)
+    between = [each.between_bytes for each in (one, other) if each.between_bytes is not None]
+    return Footprint(
+        own_bytes=movable + max(each.own_bytes - each.movable_bytes for each in (one, other)),
+        movable_bytes=movable,
+        shared_bytes=max(one.shared_bytes, other.shared_bytes),
+        parts=parts,
+        received_bytes=max(one.received_bytes, other.received_bytes),
+        sent_bytes=max(one.sent_bytes, other.sent_bytes),
+        kept_received_bytes=min(one.kept_received_bytes, other.kept_received_bytes),
+        kept_sent_bytes=min(one.kept_sent_bytes, other.kept_sent_bytes),
+        between_bytes=max(between, default=None),
+    )
+
+
+def covering(footprints: Iterable[Footprint]) -> StageSizes:
+    """Return sizes that no given microbatch of a stage exceeds; if all are alike, the sizes of one."""
+    return largest_of(footprint.sizes() for footprint in set(footprints))
+
+
+def largest_of(some: Iterable[StageSizes]) -> StageSizes:
+    """Return sizes that cover all given sizes."""
+    sizes = list(some)
+    is_halved = any(one.between is not None for one in sizes)
+    return StageSizes(
+        parts=tuple(max(column) for column in zip_longest(*(one.parts for one in sizes), fillvalue=0)),
+        fixed=max(one.fixed for one in sizes),
+        received=max(one.received for one in sizes),
+        sent=max(one.sent for one in sizes),
+        kept_received=min(one.kept_received for one in sizes),
+        kept_sent=min(one.kept_sent for one in sizes),
+        between=max(one.late for one in sizes) if is_halved else None,
+    )
+
+
+def with_margin(sizes: StageSizes, margin: float) -> StageSizes:
+    """Return sizes whose saved bytes are larger by a fraction; messages stay, because they are agreed and do not vary."""
+
+    def more(num_bytes: int) -> int:
+        return num_bytes + ceil(num_bytes * margin)
+
+    between = None if sizes.between is None else more(sizes.between)
+    return replace(sizes, parts=tuple(map(more, sizes.parts)), fixed=more(sizes.fixed), between=between)

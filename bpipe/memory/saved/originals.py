@@ -1,0 +1,84 @@
+"""Let the backwards of custom autograd Functions find the very tensors that they saved.
+
+Under saved-tensor hooks torch makes a new tensor of what the unpack hook returns, unless that needs no gradient. It has the same
+values, but what a Function's backward sets on it, such as `weight.grad` or `weight.main_grad`, would be lost, and what was set on
+the saved one would not be found. So the nodes of such Functions give what was saved, as they do without hooks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+
+from bpipe.memory.saved.nodes import saved_by
+
+__all__: list[str] = []
+
+# The Python code that runs while torch saves the tensors of a Function.
+APPLY = torch.autograd.Function.__dict__["apply"].__func__.__code__
+
+
+class Original:
+    """A tensor that a Function has saved, as long as something holds it, and the attributes that were set on it."""
+
+    __slots__ = ("_attributes", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = weakref.ref(tensor)
+        self._attributes = tensor.__dict__ if type(tensor) is torch.Tensor else {}  # others keep their own parts there
+
+    def in_place_of(self, unpacked: torch.Tensor) -> torch.Tensor:
+        """Return the tensor or, if it is gone, the one that torch unpacked, with the attributes that were set on the tensor."""
+        tensor = self._tensor()
+        if tensor is None:
+            unpacked.__dict__.update(self._attributes)
+        return unpacked if tensor is None else tensor
+
+
+def give_originals(nodes: Iterable[Node]) -> None:
+    """Let the nodes of custom Functions return the very tensors that they saved.
+
+    Args:
+        nodes: those of a graph whose saved tensors our hooks follow.
+    """
+    for node in nodes:
+        if isinstance(node, BackwardCFunction) and any(_original(data) is not None for _, data in saved_by(node)):
+            node.__class__ = _giving(type(node))
+
+
+def _giving(kind: Any) -> type[Any]:
+    """Return a node class whose `saved_tensors` are the originals; `kind` keeps it, and is freed with its Function."""
+    giving: type[Any] | None = vars(kind).get("_bpipe_giving")
+    if giving is None:
+        found = {name: property(_Given(getattr(BackwardCFunction, name))) for name in ("saved_tensors", "saved_variables")}
+        giving = kind._bpipe_giving = type(kind.__name__, (kind,), {"__slots__": (), "__module__": kind.__module__, **found})
+    return giving
+
+
+class _Given:
+    """The tensors that a node returns as saved.
+
+    Args:
+        torchs: the attribute by which torch returns them.
+    """
+
+    def __init__(self, torchs: Any) -> None:
+        self._torchs = torchs
+
+    def __call__(self, node: Any) -> tuple[torch.Tensor | None, ...]:
+        pairs = zip(self._torchs.__get__(node), saved_by(node), strict=True)
+        return tuple(_given(node, unpacked, _original(data)) for unpacked, (_, data) in pairs)
+
+
+def _given(node: object, unpacked: Any, original: Original | None) -> Any:
+    # torch makes new tensors of a Function's own outputs even without hooks.
+    return unpacked if original is None or unpacked.grad_fn is node else original.in_place_of(unpacked)
+
+
+def _original(data: object) -> Original | None:
+    return getattr(data, "original", None)

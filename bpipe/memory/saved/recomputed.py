@@ -1,0 +1,110 @@
+"""What regions under `torch.utils.checkpoint` (use_reentrant=False) keep besides their inputs: no saved-tensor hook sees it.
+
+Selective checkpointing keeps the outputs of chosen operations in a Python dict, from which only the recomputation takes
+them, and each region keeps its keyword arguments and random number states. All of it hangs on the frame of the region, to
+which the hooks of what autograd saved inside lead.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
+
+from bpipe.memory.saved.attributes import Kept, tensors_kept_in
+from bpipe.memory.saved.nodes import saved_by
+from bpipe.memory.saved.stash import Cached, Saved
+
+__all__: list[str] = []
+
+OF_A_REGION = "kept by a region under torch.utils.checkpoint: a keyword, integers, or the state of random numbers"
+
+
+def kept_by_checkpoints(nodes: Iterable[Node]) -> tuple[list[Cached], list[Kept]]:
+    """Find what the checkpointed regions of a microbatch's graph keep: outputs of chosen operations, and what cannot move.
+
+    A recomputation asks for the positional inputs of its region first, through our hooks, which thus guard its outputs. The
+    outputs of a region without such inputs stay.
+    """
+    cached: list[Cached] = []
+    kept: list[Kept] = []
+    for frame in _frames(nodes):
+        cells, guard = _cells(frame.recompute_fn), _guard_of(frame)
+        outputs = list(_outputs(cells.pop("recompute_context", None)))
+        if guard is not None:
+            cached += [Cached(weakref.ref(one), one._version, weakref.ref(guard)) for one in outputs if _is_alias(one)]
+            outputs = [one for one in outputs if not _is_alias(one)]
+        found = [*outputs, *tensors_kept_in([list(cells.values()), *_arguments(frame)])]
+        kept += [Kept(weakref.ref(one), OF_A_REGION) for one in found]
+    return cached, kept
+
+
+def _frames(nodes: Iterable[Node]) -> Iterable[Any]:
+    """Return the frames of the regions, each once; a region inside another one leads to that one."""
+    found: dict[int, Any] = {}
+    todo = [frame for node in nodes if (frame := _frame_of(saved for saved, _ in saved_by(node))) is not None]
+    for frame in todo:  # which grows
+        if id(frame) not in found:
+            found[id(frame)] = frame
+            outer = _frame_of(_inputs(frame))
+            todo += [] if outer is None else [outer]
+    return found.values()
+
+
+def _frame_of(saved: Iterable[Any]) -> Any:
+    """Return the region in which some tensors were saved, if it is recomputed: all that is saved there leads to it."""
+    hook = next((hook for one in saved if (hook := getattr(one, "unpack_hook", None)) is not None), None)
+    return _cells(hook).get("frame") if getattr(hook, "__module__", "") == "torch.utils.checkpoint" else None
+
+
+def _inputs(frame: Any) -> list[Any]:
+    """Return the positional tensors of a region, as it has saved them."""
+    return [*getattr(frame, "saved_args", ()), *getattr(_input_node(frame), "_raw_saved_tensors", ())]
+
+
+def _cells(function: Any) -> dict[str, Any]:
+    """Return what a function's closure holds, by name."""
+    names, cells = getattr(getattr(function, "__code__", None), "co_freevars", ()), getattr(function, "__closure__", None)
+    return {name: value for name, cell in zip(names, cells or ()) for value in _content(cell)}
+
+
+def _content(cell: Any) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # still empty
+        return []
+
+
+def _outputs(context: Any) -> Iterator[torch.Tensor]:
+    """Yield what selective checkpointing keeps, in the order in which it was computed, operation by operation."""
+    storage: object = getattr(context, "storage", None)
+    for entries in storage.values() if isinstance(storage, dict) else ():
+        for leaf in tree_leaves(list(entries.values()) if isinstance(entries, dict) else entries):
+            value = getattr(leaf, "val", None)
+            if isinstance(value, torch.Tensor):
+                yield value
+
+
+def _is_alias(output: torch.Tensor) -> bool:
+    """Return whether a kept output is surely a tensor of its own: before torch 2.12, indices are the stage's own tensors."""
+    return output.is_floating_point() or output.is_complex()
+
+
+def _guard_of(frame: Any) -> Saved | None:
+    """Return a positional input of a region that our hooks follow, if there is one."""
+    followed = [one.data for one in _inputs(frame) if isinstance(getattr(one, "data", None), Saved)]
+    return next((one for one in followed if one.tensor.numel()), None)  # before 2.13, the first is empty, and none of ours
+
+
+def _arguments(frame: Any) -> list[Any]:
+    """Return what a region got besides its positional tensors; since torch 2.13, named arguments are in its function's cells."""
+    return [*getattr(frame, "saved_args", ()), _cells(getattr(_input_node(frame), "get_args", None)).get("args")]
+
+
+def _input_node(frame: Any) -> Any:
+    """Return the node that saves a region's inputs, before torch 2.13."""
+    return getattr(getattr(frame, "input_saver", None), "grad_fn", None)

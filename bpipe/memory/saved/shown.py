@@ -1,0 +1,79 @@
+"""The bytes that a graph shows to be saved, after a forward that no hook has followed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.autograd.graph import Node
+
+from bpipe.memory.saved.attributes import kept_by_functions
+from bpipe.memory.saved.nodes import saved_by
+from bpipe.memory.saved.stash import Saved
+from bpipe.memory.saved.storages import storages_of
+
+__all__: list[str] = []
+
+
+def _without_numbers() -> int:
+    return 0
+
+
+# How many nodes of graphs this thread has made. Where torch does not say, all microbatches of a kind count as alike.
+num_nodes_made: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", _without_numbers)
+
+
+# What a graph keeps of a plain number, as in `x * 0.5`, is 8 bytes that no hook and no count of storages sees.
+_OF_NUMBERS = (torch.float64, torch.int64, torch.complex128, torch.bool)
+
+
+class Shown(NamedTuple):
+    """The bytes of all storages that the nodes of a graph have saved, whoever else owns them.
+
+    Args:
+        num_bytes: each storage counts once.
+        is_all: whether there is nothing more, such as what other hooks (those of `torch.utils.checkpoint`, or the user's) hide.
+    """
+
+    num_bytes: int
+    is_all: bool
+
+
+def shown_by(nodes: Sequence[Node], foreign: Container[int], where: str) -> Shown:
+    """Add up what the nodes of a microbatch's graph have saved, and what custom Functions keep as attributes.
+
+    Args:
+        nodes: the graph's nodes.
+        foreign: storages that are no activations, such as parameters, of which a deeper graph uses more.
+        where: the stage and microbatch, for messages.
+    """
+    is_all = _SHOWS_TENSORS
+    tensors = [tensor for kept in kept_by_functions(nodes, where) if (tensor := kept.tensor()) is not None]
+    for node in nodes:
+        for saved, data in saved_by(node):
+            tensor = data.tensor if isinstance(data, Saved) else data
+            if isinstance(tensor, torch.Tensor):
+                if not _is_number(tensor):
+                    tensors.append(tensor)
+            elif data is not None or not hasattr(saved, "data"):  # without which an older version of torch hides all
+                is_all = False
+    found = {storage._cdata: storage.nbytes() for tensor in tensors for storage in storages_of(tensor)}
+    return Shown(sum(size for key, size in found.items() if key not in foreign), is_all)
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is just a plain number: a view of one element keeps a storage that holds others."""
+    if tensor.ndim or tensor.dtype not in _OF_NUMBERS:
+        return False
+    return sum(storage.nbytes() for storage in storages_of(tensor)) == tensor.itemsize
+
+
+def _shows_tensors() -> bool:
+    """Return whether this version of torch lets us see a saved tensor that no hook has packed."""
+    node = torch.ones((), requires_grad=True).sin().grad_fn
+    assert node is not None
+    return any(isinstance(data, torch.Tensor) for _, data in saved_by(node))
+
+
+_SHOWS_TENSORS = _shows_tensors()

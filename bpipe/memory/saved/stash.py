@@ -1,0 +1,436 @@
+"""Follow what autograd saves for one microbatch of one stage, and say what of it may move.
+
+The graph owns what it saves; the stash only looks on, through weak references, so that a backward still frees memory as it
+goes. A storage may move if the saved tensors are its only owners: then nobody can touch it while it is empty.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from bpipe.errors import SavedTensorError, StageError, text_of
+from bpipe.memory.saved.attributes import Kept, tensors_kept_in
+from bpipe.memory.saved.originals import APPLY, Original
+from bpipe.memory.saved.storages import Held, Storage, keys_of, owners, settle, shares_parts, storages_of
+
+__all__: list[str] = []
+
+
+PACKED = "packed by a saved-tensor hook around the step, into something that is no tensor"
+FORGOTTEN = "a stage's graph is used a second time, after its backward. Compute what microbatches share anew in each forward."
+
+
+class Saved:
+    """What a saved-tensor hook hands to autograd: an alias of the tensor, its version, and its place in the order of saving.
+
+    Where a custom Function saves it, its original is noted.
+    """
+
+    __slots__ = ("__weakref__", "is_away", "is_forgotten", "is_no_alias", "order", "original", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, order: int) -> None:
+        self.order, self.is_away, self.is_forgotten = order, False, False
+        self.original: Original | None = None
+        self.tensor = tensor if tensor.is_leaf and isinstance(tensor, torch.nn.Parameter) else tensor.detach()
+        self.version = tensor._version
+        self.is_no_alias = shares_parts(self.tensor, tensor)
+
+    @property
+    def guard(self) -> Saved:
+        """The saved tensor that is asked for before this one can be used."""
+        return self
+
+    def forget(self) -> None:
+        """Give up the memory: no backward will ask for it again."""
+        self.tensor, self.is_forgotten = torch.empty(0, device="cpu"), True
+
+
+class Packed:
+    """What the user's own hook has made of a tensor, if that is not a tensor: it does not move."""
+
+    __slots__ = ("is_forgotten", "order", "value")
+
+    def __init__(self, value: Any, order: int) -> None:
+        self.value, self.order, self.is_forgotten = value, order, False
+
+    def forget(self) -> None:
+        """Give up the value: no backward will ask for it again."""
+        self.value, self.is_forgotten = None, True
+
+
+class Cached(NamedTuple):
+    """A tensor that a recomputation will take from where it is kept, after it has asked for a saved one, its guard."""
+
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    guard: weakref.ref[Saved]
+
+
+class _Taken(Saved):
+    """A cached tensor in place of a saved one. It comes and goes with its guard, whose use is refused while it is away."""
+
+    __slots__ = ("_guard",)
+
+    def __init__(self, tensor: torch.Tensor, version: int, guard: Saved) -> None:
+        self.order, self.tensor, self.version, self._guard = guard.order, tensor, version, guard
+        self.is_away, self.is_forgotten, self.is_no_alias, self.original = guard.is_away, False, False, None
+
+    @property
+    def guard(self) -> Saved:
+        return self._guard
+
+
+class _Group:
+    """The saved tensors of one storage."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self.saved: list[Saved] = []
+
+    @property
+    def python_references(self) -> int:
+        """References to the Python object of the storage, of which torch makes only one: ours, and any of the user's."""
+        return sys.getrefcount(self.storage)
+
+    def others(self) -> int:
+        """Count the owners besides the saved tensors."""
+        return owners(self.storage) - len(self.saved) + self.python_references - _ONLY_OURS
+
+    def held(self, reason: str) -> Held:
+        tensor = self.saved[0].tensor
+        return Held(tuple(tensor.shape), tensor.dtype, self.storage.nbytes(), reason)
+
+
+def _calibrate() -> int:
+    tensor = torch.empty(1)
+    return _Group(tensor.untyped_storage()).python_references
+
+
+_ONLY_OURS = _calibrate()  # with a tensor that owns the storage too: torch may keep a reference of its own then
+
+
+class Movable(NamedTuple):
+    """A storage that may move."""
+
+    storage: Storage
+    saved: list[Saved]  # its owners, in the order of saving
+    is_output: bool  # held for a send, too
+
+
+class Pieces(Protocol):
+    """The pieces of a forward or a backward that runs: what the plan puts between them is done when they are reached."""
+
+    def reach(self, part: int) -> None:
+        """Go on to the piece that saves or needs a part."""
+
+
+@dataclass
+class Contents:
+    """The storages of a microbatch: those that may move, in the order of their saving, and those that cannot."""
+
+    movable: list[Movable] = field(default_factory=list, repr=False)
+    fixed: dict[int, int] = field(default_factory=dict)  # this microbatch's, and yet not movable: bytes by storage
+    unmovable: list[Held] = field(default_factory=list)  # those of them that its module could let move
+    borrowed_bytes: int = 0  # bytes of the stage before, on this rank, which has saved them too
+    shared: dict[int, Held] = field(default_factory=dict)  # owned by others too, by storage
+    foreign: list[Held] = field(default_factory=list)  # parameters, buffers and the user's batch: not activations
+
+    def fix(self, storage: Storage) -> None:
+        """Note that a storage is this microbatch's, and stays."""
+        self.fixed[storage._cdata] = storage.nbytes()
+
+    @property
+    def own(self) -> set[int]:
+        """This microbatch's storages."""
+        return {*self.fixed, *(entry.storage._cdata for entry in self.movable)}
+
+    @property
+    def movable_bytes(self) -> int:
+        return sum(entry.storage.nbytes() for entry in self.movable)
+
+    @property
+    def fixed_bytes(self) -> int:
+        return sum(self.fixed.values())
+
+    @property
+    def own_bytes(self) -> int:
+        """The bytes that this microbatch takes, and its backward gives back."""
+        return self.movable_bytes + self.fixed_bytes
+
+    @property
+    def held(self) -> list[Held]:
+        return [*self.unmovable, *self.shared.values(), *self.foreign]
+
+
+class Stash:
+    """The saved tensors of one microbatch of one stage.
+
+    Args:
+        name: the microbatch, for messages, such as "microbatch 3 of stage 0".
+        foreign: storages that are nobody's activations, and what they are.
+        device: only what lies there can move; None for any.
+        cuts: where each part but the first begins, in the order of saving; none where a microbatch moves as a whole, None where
+            that is to be decided after its forward.
+        is_inside: whether parts come and go inside the forward and the backward.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        foreign: Mapping[int, str],
+        device: torch.device | None = None,
+        cuts: Sequence[int] | None = None,
+        *,
+        is_inside: bool = False,
+    ) -> None:
+        self.name, self.cuts, self._is_inside = name, () if cuts is None else cuts, is_inside
+        self._is_cut = cuts is not None
+        self._device = device
+        self._foreign = foreign
+        self._apart: list[StorageWeakRef] = []  # which keep addresses from being used again
+        self._saved: list[weakref.ref[Saved]] = []
+        self._num_saved = 0
+        self._outputs: set[int] = set()  # first savings of storages that are sent to the next stage
+        self._lent: set[int] = set()  # likewise of those that the next stage, on this rank, got without a transfer
+        self._borrowed: dict[int, StorageWeakRef] = {}  # what this one got so from the stage before
+        self._away: dict[int, list[weakref.ref[Saved]]] = {}  # by part; 0 stands for all
+        self.has_functions = False  # whether custom Functions have saved something
+        self.kept: list[Kept] = []  # what no hook has seen
+        self._packed: list[Kept] = []  # what the user's own hook has made
+        self._users: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = None
+        self.cached: list[Cached] = []  # nor these, which may move all the same
+        self.pieces: Pieces | None = None  # of the forward or backward that runs now, if it is cut into some
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Follow everything that autograd saves inside this context, as the user's own hooks around it pack it, if there are any.
+
+        Raises:
+            StageError: a transform was used that refuses saved-tensor hooks.
+        """
+        self._users = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        with following(self.name), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    def _pack(self, tensor: torch.Tensor) -> Saved | Packed:
+        if self.pieces is not None:
+            self.pieces.reach(self._part(self._num_saved))
+        value = tensor if self._users is None else self._users[0](tensor)
+        order = self._num_saved
+        self._num_saved += 1
+        if not isinstance(value, torch.Tensor):
+            here = [one for one in tensors_kept_in(value) if not self._is_elsewhere(one.device)]
+            self._packed += [Kept(weakref.ref(one), PACKED) for one in here]
+            return Packed(value, order)
+        saved = Saved(value, order)
+        if self._users is None and sys._getframe(1).f_code is APPLY:
+            saved.original, self.has_functions = Original(tensor), True
+        self._saved.append(weakref.ref(saved))
+        return saved
+
+    def _unpack(self, saved: Saved | Packed) -> torch.Tensor:
+        if saved.is_forgotten:
+            raise SavedTensorError(FORGOTTEN)
+        if isinstance(saved, Saved):
+            self._check_unchanged(saved)
+        if self.pieces is not None:
+            self.pieces.reach(self._part(saved.order))
+        value = saved.value if isinstance(saved, Packed) else self._alias(saved)
+        return value if self._users is None else self._users[1](value)
+
+    def _alias(self, saved: Saved) -> torch.Tensor:
+        if saved.is_away:
+            raise SavedTensorError(
+                f"a saved tensor of {self.name} was used while its bytes were on another rank. "
+                "Run no backward of your own through a stage between its forward and its backward."
+            )
+        return saved.tensor if isinstance(saved.tensor, torch.nn.Parameter) else saved.tensor.detach()
+
+    def _check_unchanged(self, saved: Saved) -> None:
+        if saved.tensor._version != saved.version:
+            raise SavedTensorError(
+                f"a tensor saved for the backward of {self.name} was modified in place: shape {tuple(saved.tensor.shape)}, "
+                f"{saved.tensor.dtype}, version {saved.tensor._version}, expected {saved.version}. "
+                "Replace the in-place operation, or clone the tensor before it."
+            )
+
+    def set_apart(self, tensors: Iterable[torch.Tensor], reason: str) -> None:
+        """Treat tensors as foreign as long as they live: copies that stand in for what is known to be no activation."""
+        apart = {storage._cdata: StorageWeakRef(storage) for tensor in tensors for storage in storages_of(tensor)}
+        self._foreign, self._apart = {**self._foreign, **dict.fromkeys(apart, reason)}, list(apart.values())
+
+    def borrow(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note tensors that belong to the stage before, on this rank, as long as it keeps them."""
+        self._borrowed = {storage._cdata: StorageWeakRef(storage) for tensor in tensors for storage in storages_of(tensor)}
+
+    def lend(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note tensors that the next stage, on this rank, gets: they cannot move, because that stage may save them too."""
+        keys = keys_of(tensors)
+        self._lent = {group.saved[0].order for key, group in self._groups().items() if key in keys}
+
+    def _is_borrowed(self, key: int) -> bool:
+        return key in self._borrowed and not self._borrowed[key].expired()
+
+    def contents(self, ours: Iterable[torch.Tensor] = (), leaving: Iterable[torch.Tensor] = ()) -> Contents:
+        """Look at what is saved now.
+
+        Args:
+            ours: tensors that the pipeline itself still holds, and returns to the user: they make a storage immovable, but
+                it stays this microbatch's.
+            leaving: tensors that the pipeline holds for a send that completes before the storage is emptied.
+        """
+        kept, sent = _count(ours), _count(leaving)
+        contents, by_functions = Contents(), self._kept_by_functions()
+        for storage, held in by_functions.values():
+            contents.fix(storage)
+            contents.unmovable.append(held)
+        for key, group in self._groups().items():
+            others = group.others() - kept[key] - sent[key]
+            if reason := self._foreign.get(key) or ("a parameter" if _has_parameter(group) else None):
+                contents.foreign.append(group.held(reason))
+            elif others and self._is_borrowed(key):
+                contents.borrowed_bytes += group.storage.nbytes()
+            elif key in by_functions:
+                continue
+            elif any(saved.is_no_alias for saved in group.saved):
+                contents.shared[key] = group.held("inside a tensor subclass whose detach() makes no alias")
+            elif group.saved[0].order in self._lent:
+                contents.fix(group.storage)
+            elif others:
+                contents.shared[key] = group.held(f"owned {others} more time{'s' * (others > 1)} outside the graph")
+            elif kept[key] or not group.storage.resizable() or self._is_elsewhere(group.storage.device):
+                contents.fix(group.storage)
+            else:
+                entry = Movable(group.storage, group.saved, bool(sent[key]))
+                if self._is_inside and self._is_across(entry):
+                    contents.fix(entry.storage)
+                else:
+                    contents.movable.append(entry)
+        return contents
+
+    def _groups(self) -> dict[int, _Group]:
+        """Group what is saved and not yet freed by storage, in the order of saving."""
+        groups: dict[int, _Group] = {}
+        for saved in self._alive():
+            settle(saved.tensor)  # before anything counts owners: a collective that still writes it is one, too
+            for storage in storages_of(saved.tensor):
+                if storage.nbytes():
+                    groups.setdefault(storage._cdata, _Group(storage)).saved.append(saved)
+        return groups
+
+    def _alive(self) -> list[Saved]:
+        """Return what is saved or cached and not yet freed, in the order of saving."""
+        alive = [saved for ref in self._saved if (saved := ref()) is not None]
+        pairs = [(one.tensor(), one.version, one.guard()) for one in self.cached]
+        alive += [_Taken(tensor, version, guard) for tensor, version, guard in pairs if tensor is not None and guard is not None]
+        return sorted(alive, key=lambda saved: saved.order) if self.cached else alive
+
+    def _kept_by_functions(self) -> dict[int, tuple[Storage, Held]]:
+        """Return what custom Functions, checkpointed regions or the user's hooks keep and have not yet given up, by storage."""
+        found: dict[int, tuple[Storage, Held]] = {}
+        for tensor, reason in [(tensor, one.reason) for one in (*self.kept, *self._packed) if (tensor := one.tensor()) is not None]:
+            for storage in storages_of(tensor):
+                if storage.nbytes() and not (storage._cdata in self._foreign or self._is_borrowed(storage._cdata)):
+                    found[storage._cdata] = (storage, Held(tuple(tensor.shape), tensor.dtype, storage.nbytes(), reason))
+        return found
+
+    def _is_elsewhere(self, device: torch.device) -> bool:
+        ours = self._device
+        return ours is not None and (
+            device.type != ours.type or (None not in (device.index, ours.index) and device.index != ours.index)
+        )
+
+    def settle(self, contents: Contents, num_parts: int) -> None:
+        """Decide which storages are in which part, after a forward: what is sent to the next stage is in the last."""
+        self._outputs = {entry.saved[0].order for entry in contents.movable if entry.is_output}
+        if not self._is_cut:
+            self.cuts = cuts_for(contents.movable, num_parts)
+
+    def send_away(self, contents: Contents, part: int) -> list[tuple[Storage, int]]:
+        """Mark a part as away, and return its movable storages, each with the number of its owners."""
+        entries = [entry for entry in contents.movable if part in (0, self._part_of(entry))]
+        self._away[part] = [weakref.ref(saved.guard) for entry in entries for saved in entry.saved]
+        self._mark(part, is_away=True)
+        return [(entry.storage, len(entry.saved)) for entry in entries]
+
+    def take_back(self, part: int) -> None:
+        """Mark a part as back: its storages have their bytes again."""
+        self._mark(part, is_away=False)
+        del self._away[part]
+
+    def _mark(self, part: int, *, is_away: bool) -> None:
+        for saved in [saved for ref in self._away[part] if (saved := ref()) is not None]:
+            saved.is_away = is_away
+
+    def part_sizes(self, contents: Contents) -> tuple[int, ...]:
+        """Return the movable bytes of each part."""
+        sizes = [0] * (len(self.cuts) + 1)
+        for entry in contents.movable:
+            sizes[self._part_of(entry) - 1] += entry.storage.nbytes()
+        return tuple(sizes)
+
+    def _part_of(self, entry: Movable) -> int:
+        first = entry.saved[0].order
+        return len(self.cuts) + 1 if first in self._outputs else self._part(first)
+
+    def _is_across(self, entry: Movable) -> bool:
+        """Return whether a storage belongs to one part and is used in another, so that it can't come and go with a piece."""
+        return any(isinstance(saved, _Taken) or self._part(saved.order) != self._part_of(entry) for saved in entry.saved)
+
+    def _part(self, order: int) -> int:
+        return bisect_right(self.cuts, order) + 1
+
+
+@contextmanager
+def following(name: str) -> Iterator[None]:
+    """Raise an error that says what to do if a forward uses a transform that refuses our saved-tensor hooks.
+
+    Raises:
+        StageError: a transform was used that refuses saved-tensor hooks.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        text = text_of(error)
+        if "torch.func" not in text or "saved tensor hooks" not in text:
+            raise
+        raise StageError(
+            f"{name} uses a transform of torch.func that refuses saved-tensor hooks, by which bpipe follows what a "
+            "microbatch saves: grad, vjp, jacrev or hessian. Use torch.autograd.grad(..., create_graph=True) or "
+            "torch.autograd.functional in the stage; vmap, jvp and functional_call work."
+        ) from error
+
+
+def _has_parameter(group: _Group) -> bool:
+    return any(isinstance(saved.tensor, torch.nn.Parameter) for saved in group.saved)
+
+
+def _count(tensors: Iterable[torch.Tensor]) -> Counter[int]:
+    return Counter(storage._cdata for tensor in tensors for storage in storages_of(tensor))
+
+
+def cuts_for(movable: Sequence[Movable], num_parts: int) -> tuple[int, ...]:
+    """Return where each part but the first begins, in the order of saving, so that all have about the same number of bytes.
+
+    There are fewer parts where a storage has the bytes of several.
+    """
+    total = sum(entry.storage.nbytes() for entry in movable)
+    cuts: list[int] = []
+    before = index = 0
+    for entry in movable:
+        size = entry.storage.nbytes()
+        reached = min(num_parts - 1, (2 * before + size) * num_parts // (2 * total))  # ends of parts up to its middle
+        if reached > index and before:
+            cuts.append(entry.saved[0].order)
+        before, index = before + size, max(index, reached)
+    return tuple(cuts)

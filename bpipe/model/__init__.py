@@ -1,0 +1,1 @@
+"""The user's module and inputs: stages, microbatches, and how batches are cut and put together again."""

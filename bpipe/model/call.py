@@ -1,0 +1,129 @@
+"""The arguments of `step` and `eval`, and how they become microbatches."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from bpipe.errors import ConfigurationError
+from bpipe.model import microbatch as mb
+from bpipe.model.cutting import Cutting
+from bpipe.model.specs import check_specs
+
+__all__: list[str] = []
+
+
+class Call(NamedTuple):
+    """The arguments that a user gave to `step` or `eval`."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+    losses: list[torch.Tensor] | None
+    return_outputs: bool
+    loss_kwargs: dict[str, Any] | None
+    arg_mbs: list[Any] | None
+    kwarg_mbs: list[Any] | None
+    target_mbs: list[Any] | None
+
+
+def call_of(
+    *args: Any,
+    target: Any = None,
+    losses: list[torch.Tensor] | None = None,
+    return_outputs: bool = True,
+    loss_kwargs: dict[str, Any] | None = None,
+    arg_mbs: list[Any] | None = None,
+    kwarg_mbs: list[Any] | None = None,
+    target_mbs: list[Any] | None = None,
+    **kwargs: Any,
+) -> Call:
+    """Sort the arguments of `step` or `eval` into a `Call`."""
+    return Call(args, kwargs, target, losses, return_outputs, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs)
+
+
+class Specs(NamedTuple):
+    """The dimensions along which tensors are cut and put together; None: dimension 0."""
+
+    args: Any
+    kwargs: Any
+    output: Any
+
+    @classmethod
+    def checked(cls, args: Any, kwargs: Any, output: Any) -> Specs:
+        """Check the specs that a schedule is given, and return them.
+
+        Raises:
+            ConfigurationError: something in them is not a spec.
+        """
+        check_specs(args, "args_chunk_spec")
+        check_specs(kwargs, "kwargs_chunk_spec")
+        check_specs(output, "output_merge_spec", may_reduce=True)
+        return cls(args, kwargs, output)
+
+
+class Microbatches(NamedTuple):
+    """A call's inputs, by microbatch."""
+
+    args: list[tuple[Any, ...]]
+    kwargs: list[dict[str, Any]]
+    targets: list[Any] | None
+    are_alike: bool  # cut here, into equal parts
+
+    def descriptions(self) -> list[mb.Description]:
+        """Describe what each microbatch looks like."""
+        each = zip(self.args, self.kwargs, self.targets or [None] * len(self.args))
+        if self.are_alike:
+            return [mb.describe(next(each))] * len(self.args)
+        known: mb.Known = {}  # what all of them have is described once
+        return [mb.describe(one, known) for one in each]
+
+
+def microbatches_of(call: Call, num_microbatches: int, specs: Specs, *, is_training: bool) -> Microbatches:
+    """Cut a call's whole batches, or take the microbatches that the user cut.
+
+    Raises:
+        ConfigurationError: a batch that does not divide or that bpipe cannot cut, a wrong number of microbatches, inputs that
+            cannot be trained on.
+    """
+    m = num_microbatches
+    if call.losses is not None and not isinstance(call.losses, list):
+        raise ConfigurationError(f"losses is filled in place and must be a list, got {type(call.losses).__qualname__}")
+    for what, value in (("an argument", call.args), ("a keyword argument", call.kwargs), ("the target", call.target)):
+        if is_training and any(tensor.requires_grad and not tensor.is_leaf for tensor in mb.tensors_in(value)):
+            raise ConfigurationError(
+                f"{what} was computed with a graph, which the backward of the first microbatch would free: give the pipeline "
+                "x.detach().requires_grad_(), and run x.backward(detached.grad) after the step"
+            )
+    args = _presplit(call.arg_mbs, call.args, m, "arg_mbs", tuple)
+    kwargs = _presplit(call.kwarg_mbs, call.kwargs, m, "kwarg_mbs", dict)
+    targets = _presplit(call.target_mbs, () if call.target is None else (call.target,), m, "target_mbs", object)
+    cutting = Cutting(m)
+    if args is None:
+        args = cutting.split(call.args, specs.args, "args") if call.args else [()] * m
+    if kwargs is None:
+        kwargs = cutting.split(call.kwargs, specs.kwargs, "kwargs") if call.kwargs else [{}] * m
+    if targets is None and call.target is not None:
+        targets = cutting.split(call.target, None, "the target")
+    cutting.check()
+    are_alike = call.arg_mbs is None and call.kwarg_mbs is None and call.target_mbs is None and cutting.are_alike
+    return Microbatches(args, kwargs, targets, are_alike)
+
+
+def _presplit(given: list[Any] | None, whole: Any, m: int, name: str, entry: type) -> list[Any] | None:
+    """Check the microbatches that the user cut and return them; None if there are none."""
+    if given is None:
+        return None
+    if not isinstance(given, (list, tuple)) or len(given) != m:
+        size = f"{len(given)} entries" if isinstance(given, (list, tuple)) else type(given).__qualname__
+        raise ConfigurationError(f"{name} must be a list with one entry for each of {m} microbatches, got {size}")
+    if whole:
+        raise ConfigurationError(f"{name} and the whole batch were both given: choose one")
+    odd = next((one for one in given if not isinstance(one, entry)), None)
+    if odd is not None:
+        example = "(x,)" if entry is tuple else "{'x': x}"
+        raise ConfigurationError(
+            f"{name} has a {entry.__name__} for each microbatch, such as {example}; got {type(odd).__qualname__}"
+        )
+    return list(given)

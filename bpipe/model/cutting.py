@@ -1,0 +1,225 @@
+"""Cut the batches of a call into microbatches; refuse what may hold samples and cannot be cut."""
+
+from __future__ import annotations
+
+import os
+import types
+from collections import deque
+from collections.abc import Sequence
+from enum import Enum
+from functools import partial
+from numbers import Number
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from bpipe.comm.wire.message import PLAIN
+from bpipe.errors import ConfigurationError
+from bpipe.model.chunks import CannotCutError, Offsets, cutter_of
+from bpipe.model.nest import inside, leaves_of
+from bpipe.model.specs import DEFAULT, is_repeating, misfit, specs_of
+
+__all__: list[str] = []
+
+# What holds no samples, so that every microbatch gets the same.
+REPEATED = (
+    *PLAIN,
+    Number,
+    bytes,
+    Enum,
+    range,
+    slice,
+    type,
+    type(...),
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    os.PathLike,
+    np.generic,
+    np.dtype,
+    np.ufunc,
+    torch.Size,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    torch.Generator,
+    torch.nn.Module,
+)
+
+
+class Cutting:
+    """Cuts the batches of one call into microbatches: tensors and everything else that holds samples; the rest is repeated.
+
+    Args:
+        num_microbatches: m.
+    """
+
+    def __init__(self, num_microbatches: int) -> None:
+        self.are_alike = True  # whether the microbatches need the same memory
+        self._m = num_microbatches
+        self._offsets: Offsets = {}
+        self._rows: list[_Rows] = []
+        self._lists: list[_List] = []
+        self._sharding: dict[Any, tuple[tuple[int, ...], str]] = {}  # by mesh: its dimensions that shard a batch, and which value's
+
+    def split(self, value: Any, spec: Any, name: str) -> list[Any]:
+        """Cut everything in a nest that holds samples, along the dimension that its spec names (0 by default).
+
+        Args:
+            value: a nest of tensors and anything else.
+            spec: None, or a nest like `value` with a `TensorChunkSpec` (anything with a `split_dim`) for what is cut, and None or
+                torch's `_Replicate` for what is repeated, of any type.
+            name: of the value, for messages.
+
+        Returns:
+            m nests like `value`; of strided tensors views, no copies.
+
+        Raises:
+            ConfigurationError: a size that is no positive multiple of m, a spec that does not fit, or something that may hold
+                samples and cannot be cut.
+        """
+        try:
+            return self._split(value, DEFAULT if spec is None else spec, name)
+        except RecursionError:
+            raise self._refusal(name, " holds itself, or is nested deeper than Python can follow") from None
+
+    def _split(self, value: Any, spec: Any, path: str) -> list[Any]:
+        if spec is not DEFAULT and is_repeating(spec):
+            return [value] * self._m
+        found = inside(value)
+        if found is None:
+            return list(self._leaf(value, spec, path))
+        specs = [DEFAULT] * found.num_own if spec is DEFAULT else specs_of(found, value, spec, path)
+        before = len(self._rows)
+        columns = [self._split(part, specs[i], found.path(i, path)) for i, part in enumerate(found.parts[: found.num_own])]
+        rows = self._rows[before:]
+        if spec is DEFAULT and isinstance(value, (tuple, list, deque)) and not (found.are_fields or path == "args"):
+            self._lists.append(_List(path, value, rows))
+        for i in range(found.num_own, len(found.parts)):
+            columns.append(self._beside(found.parts[i], rows, found.path(i, path)))
+        try:
+            return [found.make([column[i] for column in columns]) for i in range(self._m)]
+        except TypeError as error:
+            raise self._refusal(path, f" is a {name_of(value)}, and {error}") from error
+
+    def _leaf(self, leaf: Any, spec: Any, path: str) -> Sequence[Any]:
+        if spec is not DEFAULT and not hasattr(spec, "split_dim"):
+            raise misfit(path, leaf, spec)
+        cutter = cutter_of(leaf, self._offsets)
+        if spec is DEFAULT and getattr(leaf, "ndim", None) == 0:  # of which there are no samples
+            return [leaf] * self._m
+        if cutter is None:
+            if not is_repeatable(leaf):
+                kind = f" is a {name_of(leaf)}, which bpipe does not know how to cut"
+                raise self._refusal(
+                    path, f"{kind} (make it a dataclass, or register it with torch.utils._pytree.register_pytree_node)"
+                )
+            return [leaf] * self._m
+        try:
+            cut = cutter(leaf, self._m, 0 if spec is DEFAULT else spec.split_dim)
+        except CannotCutError as error:
+            raise self._refusal(path, str(error)) from error
+        self.are_alike = self.are_alike and cut.are_alike
+        if cut.rows is not None:
+            self._rows.append(_Rows(cut.rows, path, spec is DEFAULT))
+        if cut.sharding is not None:
+            self._check_sharding(*cut.sharding, path)
+        return cut.parts
+
+    def _beside(self, value: Any, rows: Sequence[_Rows], path: str) -> list[Any]:
+        """Repeat what an object has beside its parts, in a new container each time; cut the encodings of a BatchEncoding."""
+        if path.endswith("._encodings") and isinstance(value, (list, tuple)):
+            if not rows:
+                return [value] * self._m
+            size, rest = divmod(len(value), self._m)
+            if rest or not size:
+                raise self._refusal(path, f" of {len(value)} entries does not divide into {self._m} microbatches")
+            self._rows.append(_Rows(len(value), path, True))
+            return [value[i * size : (i + 1) * size] for i in range(self._m)]
+        before = len(self._rows)
+        copies = self._split(value, DEFAULT, path)
+        if len(self._rows) > before:
+            raise self._refusal(self._rows[before].path, " is a tensor or an array in an attribute that is no part of the batch")
+        return copies
+
+    def _check_sharding(self, mesh: Any, dims: tuple[int, ...], path: str) -> None:
+        known, other = self._sharding.setdefault(mesh, (dims, path))
+        if known != dims:
+            raise self._refusal(
+                path, f" and {other} are DTensors with different placements of the batch: a microbatch would get different samples"
+            )
+
+    def check(self) -> None:
+        """Check that all batches fit together, once all of them are cut.
+
+        Raises:
+            ConfigurationError: batches of different sizes, or a list that may be one of samples.
+        """
+        if self._m == 1:
+            return
+        sizes = {rows.size for rows in self._rows}
+        for path, value, inner in self._lists:
+            if len(value) in sizes and {one.size for one in inner} != {len(value)} and any(entry is not None for entry in value):
+                raise self._refusal(
+                    path, f" is a {name_of(value)} of {len(value)} entries, and may have one for each sample or be the same for all"
+                )
+        for rows in (one for one in self._rows if one.is_unspecified):
+            first = self._rows[0]
+            if rows.size % first.size:
+                raise self._refusal(
+                    rows.path,
+                    f" has {rows.size} rows and {first.path} {first.size}: a microbatch would get {rows.size // self._m} and "
+                    f"{first.size // self._m} of them, which need not belong together",
+                )
+
+    def _refusal(self, path: str, reason: str) -> ConfigurationError:
+        advice = _way_out(path)
+        if "does not divide" in reason:
+            advice = f"drop the last batch (DataLoader(drop_last=True)), or {advice}"
+        return ConfigurationError(f"{path}{reason}. {advice[0].upper()}{advice[1:]}")
+
+
+class _Rows(NamedTuple):
+    """A value that was cut: its size along the dimension, its name, and whether no spec names that dimension."""
+
+    size: int
+    path: str
+    is_unspecified: bool
+
+
+class _List(NamedTuple):
+    """A list or tuple without specs, and the values in it that were cut."""
+
+    path: str
+    value: Sequence[Any]
+    rows: Sequence[_Rows]
+
+
+def _way_out(path: str) -> str:
+    """Return what to do about a value that cannot be cut, or not as it was given."""
+    for name in ("args", "kwargs"):
+        if path.startswith(name):
+            return (
+                f"say what is meant with {name}_chunk_spec=, nested like {name} (None for what each microbatch gets whole, such as "
+                "position ids or a mask with one row for all; TensorChunkSpec(dim) for what is cut), or cut it yourself: "
+                f"step({name[:-1]}_mbs=...)"
+            )
+    return "cut it yourself: step(target_mbs=...)"
+
+
+def is_repeatable(value: Any) -> bool:
+    """Return whether a value certainly holds no samples: numbers, names and the like, and functions that hold no tensor."""
+    if isinstance(value, (set, frozenset)):
+        return all(type(entry) in PLAIN for entry in value)
+    if isinstance(value, types.MethodType):
+        return isinstance(value.__self__, REPEATED)
+    if isinstance(value, (types.FunctionType, partial)):
+        return not any(isinstance(leaf, (torch.Tensor, np.ndarray)) for leaf in leaves_of(value))
+    return isinstance(value, REPEATED)
+
+
+def name_of(value: Any) -> str:
+    """Return the name of a value's type, with its module."""
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,97 @@
+"""Put the outputs of the microbatches together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from bpipe.comm.wire.message import PLAIN
+from bpipe.errors import ConfigurationError, StageError
+from bpipe.model.chunks import cannot_join, join
+from bpipe.model.nest import inside
+from bpipe.model.specs import misfit, outline, specs_of
+
+__all__: list[str] = []
+
+Join = Callable[[Sequence[Any], Any], Any]  # of values in the same place, and their spec
+
+
+def merge(outputs: Sequence[Any], spec: Any = None) -> Any:
+    """Put the outputs of the microbatches together: tensors along the dimension that the spec names (0 by default).
+
+    Tensors without dimensions are stacked. A spec with `reduce_fn` and `init_value` (torch's reducers) folds instead;
+    plain values (None, bool, int, float, str) are those of the first microbatch. With a tuple, list or dict of one spec, a single
+    output comes back inside one, as in torch.
+
+    Raises:
+        ConfigurationError: the spec does not fit.
+        StageError: the outputs do not fit together.
+    """
+    return _merge(outputs, spec, _join)
+
+
+def check_merge(output: Any, spec: Any = None) -> None:
+    """Check that `merge` can put together outputs like this one of a single microbatch.
+
+    Raises:
+        ConfigurationError, StageError: as `merge`.
+    """
+    _merge([output], spec, _check_join)
+
+
+def _merge(outputs: Sequence[Any], spec: Any, join_leaves: Join) -> Any:
+    try:
+        if isinstance(spec, (tuple, list, dict)) and len(spec) == 1 and inside(outputs[0]) is None:
+            ((key, one),) = spec.items() if isinstance(spec, dict) else enumerate(spec)
+            value = _merged(outputs, one, "output", join_leaves)
+            return {key: value} if isinstance(spec, dict) else [value] if isinstance(spec, list) else (value,)
+        return _merged(outputs, spec, "output", join_leaves)
+    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+        if isinstance(error, ConfigurationError):
+            raise
+        raise StageError(
+            f"the outputs of the microbatches do not fit together: {error}. "
+            "Make them alike, give an output_merge_spec, or pass return_outputs=False and use them in loss_fn"
+        ) from error
+
+
+def _merged(column: Sequence[Any], spec: Any, path: str, join_leaves: Join) -> Any:
+    first = column[0]
+    found = None if hasattr(spec, "reduce_fn") else inside(first)
+    if found is None:
+        if isinstance(spec, (tuple, list, dict)):
+            raise misfit("the output" if path == "output" else path, first, spec)
+        try:
+            return join_leaves(column, spec)
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise TypeError(str(error) if path == "output" else f"{path}: {error}") from error
+    specs = [None] * found.num_own if spec is None else specs_of(found, first, spec, "the output" if path == "output" else path)
+    specs += [None] * (len(found.parts) - found.num_own)
+    others = [inside(value) for value in column]
+    for value, other in zip(column, others):
+        if type(value) is not type(first) or other is None or list(other.keys) != list(found.keys):
+            raise TypeError(f"one is {outline(first)}, another {outline(value)}")
+    columns = zip(*(other.parts for other in others if other is not None))
+    return found.make([_merged(part, specs[i], found.path(i, path), join_leaves) for i, part in enumerate(columns)])
+
+
+def _join(parts: Sequence[Any], spec: Any) -> Any:
+    if hasattr(spec, "reduce_fn"):
+        value = spec.init_value
+        for part in parts:
+            value = spec.reduce_fn(value, part)
+        return value
+    if type(parts[0]) in PLAIN:
+        return parts[0]
+    dim = getattr(spec, "split_dim", 0)
+    reason = cannot_join(parts[0], dim)
+    if reason is not None:
+        raise TypeError(reason)
+    return join(parts, dim)
+
+
+def _check_join(parts: Sequence[Any], spec: Any) -> Any:
+    reason = None if hasattr(spec, "reduce_fn") or type(parts[0]) in PLAIN else cannot_join(parts[0], getattr(spec, "split_dim", 0))
+    if reason is not None:
+        raise TypeError(reason)
+    return parts[0]

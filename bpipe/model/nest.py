@@ -1,0 +1,263 @@
+"""Find the parts of a value that a user gives or returns, and make another one like it.
+
+Cutting, merging, describing and finding tensors share this one notion of a nest: tuples, lists and dicts, what is registered with
+`torch.utils._pytree`, dataclasses, `UserDict` (such as transformers' BatchEncoding) and subclasses of dict and list.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import types
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_unflatten
+
+from bpipe.comm.wire.message import PLAIN
+
+__all__: list[str] = []
+
+_PLAIN = frozenset(PLAIN)
+# Values that are one thing for us, whatever they hold, and whatever they are registered as.
+_WHOLE = (
+    torch.Tensor,
+    np.ndarray,
+    torch.nn.Module,
+    PackedSequence,
+    torch.Size,
+    Enum,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    partial,
+)
+_OPAQUE = (
+    np.ndarray,
+    torch.nn.Module,
+    torch.Size,
+    Enum,
+    type,
+    types.ModuleType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    str,
+    bytes,
+)
+_OBJECTS_DEEP = 3  # how far objects inside objects are searched for tensors
+
+
+class Inside(NamedTuple):
+    """The parts of a value.
+
+    Args:
+        keys: how a spec names the parts: indices, keys or names of fields; after them the names of other attributes.
+        parts: the parts themselves.
+        make: makes another value like it from as many other parts.
+        num_own: how many of the parts are the value's own; those after them are attributes beside them, such as a cached length.
+        are_fields: whether its own parts are attributes, too.
+        context: what else describes the value, such as the structure of a registered pytree.
+    """
+
+    keys: Sequence[Any]
+    parts: Sequence[Any]
+    make: Callable[[Sequence[Any]], Any]
+    num_own: int
+    are_fields: bool = False
+    context: Any = ""
+
+    def path(self, i: int, path: str) -> str:
+        """Return the path of part `i` of the value at `path`, as Python writes it."""
+        is_attribute = self.are_fields or i >= self.num_own
+        return f"{path}.{self.keys[i]}" if is_attribute else f"{path}[{self.keys[i]!r}]"
+
+
+def inside(value: Any) -> Inside | None:
+    """Return the parts of a value; None for a value that is one thing, or unknown."""
+    kind = type(value)
+    if kind in _PLAIN or isinstance(value, torch.Tensor):
+        return None
+    if kind is tuple or kind is list:
+        return Inside(range(len(value)), value, kind, len(value))
+    if kind is dict:
+        keys = list(value)
+        return Inside(keys, list(value.values()), lambda parts: dict(zip(keys, parts)), len(keys))
+    if isinstance(value, _WHOLE) or is_block_mask(value):
+        return None
+    return _registered(value) if not tree_is_leaf(value) else _known(value)
+
+
+def _registered(value: Any) -> Inside | None:
+    if isinstance(value, tuple) and getattr(value, "__dict__", None):
+        return None  # a named tuple with attributes, which would be lost
+    parts, tree = tree_flatten(value, is_leaf=lambda part: part is not value)
+    keys: Sequence[Any] = range(len(parts))
+    if isinstance(value, Mapping) and len(value) == len(parts):
+        keys = list(value)
+    are_fields = hasattr(value, "_fields") and len(value._fields) == len(parts)
+    if are_fields:
+        keys = value._fields
+    make = partial(_checked, lambda parts: tree_unflatten(parts, tree), keys)
+    return Inside(keys, parts, make, len(parts), are_fields, tree)
+
+
+def _known(value: Any) -> Inside | None:
+    """Return the parts of a value that is not a registered pytree; None if it is unknown."""
+    if isinstance(value, (dict, UserDict)):
+        items = dict(value.items())
+        return _like(value, list(items), list(items.values()), _put_items, are_fields=False)
+    if isinstance(value, list):
+        return _like(value, range(len(value)), list(value), _put_all, are_fields=False)
+    if is_dataclass(value):
+        names = [field.name for field in fields(value) if hasattr(value, field.name)]
+        return _like(value, names, [getattr(value, name) for name in names], _put_fields, are_fields=True)
+    return None
+
+
+def _put_items(new: Any, keys: Sequence[Any], parts: Sequence[Any]) -> None:
+    for key, part in zip(keys, parts):
+        new[key] = part
+
+
+def _put_all(new: Any, keys: Sequence[Any], parts: Sequence[Any]) -> None:
+    new[:] = parts
+
+
+def _put_fields(new: Any, keys: Sequence[Any], parts: Sequence[Any]) -> None:
+    for name, part in zip(keys, parts):
+        object.__setattr__(new, name, part)  # of frozen ones too
+
+
+def _like(value: Any, keys: Sequence[Any], own: Sequence[Any], put: Callable[..., None], *, are_fields: bool) -> Inside:
+    """Return the parts of a value for which another one is made by copying it and putting other parts into the copy.
+
+    An attribute that is one of its parts, as in dicts whose items are attributes too, follows that part.
+    """
+    attributes = attributes_of(value)
+    for name in keys if are_fields else ["data"] if isinstance(value, UserDict) else []:
+        attributes.pop(name, None)
+    places = {id(part): i for i, part in enumerate(own) if type(part) not in _PLAIN}  # equal numbers are one by chance
+    twins = {name: places[id(part)] for name, part in attributes.items() if id(part) in places}
+    beside = {name: part for name, part in attributes.items() if name not in twins}
+    names = [*keys, *beside]
+
+    def make(parts: Sequence[Any]) -> Any:
+        new = _copy(value)
+        put(new, keys, parts[: len(own)])
+        _put_fields(new, list(beside), parts[len(own) :])
+        _put_fields(new, list(twins), [parts[i] for i in twins.values()])
+        return new
+
+    return Inside(names, [*own, *beside.values()], partial(_checked, make, names), len(own), are_fields)
+
+
+def _copy(value: Any) -> Any:
+    """Make a shallow copy to put parts into; raise a TypeError if that would change the value itself."""
+    new = copy.copy(value)
+    if getattr(value, "__dict__", None) is value:
+        new.__dict__ = new
+    stores = ("__dict__", "data") if isinstance(value, UserDict) else ("__dict__",)
+    if new is value or any(getattr(new, name, None) is getattr(value, name, new) for name in stores):
+        raise TypeError("its copy is itself")
+    return new
+
+
+def _checked(make: Callable[[Sequence[Any]], Any], keys: Sequence[Any], parts: Sequence[Any]) -> Any:
+    """Make a value from parts, and check it by reading them back.
+
+    Raises:
+        TypeError: it could not be made, or holds something else.
+    """
+    try:
+        new = make(parts)
+        again = inside(new)
+    except Exception as error:
+        raise TypeError(f"it cannot be made of other parts: {type(error).__qualname__}: {error}") from error
+    if again is None or list(again.keys) != list(keys) or not all(map(_is_same, again.parts, parts)):
+        raise TypeError("made of other parts, it does not hold what it was given")
+    return new
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one is other or (type(one) is type(other) and type(one) in _PLAIN and bool(one == other))
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an instance, those in slots included."""
+    found = {name: getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)}
+    return {**found, **getattr(value, "__dict__", {})}
+
+
+def slots_of(kind: type) -> list[str]:
+    """Return the names of the attributes that a class's instances have in slots; private ones as Python mangles them."""
+    members = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
+    return [name for some in members for name, member in some.items() if isinstance(member, types.MemberDescriptorType)]
+
+
+def is_block_mask(value: Any) -> bool:
+    """Return whether a value is flex attention's BlockMask, without importing flex attention, because few use it."""
+    loaded = sys.modules.get("torch.nn.attention.flex_attention")
+    return loaded is not None and isinstance(value, loaded.BlockMask)
+
+
+def leaves_of(value: Any, *, objects_deep: int = _OBJECTS_DEEP, without: str | None = None) -> Iterator[Any]:
+    """Yield the leaves of a nest, and what functions hold.
+
+    Args:
+        value: any.
+        objects_deep: how far objects whose parts are unknown are searched too.
+        without: a package whose own objects are not searched.
+    """
+    return _leaves(value, objects_deep, without, {})
+
+
+def _leaves(value: Any, deep: int, without: str | None, seen: dict[int, Any]) -> Iterator[Any]:
+    found = inside(value)
+    parts, deep = (found.parts, deep) if found is not None else _seen_in(value, deep, without)
+    if found is None:
+        yield value
+    if id(value) in seen:
+        return
+    if parts:
+        seen[id(value)] = value
+    for part in parts:
+        yield from _leaves(part, deep, without, seen)
+
+
+def _seen_in(value: Any, deep: int, without: str | None) -> tuple[Sequence[Any], int]:
+    """Return what an object or a function holds, and how deep to search from there."""
+    if isinstance(value, torch.Tensor) or type(value) in _PLAIN or isinstance(value, _OPAQUE):
+        return (), deep
+    if isinstance(value, PackedSequence):
+        return tuple(value), deep
+    if is_block_mask(value):
+        return list(vars(value).values()), deep
+    if isinstance(value, partial):
+        return (value.func, value.args, value.keywords), 0
+    if isinstance(value, types.FunctionType):
+        return (*_closure(value), value.__defaults__, value.__kwdefaults__), 0
+    is_left = not deep or str(type(value).__module__).partition(".")[0] == without
+    return ((), deep) if is_left else (list(attributes_of(value).values()), deep - 1)
+
+
+def _closure(function: types.FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not yet filled
+            continue
+
+
+def mapped(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Return a nest like another one, with each tensor changed; a value that is not a nest stays the same."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    found = inside(value)
+    return value if found is None else found.make([mapped(change, part) for part in found.parts])

@@ -1,0 +1,77 @@
+"""The specs of how a batch is cut and put together: nests of torch's `TensorChunkSpec`, of None and of reducers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from bpipe.errors import ConfigurationError
+from bpipe.model.nest import Inside, inside
+
+__all__: list[str] = []
+
+DEFAULT = object()  # nothing was said: dimension 0 of whatever holds samples
+
+
+def is_repeating(spec: Any) -> bool:
+    """Return whether a spec says that every microbatch gets the value whole: None, or torch's `_Replicate`."""
+    return not hasattr(spec, "split_dim") and inside(spec) is None
+
+
+def specs_of(found: Inside, value: Any, spec: Any, path: str) -> list[Any]:
+    """Return the specs of the parts of a value: by key, in any order, or by position.
+
+    Raises:
+        ConfigurationError: the spec is not nested like the value.
+    """
+    keys = list(found.keys[: found.num_own])
+    if isinstance(spec, Mapping) and len(spec) == len(keys) and all(key in spec for key in keys):
+        return [spec[key] for key in keys]
+    if isinstance(spec, (tuple, list)) and len(spec) == len(keys) and not isinstance(value, Mapping):
+        return list(spec)
+    alike = inside(spec) if type(spec) is type(value) else None
+    if alike is not None and list(alike.keys[: alike.num_own]) == keys:
+        return list(alike.parts[: alike.num_own])
+    raise misfit(path, value, spec)
+
+
+def misfit(path: str, value: Any, spec: Any) -> ConfigurationError:
+    """Return the error for a spec that is not nested like its value."""
+    return ConfigurationError(f"{path}: {outline(value)} has the spec {outline(spec)}: give one for each value, nested alike")
+
+
+def outline(value: Any) -> str:
+    """Return a value's type and size, in a few words."""
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: ...' for key in value)}}}"
+    return f"{type(value).__qualname__} of {len(value)}" if isinstance(value, (tuple, list)) else type(value).__qualname__
+
+
+def check_specs(spec: Any, name: str, *, may_reduce: bool = False) -> None:
+    """Check the specs that a schedule is given, before there are any values.
+
+    Args:
+        spec: a nest, or None.
+        name: of the argument, for messages.
+        may_reduce: whether it may have torch's reducers in it.
+
+    Raises:
+        ConfigurationError: something in it is not a spec, such as a bare number.
+    """
+    for leaf in _ends(spec):
+        is_cut = isinstance(getattr(leaf, "split_dim", None), int)
+        is_reducer = may_reduce and hasattr(leaf, "reduce_fn") and hasattr(leaf, "init_value")
+        if not (leaf is None or is_cut or is_reducer or "_Replicate" in (getattr(leaf, "__name__", ""), type(leaf).__name__)):
+            raise ConfigurationError(
+                f"{name} has a {type(leaf).__qualname__}, {leaf!r}, in it: give TensorChunkSpec(dim) for what is cut along a "
+                "dimension (TensorChunkSpec.from_tuple and from_dict make them of numbers), or None"
+            )
+
+
+def _ends(spec: Any) -> Iterator[Any]:
+    found = inside(spec)
+    if found is None:
+        yield spec
+    else:
+        for part in found.parts:
+            yield from _ends(part)

@@ -1,0 +1,211 @@
+"""One partition of a model and its place in a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from bpipe.comm.health.agreement import MOST_STAGES
+from bpipe.comm.rendezvous.group import group_of
+from bpipe.comm.wire.dtensor import mesh_among
+from bpipe.device import with_index
+from bpipe.errors import ConfigurationError, StageError
+from bpipe.memory.makeup import Makeups
+from bpipe.model.cut import cut_of
+
+__all__ = ["PipelineStage"]
+
+
+class Parts(NamedTuple):
+    """The modules and parameters in a module at some moment, each once. Keep it for a step only: it keeps replaced ones alive."""
+
+    modules: list[torch.nn.Module]
+    parameters: list[torch.nn.Parameter]
+    makeup: int  # the number of what it consists of
+
+    @classmethod
+    def of(cls, module: torch.nn.Module, makeups: Makeups) -> Parts:
+        """Collect what a module consists of now.
+
+        Args:
+            module: the whole module.
+            makeups: those that numbered it before.
+        """
+        modules = list(module.modules())
+        found = [one for module in modules if module._parameters for one in module._parameters.values() if one is not None]
+        parameters = list(dict(zip(map(id, found), found)).values())
+        return cls(modules, parameters, makeups.number(modules, parameters))
+
+    def mode(self) -> str:
+        """Describe what the module consists of, which of its modules train, and which parameters."""
+        training = "".join(["t" if module.training else "e" for module in self.modules])
+        trainable = "".join(["1" if parameter.requires_grad else "0" for parameter in self.parameters])
+        return f"{self.makeup} {training} {trainable}"
+
+
+class PipelineStage:
+    """A stage: any `nn.Module`, its index, and the group of ranks that its pipeline runs on.
+
+    The arguments are torch.distributed.pipelining's. Nothing is run, moved or wrapped here: parameters on the meta device
+    may be initialised later, and `stage.submod` may be changed or replaced between steps.
+
+    The module gets the positional arguments of the schedule's `step` on the first stage, the previous stage's output on
+    the others (a tuple or list as several arguments), and the keyword arguments that `step` is given on its own rank. It may return
+    tensors, DTensors, None, numbers, strings, and tuples, lists and dicts of these.
+
+    Args:
+        submod: the partition.
+        stage_index: its place, 0 to num_stages - 1.
+        num_stages: stages in the pipeline.
+        device: where it computes and receives; by default where its parameters are.
+        group: the process group of the pipeline's ranks (None: the default group), a `DeviceMesh` of one dimension such as
+            `mesh["pp"]`, or a rank of a `Loopback`.
+        dw_builder: for a module that puts the gradients of some of its weights off by itself, as torch's: the stage's backwards
+            then run as a whole, `dw_builder()` is called behind each, and what it returns is called in that microbatch's weight
+            half, or at once where the schedule has none.
+        get_mesh: `get_mesh(mesh_dim_names, mesh_layout)` gives the mesh of this rank for DTensors that the neighbouring stages
+            send, as torch's does (the layout is None here); default: that of the stage's own parameters.
+
+    Raises:
+        ConfigurationError: an index outside the pipeline, no module, a module that `split_model` made for another stage, or a
+            mesh of several dimensions.
+
+    Example:
+        >>> from torch import nn
+        >>> stage = PipelineStage(nn.Linear(8, 8), stage_index=0, num_stages=4, device="cpu")
+        >>> stage.is_first, stage.is_last
+        (True, False)
+    """
+
+    def __init__(
+        self,
+        submod: torch.nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device | str | None = None,
+        group: Any = None,
+        *,
+        dw_builder: Callable[[], Callable[..., None]] | None = None,
+        get_mesh: Callable[[tuple[str, ...], Any], Any] | None = None,
+    ) -> None:
+        if not isinstance(submod, torch.nn.Module):
+            raise ConfigurationError(f"a stage wraps an nn.Module, got {type(submod).__qualname__}")
+        if not isinstance(num_stages, int) or num_stages < 1:
+            raise ConfigurationError(f"num_stages={num_stages!r}: give a whole number of at least 1")
+        if not isinstance(stage_index, int) or not 0 <= stage_index < num_stages:
+            raise ConfigurationError(f"stage_index={stage_index!r}: with {num_stages} stages it is 0 to {num_stages - 1}")
+        cut = cut_of(submod)
+        if cut is not None and cut[1:] != (stage_index, num_stages):
+            raise ConfigurationError(
+                f"the module is stage {cut.stage} of {cut.num_stages} of the model that it was cut from, "
+                f"and was given as stage {stage_index} of {num_stages}"
+            )
+        self.submod = submod
+        self.stage_index = stage_index
+        self.num_stages = num_stages
+        self.device = with_index(torch.device(device) if device is not None else _device_of(submod))
+        self.group = group_of(group)
+        self._get_mesh = get_mesh
+        self.dw_builder = dw_builder
+        self._makeups = Makeups()
+
+    @classmethod
+    def adopt(cls, stage: Any) -> PipelineStage:
+        """Return a stage of ours unchanged, or wrap torch.distributed.pipelining's in one that shares its module.
+
+        Raises:
+            ConfigurationError: the stage is neither.
+        """
+        if isinstance(stage, cls):
+            return stage
+        try:
+            return _AdoptedStage(stage)
+        except AttributeError as error:
+            raise ConfigurationError(f"a schedule runs a PipelineStage, got {type(stage).__qualname__}") from error
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the pipeline's inputs come here."""
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the pipeline's outputs leave here."""
+        return self.stage_index == self.num_stages - 1
+
+    def find_mesh(self, names: tuple[str, ...] | None, shape: tuple[int, ...]) -> Any:
+        """Return the mesh for this stage's shards of DTensors that come from a device mesh with these names and this shape.
+
+        Raises:
+            StageError: there is none.
+        """
+        mesh = mesh_among([*self.submod.parameters(), *self.submod.buffers()], names, shape)
+        if mesh is None and self._get_mesh is not None and names is not None:
+            mesh = self._get_mesh(names, None)
+        if mesh is None or tuple(mesh.shape) != shape:
+            raise StageError(
+                f"stage {self.stage_index} gets a DTensor on a mesh {names} of shape {shape}, and knows "
+                f"{'no such mesh' if mesh is None else f'only {mesh}'}: none of its parameters lies on one. Give PipelineStage "
+                "get_mesh=lambda names, layout: your_mesh[names]"
+            )
+        return mesh
+
+    def parts(self) -> Parts:
+        """Collect what the module consists of now."""
+        return Parts.of(self.submod, self._makeups)
+
+    def mode(self, parts: Parts) -> str:
+        """Describe what decides, besides inputs, what the stage returns and saves: its parts, what trains, its mode, autocast."""
+        kind = self.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return f"{parts.mode()} {autocast}"
+
+    def __repr__(self) -> str:
+        return f"PipelineStage({type(self.submod).__name__}, {self.stage_index} of {self.num_stages}, {self.device})"
+
+
+class _AdoptedStage(PipelineStage):
+    """Another library's stage as one of ours; its module and its `dw_builder` stay its own to replace."""
+
+    def __init__(self, stage: Any) -> None:
+        get_mesh = getattr(getattr(stage, "_mesh_cache", None), "_get_mesh_cb", None)
+        super().__init__(stage.submod, stage.stage_index, stage.num_stages, stage.device, stage.group, get_mesh=get_mesh)
+        self._stage = stage
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("submod", "dw_builder") and "_stage" in self.__dict__:
+            return getattr(self._stage, name, None)
+        return super().__getattribute__(name)
+
+
+def stages_of(given: Any) -> dict[int, PipelineStage]:
+    """Return a rank's stages by index.
+
+    Raises:
+        ConfigurationError: there are none or too many, or they do not belong to one pipeline.
+    """
+    stages = [PipelineStage.adopt(one) for one in (given if isinstance(given, (list, tuple)) else [given])]
+    if not stages or len(stages) > MOST_STAGES:
+        raise ConfigurationError(f"a rank holds 1 to {MOST_STAGES} stages, got {len(stages)}")
+    for name in ("num_stages", "device", "group"):
+        values = [getattr(one, name) for one in stages]
+        if any(value != values[0] for value in values):
+            raise ConfigurationError(f"the stages of a rank have one {name}, got {', '.join(map(str, values))}")
+    if len({cut.digest for one in stages if (cut := cut_of(one.submod)) is not None}) > 1:
+        raise ConfigurationError("the stages of a rank were cut by different lists of names: cut the model once")
+    by_index = {one.stage_index: one for one in stages}
+    if len(by_index) < len(stages) or stages[0].num_stages % len(stages):
+        raise ConfigurationError(
+            f"a rank got stages {[one.stage_index for one in stages]} of {stages[0].num_stages}: "
+            "each stage is on one rank, and every rank holds as many"
+        )
+    return by_index
+
+
+def _device_of(module: torch.nn.Module) -> torch.device:
+    parameter = next(module.parameters(), None)
+    if parameter is not None and parameter.device.type == "meta":
+        raise ConfigurationError("the module's parameters are on the meta device: say with device= where the stage will run")
+    return torch.device("cpu") if parameter is None else parameter.device

@@ -1,0 +1,121 @@
+"""Stages under DistributedDataParallel: gradients add up over the microbatches, and are averaged in the last backward."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bpipe.cleanup import noted_on
+from bpipe.engine.settings import changed
+from bpipe.errors import StageError
+from bpipe.model.stage import Parts
+from bpipe.schedules import Action, Op
+
+__all__: list[str] = []
+
+# What cannot work with several microbatches under way, and why.
+REFUSED = {
+    "find_unused_parameters": "it looks for unused parameters from each forward's outputs, which a pipeline has sent away",
+    "static_graph": "it counts one backward a step, and a pipeline runs one for each microbatch",
+    "mixed_precision": "it frees its low precision weights after each backward, and other microbatches still need them",
+    "_delay_all_reduce_all_params": "it sums all gradients after one backward, and a pipeline runs one for each microbatch",
+}
+
+
+def last_of(lane: Iterable[Action], ops: Collection[Op]) -> dict[int, tuple[Op, int, int]]:
+    """Return the operation, stage and microbatch of each stage's last action that is one of some operations."""
+    return {action.stage: action[:3] for action in lane if action.op in ops}
+
+
+class Replicated:
+    """The modules of one rank's stages that are under DDP, during one step. Their backwards run as a whole.
+
+    Args:
+        stages: what the stages on this rank consist of, by index.
+        lane: this rank's actions.
+    """
+
+    def __init__(self, stages: Mapping[int, Parts], lane: Iterable[Action]) -> None:
+        found = {index: replicas for index, parts in stages.items() if (replicas := _replicas(parts.modules))}
+        self._last = last_of(lane, (Op.B, Op.I)) if found else {}  # weight halves are empty
+        self.stages = {index: replicas for index, replicas in found.items() if index in self._last}
+        self._reducing: dict[int, list[DistributedDataParallel]] = {}
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Keep backwards from reducing by themselves; in the end the modules are as the user left them.
+
+        Raises:
+            StageError: a module's options cannot work in a pipeline.
+        """
+        for index, replicas in self.stages.items():
+            for replica in replicas:
+                _check(replica, index)
+        self._reducing = {index: [one for one in of if one.require_backward_grad_sync] for index, of in self.stages.items()}
+        with changed([(one, "require_backward_grad_sync", False) for of in self.stages.values() for one in of]):
+            yield
+
+    @contextmanager
+    def around(self, action: Action) -> Iterator[None]:
+        """Wrap a backward, so that the last one of a stage under DDP averages its gradients.
+
+        Raises:
+            StageError: some parameters got no gradient in it, so theirs were not averaged.
+        """
+        is_last = self._last.get(action.stage) == action[:3]
+        reducing = self._reducing.get(action.stage, ()) if is_last else ()
+        for replica in reducing:
+            replica.reducer.prepare_for_backward([])
+        try:
+            yield
+            for replica in reducing:
+                _check_reduced(replica, action)
+        except BaseException as error:
+            for replica in reducing:
+                with noted_on(error):
+                    _abandon(replica)
+            raise
+        for replica in reducing:
+            replica.require_forward_param_sync = True  # buffers are made equal before the next forward, as without a pipeline
+
+
+def equalise_buffers(modules: Iterable[nn.Module]) -> None:
+    """Make the buffers of replicas equal as the next forward would: one that runs twice has to find the same ones both times."""
+    for replica in _replicas(modules):
+        if replica._check_sync_bufs_pre_fwd():
+            replica._sync_buffers()
+            replica.require_forward_param_sync = False
+
+
+def _replicas(modules: Iterable[nn.Module]) -> list[DistributedDataParallel]:
+    return [one for one in modules if isinstance(one, DistributedDataParallel)]
+
+
+def _check(replica: DistributedDataParallel, stage: int) -> None:
+    for option, reason in REFUSED.items():
+        if getattr(replica, option, None):
+            name = "delay_all_reduce_named_params" if option.startswith("_") else option
+            raise StageError(
+                f"stage {stage} is under DistributedDataParallel with {name}={getattr(replica, option)}: {reason}. "
+                "Leave that option out, or use fully_shard"
+            )
+
+
+def _abandon(replica: DistributedDataParallel) -> None:
+    """Drop the averages that a backward has begun and will not finish: the next forward would refuse to run."""
+    if hasattr(replica.reducer, "_reset_state"):
+        replica.reducer._reset_state()
+
+
+def _check_reduced(replica: DistributedDataParallel, action: Action) -> None:
+    try:
+        replica.reducer._check_reducer_finalized()
+    except RuntimeError as error:
+        raise StageError(
+            f"stage {action.stage}: some parameters under DistributedDataParallel got no gradient in the last microbatch's "
+            f"backward ({action}), so the gradients of this step are not all averaged. Freeze parameters that are not used, or "
+            "use fully_shard, which reduces those of all microbatches"
+        ) from error

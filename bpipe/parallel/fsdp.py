@@ -1,0 +1,244 @@
+"""Stages under data parallelism: gathered, freed and reduced where the plan says, and reduced once a step whatever it says.
+
+Under FSDP2 (`fully_shard`) a plan may say when a stage's weights are gathered and freed, and when its gradients are reduced. For
+a stage of which it says nothing, FSDP gathers and frees by itself, and its gradients add up over the microbatches, unsharded,
+until the stage's last backward has run. Weights that FSDP keeps between a forward and its backward stay until then, too: with
+several microbatches under way they would be freed only to be gathered again. Where no backward follows, they are freed in the end.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from bpipe.backward.new_gradients import apart
+from bpipe.cleanup import keeping, noted_on
+from bpipe.engine.settings import Setting, changed
+from bpipe.model.stage import Parts
+from bpipe.parallel.ddp import Replicated, last_of
+from bpipe.plan.action import SHARDING
+from bpipe.schedules import Action, Op
+
+__all__: list[str] = []
+
+REDUCING = ("reduce_grads", "all_reduce_grads")
+# Of a parameter group: FSDP frees no weights by itself after a forward or a backward.
+KEEPING = {"post_forward_mesh_info": None, "reshard_after_backward": False}
+BACKWARDS = (Op.B, Op.I, Op.W)
+
+
+class Sharding:
+    """The data parallelism of one rank's stages during one step.
+
+    Args:
+        stages: what the stages on this rank consist of, by index.
+        lane: this rank's actions.
+    """
+
+    def __init__(self, stages: Mapping[int, Parts], lane: Sequence[Action]) -> None:
+        units = {index: _units(parts.modules) for index, parts in stages.items()}
+        planned = {action.stage for action in lane if action.op in SHARDING}
+        self._last = last_of(lane, BACKWARDS) if any(units.values()) else {}
+        self._stages = {
+            index: _ShardedStage(found, is_planned=index in planned)
+            for index, found in units.items()
+            if index in planned or (found and index in self._last)
+        }
+        self._without_backward = [] if self._last else [unit for found in units.values() for unit in found]
+        self._replicated = Replicated(stages, lane)
+        self.undivided = set(self._replicated.stages)  # their backwards run as a whole; FSDP's are known when it is in charge
+
+    @contextmanager
+    def in_charge(self) -> Iterator[None]:
+        """Keep stages from reducing by themselves, or freeing where the plan says when; in the end all is as the user left it."""
+        with keeping(ExitStack()) as stack:
+            stack.enter_context(_freed(self._without_backward))
+            stack.enter_context(self._replicated.silent())
+            for index, stage in self._stages.items():
+                stack.enter_context(stage.passive())
+                if stage.frees_after_backward:
+                    self.undivided.add(index)
+            yield
+
+    def unshard(self, action: Action) -> None:
+        self._stages[action.stage].unshard()
+
+    def reshard(self, action: Action) -> None:
+        self._stages[action.stage].reshard()
+
+    def reduce(self, action: Action) -> None:
+        self._stages[action.stage].reduce()
+
+    def around(self, action: Action) -> AbstractContextManager[None]:
+        """Wrap a backward or half of one, and do what its end means for the gradients of its stage."""
+        is_parallel = action.stage in self._stages or action.stage in self._replicated.stages
+        return self._around(action) if is_parallel else nullcontext()
+
+    @contextmanager
+    def _around(self, action: Action) -> Iterator[None]:
+        stage = self._stages.get(action.stage)
+        if stage is not None:
+            stage.pass_over()
+        with self._replicated.around(action):
+            yield
+        if stage is None:
+            return
+        stage.order_gatherings()
+        stage.separate()
+        if action.op is Op.W and action.stage not in self.undivided:
+            stage.collect()
+        if not stage.is_planned and self._last[action.stage] == action[:3]:
+            stage.reduce()
+
+
+class _ShardedStage:
+    """A stage's modules under FSDP: none if it is not sharded.
+
+    Args:
+        units: these modules, from the outermost in.
+        is_planned: whether the plan says when to gather, free and reduce.
+    """
+
+    def __init__(self, units: Sequence[Any], *, is_planned: bool) -> None:
+        self._units, self.is_planned = units, is_planned
+        self._gathering: list[Any] = []
+        self._reducing: list[Setting] = []
+        self._without: list[Any] = []  # FSDP's parameters without an unsharded gradient
+        self._never_gathered: list[Any] = []  # its groups of parameters that no forward has needed yet
+        self.frees_after_backward = False
+
+    @contextmanager
+    def passive(self) -> Iterator[None]:
+        states = [unit._get_fsdp_state() for unit in self._units]
+        for state in states:
+            state._lazy_init()
+        groups = [group for state in states for group in _groups(state)]
+        self._without = [parameter for group in groups for parameter in group.fsdp_params]
+        self._never_gathered = groups
+        self._roots = [state for state in states if state._is_root]
+        kept = groups if self.is_planned else [group for group in groups if group.post_forward_mesh_info is None]
+        self.frees_after_backward = any(group.reshard_after_backward for group in groups if group not in kept)
+        self._reducing = [(group, name, getattr(group, name)) for group in groups for name in REDUCING]
+        if not self.is_planned:
+            self._reducing += [(group, "reshard_after_backward", group.reshard_after_backward) for group in kept]
+        with changed([*self._passive(groups), *((group, name, value) for group in kept for name, value in KEEPING.items())]):
+            try:
+                yield
+            except BaseException as error:
+                with noted_on(error):
+                    self._abandon(groups)
+                raise
+
+    def _abandon(self, groups: Sequence[Any]) -> None:
+        """Drop what a failed step has gathered and added up, because `zero_grad` sees only sharded gradients.
+
+        Nothing is waited for: another replica may never gather again.
+        """
+        for group in groups:
+            if group.device.type == "cpu":
+                group._all_gather_result = None
+        for parameter in (parameter for group in groups for parameter in group.fsdp_params):
+            parameter.unsharded_accumulated_grad = None
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = None
+        for root in self._roots:
+            root._state_ctx.iter_forward_root = None  # or the next forward would not begin as the first one
+        ending = [(root._state_ctx, "is_last_backward", True) for root in self._roots]
+        with changed([*((group, "reshard_after_backward", True) for group in groups), *ending]):
+            self.collect()
+
+    def _passive(self, groups: Iterable[Any]) -> Iterator[Setting]:
+        yield from ((group, name, False) for group in groups for name in REDUCING)
+        if self.is_planned:
+            yield from ((root._state_ctx, "is_last_backward", False) for root in self._roots)
+
+    def order_gatherings(self) -> None:
+        """Make FSDP's next copy of weights for an all-gather wait for its last all-gather, whose memory it may be given.
+
+        After several forwards FSDP gathers weights for a backward that is not the next one, and drops them when this backward ends:
+        the computation waits for them then, but not the stream on which they were allocated, and on which the next ones will be.
+        """
+        for root in self._roots:
+            streams = root._comm_ctx
+            streams.all_gather_copy_in_stream.wait_stream(streams.all_gather_stream)
+
+    def separate(self) -> None:
+        """Separate the unsharded gradients of a backward, so that no two share memory, as `NewGradients` does with all others."""
+        apart([parameter._unsharded_param for parameter in self._without if _unsharded_gradient(parameter) is not None])
+        self._without = [parameter for parameter in self._without if _unsharded_gradient(parameter) is None]
+
+    def unshard(self) -> None:
+        """Start to gather the weights; each module waits for its own before it computes."""
+        self._gathering = [unit.unshard(async_op=True) for unit in self._units]
+
+    def reshard(self) -> None:
+        for handle in self._gathering:
+            handle.wait()
+        for unit in self._units:
+            unit.reshard()
+
+    def reduce(self) -> None:
+        """Add the gradients up over the data-parallel ranks, unless the user has switched that off for now."""
+        last = [(root._state_ctx, "is_last_backward", True) for root in self._roots] if self.is_planned else []
+        with changed([*self._reducing, *last]):
+            self.collect()
+
+    def collect(self) -> None:
+        """Do what FSDP does when a backward has ended, because it does not see a weight half by itself.
+
+        It adds up each backward's gradients in the precision of its reduction.
+        """
+        self.pass_over()
+        for root in self._roots:
+            root._root_post_backward_final_callback()
+
+    def pass_over(self) -> None:
+        """Let the end of a backward pass over parameters that were never gathered.
+
+        Even where it does not reduce, FSDP looks for their gradients, for which there is no place yet.
+        """
+        self._never_gathered = [group for group in self._never_gathered if not _was_gathered(group)]
+        for group in self._never_gathered:
+            group._training_state = type(group._training_state).POST_BACKWARD
+
+
+@contextmanager
+def _freed(units: Sequence[Any]) -> Iterator[None]:
+    """Free in the end what an evaluation has gathered: FSDP keeps it for a backward that does not come.
+
+    It would stand in the module instead of the parameters that have gradients, and, after the optimizer's next step, have the
+    old values. What the user has gathered stays.
+    """
+    sharded = [group for unit in units for group in _groups(unit._get_fsdp_state()) if group.is_sharded]
+    try:
+        yield
+    finally:
+        for group in sharded:
+            group._to_sharded()
+
+
+def _groups(state: Any) -> list[Any]:
+    """Return the parameter groups of a module: several since torch 2.12, at most one before."""
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _was_gathered(group: Any) -> bool:
+    return all(hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params)
+
+
+def _unsharded_gradient(parameter: Any) -> torch.Tensor | None:
+    """Return the gradient that adds up before it is reduced, if any; `parameter` is FSDP's, and may not be gathered yet."""
+    return parameter._unsharded_param.grad if hasattr(parameter, "_unsharded_param") else None
+
+
+def _units(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return the modules under FSDP, from the outermost in. Without FSDP loaded there are none, and loading it takes a second."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return [] if fsdp is None else [unit for unit in modules if isinstance(unit, fsdp.FSDPModule)]

@@ -1,0 +1,50 @@
+"""Check that a microbatch takes the same memory in all replicas of a pipeline, which hold the same stages."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+
+import torch
+import torch.distributed as dist
+
+from bpipe.comm.rendezvous.group import backends_of
+from bpipe.plan.sizes import StageSizes
+
+__all__: list[str] = []
+
+MOST_STAGES = 64  # on one rank
+SAVED = ("saved", "movable")
+COMPARED = (*SAVED, "received", "sent")
+VARIES = -2
+
+
+def difference(group: dist.ProcessGroup, stages: Mapping[int, StageSizes], varying: Container[int], device: torch.device) -> str:
+    """Say where the sizes of ranks with the same stages differ; empty if nowhere. Collective over their group; blocks.
+
+    What a stage saves is not compared where it varies in one of the replicas.
+    """
+    mine = torch.full((MOST_STAGES, 1 + len(COMPARED)), -1, dtype=torch.int64)
+    for row, (stage, sizes) in enumerate(sorted(stages.items())):
+        numbers = [VARIES if stage in varying and name in SAVED else getattr(sizes, name) for name in COMPARED]
+        mine[row] = torch.tensor([stage, *numbers])
+    carried = mine.to("cpu" if "cpu" in backends_of(group) else device)
+    gathered = [torch.empty_like(carried) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, carried, group=group)
+    theirs = torch.stack(gathered).cpu()
+    return next((text for row in range(len(stages)) if (text := _row_difference(group, theirs[:, row]))), "")
+
+
+def _row_difference(group: dist.ProcessGroup, rows: torch.Tensor) -> str:
+    """Say where the ranks' numbers of one stage, [ranks, numbers], differ from the first rank's; empty if nowhere."""
+    differing = ((rows != rows[0]) & ~(rows == VARIES).any(0)).nonzero()
+    if not len(differing):
+        return ""
+    other, column = differing[0].tolist()
+    ranks = [dist.get_global_rank(group, rank) for rank in (0, other)]
+    if column == 0:
+        return f"replicas differ: rank {ranks[0]} holds stage {int(rows[0, 0])} and rank {ranks[1]} stage {int(rows[other, 0])}"
+    here, there = int(rows[0, column]), int(rows[other, column])
+    return (
+        f"replicas differ: of a microbatch of stage {int(rows[0, 0])}, rank {ranks[0]} has {here} {COMPARED[column - 1]} bytes and "
+        f"rank {ranks[1]} has {there}. Give all replicas microbatches of the same shapes."
+    )

@@ -1,0 +1,1 @@
+"""Passes over a plan: each takes a valid plan, and returns one that does more."""

@@ -1,0 +1,122 @@
+"""The balance pass: evict what is not needed soon to a rank with room, and load it back in time.
+
+Any plan of computations can be balanced (BPipe, Kim et al., ICML 2023, does it to 1F1B). For each rank over its budget, the
+pass decides from that rank's own list of computations; its guests go to ranks with room: the rank it is paired with first, then
+ranks of the same node, then others, then its host. `tests/schedules/test_balance.py` shows what that achieves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from bpipe.errors import BudgetError, ConfigurationError
+from bpipe.passes.balance.problem import FINENESS, Budgets, Problem, Solution, raised, refusal
+from bpipe.plan.destinations import Destinations
+from bpipe.plan.plan import Plan
+from bpipe.plan.sizes import Sizes
+from bpipe.simulator.costs import Costs
+
+__all__ = ["balance", "level"]
+
+
+def default_slots(num_stages: int) -> int:
+    """Return ceil((p+2)/2), the most that any rank holds when p stages are balanced in pairs (Kim et al., ICML 2023).
+
+    Stages x and p-1-x hold (p-x) + (x+1) = p+1 microbatches at their peaks, and one in flight counts at both ends.
+    """
+    return (num_stages + 3) // 2
+
+
+def balance(
+    plan: Plan,
+    *,
+    slots: int | Sequence[int | None] | None = None,
+    sizes: Sizes | None = None,
+    budgets: int | Sequence[int | None] | None = None,
+    to: Destinations | None = None,
+    costs: Costs | None = None,
+    rule: str = "fewest",
+) -> Plan:
+    """Insert evictions and loads so that no rank occupies more than its budget; the order of computations does not change.
+
+    Args:
+        plan: any; its computations are kept, whole or in pieces, and its transfers are dropped: `finish` adds them again.
+        slots: the budget in microbatches, one number or one a rank (None: unlimited).
+        sizes: the bytes that a microbatch takes, to count bytes instead of slots.
+        budgets: with `sizes`, the budget in bytes, static bytes included, one number or one a rank.
+        to: who may take evicted activations; default: the pair p-1-x, then any rank with room.
+        costs: how long computations and transfers take; evictions that computations can hide are chosen first. Each rank
+            decides by itself, so transfers that share a link may still add a few percent.
+        rule: "fewest" moves as little as the budget allows, and prefers what is needed again last;
+            "eager" evicts one microbatch with each forward and loads one with each backward (the paper's steady state).
+
+    Raises:
+        BudgetError: the pass finds no placement that meets the budget; the message names the smallest budget that works, to
+            within 1/1024 of the highest peak.
+        ConfigurationError: budgets, destinations or rule are invalid.
+    """
+    if (slots is None) == (sizes is None) or (sizes is None) != (budgets is None):
+        raise ConfigurationError("give slots=, or sizes= and budgets=")
+    if rule not in ("fewest", "eager") or (rule == "eager" and sizes is not None):
+        raise ConfigurationError(f"rule={rule!r}: choose one of 'fewest', 'eager' (the latter where slots are counted)")
+    problem = Problem(plan, sizes, Destinations() if to is None else to, costs, rule)
+    given = problem.checked(slots if sizes is None else budgets)
+    solution = problem.solve(given, thorough=False)
+    if isinstance(solution, str):
+        lacking, solution = solution, _lowest(problem)
+        if _missing(solution, given) > 0:
+            raise _refusal(problem, given, lacking, solution)
+    return problem.balanced(_cheaper(problem, given, solution), given)
+
+
+def level(plan: Plan, sizes: Sizes, *, to: Destinations | None = None, costs: Costs | None = None) -> Plan:
+    """Balance a plan to the lowest maximum peak in bytes that the pass reaches, moving as few bytes as possible.
+
+    Returns:
+        The balanced plan, with its highest peak as every rank's budget; if nothing is gained, the computations of the plan
+        without evictions, with their sizes.
+
+    Raises:
+        ConfigurationError: sizes or destinations are invalid.
+    """
+    problem = Problem(plan, sizes, Destinations() if to is None else to, costs, "fewest")
+    lowest = _lowest(problem)
+    return problem.balanced(lowest, (max(lowest.peaks),) * plan.num_ranks) if lowest.settled else problem.plan
+
+
+def _lowest(problem: Problem) -> Solution:
+    """Find the lowest maximum peak that the pass reaches, then the fewest bytes; evict nothing if that gains nothing."""
+    best, highest = Solution({}, problem.peaks), max(problem.peaks)
+    static = (0,) if problem.plan.sizes is None else problem.plan.sizes.static
+    lowest = max(static) if problem.to.host != "no" else -(-sum(problem.peaks) // len(problem.peaks))
+    while highest - lowest > highest // FINENESS:
+        middle = (lowest + highest) // 2
+        found = problem.solve((middle,) * len(problem.peaks), thorough=False)
+        if isinstance(found, Solution):
+            best, highest = found, max(found.peaks)
+        else:
+            lowest = middle + 1
+    return _cheaper(problem, (highest,) * len(problem.peaks), best)
+
+
+def _cheaper(problem: Problem, budgets: Budgets, solution: Solution) -> Solution:
+    """Return a cheaper solution within the same budgets if a thorough search finds one, else the given one."""
+    if not any(problem.ranks[rank].has_choice(settled.decision) for rank, settled in solution.settled.items()):
+        return solution
+    other = problem.solve(budgets, thorough=True)
+    return other if isinstance(other, Solution) and other.cost < solution.cost else solution
+
+
+def _missing(solution: Solution, budgets: Budgets) -> int:
+    """Return the largest excess of a solution's peaks over the budgets."""
+    return max(peak - budget for peak, budget in zip(solution.peaks, budgets) if budget is not None)
+
+
+def _refusal(problem: Problem, given: Budgets, lacking: str, lowest: Solution) -> BudgetError:
+    """Return the error for budgets that cannot be met; it names the smallest that can."""
+    short, enough = 0, _missing(lowest, given)
+    while enough - short > max(1, max(problem.peaks) // FINENESS):
+        middle = (short + enough) // 2
+        works = isinstance(problem.solve(raised(given, middle), thorough=False), Solution)
+        short, enough = (short, middle) if works else (middle, enough)
+    return refusal(problem.plan, given, lacking, raised(given, enough))

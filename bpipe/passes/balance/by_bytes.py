@@ -1,0 +1,46 @@
+"""Balancing in bytes, for both `Balanced` and the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from bpipe.passes.balance.balance import balance, level
+from bpipe.passes.communicate import computations_only
+from bpipe.plan.destinations import Destinations
+from bpipe.plan.pieces import in_pieces
+from bpipe.plan.plan import Plan
+from bpipe.plan.sizes import Sizes
+from bpipe.simulator.costs import Costs
+
+__all__: list[str] = []
+
+
+def by_bytes(
+    plan: Plan,
+    sizes: Sizes,
+    budgets: int | Sequence[int | None] | None,
+    *,
+    is_inside: bool = False,
+    to: Destinations | None = None,
+    costs: Costs | None = None,
+) -> Plan:
+    """Balance the computations of a plan in bytes; `finish` adds the transfers to the result.
+
+    Args:
+        plan: any; its transfers and budgets are dropped.
+        sizes: the bytes that a microbatch takes.
+        budgets: the budget in bytes, static bytes included, one number or one a rank; None: as low as possible.
+        is_inside: whether parts also move inside forwards and backwards.
+        to: who may take evicted activations.
+        costs: how long computations and transfers take, if known: what can be hidden is evicted first, if the budgets allow it.
+
+    Raises:
+        BudgetError: the budgets cannot be met; the message names the smallest that can.
+        ConfigurationError: sizes, budgets or destinations do not fit the plan.
+    """
+    base = replace(computations_only(plan), sizes=sizes)
+    base = in_pieces(base) if is_inside else base
+    if budgets is None:
+        return level(base, sizes, to=to, costs=costs)
+    return balance(base, sizes=sizes, budgets=budgets, to=to, costs=costs)

@@ -1,0 +1,229 @@
+"""Decide what one rank evicts, when and to whom: as little as keeps it within its limit.
+
+    occupied      before the first step t that has more than the limit:
+    F0 F1 F2 F3   evict what is needed again last: start before t-1, wait before t,
+    1  2  3  4    load it from before the step ahead of its backward, wait before its backward.
+
+If parts differ in size, evict the one that most relieves the steps over the limit, relative to its size. With the times of a
+cost model, a transfer starts as many steps ahead as it takes, and evictions that can be hidden this way come first.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
+
+from bpipe.passes.balance.pace import Pace
+from bpipe.passes.balance.rank_steps import Part, RankSteps, Stay, Which
+from bpipe.passes.balance.remote_capacity import Guests, Offer, Turns
+from bpipe.plan.action import BACKWARD, Action, Op
+
+__all__: list[str] = []
+
+
+class Eviction(NamedTuple):
+    """A part of a microbatch, or all of it, that leaves and comes back, with the steps before which its transfers start and end."""
+
+    which: Part
+    size: int
+    peer: int
+    start: int
+    left: int
+    load: int
+    back: int
+    is_hidden: bool = True
+
+
+class Decision(NamedTuple):
+    """The evictions of a rank.
+
+    Args:
+        evictions: all of them.
+        peak: the most it occupies then.
+        was_refused: whether a peer had no room for what it would have evicted.
+    """
+
+    evictions: Sequence[Eviction]
+    peak: int
+    was_refused: bool = False
+
+    @property
+    def cost(self) -> tuple[int, int]:
+        """The bytes whose transfers cannot be hidden, and all bytes that move."""
+        return sum(e.size for e in self.evictions if not e.is_hidden), sum(e.size for e in self.evictions)
+
+
+class Shortage(NamedTuple):
+    """The reason why a rank cannot keep within its limit."""
+
+    text: str
+
+
+def are_uneven(sizes: Mapping[int, Sequence[int]]) -> bool:
+    """Return whether the parts that can move differ in size."""
+    return len({size for parts in sizes.values() for size in parts if size}) > 1
+
+
+@dataclass
+class Sweep:
+    """One pass over a rank's steps.
+
+    Args:
+        rank: its steps.
+        pace: when they begin, and how long transfers take.
+        limit: the most it may occupy.
+        sizes: for each of its stages, the size of each part of a microbatch that can move.
+        offers: who may take them, best first.
+        most_parts: how many parts of one microbatch may be away, so that loads come evenly.
+        thrift: how much a candidate's size counts against it.
+        staying: parts that may not be evicted.
+    """
+
+    rank: RankSteps
+    pace: Pace
+    limit: int
+    sizes: Mapping[int, Sequence[int]]
+    offers: Sequence[Offer]
+    most_parts: int
+    thrift: float = 1.0
+    staying: frozenset[Part] = frozenset()
+    num_ranked: int = field(default=0, init=False)  # how often a candidate was looked at: the effort
+    evictions: list[tuple[Eviction, Guests]] = field(default_factory=list, init=False)
+    was_refused: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        shared = Turns(), Turns()
+        turns = [(Turns(), Turns()) if self.pace.is_measured else shared for _ in self.offers]
+        self._guests = [Guests(offer, len(self.rank.steps), *pair) for offer, pair in zip(self.offers, turns)]
+        self._occupied = list(self.rank.level)
+        self._live: dict[Part, int] = {}  # parts here that were never evicted, and their sizes
+        self._num_away: defaultdict[Which, int] = defaultdict(int)  # parts evicted of each microbatch
+        self._is_even = not are_uneven(self.sizes)
+
+    def run(self) -> Decision | Shortage:
+        """Decide all evictions, or return why they cannot keep to the limit."""
+        for t, action in enumerate(self.rank.steps):
+            if action is not None and action.op is Op.F:
+                self._live |= self._saved_by(action)
+            while self._occupied[t] > self.limit:
+                if not self._evict_before(t):
+                    needed = f"{self._occupied[t]} of {self.limit}"
+                    return Shortage(f"occupies {needed} at {action} and has nothing that it could evict in time")
+            if action is not None and action.op in BACKWARD:
+                for part in self.rank.parts_of(action):
+                    self._live.pop(part, None)
+        if not self._is_even:
+            self._take_back()
+        evictions = tuple(self._loaded_earlier())
+        return Decision(evictions, max(self._occupied, default=0), self.was_refused)
+
+    def _saved_by(self, forward: Action) -> dict[Part, int]:
+        """Return the parts that can leave when a forward has ended, and their sizes."""
+        parts = zip(self.rank.parts_of(forward), self.sizes[forward.stage])
+        return {part: size for part, size in parts if size and part not in self.staying}
+
+    def _evict_before(self, t: int) -> bool:
+        """Evict the best candidate that can be hidden, else the best one; return False if there is none."""
+        chosen: tuple[Eviction, Guests] | None = None
+        for which in self._ranked(t):
+            candidate = self._candidate(which, t)
+            if candidate is not None and (chosen is None or candidate[0].is_hidden):
+                chosen = candidate
+                if candidate[0].is_hidden:
+                    break
+        if chosen is None:
+            return False
+        self._choose(*chosen)
+        return True
+
+    def _choose(self, eviction: Eviction, guests: Guests) -> None:
+        self.evictions.append((eviction, guests))
+        seconds, times = self.pace.duration(guests.peer, eviction.size), self.pace.times
+        guests.out.take(guests.out.latest(times[eviction.left], seconds), seconds)
+        guests.back.take(guests.back.latest(times[eviction.back], seconds), seconds)
+        guests.add(eviction.size, eviction.start, eviction.back - 1)
+        self._relieve(-eviction.size, eviction)
+        del self._live[eviction.which]
+        self._num_away[eviction.which[:2]] += 1
+
+    def _relieve(self, change: int, eviction: Eviction) -> None:
+        span = slice(eviction.left, eviction.load)
+        self._occupied[span] = [occupied + change for occupied in self._occupied[span]]
+
+    def _ranked(self, t: int) -> list[Part]:
+        """Return the parts that could leave before step t and be back in time, best first."""
+        stays, num_away = self.rank.stays, self._num_away
+        full = {which for which, number in num_away.items() if number >= self.most_parts}
+        needed = {
+            which: stay.needed
+            for which, stay in ((which, stays[which]) for which in self._live)
+            if stay.leaves <= t < stay.needed - 1 and which[:2] not in full
+        }
+        self.num_ranked += len(self._live)
+        if self._is_even:
+            return sorted(needed, key=needed.__getitem__, reverse=True)
+        worth = self._worth(t, needed)
+        return sorted(needed, key=worth.__getitem__, reverse=True)
+
+    def _worth(self, t: int, needed: Mapping[Part, int]) -> dict[Part, tuple[float, int]]:
+        """Compute how much each part relieves the steps over the limit from t on, relative to its size, and when it is needed."""
+        excess = [max(0, occupied - self.limit) for occupied in self._occupied[t : max(needed.values(), default=t)]]
+        relief = {size: list(accumulate(min(size, over) for over in excess)) for size in set(map(self._live.__getitem__, needed))}
+        weight = {size: size**self.thrift for size in relief}
+        sizes = self._live
+        return {which: (relief[sizes[which]][end - 2 - t] / weight[sizes[which]], end) for which, end in needed.items()}
+
+    def _candidate(self, which: Part, t: int) -> tuple[Eviction, Guests] | None:
+        """Return an eviction to the first peer that has room and lets it be hidden, else to the first that has room."""
+        found: tuple[Eviction, Guests] | None = None
+        for guests in self._guests:
+            eviction = self._planned(which, self.rank.stays[which], t, guests)
+            if eviction is None or not (found is None or eviction.is_hidden):
+                continue
+            if not guests.has_room(eviction.size, eviction.start, eviction.back - 1):
+                self.was_refused = True
+                continue
+            found = eviction, guests
+            if eviction.is_hidden:
+                break
+        return found
+
+    def _planned(self, which: Part, stay: Stay, t: int, guests: Guests) -> Eviction | None:
+        """Place an eviction's transfers as late as their links allow.
+
+        Return None if that is too early and no cost model says how long a transfer would wait.
+        """
+        size, times = self._live[which], self.pace.times
+        seconds = self.pace.duration(guests.peer, size)
+        start = min(t - 1, self.pace.step_at(guests.out.latest(times[t], seconds)))
+        load = min(stay.needed - 1, self.pace.step_at(guests.back.latest(times[stay.needed], seconds)))
+        fits = start > stay.saved and load > t
+        if not (fits or self.pace.is_measured):
+            return None
+        start, load = max(start, stay.saved + 1), max(load, t + 1)
+        return Eviction(which, size, guests.peer, start, t, load, stay.needed, fits and self.pace.hides)
+
+    def _take_back(self) -> None:
+        """Give up evictions that later ones have made unnecessary, the largest first."""
+        for eviction, guests in sorted(self.evictions, key=lambda pair: pair[0].size, reverse=True):
+            if max(self._occupied[eviction.left : eviction.load]) + eviction.size <= self.limit:
+                self._relieve(eviction.size, eviction)
+                guests.add(-eviction.size, eviction.start, eviction.back - 1)
+                self.evictions.remove((eviction, guests))
+
+    def _loaded_earlier(self) -> Iterator[Eviction]:
+        """Yield the evictions, with loads that would run in an idle step started one backward earlier where the limit has room.
+
+        A rank that never waits has no idle time at its end, and the whole transfer would show.
+        """
+        for eviction, _ in sorted(self.evictions, key=lambda pair: pair[0].load):
+            before = eviction.load - 1
+            is_idle = self.rank.steps[eviction.load] is None and before > eviction.left
+            if is_idle and self._occupied[before] + eviction.size <= self.limit:
+                self._occupied[before] += eviction.size
+                yield eviction._replace(load=before)
+            else:
+                yield eviction

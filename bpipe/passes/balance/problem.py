@@ -1,0 +1,183 @@
+"""A plan to be balanced: which ranks need to evict, in which order they decide, and what the others still have room for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import NamedTuple
+
+from bpipe.errors import BudgetError, ConfigurationError
+from bpipe.passes.balance.evict import Shortage
+from bpipe.passes.balance.evictor import Effort, Evictor, Settled
+from bpipe.passes.balance.pace import Pace, measured, steady
+from bpipe.passes.balance.rank_steps import steps_of
+from bpipe.passes.balance.remote_capacity import Offer
+from bpipe.passes.balance.weave import mirrored
+from bpipe.passes.communicate import without_transfers
+from bpipe.plan.action import HOST
+from bpipe.plan.amounts import show_each
+from bpipe.plan.destinations import Destinations
+from bpipe.plan.meter import slot
+from bpipe.plan.plan import Plan
+from bpipe.plan.sizes import Sizes
+from bpipe.simulator.costs import Costs
+
+__all__: list[str] = []
+
+FINENESS = 1024  # a peak is found to within this part of it
+EFFORT = 500_000  # candidates that a thorough search may look at: about a second
+
+Budgets = tuple[int | None, ...]
+
+
+class Solution(NamedTuple):
+    """The evictions of each rank that needs any, and the most that each rank then occupies."""
+
+    settled: Mapping[int, Settled]
+    peaks: Sequence[int]
+
+    @property
+    def cost(self) -> tuple[int, int]:
+        """The bytes whose transfers cannot be hidden, and all bytes that move."""
+        costs = [one.decision.cost for one in self.settled.values()]
+        return sum(late for late, _ in costs), sum(moved for _, moved in costs)
+
+
+def checked(given: int | Sequence[int | None] | None, num_ranks: int, name: str) -> Budgets:
+    """Return one budget per rank.
+
+    Raises:
+        ConfigurationError: a budget is not a whole number of at least 1, or there is not one for each rank.
+    """
+    budgets = tuple(given) if isinstance(given, Sequence) else (given,) * num_ranks
+    if len(budgets) != num_ranks or not all(k is None or (type(k) is int and k > 0) for k in budgets):
+        raise ConfigurationError(f"{name}={given!r}: give a whole number of at least 1, or one for each of {num_ranks} ranks")
+    return budgets
+
+
+def raised(budgets: Budgets, more: int) -> Budgets:
+    """Raise all budgets by `more`."""
+    return tuple(None if one is None else one + more for one in budgets)
+
+
+def refusal(plan: Plan, given: Budgets, lacking: str, smallest: Budgets) -> BudgetError:
+    """Return the error for budgets that cannot be met; it names the smallest that can."""
+    is_slots = plan.sizes is None
+    named = f"slots={shown(smallest)}" if is_slots else f"budgets={shown(smallest)} ({show_each(smallest)})"
+    return BudgetError(
+        f"{shown(given)} {'slots' if is_slots else 'bytes'} are too few for {plan.name} "
+        f"with {plan.num_stages} stages and {plan.num_microbatches} microbatches: {lacking}. "
+        f"{'The' if len(set(given)) == 1 else 'With all raised alike, the'} smallest budget that works here is {named}."
+    )
+
+
+class Problem:
+    """A plan to be balanced, and all that does not change from one attempt to the next.
+
+    Args:
+        plan: the plan of the computations; its transfers are dropped.
+        sizes: the bytes that a microbatch takes; None to count slots.
+        to: who may take guests.
+        costs: how long computations and transfers take, if known.
+        rule: "fewest" or "eager".
+
+    Raises:
+        ConfigurationError: sizes, destinations or costs do not fit the plan.
+    """
+
+    def __init__(self, plan: Plan, sizes: Sizes | None, to: Destinations, costs: Costs | None, rule: str) -> None:
+        to.check(plan.num_ranks)
+        if sizes is not None:
+            sizes.check(plan.num_stages, plan.num_ranks)
+        self.plan = replace(without_transfers(plan), sizes=sizes)
+        self.to, self.is_timed, self.rule = to, costs is not None, rule
+        ranks = steps_of(self.plan)
+        self.peaks = [rank.peak for rank in ranks]  # without evictions
+        paces: list[list[Pace]] = [[] for _ in ranks] if costs is None else [[pace] for pace in measured(self.plan, ranks, costs)]
+        self.ranks: list[Evictor] = []
+        for rank, steps in enumerate(ranks):
+            parts = self._parts(rank)
+            largest = max(map(sum, parts.values()), default=0)
+            paces[rank].append(steady(len(steps.steps), largest, hides=costs is None))
+            self.ranks.append(Evictor(rank, steps, paces[rank], parts, slot if sizes is None else sizes.moved))
+
+    def _parts(self, rank: int) -> dict[int, Sequence[int]]:
+        sizes = self.plan.sizes
+        stages = [stage for stage, owner in enumerate(self.plan.stage_ranks) if owner == rank]
+        return {stage: (1,) if sizes is None else sizes.stages[stage].parts for stage in stages}
+
+    def checked(self, given: int | Sequence[int | None] | None) -> Budgets:
+        """Return one budget per rank.
+
+        Raises:
+            ConfigurationError: a budget is not a whole number of at least 1, or there is not one for each rank.
+        """
+        return checked(given, self.plan.num_ranks, "slots" if self.plan.sizes is None else "budgets")
+
+    def solve(self, budgets: Budgets, *, thorough: bool) -> Solution | str:
+        """Return what each rank evicts, or in words what the budgets lack.
+
+        Cost-model timing may need more room than the budgets have; then fall back to step-based timing. The order in which
+        ranks decide matters, because one may take the room that another cannot do without, so both orders are tried.
+
+        Args:
+            budgets: one per rank.
+            thorough: whether to look for something cheaper where something has been found.
+        """
+        best: Solution | None = None
+        lacking = ""
+        for steadily, most_first in product((False, True) if self.is_timed else (False,), (True, False)):
+            found = self._solve(budgets, EFFORT if thorough else 0, steadily, most_first)
+            if isinstance(found, str):
+                lacking = lacking or found
+            elif best is None or found.cost < best.cost:
+                best = found
+            if best is not None and not thorough:
+                break
+        return lacking if best is None else best
+
+    def _solve(self, budgets: Budgets, effort: int, steadily: bool, most_first: bool) -> Solution | str:
+        """Let one rank decide after the other, those with the most to evict first or last."""
+        peaks = list(self.peaks)
+        room = [None if budget is None else max(0, budget - peak) for budget, peak in zip(budgets, peaks)]
+        excess = {r: peaks[r] - budget for r, budget in enumerate(budgets) if budget is not None and budget < peaks[r]}
+        settled: dict[int, Settled] = {}
+        for rank in sorted(excess, key=excess.__getitem__, reverse=most_first):
+            offers = [Offer(peer, None if peer == HOST else room[peer]) for peer in self.to.of(rank, room)]
+            limit = self.peaks[rank] - excess[rank]
+            if self.rule == "eager" and offers:
+                decided = self.ranks[rank].decide_eagerly(limit, offers[0])
+            else:
+                decided = self.ranks[rank].decide(limit, offers, Effort(effort // len(excess)), steadily=steadily)
+            if isinstance(decided, Shortage):
+                return f"rank {rank} {decided.text}"
+            settled[rank] = decided
+            peaks[rank] = decided.decision.peak
+            for peer, taken in decided.rooms.items():
+                peaks[peer] += taken
+                left = room[peer]
+                room[peer] = None if left is None else left - taken
+        return Solution(settled, peaks)
+
+    def balanced(self, solution: Solution, budgets: Budgets) -> Plan:
+        """Return the plan with the evictions of a solution."""
+        actions = list(self.plan.actions)
+        served = [list(lane) for lane in self.plan.served]
+        for rank, settled in solution.settled.items():
+            actions[rank] = settled.lane
+            for peer in settled.rooms:
+                served[peer] += mirrored(settled.lane, rank, peer)
+        in_bytes = self.plan.sizes is not None
+        return replace(
+            self.plan,
+            actions=tuple(actions),
+            served=tuple(map(tuple, served)),
+            slots=self.plan.slots if in_bytes else budgets,
+            budgets=budgets if in_bytes else None,
+        )
+
+
+def shown(budgets: Budgets) -> str:
+    """Format the budgets, as one number where all are the same."""
+    return str(budgets[0]) if len(set(budgets)) == 1 else str(budgets)

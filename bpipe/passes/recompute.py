@@ -1,0 +1,205 @@
+"""The recompute pass: run what is over the budget forward again ahead of its backward, instead of keeping or moving it.
+
+    occupied      at the first action over the limit:
+    F0 F1 F2 F3   the microbatch whose backward comes last keeps its input alone,
+    1  2  3  4    and runs forward again, R, before its backward: F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 R3 B3
+
+It costs a forward for each microbatch over the budget, and no transfer, which makes it the fair rival of eviction.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from heapq import heappop, heappush
+
+from bpipe.errors import BudgetError, ConfigurationError
+from bpipe.passes.balance.balance import default_slots
+from bpipe.passes.balance.problem import FINENESS, Budgets, checked, raised, refusal
+from bpipe.passes.communicate import communicate, computations_only
+from bpipe.plan.action import BACKWARD, Action, Op
+from bpipe.plan.meter import Amount, Amounts, Meter
+from bpipe.plan.plan import Plan
+from bpipe.plan.sizes import Sizes
+
+__all__ = ["recompute"]
+
+TRIES = 4  # attempts to make room for messages that R lets arrive earlier
+
+Which = tuple[int, int]  # stage, microbatch
+
+
+def recompute(
+    plan: Plan,
+    *,
+    slots: int | Sequence[int | None] | None = None,
+    sizes: Sizes | None = None,
+    budgets: int | Sequence[int | None] | None = None,
+) -> Plan:
+    """Run just enough microbatches forward twice to keep every rank within its budget.
+
+    A stage next to another one of its rank is left alone, because they share the memory of what one hands to the other.
+
+    Args:
+        plan: any; its computations are kept as whole ones, and its transfers are dropped: `finish` adds them again.
+        slots: the budget in microbatches, one number or one a rank (None: unlimited).
+        sizes: the bytes that a microbatch takes, to count bytes instead of slots. The input of what runs again stays.
+        budgets: with `sizes`, the budget in bytes, static bytes included; None: as low as possible.
+
+    Raises:
+        BudgetError: the budget cannot be met; the message names the smallest that can, to within 1/1024 of the highest peak.
+        ConfigurationError: neither or both of slots and sizes are given, or budgets or sizes do not fit the ranks or stages.
+
+    Example:
+        >>> from bpipe.schedules import build, finish
+        >>> finish(recompute(build("1f1b", 4, 8), slots=3)).peak_slots
+        (3, 3, 2, 1)
+    """
+    if (slots is None) == (sizes is None) or (budgets is not None and sizes is None):
+        raise ConfigurationError("give slots=, or sizes= and budgets=")
+    if sizes is not None:
+        sizes.check(plan.num_stages, plan.num_ranks)
+    problem = _Problem(replace(computations_only(plan), sizes=sizes))
+    given = slots if sizes is None else budgets
+    if given is None:
+        lowest = problem.lowest((0,) * plan.num_ranks)
+        return replace(lowest, budgets=(max(_peaks(lowest)),) * plan.num_ranks)
+    each = checked(given, plan.num_ranks, "slots" if sizes is None else "budgets")
+    found = problem.within(each)
+    if found is None:
+        raise problem.refusal(each)
+    return found
+
+
+def recompute_by_count(plan: Plan) -> Plan:
+    """Recompute to at most ceil((p+2)/2) microbatches a rank, as `by_count` does with evictions, or else to as few as possible.
+
+    The former is for plans with one stage a rank that can meet it.
+    """
+    if plan.num_stages == plan.num_ranks:
+        with suppress(BudgetError):
+            return recompute(plan, slots=default_slots(plan.num_stages))
+    lowest = _Problem(replace(computations_only(plan), sizes=None)).lowest((0,) * plan.num_ranks)
+    return replace(lowest, slots=(max(lowest.peak_slots),) * plan.num_ranks)
+
+
+class _Problem:
+    """A plan of computations, to be kept within budgets."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._ranks = [_Rank(plan, rank, lane) for rank, lane in enumerate(communicate(plan).actions)]
+
+    def within(self, budgets: Budgets) -> Plan | None:
+        """Return a plan that keeps to the budgets, or None if none is found."""
+        limits = list(budgets)
+        for _ in range(TRIES):
+            chosen = [rank.chosen(limit) for rank, limit in zip(self._ranks, limits)]
+            if any(one is None for one in chosen):
+                return None
+            lanes = tuple(_running_again(lane, one or set()) for lane, one in zip(self.plan.actions, chosen))
+            found = replace(self.plan, actions=lanes)
+            over = [0 if budget is None else peak - budget for peak, budget in zip(_peaks(found), budgets)]
+            if max(over) <= 0:
+                return replace(found, slots=budgets) if self.plan.sizes is None else replace(found, budgets=budgets)
+            limits = [None if limit is None else limit - max(more, 0) for limit, more in zip(limits, over)]
+        return None
+
+    def lowest(self, budgets: Budgets) -> Plan:
+        """Return the plan within the lowest budgets that can be met: these, all raised by the same amount."""
+        highest = max(_peaks(self.plan))
+        too_few, enough = 0, highest
+        best = self.within(raised(budgets, enough))
+        assert best is not None, "with its own peak for a budget, a plan needs nothing"
+        while enough - too_few > max(1, highest // FINENESS):
+            middle = (too_few + enough) // 2
+            found = self.within(raised(budgets, middle))
+            best, too_few, enough = (best, middle, enough) if found is None else (found, too_few, middle)
+        return best
+
+    def refusal(self, given: Budgets) -> BudgetError:
+        """Return the error for budgets that cannot be met."""
+        lowest = self.lowest(given)
+        smallest = (lowest.slots if self.plan.sizes is None else lowest.budgets) or ()
+        return refusal(self.plan, given, "recomputing all that it would take is not enough", smallest)
+
+
+def _peaks(plan: Plan) -> tuple[int, ...]:
+    return plan.peak_slots if plan.sizes is None else communicate(plan).device_peak_bytes
+
+
+def _running_again(lane: Sequence[Action], chosen: set[Which]) -> tuple[Action, ...]:
+    """Return a lane in which the chosen microbatches run forward again, ahead of their backward."""
+    pairs = ((Action(Op.R, *a[1:3]), a) if a.op in BACKWARD and a[1:3] in chosen else (a,) for a in lane)
+    return tuple(action for pair in pairs for action in pair)
+
+
+class _Rank:
+    """One rank's list, in which as few microbatches as possible are to be recomputed."""
+
+    def __init__(self, plan: Plan, rank: int, lane: Sequence[Action]) -> None:
+        self._lane, self._meter = lane, plan.meter()
+        self._static = 0 if plan.sizes is None else plan.sizes.static[rank]
+        mine = {stage for stage, owner in enumerate(plan.stage_ranks) if owner == rank}
+        self._free = {stage for stage in mine if not {stage - 1, stage + 1} & mine}
+        self._backward = {action[1:3]: index for index, action in enumerate(lane) if action.op in BACKWARD}
+
+    def chosen(self, limit: int | None) -> set[Which] | None:
+        """Choose what to recompute: whenever the limit is exceeded, what is needed last. Return None if that is not enough."""
+        sweep = _Sweep(self._meter, self._static, limit)
+        for action in self._lane:
+            if action.op is Op.F and action.stage in self._free and action[1:3] in self._backward:
+                sweep.offer(action[1:3], self._backward[action[1:3]])
+            again = [Action(Op.R, *action[1:3])] if action.op in BACKWARD and action[1:3] in sweep.chosen else []
+            if not all(sweep.run(one) for one in (*again, action)):
+                return None
+        return sweep.chosen
+
+
+class _Sweep:
+    """One pass over a rank's actions. Each microbatch is counted both ways, so that it can be chosen later."""
+
+    def __init__(self, meter: Meter, static: int, limit: int | None) -> None:
+        self.chosen: set[Which] = set()
+        self._usual, self._again, self._limit = Amounts(meter.takes, meter.gives), meter.recomputed, limit
+        self._live = static
+        self._spared: defaultdict[Which, int] = defaultdict(int)  # what recomputing each microbatch would free
+        self._offered: list[tuple[int, Which]] = []  # the one needed last stands first
+        self._ended: set[Which] = set()  # whose backward has begun
+
+    def offer(self, which: Which, backward: int) -> None:
+        """Note that a microbatch that could be recomputed runs forward."""
+        heappush(self._offered, (-backward, which))
+
+    def run(self, action: Action) -> bool:
+        """Count an action, and choose until it is within the limit; return whether that is possible."""
+        self._change(action, 1)
+        if action.op in BACKWARD:
+            self._ended.add(action[1:3])
+        while self._limit is not None and self._live > self._limit:
+            if not self._choose():
+                return False
+        self._change(action, -1)
+        return True
+
+    def _change(self, action: Action, sign: int) -> None:
+        which = action[1:3]
+        usual, again = (_amount(amounts[sign < 0], action) * sign for amounts in (self._usual, self._again))
+        self._live += again if which in self.chosen else usual
+        self._spared[which] += usual - again
+
+    def _choose(self) -> bool:
+        """Choose what is needed last among what would free something; return whether there is any."""
+        while self._offered:
+            _, which = heappop(self._offered)
+            if which not in self._ended and self._spared[which] > 0:
+                self._live -= self._spared[which]
+                self.chosen.add(which)
+                return True
+        return False
+
+
+def _amount(amounts: Mapping[Op, Amount], action: Action) -> int:
+    return amounts[action.op](action) if action.op in amounts else 0

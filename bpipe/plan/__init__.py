@@ -1,0 +1,1 @@
+"""The plan of a pipeline's steps, and what it is made of: actions, memory, sizes, orders. Pure Python, without torch."""

@@ -1,0 +1,154 @@
+"""Plans as text for people: a grid over time, and an excerpt that points at one action."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from bpipe.plan.action import COMPUTE, HOST, Action, Op
+from bpipe.plan.activations import activation_peaks
+from bpipe.plan.amounts import show_each
+from bpipe.plan.order import UNITS, clock
+from bpipe.plan.plan import Plan
+
+__all__: list[str] = []
+
+EITHER_SIDE = 5
+AROUND = 12  # columns before and after the ranks' places
+MARKS = {Op.EVICT: ">^", Op.LOAD: "<v"}  # to and from another rank, or the host
+
+
+Row = tuple[str, list[str]]  # its label and its cells
+
+
+def rows(plan: Plan, columns: slice = slice(None)) -> list[str]:
+    """Draw one line per rank, one column per forward's time: `F0`, `B0 b0` for the two units of a backward, `..` for idle.
+
+    With several stages on a rank the stage is written too (`4F0`). Under a rank that evicts, `>3` stands where the eviction
+    of microbatch 3, or of parts of it, starts and `<3` where its load does; `^3` and `v3` where these go to the host.
+    """
+    return _lines(_grid(plan, columns))
+
+
+def _lines(grid: Sequence[Row]) -> list[str]:
+    width, label = _widths(grid)
+    return [f"{name:<{label}} | " + " ".join(f"{cell:<{width}}" for cell in cells).rstrip() for name, cells in grid]
+
+
+def num_fitting(plan: Plan, first: int, width: int) -> int:
+    """Return how many columns from the first one on fit into lines of some width; at least one."""
+    grid = _grid(plan, slice(first, first + width))
+    fitting = 1
+    for columns in range(2, 1 + len(grid[0][1])):
+        cell, label = _widths([(name, cells[:columns]) for name, cells in grid])
+        if label + len(" |") + columns * (1 + cell) > width:
+            break
+        fitting = columns
+    return fitting
+
+
+def where(plan: Plan, positions: Mapping[int, int], names: Sequence[str]) -> list[str]:
+    """Draw the grid around where some ranks are, with `>` and `<` around the cell of each: the computation it runs or waits for.
+
+    Args:
+        positions: the position of an action in the lane of each of these ranks, by rank of the plan.
+        names: the names of the plan's ranks.
+    """
+    lanes, starts, length = _clocked(plan)
+    stuck = {rank: starts[rank][_num_done(plan, rank, position)] for rank, position in positions.items() if starts[rank]}
+    window = range(max(min(stuck.values()) - AROUND, 0), min(max(stuck.values()) + AROUND, length))
+    grid: list[Row] = []
+    for rank, (lane, times) in enumerate(zip(lanes, starts)):
+        cells = _cells(plan, lane, times, window)
+        if rank in stuck:
+            cells[stuck[rank] - window.start] = f">{cells[stuck[rank] - window.start]}<"
+        grid.append((names[rank], cells))
+    return _lines(grid)
+
+
+def _num_done(plan: Plan, rank: int, position: int) -> int:
+    """Return how many of a rank's computations have ended before a position of its lane; one less if all have."""
+    lane = plan.actions[rank]
+    done = sum(plan.ends(action) for action in lane[:position] if action.op in COMPUTE)
+    return min(done, sum(plan.ends(action) for action in lane if action.op in COMPUTE) - 1)
+
+
+def _clocked(plan: Plan) -> tuple[list[list[Action]], Sequence[Sequence[int]], int]:
+    """Return the computations of each rank, the column where each starts, and the number of columns."""
+    lanes = [plan.compute(rank) for rank in range(plan.num_ranks)]
+    starts = clock(lanes, plan.num_stages)
+    return lanes, starts, max((times[-1] + UNITS[lane[-1].op] for lane, times in zip(lanes, starts) if lane), default=0)
+
+
+def _grid(plan: Plan, columns: slice) -> list[Row]:
+    lanes, starts, length = _clocked(plan)
+    window = range(length)[columns]
+    grid: list[Row] = []
+    for rank, (lane, times) in enumerate(zip(lanes, starts)):
+        grid.append((f"rank {rank}", _cells(plan, lane, times, window)))
+        moves = {column: text for column, text in _moves(plan, rank, times, length).items() if column in window}
+        if moves:
+            grid.append(("", [moves.get(column, "") for column in window]))
+    return grid
+
+
+def _widths(grid: Sequence[Row]) -> tuple[int, int]:
+    """Return the width of a cell and of a label."""
+    return max((len(cell) for _, cells in grid for cell in cells), default=2), max(len(name) for name, _ in grid)
+
+
+def _cells(plan: Plan, lane: Sequence[Action], starts: Sequence[int], window: range) -> list[str]:
+    """Return what a rank computes in each column of a window."""
+    cells = [".."] * len(window)
+    several = plan.num_stages > plan.num_ranks
+    for action, start in zip(lane, starts):
+        name = f"{action.stage if several else ''}{action.op}{action.microbatch}"
+        for unit in range(UNITS[action.op]):
+            if start + unit in window:
+                cells[start + unit - window.start] = name if unit == 0 else name.lower()
+    return cells
+
+
+def _moves(plan: Plan, rank: int, starts: Sequence[int], length: int) -> dict[int, str]:
+    """Return the marks of evictions and loads by column: that of the computation that follows, or that they interrupt."""
+    moves: dict[int, dict[str, None]] = {}
+    done = 0
+    for action in plan.actions[rank]:
+        if action.op in COMPUTE:
+            done += plan.ends(action)
+        elif action.op in MARKS:
+            column = starts[min(done, len(starts) - 1)]
+            moves.setdefault(min(column, length - 1), {})[f"{MARKS[action.op][action.peer == HOST]}{action.microbatch}"] = None
+    return {column: "".join(marks) for column, marks in moves.items()}
+
+
+def head(plan: Plan) -> str:
+    """Return a line that names the plan and its peaks: of all that a device holds and of activations, or in slots."""
+    ranks = "" if plan.num_ranks == plan.num_stages else f" on {plan.num_ranks} ranks"
+    return f"{plan.name}: {plan.num_stages} stages, {plan.num_microbatches} microbatches{ranks}, {_memory(plan)}"
+
+
+def _memory(plan: Plan) -> str:
+    """Describe the peaks and the budgets, in bytes where the plan counts them."""
+    if plan.sizes is not None:
+        budget = "" if plan.budgets is None else f"; budget {show_each(plan.budgets)}"
+        return f"planned: device {show_each(plan.device_peak_bytes)}; activations {show_each(activation_peaks(plan))}{budget}"
+    budget = "" if all(k is None for k in plan.slots) else f", budget {' '.join('-' if k is None else str(k) for k in plan.slots)}"
+    return f"peak slots {' '.join(map(str, plan.peak_slots))}{budget}"
+
+
+def draw(plan: Plan) -> str:
+    """Draw the grid under its head."""
+    return "\n".join([head(plan), *rows(plan)])
+
+
+def excerpt(plan: Plan, rank: int, served: bool, position: int) -> str:
+    """Show a few actions of one lane around a position, one per line, with the one at the position marked."""
+    lane = (plan.served if served else plan.actions)[rank]
+    first = max(position - EITHER_SIDE, 0)
+    lines = [f"rank {rank}{', served' if served else ''}:"]
+    for index, action in enumerate(lane[first : position + EITHER_SIDE + 1], start=first):
+        peer = "" if action.peer is None else "host" if action.peer == HOST else f"peer {action.peer}"
+        lines.append(f"  {index:>5} {action!s:<16}{peer:<10}".rstrip())
+        if index == position:
+            lines[-1] += "   <-- ERROR HERE"
+    return "\n".join(lines)

@@ -1,0 +1,165 @@
+"""The memory that actions take and give back, in slots or in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from bpipe.plan.action import COMPUTE, Action, Op
+from bpipe.plan.sizes import Sizes
+
+__all__: list[str] = []
+
+Amount = Callable[[Action], int]
+
+
+class Amounts(NamedTuple):
+    """The memory that actions take before they run and give back after they ran, by operation."""
+
+    takes: Mapping[Op, Amount]
+    gives: Mapping[Op, Amount]
+
+
+class Meter(NamedTuple):
+    """The memory that actions take before they run and give back after they ran, by operation.
+
+    Args:
+        takes, gives: for a microbatch that stays or is evicted.
+        recomputed: for one whose forward runs again: the first forward keeps only its input.
+    """
+
+    takes: Mapping[Op, Amount]
+    gives: Mapping[Op, Amount]
+    recomputed: Amounts
+
+    def taken(self, action: Action) -> int:
+        """Return what an action takes before it runs."""
+        return self.takes[action.op](action) if action.op in self.takes else 0
+
+
+def meter_of(saved: Amount, moved: Amount) -> Meter:
+    """Return a meter where a forward takes what it saves until its backward ends; what moves counts at both ends while it moves.
+
+    Each piece of a forward or a backward takes or gives back what that piece saves.
+    """
+    return Meter(
+        takes={Op.F: saved, Op.LOAD: moved, Op.ACCEPT: moved},
+        gives={Op.B: saved, Op.W: saved, Op.WAIT_EVICT: moved, Op.WAIT_RETURN: moved},
+        recomputed=Amounts(takes={Op.R: saved}, gives={Op.B: saved, Op.W: saved}),
+    )
+
+
+def slot(action: Action) -> int:
+    """Count every microbatch as 1: its parts count as 0, except the first piece of a computation, which stands for all."""
+    return 1 if action.part == 0 or (action.part == 1 and action.op in COMPUTE) else 0
+
+
+SLOTS = meter_of(slot, slot)
+
+
+def occupancy(actions: Sequence[Action], meter: Meter = SLOTS) -> Iterator[int]:
+    """Yield what is occupied while each action runs, in the meter's unit."""
+    recomputed = {action[1:3] for action in actions if action[0] is Op.R}
+    usual, live = Amounts(meter.takes, meter.gives), 0
+    for action in actions:
+        takes, gives = meter.recomputed if recomputed and action[1:3] in recomputed else usual
+        taken = takes.get(action[0])
+        if taken is not None:
+            live += taken(action)
+        yield live
+        given = gives.get(action[0])
+        if given is not None:
+            live -= given(action)
+
+
+class _Messages(NamedTuple):
+    """The bytes that a microbatch takes on one stage besides its saved ones.
+
+    Args:
+        handed: of the input, what counts already when the forward begins.
+        kept: of these, what the forward saves, so that it counts once.
+        made: of the output, what is not among the saved bytes: counts until it has arrived where it is used.
+        result: the gradient for the stage before.
+        used: the gradient of the output, which the backward uses up.
+        ended: of `made`, what is gone when the forward has run: the last stage's output, once the loss is there.
+        begun: of `used`, what the backward makes itself: the gradient of that output.
+    """
+
+    handed: int
+    kept: int
+    made: int
+    result: int
+    used: int
+    ended: int
+    begun: int
+
+
+def _messages(sizes: Sizes, stage_ranks: tuple[int, ...], stage: int) -> _Messages:
+    """Compute what a stage's messages take; between stages of one rank nothing is received: one's output is the other's input."""
+    own = sizes.stages[stage]
+    is_first, is_last = stage == 0, stage + 1 == len(stage_ranks)
+    made = own.sent - own.kept_sent
+    handed, used = own.received, own.sent
+    if not is_first and stage_ranks[stage - 1] == stage_ranks[stage]:
+        handed = sizes.stages[stage - 1].sent - sizes.stages[stage - 1].kept_sent
+    if not is_last and stage_ranks[stage + 1] == stage_ranks[stage]:
+        used = sizes.stages[stage + 1].received
+    return _Messages(
+        handed=0 if is_first else handed,
+        kept=0 if is_first else min(own.kept_received, handed),
+        made=made,
+        result=0 if is_first else own.received,
+        used=used,
+        ended=made if is_last else 0,
+        begun=used if is_last else 0,
+    )
+
+
+@lru_cache(maxsize=64)
+def bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...]) -> Meter:
+    """Return a meter of bytes, messages between stages included.
+
+    For a computation in pieces, the input counts until the last piece of the forward has run, and the output from then on; the
+    gradient of the output counts during the first piece of the backward, that of the input from its last one on.
+    """
+    messages = [_messages(sizes, stage_ranks, stage) for stage in range(len(stage_ranks))]
+
+    def amounts(of: Callable[[int, int, int], int]) -> Amount:
+        """Tabulate what an action counts, by its stage, its part and its stage's number of parts; part 0 stands for all."""
+        table = [[of(s, part, len(stage.parts)) for part in range(len(stage.parts) + 1)] for s, stage in enumerate(sizes.stages)]
+        return lambda action: table[action[1]][action[3]]
+
+    def saved(stage: int, part: int) -> int:
+        own = sizes.stages[stage]
+        return own.parts[part - 1] + own.fixed * (part == 1) if part else own.saved
+
+    own = meter_of(amounts(lambda s, part, n: saved(s, part)), amounts(lambda s, part, n: sizes.stages[s].moved(part)))
+    takes: dict[Op, Amount] = {
+        Op.RECV_F: amounts(lambda s, part, n: sizes.stages[s].received),
+        Op.F: amounts(lambda s, part, n: saved(s, part) + messages[s].made * (part in (0, n)) - messages[s].kept * (part == 0)),
+        Op.RECV_B: amounts(lambda s, part, n: sizes.stages[s].sent),
+        Op.B: amounts(lambda s, part, n: messages[s].result * (part in (0, 1)) + messages[s].begun * (part in (0, n))),
+        Op.I: amounts(lambda s, part, n: messages[s].result + messages[s].begun),
+    }
+    gives: dict[Op, Amount] = {
+        Op.F: amounts(
+            lambda s, part, n: (messages[s].handed + messages[s].ended) * (part in (0, n)) - messages[s].kept * (part == 0)
+        ),
+        Op.WAIT_SEND_F: amounts(lambda s, part, n: messages[s].made),
+        Op.B: amounts(lambda s, part, n: saved(s, part) + messages[s].used * (part in (0, n))),
+        Op.I: amounts(lambda s, part, n: messages[s].used + sizes.stages[s].saved - sizes.stages[s].late),
+        Op.W: amounts(lambda s, part, n: sizes.stages[s].late),
+        Op.WAIT_SEND_B: amounts(lambda s, part, n: messages[s].result),
+    }
+    takes_again = {
+        Op.F: amounts(lambda s, part, n: sizes.stages[s].sent),
+        Op.R: amounts(lambda s, part, n: messages[s].made + sizes.stages[s].saved - messages[s].kept),
+    }
+    gives_again = {
+        Op.F: amounts(lambda s, part, n: sizes.stages[s].sent * (s + 1 == len(stage_ranks))),
+        Op.WAIT_SEND_F: amounts(lambda s, part, n: sizes.stages[s].sent),
+        Op.R: amounts(lambda s, part, n: messages[s].made + messages[s].handed - messages[s].kept),
+    }
+    again = Amounts({**takes, **takes_again}, {**gives, **gives_again})
+    return Meter({**own.takes, **takes}, {**own.gives, **gives}, again)

@@ -1,0 +1,197 @@
+"""Orders of events: the clock of the computations, and one global order of everything a plan does."""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from bpipe.errors import PlanError
+from bpipe.plan.action import HOST, RECEIVER_OF, WAIT_OF, Action, Op
+from bpipe.plan.plan import Plan
+
+__all__ = ["Moments", "Stuck", "clock", "linearise", "run_greedily"]
+
+Key = tuple[Op, int, int]
+
+UNITS = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1, Op.R: 1}
+
+
+# What others wait for: the input half stands for the whole backward.
+RESULT = {Op.F: Op.F, Op.B: Op.B, Op.I: Op.B, Op.W: Op.W, Op.R: Op.R}
+
+
+def needs(action: Action, last_stage: int) -> Key | None:
+    """Return the computation whose result a computation waits for, besides what its own rank did before."""
+    op, stage, microbatch, *_ = action
+    if op is Op.F:
+        return (Op.F, stage - 1, microbatch) if stage else None
+    if op is Op.R:
+        return (Op.F, stage, microbatch)
+    if op is Op.W:
+        return (Op.B, stage, microbatch)
+    return (Op.F, stage, microbatch) if stage == last_stage else (Op.B, stage + 1, microbatch)
+
+
+class Moments:
+    """A moment for each computation: 8 bytes each, so that the plans of thousands of ranks fit into memory."""
+
+    def __init__(self, num_stages: int, num_microbatches: int) -> None:
+        self._m = num_microbatches
+        self._unknown = array("q", [-1]) * (num_stages * num_microbatches)
+        self._tables: dict[Op, array[int]] = {}
+
+    def __getitem__(self, key: Key) -> int:
+        """Return the moment of a result, or a negative number if it has none."""
+        op, stage, microbatch = key
+        table = self._tables.get(op)
+        return -1 if table is None else table[stage * self._m + microbatch]
+
+    def __setitem__(self, key: Key, moment: int) -> None:
+        op, stage, microbatch = key
+        if op not in self._tables:
+            self._tables[op] = self._unknown[:]
+        self._tables[op][stage * self._m + microbatch] = moment
+
+
+def num_microbatches_of(lanes: Sequence[Sequence[Action]], num_stages: int) -> int:
+    """Return one more than the highest microbatch of some lanes of computations.
+
+    Raises:
+        PlanError: a stage does not exist, or a microbatch is so high that most of the others must be missing.
+    """
+    highest = 0
+    for lane in lanes:
+        for action in lane:
+            if not 0 <= action.stage < num_stages or action.microbatch < 0:
+                raise PlanError(f"{action} is outside a plan of stages 0 to {num_stages - 1} and microbatches from 0 on")
+            highest = max(highest, action.microbatch)
+    count = sum(map(len, lanes))
+    if 2 * count < num_stages * highest:
+        raise PlanError(f"microbatch {highest} of {num_stages} stages in a plan of {count} computations: most are missing")
+    return highest + 1
+
+
+def clock(lanes: Sequence[Sequence[Action]], num_stages: int) -> list[array[int]]:
+    """Compute when each computation starts if a forward takes one unit, a backward two, each of its halves one, transfers none.
+
+    Returns:
+        One list of start times a rank, as long as its lane.
+
+    Raises:
+        PlanError: the lanes wait for each other in a cycle, or lack microbatches.
+    """
+    ends = Moments(num_stages, num_microbatches_of(lanes, num_stages))
+    starts = [array("q") for _ in lanes]
+    free = [0] * len(lanes)
+    waiting: dict[Key, list[int]] = defaultdict(list)
+    runnable = deque(range(len(lanes)))
+    while runnable:
+        rank = runnable.popleft()
+        lane = lanes[rank]
+        while len(starts[rank]) < len(lane):
+            action = lane[len(starts[rank])]
+            needed = needs(action, num_stages - 1)
+            ready = 0 if needed is None else ends[needed]
+            if needed is not None and ready < 0:
+                waiting[needed].append(rank)
+                break
+            start = max(free[rank], ready)
+            starts[rank].append(start)
+            result = (RESULT[action.op], action.stage, action.microbatch)
+            free[rank] = ends[result] = start + UNITS[action.op]
+            if result in waiting:
+                runnable.extend(waiting.pop(result))
+    stuck = [
+        f"rank {rank} before {lane[len(done)]}" for rank, (done, lane) in enumerate(zip(starts, lanes)) if len(done) < len(lane)
+    ]
+    if stuck:
+        raise PlanError(f"no order of the computations works: {', '.join(stuck)} wait for each other")
+    return starts
+
+
+def _enablers() -> dict[Op, tuple[Op, int]]:
+    """Return what must have happened on the other end before an action can go on, as (operation, offset of the stage).
+
+    Every transfer is an unbuffered rendezvous: a receive completes once its send has started, a send once its receive has
+    completed. An ACCEPT starts once its EVICT has, because the sizes arrive with it.
+    """
+    enabled_by: dict[Op, tuple[Op, int]] = {Op.ACCEPT: (Op.EVICT, 0)}
+    for send, (receive, offset) in RECEIVER_OF.items():
+        enabled_by[WAIT_OF[receive]] = (send, -offset)
+        enabled_by[WAIT_OF[send]] = (WAIT_OF[receive], offset)
+    return enabled_by
+
+
+ENABLED_BY = _enablers()
+ENABLERS = frozenset(enabler for enabler, _ in ENABLED_BY.values())
+
+
+class Stuck(NamedTuple):
+    """A lane that can never go on: the action that comes next, and what it waits for."""
+
+    rank: int
+    action: Action
+    missing: Action
+
+
+def linearise(plan: Plan) -> list[tuple[int, Action]]:
+    """Return one global order of all actions of a verified plan, with their ranks."""
+    order: list[tuple[int, Action]] = []
+    stuck = run_greedily(plan, order)
+    assert not stuck, stuck
+    return order
+
+
+def run_greedily(plan: Plan, order: list[tuple[int, Action]] | None = None) -> list[Stuck]:
+    """Run the plan with unbuffered transfers, every lane as far as it can go.
+
+    No rank ever has a choice, so this one greedy run decides for all interleavings: if it ends, every execution ends. Acceptors
+    go first, then a rank inside a computation in pieces, so that nothing else is computed between its pieces.
+
+    Args:
+        plan: its actions must name its stages and microbatches, and no others.
+        order: a list to fill with all actions that ran, and their ranks.
+
+    Returns:
+        The lanes that got stuck: none in a sound plan.
+    """
+    lanes = list(enumerate(plan.actions))
+    lanes += [(rank, chain) for rank in range(plan.num_ranks) for chain in plan.chains(rank).values()]
+    positions = [0] * len(lanes)
+    width = 1 + max(map(plan.num_parts, range(plan.num_stages)))
+    happened = {op: [bytearray(plan.num_microbatches * width) for _ in plan.stage_ranks] for op in ENABLERS}
+    waiting: dict[tuple[Op, int, int], list[int]] = defaultdict(list)
+    blocked: dict[int, Stuck] = {}
+    runnable = deque(range(plan.num_ranks))
+    acceptors = deque(range(plan.num_ranks, len(lanes)))
+    inside: int | None = None
+    while runnable or acceptors:
+        index = acceptors.popleft() if acceptors else runnable.popleft()
+        blocked.pop(index, None)
+        rank, lane = lanes[index]
+        for position in range(positions[index], len(lane)):
+            op, stage, microbatch, part, peer = action = lane[position]
+            which = microbatch * width + part
+            if op in ENABLED_BY and peer != HOST:
+                enabler, offset = ENABLED_BY[op]
+                if not happened[enabler][stage + offset][which]:
+                    waiting[enabler, stage + offset, which].append(index)
+                    blocked[index] = Stuck(rank, action, Action(enabler, stage + offset, microbatch, part))
+                    positions[index] = position
+                    break
+            if order is not None:
+                order.append((rank, action))
+            if part and (op is Op.F or op is Op.B):
+                inside = None if plan.ends(action) else index
+            if op in happened:
+                happened[op][stage][which] = True
+                for woken in waiting.pop((op, stage, which), ()):
+                    if woken >= plan.num_ranks:
+                        acceptors.append(woken)
+                    elif woken == inside:
+                        runnable.appendleft(woken)
+                    else:
+                        runnable.append(woken)
+    return list(blocked.values())

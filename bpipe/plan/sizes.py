@@ -1,0 +1,129 @@
+"""The bytes that a microbatch takes on each stage, and the static bytes of each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from bpipe.errors import ConfigurationError
+from bpipe.plan.action import Action, Op
+
+__all__ = ["Sizes", "StageSizes"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSizes:
+    """The bytes that one microbatch takes on one stage.
+
+    Args:
+        parts: its saved bytes that can move: one number, or one for each part that can move by itself, in the order in
+            which the forward saves them.
+        fixed: its saved bytes that cannot move.
+        received: the message from the stage before; the gradient sent back is as large.
+        sent: the message to the stage after, or what the last stage and the loss return; its gradient is as large.
+        kept_received: how much of `received` the saved bytes contain.
+        kept_sent: how much of `sent` they contain.
+        between: what it takes between the halves of its backward, gradients for the weight half included; None: all it saved.
+
+    Raises:
+        ConfigurationError: a negative number, no part, or more kept than there is.
+    """
+
+    parts: tuple[int, ...]
+    fixed: int = 0
+    received: int = 0
+    sent: int = 0
+    kept_received: int = 0
+    kept_sent: int = 0
+    between: int | None = None
+
+    def __post_init__(self) -> None:
+        numbers = (*self.parts, self.fixed, self.received, self.sent, self.kept_received, self.kept_sent, self.between or 0)
+        if not self.parts or not all(isinstance(n, int) and n >= 0 for n in numbers):
+            raise ConfigurationError(f"sizes are whole numbers of at least 0, and at least one part: {self}")
+        if self.kept_received > min(self.received, self.saved) or self.kept_sent > min(self.sent, self.saved):
+            raise ConfigurationError(f"a stage cannot keep more of a message than it has: {self}")
+
+    @property
+    def movable(self) -> int:
+        """The bytes of a microbatch that can be evicted."""
+        return sum(self.parts)
+
+    @property
+    def saved(self) -> int:
+        """The bytes that a microbatch keeps from its forward to the end of its backward."""
+        return self.fixed + self.movable
+
+    @property
+    def late(self) -> int:
+        """The bytes that it takes between the halves of its backward."""
+        return self.saved if self.between is None else self.between
+
+    def without_messages(self) -> StageSizes:
+        """Return these sizes with only what is saved."""
+        return replace(self, received=0, sent=0, kept_received=0, kept_sent=0)
+
+    def moved(self, part: int) -> int:
+        """Return the bytes that an eviction of a part moves; part 0 stands for all parts."""
+        return self.parts[part - 1] if part else self.movable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The bytes of one microbatch on each stage, and of what stays on each rank.
+
+    Args:
+        stages: one entry a stage.
+        static: for each rank, what stays: parameters, gradients, optimizer states.
+
+    Raises:
+        ConfigurationError: a negative number of static bytes.
+
+    Example:
+        >>> Sizes.of([4, 6]).stages[1].saved
+        6
+    """
+
+    stages: tuple[StageSizes, ...]
+    static: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(n, int) and n >= 0 for n in self.static):
+            raise ConfigurationError(f"static bytes are whole numbers of at least 0: {self.static}")
+
+    @classmethod
+    def of(cls, saved: Iterable[int], *, num_ranks: int | None = None, num_parts: int = 1) -> Sizes:
+        """Return sizes of stages that save these bytes, all of which can move, in parts of about equal size, and nothing else."""
+        stages = tuple(StageSizes(parts=_cut(size, num_parts)) for size in saved)
+        return cls(stages=stages, static=(0,) * (len(stages) if num_ranks is None else num_ranks))
+
+    def check(self, num_stages: int, num_ranks: int) -> None:
+        """Raise unless these sizes fit a plan.
+
+        Raises:
+            ConfigurationError: they have other numbers of stages or ranks.
+        """
+        if (len(self.stages), len(self.static)) != (num_stages, num_ranks):
+            raise ConfigurationError(
+                f"sizes of {len(self.stages)} stages and {len(self.static)} ranks for a plan of {num_stages} and {num_ranks}: "
+                "give a StageSizes for each stage and the static bytes of each rank"
+            )
+
+    def moved(self, action: Action) -> int:
+        """Return the bytes that an eviction or a load moves."""
+        return self.stages[action.stage].moved(action.part)
+
+    def carried(self, action: Action) -> int:
+        """Return the bytes that a transfer carries, on either end: an output is `sent`, a gradient its sender's `received`."""
+        op, stage = action.op, action.stage
+        if op is Op.SEND_F or op is Op.RECV_F:
+            return self.stages[stage - (op is Op.RECV_F)].sent
+        if op is Op.SEND_B or op is Op.RECV_B:
+            return self.stages[stage + (op is Op.RECV_B)].received
+        return self.moved(action)
+
+
+def _cut(size: int, num_parts: int) -> tuple[int, ...]:
+    ends = [size * part // num_parts for part in range(num_parts + 1)]
+    return tuple(end - start for start, end in pairwise(ends))

@@ -1,0 +1,175 @@
+"""Plans as files: our own text, which says everything, and the CSV that torch.distributed.pipelining reads."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from dataclasses import replace
+
+from bpipe.errors import PlanError
+from bpipe.passes.communicate import communicate
+from bpipe.plan.action import COMPUTE, START_OF, Action, Op
+from bpipe.plan.plan import Plan
+from bpipe.plan.sizes import Sizes, StageSizes
+
+__all__: list[str] = []
+
+HEADER = re.compile(
+    r"bpipe-plan 1 name=(?P<name>\S+) microbatches=(?P<microbatches>\d{1,9}) "
+    r"stage_ranks=(?P<stage_ranks>\d{1,9}(?:,\d{1,9})*) slots=(?P<slots>[\d,-]+) backward=(?P<backward>[01])",
+    re.ASCII,
+)
+
+NUMBERS = ("fixed", "received", "sent", "kept_received", "kept_sent", "between")  # of a stage, the last one if there is one
+SHARDING = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)")  # torch writes it; FSDP does it by itself where nothing says when
+
+
+def wrong_with_name(name: str) -> str:
+    """Return why a plan of that name could not be read back, or an empty string if it could."""
+    return "" if name.split() == [name] else f"the name {name!r} is no word: a plan's text is read word by word"
+
+
+def to_text(plan: Plan) -> str:
+    """Write a header, then one line per rank and lane; a peer is written unless it is the neighbour that the placement implies."""
+    slots = ",".join("-" if k is None else str(k) for k in plan.slots)
+    lines = [
+        f"bpipe-plan 1 name={plan.name} microbatches={plan.num_microbatches} "
+        f"stage_ranks={','.join(map(str, plan.stage_ranks))} slots={slots} backward={int(plan.has_backward)}"
+    ]
+    if plan.sizes is not None:
+        lines += [f"size {stage}: {','.join(map(str, s.parts))} {_numbers(s)}" for stage, s in enumerate(plan.sizes.stages)]
+        lines.append(f"static: {' '.join(map(str, plan.sizes.static))}")
+    if plan.budgets is not None:
+        lines.append(f"budgets: {' '.join('-' if budget is None else str(budget) for budget in plan.budgets)}")
+    for kind, lanes in (("rank", plan.actions), ("serve", plan.served)):
+        for rank, lane in enumerate(lanes):
+            lines.append(" ".join([f"{kind} {rank}:", *(_write(action, plan.stage_ranks) for action in lane)]))
+    return "\n".join(lines) + "\n"
+
+
+def from_text(text: str) -> Plan:
+    """Read the lines that `to_text` wrote."""
+    head, *lines = text.splitlines() or [""]
+    match = HEADER.fullmatch(head)
+    if match is None:
+        raise PlanError(f"no plan: the first line is {head[:80]!r}, expected 'bpipe-plan 1 name=... microbatches=...'")
+    stage_ranks = tuple(map(int, match["stage_ranks"].split(",")))
+    try:
+        slots = tuple(None if k == "-" else int(k) for k in match["slots"].split(","))
+    except ValueError as error:
+        raise PlanError(f"no plan: slots={match['slots']!r} is no list of numbers and '-'") from error
+    num_sizes = sum(line.startswith(("size ", "static:", "budgets:")) for line in lines)
+    sizes, budgets = _read_sizes(lines[:num_sizes])
+    lanes: dict[str, list[tuple[Action, ...]]] = {"rank": [], "serve": []}
+    for number, line in enumerate(lines[num_sizes:], start=2 + num_sizes):
+        start, _, words = line.partition(":")
+        kind, _, rank = start.partition(" ")
+        if kind not in lanes or rank != str(len(lanes[kind])):
+            raise PlanError(f"no plan: line {number} starts {line[:40]!r}, expected 'rank N:' or 'serve N:' in ascending order")
+        lanes[kind].append(tuple(_read(word, stage_ranks) for word in words.split()))
+    return Plan(
+        name=match["name"],
+        num_microbatches=int(match["microbatches"]),
+        stage_ranks=stage_ranks,
+        actions=tuple(lanes["rank"]),
+        served=tuple(lanes["serve"]),
+        slots=slots,
+        sizes=sizes,
+        budgets=budgets,
+        has_backward=match["backward"] == "1",
+    )
+
+
+def _numbers(stage: StageSizes) -> str:
+    numbers = [getattr(stage, name) for name in NUMBERS]
+    return " ".join(str(number) for number in numbers if number is not None)
+
+
+def _read_sizes(lines: list[str]) -> tuple[Sizes | None, tuple[int | None, ...] | None]:
+    """Read the lines of sizes and of budgets, if there are any."""
+    stages: list[StageSizes] = []
+    sizes: Sizes | None = None
+    budgets: tuple[int | None, ...] | None = None
+    for line in lines:
+        kind, _, words = line.partition(":")
+        try:
+            if kind == f"size {len(stages)}":
+                parts, *numbers = words.split()
+                if len(numbers) not in (len(NUMBERS) - 1, len(NUMBERS)):
+                    raise ValueError(f"{len(numbers)} numbers")
+                stages.append(StageSizes(parts=tuple(map(int, parts.split(","))), **dict(zip(NUMBERS, map(int, numbers)))))
+            elif kind == "static" and sizes is None:
+                sizes = Sizes(stages=(), static=tuple(map(int, words.split())))
+            elif kind == "budgets" and budgets is None:
+                budgets = tuple(None if word == "-" else int(word) for word in words.split())
+            else:
+                raise ValueError("stages are not in ascending order, or a line is there twice")
+        except ValueError as error:
+            raise PlanError(f"no plan: the sizes in {line[:60]!r} cannot be read: {error}") from error
+    if bool(stages) != (sizes is not None):
+        raise PlanError(f"no plan: sizes of {len(stages)} stages, and {'no' if sizes is None else 'a'} line of static bytes")
+    return None if sizes is None else replace(sizes, stages=tuple(stages)), budgets
+
+
+def _write(action: Action, stage_ranks: tuple[int, ...]) -> str:
+    if action.peer == _implied_peer(action, stage_ranks):
+        return str(action)
+    return action.full_text if action.peer is not None else f"{action}@none"  # which no plan has, and `parse` refuses
+
+
+def _read(word: str, stage_ranks: tuple[int, ...]) -> Action:
+    action = Action.parse(word)
+    return action if action.peer is not None else action._replace(peer=_implied_peer(action, stage_ranks))
+
+
+_NEIGHBOUR = {Op.SEND_F: 1, Op.RECV_B: 1, Op.RECV_F: -1, Op.SEND_B: -1}
+
+
+def _implied_peer(action: Action, stage_ranks: tuple[int, ...]) -> int | None:
+    offset = _NEIGHBOUR.get(START_OF.get(action.op, action.op))
+    if offset is None or not 0 <= action.stage + offset < len(stage_ranks):
+        return None
+    return stage_ranks[action.stage + offset]
+
+
+def to_csv(plan: Plan) -> str:
+    """Write one row per rank, with only the starts of transfers, since torch waits where it needs to."""
+    actions = [action for lane in plan.actions for action in lane]
+    for what, is_so in (
+        ("evicts", any(action.op is Op.EVICT for action in actions)),
+        ("recomputes", any(action.op is Op.R for action in actions)),
+        ("computes in pieces", any(action.part for action in actions)),
+    ):
+        if is_so:
+            raise PlanError(f"{plan.name} {what}, which torch.distributed.pipelining's CSV cannot say: use to_text()")
+    rows = [[str(action) for action in lane if action.op not in START_OF] for lane in plan.actions]
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(rows)
+    return out.getvalue()
+
+
+def from_csv(text: str, name: str) -> Plan:
+    """Keep a CSV's computations and place the transfers again."""
+    if wrong := wrong_with_name(name):
+        raise PlanError(wrong)
+    try:
+        cells = list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise PlanError(f"no schedule: the text is no CSV, {error}") from error
+    rows = [[Action.parse(cell) for cell in row if cell.strip() and not SHARDING.fullmatch(cell.strip())] for row in cells]
+    lanes = tuple(tuple(action for action in row if action.op in COMPUTE) for row in rows)
+    owners = {action.stage: rank for rank, lane in enumerate(lanes) for action in lane}
+    if sorted(owners) != list(range(len(owners))) or not owners:
+        raise PlanError(f"no schedule: stages {sorted(owners)} have computations, expected 0 to {max(owners, default=0)}")
+    return communicate(
+        Plan(
+            name=name,
+            num_microbatches=1 + max(action.microbatch for lane in lanes for action in lane),
+            stage_ranks=tuple(owners[stage] for stage in range(len(owners))),
+            actions=lanes,
+            served=((),) * len(lanes),
+            slots=(None,) * len(lanes),
+            has_backward=any(action.op is not Op.F for lane in lanes for action in lane),
+        )
+    )

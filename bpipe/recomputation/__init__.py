@@ -1,0 +1,1 @@
+"""Forwards that run twice: what they read and change is found, put back and compared."""

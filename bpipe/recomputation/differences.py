@@ -1,0 +1,88 @@
+"""Comparisons of what should be equal, made when they cost no wait: at once on the CPU, at the end of the step on a device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+
+from bpipe.errors import StageError
+from bpipe.recomputation.checksums import Sum, is_awaited, sum_of_memory
+
+__all__: list[str] = []
+
+
+class Differences:
+    """The comparisons of one step."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[torch.Tensor, str]] = []  # whether something differs, and what to say then
+
+    def compare(self, one: Iterable[Sum], other: Iterable[Sum], message: str) -> None:
+        """Compare numbers or tensors, or have them compared by the device that they are on.
+
+        Raises:
+            StageError: they differ, as far as that is known at once.
+        """
+        for a, b in zip(one, other, strict=True):
+            if isinstance(a, torch.Tensor) and is_awaited(a.device):
+                self._found.append(((a != b).any(), message))
+            elif not torch.equal(a, torch.as_tensor(b)) if isinstance(a, torch.Tensor) else a != b:
+                raise StageError(message)
+
+    def check(self) -> None:
+        """Wait for what devices have compared.
+
+        Raises:
+            StageError: something differs; the first message, and how many others there are.
+        """
+        found, self._found = self._found, []
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for flag, _ in found:
+            by_device.setdefault(flag.device, []).append(flag)
+        seen = {device: iter(torch.stack(flags).tolist()) for device, flags in by_device.items()}
+        messages = list(dict.fromkeys(message for flag, message in found if next(seen[flag.device])))
+        if messages:
+            others = f" (and {len(messages) - 1} more like it in this step)" if len(messages) > 1 else ""
+            raise StageError(messages[0] + others)
+
+
+class _Constant(NamedTuple):
+    name: str
+    tensor: weakref.ref[torch.Tensor]
+    version: int
+    num_bytes: int
+    total: Sum
+
+
+class Constants:
+    """The large tensors of a stage that no forward has written so far, and its frozen parameters: read twice a step.
+
+    Args:
+        tensors: strided ones, with their names and versions.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor, int]]) -> None:
+        self._constants: list[_Constant] = []
+        seen: set[tuple[int, int]] = set()
+        for name, tensor, version in tensors:
+            num_bytes, place = tensor.untyped_storage().nbytes(), (tensor.data_ptr(), tensor.numel())
+            if num_bytes and place not in seen:
+                seen.add(place)
+                self._constants.append(_Constant(name, weakref.ref(tensor), version, num_bytes, sum_of_memory(tensor.detach())))
+
+    def compare(self, differences: Differences, stage: str) -> None:
+        """Compare the tensors that are left with what they were, except those that were written in a way that torch counts."""
+        for name, reference, version, num_bytes, total in self._constants:
+            tensor = reference()
+            if tensor is None or tensor._version != version or tensor.untyped_storage().nbytes() != num_bytes:
+                continue
+            differences.compare(
+                [total],
+                [sum_of_memory(tensor.detach())],
+                f"{stage} cannot be recomputed: its forwards write {name} in a way that torch does not count (through .data, or "
+                "a fused kernel), and those before this step did not, so that it may have been written twice. Evict instead "
+                "(by='evict')",
+            )

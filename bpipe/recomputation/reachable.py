@@ -1,0 +1,230 @@
+"""Find what a forward may read and change besides its arguments: the state of its modules, wherever they keep it."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict, UserDict, UserList
+from collections.abc import Iterable, Sequence
+from functools import partial
+from operator import is_
+from types import CellType, FunctionType, MethodType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
+
+from bpipe.model.nest import slots_of
+from bpipe.recomputation.contents import ATOMS, DICT, SCRIPT, SLOTS, Content, Contents, Kind, kind_of
+from bpipe.recomputation.generators import Source, source_of
+
+__all__: list[str] = []
+
+# What every module has in its dict, but what a forward may change: whether it trains.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
+_FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "bpipe", "triton"}  # whose objects keep no state of a forward
+_HOLDERS = (SimpleNamespace, UserDict, UserList)  # but these do
+_MOST_OBJECTS = 1000  # besides modules, in one search
+_DEEPEST = 5  # containers in containers, from a module
+_LONGEST = 1000  # a longer container is copied, and not searched
+_SPECIAL = (torch.jit.ScriptModule, LazyModuleMixin)
+
+
+class Place(NamedTuple):
+    """Where a tensor is to be found; `put` is None where it cannot be replaced."""
+
+    container: Any
+    key: Any
+    put: Any
+
+
+# An object that the search has come to, how many containers lie between it and a module, and whether it is what a module keeps.
+_Step = tuple[Any, int, bool]
+
+
+class Reachable:
+    """What is reached from some roots now: modules, a loss function, and whatever their attributes lead to.
+
+    Containers and tensors count where attributes of modules lead to them. Behind functions, hooks and bound methods, whose
+    objects may also belong to others, only modules and generators do.
+
+    Args:
+        roots: the modules that run and, if any, the loss function.
+    """
+
+    def __init__(self, roots: Iterable[Any]) -> None:
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.places: dict[int, list[Place]] = {}  # of each tensor
+        self.sources: list[Source] = []
+        self.parameters: list[tuple[str, torch.Tensor]] = []
+        self.mode: tuple[bool, ...] = ()  # train or eval, module by module
+        self._dicts: list[dict[Any, Any]] = []  # in which modules keep something
+        self._others: list[Content] = []  # likewise what is no dict
+        self._dicts_beside: list[dict[Any, Any]] = []  # what else was looked into
+        self._others_beside: list[Content] = []
+        self._functions: list[tuple[Any, Sequence[Any]]] = []  # with what they use
+        self._owners: list[Any] = []  # modules and other objects with attributes
+        self._attributes: list[Any] = []  # the dicts of these
+        self._is_steady = True  # whether `is_current` would look at all that another search would look at
+        self._seen: dict[int, Any] = {}  # by identity, and kept alive: another object must not get its identity
+        self._holders: dict[int, tuple[int, Any]] = {}  # of what is in a container: that, and the key there
+        self._num_objects = 0
+        self._todo: list[_Step] = [(root, 0, True) for root in roots]
+        self._later: list[_Step] = []  # what is state and is also reached in other ways is state
+        while self._todo or self._later:
+            self._visit(*(self._todo or self._later).pop())
+        self._is_steady &= {*map(type, self._dicts_beside)} <= {dict, OrderedDict}
+        self.contents = Contents(self._dicts, self._others)
+        self._searched = Contents(self._dicts_beside if self._is_steady else (), self._others_beside)
+        self.parameters = [(name, one) for name, one in self.parameters if not one.is_inference()]  # those that have versions
+        self._kinds = [*map(type, self._seen.values())]
+
+    def is_current(self) -> bool:
+        """Return whether another search would find the same: nothing that this one has looked at has changed."""
+        is_same = self._is_steady and self._kinds == [*map(type, self._seen.values())]
+        is_same = is_same and all(map(is_, self._attributes, map(vars, self._owners)))
+        is_same = is_same and self.contents.are_same() and self._searched.are_same()
+        return is_same and all(_are_same(used, _used_by(function)) for function, used in self._functions)
+
+    def name(self, tensor: int) -> str:
+        """Return the name of a tensor, given its identity: that of a module's attribute or buffer, and the path to it in there."""
+        container, key, _ = self.places[tensor][0]
+        above, way = id(container), [key]
+        while above in self._holders and len(way) <= _DEEPEST:
+            above, key = self._holders[above]
+            way.append(key)
+        return "".join([str(way.pop()), *(f"[{key!r}]" for key in reversed(way))])
+
+    def _visit(self, value: Any, depth: int, is_state: bool) -> None:
+        if (key := id(value)) in self._seen:
+            return
+        self._seen[key] = value
+        if isinstance(value, nn.Module):
+            self._module(value)
+        elif depth <= _DEEPEST and self._num_objects < _MOST_OBJECTS:
+            self._num_objects += 1
+            self._object(value, depth, is_state)
+
+    def _module(self, module: nn.Module) -> None:
+        self.mode += (module.training,)
+        if isinstance(module, _SPECIAL):
+            self._special(module)
+        else:
+            self._buffers_of(module)
+            self._attributes_of(module)
+            self._dicts_beside += module._modules, module._parameters, module._forward_pre_hooks, module._forward_hooks
+        if slots_of(type(module)):
+            self._content(module, 0, True, SLOTS)
+        for name, parameter in module._parameters.items():
+            if type(parameter) is nn.Parameter or (parameter is not None and not is_lazy(parameter)):
+                self.parameters += ((name, parameter),)
+            elif parameter is not None:
+                self._is_steady = False
+        if module._modules:
+            self._todo += [(child, 0, True) for child in module._modules.values() if child is not None]
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            if hooks:
+                self._later += [(hook, 0, False) for hook in hooks.values()]
+
+    def _buffers_of(self, module: nn.Module) -> None:
+        if module._buffers or type(module._buffers) is not dict:
+            self._content(module._buffers, 0, True)
+        else:
+            self._dicts += (module._buffers,)
+
+    def _attributes_of(self, module: nn.Module) -> None:
+        attributes = module.__dict__
+        self._dicts += (attributes,)
+        self._owners += (module,)
+        self._attributes += (attributes,)
+        found = [one for one in attributes.items() if one[0] not in _OF_EVERY_MODULE and type(one[1]) not in ATOMS]
+        if found:
+            self._values(attributes, found, DICT.put, 0, True)
+
+    def _special(self, module: nn.Module) -> None:
+        """Search a lazy module or one of `torch.jit`."""
+        self._is_steady = False
+        if isinstance(module, torch.jit.ScriptModule):
+            script = module if "_c" in vars(module) else vars(module).get("_actual_script_module")
+            if script is not None and id(script._c) not in self._seen:
+                self._seen[id(script._c)] = script._c
+                self._content(script, 0, True, SCRIPT)
+        else:
+            self._buffers_of(module)
+        if LazyModuleMixin not in type(module).__mro__:  # its first forward makes another module of it, once
+            self._attributes_of(module)
+
+    def _object(self, value: Any, depth: int, is_state: bool) -> None:
+        source = source_of(value)
+        if source is not None:
+            self.sources.append(source)
+        elif isinstance(value, (tuple, frozenset)):
+            self._values(value, enumerate(value), None, depth, is_state)
+        elif isinstance(value, (FunctionType, MethodType, partial)):
+            used = _used_by(value)
+            self._functions.append((value, used))
+            self._later += [(one, depth + 1, False) for one in used]
+        elif kind_of(value) is not None:
+            self._content(value, depth, is_state)
+        if not isinstance(value, type) and (isinstance(value, _HOLDERS) or not _is_foreign(type(value).__module__)):
+            self._instance(value, depth, is_state)
+
+    def _instance(self, value: Any, depth: int, is_state: bool) -> None:
+        attributes = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict):
+            self._owners.append(value)
+            self._attributes.append(attributes)
+            self._content(attributes, depth, is_state)
+            if id(value) in self._holders:
+                self._holders[id(attributes)] = self._holders[id(value)]
+        if slots_of(type(value)):
+            self._content(value, depth, is_state, SLOTS)
+
+    def _content(self, container: Any, depth: int, is_state: bool, kind: Kind | None = None) -> None:
+        """Note a container, and search it."""
+        kind = kind or kind_of(container)
+        assert kind is not None
+        content = self._note(kind, container, is_state)
+        if isinstance(content, (dict, list)) and len(content) <= _LONGEST:
+            self._values(container, content.items() if isinstance(content, dict) else enumerate(content), kind.put, depth, is_state)
+
+    def _note(self, kind: Kind, container: Any, is_state: bool) -> Any:
+        """Note a container; return what is in it."""
+        if type(container) is dict:
+            (self._dicts if is_state else self._dicts_beside).append(container)
+            return container
+        content = kind.copy(container)
+        (self._others if is_state else self._others_beside).append(Content(kind, container, content))
+        return content
+
+    def _values(self, container: Any, items: Iterable[tuple[Any, Any]], put: Any, depth: int, is_state: bool) -> None:
+        for key, value in items:
+            if type(value) in ATOMS or (type(value) is tuple and ATOMS.issuperset(map(type, value))):
+                continue
+            if not isinstance(value, torch.Tensor):
+                self._holders.setdefault(id(value), (id(container), key))
+                (self._todo if is_state else self._later).append((value, depth + 1, is_state))
+            elif is_state:
+                self.tensors[id(value)] = value
+                self.places.setdefault(id(value), []).append(Place(container, key, put))
+
+
+def _used_by(function: Any) -> Sequence[Any]:
+    """Return what a function, a bound method or a partial uses besides its arguments, globals left out."""
+    if isinstance(function, MethodType):
+        return [function.__self__, function.__func__]
+    if isinstance(function, partial):
+        return [function.func, *function.args, *function.keywords.values()]
+    if _is_foreign(function.__module__):
+        return []
+    closure = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]  # empty until it is assigned
+    return [*closure, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+
+
+def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+def _is_foreign(module: Any) -> bool:
+    return str(module).partition(".")[0] in _FOREIGN

@@ -1,0 +1,139 @@
+"""A forward that runs twice: the first time nothing is saved, the second time all is as it was the first time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from bpipe.cleanup import keeping
+from bpipe.errors import StageError
+from bpipe.memory.saved.stash import following
+from bpipe.recomputation.checksums import Checksum, checksum_of
+from bpipe.recomputation.differences import Constants, Differences
+from bpipe.recomputation.state import WAY_OUT, Learned, Shared, State
+
+__all__: list[str] = []
+
+
+class Reruns:
+    """The microbatches of one rank whose forward runs twice, during one step."""
+
+    def __init__(self) -> None:
+        self.differences = Differences()
+        self._shared: dict[int, Shared] = {}  # by stage
+        self._constants: dict[int, Constants] = {}
+
+    def shared(self, stage: int, roots: Sequence[Any]) -> Shared:
+        """Return what the microbatches of a stage share.
+
+        Args:
+            stage: its index.
+            roots: what runs there: modules and, on the last stage, the loss function.
+        """
+        if stage not in self._shared:
+            self._shared[stage] = Shared(roots)
+        return self._shared[stage]
+
+    def watch(self, stage: int, state: State) -> None:
+        """Note what no forward of a stage should write, in the first one of the step."""
+        if stage not in self._constants:
+            self._constants[stage] = state.constants()
+
+    def check(self) -> None:
+        """Check, after all forwards have run twice, that both did the same.
+
+        Raises:
+            StageError: some differ that were compared on a device, or something was written that is not restored.
+        """
+        self._shared.clear()  # a module may reach an object that knows this step: that cycle would keep it
+        for stage, constants in self._constants.items():
+            constants.compare(self.differences, f"stage {stage}")
+        self.differences.check()
+
+
+class Rerun:
+    """The two forwards of one microbatch.
+
+    Args:
+        stage: its index.
+        microbatch: likewise.
+        given: the tensors that the forward gets.
+        roots: what runs: the module and, on the last stage, the loss function.
+        learned: what is known of the stage.
+        reruns: those of the step.
+        device: where it computes.
+        foreign: storages that are no activations, and what they are.
+    """
+
+    def __init__(
+        self,
+        stage: int,
+        microbatch: int,
+        given: Sequence[torch.Tensor],
+        roots: Sequence[Any],
+        learned: Learned,
+        reruns: Reruns,
+        device: torch.device,
+        foreign: Mapping[int, str],
+    ) -> None:
+        self._name = f"microbatch {microbatch} of stage {stage}"
+        self._given = [(tensor, tensor._version) for tensor in given if not tensor.is_inference()]
+        self._state = State(self._name, learned, reruns.shared(stage, roots), device, foreign)
+        self._differences = reruns.differences
+        self._returned: dict[str, Checksum] = {}
+        reruns.watch(stage, self._state)
+
+    @contextmanager
+    def first(self) -> Iterator[None]:
+        """Run a forward that saves nothing.
+
+        Raises:
+            StageError: the forward changes its input, or something else that cannot be restored, so that it could not be run again.
+        """
+        with following(self._name), saved_tensors_hooks(_drop, _missing):
+            yield
+        self._state.has_run()
+        self._check_input()
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Run a forward with the random numbers, buffers and attributes that the first one found, then restore the current ones.
+
+        Raises:
+            StageError: the input was changed since, or something cannot be restored.
+        """
+        self._check_input()
+        with keeping(self._state.again(self._differences)):
+            yield
+
+    def returned(self, output: Any, loss: Any) -> None:
+        """Note what the first forward returned, or compare what the second one did.
+
+        Raises:
+            StageError: they differ, as far as that is known without waiting for a device.
+        """
+        for what, value in (("output", output), ("loss", loss)):
+            checksum = checksum_of(value)
+            first = self._returned.setdefault(what, checksum)
+            message = f"{self._name} cannot be recomputed: its two forwards returned another {what}. {WAY_OUT}"
+            if first.outline != checksum.outline:
+                raise StageError(f"{message}. The first: {' '.join(first.outline)}; the second: {' '.join(checksum.outline)}")
+            self._differences.compare(first.sums, checksum.sums, message)
+
+    def _check_input(self) -> None:
+        if any(tensor._version != version for tensor, version in self._given):
+            raise StageError(
+                f"{self._name} cannot be recomputed: its input was changed in place. Let the stage work on a clone of it"
+            )
+
+
+def _drop(tensor: torch.Tensor) -> None:
+    return None
+
+
+def _missing(packed: Any) -> torch.Tensor:
+    raise StageError("a backward ran inside the first of two forwards, which saves nothing: such a stage cannot be recomputed")

@@ -1,0 +1,90 @@
+"""Which of the tensors that a search has found are copied for another forward, and which are only looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from bpipe.errors import StageError
+from bpipe.memory.saved.storages import storages_of
+from bpipe.recomputation.contents import SMALL_BYTES
+from bpipe.recomputation.copies import Copies, is_plain
+from bpipe.recomputation.reachable import Reachable
+
+__all__: list[str] = []
+
+BATCH = "the step's batch"
+Written = set[tuple[int, object]]  # places of tensors
+_Look = tuple[tuple[int, ...], int, torch.dtype, bool]  # a tensor's storages, their bytes, its dtype, whether it needs a gradient
+
+
+class Restorable:
+    """The tensors of a search, by what is done with them.
+
+    Args:
+        name: the microbatch, for messages.
+        found: by the search.
+        written: the places of large tensors that are copied, because forwards write them; None: of all.
+        foreign: storages that are no activations, and what they are: the batch is left alone.
+        copies_of: copies the storages of some tensors.
+
+    Raises:
+        StageError: a buffer is not initialised yet.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        found: Reachable,
+        written: Written | None,
+        foreign: Mapping[int, str],
+        copies_of: Callable[[Sequence[torch.Tensor]], Copies],
+    ) -> None:
+        self._found, self._written = found, written
+        self._looks: list[tuple[torch.Tensor, _Look]] = []
+        self.odd: list[torch.Tensor] = []  # each is copied by itself
+        self.uncopied: list[tuple[str, torch.Tensor]] = []  # only looked at
+        plain: list[tuple[str, torch.Tensor, _Look]] = []
+        for key, tensor in found.tensors.items():
+            if tensor.device.type == "meta":
+                continue
+            where = found.name(key)
+            if is_lazy(tensor):
+                raise StageError(f"{name} cannot be recomputed: {where} is not initialised. Let the stage run once before")
+            look = _look_of(tensor)
+            self._looks += ((tensor, look),)
+            if BATCH in map(foreign.get, look[0]):
+                continue
+            if tensor.requires_grad or isinstance(tensor, nn.Parameter):  # it stands for itself: it gets its gradient there
+                self.uncopied += ((where, tensor),)
+            elif is_plain(tensor):
+                plain += ((where, tensor, look),)
+            else:
+                self.odd += (tensor,)
+        self.copies = copies_of([tensor for _, tensor, look in plain if self._is_copied(tensor, look[1])])
+        keys = self.copies.all()
+        self.copied = [tensor for _, tensor, look in plain if look[0][0] in keys]
+        self.uncopied += [(where, tensor) for where, tensor, look in plain if look[0][0] not in keys]
+        self.uncopied = [one for one in self.uncopied if not one[1].is_inference()]  # those that have versions
+
+    def _is_copied(self, tensor: torch.Tensor, num_bytes: int) -> bool:
+        if num_bytes <= SMALL_BYTES or self._written is None:
+            return num_bytes > 0
+        return any((id(place.container), place.key) in self._written for place in self._found.places[id(tensor)])
+
+    def is_of(self, found: Reachable, written: Written | None) -> bool:
+        """Return whether the same would be made of these now: no tensor was changed into another one."""
+        is_same = found is self._found and written is self._written
+        return is_same and [_look_of(one) for one, _ in self._looks] == [look for _, look in self._looks]
+
+
+def _look_of(tensor: torch.Tensor) -> _Look:
+    """Return what decides what is done with a tensor, and may change (`.data = ...`, `requires_grad_`)."""
+    if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
+        storage = tensor.untyped_storage()
+        return (storage._cdata,), storage.nbytes(), tensor.dtype, tensor.requires_grad
+    storages = storages_of(tensor)
+    return tuple([one._cdata for one in storages]), sum([one.nbytes() for one in storages]), tensor.dtype, tensor.requires_grad

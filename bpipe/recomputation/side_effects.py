@@ -1,0 +1,172 @@
+"""What a computation can leave behind besides its results: drawn random numbers, and changes to what its module keeps."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from bpipe.device import random_state as device_random_state
+from bpipe.memory.saved.storages import Storage, as_bytes, storages_of
+from bpipe.model.nest import attributes_of
+
+__all__: list[str] = []
+
+MOST_VALUES, MOST_DEPTH = 10_000, 5  # of plain attributes: a module may keep anything
+EXACT_BYTES = 2**20  # storages up to this size are compared byte by byte, larger ones by their sum
+OWN = frozenset(vars(nn.Module()))  # the attributes that every module has
+PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
+CONTAINERS = (list, tuple, set, frozenset, deque)
+NOBODYS = frozenset({"torch", *sys.stdlib_module_names})  # packages whose objects, such as loggers, keep nothing of a model
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+
+# By the name of what is kept, and for a parameter its identity: something that compares equal where that is unchanged.
+State = dict[tuple[str, int], object]
+
+
+def random_state(device: torch.device) -> State:
+    """Return the states of the random numbers that a computation on a device may draw without being given a generator."""
+    state: State = {
+        ("torch's", 0): _bytes_of_state(torch.get_rng_state()),
+        ("Python's", 0): random.getstate(),
+        ("NumPy's", 0): pickle.dumps(np.random.get_state()),
+    }
+    if (of_device := device_random_state(device)) is not None:
+        state["the device's", 0] = _bytes_of_state(of_device)
+    return state
+
+
+class Found(NamedTuple):
+    """What a look found.
+
+    Args:
+        random: the states of random numbers.
+        tensors: the parameters and buffers.
+        others: the attributes of modules, and what a computation gets besides tensors.
+    """
+
+    random: State
+    tensors: State
+    others: State
+
+
+def look_at(device: torch.device, modules: Iterable[tuple[str, nn.Module]], others: Iterable[Any]) -> Found:
+    """Look at all that a computation may leave changed.
+
+    Args:
+        device: where it computes.
+        modules: with their names; those inside them are not looked for.
+        others: what the computation gets besides tensors.
+    """
+    look = _Look()
+    for name, module in modules:
+        look.module(name, module)
+    for other in others:
+        look.value("an argument", other, 0)
+    return Found({**random_state(device), **look.random}, look.tensors, look.others)
+
+
+def changed(before: State, after: State) -> str | None:
+    """Name something that has changed; None if nothing has. Parameters that were replaced, as under FSDP, do not count."""
+    replaced = {key for key in before.keys() ^ after.keys() if key[1]}
+    return next((key[0] for key in {**before, **after} if key not in replaced and before.get(key) != after.get(key)), None)
+
+
+class _Look:
+    """One look at all that is kept. What it finds refers to no tensor, because bpipe counts the owners of storages."""
+
+    def __init__(self) -> None:
+        self.random: State = {}
+        self.tensors: State = {}
+        self.others: State = {}
+        self._seen: dict[int, object] = {}  # alive, so that no other one gets its id
+        self._storages: dict[int, object] = {}  # what is in them, for tensors that share one
+
+    def module(self, name: str, module: nn.Module) -> None:
+        for key, parameter in module._parameters.items():
+            if parameter is not None and not is_lazy(parameter):
+                self.tensors[f"the parameter {_path(name, key)}", id(parameter)] = self._contents(parameter)
+        for key, buffer in module._buffers.items():
+            contents = None if buffer is None or is_lazy(buffer) else self._contents(buffer)
+            self.tensors[f"the buffer {_path(name, key)}", 0] = contents
+        if not _is_torchs(type(module)):
+            for key, value in attributes_of(module).items():
+                if key not in OWN:
+                    self.value(f"the attribute {_path(name, key)}", value, 0)
+
+    def value(self, name: str, value: Any, depth: int) -> None:
+        """Enter something, and what is in it."""
+        if isinstance(value, PLAIN):
+            self.others[name, 0] = repr(value)
+        elif isinstance(value, GENERATORS):
+            self.random[name, 0] = _state_of(value)
+        elif isinstance(value, torch.Tensor):
+            self.others[name, 0] = self._contents(value)
+        elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            self.others[name, 0] = (value.shape, hash(value.tobytes()))
+        elif id(value) not in self._seen and depth < MOST_DEPTH and len(self.others) < MOST_VALUES:
+            self._seen[id(value)] = value
+            for key, part in _parts_of(value):
+                self.value(f"{name}{key}", part, depth + 1)
+
+    def _contents(self, tensor: torch.Tensor) -> object:
+        if tensor.device.type == "meta":
+            return None
+        shape = () if tensor.is_nested else tuple(tensor.shape)
+        return (shape, *(self._in_storage(storage) for storage in storages_of(tensor)))
+
+    def _in_storage(self, storage: Storage) -> object:
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = _compared(as_bytes(storage))
+        return self._storages[storage._cdata]
+
+
+def _compared(data: torch.Tensor) -> object:
+    if data.numel() <= EXACT_BYTES:
+        return data.clone().cpu().numpy().tobytes()  # a clone: numpy would pin the storage's size
+    whole = data.numel() // 8 * 8
+    return int(data[:whole].view(torch.int64).sum()), int(data[whole:].sum())
+
+
+def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what is in a container or an object of the user's, with how it is reached."""
+    if isinstance(value, dict):  # no other Mapping: those may make what is asked for
+        yield "'s length", len(value)
+        yield from ((f"[{key!r}]" if isinstance(key, PLAIN) else f"[{i}]", part) for i, (key, part) in enumerate(dict.items(value)))
+    elif isinstance(value, CONTAINERS):
+        yield "'s length", len(value)
+        yield from ((f"[{i}]", part) for i, part in enumerate(value))
+    elif isinstance(value, SimpleNamespace) or not (isinstance(value, nn.Module) or _package(type(value)) in NOBODYS):
+        yield from ((f".{key}", part) for key, part in attributes_of(value).items())
+
+
+def _is_torchs(kind: type) -> bool:
+    """Return whether a class is torch's own, such as DistributedDataParallel: what it keeps is no state of the model."""
+    return all(_package(base) in NOBODYS for base in kind.__mro__)  # some bases are Python's
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _state_of(generator: Any) -> object:
+    if isinstance(generator, random.SystemRandom):
+        return None  # it has none
+    return _bytes_of_state(generator.get_state()) if isinstance(generator, torch.Generator) else pickle.dumps(generator)
+
+
+def _bytes_of_state(state: torch.Tensor) -> bytes:
+    return state.numpy().tobytes()
+
+
+def _path(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name

@@ -1,0 +1,148 @@
+"""Build a schedule's finished, verified plan from its name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from bpipe.errors import ConfigurationError
+from bpipe.passes.balance.balance import balance
+from bpipe.passes.communicate import communicate, forward_only
+from bpipe.plan.collector import collector_paused
+from bpipe.plan.destinations import Destinations
+from bpipe.plan.plan import Plan
+from bpipe.schedules import breadth_first, dualpipe_v, gpipe, interleaved, one_f_one_b, v_shape, zbv, zero_bubble
+from bpipe.schedules.rule import Rule
+from bpipe.verifier.proof import verify
+
+__all__ = ["build", "finish", "forward_plan", "names", "rules"]
+
+_RULES = (
+    gpipe.RULE,
+    one_f_one_b.RULE,
+    one_f_one_b.BALANCED,
+    interleaved.RULE,
+    breadth_first.RULE,
+    zero_bubble.H1,
+    zero_bubble.H2,
+    zbv.RULE,
+    v_shape.V_HALF,
+    v_shape.V_MIN,
+    dualpipe_v.RULE,
+)
+
+
+def rules() -> tuple[Rule, ...]:
+    """Return the schedules that `build` knows, each with its placement, its memory and its bubble."""
+    return _RULES
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of the schedules that `build` knows."""
+    return tuple(rule.name for rule in _RULES)
+
+
+def rule_named(name: str) -> Rule:
+    """Return the rule of the schedule called `name`.
+
+    Raises:
+        ConfigurationError: there is none; the message names the closest one.
+    """
+    for rule in _RULES:
+        if rule.name == name:
+            return rule
+    near = get_close_matches(str(name), names(), n=1)
+    raise ConfigurationError(
+        f"no schedule is called {name!r}{f', did you mean {near[0]!r}?' if near else ''}; there are {', '.join(names())}"
+    )
+
+
+def build(
+    name: str,
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    num_ranks: int | None = None,
+    slots: int | Sequence[int | None] | None = None,
+    pairs: Sequence[int] | None = None,
+    rule: str = "fewest",
+) -> Plan:
+    """Build the finished and verified plan of a schedule.
+
+    Args:
+        name: one of `names()`; `rules()` describes each.
+        num_stages: the stages of all ranks together, at least 1.
+        num_microbatches: m, at least 1; some schedules take only certain numbers.
+        num_ranks: p; default: `num_stages` where the schedule takes one stage a rank, half of that where it takes several.
+        slots: the budget in microbatches of one stage, one number or one for each rank (None: no limit); any schedule can be
+            balanced. Default: ceil((p+2)/2) for "balanced_1f1b", none for the others.
+        pairs: the rank to which each rank evicts; default p-1-x.
+        rule: "fewest" evictions, or "eager" ones.
+
+    Raises:
+        ConfigurationError: an unknown name, or numbers that form no pipeline or that the schedule does not take.
+        BudgetError: `slots` cannot be met; the message names the smallest that can.
+
+    Example:
+        >>> print(build("balanced_1f1b", 4, 4))
+        balanced_1f1b: 4 stages, 4 microbatches, peak slots 3 3 2 2, budget 3 3 3 3
+        rank 0 | F0 F1 F2 F3 .. .. .. .. .. .. B0 b0 .. B1 b1 .. B2 b2 .. B3 b3
+               |       >1                               <1
+        rank 1 | .. F0 F1 F2 .. .. .. .. B0 b0 F3 B1 b1 .. B2 b2 .. B3 b3 .. ..
+        rank 2 | .. .. F0 F1 .. .. B0 b0 F2 B1 b1 F3 B2 b2 .. B3 b3 .. .. .. ..
+        rank 3 | .. .. .. F0 B0 b0 F1 B1 b1 F2 B2 b2 F3 B3 b3 .. .. .. .. .. ..
+        >>> build("zbv", num_stages=8, num_microbatches=8).stage_ranks
+        (0, 1, 2, 3, 3, 2, 1, 0)
+    """
+    chosen = rule_named(name)
+    with collector_paused():
+        plan = _computations(chosen, num_stages, num_microbatches, num_ranks)
+        if slots is None and chosen.slots is not None:
+            slots = chosen.slots(plan.num_ranks)
+        to = Destinations(pairs=pairs, others=pairs is None)
+        return finish(plan if slots is None else balance(plan, slots=slots, to=to, rule=rule))
+
+
+def _computations(rule: Rule, num_stages: int, num_microbatches: int, num_ranks: int | None) -> Plan:
+    """Return the plan of a schedule without transfers."""
+    check_counts(num_stages=num_stages, num_microbatches=num_microbatches)
+    if num_ranks is None:
+        num_ranks = max(1, num_stages // rule.default_stages_per_rank)
+    check_counts(num_ranks=num_ranks)
+    rule.check(num_stages, num_microbatches, num_ranks)
+    stages_per_rank = num_stages // num_ranks
+    return Plan(
+        name=rule.name,
+        num_microbatches=num_microbatches,
+        stage_ranks=rule.placement.stage_ranks(num_ranks, stages_per_rank),
+        actions=tuple(map(tuple, rule.order(num_ranks, num_microbatches, stages_per_rank))),
+        served=((),) * num_ranks,
+        slots=(None,) * num_ranks,
+    )
+
+
+def check_counts(**counts: int) -> None:
+    """Raise unless all counts are whole numbers of at least 1.
+
+    Raises:
+        ConfigurationError: one of them is not.
+    """
+    for what, number in counts.items():
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ConfigurationError(f"{what}={number!r}: give a whole number of at least 1")
+
+
+def finish(plan: Plan) -> Plan:
+    """Add the transfers between stages to a plan of computations, and verify the result.
+
+    Raises:
+        PlanError: the result breaks a rule.
+    """
+    finished = communicate(plan)
+    verify(finished)
+    return finished
+
+
+def forward_plan(plan: Plan) -> Plan:
+    """Return a verified plan for evaluation, with the forwards of another plan."""
+    return finish(forward_only(plan))

@@ -1,0 +1,1 @@
+"""Run a plan on a cost model: when each action runs, and which chain of them decides. Pure Python."""

@@ -1,0 +1,142 @@
+"""The critical path: the chain of actions that decides how long a step takes."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Generator, Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+from bpipe.plan.action import COMPUTE, HOST, POSTS, RECEIVER_OF, RECEIVES, SENDS, SERVED, START_OF, Action, Op
+from bpipe.simulator.timeline import Lane, Span, Timeline
+
+__all__ = ["Step", "critical_path"]
+
+Key = tuple[Op, int, int, int]
+
+_OTHER_END = {
+    **RECEIVER_OF,
+    **{receive: (send, -offset) for send, (receive, offset) in RECEIVER_OF.items()},
+}
+_INDEXES_KEPT = 16  # lanes whose index is cached, so that a plan of thousands of ranks need not keep all
+
+
+class Step(NamedTuple):
+    """One step of the chain: what ran on a rank, or was under way from it."""
+
+    rank: int
+    span: Span
+
+
+def critical_path(timeline: Timeline) -> list[Step]:
+    """Walk back from the end of the last computation to what each action waited for last.
+
+    Returns:
+        Computations and transfers in time order, each of which began when the one before it ended, or on a busy link
+        when it had departed. So a simulated path covers the makespan; gaps in a measured one are what the host did between
+        actions.
+
+    Example:
+        >>> from bpipe.schedules import Costs, build, simulate
+        >>> [str(step.span.action) for step in critical_path(simulate(build("gpipe", 2, 1), Costs()))]
+        ['0F0', '0SEND_F0', '1F0', '1B0', '1SEND_B0', '0B0']
+    """
+    return list(_Walk(timeline).back())[::-1]
+
+
+class _Place(NamedTuple):
+    """An action of a lane."""
+
+    rank: int
+    served: bool
+    position: int
+
+
+class _Walk:
+    """The walk back through the lanes of a timeline."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline, self.plan = timeline, timeline.plan
+        self.positions = lru_cache(_INDEXES_KEPT)(self._positions)
+        self.link = lru_cache(_INDEXES_KEPT)(self._link)
+
+    def _lane(self, rank: int, served: bool) -> tuple[tuple[Action, ...], Lane]:
+        side = (self.plan.served, self.timeline.served) if served else (self.plan.actions, self.timeline.actions)
+        return side[0][rank], side[1][rank]
+
+    def _positions(self, rank: int, served: bool) -> dict[Key, int]:
+        return {action[:4]: position for position, action in enumerate(self._lane(rank, served)[0])}
+
+    def _span(self, place: _Place) -> Span:
+        actions, lane = self._lane(place.rank, place.served)
+        return Span(actions[place.position], lane.begin_s[place.position], lane.end_s[place.position])
+
+    def back(self) -> Iterator[Step]:
+        """Yield the path from its end."""
+        last = max(self.timeline.computing_ranks(), key=lambda rank: self.timeline.span_s(rank)[1])
+        place = self._before(_Place(last, False, len(self.plan.actions[last])))
+        while place is not None:
+            span = self._span(place)
+            if span.action.op in COMPUTE:
+                yield Step(place.rank, span)
+            if span.action.op in START_OF and span.seconds > 0:
+                place = yield from self._through(self._awaited(place, span.action), span.end_s)
+            else:
+                place = self._before(place)
+
+    def _before(self, place: _Place) -> _Place | None:
+        """Return the action that had to end before a lane reached a place; posting a transfer holds nothing up."""
+        actions, _ = self._lane(place.rank, place.served)
+        peer = actions[place.position].peer if place.served else None
+        for position in range(place.position - 1, -1, -1):
+            if actions[position].op not in POSTS and (not place.served or actions[position].peer == peer):
+                return _Place(place.rank, place.served, position)
+        return None
+
+    def _awaited(self, place: _Place, completion: Action) -> _Place:
+        """Return the sending end of the transfer that a lane waited for; the rank's own end if its host is the other one."""
+        start = (START_OF[completion.op], *completion[1:4])
+        here = place._replace(position=self.positions(place.rank, place.served)[start])
+        return here if start[0] in SENDS or completion.peer == HOST else self._other_end(here)
+
+    def _ends(self, send: _Place) -> tuple[_Place, ...]:
+        """Return where a transfer is posted: at both ends, or only at the rank's own if the other is a host."""
+        return (send,) if self._span(send).action.peer == HOST else (send, self._other_end(send))
+
+    def _other_end(self, place: _Place) -> _Place:
+        action = self._span(place).action
+        op, offset = _OTHER_END[action.op]
+        assert action.peer is not None
+        served = op in SERVED
+        return _Place(action.peer, served, self.positions(action.peer, served)[op, action.stage + offset, *action[2:4]])
+
+    def _through(self, send: _Place, arrival_s: float) -> Generator[Step, None, _Place | None]:
+        """Follow transfers back to the lane that posted its end last, or kept the link busy until then.
+
+        Which transfer kept a link busy is known only in a simulated timeline.
+        """
+        while True:
+            ends = self._ends(send)
+            span = Span(self._span(send).action, max(self._span(end).begin_s for end in ends), arrival_s)
+            yield Step(send.rank, span)
+            later = max(ends, key=self._reached_s)
+            if self.timeline.source != "simulated" or span.begin_s <= self._reached_s(later):
+                return self._before(later)
+            link = self.link(send.rank, span.action.peer, span.action.op in SENDS)
+            send = link[bisect_left(link, (span.begin_s,)) - 1][1]
+            arrival_s = self._span(send).end_s
+
+    def _reached_s(self, place: _Place) -> float:
+        before = self._before(place)
+        return 0.0 if before is None else self._span(before).end_s
+
+    def _link(self, rank: int, peer: int, is_sending: bool) -> list[tuple[float, _Place]]:
+        """Return the transfers from a rank to another, or from or to its host, in the order in which they began."""
+        ops = SENDS if is_sending else RECEIVES
+        places = (
+            _Place(rank, served, position)
+            for served in (False, True)
+            for position, action in enumerate(self._lane(rank, served)[0])
+            if action.op in ops and action.peer == peer
+        )
+        return sorted((self._span(place).begin_s, place) for place in places)

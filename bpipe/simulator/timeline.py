@@ -1,0 +1,232 @@
+"""The times of all actions of a plan, simulated or measured, in one form that is drawn, compared and written to files."""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from operator import add
+from typing import NamedTuple
+
+from bpipe.errors import ConfigurationError
+from bpipe.plan.action import COMPUTE, POSTS, RECEIVES, SENDS, START_OF, Action, Op
+from bpipe.plan.plan import Plan
+
+__all__ = ["Holding", "Lane", "Span", "Timeline"]
+
+
+class Span(NamedTuple):
+    """An action and when it ran, in seconds since the step began."""
+
+    action: Action
+    begin_s: float
+    end_s: float
+
+    @property
+    def seconds(self) -> float:
+        """How long the action took."""
+        return self.end_s - self.begin_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lane:
+    """The times of one lane of a rank, with one entry for each of its actions.
+
+    For a computation: when it ran. For a transfer's start: from when to when the transfer was under way, on the link when
+    simulated, as far as this rank knows when measured. For a transfer's completion: when the lane waited for it.
+
+    What a rank's device holds while an action runs is the sum of the four numbers of bytes; its activations are the sum of
+    `activation_bytes` and `room_bytes`. Served lanes have none: what they keep lies in the rooms.
+
+    Args:
+        begin_s: seconds since the step began, an `array("d")`.
+        end_s: likewise.
+        activation_bytes: what the rank's own microbatches keep saved while each action runs, an `array("q")`.
+        message_bytes: messages between stages on top of those, likewise; zeros for a simulated plan that counts slots.
+        static_bytes: what stays throughout: weights, gradients, buffers, optimizer states.
+        room_bytes: activations that are counted throughout: the rooms for guests, and what microbatches save in common.
+    """
+
+    begin_s: array[float]
+    end_s: array[float]
+    activation_bytes: array[int] = field(default_factory=lambda: array("q"))
+    message_bytes: array[int] = field(default_factory=lambda: array("q"))
+    static_bytes: int = 0
+    room_bytes: int = 0
+
+
+class Holding(NamedTuple):
+    """The bytes that a rank holds from some time on.
+
+    Args:
+        begin_s: seconds since the step began.
+        activation_bytes: saved activations: of the rank's own microbatches and of guests in its rooms.
+        device_bytes: all that its device holds: these, what stays, and messages between stages.
+    """
+
+    begin_s: float
+    activation_bytes: int
+    device_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """The times of one step of a plan.
+
+    Args:
+        plan: what ran or will run.
+        actions: a `Lane` for each rank's `plan.actions`.
+        served: a `Lane` for each rank's `plan.served`.
+        source: "simulated" or "measured".
+        step: the step's number, if measured.
+
+    Example:
+        >>> from bpipe.schedules import Costs, build, simulate
+        >>> timeline = simulate(build("1f1b", 4, 8), Costs(forward_s=1.0, backward_s=2.0))
+        >>> timeline.makespan_s, timeline.bubble_s(0), timeline.work_s(0)
+        (33.0, 9.0, 24.0)
+    """
+
+    plan: Plan
+    actions: tuple[Lane, ...]
+    served: tuple[Lane, ...]
+    source: str = "simulated"
+    step: int | None = None
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks of the plan."""
+        return self.plan.num_ranks
+
+    @property
+    def makespan_s(self) -> float:
+        """Seconds from the first computation's start to the last one's end, over all ranks.
+
+        Raises:
+            ConfigurationError: the times of a rank are missing.
+        """
+        spans = [self.span_s(rank) for rank in self.computing_ranks()]
+        return max(end for _, end in spans) - min(begin for begin, _ in spans) if spans else 0.0
+
+    def computing_ranks(self) -> list[int]:
+        """Return the ranks that compute: all except those that only keep guests."""
+        return [rank for rank, lane in enumerate(self.plan.actions) if any(action.op in COMPUTE for action in lane)]
+
+    def spans(self, rank: int) -> Iterator[Span]:
+        """Iterate over the compute lane's actions: computations, and transfers that it starts and waits for."""
+        lane = self.actions[rank]
+        return map(Span, self.plan.actions[rank], lane.begin_s, lane.end_s)
+
+    def served_spans(self, rank: int) -> Iterator[Span]:
+        """Iterate over the actions that a rank runs for the ranks that evict to it."""
+        lane = self.served[rank]
+        return map(Span, self.plan.served[rank], lane.begin_s, lane.end_s)
+
+    def computations(self, rank: int) -> Iterator[Span]:
+        """Iterate over the forwards and backwards of a rank."""
+        return (span for span in self.spans(rank) if span.action.op in COMPUTE)
+
+    def transfers(self, rank: int) -> Iterator[Span]:
+        """Iterate over the transfers of a rank while they are under way, those for its guests included."""
+        both = (*self.spans(rank), *self.served_spans(rank))
+        return (span for span in both if span.action.op in SENDS or span.action.op in RECEIVES)
+
+    def waits(self, rank: int) -> Iterator[Span]:
+        """Iterate over the waits of a rank's compute lane, for other ranks' results as well as for transfers."""
+        return (span for span in self.spans(rank) if span.action.op in START_OF and span.seconds > 0)
+
+    def span_s(self, rank: int) -> tuple[float, float]:
+        """Return when a rank's first computation began and its last one ended.
+
+        Raises:
+            ConfigurationError: the rank computes nothing, or its times are missing.
+        """
+        lane, actions = self.actions[rank], self.plan.actions[rank]
+        if not lane.begin_s or not any(action.op in COMPUTE for action in actions):
+            raise ConfigurationError(
+                f"no times of rank {rank} here: `gather()` of a trace, or bpipe.load_trace of its folder, has those of all ranks"
+            )
+        first = next(i for i, action in enumerate(actions) if action.op in COMPUTE)
+        last = next(i for i in range(len(actions) - 1, -1, -1) if actions[i].op in COMPUTE)
+        return lane.begin_s[first], lane.end_s[last]
+
+    def work_s(self, rank: int) -> float:
+        """Return the seconds that a rank computed."""
+        return sum(span.seconds for span in self.computations(rank))
+
+    def bubble_s(self, rank: int) -> float:
+        """Return the seconds of the makespan in which a rank computed nothing: what a synchronous optimizer pays."""
+        return self.makespan_s - self.work_s(rank)
+
+    def span_bubble_s(self, rank: int) -> float:
+        """Return the seconds between a rank's own first start and last end in which it computed nothing."""
+        begin, end = self.span_s(rank)
+        return end - begin - self.work_s(rank)
+
+    def exposed_s(self, rank: int) -> dict[Op, float]:
+        """Return the seconds in which a rank's compute lane waited for a transfer under way, by what was waited for.
+
+        Waiting before the transfer begins belongs to the bubble, not to the transfer. As far as one rank knows, a measured
+        transfer is under way from when it was posted, so these numbers are then upper bounds.
+        """
+        starts: dict[tuple[Op, int, int, int], float] = {}
+        exposed: dict[Op, float] = defaultdict(float)
+        for action, begin, end in self.spans(rank):
+            op = action.op
+            if op in START_OF:
+                began = starts.pop((START_OF[op], *action[1:4]))
+                exposed[op] += max(0.0, end - max(begin, began))
+            elif op in POSTS:
+                starts[action[:4]] = begin
+        return dict(exposed)
+
+    def peak_bytes(self, rank: int) -> int:
+        """Return the peak bytes of activations on a rank: `stats["peak_bytes"]` of the step, where it was measured.
+
+        They are what the rank's own microbatches keep saved, and the rooms for its guests.
+        """
+        lane = self.actions[rank]
+        return lane.room_bytes + max(lane.activation_bytes, default=0)
+
+    def device_peak_bytes(self, rank: int) -> int:
+        """Return the peak bytes of all that a rank's device holds: `stats["device_peak_bytes"]` of the step, where it was measured.
+
+        They are activations, what stays (weights, gradients, buffers, optimizer states) and messages between stages.
+        """
+        lane = self.actions[rank]
+        return lane.static_bytes + lane.room_bytes + max(map(add, lane.activation_bytes, lane.message_bytes), default=0)
+
+    @property
+    def fullest_rank(self) -> int:
+        """The rank whose device has the highest peak."""
+        return max(range(self.num_ranks), key=self.device_peak_bytes)
+
+    def memory(self, rank: int) -> Iterator[Holding]:
+        """Yield when the bytes that a rank holds change, and to what, in order."""
+        lane = self.actions[rank]
+        now = lane.begin_s[0] if self.source == "measured" and lane.begin_s else 0.0
+        idle = (0, 0)
+        previous: tuple[int, int] | None = None
+        if now > 0:  # what stays was there before
+            previous = idle
+            yield _holding(0.0, lane, idle)
+        for action, *times, own, messages in self._moments(rank):
+            occupies_lane = action.op in COMPUTE or action.op in START_OF
+            if (own, messages) != previous:
+                previous = own, messages
+                yield _holding(max(now, times[0]) if occupies_lane else now, lane, previous)
+            if occupies_lane:
+                now = times[1]
+        if previous not in (None, idle):
+            yield _holding(now, lane, idle)
+
+    def _moments(self, rank: int) -> Iterator[tuple[Action, float, float, int, int]]:
+        """Iterate over a rank's actions with when each ran, and the bytes of the rank's own microbatches and messages meanwhile."""
+        lane = self.actions[rank]
+        return zip(self.plan.actions[rank], lane.begin_s, lane.end_s, lane.activation_bytes, lane.message_bytes)
+
+
+def _holding(begin_s: float, lane: Lane, own: tuple[int, int]) -> Holding:
+    activations = lane.room_bytes + own[0]
+    return Holding(begin_s, activations, lane.static_bytes + activations + own[1])

@@ -1,0 +1,1 @@
+"""The proof of a plan before its first transfer: a table of rules, every violation reported at once."""

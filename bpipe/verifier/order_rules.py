@@ -1,0 +1,164 @@
+"""The rules of what must come before what in one rank's list."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import islice, takewhile
+
+from bpipe.plan.action import BACKWARD, COMPUTE, SHARDING, Action, Op
+from bpipe.verifier.presence_rules import EVICTION
+from bpipe.verifier.rank_index import BITS, Finding, Part, RankIndex, mask, ops_in
+
+__all__: list[str] = []
+
+# Of one microbatch of one stage.
+PRECEDENCE = (
+    (Op.RECV_F, Op.WAIT_RECV_F),
+    (Op.WAIT_RECV_F, Op.F),
+    (Op.F, Op.SEND_F),
+    (Op.SEND_F, Op.WAIT_SEND_F),
+    (Op.WAIT_SEND_F, Op.B),  # an output on its way keeps its slot, and its bytes
+    (Op.WAIT_SEND_F, Op.I),
+    (Op.WAIT_SEND_F, Op.W),
+    (Op.RECV_B, Op.WAIT_RECV_B),
+    (Op.F, Op.B),
+    (Op.F, Op.I),
+    (Op.I, Op.W),
+    (Op.F, Op.R),
+    (Op.R, Op.B),
+    (Op.R, Op.I),
+    (Op.WAIT_RECV_B, Op.B),
+    (Op.WAIT_RECV_B, Op.I),
+    (Op.B, Op.SEND_B),
+    (Op.I, Op.SEND_B),
+    (Op.SEND_B, Op.WAIT_SEND_B),
+    (Op.F, Op.EVICT),
+    (Op.WAIT_SEND_F, Op.WAIT_EVICT),
+)
+# Of one part of it, or of all of it.
+PRECEDENCE_OF_PARTS = (
+    (Op.EVICT, Op.WAIT_EVICT),
+    (Op.WAIT_EVICT, Op.LOAD),
+    (Op.LOAD, Op.WAIT_LOAD),
+    (Op.WAIT_LOAD, Op.B),
+    (Op.WAIT_LOAD, Op.I),
+    (Op.ACCEPT, Op.WAIT_ACCEPT),
+    (Op.WAIT_ACCEPT, Op.RETURN),
+    (Op.RETURN, Op.WAIT_RETURN),
+)
+EARLIER = {op: mask(earlier for earlier, later in PRECEDENCE if later is op) for op in Op}
+EARLIER_OF_PART = {op: mask(earlier for earlier, later in PRECEDENCE_OF_PARTS if later is op) for op in Op}
+
+SIMPLY_EARLIER = {op: EARLIER[op] | EARLIER_OF_PART[op] for op in Op}  # where nothing moves in parts
+
+# Operations that take a stage's microbatches in one order together: a whole backward is both of its halves. R may take any order.
+KIN = {Op.F: mask({Op.F}), Op.B: mask({Op.B, Op.I, Op.W}), Op.I: mask({Op.I, Op.B}), Op.W: mask({Op.W, Op.B})}
+BACKWARDS = mask(BACKWARD)
+
+
+def ordered(own: RankIndex) -> Iterator[Finding]:
+    """Check that nothing runs before what it needs, and that each stage takes its microbatches in ascending order.
+
+    The order matters because the sum of gradients, dropout and BatchNorm depend on it.
+    """
+    seen: defaultdict[Part, int] = defaultdict(int)
+    simple = {stage for stage in range(own.plan.num_stages) if own.plan.num_parts(stage) < 2 and not _neighbours(own, stage)}
+    for index, action in enumerate(own.lane):
+        op, which = action[0], action[1:4]
+        if op in SHARDING:
+            continue
+        if which[0] in simple and not which[2]:  # nearly all, so without the detour below
+            if own.present[which] & SIMPLY_EARLIER[op] & ~seen[which]:
+                yield from _early(own, index, which, SIMPLY_EARLIER[op] & ~seen[which])
+            before = (which[0], which[1] - 1, 0)
+            if op in KIN and own.present[before] & KIN[op] & ~seen[before]:
+                yield from _early(own, index, before, KIN[op] & ~seen[before])
+        else:
+            for other, needed in _needs(own, action):
+                if own.present[other] & needed & ~seen[other]:
+                    yield from _early(own, index, other, needed & ~seen[other])
+            if which[2] and op in COMPUTE and own.plan.ends(action):
+                seen[*which[:2], 0] |= BITS[op]
+        seen[which] |= BITS[op]
+
+
+def _early(own: RankIndex, index: int, which: Part, unseen: int) -> Iterator[Finding]:
+    for op in ops_in(own.present[which] & unseen):
+        yield own.place(index), f"{own.lane[index]} stands before {Action(op, *which)}"
+
+
+def _neighbours(own: RankIndex, stage: int) -> list[int]:
+    """Return the stages before and after one that are on this rank as well: they hand over without a message."""
+    return [near for near in (stage - 1, stage + 1) if stage in own.stages and near in own.stages]
+
+
+def _needs(own: RankIndex, action: Action) -> Iterator[tuple[Part, int]]:
+    """Yield what must come before an action if it is there at all, by microbatch and part."""
+    op, stage, microbatch, part, _ = action
+    num_parts = own.plan.num_parts(stage)
+    has_output = part in (0, num_parts)  # which lies in the last part
+    yield (stage, microbatch, 0), EARLIER[op] & ~(0 if has_output else BITS[Op.WAIT_SEND_F] * (op is Op.WAIT_EVICT))
+    yield (stage, microbatch, part), EARLIER_OF_PART[op]
+    if op in COMPUTE:
+        yield (stage, microbatch - 1, 0), KIN.get(op, 0)
+        for other in (0,) if part else range(1, num_parts + 1):  # what moved with the whole, or by itself
+            yield (stage, microbatch, other), EARLIER_OF_PART[op]
+    for near in _neighbours(own, stage):
+        handed_over = (op is Op.F and near < stage) or (op is Op.WAIT_EVICT and near > stage and has_output)
+        yield (near, microbatch, 0), BITS[Op.F] * handed_over | BACKWARDS * (op in BACKWARD and near > stage)
+
+
+def in_pieces(own: RankIndex) -> Iterator[Finding]:
+    """Check that a computation in pieces has them all, in order, with nothing but evictions and loads between them."""
+    due: set[Action] = set()
+    for index in own.begun:
+        first = own.lane[index]
+        last, step = (own.plan.num_parts(first.stage), 1) if first.op is Op.F else (1, -1)
+        expected = [first._replace(part=part) for part in range(first.part, last + step, step)]
+        due.update(expected)
+        following = takewhile(lambda action: action.op in EVICTION or action.op in COMPUTE, islice(own.lane, index, None))
+        if list(islice((action for action in following if action.op in COMPUTE), len(expected))) != expected:
+            text = f"{first} begins a computation in pieces and is not followed by {' '.join(map(str, expected[1:]))} alone"
+            yield own.place(index), text
+    for index, action in enumerate(own.lane):
+        if action.part and action.op in COMPUTE and action not in due:
+            yield own.place(index), f"{action} goes on with what never began"
+
+
+def recomputed(own: RankIndex) -> Iterator[Finding]:
+    """Check that what is recomputed runs in one piece, on a stage that sends to, and receives from, other ranks only."""
+    begun = {own.lane[index][1:3] for index in own.begun}
+    for index, action in enumerate(own.lane):
+        if action.op is Op.R and _neighbours(own, action.stage):
+            yield own.place(index), f"{action} recomputes a stage that shares memory with another one of rank {own.rank}"
+        elif action.op is Op.R and action[1:3] in begun:
+            yield own.place(index), f"{action} recomputes what runs in pieces"
+
+
+def sharded(own: RankIndex) -> Iterator[Finding]:
+    """Check that a stage with weights gathered by the plan computes only while they are, and reduces once, after its backwards."""
+    stages = {action.stage for action in own.lane if action.op in SHARDING}
+    gathered: set[int] = set()
+    reduced: set[int] = set()
+    for index, action in enumerate(own.lane if stages else ()):
+        op, stage = action.op, action.stage
+        if stage not in stages or op not in COMPUTE | SHARDING:
+            continue
+        is_gathered = stage in gathered
+        if op in COMPUTE and not is_gathered:
+            yield own.place(index), f"{action} runs before {stage}UNSHARD"
+        if stage in reduced and op in COMPUTE - {Op.F} | {Op.REDUCE_GRAD}:
+            yield own.place(index), f"{action} comes after {stage}REDUCE_GRAD"
+        if is_gathered if op is Op.UNSHARD else op is Op.RESHARD and not is_gathered:
+            yield own.place(index), f"{action} finds the weights {'gathered' if is_gathered else 'not gathered'}"
+        if op is Op.UNSHARD:
+            gathered.add(stage)
+        elif op is Op.RESHARD:
+            gathered.discard(stage)
+        elif op is Op.REDUCE_GRAD:
+            reduced.add(stage)
+    for stage in sorted(gathered):
+        yield None, f"{stage}UNSHARD without a {stage}RESHARD on rank {own.rank}"
+    for stage in sorted(stages - reduced if own.plan.has_backward else ()):
+        yield None, f"{stage}UNSHARD without a {stage}REDUCE_GRAD on rank {own.rank}: its gradients would never be added up"

@@ -1,0 +1,82 @@
+"""The rules that the ranks of a plan keep together, once each is complete by itself."""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from bpipe.plan.action import HOST, POSTS, RECEIVES, SENDS, SERVED, Action, Channel, Op, Purpose
+from bpipe.plan.order import run_greedily
+from bpipe.plan.plan import Plan
+from bpipe.verifier.rank_index import Finding, Place
+
+__all__: list[str] = []
+
+
+def _matched(plan: Plan) -> Iterator[Finding]:
+    """Check that the k-th send of a channel names what its k-th receive names."""
+    sent: dict[Channel, array[int]] = {}
+    received: dict[Channel, array[int]] = {}
+    for rank, lane in (*enumerate(plan.actions), *enumerate(plan.served)):
+        for (op, peer), messages in _posted(plan, lane).items():
+            (sent if op in SENDS else received)[Action(op, 0, 0, peer=peer).channel(rank)] = messages
+    none: array[int] = array("q")
+    for channel in sent.keys() | received.keys():
+        ends = sent.get(channel, none), received.get(channel, none)
+        if ends[0] != ends[1]:
+            yield from _differing(plan, channel, *ends)
+
+
+def _posted(plan: Plan, lane: tuple[Action, ...]) -> dict[tuple[Op, int | None], array[int]]:
+    """Return what a lane sends and receives, in order, by operation and peer, as numbers that are the same on both ends.
+
+    They name what crosses the boundary after a stage, or a stage's saved bytes.
+    """
+    posted: dict[tuple[Op, int | None], array[int]] = defaultdict(lambda: array("q"))
+    for op, stage, microbatch, part, peer in lane:
+        if op in POSTS and peer != HOST:
+            stage -= op in _FROM_THE_STAGE_BEFORE
+            posted[op, peer].append((stage * plan.num_microbatches + microbatch) * _MOST_PARTS + part)
+    return posted
+
+
+_FROM_THE_STAGE_BEFORE = frozenset({Op.RECV_F, Op.SEND_B})
+_MOST_PARTS = 2**10
+
+
+def _differing(plan: Plan, channel: Channel, sent: array[int], received: array[int]) -> Iterator[Finding]:
+    """Yield where the two ends of a channel first disagree."""
+    name = f"{channel.purpose.value} channel {channel.src} -> {channel.dst}"
+    if len(sent) != len(received):
+        yield None, f"{name} sends {len(sent)} messages and receives {len(received)}"
+    k = next((k for k, pair in enumerate(zip(sent, received)) if pair[0] != pair[1]), None)
+    if k is not None:
+        a, b = (_tell(plan, messages[k]) for messages in (sent, received))
+        yield _receive(plan, channel, k), f"{name}: message {k} is sent as {a} and received as {b}"
+
+
+def _tell(plan: Plan, message: int) -> str:
+    microbatch, part = divmod(message, _MOST_PARTS)
+    stage, microbatch = divmod(microbatch, plan.num_microbatches)
+    return f"{f'part {part} of ' if part else ''}microbatch {microbatch} of stage {stage}"
+
+
+def _receive(plan: Plan, channel: Channel, k: int) -> Place:
+    """Return the place of the k-th receive of a channel."""
+    rank, served = channel.dst, channel.purpose is Purpose.EVICT
+    lane = (plan.served if served else plan.actions)[rank]
+    places = (i for i, action in enumerate(lane) if action.op in RECEIVES and action.channel(rank) == channel)
+    return rank, served, next(islice(places, k, None))
+
+
+def _progresses(plan: Plan) -> Iterator[Finding]:
+    """Check that no waits form a cycle, even if every transfer were an unbuffered rendezvous."""
+    for rank, action, missing in run_greedily(plan):
+        served = action.op in SERVED
+        place = (rank, served, (plan.served if served else plan.actions)[rank].index(action))
+        yield place, f"rank {rank} waits for ever at {action}, for {missing}"
+
+
+RULES_OF_ALL: dict[str, Callable[[Plan], Iterator[Finding]]] = {"matched": _matched, "progresses": _progresses}

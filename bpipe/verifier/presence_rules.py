@@ -1,0 +1,115 @@
+"""The rules of what must be there: each action on its rank, and a complete set of actions for each microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from bpipe.passes.communicate import received_by, sent_by
+from bpipe.plan.action import COMPUTE, HOST, SERVED, SHARDING, WAIT_OF, Action, Op
+from bpipe.plan.plan import Plan
+from bpipe.verifier.rank_index import Finding, Part, RankIndex, mask, ops_in
+
+__all__: list[str] = []
+
+EVICTION = frozenset({Op.EVICT, Op.WAIT_EVICT, Op.LOAD, Op.WAIT_LOAD})
+IN_PARTS = EVICTION | SERVED | {Op.F, Op.B}
+NEIGHBOURS = {
+    op: offset
+    for start, offset in ((Op.SEND_F, 1), (Op.RECV_F, -1), (Op.SEND_B, -1), (Op.RECV_B, 1))
+    for op in (start, WAIT_OF[start])
+}
+NOWHERE = -2
+
+
+def belongs(own: RankIndex) -> Iterator[Finding]:
+    """Check that each action occurs once, on its stage's rank, in the lane of its kind, and that transfers name the right peer."""
+    plan = own.plan
+    peers = {(op, stage): _peer(plan, op, stage) for op in (*COMPUTE, *SHARDING, *NEIGHBOURS) for stage in own.stages}
+    for index in own.repeated:
+        yield own.place(index), f"{own.lane[index]} stands a second time"
+    for index, action in enumerate(own.lane):
+        op, stage, *_, peer = action
+        if own.is_served(index) is not (op in SERVED):
+            yield own.place(index), f"{action} stands in the wrong lane"
+        if peer != peers.get((op, stage), NOWHERE) and not _is_moved(own, action):
+            yield own.place(index), _misplaced(own, action)
+
+
+def _peer(plan: Plan, op: Op, stage: int) -> int | None:
+    """Return the rank at the other end of a message between stages; None if there is none, or `op` is not a message."""
+    neighbour = stage + NEIGHBOURS.get(op, plan.num_stages)
+    return plan.stage_ranks[neighbour] if 0 <= neighbour < plan.num_stages else None
+
+
+def _is_moved(own: RankIndex, action: Action) -> bool:
+    """Return whether an eviction's or an acceptor's action is on the right rank and names the right peer."""
+    owner = own.plan.stage_ranks[action.stage]
+    if action.op in SERVED:
+        return action.peer == owner != own.rank
+    return action.op in EVICTION and owner == own.rank and action.peer is not None and action.peer == _acceptor(own, action)
+
+
+def _acceptor(own: RankIndex, action: Action) -> int | None:
+    """Return the rank to which a part is evicted, or HOST; None if that is not a valid acceptor."""
+    acceptor = own.acceptors.get(action[1:4])
+    return acceptor if acceptor is not None and HOST <= acceptor < own.plan.num_ranks and acceptor != own.rank else None
+
+
+def _misplaced(own: RankIndex, action: Action) -> str:
+    owner = own.plan.stage_ranks[action.stage]
+    rank, peer = owner, _peer(own.plan, action.op, action.stage)
+    if action.op in SERVED:
+        rank, peer = own.rank if owner != own.rank else -1, owner
+    elif action.op in EVICTION:
+        peer = _acceptor(own, action)
+    return f"{action} on rank {own.rank} with {_named(action.peer)}: expected rank {rank} and {_named(peer)}"
+
+
+def _named(peer: int | None) -> str:
+    return "no peer" if peer is None else "the host" if peer == HOST else f"peer {peer}"
+
+
+def complete(own: RankIndex) -> Iterator[Finding]:
+    """Check that every microbatch runs forward and backward on every stage, with all transfers, and that guests come and go."""
+    sets = {stage: [mask(ops) for ops in _complete_sets(own.plan, stage)] for stage in own.stages}
+    for stage, accepted in sets.items():
+        for microbatch in range(own.plan.num_microbatches):
+            if own.present[stage, microbatch, 0] not in accepted:
+                yield from _lacking(own, (stage, microbatch, 0), accepted)
+    for which, found in list(own.present.items()):
+        if which[0] not in sets and found != mask(SERVED):
+            yield from _lacking(own, which, [mask(SERVED)])
+        elif which[0] in sets and which[2]:
+            yield from _moves_once(own, which, found & ~mask(COMPUTE))
+
+
+def _moves_once(own: RankIndex, which: Part, found: int) -> Iterator[Finding]:
+    """Check that a part is evicted and loaded, or stays, and that it does not move both by itself and with the whole."""
+    if found not in (0, mask(EVICTION)):
+        yield from _lacking(own, which, [mask(EVICTION)])
+    if found and own.present[*which[:2], 0] & mask(EVICTION):
+        yield own.place(own.find(Op.EVICT, which)), f"part {which[2]} of microbatch {which[1]} moves by itself and with the whole"
+
+
+def _complete_sets(plan: Plan, stage: int) -> list[frozenset[Op]]:
+    """Return the sets of operations that complete a microbatch of a stage: a whole or split backward; kept, moved or recomputed."""
+    backwards = (frozenset({Op.B}), frozenset({Op.I, Op.W})) if plan.has_backward else (frozenset[Op](),)
+    spared = (frozenset[Op](), EVICTION, *([frozenset({Op.R})] if plan.has_backward else []))
+    return [_required(plan, stage, backward) | how for backward in backwards for how in spared]
+
+
+def _required(plan: Plan, stage: int, backward: frozenset[Op]) -> frozenset[Op]:
+    computations = [Action(op, stage, 0) for op in (Op.F, *backward)]
+    transfers = [t.op for c in computations for t in (received_by(plan, c), sent_by(plan, c)) if t is not None]
+    return frozenset({Op.F, *backward, *transfers, *(WAIT_OF[op] for op in transfers)})
+
+
+def _lacking(own: RankIndex, which: Part, complete: list[int]) -> Iterator[Finding]:
+    """Yield what a microbatch lacks or has too much of, compared with the complete set that fits it best."""
+    there = own.present[which] & ~(mask(COMPUTE) if which[2] else 0)
+    nearest = min(complete, key=lambda ops: (ops ^ there).bit_count())
+    here = own.find(Op.F, (*which[:2], 0))
+    for op in ops_in(nearest ^ there):
+        where = own.find(op, which)
+        text = f"{Action(op, *which)} is {'missing' if op in ops_in(nearest) else 'not part of this plan'}"
+        yield own.place(here if where is None else where), text

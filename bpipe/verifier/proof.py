@@ -1,0 +1,114 @@
+"""The proof before the first transfer: a table of rules, every violation reported at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from bpipe.errors import PlanError
+from bpipe.plan.action import SHARDING
+from bpipe.plan.grid import excerpt
+from bpipe.plan.plan import Plan
+from bpipe.plan.text import wrong_with_name
+from bpipe.verifier.plan_rules import RULES_OF_ALL
+from bpipe.verifier.presence_rules import IN_PARTS
+from bpipe.verifier.rank_index import Place, RankIndex
+from bpipe.verifier.rank_rules import RULES_OF_A_RANK
+
+__all__ = ["Violation", "verify"]
+
+MOST_SHOWN = 20
+
+
+class Violation(NamedTuple):
+    """A rule that a plan breaks, where, and how."""
+
+    rule: str
+    place: Place | None
+    text: str
+
+
+def verify(plan: Plan) -> None:
+    """Prove that a plan is complete, in order and free of deadlock, with its messages matched and its memory within budget.
+
+    Takes a few microseconds an action: the plan of 64 stages and 1024 microbatches with evictions has 750,000 of them.
+
+    Raises:
+        PlanError: every violation of every rule (the first 20 in full), with the place of the first one.
+    """
+    violations = sorted(violations_of(plan), key=lambda violation: _TURN[violation.rule])
+    if violations:
+        lines = [f"plan {plan.name!r} breaks {len(violations)} rule{'s' * (len(violations) > 1)}: {violations[0].text}"]
+        lines += [f"  {v.rule}: {_at(v.place)}{v.text}" for v in violations[:MOST_SHOWN]]
+        lines += [f"  ... and {len(violations) - MOST_SHOWN} more"] * (len(violations) > MOST_SHOWN)
+        place = next((v.place for v in violations if v.place is not None), None)
+        if place is not None:
+            lines += ["", excerpt(plan, *place)]
+        raise PlanError("\n".join(lines))
+
+
+def violations_of(plan: Plan) -> Iterator[Violation]:
+    """Yield every violation of every rule.
+
+    The rules that ranks keep together are checked only if each rank is complete by itself, and all only if the shape is sound.
+    """
+    shape = [Violation("shape", None, text) for text in _shape(plan)] or [Violation("shape", *found) for found in _outside(plan)]
+    yield from shape
+    if shape:
+        return
+    is_whole = True
+    held: list[list[int]] = [[] for _ in range(plan.num_ranks)]
+    for stage, rank in enumerate(plan.stage_ranks):
+        held[rank].append(stage)
+    for rank, stages in enumerate(held):
+        own = RankIndex(plan, rank, stages)
+        for name, rule in RULES_OF_A_RANK.items():
+            for place, text in rule(own):
+                is_whole &= name not in ("belongs", "complete")
+                yield Violation(name, place, text)
+    if is_whole:
+        for name, whole in RULES_OF_ALL.items():
+            yield from (Violation(name, place, text) for place, text in whole(plan))
+
+
+def _at(place: Place | None) -> str:
+    return "" if place is None else f"rank {place[0]}, {'served' if place[1] else 'action'} {place[2]}: "
+
+
+def _shape(plan: Plan) -> Iterator[str]:
+    p, ranks = plan.num_stages, range(plan.num_ranks)
+    if wrong := wrong_with_name(plan.name):
+        yield wrong
+    if p < 1 or plan.num_microbatches < 1:
+        yield f"{p} stages and {plan.num_microbatches} microbatches: both must be at least 1"
+    count = sum(map(len, plan.actions))
+    if 2 * count < p * plan.num_microbatches:  # far from complete: the rules need not list what is missing, one by one
+        yield f"{count} actions cannot run {p} stages and {plan.num_microbatches} microbatches"
+    if len(plan.served) != plan.num_ranks or len(plan.slots) != plan.num_ranks:
+        yield f"{plan.num_ranks} compute lanes, {len(plan.served)} served, {len(plan.slots)} budgets"
+    if plan.sizes is not None and (len(plan.sizes.stages), len(plan.sizes.static)) != (p, plan.num_ranks):
+        yield f"sizes of {len(plan.sizes.stages)} stages and {len(plan.sizes.static)} ranks, for {p} and {plan.num_ranks}"
+    if plan.budgets is not None and (plan.sizes is None or len(plan.budgets) != plan.num_ranks):
+        yield f"{len(plan.budgets)} budgets in bytes need sizes, and one for each of {plan.num_ranks} ranks"
+    for stage, rank in enumerate(plan.stage_ranks):
+        if rank not in ranks:
+            yield f"stage {stage} is on rank {rank}, and there are ranks 0 to {plan.num_ranks - 1}"
+
+
+def _outside(plan: Plan) -> Iterator[tuple[Place, str]]:
+    """Yield actions that name stages, microbatches or parts that do not exist."""
+    p, m = plan.num_stages, plan.num_microbatches
+    num_parts = [plan.num_parts(stage) for stage in range(p)]
+    for served, lanes in ((False, plan.actions), (True, plan.served)):
+        for rank, lane in enumerate(lanes):
+            for position, (op, stage, microbatch, part, _) in enumerate(lane):
+                if not (0 <= stage < p and 0 <= microbatch < m):
+                    yield (rank, served, position), f"{lane[position]} is outside {p} stages and {m} microbatches"
+                elif part and (op not in IN_PARTS or not 0 < part <= num_parts[stage]):
+                    parts = f"a microbatch of this stage has {num_parts[stage]}"
+                    yield (rank, served, position), f"{lane[position]} names a part that there is not: {parts}"
+                elif microbatch and op in SHARDING:
+                    yield (rank, served, position), f"{lane[position]} is of a whole stage and names microbatch {microbatch}"
+
+
+_TURN = {rule: turn for turn, rule in enumerate(("shape", *RULES_OF_A_RANK, *RULES_OF_ALL))}
