@@ -1,0 +1,47 @@
+"""The house stays one that a stranger can move into: its figures, and the page that leads through it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.house import HERE, Source, Walk, walk
+
+PAGE = (HERE / "bpipe/README.md").read_text()
+SOURCE = Source(HERE)
+
+
+@pytest.fixture(scope="module")
+def walked() -> Walk:
+    return walk(HERE)
+
+
+def test_figures(walked: Walk) -> None:
+    documented, not_imperative = SOURCE.docstrings()
+    assert SOURCE.loose_files() <= 9 and SOURCE.most_files()[0] <= 15
+    assert not_imperative == 0 and documented > 1000
+    assert walked.proofs == 2
+
+
+def test_the_page_names_every_room() -> None:
+    rooms = {path.parent for path in SOURCE.paths} - {SOURCE.root}
+    for room in rooms:
+        name = str(room.relative_to(SOURCE.root))
+        outer, _, inner = name.partition("/")
+        assert f"`{name}/`" in PAGE or (f"`{outer}/`" in PAGE and (f"`{inner}/`" in PAGE or outer == "tools")), name
+
+
+def test_the_page_follows_a_microbatch(walked: Walk) -> None:
+    """Each function that it names is called, in this order; a name without a file is of the file before."""
+    life = PAGE.partition("# One microbatch")[2]
+    named, file = [], ""
+    for word in re.findall(r"`([\w/.]+)`", life):
+        if word.endswith(".py") and not word.startswith("tests/"):
+            file = word
+        elif re.fullmatch(r"(_?[A-Z]\w*\.)?_*[a-z]\w*", word) and word != "step":
+            named.append((file, word))
+    assert len(named) > 25
+    calls = iter([*walked.before, *walked.calls])
+    for call in named:
+        assert call in calls, f"{call} is not called after those before it"
