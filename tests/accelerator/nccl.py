@@ -169,7 +169,7 @@ def install(*, nccl: bool, most_kernels: int = 0) -> None:
         return
     SimulatedNCCL.room = threading.Semaphore(most_kernels) if most_kernels else nullcontext()
     if KIND == "cuda":
-        from bpipe.comm.transport.base import c10d
+        from bpipe.comm.transport import c10d
 
         dist.ProcessGroupNCCL = SimulatedNCCL  # type: ignore[misc, assignment]
         c10d.backends_of = lambda group: {"cpu": "gloo", "cuda": "nccl"}
