@@ -85,9 +85,8 @@ def gathered(profile: Profile) -> list[Profile]:
     return everyone
 
 
-@pytest.mark.parametrize(
-    "job, num_ranks", [(of_the_main_job, 2), pytest.param(of_sleeping_stages, 4, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("job, num_ranks", [(of_the_main_job, 2), (of_sleeping_stages, 4)])
 def test_the_predicted_step_is_the_measured_one(job: Any, num_ranks: int) -> None:
     """In one of five attempts: what else runs on the machine, while steps are measured or stages profiled, is not predicted."""
     seen = []

@@ -69,7 +69,7 @@ def test_more_recomputation_is_judged_by_its_speed(share: float, gains: bool) ->
     st.sampled_from([1e8, 1e9, 4e9, 25e9, float("inf")]),
     st.sampled_from([["none"], ["none", "full"], ["selective", "full"]]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_the_verdict_is_the_rankings(
     p: int, batch: int, mib: int, shares: tuple[float, ...], link: float, recomputations: list[str]
 ) -> None:
