@@ -44,6 +44,9 @@ class Stream:
     def synchronize(self) -> None:
         self.simulator.synchronize_stream(self.stream_id)
 
+    def is_capturing(self) -> bool:
+        return False
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and other.stream_id == self.stream_id
 

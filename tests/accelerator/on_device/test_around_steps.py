@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -93,3 +94,61 @@ def waits(rank: int, name: str) -> list[int]:
 def test_no_host_waits_for_its_device_in_a_step_over_nccl(name: str) -> None:
     for found in run_ranks(waits, RANKS, name):
         assert found[2:] == [0, 0]
+
+
+class Part(nn.Module):
+    """A stage with a name of its own in the whole model."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.name = f"part_{rank}"
+        setattr(self, self.name, modules_of(RANKS)[rank])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return getattr(self, self.name)(x)
+
+
+class Training:
+    """A rank's stage and optimizer."""
+
+    def __init__(self, rank: int, device: str) -> None:
+        self.module, self.device = Part(rank), device
+        self.schedule = schedule_of(rank, "balanced_1f1b", self.module, device)
+        self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.01)
+
+    def train(self, steps: range) -> list[torch.Tensor]:
+        for step in steps:
+            x = batch_of(step, MICROBATCHES).to(self.device)
+            self.schedule.step(x, target=x, return_outputs=False)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return [value.cpu() for value in self.module.state_dict().values()]
+
+    def state(self) -> dict[str, Any]:
+        return bpipe.training_state([self.module], self.optimizer)
+
+
+def saved_and_resumed(rank: int, device: str, folder: Path) -> tuple[list[torch.Tensor], list[torch.Tensor], list[str]]:
+    """Train, save and train on: where that ends, and where training from what was saved ends; and what the checker reported."""
+    starts(rank, device, nccl=True)
+    one = Training(rank, device)
+    one.train(range(2))
+    dcp.save(one.state(), checkpoint_id=folder / device)
+    went_on = one.train(range(2, 4))
+    one.schedule.close()
+    other = Training(rank, device)
+    with torch.no_grad():
+        for parameter in other.module.parameters():
+            parameter.zero_()
+    dcp.load(other.state(), checkpoint_id=folder / device)
+    resumed = other.train(range(2, 4))
+    other.schedule.close()
+    return went_on, resumed, reports() if device == KIND else []
+
+
+def test_a_saved_training_goes_on(tmp_path: Path, one_thread: None) -> None:
+    on_device, on_cpu = (run_ranks(saved_and_resumed, RANKS, device, tmp_path) for device in (KIND, "cpu"))
+    for (went_on, resumed, reported), (expected, *_) in zip(on_device, on_cpu):
+        assert_same(went_on, expected)
+        assert_same(resumed, expected)
+        assert not reported
