@@ -13,7 +13,7 @@ import torch
 from bpipe.api.fullest import Fullest
 from bpipe.api.loopback import LoopbackGroup
 from bpipe.api.measured import Comparisons, KnownShapes, Measured, Shapes
-from bpipe.api.policy import MARGIN, Budget, Policy
+from bpipe.api.policy import MARGIN, Budget, Measure, Policy, Way
 from bpipe.api.report import Report
 from bpipe.api.schedule import Gather, Proven, Schedule, Step, StepKey
 from bpipe.comm.health.agreement import Record
@@ -142,8 +142,8 @@ class Balanced(Schedule):
         reserve_bytes: int = RESERVE_BYTES,
         optimizer: torch.optim.Optimizer | None = None,
         replicas: Any = None,
-        by: str = "evict",
-        measure: str = "auto",
+        by: Way = "evict",
+        measure: Measure = "auto",
         margin: float = MARGIN,
     ) -> None:
         _check_unused(schedule)

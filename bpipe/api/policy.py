@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from bpipe.errors import ConfigurationError
 from bpipe.passes.balance.by_bytes import by_bytes
@@ -15,10 +16,10 @@ from bpipe.schedules import Costs, Plan, Sizes, finish
 
 __all__: list[str] = []
 
-Budget = int | Sequence[int | None] | str | None
-NAMED = ("auto", "lowest")
-WAYS = ("evict", "recompute")
-MEASURES = ("auto", "in_order")
+NamedBudget = Literal["auto", "lowest"]
+Budget = int | Sequence[int | None] | NamedBudget | None
+Way = Literal["evict", "recompute"]
+Measure = Literal["auto", "in_order"]
 MARGIN = 0.1  # of what a stage saves whose microbatches vary
 MOST_PARTS = 64  # of a microbatch: more gain nothing more
 
@@ -33,8 +34,8 @@ class Policy:
     to: Destinations
     costs: Costs | None
     sizes: Sizes | None
-    by: str = "evict"
-    measure: str = "auto"
+    by: Way = "evict"
+    measure: Measure = "auto"
     margin: float = MARGIN
 
     def check(self, plan: Plan) -> None:
@@ -47,9 +48,9 @@ class Policy:
             raise ConfigurationError(f"parts={self.parts!r}: give a whole number from 1 to {MOST_PARTS}")
         if self.inside and self.parts == 1:
             raise ConfigurationError("inside=True moves parts of microbatches inside forwards and backwards: give parts=2 or more")
-        if self.by not in WAYS:
+        if self.by not in get_args(Way):
             raise ConfigurationError(f"by={self.by!r}: choose 'evict' or 'recompute'")
-        if self.measure not in MEASURES:
+        if self.measure not in get_args(Measure):
             raise ConfigurationError(f"measure={self.measure!r}: choose 'auto' or 'in_order'")
         if isinstance(self.margin, bool) or not isinstance(self.margin, (int, float)) or not 0 <= self.margin < math.inf:
             raise ConfigurationError(f"margin={self.margin!r}: give a share of what a stage saves, at least 0, such as 0.1")
@@ -67,7 +68,7 @@ class Policy:
         if budget is None:
             self._check_nothing_else()
         elif isinstance(budget, str):
-            if budget not in NAMED:
+            if budget not in get_args(NamedBudget):
                 raise ConfigurationError(f"budget={budget!r}: give bytes, 'auto', 'lowest', or None to count microbatches")
         elif isinstance(budget, Sequence):
             if len(budget) != num_ranks or not all(one is None or _is_count(one) for one in budget):

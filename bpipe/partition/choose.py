@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal, get_args
 
 from bpipe.errors import BudgetError, ConfigurationError
 from bpipe.estimate.names import check_count
@@ -19,7 +20,7 @@ from bpipe.schedules import Link, Plan, build, simulate
 
 __all__ = ["choose_stages"]
 
-OBJECTIVES = ("time", "memory")
+Objective = Literal["time", "memory"]
 
 Limits = Sequence[float]
 
@@ -32,7 +33,7 @@ def choose_stages(
     schedule: str = "1f1b",
     num_ranks: int | None = None,
     slots: int | Sequence[int | None] | None = None,
-    objective: str = "time",
+    objective: Objective = "time",
     memory_bytes: int | Sequence[int | None] | None = None,
     link: Link | None = None,
 ) -> StageChoice:
@@ -68,7 +69,7 @@ def choose_stages(
         raise ConfigurationError(
             f"{len(layers)} layers do not fill {num_stages} stages: ask for fewer stages, or name smaller layers"
         )
-    if objective not in OBJECTIVES:
+    if objective not in get_args(Objective):
         raise ConfigurationError(f"objective={objective!r}: give 'time' or 'memory'")
     plan = build(schedule, num_stages, num_microbatches, num_ranks=num_ranks, slots=slots)
     task = Task(Chain(layers), plan, _limits(memory_bytes, plan.num_ranks))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from bpipe.errors import ConfigurationError
 from bpipe.plan.action import HOST
 
 __all__ = ["Destinations"]
+
+Host = Literal["no", "last", "only"]
 
 
 def mirror_pairs(num_ranks: int) -> tuple[int, ...]:
@@ -34,7 +37,7 @@ class Destinations:
     pairs: Sequence[int] | None = None
     others: bool = True
     nodes: Sequence[int] | None = None
-    host: str = "no"
+    host: Host = "no"
 
     def check(self, num_ranks: int) -> None:
         """Raise unless the destinations fit a number of ranks.
@@ -49,7 +52,7 @@ class Destinations:
             )
         if self.nodes is not None and len(self.nodes) != num_ranks:
             raise ConfigurationError(f"nodes={tuple(self.nodes)}: give the node of each of {num_ranks} ranks")
-        if self.host not in ("no", "last", "only"):
+        if self.host not in get_args(Host):
             raise ConfigurationError(f"host={self.host!r}: choose 'no', 'last' or 'only'")
 
     def of(self, rank: int, room: Sequence[int | None]) -> list[int]:

@@ -7,6 +7,7 @@ from difflib import get_close_matches
 
 from bpipe.errors import ConfigurationError
 from bpipe.passes.balance.balance import balance
+from bpipe.passes.balance.problem import Choice
 from bpipe.passes.communicate import communicate, forward_only
 from bpipe.plan.collector import collector_paused
 from bpipe.plan.destinations import Destinations
@@ -65,7 +66,7 @@ def build(
     num_ranks: int | None = None,
     slots: int | Sequence[int | None] | None = None,
     pairs: Sequence[int] | None = None,
-    rule: str = "fewest",
+    rule: Choice = "fewest",
 ) -> Plan:
     """Build the finished and verified plan of a schedule.
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from bpipe.errors import ConfigurationError
 from bpipe.passes.balance.by_bytes import by_bytes
 from bpipe.passes.balance.outcome import outcome
+from bpipe.plan.destinations import Host
 from bpipe.schedules import Action, Costs, Destinations, Op, Plan, Sizes, StageSizes, finish
 
 __all__: list[str] = []
@@ -15,7 +16,7 @@ LOWEST = "lowest"
 Budget = int | Sequence[int | None] | str
 
 
-def balanced(plan: Plan, costs: Costs, budget: Budget, *, num_parts: int = 1, is_inside: bool = False, host: str = "no") -> Plan:
+def balanced(plan: Plan, costs: Costs, budget: Budget, *, num_parts: int = 1, is_inside: bool = False, host: Host = "no") -> Plan:
     """Balance the computations of a plan within a budget of bytes, and prove the result.
 
     Args:

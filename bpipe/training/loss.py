@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -12,11 +12,11 @@ from bpipe.training.group import Ranks
 
 __all__ = ["share_loss"]
 
-REDUCTIONS = ("mean", "sum")
+Reduction = Literal["mean", "sum"]
 
 
 @torch.no_grad()
-def share_loss(losses: Sequence[torch.Tensor], *, reduction: str = "mean", group: Any = None) -> float:
+def share_loss(losses: Sequence[torch.Tensor], *, reduction: Reduction = "mean", group: Any = None) -> float:
     """Give every rank of a pipeline the loss of the step that has just run.
 
     Communicates one all_gather of 16 bytes a rank over the pipeline's group. Collective; blocks the host.
@@ -38,8 +38,8 @@ def share_loss(losses: Sequence[torch.Tensor], *, reduction: str = "mean", group
         >>> share_loss([torch.tensor(1.0), torch.tensor(2.0)])
         1.5
     """
-    if reduction not in REDUCTIONS:
-        raise ConfigurationError(f"reduction={reduction!r}: choose one of {', '.join(map(repr, REDUCTIONS))}")
+    if reduction not in get_args(Reduction):
+        raise ConfigurationError(f"reduction={reduction!r}: choose one of {', '.join(map(repr, get_args(Reduction)))}")
     ranks = Ranks(group, f"torch.stack(losses).{reduction}() is the loss")
     mine = [1.0, float(getattr(torch.stack(list(losses)), reduction)())] if losses else [0.0, 0.0]
     told = torch.stack(ranks.gather(torch.tensor(mine, dtype=torch.float64))).tolist()

@@ -8,9 +8,10 @@ ranks of the same node, then others, then its host. `tests/schedules/test_balanc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import get_args
 
 from bpipe.errors import BudgetError, ConfigurationError
-from bpipe.passes.balance.problem import FINENESS, Budgets, Problem, Solution, raised, refusal
+from bpipe.passes.balance.problem import FINENESS, Budgets, Choice, Problem, Solution, raised, refusal
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import Sizes
@@ -35,7 +36,7 @@ def balance(
     budgets: int | Sequence[int | None] | None = None,
     to: Destinations | None = None,
     costs: Costs | None = None,
-    rule: str = "fewest",
+    rule: Choice = "fewest",
 ) -> Plan:
     """Insert evictions and loads so that no rank occupies more than its budget; the order of computations does not change.
 
@@ -57,7 +58,7 @@ def balance(
     """
     if (slots is None) == (sizes is None) or (sizes is None) != (budgets is None):
         raise ConfigurationError("give slots=, or sizes= and budgets=")
-    if rule not in ("fewest", "eager") or (rule == "eager" and sizes is not None):
+    if rule not in get_args(Choice) or (rule == "eager" and sizes is not None):
         raise ConfigurationError(f"rule={rule!r}: choose one of 'fewest', 'eager' (the latter where slots are counted)")
     problem = Problem(plan, sizes, Destinations() if to is None else to, costs, rule)
     given = problem.checked(slots if sizes is None else budgets)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from bpipe.errors import BudgetError, ConfigurationError
 from bpipe.passes.balance.evict import Shortage
@@ -29,6 +29,7 @@ FINENESS = 1024  # a peak is found to within this part of it
 EFFORT = 500_000  # candidates that a thorough search may look at: about a second
 
 Budgets = tuple[int | None, ...]
+Choice = Literal["fewest", "eager"]  # of evictions
 
 
 class Solution(NamedTuple):
@@ -86,7 +87,7 @@ class Problem:
         ConfigurationError: sizes, destinations or costs do not fit the plan.
     """
 
-    def __init__(self, plan: Plan, sizes: Sizes | None, to: Destinations, costs: Costs | None, rule: str) -> None:
+    def __init__(self, plan: Plan, sizes: Sizes | None, to: Destinations, costs: Costs | None, rule: Choice) -> None:
         to.check(plan.num_ranks)
         if sizes is not None:
             sizes.check(plan.num_stages, plan.num_ranks)
