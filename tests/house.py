@@ -160,7 +160,7 @@ for module in list(sys.modules.values()):
         module.verify = counted
 
 root = bpipe.__path__[0] + "/"
-before, calls, execute = [], [], run_module.Run.execute
+before, calls, actions, execute = [], [], [], run_module.Run.execute
 into = before
 def enter(frame, event, argument):
     if event == "call" and frame.f_code.co_filename.startswith(root):
@@ -168,7 +168,9 @@ def enter(frame, event, argument):
 def walked(self, action):
     global into
     into = calls
-    sys.setprofile(enter if (action.stage, action.microbatch) == (0, FOLLOWED) else None)
+    if is_followed := (action.stage, action.microbatch) == (0, FOLLOWED):
+        actions.append(str(action))
+    sys.setprofile(enter if is_followed else None)
     try:
         execute(self, action)
     finally:
@@ -186,7 +188,7 @@ FOLLOWED = next(a.microbatch for a in schedules[0].plan.actions[0] if a.op is Op
 run_module.Run.execute = walked
 sys.setprofile(enter)
 loopback.step(schedules, x, target=x)
-print(json.dumps([before, calls, made]))
+print(json.dumps([before, calls, actions, made]))
 """
 
 Calls = list[tuple[str, str]]  # of functions, each with its file in bpipe/
@@ -198,11 +200,13 @@ class Walk(NamedTuple):
     Args:
         before: calls until the first action.
         calls: calls in the actions for this microbatch, on all ranks.
+        actions: these.
         proofs: the plans that a rank proves when its balanced schedule is made.
     """
 
     before: Calls
     calls: Calls
+    actions: list[str]
     proofs: int
 
     @property
@@ -221,8 +225,8 @@ def walk(root: Path) -> Walk:
     command = [sys.executable, "-c", WALK, *modules]
     environment = os.environ | {"PYTHONPATH": str(root)}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=True)
-    before, calls, proofs = json.loads(done.stdout)
-    return Walk([tuple(call) for call in before], [tuple(call) for call in calls], proofs)
+    before, calls, actions, proofs = json.loads(done.stdout)
+    return Walk([tuple(call) for call in before], [tuple(call) for call in calls], actions, proofs)
 
 
 def main(root: Path) -> None:

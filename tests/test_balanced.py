@@ -24,7 +24,8 @@ from bpipe.api.policy import Policy
 from bpipe.errors import AgreementError, BudgetError, ConfigurationError
 from bpipe.passes.communicate import computations_only
 from bpipe.passes.one_at_a_time import one_at_a_time
-from bpipe.schedules import Costs, Destinations, Plan, Sizes, build
+from bpipe.passes.recompute import recompute_by_count
+from bpipe.schedules import Costs, Destinations, Plan, Sizes, build, finish
 from tests.models import WIDTH, Block, Result, as_rank, assert_same, batch_of, in_loopback, joined, modules_of, mse, single_process
 from tests.over import Over, pipeline
 from tests.ranks import run_ranks
@@ -710,6 +711,29 @@ def test_a_rank_whose_planning_fails_tells_the_others(error):
     told = run_ranks(interrupted, 2, error)
     assert told[0].startswith("AgreementError: the ranks made different plans") and error in told[0]
     assert told[1].startswith(error)
+
+
+@pytest.mark.parametrize("wrapped", ["slots", "a plan that evicts", "a plan that recomputes"])
+def test_what_the_wrapped_schedule_evicts_is_dropped(wrapped):
+    """Before anything is measured, too: nobody makes room for what will not come."""
+    loopback = bpipe.Loopback(4)
+    stages = [bpipe.PipelineStage(module, i, 4, "cpu", loopback.rank(i)) for i, module in enumerate(modules_of("quiet", 4))]
+    plans = {
+        "a plan that evicts": build("balanced_1f1b", 4, M),
+        "a plan that recomputes": finish(recompute_by_count(computations_only(build("1f1b", 4, M)))),
+    }
+    schedules = [
+        bpipe.Balanced(
+            bpipe.OneFOneB(stage, M, loss_fn=mse, slots=3) if wrapped == "slots" else bpipe.FromPlan(stage, plans[wrapped], mse),
+            budget="lowest",
+        )
+        for stage in stages
+    ]
+    for schedule in schedules:
+        assert not any(schedule.plan.evicted(rank) or schedule.plan.recomputed(rank) for rank in range(4))
+        assert set(schedule.plan.slots) == {None}
+    loopback.eval(schedules, torch.cat(EVEN))
+    assert not any(schedule._memory.rooms for schedule in schedules)
 
 
 def test_ranks_that_make_different_plans():

@@ -30,6 +30,8 @@ def test_the_page_names_every_room() -> None:
         name = str(room.relative_to(SOURCE.root))
         outer, _, inner = name.partition("/")
         assert f"`{name}/`" in PAGE or (f"`{outer}/`" in PAGE and (f"`{inner}/`" in PAGE or outer == "tools")), name
+    for named in re.findall(r"`([a-z_/]+)/`", PAGE.partition("| room |")[2].partition("\n\n")[0]):
+        assert (SOURCE.root / named).is_dir() or (SOURCE.root / "comm" / named).is_dir(), named
 
 
 def test_the_page_follows_a_microbatch(walked: Walk) -> None:
@@ -42,6 +44,9 @@ def test_the_page_follows_a_microbatch(walked: Walk) -> None:
         elif re.fullmatch(r"(_?[A-Z]\w*\.)?_*[a-z]\w*", word) and word != "step":
             named.append((file, word))
     assert len(named) > 25
+    actions = re.findall(r"`(0[A-Z_]+1)`", life.partition("The step begins")[2])
+    done = iter(walked.actions)
+    assert len(actions) >= 9 and all(action in done for action in actions), (actions, walked.actions)
     calls = iter([*walked.before, *walked.calls])
     for call in named:
         assert call in calls, f"{call} is not called after those before it"

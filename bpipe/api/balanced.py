@@ -36,7 +36,7 @@ from bpipe.plan.action import COMPUTE
 from bpipe.plan.amounts import show_each
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.sizes import Sizes
-from bpipe.schedules import Costs, Plan, finish
+from bpipe.schedules import Costs, Op, Plan, finish
 
 __all__ = ["Balanced"]
 
@@ -157,7 +157,9 @@ class Balanced(Schedule):
         self._policy.check(schedule.plan)
         self._is_lowest = budget == "lowest" or (budget == "auto" and not is_asynchronous(schedule._transport.device))
         self._reserve_bytes, self._replicas = reserve_bytes, replicas
-        self._plain, self._base = schedule.plan, computations_only(schedule.plan)
+        self._asked = f"{self._policy} {replicas is not None}"
+        self._base = computations_only(schedule.plan)
+        self._plain = schedule.plan if _is_plain(schedule.plan) else None  # which is proven already
         self._first_plan = self._plan_before_measuring()
         self._one_at_a_time = None if self._first_plan is not None else finish(one_at_a_time(self._base))
         self._in_order: Plan | None = None  # the other one that measures, where it was needed
@@ -179,8 +181,7 @@ class Balanced(Schedule):
 
     def _proven(self, plan: Plan) -> Proven:
         """Return a plan with a fingerprint of it and of what was asked for, which the ranks must agree on before they measure."""
-        asked = f"{plan.fingerprint()} {self._policy} {self._replicas is not None}"
-        return Proven(plan, hashlib.sha256(asked.encode()).hexdigest()[:32])
+        return Proven(plan, hashlib.sha256(f"{plan.fingerprint()} {self._asked}".encode()).hexdigest()[:32])
 
     def _plan_before_measuring(self) -> Plan | None:
         """Make the plan to train with; return None if sizes have to be measured for it first."""
@@ -194,7 +195,7 @@ class Balanced(Schedule):
         return policy.plan_in_bytes(self._base, sizes, None if self._is_lowest else policy.budgets(self._base.num_ranks))
 
     def _make_plan(self, *_: Any) -> Plan:
-        return self._plain if self._first_plan is None else self._first_plan
+        return self._first_plan or self._plain or finish(self._base)
 
     def _record(self, is_training: bool, looks: Looks) -> Record:
         inputs = bytes(16) if self._replicas is None else mb.digest([one.form for one in looks.descriptions])
@@ -430,6 +431,13 @@ def _naming(states: Sequence[int]) -> Iterator[None]:
             f"{error} Of what each rank holds, {show_each(states)} are states that optimizers have made. Give such a budget, shard "
             "the states over replicas (ZeroRedundancyOptimizer, FSDP2), or train with an optimizer that keeps less"
         ) from error
+
+
+def _is_plain(plan: Plan) -> bool:
+    """Return whether a plan does nothing but compute and send: no budget, nothing evicted or recomputed, no pieces."""
+    if plan.sizes is not None or any(slots is not None for slots in plan.slots):
+        return False
+    return not any(action.op in (Op.EVICT, Op.R) or action.part for lane in plan.actions for action in lane)
 
 
 def _check_unused(schedule: object) -> None:

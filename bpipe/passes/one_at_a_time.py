@@ -25,7 +25,7 @@ def one_at_a_time(plan: Plan) -> Plan:
     """Return a plan that runs the stages of another plan, on the same ranks, one microbatch after the other.
 
     Each stage takes its microbatches in the same order, so gradients add up to the same bits, as long as the stage depends
-    neither on the other stages of its rank nor on whether a backward comes before the next forward (`runtime/ordered.py` checks).
+    neither on the other stages of its rank nor on whether a backward comes before the next forward (`engine/ordered.py` checks).
     Where the plan gathers weights, they are gathered for each computation, and gradients are reduced once.
     """
     is_sharded = any(action.op in SHARDING for lane in plan.actions for action in lane)

@@ -201,7 +201,7 @@ class Plan:
         """Write the compute lane as torch.distributed.pipelining's `compute_comms` CSV: one row per rank, without waits.
 
         Raises:
-            PlanError: the plan evicts or recomputes, which that format cannot express; `to_text` can.
+            PlanError: the plan evicts, recomputes or computes in pieces, which that format cannot express; `to_text` can.
         """
         from bpipe.plan.text import to_csv
 

@@ -94,8 +94,8 @@ class Watch:
     def answer(self, asking: int) -> Status:
         """Return what this rank tells a rank that asks."""
         self._others.add(asking)
-        if self._asked_s is None:
-            self._shown_step = max(self._shown_step, self._activity.step)  # that rank will show it
+        if self._asked_s is None:  # that rank will show it; between steps, the number here is already the next one's
+            self._shown_step = max(self._shown_step, self._activity.step - (self._activity.state is State.OUTSIDE))
         return self._status()
 
     def told(self, rank: int, number: int, status: Status) -> None:

@@ -26,14 +26,15 @@ struct Mark {
 };
 
 // The place in `elsewhere` clocks of a process's place, under G.
+inline std::vector<std::pair<int, int>> places_elsewhere;  // the process, and its place, of each
 inline int place_elsewhere(int process, int place) {
   static std::map<std::pair<int, int>, int> places;
-  return places.try_emplace({process, place}, (int)places.size()).first->second;
+  auto [found, is_new] = places.try_emplace({process, place}, (int)places.size());
+  if (is_new) places_elsewhere.push_back(found->first);
+  return found->second;
 }
-inline std::vector<Mark> known_elsewhere;  // by place there: who has it, and the latest time that anybody here knows, under G
 inline void learn_mark(Clock& elsewhere, const Mark& mark) {  // under G
   size_t place = place_elsewhere(mark.process, mark.place);
-  if (known_elsewhere.size() <= place) known_elsewhere.resize(place + 1, mark);
   if (elsewhere.size() <= place) elsewhere.resize(place + 1);
   elsewhere[place] = std::max(elsewhere[place], mark.when);
 }
@@ -42,7 +43,7 @@ inline std::vector<Mark> marks_of(const Clock& here, const Clock& elsewhere) {  
   for (size_t place = 0; place < here.size(); ++place)
     if (here[place]) marks.push_back({getpid(), (int)place, here[place]});
   for (size_t place = 0; place < elsewhere.size(); ++place)
-    if (elsewhere[place]) marks.push_back({known_elsewhere[place].process, known_elsewhere[place].place, elsewhere[place]});
+    if (elsewhere[place]) marks.push_back({places_elsewhere[place].first, places_elsewhere[place].second, elsewhere[place]});
   return marks;
 }
 
@@ -122,7 +123,7 @@ class Segment final : public Shared {
       bool is_covered = is_before && earlier.begin >= access.begin && earlier.end <= access.end && (access.is_write || !earlier.is_write);
       if (!is_covered) beside_->accesses[kept++] = earlier;
     }
-    TORCH_CHECK(kept < MOST_ACCESSES, "the simulated device has room for ", MOST_ACCESSES, " accesses to a buffer that nothing orders");
+    TORCH_CHECK(kept < MOST_ACCESSES, "the simulated device has room for ", MOST_ACCESSES, " accesses to a buffer that no later one covers");
     beside_->accesses[kept++] = access;
     beside_->num_accesses = kept;
     return found;
@@ -306,7 +307,11 @@ class PeerAllocator final : public symmetric::SymmetricMemoryAllocator {
     auto store = ranks->getStore();
     int me = ranks->getRank();
     TORCH_CHECK(ranks->getSize() <= MOST_RANKS, "the simulated device has symmetric memory for ", MOST_RANKS, " ranks");
-    auto key = "simulated/" + *group + "/" + std::to_string(num_met_[*group]++) + "/";
+    std::string key;
+    {
+      std::lock_guard<std::mutex> lock(G);
+      key = "simulated/" + *group + "/" + std::to_string(num_met_[*group]++) + "/";
+    }
     auto say = [&](const std::string& what, const std::string& text) {
       store->set(key + what + std::to_string(me), std::vector<uint8_t>(text.begin(), text.end()));
     };
@@ -317,18 +322,18 @@ class PeerAllocator final : public symmetric::SymmetricMemoryAllocator {
     size_t size = ours.segment->size();
     say("at", std::to_string(getpid()) + " " + std::to_string(ours.segment->file()) + " " + std::to_string(size));
     std::vector<SegmentP> segments;
-    std::vector<BlockP> blocks;
     for (int rank = 0; rank < ranks->getSize(); ++rank) {
       int process, file;
       size_t theirs;
       std::istringstream(heard("at", rank)) >> process >> file >> theirs;
       TORCH_CHECK(theirs == size, "rank ", rank, " has ", theirs, " bytes of symmetric memory, and rank ", me, " has ", size);
-      bool is_own = rank == me;
-      segments.push_back(is_own ? ours.segment : std::make_shared<Segment>(process, file, size));
-      if (!is_own) blocks.push_back(block_over(segments.back(), ours.device));
+      segments.push_back(rank == me ? ours.segment : std::make_shared<Segment>(process, file, size));
     }
     say("open", "");
     for (int rank = 0; rank < ranks->getSize(); ++rank) heard("open", rank);  // nobody frees its own before
+    std::vector<BlockP> blocks;
+    for (int rank = 0; rank < ranks->getSize(); ++rank)
+      if (rank != me) blocks.push_back(block_over(segments[rank], ours.device));
     auto made = c10::make_intrusive<PeerMemory>(me, ours.device, segments, blocks);
     std::lock_guard<std::mutex> lock(G);
     own_[pointer].met[*group] = made;

@@ -104,11 +104,13 @@ struct StreamQueue {
     std::unique_lock<std::mutex> lock(mutex_);
     idle_.wait(lock, [&] { return works_.empty() && !is_busy_; });
   }
-  MomentP mark() {
+  // A moment that is reached when all before has run; `known` is what whoever asks for it knows of other processes.
+  MomentP mark(const Clock& known = {}) {
     auto moment = std::make_shared<Moment>();
-    push([this, moment] {
+    push([this, moment, known] {
       {
         std::lock_guard<std::mutex> lock(G);
+        join(elsewhere, known);
         moment->elsewhere = elsewhere;
       }
       moment->reach();
@@ -323,7 +325,7 @@ inline void without_python(Wait wait) {  // other threads of the host go on mean
 // The moment when all that was queued on a stream has run.
 inline MomentP end_of(int number) {  // under G
   auto* stream = stream_of(number);
-  auto moment = stream->mark();
+  auto moment = stream->mark(host_thread().elsewhere);
   moment->clock = stream->clock;
   return moment;
 }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -232,6 +234,71 @@ def test_what_is_not_is_reported(seen: list[dict[str, list[str]]], use: Use) -> 
     found = [report for of_rank in seen for report in of_rank[use.__name__]]
     assert found and all(report.startswith("race: ") and "that processes share" in report for report in found)
     assert all(f"in {use.__name__}" in report for report in found)
+
+
+def relayed(rank: int) -> list[str]:
+    """Rank 0 writes on two streams; rank 1 tells rank 2 of both, which it has seen in another order than it heard of them."""
+    simulator.configure(True, 500, 0.3, rank)
+    x = symmetric.empty(SIZE, device=KIND)
+    peers = symmetric.rendezvous(x, dist.group.WORLD)
+    parts = room(peers, 0).chunk(4)
+    if rank == 0:
+        streams = [MODULE.Stream() for _ in range(2)]
+        for stream, part in zip(reversed(streams), parts):
+            with MODULE.stream(stream):
+                part.fill_(1)
+            MODULE.synchronize()  # in this order into the log
+        dist.barrier()
+        for stream in streams:
+            MODULE.current_stream().wait_stream(stream)
+        peers.put_signal(1, DATA, PATIENCE_MS)
+    elif rank == 1:
+        dist.barrier()
+        parts[3].fill_(1)  # beside what rank 0 has written, of which nothing has been heard yet
+        peers.wait_signal(0, DATA, PATIENCE_MS)
+        peers.put_signal(2, DATA, PATIENCE_MS)
+    else:
+        dist.barrier()
+        peers.wait_signal(1, DATA, PATIENCE_MS)
+        room(peers, 0).sum()
+    found = reports()
+    dist.barrier()
+    return found
+
+
+def test_what_a_rank_tells_of_another_one_is_that_ones() -> None:
+    assert run_ranks(relayed, 3) == [[], [], []]
+
+
+def heard_by_another_thread(rank: int) -> list[str]:
+    """Rank 1's first thread hears of the write and records an event, for which another thread lets its stream wait."""
+    store = dist.PrefixStore("by an event", dist.distributed_c10d._get_default_store())
+    x = symmetric.empty(SIZE, device=KIND)
+    peers = symmetric.rendezvous(x, dist.group.WORLD)
+    if rank == 0:
+        room(peers, 1).fill_(1)
+        MODULE.synchronize()
+        store.set("told", repr(simulator.told()))
+    else:
+        events: queue.Queue[Any] = queue.Queue()
+
+        def read() -> None:
+            with MODULE.stream(MODULE.Stream()) as stream:
+                stream.wait_event(events.get())
+                room(peers, 1).sum()
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        simulator.hear(eval(store.get("told")))
+        events.put(MODULE.Stream().record_event())
+        reader.join()
+    found = reports()
+    dist.barrier()
+    return found
+
+
+def test_an_event_carries_what_the_host_has_heard() -> None:
+    assert run_ranks(heard_by_another_thread, 2) == [[], []]
 
 
 def timed_out(rank: int) -> list[str]:
