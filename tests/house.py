@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 HERE = Path(__file__).parents[1]
-BESIDE = ("estimate", "advisor", "tools", "viz", "cli", "training", "partition")  # rooms that the core does not import
-PLANNING = ("schedules", "simulate", "simulator", "plan", "passes")  # where there are plans, and no microbatches yet
-KEYS = r"(Key|MicrobatchKey|Guest|Place|Started|TransferKey|MessageKey|tuple\[(Op, )?int, int(, int)?\])"
+BESIDE = ("estimate", "tools", "training", "partition")  # rooms that the core does not import
+PLANNING = ("schedules", "simulator", "plan", "passes")  # where there are plans, and no microbatches yet
+KEYS = r"(Key|Guest|Place|Started|tuple\[(Op, )?int, int(, int)?\])"
 BY_MICROBATCH = re.compile(rf"self\.\w+: (?:default)?dict\[{KEYS}, ")
 
 
@@ -50,11 +50,14 @@ class Source:
         folder, count = folders.most_common(1)[0]
         return count, str(folder.relative_to(self.root))
 
-    def cycles(self) -> list[list[str]]:
-        """Groups of modules that import each other, imports inside functions and for types included."""
+    def arrows(self) -> dict[str, set[str]]:
+        """The modules that each one imports, inside functions and for types included."""
         known = set(self.names.values())
-        arrows = {name: {*_imported(self.trees[path], known)} - {name} for path, name in self.names.items()}
-        return [sorted(group) for group in _strongly_connected(arrows) if len(group) > 1]
+        return {name: {*_imported(self.trees[path], known)} - {name} for path, name in self.names.items()}
+
+    def cycles(self) -> list[list[str]]:
+        """Groups of modules that import each other."""
+        return [sorted(group) for group in _strongly_connected(self.arrows()) if len(group) > 1]
 
     def reaches(self) -> list[str]:
         """Uses of private attributes of other objects that this package defines, outside the module that defines them."""

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.house import HERE, Source, Walk, walk
+from tests.house import BESIDE, HERE, Source, Walk, walk
 
 PAGE = (HERE / "bpipe/README.md").read_text()
 SOURCE = Source(HERE)
@@ -22,6 +22,14 @@ def test_figures(walked: Walk) -> None:
     assert SOURCE.loose_files() <= 9 and SOURCE.most_files()[0] <= 15
     assert not_imperative == 0 and documented > 1000
     assert walked.proofs == 2
+
+
+def test_the_core_imports_nothing_beside_it() -> None:
+    """But for `bpipe` itself, which has the public names, and what stands at its root to use them."""
+    beside = tuple(f"bpipe.{room}" for room in BESIDE)
+    core = {name: used for name, used in SOURCE.arrows().items() if name.count(".") > 1 and not name.startswith(beside)}
+    assert len(core) > 100
+    assert not {name: used for name, used in core.items() if any(one.startswith((*beside, "bpipe.torchtitan")) for one in used)}
 
 
 def test_the_page_names_every_room() -> None:

@@ -254,7 +254,7 @@ class Schedule:
         """Run the forwards alone, without a graph; the losses too where a target is given.
 
         Takes what `step` takes, and returns what it returns. Collective over the pipeline; blocks the host. Modules stay
-        in the train or eval mode that they are in.
+        in the train or eval mode that they are in. The first evaluation makes and proves its plan.
         """
         call = call_of(*args, target=target, losses=losses, **kwargs)
         return self._run(lambda: self._begin_eval(call))

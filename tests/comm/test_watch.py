@@ -97,6 +97,18 @@ def test_what_is_shown_in_a_step_is_shown_again_in_a_later_one_only(caplog):
     assert len(shown(caplog)) == 2
 
 
+def test_a_rank_that_was_asked_between_steps_shows_its_wait_in_the_next_one(caplog):
+    ranks = Ranks(["0WAIT_RECV_B0", "1F1", "2F1"])
+    ranks.activities[2].end(8)  # it has done its part of step 7
+    ranks.run(SLOW_S + 1)
+    assert len(shown(caplog)) == 1 and not ranks.watches[2].shows()
+    ranks.activities[2].begin(PLAN, 2, 8, [0, 1, 2])
+    ranks.activities[2].position = position_of("2WAIT_RECV_F1", 2)
+    ranks.run(SLOW_S + 1, begin=SLOW_S + 1, ranks=[2])
+    first, second = shown(caplog)
+    assert first.startswith("rank 0") and second.startswith("rank 2") and "in step 8" in second
+
+
 def test_the_timeout_fails_with_the_picture(caplog):
     ranks = Ranks(["0WAIT_RECV_B0", "1F1", "2WAIT_RECV_F1"])
     ranks.silent = {1}

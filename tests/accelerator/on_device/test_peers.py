@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import signal
@@ -93,9 +94,9 @@ def by_the_hosts(rank: int, peers: Peers) -> None:
     if rank == 0:
         room(peers, 1).copy_(numbers(0).to(KIND))
         MODULE.synchronize()
-        store.set("told", repr(simulator.told()))
+        store.set("told", json.dumps(simulator.told()))
         return
-    simulator.hear(eval(store.get("told")))
+    simulator.hear(json.loads(store.get("told")))
     assert torch.equal(room(peers, 1).cpu(), numbers(0))
 
 
@@ -174,9 +175,9 @@ def told_before_it_is_written(rank: int, peers: Peers) -> None:
     store = dist.PrefixStore("too early", dist.distributed_c10d._get_default_store())
     if rank == 0:
         room(peers, 1).fill_(1)
-        store.set("told", repr(simulator.told()))
+        store.set("told", json.dumps(simulator.told()))
         return
-    simulator.hear(eval(store.get("told")))
+    simulator.hear(json.loads(store.get("told")))
     room(peers, 1).sum()
 
 
@@ -278,7 +279,7 @@ def heard_by_another_thread(rank: int) -> list[str]:
     if rank == 0:
         room(peers, 1).fill_(1)
         MODULE.synchronize()
-        store.set("told", repr(simulator.told()))
+        store.set("told", json.dumps(simulator.told()))
     else:
         events: queue.Queue[Any] = queue.Queue()
 
@@ -289,7 +290,7 @@ def heard_by_another_thread(rank: int) -> list[str]:
 
         reader = threading.Thread(target=read)
         reader.start()
-        simulator.hear(eval(store.get("told")))
+        simulator.hear(json.loads(store.get("told")))
         events.put(MODULE.Stream().record_event())
         reader.join()
     found = reports()
