@@ -61,7 +61,7 @@ def measured(rank: int, num_steps: int = STEPS) -> Row:
     schedule = bpipe.BalancedOneFOneB(stage, M, loss_fn=lambda logits, y: F.cross_entropy(logits.flatten(0, 1), y.flatten()))
     words = torch.randint(256, (SEQUENCES, config.sequence_length))
     schedule.step(words, target=words, return_outputs=False)
-    control: Any = schedule._transport.control
+    control: Any = schedule.session.context.transport.control
     meter, clock = Meter(control), time.pthread_getcpuclockid(control._thread.ident)
     began, thread_began = time.process_time(), time.clock_gettime(clock)
     for _ in range(num_steps):

@@ -94,12 +94,12 @@ class Pipeline:
     def followed(self, observers: Sequence[Observer | None]) -> Iterator[None]:
         """Let an observer follow each schedule."""
         for schedule, observer in zip(self.schedules, observers):
-            schedule._observer = observer
+            schedule.session.observer = observer
         try:
             yield
         finally:
             for schedule in self.schedules:
-                schedule._observer = None
+                schedule.session.observer = None
 
 
 def _schedule(stage: Any, work: Work, *, is_balanced: bool) -> Any:

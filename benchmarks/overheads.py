@@ -153,7 +153,7 @@ def on_rank(rank: int) -> OfRank:
     for one in [*steps.values()] * 3:
         one()
     staying = in_turns(steps, seconds=SECONDS)
-    transport, agreement_s = schedules["never"]._transport, []
+    transport, agreement_s = schedules["never"].session.context.transport, []
     for _ in range(20 * REPEATS):
         began = time.process_time()
         transport.exchange(CallOf.STEP, b"0" * 100)

@@ -51,7 +51,7 @@ class LiveRanks:
         self.count = self.outside = StorageCount()
         self.batch: list[torch.Tensor] = []
         for schedule, rank in zip(schedules, self._ranks):
-            schedule._observer = rank
+            schedule.session.observer = rank
 
     def step(self, x: torch.Tensor, target: torch.Tensor, **kwargs: Any) -> list[tuple[int, dict[str, float]]]:
         """Run a step; for each rank, the most bytes that were counted, and its statistics."""

@@ -66,9 +66,9 @@ class Counting(Observer):
         self.schedule, self._whose, self._has_rooms, self._count = schedule, whose, has_rooms, StorageCount()
         self.batch: Sequence[torch.Tensor] = ()
         self.looks = True  # whether it counts, or remembers whose storages are for a later step
-        self._modules = [stage.submod for stage in schedule._stages.values()]
-        self._loss_fn = schedule._loss_fn
-        schedule._observer, schedule._loss_fn = self, self._after_loss
+        self._modules = [stage.submod for stage in schedule.session.context.stages.values()]
+        self._loss_fn = schedule.session.context.loss_fn
+        schedule.session.observer, schedule.session.context.loss_fn = self, self._after_loss
         for module in self._modules:
             module.register_forward_hook(lambda *_: self._look_inside())
 

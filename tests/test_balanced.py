@@ -359,12 +359,12 @@ def test_auto_is_the_lowest_on_cpu():
 
 def test_auto_adds_what_is_free_to_what_is_used(monkeypatch):
     """As on CUDA: ranks of a loopback share a device, and gradients that are still to come need room of what is free."""
-    monkeypatch.setattr(bpipe.api.balanced, "available_bytes", lambda device, reserve_bytes: 4 * (2**20 - reserve_bytes))
+    monkeypatch.setattr(bpipe.api.measured_plans, "available_bytes", lambda device, reserve_bytes: 4 * (2**20 - reserve_bytes))
     over = Over(bpipe.OneFOneB, {"budget": "auto", "reserve_bytes": 2**10})
     modules = modules_of("quiet", 4)
     loopback, schedules = pipeline(over, modules, M, mse)
     for schedule in schedules:
-        schedule._is_lowest = False
+        schedule.session.source._is_lowest = False
     loopback.step(schedules, torch.cat(EVEN), target=torch.cat(EVEN), return_outputs=False)
     for module in modules:
         module.zero_grad()
@@ -479,11 +479,15 @@ def test_schedules_that_cannot_be_balanced():
             bpipe.Balanced(used)
 
 
-def test_the_schedule_that_was_balanced_is_closed():
+def test_the_schedule_that_was_balanced_runs_no_more():
     schedule = schedule_of()
-    bpipe.Balanced(schedule)
-    with pytest.raises(bpipe.errors.PipelineBrokenError, match="closed"), schedule._guarded():
-        pass
+    balanced = bpipe.Balanced(schedule)
+    with pytest.raises(bpipe.errors.PipelineBrokenError, match="given to Balanced: call the one that Balanced returned"):
+        schedule.step(torch.zeros(M, WIDTH))
+    with pytest.raises(bpipe.errors.PipelineBrokenError, match="given to Balanced"):
+        bpipe.Balanced(schedule)
+    schedule.close()  # which leaves the balanced one open
+    assert balanced.session.is_unused
 
 
 def test_a_budget_that_given_sizes_cannot_meet_is_refused_at_once():
@@ -570,7 +574,7 @@ def grows_alone(rank: int) -> list[float]:
         schedule.step(torch.cat(EVEN), target=torch.cat(EVEN))
         for parameter in module.parameters():
             dist.all_reduce(parameter.grad, group=replicas[stage])
-    return [schedule._revision, *(float(parameter.grad.sum()) for parameter in module.parameters())]
+    return [schedule.session.source.revision, *(float(parameter.grad.sum()) for parameter in module.parameters())]
 
 
 def test_a_pipeline_that_grows_alone_does_not_wait_for_its_replicas():
@@ -640,7 +644,7 @@ def fails_alone(rank: int) -> str:
     schedule = bpipe.Balanced(plain)
     schedule.step(torch.cat(EVEN), target=torch.cat(EVEN))
     if rank:
-        schedule._own_budget = None
+        schedule.session.source._own_budget = None
     with pytest.raises(AgreementError) as caught:
         schedule.step(torch.cat(EVEN), target=torch.cat(EVEN))
     return str(caught.value)
@@ -653,7 +657,7 @@ def fails_beside_a_replica(rank: int) -> tuple[str, float]:
     plain = bpipe.OneFOneB(bpipe.PipelineStage(Block(dropout=0.0), stage, 2, "cpu", pipelines[which]), M, loss_fn=mse)
     schedule = bpipe.Balanced(plain, replicas=replicas[stage])
     if rank == 1:
-        schedule._own_budget = None
+        schedule.session.source._own_budget = None
     schedule.step(torch.cat(EVEN), target=torch.cat(EVEN))
     started, told = time.monotonic(), ""
     try:
@@ -680,7 +684,8 @@ def plans_otherwise(rank: int, policy: dict[str, Any]) -> str:
     schedule = bpipe.Balanced(plain, budget="lowest")
     schedule.step(torch.cat(EVEN), target=torch.cat(EVEN))
     if rank == 1:
-        schedule._is_lowest, schedule._policy = policy["budget"] == "lowest", replace(schedule._policy, **policy)
+        source: Any = schedule.session.source
+        source._is_lowest, source._policy = policy["budget"] == "lowest", replace(source._policy, **policy)
     with pytest.raises((AgreementError, BudgetError)) as caught:
         schedule.step(torch.cat(EVEN), target=torch.cat(EVEN))
     schedule.eval(torch.cat(EVEN))
@@ -692,16 +697,16 @@ def interrupted(rank: int, error: str) -> str:
     plain = bpipe.OneFOneB(bpipe.PipelineStage(nn.Linear(WIDTH, WIDTH), rank, 2, "cpu"), M, loss_fn=mse)
     schedule = bpipe.Balanced(plain, budget="lowest")
     schedule.step(torch.cat(EVEN), target=torch.cat(EVEN))
-    make = schedule._made_plan
+    make = schedule.session.source._made_plan
 
     def fail(*_: Any) -> None:
         raise KeyboardInterrupt if error == "KeyboardInterrupt" else RecursionError
 
     if rank:
-        schedule._made_plan = fail
+        schedule.session.source._made_plan = fail
     with pytest.raises((AgreementError, KeyboardInterrupt, RecursionError)) as caught:
         schedule.step(torch.cat(EVEN), target=torch.cat(EVEN))
-    schedule._made_plan = make
+    schedule.session.source._made_plan = make
     schedule.step(torch.cat(EVEN), target=torch.cat(EVEN))
     return f"{type(caught.value).__name__}: {caught.value}"
 
@@ -733,7 +738,7 @@ def test_what_the_wrapped_schedule_evicts_is_dropped(wrapped):
         assert not any(schedule.plan.evicted(rank) or schedule.plan.recomputed(rank) for rank in range(4))
         assert set(schedule.plan.slots) == {None}
     loopback.eval(schedules, torch.cat(EVEN))
-    assert not any(schedule._memory.rooms for schedule in schedules)
+    assert not any(schedule.session.context.memory.rooms for schedule in schedules)
 
 
 def test_ranks_that_make_different_plans():

@@ -50,7 +50,7 @@ def in_loopback(p: int, m: int, *, inside: bool, parts: int, steps: int = 3) -> 
     if parts:
         schedules = [bpipe.Balanced(schedule, budget="lowest", parts=parts, inside=inside) for schedule in schedules]
     for schedule in schedules:
-        schedule._observer = Live()
+        schedule.session.observer = Live()
     x, target = batch(m)
     for _ in range(steps):
         loopback.step(schedules, x, target=target)
@@ -84,7 +84,7 @@ def test_lower_than_whole_forwards_allow() -> None:
 
 def test_pieces_take_and_give_back_one_after_the_other() -> None:
     schedules, _ = in_loopback(4, 8, inside=True, parts=4, steps=2)
-    plan, live = schedules[0].plan, schedules[0]._observer.live
+    plan, live = schedules[0].plan, schedules[0].session.observer.live
     pieces = [action for action in plan.actions[0] if action.op in COMPUTE and action.microbatch == 0]
     forward = [live[piece] for piece in pieces if piece.op is Op.F]
     assert forward == sorted(forward) and len(set(forward)) == 4

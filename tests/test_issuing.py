@@ -108,10 +108,10 @@ def traced(rank: int) -> list[tuple[str, int]]:
     schedule = bpipe.BalancedOneFOneB(
         bpipe.PipelineStage(modules_of(RANKS)[rank], rank, RANKS, "cpu"), MICROBATCHES, nn.functional.mse_loss
     )
-    recorder = schedule._observer = Recorder(None)
+    recorder = schedule.session.observer = Recorder(None)
     x = batch_of(0, MICROBATCHES)
     schedule.step(x, target=x, return_outputs=False)
-    order = schedule._lanes._issue_order(schedule.plan, rank)
+    order = schedule.session.context.lanes._issue_order(schedule.plan, rank)
     lane = schedule.plan.actions[rank]
     began = sorted(range(len(lane)), key=recorder.records[0].begin_ns.__getitem__)
     assert [lane[place] for place in began] == [action for _, action in order if action in set(lane)]

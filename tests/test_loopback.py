@@ -116,7 +116,7 @@ def test_nothing_of_a_failed_step_reaches_the_next_pipeline() -> None:
     sound = pipeline(loopback, nn.Identity(), nn.Linear(3, 3))
     inputs = torch.randn(M, 3)
     outputs = loopback.eval(sound, inputs)
-    assert torch.equal(outputs, torch.cat([sound[1]._stages[1].submod(row) for row in inputs.split(1)]))
+    assert torch.equal(outputs, torch.cat([sound[1].session.context.stages[1].submod(row) for row in inputs.split(1)]))
 
 
 # Misuse

@@ -31,8 +31,8 @@ class Watched(Observer):
         self.peak = 0
         self._count = StorageCount()
         self._between_stages: dict[int, list[torch.Tensor]] = {}
-        schedule._observer = self
-        self._watch_transport(schedule._transport)
+        schedule.session.observer = self
+        self._watch_transport(schedule.session.context.transport)
 
     def _watch_transport(self, transport: Any) -> None:
         """Messages between stages are no activations while they travel; nor is an input before its forward runs."""
@@ -63,7 +63,7 @@ class Watched(Observer):
 
     def step(self, x: torch.Tensor, target: torch.Tensor) -> None:
         self.peak, self.losses, self.batch = 0, [], (x, target)
-        loss_fn, serve = self.schedule._loss_fn, bpipe.engine.acceptor.Server.run
+        loss_fn, serve = self.schedule.session.context.loss_fn, bpipe.engine.acceptor.Server.run
 
         def remembered(*loss_args: Any) -> torch.Tensor:
             loss = loss_fn(*loss_args)
@@ -74,10 +74,10 @@ class Watched(Observer):
             with self._count.mode():
                 serve(server)
 
-        self.schedule._loss_fn, bpipe.engine.acceptor.Server.run = remembered, counted
+        self.schedule.session.context.loss_fn, bpipe.engine.acceptor.Server.run = remembered, counted
         with self._count.mode():
             self.schedule.step(x, target=target, return_outputs=False)
-        self.schedule._loss_fn, bpipe.engine.acceptor.Server.run = loss_fn, serve
+        self.schedule.session.context.loss_fn, bpipe.engine.acceptor.Server.run = loss_fn, serve
 
 
 def stage_of_a_language_model(rank: int, p: int, width: int) -> nn.Module:

@@ -175,7 +175,7 @@ def test_every_wait_of_a_step_is_marked_twice():
     plan = of.schedules[0].plan
     assert [len(one._marks) for one in waits] == [4 * len(plan.evicted(rank)) for rank in range(4)]
     assert waits[0]._marks
-    assert all(schedule._observer is None for schedule in of.schedules)
+    assert all(schedule.session.observer is None for schedule in of.schedules)
 
 
 @pytest.mark.parametrize(

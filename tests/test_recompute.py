@@ -182,7 +182,7 @@ def test_buffers_that_a_forward_writes_are_kept_beside_the_input():
     schedules, counts = counted(bpipe.OneFOneB, "conv", **LOWEST)
     assert recomputed(schedules) > 0
     for rank, (one, count) in enumerate(zip(schedules, counts, strict=True)):
-        copy = sum(buffer.nbytes for buffer in one._stages[rank].submod.buffers())
+        copy = sum(buffer.nbytes for buffer in one.session.context.stages[rank].submod.buffers())
         most = len(one.plan.recomputed(rank)) * copy
         assert all(0 <= moment.counted_after - moment.planned_after <= most for moment in count.moments())
 

@@ -69,7 +69,7 @@ def test_a_saved_tensor_that_the_user_took_from_the_graph_stays():
     x = torch.randn(M, WIDTH)
     for _ in range(2):
         loopback.step(schedules, x, target=x)
-        assert schedules[0]._stages[0].submod.kept.abs().sum() > 0
+        assert schedules[0].session.context.stages[0].submod.kept.abs().sum() > 0
 
 
 def test_one_rank_without_a_group_draws_the_global_random_numbers():
@@ -274,7 +274,7 @@ def test_more_kinds_of_microbatches_than_are_remembered(monkeypatch: pytest.Monk
     for lengths in [(n, n + 1) for n in range(1, 9, 2)] + [(1, 9), (10, 11), (12, 2)]:
         rows = [torch.ones(1, length, 4) for length in lengths]
         loopback.step(schedules, arg_mbs=[(row,) for row in rows], target_mbs=rows, return_outputs=False)
-    assert len(schedules[0]._memory.kinds) <= 8 + 2
+    assert len(schedules[0].session.context.memory.kinds) <= 8 + 2
 
 
 class Nested(nn.Linear):

@@ -204,8 +204,8 @@ def test_a_trace_keeps_nothing_alive():
     x, y = batch()
     output = loopback.step(schedules, x, target=y)
     seen: list[Any] = []
-    keep = schedules[0]._agreed
-    schedules[0]._agreed = lambda *args: (run := keep(*args), seen.append(weakref.ref(run)))[0]
+    keep = schedules[0].session.agree
+    schedules[0].session.agree = lambda *args: (run := keep(*args), seen.append(weakref.ref(run)))[0]
     gc.collect()
     gc.disable()
     try:
@@ -275,7 +275,7 @@ def test_a_step_that_fails_leaves_the_earlier_ones(tmp_path):
         train()
     assert [one.step for one in t.timelines] == [0, 1]
     assert load_trace(tmp_path) == t.timelines
-    assert schedules[0]._observer is None
+    assert schedules[0].session.observer is None
     with pytest.raises(PipelineBrokenError), trace(schedules):
         pass
 
@@ -319,7 +319,7 @@ def test_misuse(tmp_path):
     schedules[1].close()
     with pytest.raises(PipelineBrokenError, match="closed"), trace(schedules):
         pass
-    assert schedules[0]._observer is None
+    assert schedules[0].session.observer is None
 
 
 def test_tracing_from_inside_a_step():
@@ -330,7 +330,7 @@ def test_tracing_from_inside_a_step():
             with trace(schedules):
                 return super().forward(x)
 
-    schedules[0]._stages[0].submod = Traces(WIDTH, WIDTH)
+    schedules[0].session.context.stages[0].submod = Traces(WIDTH, WIDTH)
     with pytest.raises(PipelineBrokenError, match="one step at a time"):
         loopback.step(schedules, batch()[0], target=batch()[1])
 

@@ -2,47 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from bpipe.api.fullest import Fullest
-from bpipe.api.loopback import LoopbackGroup
-from bpipe.api.measured import Comparisons, KnownShapes, Measured, Shapes
+from bpipe.api.given_plan import GivenPlan
+from bpipe.api.measured_plans import RESERVE_BYTES, MeasuredPlans
 from bpipe.api.policy import MARGIN, Budget, Measure, Policy, Way
-from bpipe.api.report import Report
-from bpipe.api.schedule import Gather, Proven, Schedule, Step, StepKey
-from bpipe.comm.health.agreement import Record
-from bpipe.comm.health.failure import told
+from bpipe.api.schedule import Schedule
 from bpipe.device import is_asynchronous
-from bpipe.engine.ordered import OrderWatch
-from bpipe.engine.run import Observer, Run
-from bpipe.engine.shared import why_in_order
-from bpipe.errors import AgreementError, BudgetError, CommError, ConfigurationError
-from bpipe.logs import RankLog
+from bpipe.errors import ConfigurationError
 from bpipe.memory.optimizers import States
-from bpipe.memory.static import available_bytes, bytes_under, present_bytes, static_bytes
-from bpipe.model import microbatch as mb
-from bpipe.model.plain_numbers import Looks
-from bpipe.parallel.replicas import difference
-from bpipe.passes.balance.outcome import outcome
-from bpipe.passes.communicate import computations_only
-from bpipe.passes.one_at_a_time import one_at_a_time
-from bpipe.plan.action import COMPUTE
-from bpipe.plan.amounts import show_each
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.sizes import Sizes
-from bpipe.schedules import Costs, Op, Plan, finish
+from bpipe.schedules import Costs
+from bpipe.session.plan_source import PlanSource
 
 __all__ = ["Balanced"]
-
-RESERVE_BYTES = 2**30
-GUEST_CHANNELS = 4  # opened by a plan on a rank: its own guests go and come back, and so do another rank's
-LATEST, OFTEN = 20, 16  # steps: it warns when OFTEN of the LATEST ones have measured
 
 
 class Balanced(Schedule):
@@ -150,294 +126,24 @@ class Balanced(Schedule):
         if replicas is not None and not isinstance(replicas, torch.distributed.ProcessGroup):
             raise ConfigurationError(f"replicas is a process group of torch.distributed, got {type(replicas).__qualname__}")
         to = Destinations() if to is None else to
-        self.rule = schedule.rule
-        self._policy = Policy(
+        policy = Policy(
             budget=budget, parts=parts, inside=inside, to=to, costs=costs, sizes=sizes, by=by, measure=measure, margin=margin
         )
-        self._policy.check(schedule.plan)
-        self._is_lowest = budget == "lowest" or (budget == "auto" and not is_asynchronous(schedule._transport.device))
-        self._reserve_bytes, self._replicas = reserve_bytes, replicas
-        self._asked = f"{self._policy} {replicas is not None}"
-        self._base = computations_only(schedule.plan)
-        self._plain = schedule.plan if _is_plain(schedule.plan) else None  # which is proven already
-        self._first_plan = self._plan_before_measuring()
-        self._one_at_a_time = None if self._first_plan is not None else finish(one_at_a_time(self._base))
-        self._in_order: Plan | None = None  # the other one that measures, where it was needed
-        self._shapes = KnownShapes()
-        self._comparisons = Comparisons()
-        self._revision = 0  # how often this rank has asked to measure again
-        self._revisions: tuple[int, ...] = ()  # of all ranks, in the latest step that trained
-        self._recent: deque[bool] = deque(maxlen=LATEST)  # whether the latest steps measured
-        self._has_warned = False
-        states = States(schedule._transport.device, optimizer)
-        schedule.close()
-        super().__init__(*schedule._arguments, **schedule._how)
-        self._states = states
-        if sizes is not None and self._first_plan is not None and not self._is_lowest:
-            self._fullest = Fullest(self._first_plan.budgets)
-            self._check_fullest(self._first_plan)
-        self._memory.is_inside, self._memory.grows = inside, self._one_at_a_time is not None
-        self._memory.most_parts = {s: parts if sizes is None else len(sizes.stages[s].parts) for s in self._stages}
-
-    def _proven(self, plan: Plan) -> Proven:
-        """Return a plan with a fingerprint of it and of what was asked for, which the ranks must agree on before they measure."""
-        return Proven(plan, hashlib.sha256(f"{plan.fingerprint()} {self._asked}".encode()).hexdigest()[:32])
-
-    def _plan_before_measuring(self) -> Plan | None:
-        """Make the plan to train with; return None if sizes have to be measured for it first."""
-        policy, sizes = self._policy, self._policy.sizes
-        if policy.budget is None:
-            return policy.plan_by_count(self._base)
-        if sizes is None:
-            return None
-        if policy.budget == "auto" and not self._is_lowest:
-            raise ConfigurationError("budget='auto' asks the devices when a plan is made: with sizes=, give bytes or 'lowest'")
-        return policy.plan_in_bytes(self._base, sizes, None if self._is_lowest else policy.budgets(self._base.num_ranks))
-
-    def _make_plan(self, *_: Any) -> Plan:
-        return self._first_plan or self._plain or finish(self._base)
-
-    def _record(self, is_training: bool, looks: Looks) -> Record:
-        inputs = bytes(16) if self._replicas is None else mb.digest([one.form for one in looks.descriptions])
-        return super()._record(is_training, looks)._replace(revision=self._revision, inputs=inputs)
-
-    def _compares(self) -> bool:
-        return self._one_at_a_time is None  # what was measured is planned in these bytes
-
-    def _plan_to_run(self, step: Step, records: Sequence[Record], gather: Gather) -> Plan:
-        if not step.is_training or self._one_at_a_time is None:
-            return step.plan
-        key = (True, tuple(record.form for record in records))
-        shapes = self._shapes.of(key)
-        if self._replicas is not None:
-            self._compare(tuple(record.inputs for record in records), shapes, gather)
-        revisions = tuple(record.revision for record in records)
-        if shapes.revise(revisions):
-            self._memory.kinds.clear()
-        if revisions != self._revisions:  # some rank's microbatches take more, for whatever reason
-            self._revisions = revisions
-            self._numbers.count_again(step.looks)
-        if shapes.replan(tuple(record.states for record in records)):
-            self._say("optimizers have made other states, which this step's plan counts")
-        self._warn_if_often(shapes.measured is None)
-        if shapes.measured is None:
-            self.plan = self._plan_to_measure(gather)
+        policy.check(schedule.plan)
+        context = schedule.session.context
+        device, asked = context.transport.device, f"{policy} {replicas is not None}"
+        is_lowest = budget == "lowest" or (budget == "auto" and not is_asynchronous(device))
+        states = States(device, optimizer)
+        what = schedule.plan, schedule.rule, policy
+        if budget is None or sizes is not None:
+            self._source: PlanSource = GivenPlan(*what, context.plan_rank, is_lowest=is_lowest, asked=asked)
         else:
-            shapes.plan = self.plan = shapes.plan or self._planned(key, gather)
-        return self.plan
-
-    def _plan_to_measure(self, gather: Gather) -> Plan:
-        """Return the plan of a step that measures: one microbatch at a time, if that gives the same results on all ranks."""
-        assert self._one_at_a_time is not None, "nothing is measured where sizes are known"
-        if self._policy.measure == "in_order":
-            reasons = ["as it was asked for"]
-        else:
-            reasons = [reason for reason in (data.decode() for data in gather(lambda one: one._needs_order())) if reason]
-        if len(self._shapes) > 1 or reasons:
-            how = f"in the schedule's own order ({reasons[0]})" if reasons else "one microbatch at a time"
-            self._say(f"new shapes or sizes: this step runs {how} and measures them")
-        if not reasons:
-            return self._one_at_a_time
-        if self._in_order is None:
-            self._in_order = self._made_once("in order", lambda: self._policy.plan_by_count(self._base))
-        return self._in_order
-
-    def _needs_order(self) -> bytes:
-        return why_in_order(self._stages, self._loss_fn, shares_random=self._shares_random()).encode()
-
-    def _shares_random(self) -> bool:
-        """Return whether this rank's forwards and those of another stage draw from the same random numbers."""
-        with_ranks = isinstance(self.group, LoopbackGroup) and not self.group.loopback.own_random_state
-        return self.plan.num_stages > 1 if with_ranks else len(self._stages) > 1
-
-    def _observer_of(self, step: Step, plan: Plan) -> Observer | None:
-        if plan is not self._one_at_a_time:
-            return self._observer
-        shares_random = self._shares_random()
-        if not shares_random and _computed(plan, self._plan_rank) == _computed(self._base, self._plan_rank):
-            return self._observer
-        return OrderWatch(self._stages, step.job, self._transport.device, shares_random=shares_random, inner=self._observer)
-
-    def _warn_if_often(self, measures: bool) -> None:
-        """Warn once when nearly all of the latest steps have measured."""
-        self._recent.append(measures)
-        if self._recent.count(True) == OFTEN and self._plan_rank == 0 and not self._has_warned:
-            self._has_warned = True
-            self._log().warning(
-                "%s: %d of the latest %d steps had inputs of new shapes, or modules that had changed, and ran one microbatch at "
-                "a time to measure them: pad inputs to a few shapes, or give Balanced the sizes",
-                self.rule,
-                OFTEN,
-                len(self._recent),
+            self._source = MeasuredPlans(
+                *what, context, replicas=replicas, reserve_bytes=reserve_bytes, is_lowest=is_lowest, asked=asked
             )
-
-    def _finish(self, step: Step, run: Run, started: float) -> None:
-        if step.is_training and (run.plan is self._one_at_a_time or run.plan is self._in_order):
-            ledger, returned = run.evictions.ledger, bytes_under(run.compute.kept(), run.device)
-            self._shapes.latest().measured = Measured(
-                stages=run.evictions.settled(), held_bytes=ledger.held_bytes, returned_bytes=returned
-            )
-        elif self._one_at_a_time is not None and run.plan.sizes is not None:
-            for stage in self._shapes.latest().outgrown(run.plan.sizes, run.evictions.measured()):
-                self._measure_anew(f"a microbatch of stage {stage} saves more than planned")
-        if step.is_training and self._one_at_a_time is not None:
-            self._shapes.latest().varying |= run.evictions.varying()
-        super()._finish(step, run, started)
-        if self._one_at_a_time is not None and step.is_training and run.plan.sizes is not None:
-            self._check_static(self._shapes.latest(), self._static.num_bytes)
-
-    def _check_static(self, shapes: Shapes, static: int) -> None:
-        """Measure again if more stays on this rank with the same modules, such as gradients of parameters that are frozen again."""
-        if shapes.static_bytes and static > shapes.static_bytes:
-            shapes.static_bytes = static
-            self._measure_anew("more stays on this rank than planned")
-
-    def _learn_numbers(self, looks: Looks, run: Run) -> bool:
-        counts_again = super()._learn_numbers(looks, run)
-        if counts_again and self._one_at_a_time is not None:
-            self._measure_anew("a plain number among the inputs has changed what a microbatch takes")
-        return counts_again
-
-    def _measure_anew(self, why: str) -> None:
-        self._revision += 1
-        self._log().info("%s: %s, so that the next step measures anew", self.rule, why)
-
-    # What replicas compare, when their inputs say so and before anything may fail in one of them alone
-
-    def _compare(self, inputs: tuple[bytes, ...], shapes: Shapes, gather: Gather) -> None:
-        """Raise on all ranks if microbatches of one of them take different memory than on its replicas."""
-        if self._comparisons.is_due(inputs, shapes):
-            refusals = [data.decode() for data in gather(lambda schedule: schedule._difference(inputs))]
-            refusal = next(filter(None, refusals), None)
-            if refusal is not None:
-                raise AgreementError(refusal)
-
-    def _difference(self, inputs: tuple[bytes, ...]) -> bytes:
-        one = self._comparisons.of(inputs)
-        if one.difference is None:  # a loopback asks once for each of its ranks
-            try:
-                assert one.shapes.measured is not None, "the first step with some inputs measures"
-                assert self._replicas is not None, "only replicas compare"
-                one.difference = difference(self._replicas, one.shapes.measured.stages, one.shapes.varying, self._transport.device)
-            except Exception as error:
-                one.difference = f"rank {self._group_ranks[self._plan_rank]} cannot compare its memory with replicas: {told(error)}"
-        return one.difference.encode()
-
-    # The plan for what was measured, which all ranks make from the same numbers
-
-    def _planned(self, key: StepKey, gather: Gather) -> Plan:
-        packed = gather(lambda schedule: schedule._report(key))
-        reports = sorted((Report.unpack(data, sender) for sender, data in enumerate(packed)), key=lambda report: report.rank)
-        self._say("making the plan for what was measured")
-        refusal = next((report.refusal for report in reports if report.refusal), None)
-        if refusal is not None:
-            raise AgreementError(refusal)
-        by_stage = {stage: sizes for report in reports for stage, sizes in report.stages.items()}
-        if sorted(by_stage) != list(range(self._base.num_stages)):
-            raise CommError(f"the ranks sent sizes of stages {sorted(by_stage)}, of {self._base.num_stages}")
-        stages = tuple(by_stage[stage] for stage in range(self._base.num_stages))
-        sizes = Sizes(stages=stages, static=tuple(report.static for report in reports))
-        budgets = None if self._is_lowest else [report.budget for report in reports]
-        plan = self._agreed_plan(sizes, budgets, [report.states for report in reports], gather)
-        self._say(outcome(plan))
-        self._check_fullest(plan, self._group_ranks)
-        return plan
-
-    def _check_fullest(self, plan: Plan, group_ranks: Sequence[int] | None = None) -> None:
-        """Warn of what a plan shows; warnings name the plan's ranks as long as the group's are unknown."""
-        if self._plan_rank == 0:
-            names = [f"rank {rank}" + " of the plan" * (group_ranks is None) for rank in group_ranks or range(plan.num_ranks)]
-            self._fullest.check_plan(plan, names, self.rule, RankLog(0 if group_ranks is None else group_ranks[0]).warning)
-
-    def _agreed_plan(self, sizes: Sizes, budgets: Sequence[int | None] | None, states: Sequence[int], gather: Gather) -> Plan:
-        """Make the plan, and raise on all ranks if one of them failed to make it, or made a different one."""
-        error: BaseException | None = None
-        try:
-            with _naming(states):
-                plan = self._made_plan(sizes, budgets)
-            outcome = plan.fingerprint()
-        except BaseException as failure:  # told before it is raised, so that no rank waits
-            error, outcome = failure, told(failure)
-        outcomes = [data.decode() for data in gather(lambda _: outcome.encode())]
-        if error is not None:
-            self._told = error
-            raise error
-        if len(set(outcomes)) > 1:
-            raise AgreementError(
-                f"the ranks made different plans from the same sizes: {outcomes}. Run one version of bpipe on all."
-            )
-        return plan
-
-    def _made_plan(self, sizes: Sizes, budgets: Sequence[int | None] | None) -> Plan:
-        """Make the plan for some sizes, only once for all ranks of a loopback, because they are one process."""
-        return self._made_once((sizes, budgets), lambda: self._policy.plan_in_bytes(self._base, sizes, budgets))
-
-    def _made_once(self, asked: object, make: Callable[[], Plan]) -> Plan:
-        if isinstance(self.group, LoopbackGroup):
-            return self.group.loopback.once((self._policy, self._base, asked), make)
-        return make()
-
-    def _report(self, key: StepKey) -> bytes:
-        """Return what this rank tells the others: its stages' sizes, its static bytes and its budget, or why it cannot go on."""
-        try:
-            report = self._own_report(self._shapes.of(key))
-        except Exception as error:
-            report = Report(
-                self._plan_rank, {}, refusal=f"rank {self._group_ranks[self._plan_rank]} cannot make a plan: {told(error)}"
-            )
-        return report.pack()
-
-    def _own_report(self, shapes: Shapes) -> Report:
-        measured, device = shapes.measured, self._transport.device
-        assert measured is not None, "a plan is made of what was measured"
-        states = self._states.of(self._modules)
-        shapes.static_bytes = max(shapes.static_bytes, static_bytes(self._modules(), device))
-        static = shapes.static_bytes + states + measured.held_bytes + measured.returned_bytes
-        budget = self._own_budget(measured)
-        return Report(self._plan_rank, shapes.stages(self._policy.margin), static, budget, states=states)
-
-    def _own_budget(self, measured: Measured) -> int | None:
-        """Return this rank's budget in bytes; None for no limit, or for as low as possible."""
-        if self._is_lowest:
-            return None
-        if self._policy.budget != "auto":
-            return self._policy.budgets(self._base.num_ranks)[self._plan_rank]
-        device = self._transport.device
-        num_sharing = self.group.loopback.num_ranks if isinstance(self.group, LoopbackGroup) else 1
-        states = self._states.of(self._modules)
-        used = present_bytes(self._modules(), device) + states + measured.held_bytes + self._memory.guest_bytes
-        reserve = self._reserve_bytes + GUEST_CHANNELS * self._transport.connection_bytes()
-        return used + available_bytes(device, reserve) // num_sharing
-
-    def _say(self, what: str) -> None:
-        if self._plan_rank == 0:
-            self._log().info("%s: %s", self.rule, what)
-
-
-def _computed(plan: Plan, rank: int) -> list[tuple[object, ...]]:
-    """Return the computations of a rank, in order."""
-    return [action[:3] for action in plan.actions[rank] if action.op in COMPUTE]
-
-
-@contextmanager
-def _naming(states: Sequence[int]) -> Iterator[None]:
-    """Add the bytes of optimizer states to the error of a refused budget, because no rank had them when it chose the budget."""
-    try:
-        yield
-    except BudgetError as error:
-        if not any(states):
-            raise
-        raise BudgetError(
-            f"{error} Of what each rank holds, {show_each(states)} are states that optimizers have made. Give such a budget, shard "
-            "the states over replicas (ZeroRedundancyOptimizer, FSDP2), or train with an optimizer that keeps less"
-        ) from error
-
-
-def _is_plain(plan: Plan) -> bool:
-    """Return whether a plan does nothing but compute and send: no budget, nothing evicted or recomputed, no pieces."""
-    if plan.sizes is not None or any(slots is not None for slots in plan.slots):
-        return False
-    return not any(action.op in (Op.EVICT, Op.R) or action.part for lane in plan.actions for action in lane)
+        self.rule, self.group, self._session = schedule.rule, schedule.group, schedule.hand_over()
+        context.states = states
+        self.session.adopt(self._source)
 
 
 def _check_unused(schedule: object) -> None:
@@ -447,5 +153,5 @@ def _check_unused(schedule: object) -> None:
         raise ConfigurationError(
             f"Balanced takes a schedule such as OneFOneB(stage, 8, loss_fn), got {type(schedule).__qualname__}"
         )
-    if schedule._num_steps or schedule._broken is not None or not schedule._finalizer.alive:
+    if not schedule.session.is_unused:
         raise ConfigurationError("Balanced takes a schedule that has not run and is not closed: make a new one")

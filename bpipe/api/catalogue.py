@@ -128,8 +128,6 @@ class FromPlan(Schedule):
         super().__init__(
             stage, plan.num_microbatches, *arguments, timeout_s=timeout_s, slow_s=slow_s, transfers_at_once=transfers_at_once
         )
-        self._memory.most_parts = {index: max(1, plan.num_parts(index)) for index in self._stages}
-        self._memory.is_inside = bool(plan.interrupted(self._plan_rank))
 
     def _make_plan(self, num_stages: int, num_ranks: int, *_: Any) -> Plan:
         plan = self._given

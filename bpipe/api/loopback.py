@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -17,15 +17,21 @@ from bpipe.comm.transport.in_process import Wires
 from bpipe.device import Stream, current_stream, guests, is_asynchronous, on_stream, random_state, set_random_state
 from bpipe.engine.run import Run
 from bpipe.errors import ConfigurationError, PipelineBrokenError
-from bpipe.model.call import call_of
+from bpipe.model.call import Call, call_of
 from bpipe.plan.action import SERVED
 from bpipe.plan.order import linearise
 from bpipe.schedules import Action, Plan
-
-if TYPE_CHECKING:
-    from bpipe.api.schedule import Schedule
+from bpipe.session.plan_source import PlanSource
+from bpipe.session.session import Session
 
 __all__ = ["Loopback", "LoopbackGroup"]
+
+
+class HasSession(Protocol):
+    """A schedule, as a loopback sees it."""
+
+    @property
+    def session(self) -> Session: ...
 
 
 class LoopbackGroup(NamedTuple):
@@ -85,7 +91,7 @@ class Loopback:
         for index in range(self.num_ranks) if rank is None else (self.rank(rank).rank,):
             self._random[index].seed(seed)
 
-    def step(self, schedules: Sequence[Schedule], *args: Any, **kwargs: Any) -> Any:
+    def step(self, schedules: Sequence[HasSession], *args: Any, **kwargs: Any) -> Any:
         """Run one training step of all ranks: `schedules[r].step(*args, **kwargs)` on each rank r.
 
         Args:
@@ -96,11 +102,24 @@ class Loopback:
         Returns:
             The last stage's outputs.
         """
-        return self._run(schedules, lambda schedule: schedule._begin_step(call_of(*args, **kwargs)))
+        sessions = [schedule.session for schedule in schedules]
+        return self._run(sessions, call_of(*args, **kwargs), [one.context.loss_fn is not None for one in sessions])
 
-    def eval(self, schedules: Sequence[Schedule], *args: Any, **kwargs: Any) -> Any:
+    def eval(self, schedules: Sequence[HasSession], *args: Any, **kwargs: Any) -> Any:
         """Evaluate on all ranks: `schedules[r].eval(*args, **kwargs)` on each rank r."""
-        return self._run(schedules, lambda schedule: schedule._begin_eval(call_of(*args, **kwargs)))
+        return self._run([schedule.session for schedule in schedules], call_of(*args, **kwargs), [False] * len(schedules))
+
+    def run_alone(self, session: Session, call: Call, *, is_training: bool) -> Any:
+        """Run a call of the only rank's session.
+
+        Raises:
+            ConfigurationError: there are more ranks, whose steps run together.
+        """
+        if self.num_ranks > 1:
+            raise ConfigurationError(
+                "on a Loopback, call loopback.step(schedules, ...) and loopback.eval(schedules, ...) for all ranks"
+            )
+        return self._run([session], call, [is_training])
 
     def once(self, asked: object, make: Callable[[], Plan]) -> Plan:
         """Return the plan that the previous rank has made, if it asked for the same; otherwise make it now."""
@@ -110,35 +129,40 @@ class Loopback:
             self._latest = (asked, plan)
         return plan
 
-    def _run(self, schedules: Sequence[Schedule], begin: Callable[[Schedule], Any]) -> Any:
-        if len(schedules) != self.num_ranks:
-            raise ConfigurationError(f"{len(schedules)} schedules for {self.num_ranks} ranks: give one a rank")
-        for rank, schedule in enumerate(schedules):
-            if schedule.group != LoopbackGroup(self, rank):
-                raise ConfigurationError(f"schedule {rank} is not on rank {rank} of this loopback")
+    def _run(self, sessions: Sequence[Session], call: Call, is_training: Sequence[bool]) -> Any:
+        self._check(sessions)
         if not self._running.acquire(blocking=False):
             raise PipelineBrokenError("a step of this loopback was called from inside another one: one step at a time")
         with ExitStack() as guards:
             guards.callback(self._running.release)
-            for schedule in schedules:
-                guards.enter_context(schedule._guarded())
+            for session in sessions:
+                guards.enter_context(session.guard.entered())
             started = time.perf_counter()
-            steps = [begin(schedule) for schedule in schedules]
+            steps = [session.begin(call, is_training=trains) for session, trains in zip(sessions, is_training)]
             records = [step.record for step in steps]
-            runs = [
-                schedule._agreed(step, records, lambda told: [told(each) for each in schedules])
-                for schedule, step in zip(schedules, steps)
-            ]
+
+            def gather(ask: Callable[[PlanSource], bytes]) -> list[bytes]:
+                return [ask(session.source) for session in sessions]
+
+            runs = [session.agree(step, records, gather) for session, step in zip(sessions, steps)]
             with ExitStack() as breaking:
-                for schedule, run in zip(schedules, runs):
-                    breaking.enter_context(schedule._breaking())
+                for session, run in zip(sessions, runs):
+                    breaking.enter_context(session.guard.breaking())
                     breaking.enter_context(run.sharding.in_charge())
                     breaking.enter_context(run.hooks.watched())
                 self._execute(runs)
-                result = next((schedule._result(run) for schedule, run in zip(schedules, runs) if run.holds_last_stage), None)
-                for schedule, step, run in zip(schedules, steps, runs):
-                    schedule._finish(step, run, started)
+                result = next((session.result(run) for session, run in zip(sessions, runs) if run.holds_last_stage), None)
+                for session, step, run in zip(sessions, steps, runs):
+                    session.finish(step, run, started)
             return result
+
+    def _check(self, sessions: Sequence[Session]) -> None:
+        """Raise unless there is one session for each rank, in order."""
+        if len(sessions) != self.num_ranks:
+            raise ConfigurationError(f"{len(sessions)} schedules for {self.num_ranks} ranks: give one a rank")
+        for rank, session in enumerate(sessions):
+            if session.context.group != LoopbackGroup(self, rank):
+                raise ConfigurationError(f"schedule {rank} is not on rank {rank} of this loopback")
 
     def _execute(self, runs: Sequence[Run]) -> None:
         self.wires.clear()

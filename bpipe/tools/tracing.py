@@ -80,37 +80,37 @@ class Trace:
             raise ConfigurationError("a trace is entered once: call bpipe.trace(...) again")
         with ExitStack() as guards:
             for schedule in self._schedules:
-                guards.enter_context(schedule._guarded())
+                guards.enter_context(schedule.session.guard.entered())
             self._clocks = self._aligned(self._problem())
-        devices = [schedule._transport.device for schedule in self._schedules]
+        devices = [schedule.session.context.transport.device for schedule in self._schedules]
         self._recorders = [Recorder(DeviceTimes(device) if is_asynchronous(device) else None) for device in devices]
         for schedule, recorder in zip(self._schedules, self._recorders):
-            schedule._observer = recorder
+            schedule.session.observer = recorder
         return self
 
     def _problem(self) -> str:
         """Return why this rank cannot trace, or an empty text if it can."""
-        if any(schedule._observer is not None for schedule in self._schedules):
+        if any(schedule.session.observer is not None for schedule in self._schedules):
             return "this schedule is being traced already: leave that trace first"
         if self._path is not None and self._path.exists() and not self._path.is_dir():
             return f"{self._path} is a file: give the folder that gets a file from each rank"
         return ""
 
     def _aligned(self, problem: str) -> Clocks:
-        first = self._schedules[0]
+        first = self._schedules[0].session
         if problem:
-            with first._failing_together():
-                first._transport.refuse(problem)
+            with first.guard.failing_together():
+                first.context.transport.refuse(problem)
             raise ConfigurationError(problem)
-        if not isinstance(first.group, LoopbackGroup):
-            with first._failing_together(AgreementError):
-                return align(first._transport, first._plans[True].fingerprint, first._plan_rank)
-        ranks = tuple(schedule._plan_rank for schedule in self._schedules)
+        ranks = tuple(map(_plan_rank, self._schedules))
+        if not isinstance(first.context.group, LoopbackGroup):
+            with first.guard.failing_together(AgreementError):
+                return align(first.context.transport, first.source.announced(is_training=True).fingerprint, *ranks)
         return Clocks(os.urandom(16), ranks, (Offset(0, 0),) * len(ranks), time.perf_counter_ns())
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         for schedule in self._schedules:
-            schedule._observer = None
+            schedule.session.observer = None
         self._is_complete = error is None
         with noted_on(error, "nor could the trace be written"):
             for recorder in self._recorders:
@@ -124,9 +124,9 @@ class Trace:
         self._path.mkdir(parents=True, exist_ok=True)
         num_ranks = self._schedules[0].plan.num_ranks
         for schedule, part in zip(self._schedules, self._parts()):
-            if schedule._plan_rank == 0:
+            if (rank := _plan_rank(schedule)) == 0:
                 _remove_others(self._path, num_ranks)
-            with (self._path / f"rank-{schedule._plan_rank}.json").open("w", encoding="utf-8") as file:
+            with (self._path / f"rank-{rank}.json").open("w", encoding="utf-8") as file:
                 file.writelines(lines(part, self._origin()))
 
     def _origin(self) -> Origin:
@@ -139,7 +139,7 @@ class Trace:
         by_rank = dict(zip(self._clocks.plan_ranks, self._clocks.offsets))
         errors = tuple(by_rank[rank].error_ns / 1e9 for rank in sorted(by_rank))
         for schedule, recorder in zip(self._schedules, self._recorders):
-            rank = schedule._plan_rank
+            rank = _plan_rank(schedule)
             zero_ns = self._clocks.zero_ns + by_rank[rank].offset_ns
             yield [_timeline(record, rank, zero_ns, errors) for record in recorder.records]
 
@@ -165,13 +165,17 @@ class Trace:
         """
         if self._clocks is None:
             raise ConfigurationError("this trace was never entered: write `with bpipe.trace(schedule) as t:`")
-        first = self._schedules[0]
-        if isinstance(first.group, LoopbackGroup):
+        first = self._schedules[0].session
+        if isinstance(first.context.group, LoopbackGroup):
             return self.timelines
-        with first._guarded(), first._failing_together(AgreementError):
+        with first.guard.entered(), first.guard.failing_together(AgreementError):
             (part,) = self._parts()
-            files = first._transport.exchange(CallOf.GATHER, "".join(lines(part, self._origin())).encode())
+            files = first.context.transport.exchange(CallOf.GATHER, "".join(lines(part, self._origin())).encode())
         return joined([parse(data, f"rank {rank}") for rank, data in enumerate(files)])
+
+
+def _plan_rank(schedule: Schedule) -> int:
+    return schedule.session.context.plan_rank
 
 
 def _remove_others(folder: Path, num_ranks: int) -> None:

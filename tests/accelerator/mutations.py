@@ -44,7 +44,7 @@ def without_waiting(op: str, harmless: str = "") -> Mutation:
 
 SENDS = ("WAIT_SEND_F", "WAIT_SEND_B", "WAIT_EVICT", "WAIT_RETURN")
 RECEIVES = ("WAIT_RECV_F", "WAIT_RECV_B", "WAIT_LOAD", "WAIT_ACCEPT")
-JOINED = Mutation("free what a failed step still uses", "bpipe.api.schedule", "self._transport.streams.join()", fails=True)
+JOINED = Mutation("free what a failed step still uses", "bpipe.session.guard", "self._transport.streams.join()", fails=True)
 IN_ORDER = "what is on one stream is in order: one more is for speed"
 THE_EVICTOR_WAITS = "the evictor waits for the same copy, before it asks for what was copied and before it sends what comes next"
 IN_LOOPBACK = [

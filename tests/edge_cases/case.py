@@ -140,7 +140,7 @@ class Case:
             with pytest.raises(error, match=match):
                 loopback.step(schedules, *batch.args, target=batch.target, return_outputs=False, **batch.kwargs)
             assert all(parameter.grad is None for module in modules for parameter in module.parameters())
-            assert all(one._broken is None for one in schedules)
+            assert all(one.session.guard.broken is None for one in schedules)
 
 
 def pipeline(

@@ -282,7 +282,7 @@ class Changing:
 
 def put_in(modules: Modules, schedules: Sequence[bpipe.Schedule]) -> None:
     for schedule in schedules:
-        for index, stage in schedule._stages.items():
+        for index, stage in schedule.session.context.stages.items():
             stage.submod = modules[index]
 
 
@@ -314,8 +314,8 @@ def assert_equal(found: list[Any], expected: list[Any], where: str) -> None:
 def check_static(modules: Modules, schedules: Sequence[bpipe.Schedule], where: str) -> None:
     """What stays is what a count of the storages finds, and it is a part of the device's peak."""
     for schedule in schedules:
-        stats, held = schedule.stats, [modules[index] for index in schedule._stages]
-        losses = 4 * M if NUM_STAGES - 1 in schedule._stages else 0
+        stats, held = schedule.stats, [modules[index] for index in schedule.session.context.stages]
+        losses = 4 * M if NUM_STAGES - 1 in schedule.session.context.stages else 0
         assert stats["static_bytes"] == counted(held) + losses + stats["held_bytes"], where
         assert stats["device_peak_bytes"] >= stats["static_bytes"] + stats["guest_bytes"], where
 

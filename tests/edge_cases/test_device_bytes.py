@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import bpipe
-from bpipe.api.fullest import Fullest, _raised
 from bpipe.comm.health.agreement import Record
 from bpipe.plan.amounts import show_bytes
 from bpipe.schedules import Destinations, Sizes, StageSizes, build
+from bpipe.session.fullest import Fullest, _raised
 from tests.edge_cases.case import M, pipeline
 from tests.models import WIDTH, batch_of, mse
 from tests.occupied import Counting, Whose
@@ -103,7 +103,7 @@ def assert_counted(schedules: Sequence[Any], peaks: Sequence[int], *, is_first: 
     input. In the first step messages take their memory later than they do once their shapes are known.
     """
     for schedule, peak in zip(schedules, peaks):
-        footprint = schedule.ledger.footprints[schedule._plan_rank, 0]
+        footprint = schedule.ledger.footprints[schedule.session.context.plan_rank, 0]
         one_each = footprint.received_bytes + footprint.sent_bytes
         uncounted = schedule.stats["device_peak_bytes"] - peak
         if schedule is schedules[-1]:
@@ -119,7 +119,7 @@ def test_another_count_finds_the_same(way):
     for step, (schedules, peaks) in enumerate(counted(WAYS[way], kinds)):
         assert_counted(schedules, peaks, is_first=step == 0)
         said.append([schedule.stats["static_bytes"] for schedule in schedules])
-    parameters = [list(schedule._modules()[0].parameters()) for schedule in schedules]
+    parameters = [list(schedule.session.context.modules()[0].parameters()) for schedule in schedules]
     states = [sum(k * p.nbytes + 4 * (k == 2) for p in of) for k, of in zip((1, 2, 1, 2), parameters)]  # AdamW also counts
     assert [after - before for before, after in zip(said[0], said[1])] == states
     assert said[1] == said[2]
@@ -245,7 +245,7 @@ def test_budgets_of_ranks_that_hold_the_stages_in_another_order(budgets, is_over
     said = [text for text in warned(caplog) if "over its budget" in text]
     assert [text.split(": ")[-1].split(" holds")[0] if ": " in text else text for text in said] == ["rank 0"] * is_over
     assert not any("optimizer states" in text for text in said)
-    assert not any(schedule._fullest.is_open for schedule in schedules if schedule._plan_rank == 0)
+    assert not any(schedule.session.source.fullest.is_open for schedule in schedules if schedule.session.context.plan_rank == 0)
 
 
 def test_raises_that_are_worth_a_warning():

@@ -421,8 +421,10 @@ def cannot_begin(rank: int) -> str:
     def broke(*_: Any) -> None:
         raise MemoryError
 
-    one._transport.refuse, one._transport.control.broke = refuse, broke  # type: ignore[assignment, method-assign]
-    one._begin_step = lambda call: {}["mine"]  # type: ignore[method-assign]
+    transport = one.session.context.transport
+    transport.refuse, transport.control.broke = refuse, broke  # type: ignore[assignment, method-assign]
+    session = one.session
+    session.begin = lambda call, is_training: {}["mine"]  # type: ignore[method-assign, assignment]
     try:
         one.step(torch.ones(M, 4), target=torch.ones(M, 4))
     except BaseException as error:

@@ -165,7 +165,7 @@ def test_what_a_schedule_that_does_not_measure_pays(monkeypatch, schedule):
     followed.clear()
     _, schedules = run([{"it": step} for step in range(30)], schedule)
     assert len(followed) <= 4 * NUM_STAGES + 30 * evicted // 2
-    assert all(len(one._memory.kinds) <= 4 * NUM_STAGES for one in schedules)
+    assert all(len(one.session.context.memory.kinds) <= 4 * NUM_STAGES for one in schedules)
 
 
 def test_each_microbatch_has_numbers_of_its_own():

@@ -184,7 +184,9 @@ def test_an_optimizer_of_another_kind_is_given():
     modules = linears()
     optimizers = {module: OfAnotherKind(module) for module in modules}
     loopback, plain = pipeline(bpipe.OneFOneB, modules, mse)
-    schedules = [bpipe.Balanced(one, "lowest", optimizer=optimizers[one._stages[i].submod]) for i, one in enumerate(plain)]
+    schedules = [
+        bpipe.Balanced(one, "lowest", optimizer=optimizers[one.session.context.stages[i].submod]) for i, one in enumerate(plain)
+    ]
     before = stepped(schedules, loopback, [*optimizers.values()])
     assert [now - then for then, now in zip(before, stepped(schedules, loopback))] == [3 * 2 * (MATRIX + ROW)] * 4
     with pytest.raises(ConfigurationError, match="optimizer= is of str, which has no mapping `state`"):
@@ -250,7 +252,7 @@ def test_a_budget_without_room_for_states(way, accumulated):
     with pytest.raises(BudgetError, match=r"99\.\d KiB are states that optimizers have made") as caught:
         wide_step(schedules, loopback)
     assert all(parameter.grad is None for parameter in all_of(modules))
-    assert all(schedule._broken is None for schedule in schedules)
+    assert all(schedule.session.guard.broken is None for schedule in schedules)
     named = re.search(r"smallest budget that works here is budgets=(\d+)", str(caught.value))
     assert named is not None
     loopback, schedules = pipeline(Over(bpipe.OneFOneB, {"budget": int(named[1]), **WAYS[way]}), modules, mse)

@@ -52,7 +52,7 @@ def run(wrap: Callable[[torch.Tensor], Any], schedule: Any = bpipe.OneFOneB, **o
     loss_fn = lambda output, target: F.mse_loss(tensor_in(output), target)  # noqa: E731
     loopback, schedules = pipeline(schedule, modules, loss_fn)
     if options:
-        schedules = [bpipe.OneFOneB(one._arguments[0], M, loss_fn=loss_fn, **options) for one in schedules]
+        schedules = [bpipe.OneFOneB(list(one.session.context.stages.values()), M, loss_fn=loss_fn, **options) for one in schedules]
     try:
         return loopback.step(schedules, rows_of(0), target=rows_of(1)), schedules, modules
     except Exception as error:

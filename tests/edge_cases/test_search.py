@@ -171,7 +171,7 @@ def test_a_module_that_takes_a_stages_place_is_restored():
     one, other = batch(0), modules()
     loopback.step(schedules, *one.args, target=one.target, return_outputs=False)
     for schedule, module in zip(schedules, other, strict=True):
-        next(iter(schedule._stages.values())).submod = module
+        next(iter(schedule.session.context.stages.values())).submod = module
     loopback.step(schedules, *one.args, target=one.target, return_outputs=False)
     assert [int(module[1].num_batches_tracked) for module in other] == [M] * NUM_STAGES
 

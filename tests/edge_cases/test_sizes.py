@@ -229,7 +229,10 @@ def test_microbatches_alike_are_not_taken_for_others(monkeypatch, name):
             loopback.step(schedules, x, target=y, return_outputs=step == 1)
         for schedule in schedules:
             stats = schedule.stats
-            followed = {*schedule.plan.evicted(schedule._plan_rank), *schedule.plan.interrupted(schedule._plan_rank)}
+            followed = {
+                *schedule.plan.evicted(schedule.session.context.plan_rank),
+                *schedule.plan.interrupted(schedule.session.context.plan_rank),
+            }
             assert (stats["microbatches_measured"], stats["microbatches_unknown"]) == (len(followed), 0), kind
 
 
@@ -262,7 +265,7 @@ def test_a_lone_microbatch_that_outgrows_the_plan_is_planned_for():
         live.step(*batch(step))
     stats = schedules[-1].stats
     assert stats["predicted_device_peak_bytes"] > stats["device_peak_bytes"]
-    assert sum(schedule._revision for schedule in schedules) == 1
+    assert sum(schedule.session.source.revision for schedule in schedules) == 1
 
 
 @pytest.mark.parametrize("margin", [0.0, 0.25])

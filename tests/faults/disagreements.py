@@ -52,12 +52,12 @@ def disagreement(
 
 
 def of_another_version(pipeline: Pipeline) -> None:
-    with patch("bpipe.api.schedule.__version__", "0.0.1"):
+    with patch("bpipe.session.session.__version__", "0.0.1"):
         pipeline.step()
 
 
 def of_another_number(pipeline: Pipeline) -> None:
-    pipeline.schedule._num_steps += 7
+    pipeline.schedule.session.guard.num_steps += 7
     pipeline.step()
 
 

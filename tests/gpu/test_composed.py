@@ -73,7 +73,7 @@ def train(schedule: Any, observer: Observer | None = None) -> tuple[list[torch.T
     x = torch.randn(M * BATCH, TOKENS, WIDTH, device=DEVICE, dtype=torch.bfloat16)
     loopback.step(schedules, x, target=x)
     if observer is not None:
-        schedules[0]._observer = observer
+        schedules[0].session.observer = observer
     loopback.step(schedules, x, target=x)
     return [p.grad for module in modules for p in module.parameters()], schedules
 

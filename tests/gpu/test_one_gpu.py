@@ -44,7 +44,7 @@ def on_one_gpu(schedule: type[bpipe.Schedule]) -> tuple[Result, list[int]]:
     loopback.manual_seed(7)
     schedules = [schedule(bpipe.PipelineStage(module, i, P, "cuda", loopback.rank(i)), M, mse) for i, module in enumerate(modules)]
     result, in_use = Result(), InUse()
-    schedules[0]._observer = in_use
+    schedules[0].session.observer = in_use
     x, y = torch.randn(2, M * BATCH, TOKENS, WIDTH, device="cuda").unbind()
     for _ in range(2):
         in_use.num_bytes.clear()

@@ -198,7 +198,7 @@ def freeing(size: Size, device: torch.device) -> Verdict:
     schedules = [_in_slots(stage, i, loopback, size, device) for i, stage in enumerate(stages)]
     batch, freed = batch_of(size, 0, device), Freed(device)
     for observer in (None, freed):
-        schedules[0]._observer = observer
+        schedules[0].session.observer = observer
         loopback.step(schedules, batch, target=batch, return_outputs=False)
     evicted = int(schedules[0].stats["evicted_bytes"])
     for schedule in schedules:

@@ -65,12 +65,12 @@ def struck(rank: int, strike: Callable[..., None], where: str) -> tuple[type[Bas
     store.set(f"process {rank}", str(os.getpid()))
     schedule = schedule_of(rank, modules_of(RANKS)[rank])
     if rank == STRUCK and where == "connecting":
-        type(schedule._transport._communicators).connect = strike  # type: ignore[attr-defined]
+        type(schedule.session.context.transport._communicators).connect = strike  # type: ignore[attr-defined]
     began = time.monotonic()
     try:
         step_of(schedule, 0)
         if rank == STRUCK:
-            part: Any = schedule._stages[rank].submod
+            part: Any = schedule.session.context.stages[rank].submod
             part.register_forward_pre_hook(strike) if where == "forward" else part.register_full_backward_pre_hook(strike)
         began = time.monotonic()
         for step in (1, 2):

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bpipe.api.stats import Stats
 from bpipe.memory.saved.bundle import Bundle
+from bpipe.session.stats import Stats
 from bpipe.tools.cli import main
 from bpipe.tools.commands import gpu
 from bpipe.tools.gpu import equality, memory, nccl, ranks

@@ -114,7 +114,7 @@ def allocated_in_steps(rank: int) -> list[int]:
     def growing(self: Rooms, room: int, num_bytes: int) -> None:
         before = self.num_bytes
         grow(self, room, num_bytes)
-        if schedule._transport.control.activity.state is State.RUNNING:
+        if schedule.session.context.transport.control.activity.state is State.RUNNING:
             made.append(self.num_bytes - before)
 
     Rooms._grow = growing  # type: ignore[method-assign]

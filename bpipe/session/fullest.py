@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from bpipe.api.loopback import LoopbackGroup
 from bpipe.comm.health.agreement import Record
 from bpipe.engine.run import Run
 from bpipe.memory.peaks import Peaks
@@ -12,6 +11,7 @@ from bpipe.passes.balance.outcome import unbalanced_peaks
 from bpipe.passes.communicate import communicate, computations_only
 from bpipe.plan.amounts import show_bytes
 from bpipe.schedules import Op, Plan
+from bpipe.session.context import Once
 
 __all__: list[str] = []
 
@@ -35,11 +35,11 @@ class Fullest:
         self._own: tuple[int, int] | None = None  # both peaks of this rank, without optimizer states
         self._has_said = False
 
-    def note(self, run: Run, stats: Mapping[str, float], states: int, group: object) -> None:
+    def note(self, run: Run, stats: Mapping[str, float], states: int, once: Once) -> None:
         """Note both peaks of this rank after a plan's first training step, for the comparison."""
         self.plan, self._own = run.plan, None
         if self._budgets is not None or any(action.op in (Op.EVICT, Op.R) for lane in run.plan.actions for action in lane):
-            plain = Peaks(with_messages=True).of(_plain(run.plan, group), run.rank, run.evictions.ledger.footprints)
+            plain = Peaks(with_messages=True).of(_plain(run.plan, once), run.rank, run.evictions.ledger.footprints)
             self.is_open = not self._has_said
             self._own = int(stats["device_peak_bytes"]) - states, int(stats["static_bytes"]) - states + plain
 
@@ -95,10 +95,6 @@ def _raised(plain: Sequence[int], balanced: Sequence[int], names: Sequence[str])
         )
 
 
-def _plain(plan: Plan, group: object) -> Plan:
-    """Return a plan's computations with their messages alone, made once for all ranks of a loopback."""
-
-    def make() -> Plan:
-        return communicate(computations_only(plan))
-
-    return group.loopback.once(("plain", plan), make) if isinstance(group, LoopbackGroup) else make()
+def _plain(plan: Plan, once: Once) -> Plan:
+    """Return a plan's computations with their messages alone."""
+    return once(("plain", plan), lambda: communicate(computations_only(plan)))

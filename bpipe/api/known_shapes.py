@@ -6,10 +6,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from bpipe.api.schedule import REMEMBERED_SHAPES, StepKey
 from bpipe.memory.ledger import Key
 from bpipe.memory.saved.footprint import Footprint, largest_of, with_margin
 from bpipe.schedules import Plan, Sizes, StageSizes
+from bpipe.session.session import REMEMBERED_SHAPES, StepKey
 
 __all__: list[str] = []
 

@@ -1,0 +1,320 @@
+"""Plans in bytes for a schedule that `Balanced` wraps: from sizes that are given, or that a step measures."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from bpipe.api.known_shapes import Comparisons, KnownShapes, Measured, Shapes
+from bpipe.api.loopback import LoopbackGroup
+from bpipe.api.policy import Policy
+from bpipe.api.report import Report
+from bpipe.comm.health.agreement import Record
+from bpipe.comm.health.failure import told
+from bpipe.engine.ordered import OrderWatch
+from bpipe.engine.remembered import Memory
+from bpipe.engine.run import Observer, Run
+from bpipe.engine.shared import why_in_order
+from bpipe.errors import AgreementError, BudgetError, CommError
+from bpipe.memory.static import available_bytes, bytes_under, present_bytes, static_bytes
+from bpipe.model import microbatch as mb
+from bpipe.model.plain_numbers import Looks
+from bpipe.parallel.replicas import difference
+from bpipe.passes.balance.outcome import outcome
+from bpipe.passes.communicate import computations_only
+from bpipe.passes.one_at_a_time import one_at_a_time
+from bpipe.plan.action import COMPUTE
+from bpipe.plan.amounts import show_each
+from bpipe.plan.sizes import Sizes
+from bpipe.schedules import Op, Plan, finish
+from bpipe.session.context import RankContext
+from bpipe.session.plan_source import Gather, PlanSource
+from bpipe.session.prepare import Inputs
+from bpipe.session.session import StepKey
+
+__all__: list[str] = []
+
+RESERVE_BYTES = 2**30
+GUEST_CHANNELS = 4  # opened by a plan on a rank: its own guests go and come back, and so do another rank's
+LATEST, OFTEN = 20, 16  # steps: it warns when OFTEN of the LATEST ones have measured
+
+
+class MeasuredPlans(PlanSource):
+    """Plans in bytes, each made from the sizes that the first step with inputs of its shapes has measured.
+
+    Ranks ask each other before they make a plan, and all make the same one. `Balanced` describes the rest.
+
+    Args:
+        plan: what to balance.
+        rule: the name of its schedule.
+        policy: what the user asked for.
+        context: what this rank's steps share.
+        replicas: a process group of the ranks that hold the same stages in other pipelines, or None.
+        reserve_bytes: what stays free on the device with budget "auto".
+        is_lowest: whether the budget is as low as possible.
+    """
+
+    compares = False  # what was measured is planned in these bytes
+
+    def __init__(
+        self,
+        plan: Plan,
+        rule: str,
+        policy: Policy,
+        context: RankContext,
+        *,
+        replicas: Any,
+        reserve_bytes: int,
+        is_lowest: bool,
+        asked: str,
+    ) -> None:
+        self._base = computations_only(plan)
+        super().__init__(plan if _is_plain(plan) else finish(self._base), rule, asked)
+        self._one_at_a_time = finish(one_at_a_time(self._base))
+        self._in_order: Plan | None = None  # the other one that measures, where it was needed
+        self._policy, self._context, self._replicas = policy, context, replicas
+        self._reserve_bytes, self._is_lowest = reserve_bytes, is_lowest
+        self._shapes = KnownShapes()
+        self._comparisons = Comparisons()
+        self.revision = 0  # how often this rank has asked to measure again
+        self._revisions: tuple[int, ...] = ()  # of all ranks, in the latest step that trained
+        self._recent: deque[bool] = deque(maxlen=LATEST)  # whether the latest steps measured
+        self._has_warned = False
+
+    def prepare(self, memory: Memory, plan_rank: int, stages: Collection[int]) -> None:
+        memory.is_inside, memory.grows = self._policy.inside, True
+        memory.most_parts = dict.fromkeys(stages, self._policy.parts)
+
+    def completed(self, record: Record, looks: Looks) -> Record:
+        inputs = bytes(16) if self._replicas is None else mb.digest([one.form for one in looks.descriptions])
+        return record._replace(revision=self.revision, inputs=inputs)
+
+    def plan_of(self, inputs: Inputs, records: Sequence[Record], gather: Gather, *, is_training: bool) -> Plan:
+        if not is_training:
+            return super().plan_of(inputs, records, gather, is_training=is_training)
+        key = (True, tuple(record.form for record in records))
+        shapes = self._shapes.of(key)
+        if self._replicas is not None:
+            self._compare(tuple(record.inputs for record in records), shapes, gather)
+        revisions = tuple(record.revision for record in records)
+        if shapes.revise(revisions):
+            self._context.memory.kinds.clear()
+        if revisions != self._revisions:  # some rank's microbatches take more, for whatever reason
+            self._revisions = revisions
+            self._context.numbers.count_again(inputs.looks)
+        if shapes.replan(tuple(record.states for record in records)):
+            self._say("optimizers have made other states, which this step's plan counts")
+        self._warn_if_often(shapes.measured is None)
+        if shapes.measured is None:
+            self.plan = self._plan_to_measure(gather)
+        else:
+            shapes.plan = self.plan = shapes.plan or self._planned(key, gather)
+        return self.plan
+
+    def _plan_to_measure(self, gather: Gather) -> Plan:
+        """Return the plan of a step that measures: one microbatch at a time, if that gives the same results on all ranks."""
+        if self._policy.measure == "in_order":
+            reasons = ["as it was asked for"]
+        else:
+            answers = gather(lambda source: _measured(source)._needs_order())
+            reasons = [reason for reason in (data.decode() for data in answers) if reason]
+        if len(self._shapes) > 1 or reasons:
+            how = f"in the schedule's own order ({reasons[0]})" if reasons else "one microbatch at a time"
+            self._say(f"new shapes or sizes: this step runs {how} and measures them")
+        if not reasons:
+            return self._one_at_a_time
+        if self._in_order is None:
+            self._in_order = self._made_once("in order", lambda: self._policy.plan_by_count(self._base))
+        return self._in_order
+
+    def _needs_order(self) -> bytes:
+        """Return why this rank cannot measure one microbatch at a time; empty if it knows of no reason."""
+        context = self._context
+        return why_in_order(context.stages, context.loss_fn, shares_random=self._shares_random()).encode()
+
+    def _shares_random(self) -> bool:
+        """Return whether this rank's forwards and those of another stage draw from the same random numbers."""
+        group = self._context.group
+        with_ranks = isinstance(group, LoopbackGroup) and not group.loopback.own_random_state
+        return self.plan.num_stages > 1 if with_ranks else len(self._context.stages) > 1
+
+    def observer_of(self, inputs: Inputs, plan: Plan, observer: Observer | None) -> Observer | None:
+        rank, shares_random = self._context.plan_rank, self._shares_random()
+        if plan is not self._one_at_a_time or (not shares_random and _computed(plan, rank) == _computed(self._base, rank)):
+            return observer
+        device = self._context.transport.device
+        return OrderWatch(self._context.stages, inputs.job, device, shares_random=shares_random, inner=observer)
+
+    def _warn_if_often(self, measures: bool) -> None:
+        """Warn once when nearly all of the latest steps have measured."""
+        self._recent.append(measures)
+        if self._recent.count(True) == OFTEN and self._context.plan_rank == 0 and not self._has_warned:
+            self._has_warned = True
+            self._context.log().warning(
+                "%s: %d of the latest %d steps had inputs of new shapes, or modules that had changed, and ran one microbatch at "
+                "a time to measure them: pad inputs to a few shapes, or give Balanced the sizes",
+                self.rule,
+                OFTEN,
+                len(self._recent),
+            )
+
+    # After a step
+
+    def learn(self, run: Run) -> None:
+        shapes = self._shapes.latest()
+        if run.plan is self._one_at_a_time or run.plan is self._in_order:
+            ledger, returned = run.evictions.ledger, bytes_under(run.compute.kept(), run.device)
+            shapes.measured = Measured(stages=run.evictions.settled(), held_bytes=ledger.held_bytes, returned_bytes=returned)
+        elif run.plan.sizes is not None:
+            for stage in shapes.outgrown(run.plan.sizes, run.evictions.measured()):
+                self.measure_again(f"a microbatch of stage {stage} saves more than planned")
+        shapes.varying |= run.evictions.varying()
+
+    def counted(self, run: Run) -> None:
+        """Measure again if more stays on this rank with the same modules, such as gradients of parameters that are frozen again."""
+        shapes, static = self._shapes.latest(), self._context.static.num_bytes
+        if run.plan.sizes is not None and shapes.static_bytes and static > shapes.static_bytes:
+            shapes.static_bytes = static
+            self.measure_again("more stays on this rank than planned")
+
+    def measure_again(self, why: str) -> None:
+        self.revision += 1
+        self._context.log().info("%s: %s, so that the next step measures anew", self.rule, why)
+
+    # What replicas compare, when their inputs say so and before anything may fail in one of them alone
+
+    def _compare(self, inputs: tuple[bytes, ...], shapes: Shapes, gather: Gather) -> None:
+        """Raise on all ranks if microbatches of one of them take different memory than on its replicas."""
+        if self._comparisons.is_due(inputs, shapes):
+            refusals = [data.decode() for data in gather(lambda source: _measured(source)._difference(inputs))]
+            refusal = next(filter(None, refusals), None)
+            if refusal is not None:
+                raise AgreementError(refusal)
+
+    def _difference(self, inputs: tuple[bytes, ...]) -> bytes:
+        """Return where this rank's replicas take different memory for some inputs; collective over them."""
+        one = self._comparisons.of(inputs)
+        if one.difference is None:  # a loopback asks once for each of its ranks
+            try:
+                assert one.shapes.measured is not None, "the first step with some inputs measures"
+                device = self._context.transport.device
+                one.difference = difference(self._replicas, one.shapes.measured.stages, one.shapes.varying, device)
+            except Exception as error:
+                one.difference = f"rank {self._context.group_rank} cannot compare its memory with replicas: {told(error)}"
+        return one.difference.encode()
+
+    # The plan for what was measured, which all ranks make from the same numbers
+
+    def _planned(self, key: StepKey, gather: Gather) -> Plan:
+        packed = gather(lambda source: _measured(source)._report(key))
+        reports = sorted((Report.unpack(data, sender) for sender, data in enumerate(packed)), key=lambda report: report.rank)
+        self._say("making the plan for what was measured")
+        refusal = next((report.refusal for report in reports if report.refusal), None)
+        if refusal is not None:
+            raise AgreementError(refusal)
+        by_stage = {stage: sizes for report in reports for stage, sizes in report.stages.items()}
+        if sorted(by_stage) != list(range(self._base.num_stages)):
+            raise CommError(f"the ranks sent sizes of stages {sorted(by_stage)}, of {self._base.num_stages}")
+        stages = tuple(by_stage[stage] for stage in range(self._base.num_stages))
+        sizes = Sizes(stages=stages, static=tuple(report.static for report in reports))
+        budgets = None if self._is_lowest else [report.budget for report in reports]
+        plan = self._agreed_plan(sizes, budgets, [report.states for report in reports], gather)
+        self._say(outcome(plan))
+        if self._context.plan_rank == 0:
+            names = [f"rank {rank}" for rank in self._context.group_ranks]
+            self.fullest.check_plan(plan, names, self.rule, self._context.log().warning)
+        return plan
+
+    def _agreed_plan(self, sizes: Sizes, budgets: Sequence[int | None] | None, states: Sequence[int], gather: Gather) -> Plan:
+        """Make the plan, and raise on all ranks if one of them failed to make it, or made a different one."""
+        error: BaseException | None = None
+        try:
+            with _naming(states):
+                plan = self._made_plan(sizes, budgets)
+            outcome = plan.fingerprint()
+        except BaseException as failure:  # told before it is raised, so that no rank waits
+            error, outcome = failure, told(failure)
+        outcomes = [data.decode() for data in gather(lambda _: outcome.encode())]
+        if error is not None:
+            self._context.guard.known_to_all = error
+            raise error
+        if len(set(outcomes)) > 1:
+            raise AgreementError(
+                f"the ranks made different plans from the same sizes: {outcomes}. Run one version of bpipe on all."
+            )
+        return plan
+
+    def _made_plan(self, sizes: Sizes, budgets: Sequence[int | None] | None) -> Plan:
+        return self._made_once((sizes, budgets), lambda: self._policy.plan_in_bytes(self._base, sizes, budgets))
+
+    def _made_once(self, asked: object, make: Callable[[], Plan]) -> Plan:
+        """Make a plan only once for all ranks of a loopback, because they are one process."""
+        return self._context.once((self._policy, self._base, asked), make)
+
+    def _report(self, key: StepKey) -> bytes:
+        """Return what this rank tells the others: its stages' sizes, its static bytes and its budget, or why it cannot go on."""
+        try:
+            report = self._own_report(self._shapes.of(key))
+        except Exception as error:
+            refusal = f"rank {self._context.group_rank} cannot make a plan: {told(error)}"
+            report = Report(self._context.plan_rank, {}, refusal=refusal)
+        return report.pack()
+
+    def _own_report(self, shapes: Shapes) -> Report:
+        measured, context = shapes.measured, self._context
+        assert measured is not None, "a plan is made of what was measured"
+        states = context.states.of(context.modules)
+        shapes.static_bytes = max(shapes.static_bytes, static_bytes(context.modules(), context.transport.device))
+        static = shapes.static_bytes + states + measured.held_bytes + measured.returned_bytes
+        budget = self._own_budget(measured, states)
+        return Report(context.plan_rank, shapes.stages(self._policy.margin), static, budget, states=states)
+
+    def _own_budget(self, measured: Measured, states: int) -> int | None:
+        """Return this rank's budget in bytes; None for no limit, or for as low as possible."""
+        if self._is_lowest:
+            return None
+        context = self._context
+        if self._policy.budget != "auto":
+            return self._policy.budgets(self._base.num_ranks)[context.plan_rank]
+        device = context.transport.device
+        num_sharing = context.group.loopback.num_ranks if isinstance(context.group, LoopbackGroup) else 1
+        used = present_bytes(context.modules(), device) + states + measured.held_bytes + context.memory.guest_bytes
+        reserve = self._reserve_bytes + GUEST_CHANNELS * context.transport.connection_bytes()
+        return used + available_bytes(device, reserve) // num_sharing
+
+    def _say(self, what: str) -> None:
+        if self._context.plan_rank == 0:
+            self._context.log().info("%s: %s", self.rule, what)
+
+
+def _measured(source: PlanSource) -> MeasuredPlans:
+    assert isinstance(source, MeasuredPlans), "ranks whose records agree have plans from the same kind of source"
+    return source
+
+
+def _computed(plan: Plan, rank: int) -> list[tuple[object, ...]]:
+    """Return the computations of a rank, in order."""
+    return [action[:3] for action in plan.actions[rank] if action.op in COMPUTE]
+
+
+@contextmanager
+def _naming(states: Sequence[int]) -> Iterator[None]:
+    """Add the bytes of optimizer states to the error of a refused budget, because no rank had them when it chose the budget."""
+    try:
+        yield
+    except BudgetError as error:
+        if not any(states):
+            raise
+        raise BudgetError(
+            f"{error} Of what each rank holds, {show_each(states)} are states that optimizers have made. Give such a budget, shard "
+            "the states over replicas (ZeroRedundancyOptimizer, FSDP2), or train with an optimizer that keeps less"
+        ) from error
+
+
+def _is_plain(plan: Plan) -> bool:
+    """Return whether a plan does nothing but compute and send: no budget, nothing evicted or recomputed, no pieces."""
+    if plan.sizes is not None or any(slots is not None for slots in plan.slots):
+        return False
+    return not any(action.op in (Op.EVICT, Op.R) or action.part for lane in plan.actions for action in lane)

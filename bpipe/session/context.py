@@ -1,0 +1,86 @@
+"""What the steps of one rank share: its stages, its transport, and what it remembers from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from bpipe.comm.transport.base import Transport
+from bpipe.device import is_asynchronous
+from bpipe.device.waits import DeviceWaits
+from bpipe.engine.lanes import Lanes
+from bpipe.engine.remembered import Memory
+from bpipe.logs import RankLog
+from bpipe.memory.optimizers import States
+from bpipe.memory.static import StaticBytes
+from bpipe.model.call import Specs
+from bpipe.model.plain_numbers import CountedNumbers
+from bpipe.model.stage import PipelineStage
+from bpipe.plan.plan import Plan
+from bpipe.session.guard import Guard
+
+__all__: list[str] = []
+
+Once = Callable[[object, Callable[[], Plan]], Plan]  # makes a plan, once for all ranks of a process that ask for the same
+
+
+@dataclass(slots=True, kw_only=True)
+class RankContext:
+    """What the steps of one rank share.
+
+    Args:
+        stages: those on this rank, by index.
+        loss_fn: called on the last stage, or None.
+        specs: how batches are cut and outputs merged.
+        scale_grads: whether the loss of each of m microbatches is scaled by 1/m.
+        group: the process group, or the rank's place in a loopback.
+        transport: carries the rank's messages.
+        plan_rank: this rank's number in the plan.
+        once: makes a plan once for all ranks that are in this process.
+        group_ranks: the ranks of the group by rank of the plan; empty before the first step.
+        memory: the sizes and buffers of its microbatches.
+        numbers: the plain numbers among its inputs, and which of them count.
+        lanes: drive its actions.
+        guard: lets its steps run one at a time, and none after an error.
+        states: the bytes of optimizer states.
+        static: the bytes that stay between steps, without those.
+    """
+
+    stages: Mapping[int, PipelineStage]
+    loss_fn: Callable[..., torch.Tensor] | None
+    specs: Specs
+    scale_grads: bool
+    group: Any
+    transport: Transport
+    plan_rank: int
+    once: Once
+    group_ranks: list[int] = field(default_factory=list)
+    memory: Memory = field(default_factory=Memory)
+    numbers: CountedNumbers = field(default_factory=CountedNumbers)
+    lanes: Lanes = field(init=False)
+    guard: Guard = field(init=False)
+    states: States = field(init=False)
+    static: StaticBytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        device = self.transport.device
+        if self.transport.waits_on_device and is_asynchronous(device):
+            self.memory.device_waits = DeviceWaits(device)
+        self.lanes, self.states, self.static = Lanes(self.transport), States(device), StaticBytes(device)
+        self.guard = Guard(self.transport, self.lanes)
+
+    def modules(self) -> list[torch.nn.Module]:
+        """Return the modules of the stages, as they are now."""
+        return [stage.submod for stage in self.stages.values()]
+
+    @property
+    def group_rank(self) -> int:
+        """This rank's number in the group."""
+        return self.group_ranks[self.plan_rank]
+
+    def log(self) -> RankLog:
+        """Return the log of this rank."""
+        return RankLog(self.group_rank)

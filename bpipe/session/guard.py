@@ -1,0 +1,107 @@
+"""Who may step, and what an error does: one step at a time, none after an error, and all ranks fail together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from bpipe.cleanup import noted_on
+from bpipe.comm.health.failure import told
+from bpipe.comm.transport.base import Transport
+from bpipe.engine.lanes import Lanes
+from bpipe.errors import PipelineBrokenError
+
+__all__: list[str] = []
+
+RELEASED_S = 5.0  # for threads that wait in a transfer to return once it was ended
+
+
+class Guard:
+    """Lets the steps of one rank run one at a time, and none after an error.
+
+    Args:
+        transport: its control plane tells the other ranks of errors.
+        lanes: their threads end before an error is raised.
+    """
+
+    def __init__(self, transport: Transport, lanes: Lanes) -> None:
+        self._transport, self._lanes = transport, lanes
+        self._running = threading.Lock()
+        self.num_steps = 0
+        self.broken: BaseException | str | None = None  # why no step may run any more
+        self.known_to_all: BaseException | None = None  # an error that all ranks raise, before anything was sent
+        self.is_closed = False
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Allow one step at a time, and none after an error.
+
+        Raises:
+            PipelineBrokenError: a step runs, an earlier one failed, or the pipeline is closed.
+        """
+        if self._running.locked():
+            raise PipelineBrokenError("step() was called from inside a step, or from a second thread: one step at a time")
+        with self._running:
+            self._check_whole()
+            yield
+
+    def _check_whole(self) -> None:
+        """Raise if a step has failed, here or on another rank, or if the pipeline is closed."""
+        if self.broken is not None:
+            cause = self.broken if isinstance(self.broken, BaseException) else None
+            raise PipelineBrokenError(
+                f"this pipeline broke in step {self.num_steps} ({self.broken if cause is None else told(cause)}). "
+                "Gradients may be incomplete: zero them, close() this schedule and build a new one over the same process group."
+            ) from cause
+        if self.is_closed:
+            raise PipelineBrokenError("this schedule was closed: build a new one")
+        with self.breaking():
+            self._transport.control.check()
+
+    @contextmanager
+    def failing_together(self, *harmless: type[Exception]) -> Iterator[None]:
+        """Tell all ranks of an error raised inside, and raise its cause: the pipeline is broken.
+
+        Args:
+            harmless: errors that all ranks raise alike, before anything is sent: they break nothing.
+        """
+        try:
+            yield
+        except BaseException as error:
+            control = self._transport.control
+            if control.failure is None and (isinstance(error, harmless) or error is self.known_to_all):
+                raise
+            reason = self.broken = error
+            with noted_on(error):
+                reason = self.broken = control.broke(error, control.activity.place())
+            with noted_on(reason):
+                self._lanes.join(RELEASED_S)
+                self._transport.settle(RELEASED_S)
+                self._transport.streams.join()
+            if reason is error:
+                raise
+            raise reason from error
+        finally:
+            self._transport.control.activity.end(self.num_steps)
+
+    @contextmanager
+    def breaking(self) -> Iterator[None]:
+        """Mark the pipeline as broken by an error raised inside, because it leaves messages in flight."""
+        try:
+            yield
+        except BaseException as error:
+            self.broken = error
+            raise
+
+    def leave(self) -> None:
+        """Let no further step begin.
+
+        Raises:
+            PipelineBrokenError: a step runs.
+        """
+        if self._running.locked():
+            raise PipelineBrokenError("close() was called inside a step: close a schedule when its step has returned or raised")
+        if isinstance(self.broken, BaseException):
+            self.broken = told(self.broken)  # the error's frames keep the step's tensors alive
+        self.is_closed = True

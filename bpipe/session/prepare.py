@@ -1,0 +1,95 @@
+"""From the arguments of a call to what a step needs: its microbatches, the modules as they are now, and how all that looks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from bpipe.device import is_capturing
+from bpipe.engine.compute import Job, modules_of
+from bpipe.engine.run import Run
+from bpipe.errors import ConfigurationError
+from bpipe.memory.makeup import Makeups
+from bpipe.model.call import Call, microbatches_of
+from bpipe.model.plain_numbers import Looks
+from bpipe.model.stage import Parts
+from bpipe.session.context import RankContext
+
+__all__: list[str] = []
+
+
+class Inputs(NamedTuple):
+    """A call that is ready to run on this rank."""
+
+    job: Job
+    parts: Mapping[int, Parts]
+    losses: list[torch.Tensor] | None
+    looks: Looks
+
+
+class Preparation:
+    """Gets the calls of one rank ready.
+
+    Args:
+        context: what its steps share.
+    """
+
+    def __init__(self, context: RankContext) -> None:
+        self._context = context
+        self._loss_makeups = Makeups()
+
+    def inputs(self, call: Call, num_microbatches: int, *, is_training: bool) -> Inputs:
+        """Cut a call into microbatches, and look at the modules that will run.
+
+        Raises:
+            ConfigurationError: the call cannot be cut, has no target, or is made where none can run.
+        """
+        self._check_context(is_training=is_training)
+        context, holds_last_stage = self._context, any(stage.is_last for stage in self._context.stages.values())
+        given = microbatches_of(call, num_microbatches, context.specs, is_training=is_training)
+        if is_training and holds_last_stage and given.targets is None:
+            raise ConfigurationError(
+                "the last stage has a loss_fn and got no target: pass target= (or target_mbs=) to step() there"
+            )
+        keeps_outputs = call.return_outputs and holds_last_stage
+        parts = {index: stage.parts() for index, stage in context.stages.items()}
+        modes = [stage.mode(parts[index]) for index, stage in context.stages.items()]
+        if holds_last_stage:
+            modes += [Parts.of(loss, self._loss_makeups).mode() for loss in modules_of(context.loss_fn)]
+        looks = self._context.numbers.looks(" ".join([*modes, str(keeps_outputs)]), given.descriptions())
+        job = Job(
+            args=given.args,
+            kwargs=given.kwargs,
+            targets=given.targets,
+            descriptions=looks.counted,
+            loss_fn=context.loss_fn,
+            loss_kwargs=call.loss_kwargs or {},
+            loss_scale=1.0 / num_microbatches if context.scale_grads else 1.0,
+            keeps_outputs=keeps_outputs,
+            merge_spec=context.specs.output,
+        )
+        return Inputs(job, parts, call.losses, looks)
+
+    def _check_context(self, *, is_training: bool) -> None:
+        """Raise where a step cannot run."""
+        if is_training and not torch.is_grad_enabled():
+            raise ConfigurationError("step() trains, and gradients are off here (torch.no_grad): use eval()")
+        disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+        if is_training and disabled is not None:
+            raise ConfigurationError(
+                "saved-tensor hooks are disabled here (torch.autograd.graph.disable_saved_tensors_hooks), and bpipe follows with "
+                f"them what microbatches save. Call step() outside of that context, whose message is: {disabled}"
+            )
+        if is_capturing(device := self._context.transport.device):
+            raise ConfigurationError(
+                "a graph of the device is being captured, and a step of a pipeline cannot be: it waits for other ranks, and its "
+                f"memory changes from step to step. Call it outside of torch.{device.type}.graph()"
+            )
+
+    def learn(self, looks: Looks, run: Run) -> bool:
+        """Learn which plain numbers among the inputs decide what microbatches take here; return whether some count again."""
+        news = [(microbatch, *one) for microbatch, one in looks.numbered.items() if self._context.numbers.is_news(*one)]
+        count_again = [self._context.numbers.learn(form, numbers, run.taken(microbatch)) for microbatch, form, numbers in news]
+        return any(count_again)

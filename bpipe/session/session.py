@@ -1,0 +1,268 @@
+"""The life of the steps of one rank: it gets a call ready, agrees on it with the other ranks, runs it and counts it."""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing import util
+from typing import Any, NamedTuple
+
+from bpipe._version import __version__
+from bpipe.cleanup import noted_on
+from bpipe.comm.health.activity import State
+from bpipe.comm.health.agreement import Record, check
+from bpipe.comm.health.control import CallOf
+from bpipe.comm.health.failure import told
+from bpipe.comm.transport.base import Transport
+from bpipe.engine.messages import Layouts
+from bpipe.engine.remembered import Memory
+from bpipe.engine.run import Observer, Run
+from bpipe.errors import AgreementError, CommError, PlanError
+from bpipe.memory.ledger import Ledger
+from bpipe.memory.optimizers import STEPPED
+from bpipe.memory.static import standing
+from bpipe.model import microbatch as mb
+from bpipe.model.call import Call
+from bpipe.model.cut import UNKNOWN, cut_of
+from bpipe.model.merging import merge
+from bpipe.plan.plan import Plan
+from bpipe.session.context import RankContext
+from bpipe.session.plan_source import Gather, PlanSource
+from bpipe.session.prepare import Inputs, Preparation
+from bpipe.session.stats import Stats
+
+__all__: list[str] = []
+
+REMEMBERED_SHAPES = 64  # combinations of input shapes whose messages stay agreed
+
+StepKey = tuple[bool, tuple[bytes, ...]]  # whether it trains, and what each rank's inputs look like
+
+
+class Step(NamedTuple):
+    """A step that this rank is ready for, and the record of it that the other ranks get."""
+
+    inputs: Inputs
+    is_training: bool
+    record: bytes
+
+
+class Session:
+    """The steps of one rank of a pipeline.
+
+    `run` drives one step over a process group. A `Loopback` calls its phases for all ranks side by side: `begin`, `agree`, the
+    actions of the runs, `result` and `finish`. Whoever steps, or works between steps as a trace does, enters `guard` first.
+
+    Args:
+        context: what the steps share.
+        source: where their plans come from.
+    """
+
+    def __init__(self, context: RankContext, source: PlanSource) -> None:
+        self.context, self.source = context, source
+        self.guard = context.guard
+        self.observer: Observer | None = None
+        self.stats: dict[str, float] = {}
+        self.ledger = Ledger()
+        self._preparation = Preparation(context)
+        self._learned: OrderedDict[StepKey, Layouts] = OrderedDict()
+        self._connected: Plan | None = None
+        self._counted = Stats(context.memory)
+        self.adopt(source)
+        self._finalizer = weakref.finalize(self, _close, context.transport, context.memory, os.getpid(), STEPPED.open())
+        util.Finalize(self, self._finalizer, exitpriority=0)  # processes of multiprocessing end without atexit
+        context.transport.enlist()
+
+    def adopt(self, source: PlanSource) -> None:
+        """Take plans from another source, before the first step.
+
+        Raises:
+            PlanError: this rank's device cannot carry out its plan.
+        """
+        context = self.context
+        context.lanes.prepare(source.plan, context.plan_rank)
+        source.prepare(context.memory, context.plan_rank, context.stages)
+        self.source = source
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether no step has run, none has failed, and the pipeline is open."""
+        return not self.guard.num_steps and self.guard.broken is None and not self.guard.is_closed
+
+    def close(self) -> None:
+        """Release groups, threads and the memory that is kept for other ranks.
+
+        Raises:
+            PipelineBrokenError: a step runs.
+        """
+        self.guard.leave()
+        self._finalizer()
+
+    def run(self, begin: Callable[[], Step]) -> Any:
+        """Run a step over a process group: collective, blocks the host. Return what the step returns."""
+        transport, guard = self.context.transport, self.guard
+        with guard.entered():
+            started = time.perf_counter()
+            step = self._begin_or_refuse(begin)
+            with guard.failing_together(AgreementError, PlanError):
+                records = transport.exchange(CallOf.STEP, step.record)
+                transport.control.activity.state = State.PREPARING
+                run = self.agree(step, records, lambda ask: transport.exchange(CallOf.PLAN, ask(self.source)))
+            with guard.failing_together():
+                with run.sharding.in_charge(), run.hooks.watched(), transport.control.interruptible():
+                    self.context.lanes.drive(run, transport.control, self.context.group_ranks)
+                result = self.result(run)
+                self.finish(step, run, started)
+            return result
+
+    def _begin_or_refuse(self, begin: Callable[[], Step]) -> Step:
+        """Prepare a step; if this rank cannot, tell the others before raising, so that none of them waits."""
+        try:
+            return begin()
+        except BaseException as error:
+            with noted_on(error), self.guard.failing_together(), suppress(CommError):
+                self.context.transport.refuse(told(error))
+            raise
+
+    # The phases of a step
+
+    def begin(self, call: Call, *, is_training: bool) -> Step:
+        """Get a call ready, without communication.
+
+        Raises:
+            ConfigurationError: the call cannot run here.
+        """
+        plan = self.source.announced(is_training=is_training).plan
+        self.context.lanes.prepare(plan, self.context.plan_rank)
+        inputs = self._preparation.inputs(call, plan.num_microbatches, is_training=is_training)
+        record = self.source.completed(self._record(inputs, is_training=is_training), inputs.looks)
+        return Step(inputs, is_training, record.pack())
+
+    def _record(self, inputs: Inputs, *, is_training: bool) -> Record:
+        source, stages, looks = self.source, self.context.stages, inputs.looks
+        plan, fingerprint = source.announced(is_training=is_training)
+        states = self.context.states.of(self.context.modules)
+        peak, plain_peak = source.fullest.peaks(states)
+        return Record(
+            version=__version__,
+            schedule=source.rule,
+            fingerprint=fingerprint,
+            is_training=is_training,
+            step=self.guard.num_steps,
+            num_stages=plan.num_stages,
+            num_ranks=plan.num_ranks,
+            num_microbatches=plan.num_microbatches,
+            pipeline=self.context.transport.identity,
+            signature=(signature := mb.digest(looks.exact)),
+            stages=tuple(sorted(stages)),
+            cut=next((cut.digest for stage in stages.values() if (cut := cut_of(stage.submod)) is not None), UNKNOWN),
+            form=mb.digest(looks.counted) if looks.numbered else signature,
+            states=states,
+            peak=peak,
+            plain_peak=plain_peak,
+        )
+
+    def agree(self, step: Step, packed: Sequence[bytes], gather: Gather) -> Run:
+        """Check that all ranks are about to run the same step, and make this rank ready for its first action.
+
+        Args:
+            step: this rank's.
+            packed: the record of each rank's step, by rank of the group.
+            gather: asks the plan sources of all ranks.
+
+        Raises:
+            AgreementError: the ranks are about to run different things.
+        """
+        context, source = self.context, self.source
+        records = [Record.unpack(data) for data in packed]
+        check(records)
+        if not context.group_ranks:
+            self._place(records, source.plan)
+        if context.plan_rank == 0 and source.fullest.is_open:
+            names = [f"rank {rank}" for rank in context.group_ranks]
+            source.fullest.check([records[rank] for rank in context.group_ranks], names, source.rule, context.log().warning)
+        plan = source.plan_of(step.inputs, records, gather, is_training=step.is_training)
+        self._connect(plan)
+        key = (step.is_training, tuple(record.signature for record in records))
+        is_learning = key not in self._learned
+        return Run(
+            plan=plan,
+            rank=context.plan_rank,
+            step=self.guard.num_steps,
+            stages=context.stages,
+            parts=step.inputs.parts,
+            transport=context.transport,
+            job=step.inputs.job,
+            layouts=self._layouts(key),
+            is_learning=is_learning,
+            memory=context.memory,
+            name=f"rank {context.group_rank}",
+            observer=source.observer_of(step.inputs, plan, self.observer),
+        )
+
+    def _layouts(self, key: StepKey) -> Layouts:
+        """Return the messages that are agreed for inputs of a form, or an empty mapping to learn them into."""
+        layouts = self._learned.setdefault(key, {})
+        self._learned.move_to_end(key)
+        while len(self._learned) > REMEMBERED_SHAPES:
+            self._learned.popitem(last=False)
+        return layouts
+
+    def _place(self, records: Sequence[Record], plan: Plan) -> None:
+        """Learn which rank of the group holds which of the plan's ranks, and open the channels."""
+        owner = {stage: rank for rank, record in enumerate(records) for stage in record.stages}
+        stage_of = {rank: stage for stage, rank in enumerate(plan.stage_ranks)}
+        self.context.group_ranks[:] = [owner[stage_of[rank]] for rank in range(plan.num_ranks)]
+        self._connect(plan)
+
+    def _connect(self, plan: Plan) -> None:
+        """Open a plan's channels, and reserve buffers for the activations that it sends to this rank."""
+        if plan is self._connected or (self._connected is not None and not plan.has_backward):
+            return
+        context, transport = self.context, self.context.transport
+        transport.connect(plan.channels(), context.group_ranks)
+        context.memory.reserve(plan, context.plan_rank, transport.device, transport.streams)
+        self._connected = plan
+
+    def result(self, run: Run) -> Any:
+        """Return what the step returns: the merged outputs; None if there are none."""
+        return merge(run.compute.outputs, self.context.specs.output) if run.compute.outputs else None
+
+    def finish(self, step: Step, run: Run, started: float) -> None:
+        """Finish a step whose actions have all run: learn from it, count its bytes and times, and hand out its losses."""
+        context, source = self.context, self.source
+        run.compute.reruns.check()
+        if step.is_training:
+            source.learn(run)
+        self.guard.num_steps += 1
+        self.ledger = run.evictions.ledger
+        if step.is_training and self._preparation.learn(step.inputs.looks, run):
+            source.measure_again("a plain number among the inputs has changed what a microbatch takes")
+        static, states = self._static_bytes(step.inputs), context.states.of(context.modules)
+        self.stats = self._counted.of(run, static + states, time.perf_counter() - started)
+        if step.is_training and run.plan is not source.fullest.plan and source.compares:
+            source.fullest.note(run, self.stats, states, context.once)
+        if self.observer is not None:
+            self.observer.finished(run, self.stats)
+        if run.holds_last_stage and step.inputs.losses is not None:
+            step.inputs.losses[:] = run.compute.losses
+        if step.is_training:
+            source.counted(run)
+
+    def _static_bytes(self, inputs: Inputs) -> int:
+        """Return the bytes that stay on this rank between steps, as at the end of this one, without optimizer states."""
+        context = self.context
+        seen = [(one.makeup, standing(one.modules, one.parameters)) for one in inputs.parts.values()]
+        if context.static.has_changed(context.modules(), seen):
+            context.states.forget()
+        return context.static.num_bytes
+
+
+def _close(transport: Transport, memory: Memory, process: int, opened: object) -> None:
+    if os.getpid() == process:  # a forked child has no part in it
+        STEPPED.close(opened)
+        transport.close()
+        memory.clear()
