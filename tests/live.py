@@ -119,11 +119,13 @@ class _Rank(Observer):
         self._live.count = self.count
 
     def after(self, run: Any, action: Any) -> None:
-        waiting = [tensor for _, tensors in (*run.traffic.outgoing.values(), *run.traffic.arrived.values()) for tensor in tensors]
-        under_way = [one for (op, *_), one in run.traffic._under_way.items() if op in MESSAGES]
+        states = list(run.microbatches)
+        left = [message for one in states for message in (one.input, one.output, one.output_gradients, one.input_gradients)]
+        waiting = [tensor for message in left if message is not None for tensor in message.tensors]
+        under_way = [one for state in states for (op, _), one in state.transfers.items() if op in MESSAGES]
         travelling = [tensor for transfer, sent in under_way for tensor in (*transfer.tensors, *sent)]
         messages = [tensor for tensor in (*waiting, *travelling) if tensor is not None]
-        known = [*messages, *self._live.users(), *run.compute.kept()]
+        known = [*messages, *self._live.users(), *run.compute.returned]
         live = self.count.live_bytes(without=known)
         if self._live.collects:
             gc.collect()

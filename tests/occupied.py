@@ -98,7 +98,7 @@ class Counting(Observer):
         parameters = [p for module in self._modules for p in module.parameters()]
         gradients = [p.grad for p in parameters if p.grad is not None]
         buffers = [b for module in self._modules for b in module.buffers()]
-        returned = self._run.compute.kept()
+        returned = self._run.compute.returned
         return self._count.live_bytes(without=[*parameters, *gradients, *buffers, *self.batch, *returned])
 
     @property

@@ -165,7 +165,7 @@ class MeasuredPlans(PlanSource):
     def learn(self, run: Run) -> None:
         shapes = self._shapes.latest()
         if run.plan is self._one_at_a_time or run.plan is self._in_order:
-            ledger, returned = run.evictions.ledger, bytes_under(run.compute.kept(), run.device)
+            ledger, returned = run.evictions.ledger, bytes_under(run.compute.returned, run.device)
             shapes.measured = Measured(stages=run.evictions.settled(), held_bytes=ledger.held_bytes, returned_bytes=returned)
         elif run.plan.sizes is not None:
             for stage in shapes.outgrown(run.plan.sizes, run.evictions.measured()):

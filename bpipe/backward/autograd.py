@@ -8,6 +8,7 @@ edge of each output instead of the output.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -72,6 +73,36 @@ def enter(tensors: Sequence[torch.Tensor], requires_grad: Sequence[bool]) -> tup
 def edges_of(tensors: Sequence[torch.Tensor]) -> list[GradientEdge]:
     """Return the edges at which gradients enter the graph, for those tensors that need one."""
     return [get_gradient_edge(tensor) for tensor in tensors if tensor.requires_grad]
+
+
+@dataclass
+class Graph:
+    """What is kept of a microbatch between its forward and its backward, besides what autograd saved.
+
+    Args:
+        edges: where its backward begins.
+        box: for the gradients of the stage's inputs.
+        has_common_hooks: whether its forward has registered hooks that wait for the gradients of several tensors.
+    """
+
+    edges: list[GradientEdge]
+    box: Box
+    has_common_hooks: bool = False
+
+    def run_backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Run the whole backward.
+
+        Args:
+            gradients: one for each edge, or None.
+        """
+        edges = self.edges
+        if self.has_common_hooks:
+            # By the nodes that a run of the engine has to do, such hooks know which gradients to wait for.
+            # `_will_engine_execute_node` does not count the root of a run with a single root. A stage's output is such a root
+            # here, but not in a single process, and a loss is none where that divides it. So a second root is added.
+            beside = torch.empty(0, device="cpu", requires_grad=True)
+            edges, gradients = [*edges, get_gradient_edge(beside)], [*gradients, torch.empty(0, device="cpu")]
+        run_backward(edges, gradients)
 
 
 def run_backward(

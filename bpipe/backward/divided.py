@@ -2,50 +2,19 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import Node
 
-from bpipe.backward.autograd import Box, run_backward
+from bpipe.backward.autograd import Graph
 from bpipe.backward.callbacks import Callback, goes_to
 from bpipe.backward.split import GivenHalf, WeightHalf, run_input_half
 from bpipe.backward.user_hooks import UserHooks
-from bpipe.memory.ledger import Key
 
 __all__: list[str] = []
-
-
-@dataclass
-class Graph:
-    """What is kept of a microbatch between its forward and its backward, besides what autograd saved.
-
-    Args:
-        edges: where its backward begins.
-        box: for the gradients of the stage's inputs.
-        has_common_hooks: whether its forward has registered hooks that wait for the gradients of several tensors.
-    """
-
-    edges: list[GradientEdge]
-    box: Box
-    has_common_hooks: bool = False
-
-    def run_backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Run the whole backward.
-
-        Args:
-            gradients: one for each edge, or None.
-        """
-        edges = self.edges
-        if self.has_common_hooks:
-            # By the nodes that a run of the engine has to do, such hooks know which gradients to wait for.
-            # `_will_engine_execute_node` does not count the root of a run with a single root. A stage's output is such a root
-            # here, but not in a single process, and a loss is none where that divides it. So a second root is added.
-            beside = torch.empty(0, device="cpu", requires_grad=True)
-            edges, gradients = [*edges, get_gradient_edge(beside)], [*gradients, torch.empty(0, device="cpu")]
-        run_backward(edges, gradients)
 
 
 class Divided:
@@ -58,18 +27,24 @@ class Divided:
     """
 
     def __init__(self, undivided: set[int], hooks: UserHooks, separate: Callable[[int], None]) -> None:
-        self.halves: dict[Key, WeightHalf] = {}  # those that wait
+        self._waiting: dict[int, deque[tuple[int, WeightHalf]]] = defaultdict(deque)  # by stage, those that have not run, in order
         self.latest: dict[int, int] = {}  # by stage, the microbatch whose backward was the last to begin
         self.is_whole = False  # whether the latest input half was all of its backward, for hooks that others need not have
         self._undivided, self._hooks, self._separate = undivided, hooks, separate
 
     def input_half(
-        self, key: Key, graph: Graph, gradients: Sequence[torch.Tensor | None], builder: Callable[[], Callable[..., None]] | None
+        self,
+        stage: int,
+        microbatch: int,
+        graph: Graph,
+        gradients: Sequence[torch.Tensor | None],
+        builder: Callable[[], Callable[..., None]] | None,
     ) -> WeightHalf:
         """Run the input half of a microbatch's backward, or all of it.
 
         Args:
-            key: the microbatch.
+            stage: of the model.
+            microbatch: its number.
             graph: what its forward has left.
             gradients: those of the stage's outputs.
             builder: makes the other half, if the stage's module has one of its own.
@@ -77,7 +52,6 @@ class Divided:
         Returns:
             The other half.
         """
-        stage = key[0]
         has_come = any(gradient is not None for gradient in gradients)
         is_unheard = has_come and stage in self._hooks.unheard
         self.is_whole = builder is None and (is_unheard or graph.has_common_hooks)
@@ -94,14 +68,23 @@ class Divided:
             self._hooks.callbacks.is_ours = None
         if is_unheard and self._hooks.heard(stage):
             self._undivided.add(stage)
-        self.latest[stage] = key[1]
-        return half if not self._hooks.callbacks.queued else self._whole(key, half)
+        self.latest[stage] = microbatch
+        if self._hooks.callbacks.queued:
+            half = self._whole(stage, microbatch, half)
+        self._waiting[stage].append((microbatch, half))
+        return half
 
-    def _whole(self, key: Key, half: WeightHalf) -> WeightHalf:
+    def weight_half(self, stage: int, microbatch: int, half: WeightHalf) -> None:
+        """Run the weight half of a microbatch's backward, unless it has run already."""
+        waiting = self._waiting[stage]
+        self._waiting[stage] = deque(one for one in waiting if one[1] is not half)
+        self._run(stage, microbatch, half)
+
+    def _whole(self, stage: int, microbatch: int, half: WeightHalf) -> WeightHalf:
         """Run the weight half at once, because callbacks wait for the end of the backward."""
         self.is_whole, queued = True, self._hooks.callbacks.take()
-        self._finish(key[0])
-        self.run(key, half, queued)
+        self._finish(stage)
+        self._run(stage, microbatch, half, queued)
         return WeightHalf()
 
     def _finish(self, stage: int, leaves: Set[Node] | None = None) -> None:
@@ -113,16 +96,16 @@ class Divided:
             stage: whose halves.
             leaves: those; None for all.
         """
-        waiting = [(key, half) for key, half in self.halves.items() if key[0] == stage]
+        waiting = self._waiting[stage]
         while any(leaves is None or half.leads_to(leaves) for _, half in waiting):
-            self.run(*waiting.pop(0))
+            self._run(stage, *waiting.popleft())
             self._separate(stage)
 
-    def run(self, key: Key, half: WeightHalf, queued: Sequence[Callback] = ()) -> None:
+    def _run(self, stage: int, microbatch: int, half: WeightHalf, queued: Sequence[Callback] = ()) -> None:
         """Run a weight half, and what was queued for the end of its microbatch's backward."""
         callbacks = self._hooks.callbacks
         outside = callbacks.is_ours, callbacks.is_late
-        callbacks.is_ours, callbacks.is_late = half.is_running, lambda: self.latest[key[0]] != key[1]
+        callbacks.is_ours, callbacks.is_late = half.is_running, lambda: self.latest[stage] != microbatch
         half.run()
         callbacks.is_ours, callbacks.is_late = outside
         if queued or callbacks.queued:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-import torch
-
 from bpipe.comm.health.activity import place_of
 from bpipe.comm.health.control import Control
 from bpipe.comm.wire import header
+from bpipe.comm.wire.header import Subject
 from bpipe.device import Stream, on_stream
+from bpipe.engine.microbatch_state import InFlight, MicrobatchState
 from bpipe.engine.traffic import Traffic
 from bpipe.memory.remote_buffers import Rooms
-from bpipe.plan.rooms import Guest
+from bpipe.plan.action import channel_of
 from bpipe.schedules import Action
 
 __all__: list[str] = []
@@ -29,24 +29,25 @@ class Acceptor:
 
     def __init__(self, traffic: Traffic, rooms: Rooms) -> None:
         self._traffic, self._rooms = traffic, rooms
-        self._guests: dict[Guest, list[torch.Tensor]] = {}
+        self.microbatches = traffic.microbatches
 
-    def accept(self, action: Action) -> None:
-        channel, guest = self._traffic.channel(action), action[1:4]
+    def accept(self, action: Action, state: MicrobatchState) -> None:
+        channel, guest = channel_of(action.op, self._traffic.rank, action.peer), (action.stage, action.microbatch, action.part)
         data = self._traffic.transport.receive_header(channel)
-        sizes = header.unpack_eviction(data, self._traffic.subject(*guest[:2]), action.part)
-        parts = self._guests[guest] = self._rooms.take(guest, sizes)
-        self._traffic.posted(action, self._traffic.transport.receive(channel, parts))
+        sizes = header.unpack_eviction(data, Subject(self._traffic.step, action.stage, action.microbatch), action.part)
+        parts = state.kept[action.part] = self._rooms.take(guest, sizes)
+        state.transfers[action.op, action.part] = InFlight(self._traffic.transport.receive(channel, parts))
 
-    def complete_accept(self, action: Action) -> None:
-        self._traffic.wait(action)
+    def complete_accept(self, action: Action, state: MicrobatchState) -> None:
+        self._traffic.wait(state, action)
 
-    def give_back(self, action: Action) -> None:
-        parts = self._guests.pop(action[1:4])
-        self._traffic.posted(action, self._traffic.transport.send(self._traffic.channel(action), parts))
+    def give_back(self, action: Action, state: MicrobatchState) -> None:
+        parts = state.kept.pop(action.part)
+        transfer = self._traffic.transport.send(channel_of(action.op, self._traffic.rank, action.peer), parts)
+        state.transfers[action.op, action.part] = InFlight(transfer)
 
-    def complete_return(self, action: Action) -> None:
-        self._traffic.wait(action)
+    def complete_return(self, action: Action, state: MicrobatchState) -> None:
+        self._traffic.wait(state, action)
 
 
 class Server(threading.Thread):

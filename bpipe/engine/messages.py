@@ -8,16 +8,17 @@ from collections.abc import Container, Iterable, MutableMapping
 import torch
 
 from bpipe.comm.wire import header
+from bpipe.comm.wire.header import Subject
 from bpipe.comm.wire.message import Layout, on_the_wire
 from bpipe.comm.wire.note import can_tell, needing, read_note, renewed, with_more, with_note
-from bpipe.engine.traffic import Mail, Traffic, versions_of
+from bpipe.engine.microbatch_state import InFlight, Message, MicrobatchState, Versions
+from bpipe.engine.traffic import Traffic
 from bpipe.errors import CommError, StageError
-from bpipe.plan.action import START_OF, WAIT_OF
+from bpipe.plan.action import START_OF, WAIT_OF, channel_of
 from bpipe.schedules import Action, Channel, Op, Purpose
 
 __all__: list[str] = []
 
-USE = {Op.RECV_F: Op.F, Op.RECV_B: Op.B}  # of what arrives
 BOUNDARY = {  # what crosses it, and how far the stage before it is from the one that acts
     Op.SEND_F: (Purpose.FORWARD, 0),
     Op.RECV_F: (Purpose.FORWARD, 1),
@@ -25,6 +26,11 @@ BOUNDARY = {  # what crosses it, and how far the stage before it is from the one
     Op.RECV_B: (Purpose.BACKWARD, 0),
 }
 Layouts = MutableMapping[tuple[Purpose, int, int], Layout]  # by purpose, stage before the boundary, microbatch
+
+
+def versions_of(tensors: Iterable[torch.Tensor | None]) -> Versions:
+    """Return the tensors that can tell whether they were changed, with their versions."""
+    return [(tensor, tensor._version) for tensor in tensors if tensor is not None and not tensor.is_inference()]
 
 
 class Messages:
@@ -46,9 +52,6 @@ class Messages:
 
     def __init__(self, traffic: Traffic, layouts: Layouts, *, is_learning: bool, trainable: Container[int] = ()) -> None:
         self._traffic, self._layouts, self._is_learning, self._trainable = traffic, layouts, is_learning, trainable
-        self._dropped: dict[tuple[int, int], list[bool]] = {}  # which gradients of a microbatch's outputs its stage has no use for
-        self._versions: dict[tuple[Op, int, int], list[tuple[torch.Tensor, int]]] = {}
-        self._landing: dict[tuple[Op, int, int], tuple[Layout, list[torch.Tensor | None]]] = {}
         self._unlearned: dict[Channel, deque[Action]] = defaultdict(deque)
 
     def agreed(self, microbatch: int, stages: Iterable[int]) -> list[Layout | None]:
@@ -56,11 +59,14 @@ class Messages:
         sides = dict.fromkeys(side for stage in stages for side in (stage - 1, stage))
         return [self._layouts.get((purpose, side, microbatch)) for side in sides for purpose in (Purpose.FORWARD, Purpose.BACKWARD)]
 
-    def send(self, action: Action) -> None:
-        layout, tensors = self._traffic.outgoing.pop(action[:3])
-        if self._traffic.versions:
-            _check_unchanged(action, self._traffic.versions.pop(action[:3]))
-        boundary, subject = self._boundary(action), self._traffic.subject(action.stage, action.microbatch)
+    def send(self, action: Action, state: MicrobatchState) -> None:
+        layout, tensors = _taken(state, action.op)
+        if state.unsent_versions is not None:
+            for tensor, version in state.unsent_versions:
+                if tensor._version != version:
+                    raise _modified(action, tensor)
+            state.unsent_versions = None
+        boundary, subject = self._boundary(action), Subject(self._traffic.step, action.stage, action.microbatch)
         data = note = None
         if self._is_learning:
             self._layouts[boundary] = self._announced(action, layout)
@@ -69,7 +75,7 @@ class Messages:
         may_have_note = action.op is Op.SEND_B or agreed.is_open
         if layout[:2] != agreed[:2]:
             if action.op is Op.SEND_F:
-                note = self._changed_needs(action, agreed, layout)
+                note = self._changed_needs(action, state, agreed, layout)
             elif not can_tell(agreed, layout):
                 raise _changed(action, agreed, layout)
             else:
@@ -77,10 +83,12 @@ class Messages:
                 self._layouts[boundary] = renewed(agreed, layout)
         sent = [tensor for tensor in tensors if tensor is not None]
         views = [on_the_wire(tensor) for tensor in sent]
-        self._versions[action[:3]] = versions_of(sent)
+        state.sent_versions[action.op] = versions_of(sent)
         owners = [*sent, *(view for view, tensor in zip(views, sent) if view is not tensor)]
-        transfer = self._traffic.transport.send(self._traffic.channel(action), views, data, note, may_have_note=may_have_note)
-        self._traffic.posted(action, transfer, owners)
+        transfer = self._traffic.transport.send(
+            channel_of(action.op, self._traffic.rank, action.peer), views, data, note, may_have_note=may_have_note
+        )
+        state.transfers[action.op, action.part] = InFlight(transfer, owners)
 
     def _announced(self, action: Action, layout: Layout) -> Layout:
         """Return the layout to agree on for a message that is sent for the first time.
@@ -100,7 +108,7 @@ class Messages:
             stage -= 1  # which is on this rank, too
         return False
 
-    def _changed_needs(self, action: Action, agreed: Layout, layout: Layout) -> bytes | None:
+    def _changed_needs(self, action: Action, state: MicrobatchState, agreed: Layout, layout: Layout) -> bytes | None:
         """Agree on outputs that need a gradient for the first time, and remember which gradients to drop; return the note of it.
 
         Raises:
@@ -113,9 +121,9 @@ class Messages:
             if not agreed.is_open:  # then the other end looks for no note
                 raise _needs_now(action)
             self._agree_on_more(action, agreed, after)
-            note = header.pack_layout(self._traffic.subject(action.stage, action.microbatch), after)
+            note = header.pack_layout(Subject(self._traffic.step, action.stage, action.microbatch), after)
         pairs = [(one.requires_grad, other.requires_grad) for one, other in zip(after.tensors, layout.tensors) if one and other]
-        self._dropped[action[1:3]] = [not needed for expected, needed in pairs if expected]
+        state.unused_gradients = [not needed for expected, needed in pairs if expected]
         return note
 
     def _agree_on_more(self, action: Action, agreed: Layout, after: Layout) -> None:
@@ -125,88 +133,102 @@ class Messages:
         gradients = Purpose.BACKWARD, stage, microbatch
         self._layouts[gradients] = with_more(self._layouts[gradients], agreed, after)
 
-    def complete_send(self, action: Action) -> None:
-        self._traffic.wait(action)
-        _check_unchanged(action, self._versions.pop((START_OF[action.op], action.stage, action.microbatch)))
+    def complete_send(self, action: Action, state: MicrobatchState) -> None:
+        self._traffic.wait(state, action)
+        for tensor, version in state.sent_versions.pop(START_OF[action.op]):
+            if tensor._version != version:
+                raise _modified(action, tensor)
 
-    def receive(self, action: Action) -> None:
+    def receive(self, action: Action, state: MicrobatchState) -> None:
         if self._is_learning and self._traffic.transport.waits_on_device:
-            self._learn(action)  # which is sent at this place of the issue order
+            self._learn(action, state)  # which is sent at this place of the issue order
         elif self._is_learning:
-            self._unlearned[self._traffic.channel(action)].append(action)
+            self._unlearned[channel_of(action.op, self._traffic.rank, action.peer)].append(action)
         else:
-            self._post(action, self._layouts[self._boundary(action)])
+            self._post(action, state, self._layouts[self._boundary(action)])
 
-    def complete_receive(self, action: Action) -> None:
+    def complete_receive(self, action: Action, state: MicrobatchState) -> None:
         start = action._replace(op=START_OF[action.op])
         if self._is_learning:
-            unlearned = self._unlearned[self._traffic.channel(start)]
+            unlearned = self._unlearned[channel_of(start.op, self._traffic.rank, start.peer)]
             while start in unlearned:
-                self._learn(unlearned.popleft())
-        note = self._traffic.wait(action)
-        mail = self._landing.pop(start[:3])
-        dropped = self._dropped.pop(start[1:3], None) if start.op is Op.RECV_B else None
-        if dropped is not None:
-            mail = self._as_agreed(start, mail)
-        if note is not None and start.op is Op.RECV_F:
-            mail = self._needed(start, note), mail[1]
-        elif note is not None:
-            mail = self._noted(start, mail, note)
-        if dropped:
-            mail = mail[0], [tensor for tensor, is_dropped in zip(mail[1], dropped, strict=True) if not is_dropped]
-        self._traffic.arrived[USE[start.op], start.stage, start.microbatch] = mail
+                first = unlearned.popleft()
+                self._learn(first, self._traffic.microbatches[first.stage, first.microbatch])
+        note = self._traffic.wait(state, action)
+        message = state.landing.pop(start.op)
+        if start.op is Op.RECV_F:
+            state.input = message if note is None else Message(self._needed(start, note), message.tensors)
+            return
+        unused, state.unused_gradients = state.unused_gradients, None
+        if unused is not None:
+            message = self._as_agreed(start, message)
+        if note is not None:
+            message = self._noted(start, message, note)
+        if unused:
+            used = [tensor for tensor, is_unused in zip(message.tensors, unused, strict=True) if not is_unused]
+            message = Message(message.layout, used)
+        state.output_gradients = message
 
-    def _as_agreed(self, start: Action, mail: Mail) -> Mail:
+    def _as_agreed(self, start: Action, message: Message) -> Message:
         """Return gradients as they are agreed by now: more may be expected than when their receive was posted, all absent."""
-        agreed, landed = self._layouts[self._boundary(start)], (tensor for tensor in mail[1] if tensor is not None)
-        return agreed, [None if meta is None else next(landed) for meta in agreed.tensors]
+        agreed, landed = self._layouts[self._boundary(start)], (tensor for tensor in message.tensors if tensor is not None)
+        return Message(agreed, [None if meta is None else next(landed) for meta in agreed.tensors])
 
     def _needed(self, start: Action, note: bytes) -> Layout:
         """Agree that more of a stage's input needs a gradient, as a note says; return the new layout."""
         agreed = self._layouts[self._boundary(start)]
-        after = header.unpack_layout(note, subject := self._traffic.subject(start.stage - 1, start.microbatch))
+        after = header.unpack_layout(note, subject := Subject(self._traffic.step, start.stage - 1, start.microbatch))
         if not _is_alike(agreed, after) or after != needing(agreed, after):
             raise CommError(f"{subject}: a note says that {after} arrived where {agreed} was expected")
         self._agree_on_more(start, agreed, after)
         return after
 
-    def _noted(self, start: Action, mail: Mail, note: bytes) -> Mail:
+    def _noted(self, start: Action, message: Message, note: bytes) -> Message:
         """Read what arrived, as its note describes it."""
-        agreed, landed = mail
-        subject = self._traffic.subject(start.stage + 1, start.microbatch)
+        agreed, landed = message
+        subject = Subject(self._traffic.step, start.stage + 1, start.microbatch)
         layout, tensors = read_note(subject, agreed, note, landed, self._traffic.transport.device)
         self._layouts[self._boundary(start)] = renewed(agreed, layout)
-        return layout, tensors
+        return Message(layout, tensors)
 
     def _boundary(self, action: Action) -> tuple[Purpose, int, int]:
         purpose, offset = BOUNDARY[action.op]
         return purpose, action.stage - offset, action.microbatch
 
-    def _post(self, action: Action, layout: Layout) -> None:
+    def _post(self, action: Action, state: MicrobatchState, layout: Layout) -> None:
         transport = self._traffic.transport
-        tensors = [None if meta is None else meta.new(transport.device) for meta in layout.tensors]
-        views = [on_the_wire(tensor) for tensor in tensors if tensor is not None]
-        self._landing[action[:3]] = (layout, tensors)
-        transfer = transport.receive(self._traffic.channel(action), views, may_have_note=action.op is Op.RECV_B or layout.is_open)
-        self._traffic.posted(action, transfer)
+        tensors, views = layout.new(transport.device)
+        state.landing[action.op] = Message(layout, tensors)
+        transfer = transport.receive(
+            channel_of(action.op, self._traffic.rank, action.peer), views, may_have_note=action.op is Op.RECV_B or layout.is_open
+        )
+        state.transfers[action.op, action.part] = InFlight(transfer)
 
-    def _learn(self, start: Action) -> None:
+    def _learn(self, start: Action, state: MicrobatchState) -> None:
         """Read the header that says what is about to come, and post its receive."""
-        channel = self._traffic.channel(start)
+        channel = channel_of(start.op, self._traffic.rank, start.peer)
         data = self._traffic.timed(WAIT_OF[start.op], lambda: self._traffic.transport.receive_header(channel))
         sender = start.stage + (-1 if start.op is Op.RECV_F else 1)
-        layout = header.unpack_layout(data, self._traffic.subject(sender, start.microbatch))
+        layout = header.unpack_layout(data, Subject(self._traffic.step, sender, start.microbatch))
         self._layouts[self._boundary(start)] = layout
-        self._post(start, layout)
+        self._post(start, state, layout)
 
 
-def _check_unchanged(action: Action, versions: Iterable[tuple[torch.Tensor, int]]) -> None:
-    for tensor, version in versions:
-        if tensor._version != version:
-            raise StageError(
-                f"stage {action.stage}, microbatch {action.microbatch}: an output of shape {list(tensor.shape)} was modified "
-                "in place while it was being sent. Return a clone of what the stage goes on changing."
-            )
+def _taken(state: MicrobatchState, op: Op) -> Message:
+    """Take what a microbatch has left for a send."""
+    if op is Op.SEND_F:
+        message, state.output = state.output, None
+    else:
+        message, state.input_gradients = state.input_gradients, None
+    assert message is not None, "a send follows the computation that leaves it something"
+    return message
+
+
+def _modified(action: Action, tensor: torch.Tensor) -> StageError:
+    return StageError(
+        f"stage {action.stage}, microbatch {action.microbatch}: an output of shape {list(tensor.shape)} was modified "
+        "in place while it was being sent. Return a clone of what the stage goes on changing."
+    )
 
 
 def _needs_gradient(layout: Layout) -> bool:

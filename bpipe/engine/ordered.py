@@ -68,7 +68,9 @@ class OrderWatch(Observer):
     def after(self, run: Run, action: Action) -> None:
         self._inner.after(run, action)
         if action.op is Op.F and len(self._stages) > 1 and not action.microbatch:
-            self._check_leaves(action, run.compute.edges(action[1:3]))
+            graph = run.microbatches[action.stage, action.microbatch].graph
+            assert graph is not None, "a forward leaves its graph"
+            self._check_leaves(action, graph.edges)
         if not self._is_watched(action):
             return
         random, tensors, others = map(changed, self._found, self._look(action))

@@ -17,15 +17,18 @@ from bpipe.engine.acceptor import Acceptor
 from bpipe.engine.compute import Compute, Job
 from bpipe.engine.evictions import Evictions
 from bpipe.engine.messages import Layouts, Messages
+from bpipe.engine.microbatch_state import LAST, Microbatches, MicrobatchState
 from bpipe.engine.piecewise import PiecesOf
 from bpipe.engine.remembered import Memory
 from bpipe.engine.traffic import Traffic
 from bpipe.model.stage import Parts, PipelineStage
 from bpipe.parallel.fsdp import Sharding
-from bpipe.plan.action import COMPUTE
+from bpipe.plan.action import COMPUTE, SERVED, SHARDING
 from bpipe.schedules import Action, Op, Plan
 
 __all__: list[str] = []
+
+Computation = Callable[[Action, MicrobatchState, Evictions, PiecesOf | None], None]
 
 
 class Observer:
@@ -81,7 +84,8 @@ class Run:
         self.plan, self.rank, self.step, self.device, self._name = plan, rank, step, transport.device, name
         self._stages = tuple(stages)
         self.holds_last_stage = any(stage.is_last for stage in stages.values())
-        self.traffic = Traffic(transport, rank, step, stages, memory.device_waits)
+        self.microbatches = Microbatches()
+        self.traffic = Traffic(transport, rank, step, self.microbatches, stages, memory.device_waits)
         self.sharding = Sharding(parts, plan.actions[rank])
         is_split = Op.I in map(itemgetter(0), plan.actions[rank])
         self.hooks = UserHooks(parts if is_split else {}, memory.silent)
@@ -96,11 +100,14 @@ class Run:
             recomputed=plan.recomputed(rank),
             learned=memory.learned,
         )
+        num_parts = {stage: plan.num_parts(stage) for stage in stages}
         followed = {*plan.evicted(rank), *plan.interrupted(rank)}
-        self.evictions = Evictions(self.traffic, followed, memory, self.compute.foreign, self.compute.kept, plan.num_parts)
+        self.evictions = Evictions(self.traffic, followed, memory, self.compute.foreign, self.compute.returned, num_parts)
         trainable = {i for i, of in parts.items() if any(p.requires_grad for p in of.parameters)} if plan.has_backward else set()
         self._messages = Messages(self.traffic, layouts, is_learning=is_learning, trainable=trainable)
-        self._acceptors = {peer: Acceptor(Traffic(transport, rank, step), rooms) for peer, rooms in memory.rooms.items()}
+        self._acceptors = {
+            peer: Acceptor(Traffic(transport, rank, step, Microbatches()), rooms) for peer, rooms in memory.rooms.items()
+        }
         self._advance: Callable[[Action], None] | None = None
         self._piece: Action | None = None  # the one that runs now
         self.position: int | None = None  # in the rank's lane, where its actions run in another order
@@ -136,21 +143,22 @@ class Run:
         last = self.plan.num_parts(action.stage) if action.op is Op.F else 1
         return PiecesOf(action, last, self._begin_piece)
 
-    def _compute(self, action: Action, compute: Callable[[Action, Evictions, PiecesOf | None], None]) -> None:
+    def _compute(self, action: Action, state: MicrobatchState, compute: Computation) -> None:
         self._piece = action if action.part else None
-        compute(action, self.evictions, self._pieces(action))
+        compute(action, state, self.evictions, self._pieces(action))
 
     def _begin_piece(self, piece: Action) -> None:
         """Do what the plan has before a piece, and go on with the computation."""
         assert self._advance is not None
+        state = self.microbatches[piece.stage, piece.microbatch]
         with torch.no_grad():
             self._end_piece()
             if piece.op is Op.B:
-                self.evictions.begin_piece(piece)  # the piece before has given its memory back
+                self.evictions.begin_piece(piece, state)  # the piece before has given its memory back
             self._advance(piece)
         self._piece = piece
         if piece.op is Op.F:
-            self.evictions.begin_piece(piece)
+            self.evictions.begin_piece(piece, state)
         if self._observer is not None:
             self._observer.before(self, piece)
 
@@ -158,9 +166,12 @@ class Run:
         if self._observer is not None and self._piece is not None:
             self._observer.after(self, self._piece)
 
-    def _backward(self, action: Action, compute: Callable[[Action], None]) -> None:
+    def _backward(self, action: Action, compute: Callable[[], None]) -> None:
+        if not self.sharding.is_needed:
+            compute()
+            return
         with self.sharding.around(action):
-            compute(action)
+            compute()
 
     def execute(self, action: Action) -> None:
         """Do one action of the compute lane or the served lane.
@@ -168,21 +179,27 @@ class Run:
         Raises:
             BaseException: whatever the user's code or a transfer raises, with a note that says where.
         """
+        microbatches = self._acceptor(action).microbatches if action.op in SERVED else self.microbatches
+        state = microbatches[action.stage, action.microbatch]
         try:
             if self._observer is None and not profiler._is_profiler_enabled:
-                _METHODS[action.op](self, action)
+                _METHODS[action.op](self, action, state)
             else:
-                self._execute_observed(action)
+                self._execute_observed(action, state)
         except BaseException as error:
-            note(error, f"bpipe: {self._name}, {place_of(action)}, step {self.step}")
+            note(error, f"bpipe: {self._name}, {place_of(action)}, step {self.step}; {state}")
             raise
+        if action.op not in SHARDING:
+            state.latest = action
+            if action.op in LAST and state.graph is None and state.is_over:
+                del microbatches[action.stage, action.microbatch]
 
-    def _execute_observed(self, action: Action) -> None:
+    def _execute_observed(self, action: Action, state: MicrobatchState) -> None:
         """Do an action under its name in torch.profiler, if that is on, and tell the observer before and after."""
         with self._named(action):
             if self._observer is not None:
                 self._observer.before(self, action)
-            _METHODS[action.op](self, action)
+            _METHODS[action.op](self, action, state)
             if self._observer is not None:
                 self._observer.after(self, self._piece if action.part and action.op in COMPUTE and self._piece else action)
 
@@ -192,29 +209,29 @@ class Run:
 
 
 # Beside the class, not bound methods in each run: those would be a cycle that keeps a step's tensors until it is collected.
-_METHODS: dict[Op, Callable[[Run, Action], None]] = {
-    Op.F: lambda run, action: run._compute(action, run.compute.forward),
-    Op.B: lambda run, action: run._backward(action, lambda first: run._compute(first, run.compute.backward)),
-    Op.I: lambda run, action: run._backward(action, lambda half: run.compute.input_half(half, run.evictions)),
-    Op.W: lambda run, action: run._backward(action, lambda half: run.compute.weight_half(half, run.evictions)),
-    Op.R: lambda run, action: run.compute.recompute(action, run.evictions),
-    Op.UNSHARD: lambda run, action: run.sharding.unshard(action),
-    Op.RESHARD: lambda run, action: run.sharding.reshard(action),
-    Op.REDUCE_GRAD: lambda run, action: run.sharding.reduce(action),
-    Op.SEND_F: lambda run, action: run._messages.send(action),
-    Op.SEND_B: lambda run, action: run._messages.send(action),
-    Op.RECV_F: lambda run, action: run._messages.receive(action),
-    Op.RECV_B: lambda run, action: run._messages.receive(action),
-    Op.WAIT_SEND_F: lambda run, action: run._messages.complete_send(action),
-    Op.WAIT_SEND_B: lambda run, action: run._messages.complete_send(action),
-    Op.WAIT_RECV_F: lambda run, action: run._messages.complete_receive(action),
-    Op.WAIT_RECV_B: lambda run, action: run._messages.complete_receive(action),
-    Op.EVICT: lambda run, action: run.evictions.evict(action),
-    Op.WAIT_EVICT: lambda run, action: run.evictions.complete_evict(action),
-    Op.LOAD: lambda run, action: run.evictions.load(action),
-    Op.WAIT_LOAD: lambda run, action: run.evictions.complete_load(action),
-    Op.ACCEPT: lambda run, action: run._acceptor(action).accept(action),
-    Op.WAIT_ACCEPT: lambda run, action: run._acceptor(action).complete_accept(action),
-    Op.RETURN: lambda run, action: run._acceptor(action).give_back(action),
-    Op.WAIT_RETURN: lambda run, action: run._acceptor(action).complete_return(action),
+_METHODS: dict[Op, Callable[[Run, Action, MicrobatchState], None]] = {
+    Op.F: lambda run, action, state: run._compute(action, state, run.compute.forward),
+    Op.B: lambda run, action, state: run._backward(action, lambda: run._compute(action, state, run.compute.backward)),
+    Op.I: lambda run, action, state: run._backward(action, lambda: run.compute.input_half(action, state, run.evictions)),
+    Op.W: lambda run, action, state: run._backward(action, lambda: run.compute.weight_half(action, state, run.evictions)),
+    Op.R: lambda run, action, state: run.compute.recompute(action, state, run.evictions),
+    Op.UNSHARD: lambda run, action, state: run.sharding.unshard(action),
+    Op.RESHARD: lambda run, action, state: run.sharding.reshard(action),
+    Op.REDUCE_GRAD: lambda run, action, state: run.sharding.reduce(action),
+    Op.SEND_F: lambda run, action, state: run._messages.send(action, state),
+    Op.SEND_B: lambda run, action, state: run._messages.send(action, state),
+    Op.RECV_F: lambda run, action, state: run._messages.receive(action, state),
+    Op.RECV_B: lambda run, action, state: run._messages.receive(action, state),
+    Op.WAIT_SEND_F: lambda run, action, state: run._messages.complete_send(action, state),
+    Op.WAIT_SEND_B: lambda run, action, state: run._messages.complete_send(action, state),
+    Op.WAIT_RECV_F: lambda run, action, state: run._messages.complete_receive(action, state),
+    Op.WAIT_RECV_B: lambda run, action, state: run._messages.complete_receive(action, state),
+    Op.EVICT: lambda run, action, state: run.evictions.evict(action, state),
+    Op.WAIT_EVICT: lambda run, action, state: run.evictions.complete_evict(action, state),
+    Op.LOAD: lambda run, action, state: run.evictions.load(action, state),
+    Op.WAIT_LOAD: lambda run, action, state: run.evictions.complete_load(action, state),
+    Op.ACCEPT: lambda run, action, state: run._acceptor(action).accept(action, state),
+    Op.WAIT_ACCEPT: lambda run, action, state: run._acceptor(action).complete_accept(action, state),
+    Op.RETURN: lambda run, action, state: run._acceptor(action).give_back(action, state),
+    Op.WAIT_RETURN: lambda run, action, state: run._acceptor(action).complete_return(action, state),
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from bpipe.memory.saved.footprint import Footprint
 from bpipe.memory.saved.stash import Contents
 from bpipe.memory.saved.storages import Held
@@ -11,6 +13,37 @@ __all__: list[str] = []
 
 Key = tuple[int, int]  # stage, microbatch
 Kind = tuple[int, str]  # stage, and what its microbatch looks like
+
+
+@dataclass(slots=True)
+class Account:
+    """The entry of one microbatch of a stage in the ledger.
+
+    Args:
+        kind: its stage, and what it looks like.
+        footprint: what it takes; None until its forward has run.
+        taken_bytes: what it gives back in the end.
+        in_pieces: what pieces of a forward or a backward that runs took, or gave back.
+        is_followed: whether its saved tensors were followed, not only looked at after its forward.
+        is_measured: whether it was looked at in this step.
+        is_unknown: whether it takes what no step has seen.
+        is_idle: whether no gradient came for it.
+    """
+
+    kind: Kind
+    footprint: Footprint | None = None
+    taken_bytes: int = 0
+    in_pieces: int = 0
+    is_followed: bool = False
+    is_measured: bool = False
+    is_unknown: bool = False
+    is_idle: bool = False
+
+    @property
+    def known_footprint(self) -> Footprint:
+        """What it takes, once its forward has run."""
+        assert self.footprint is not None, "a microbatch takes something from its forward on"
+        return self.footprint
 
 
 class Ledger:
@@ -29,13 +62,20 @@ class Ledger:
         self.peak_host_bytes = 0
         self.evicted_bytes = 0
         self.loaded_bytes = 0
-        self.footprints: dict[Key, Footprint] = {}
+        self.accounts: dict[Key, Account] = {}
         self.held: list[Held] = []  # saved and not movable, of the microbatch followed last, with the reason
         self.foreign: list[Held] = []  # saved and no activation: parameters, buffers, the user's batch
-        self._taken: dict[Key, int] = {}  # what each microbatch gives back in the end
-        self._in_pieces: dict[Key, int] = {}  # what pieces of a forward or a backward that runs took, or gave back
         self._shared_bytes: dict[Kind, int] = {}
-        self._away: dict[tuple[int, int, int], int] = {}  # by stage, microbatch and part
+
+    def open(self, key: Key, kind: Kind) -> Account:
+        """Return a new account for a microbatch whose forward begins."""
+        account = self.accounts[key] = Account(kind)
+        return account
+
+    @property
+    def footprints(self) -> dict[Key, Footprint]:
+        """What each microbatch takes whose forward has run."""
+        return {key: one.footprint for key, one in self.accounts.items() if one.footprint is not None}
 
     @property
     def held_bytes(self) -> int:
@@ -46,47 +86,46 @@ class Ledger:
         """Note what a look at a followed microbatch found unmovable, shared or foreign."""
         self.held, self.foreign = [*contents.unmovable, *contents.shared.values()], contents.foreign
 
-    def forward(self, key: Key, kind: Kind, footprint: Footprint) -> None:
+    def forward(self, account: Account, footprint: Footprint) -> None:
         """Enter a microbatch that ran forward, with its footprint."""
-        self.footprints[key] = footprint
-        self._shared_bytes[kind] = footprint.shared_bytes
-        self._taken[key] = footprint.own_bytes
-        self._change(footprint.own_bytes - self._in_pieces.pop(key, 0), 1)
+        account.footprint = footprint
+        self._shared_bytes[account.kind] = footprint.shared_bytes
+        self._change(footprint.own_bytes - account.in_pieces, 1)
+        account.taken_bytes, account.in_pieces = footprint.own_bytes, 0
 
-    def piece(self, key: Key, num_bytes: int) -> None:
+    def piece(self, account: Account, num_bytes: int) -> None:
         """Count the bytes that a piece of a forward took, or that a piece of a backward gave back (negative)."""
-        self._in_pieces[key] = self._in_pieces.get(key, 0) + num_bytes
+        account.in_pieces += num_bytes
         self._change(num_bytes, 0)
 
-    def seen_again(self, key: Key, contents: Contents, parts: tuple[int, ...]) -> None:
+    def seen_again(self, account: Account, contents: Contents, parts: tuple[int, ...]) -> None:
         """Update a footprint from another look: what the module held during the forward may be the microbatch's alone by now."""
-        self.footprints[key] = self.footprints[key].seen_again(contents, parts)
-        self._takes(key, self.footprints[key].own_bytes)
+        account.footprint = account.known_footprint.seen_again(contents, parts)
+        self._takes(account, account.footprint.own_bytes)
 
-    def input_half(self, key: Key, between_bytes: int | None) -> None:
-        """Note the bytes that the first half of a microbatch's backward left to the second one; None: nobody looked."""
-        self.footprints[key] = self.footprints[key]._replace(between_bytes=between_bytes)
+    def input_half(self, account: Account, between_bytes: int | None) -> None:
+        """Note the bytes that the first half of a microbatch's backward left to the second one; None if they were not counted."""
+        account.footprint = account.known_footprint._replace(between_bytes=between_bytes)
         if between_bytes is not None:
-            self._takes(key, between_bytes)
+            self._takes(account, between_bytes)
 
-    def _takes(self, key: Key, num_bytes: int) -> None:
+    def _takes(self, account: Account, num_bytes: int) -> None:
         """Set the bytes that a microbatch takes from now on."""
-        self._change(num_bytes - self._taken[key], 0)
-        self._taken[key] = num_bytes
+        self._change(num_bytes - account.taken_bytes, 0)
+        account.taken_bytes = num_bytes
 
-    def backward(self, key: Key) -> None:
+    def backward(self, account: Account) -> None:
         """Remove a microbatch whose backward, or the second half of it, ran and gave its memory back."""
-        self._change(-self._taken.pop(key) - self._in_pieces.pop(key, 0), -1)
+        self._change(-account.taken_bytes - account.in_pieces, -1)
+        account.taken_bytes = account.in_pieces = 0
 
     def evicted(self, action: Action, num_bytes: int) -> None:
         """Subtract the evicted bytes of a microbatch, or of a part of it."""
-        self._away[action[1:4]] = num_bytes
         self.evicted_bytes += num_bytes
         self._change(-num_bytes, -(not action.part))
 
-    def loading(self, action: Action) -> None:
+    def loading(self, action: Action, num_bytes: int) -> None:
         """Add the bytes that were allocated for what returns."""
-        num_bytes = self._away.pop(action[1:4])
         self.loaded_bytes += num_bytes
         self._change(num_bytes, not action.part)
 

@@ -51,6 +51,7 @@ class Sharding:
         }
         self._without_backward = [] if self._last else [unit for found in units.values() for unit in found]
         self._replicated = Replicated(stages, lane)
+        self.is_needed = bool(self._stages or self._replicated.stages)
         self.undivided = set(self._replicated.stages)  # their backwards run as a whole; FSDP's are known when it is in charge
 
     @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from enum import StrEnum
+from functools import lru_cache
 from typing import NamedTuple
 
 from bpipe.errors import PlanError
@@ -157,8 +158,18 @@ class Action(NamedTuple):
         Raises:
             KeyError: the action does not start a transfer.
         """
-        peer = -1 if self.peer is None else self.peer
-        return Channel(SENDS[self.op], rank, peer) if self.op in SENDS else Channel(RECEIVES[self.op], peer, rank)
+        return channel_of(self.op, rank, self.peer)
+
+
+@lru_cache(maxsize=4096)
+def channel_of(op: Op, rank: int, peer: int | None) -> Channel:
+    """Return the channel that a transfer with a peer, seen from `rank`, uses.
+
+    Raises:
+        KeyError: the operation does not start a transfer.
+    """
+    peer = -1 if peer is None else peer
+    return Channel(SENDS[op], rank, peer) if op in SENDS else Channel(RECEIVES[op], peer, rank)
 
 
 def _names(ops: Iterable[Op]) -> str:

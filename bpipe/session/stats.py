@@ -60,7 +60,7 @@ class Stats:
         ledger, waited, of_step = run.evictions.ledger, run.traffic.waited_s, run.step
         if (waits := self._memory.device_waits) is not None:
             of_step, waited = waits.finish(run.step)
-        static = static_bytes + ledger.held_bytes + bytes_under(run.compute.kept())
+        static = static_bytes + ledger.held_bytes + bytes_under(run.compute.returned)
         return {
             "step": run.step,
             "step_s": seconds,

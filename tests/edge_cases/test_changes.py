@@ -265,7 +265,7 @@ class Changing:
                 run(loopback, schedules, step)
                 assert_equal(state(modules), expected[step], f"{name}, step {step}")
                 check_static(modules, schedules, f"{name}, step {step}")
-                if schedules[0].plan is getattr(schedules[0], "_one_at_a_time", None):
+                if schedules[0].plan is getattr(schedules[0].session.source, "_one_at_a_time", None):
                     measured.append(step)
             if name == "bytes":
                 assert tuple(measured) == self.measured

@@ -37,17 +37,17 @@ FOOTPRINTS = FOOTPRINTS_WITH_MESSAGES.map(lambda footprint: footprint._replace(p
 def follow(ledger: Ledger, actions: tuple[Action, ...], footprints: Footprints) -> Iterator[Action]:
     """Tell a ledger what a rank does, the way the runtime does, and stop after every action."""
     for action in actions:
-        key = action[1:3]
+        key = action.stage, action.microbatch
         if action.op is Op.F:
-            ledger.forward(key, (key[0], ""), footprints[key])
+            ledger.forward(ledger.open(key, (action.stage, "")), footprints[key])
         elif action.op is Op.I:
-            ledger.input_half(key, footprints[key].between_bytes)
+            ledger.input_half(ledger.accounts[key], footprints[key].between_bytes)
         elif action.op in (Op.B, Op.W):
-            ledger.backward(key)
+            ledger.backward(ledger.accounts[key])
         elif action.op is Op.WAIT_EVICT:
             ledger.evicted(action, footprints[key].movable_bytes)
         elif action.op is Op.LOAD:
-            ledger.loading(action)
+            ledger.loading(action, footprints[key].movable_bytes)
         yield action
 
 
@@ -106,24 +106,27 @@ def test_peak_is_slots_times_bytes_where_all_microbatches_are_alike(name: str, p
 def test_what_is_shared_counts_once_for_each_kind_of_microbatch() -> None:
     ledger = Ledger()
     for microbatch, (shapes, shared_bytes) in enumerate([("even", 8), ("even", 8), ("odd", 4), ("odd", 4)]):
-        ledger.forward((0, microbatch), (0, shapes), Footprint(0, 0, shared_bytes))
+        ledger.forward(ledger.open((0, microbatch), (0, shapes)), Footprint(0, 0, shared_bytes))
     assert ledger.held_bytes == 8 + 4
 
 
 def test_a_second_look_corrects_the_first() -> None:
     ledger = Ledger()
-    ledger.forward((0, 0), (0, ""), Footprint(10, 10, 5))
-    ledger.seen_again((0, 0), contents_of(15, fixed=0), (15,))
+    ledger.forward(account := ledger.open((0, 0), (0, "")), Footprint(10, 10, 5))
+    ledger.seen_again(account, contents_of(15, fixed=0), (15,))
     ledger.evicted(Action(Op.EVICT, 0, 0, peer=1), 15)
     assert ledger.live_bytes == 0
-    ledger.loading(Action(Op.LOAD, 0, 0, peer=1))
-    ledger.backward((0, 0))
+    ledger.loading(Action(Op.LOAD, 0, 0, peer=1), 15)
+    ledger.backward(account)
     assert (ledger.live_bytes, ledger.peak_bytes, ledger.slots) == (0, 15, 0)
 
 
-def test_an_eviction_of_what_was_never_saved() -> None:
-    with pytest.raises(KeyError):
-        Ledger().loading(Action(Op.LOAD, 0, 0, peer=1))
+def test_a_microbatch_takes_nothing_that_is_known_before_its_forward() -> None:
+    ledger = Ledger()
+    account = ledger.open((0, 0), (0, ""))
+    assert ledger.footprints == {}
+    with pytest.raises(AssertionError, match="from its forward on"):
+        ledger.seen_again(account, contents_of(1, fixed=0), (1,))
 
 
 def test_footprint() -> None:

@@ -23,10 +23,17 @@ __all__: list[str] = []
 class _Posted:
     """One end of a copy, which is done once the other end has been posted too."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], note: bytes | None = None, *, may_have_note: bool = False) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        device: torch.device | None,
+        note: bytes | None = None,
+        *,
+        may_have_note: bool = False,
+    ) -> None:
         self.tensors: Sequence[torch.Tensor] = tensors
         self.note, self.may_have_note = note, may_have_note
-        self._device = next((tensor.device for tensor in tensors if is_asynchronous(tensor.device)), None)
+        self._device = device if tensors else None
         self.ready = None if self._device is None else reached(self._device)
         self.copied: Event | None = None
         self.is_done = False
@@ -93,6 +100,7 @@ class LoopbackTransport(Transport):
         self.device = device
         self.control = Control()
         self._wires, self.streams = wires, wires.streams
+        self._waits_for = device if is_asynchronous(device) else None  # whose streams a copy waits for
 
     def exchange(self, call: CallOf, data: bytes) -> list[bytes]:
         raise CommError("the ranks of a loopback agree inside Loopback.step")
@@ -117,10 +125,10 @@ class LoopbackTransport(Transport):
     ) -> Transfer:
         if header is not None:
             self._wires.headers[channel].append(header)
-        return self._wires.post(channel, _Posted(tensors, note, may_have_note=may_have_note), sends=True)
+        return self._wires.post(channel, _Posted(tensors, self._waits_for, note, may_have_note=may_have_note), sends=True)
 
     def receive(self, channel: Channel, tensors: Sequence[torch.Tensor], *, may_have_note: bool = False) -> Transfer:
-        return self._wires.post(channel, _Posted(tensors, may_have_note=may_have_note), sends=False)
+        return self._wires.post(channel, _Posted(tensors, self._waits_for, may_have_note=may_have_note), sends=False)
 
     def receive_header(self, channel: Channel) -> bytes:
         return self._wires.headers[channel].popleft()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -65,6 +65,11 @@ class Layout(NamedTuple):
 
     def __str__(self) -> str:
         return _text_of(self)
+
+    def new(self, device: torch.device) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
+        """Allocate uninitialised tensors for such a message; return them, and those that a backend fills."""
+        tensors = [None if meta is None else meta.new(device) for meta in self.tensors]
+        return tensors, [on_the_wire(tensor) for tensor in tensors if tensor is not None]
 
 
 @lru_cache(maxsize=1024)
@@ -181,6 +186,16 @@ def on_the_wire(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dtype not in COMMON or not tensor.is_contiguous():
         return bytes_of(tensor)
     return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)
+
+
+def all_dense(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the dense tensors to send for a stage's outputs."""
+    return [dense(tensor) for tensor in tensors]
+
+
+def metas_of(sent: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]) -> tuple[TensorMeta, ...]:
+    """Return the metas of what is sent for some outputs, which say whether the outputs need gradients."""
+    return tuple(meta_of(tensor, requires_grad=output.requires_grad) for tensor, output in zip(sent, outputs))
 
 
 def meta_of(tensor: torch.Tensor, *, requires_grad: bool) -> TensorMeta:

@@ -54,7 +54,7 @@ class Bundle:
         shared = [torch.cat([as_bytes(storage) for storage in self._small])] if self._small else []
         for storage in self._small:  # only after the copy: this frees their bytes
             storage.resize_(0)
-        return [*(as_bytes(storage) for storage, _ in self._large), *shared]
+        return [as_bytes(storage) for storage, _ in self._large] + shared
 
     def empty(self) -> None:
         """Free the large storages too; the bytes must have arrived.
@@ -77,7 +77,7 @@ class Bundle:
             storage.resize_(size)
         device = self._small[0].device if self._small else None
         shared = [torch.empty(sum(self._small_sizes), dtype=torch.uint8, device=device)] if self._small else []
-        return [*(as_bytes(storage) for storage, _ in self._large), *shared]
+        return [as_bytes(storage) for storage, _ in self._large] + shared
 
     def scatter(self, messages: Sequence[torch.Tensor]) -> None:
         """Allocate the small storages again and copy their bytes from the shared message."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import weakref
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from bpipe.errors import SavedTensorError, StageError, text_of
 from bpipe.memory.saved.attributes import Kept, tensors_kept_in
 from bpipe.memory.saved.originals import APPLY, Original
-from bpipe.memory.saved.storages import Held, Storage, keys_of, owners, settle, shares_parts, storages_of
+from bpipe.memory.saved.storages import Group, Held, Storage, grouped, keys_of, num_tensors, shares_parts, storages_of
 
 __all__: list[str] = []
 
@@ -43,7 +42,7 @@ class Saved:
         self.original: Original | None = None
         self.tensor = tensor if tensor.is_leaf and isinstance(tensor, torch.nn.Parameter) else tensor.detach()
         self.version = tensor._version
-        self.is_no_alias = shares_parts(self.tensor, tensor)
+        self.is_no_alias = type(tensor) is not torch.Tensor and shares_parts(self.tensor, tensor)
 
     @property
     def guard(self) -> Saved:
@@ -88,35 +87,6 @@ class _Taken(Saved):
     @property
     def guard(self) -> Saved:
         return self._guard
-
-
-class _Group:
-    """The saved tensors of one storage."""
-
-    def __init__(self, storage: Storage) -> None:
-        self.storage = storage
-        self.saved: list[Saved] = []
-
-    @property
-    def python_references(self) -> int:
-        """References to the Python object of the storage, of which torch makes only one: ours, and any of the user's."""
-        return sys.getrefcount(self.storage)
-
-    def others(self) -> int:
-        """Count the owners besides the saved tensors."""
-        return owners(self.storage) - len(self.saved) + self.python_references - _ONLY_OURS
-
-    def held(self, reason: str) -> Held:
-        tensor = self.saved[0].tensor
-        return Held(tuple(tensor.shape), tensor.dtype, self.storage.nbytes(), reason)
-
-
-def _calibrate() -> int:
-    tensor = torch.empty(1)
-    return _Group(tensor.untyped_storage()).python_references
-
-
-_ONLY_OURS = _calibrate()  # with a tensor that owns the storage too: torch may keep a reference of its own then
 
 
 class Movable(NamedTuple):
@@ -289,25 +259,25 @@ class Stash:
                 it stays this microbatch's.
             leaving: tensors that the pipeline holds for a send that completes before the storage is emptied.
         """
-        kept, sent = _count(ours), _count(leaving)
-        contents, by_functions = Contents(), self._kept_by_functions()
+        contents, by_functions, groups = Contents(), self._kept_by_functions(), self._groups()
+        kept, sent = num_tensors(ours), num_tensors(leaving)
         for storage, held in by_functions.values():
             contents.fix(storage)
             contents.unmovable.append(held)
-        for key, group in self._groups().items():
-            others = group.others() - kept[key] - sent[key]
+        for key, group in groups.items():
+            others = group.num_others - kept[key] - sent[key]
             if reason := self._foreign.get(key) or ("a parameter" if _has_parameter(group) else None):
-                contents.foreign.append(group.held(reason))
+                contents.foreign.append(_held(group, reason))
             elif others and self._is_borrowed(key):
                 contents.borrowed_bytes += group.storage.nbytes()
             elif key in by_functions:
                 continue
             elif any(saved.is_no_alias for saved in group.saved):
-                contents.shared[key] = group.held("inside a tensor subclass whose detach() makes no alias")
+                contents.shared[key] = _held(group, "inside a tensor subclass whose detach() makes no alias")
             elif group.saved[0].order in self._lent:
                 contents.fix(group.storage)
             elif others:
-                contents.shared[key] = group.held(f"owned {others} more time{'s' * (others > 1)} outside the graph")
+                contents.shared[key] = _held(group, f"owned {others} more time{'s' * (others > 1)} outside the graph")
             elif kept[key] or not group.storage.resizable() or self._is_elsewhere(group.storage.device):
                 contents.fix(group.storage)
             else:
@@ -318,15 +288,9 @@ class Stash:
                     contents.movable.append(entry)
         return contents
 
-    def _groups(self) -> dict[int, _Group]:
+    def _groups(self) -> dict[int, Group[Saved]]:
         """Group what is saved and not yet freed by storage, in the order of saving."""
-        groups: dict[int, _Group] = {}
-        for saved in self._alive():
-            settle(saved.tensor)  # before anything counts owners: a collective that still writes it is one, too
-            for storage in storages_of(saved.tensor):
-                if storage.nbytes():
-                    groups.setdefault(storage._cdata, _Group(storage)).saved.append(saved)
-        return groups
+        return grouped(self._alive())
 
     def _alive(self) -> list[Saved]:
         """Return what is saved or cached and not yet freed, in the order of saving."""
@@ -411,12 +375,13 @@ def following(name: str) -> Iterator[None]:
         ) from error
 
 
-def _has_parameter(group: _Group) -> bool:
+def _held(group: Group[Saved], reason: str) -> Held:
+    tensor = group.saved[0].tensor
+    return Held(tuple(tensor.shape), tensor.dtype, group.storage.nbytes(), reason)
+
+
+def _has_parameter(group: Group[Saved]) -> bool:
     return any(isinstance(saved.tensor, torch.nn.Parameter) for saved in group.saved)
-
-
-def _count(tensors: Iterable[torch.Tensor]) -> Counter[int]:
-    return Counter(storage._cdata for tensor in tensors for storage in storages_of(tensor))
 
 
 def cuts_for(movable: Sequence[Movable], num_parts: int) -> tuple[int, ...]:

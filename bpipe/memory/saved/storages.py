@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__: list[str] = []
 
@@ -91,6 +94,77 @@ def shared_among(tensors: Iterable[torch.Tensor | None], others: Container[int] 
                 continue
         places.append(place)
     return places
+
+
+def num_tensors(tensors: Iterable[torch.Tensor]) -> Counter[int]:
+    """Count the tensors over each storage."""
+    return Counter(storage._cdata for tensor in tensors for storage in storages_of(tensor))
+
+
+class HasTensor(Protocol):
+    """Something that stands for a saved tensor."""
+
+    @property
+    def tensor(self) -> torch.Tensor: ...
+
+
+T = TypeVar("T", bound=HasTensor)
+
+
+class Group(Generic[T]):
+    """The saved tensors of one storage, and how many owners it has besides them."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self.saved: list[T] = []
+        self.num_others = 0
+
+    @property
+    def python_references(self) -> int:
+        """References to the Python object of the storage, of which torch makes only one: ours, and any of the user's."""
+        return sys.getrefcount(self.storage)
+
+    def count_others(self) -> None:
+        """Count the owners besides the saved tensors."""
+        self.num_others = owners(self.storage) - len(self.saved) + self.python_references - _ONLY_OURS
+
+
+def grouped(saved: Iterable[T]) -> dict[int, Group[T]]:
+    """Group saved tensors by storage, and count the owners of each that are none of them."""
+    groups: dict[int, Group[T]] = {}
+    for one in saved:
+        settle(one.tensor)  # before anything counts owners: a collective that still writes it is one, too
+        for storage in storages_of(one.tensor):
+            if storage.nbytes():
+                groups.setdefault(storage._cdata, Group(storage)).saved.append(one)
+            del storage  # the group alone has a reference when it counts
+    for group in groups.values():
+        group.count_others()
+    return groups
+
+
+def _calibrate_references() -> int:
+    tensor = torch.empty(1)
+    return Group[Any](tensor.untyped_storage()).python_references
+
+
+_ONLY_OURS = _calibrate_references()  # with a tensor that owns the storage too: torch may keep a reference of its own then
+
+
+class MessageBytes(NamedTuple):
+    """The bytes of what a stage gets or returns, and those of each storage, with a weak reference that identifies it."""
+
+    num_bytes: int
+    storages: dict[int, tuple[StorageWeakRef, int]]
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> MessageBytes:
+        found = {s._cdata: (StorageWeakRef(s), s.nbytes()) for tensor in tensors for s in storages_of(tensor)}
+        return cls(max(sum(tensor.nbytes for tensor in tensors), sum(size for _, size in found.values())), found)
+
+    def among(self, keys: Container[int]) -> int:
+        """Return how many of its bytes lie in some storages."""
+        return sum(size for key, (storage, size) in self.storages.items() if key in keys and not storage.expired())
 
 
 class Held(NamedTuple):

@@ -1,0 +1,138 @@
+"""Where each microbatch is now: one record for each microbatch of a stage, and one mapping that owns the records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from bpipe.backward.autograd import Graph
+from bpipe.backward.split import WeightHalf
+from bpipe.comm.transport.base import Transfer
+from bpipe.comm.wire.message import Layout
+from bpipe.memory.ledger import Account
+from bpipe.memory.saved.bundle import Bundle
+from bpipe.memory.saved.shown import Shown
+from bpipe.memory.saved.stash import Stash
+from bpipe.memory.saved.storages import MessageBytes
+from bpipe.plan.whereabouts import whereabouts
+from bpipe.recomputation.rerun import Rerun
+from bpipe.schedules import Action, Op
+
+__all__: list[str] = []
+
+LAST = frozenset({Op.F, Op.B, Op.W, Op.WAIT_SEND_F, Op.WAIT_SEND_B, Op.WAIT_RETURN})  # what may be done last for a microbatch
+
+Versions = list[tuple[torch.Tensor, int]]  # tensors that must not change, with the version that each had
+
+
+class Message(NamedTuple):
+    """What crosses the boundary between two stages: tensors, and how they are arranged."""
+
+    layout: Layout
+    tensors: list[torch.Tensor | None]
+
+
+class InFlight(NamedTuple):
+    """A transfer that was posted, and the tensors that it sends from where they lie."""
+
+    transfer: Transfer
+    tensors: Sequence[torch.Tensor] = ()
+
+
+@dataclass(slots=True, eq=False)
+class MicrobatchState:
+    """Everything that a rank has of one microbatch of one of its stages now.
+
+    Whoever takes a message, a graph or a stash out of here owns it from then on: saved memory can move only while nothing else
+    owns it, so each field is emptied by the action that uses it.
+
+    Args:
+        stage: of the model.
+        microbatch: its number.
+        latest: the action that was done last.
+        input: what the stage before has sent, until the forward.
+        output: what the forward has left for the stage behind, until it is sent.
+        output_gradients: what the stage behind has sent back, until the backward.
+        input_gradients: what the backward has left for the stage before, until it is sent.
+        unsent_versions: those of what waits to be sent, where other computations may run before that.
+        sent_versions: those of what is being sent, by the operation that sends it.
+        landing: what is being received, by the operation that receives it.
+        unused_gradients: for each gradient that is agreed to come back, whether the stage has no use for it.
+        transfers: those in flight, by operation and part.
+        graph: what the backward runs through.
+        rerun: the second forward that waits, with the input that it gets.
+        half: the part of the backward that computes gradients of weights, if it waits.
+        account: its entry in the ledger.
+        num_nodes: how many nodes autograd had made when its forward began.
+        followed: how many nodes its graph has and what they show, if it was followed.
+        stash: its saved tensors, if it was followed.
+        evicted: what is on another rank or the host, or on its way, by part.
+        refilled: the messages that are coming back, by part.
+        received_bytes: those of its input, if it is followed.
+        returned_bytes: those of what it returned that is not sent.
+        kept: what this rank keeps of it for the rank that has evicted it, by part.
+        name: for messages.
+    """
+
+    stage: int
+    microbatch: int
+    latest: Action | None = None
+    input: Message | None = None
+    output: Message | None = None
+    output_gradients: Message | None = None
+    input_gradients: Message | None = None
+    unsent_versions: Versions | None = None
+    sent_versions: dict[Op, Versions] = field(default_factory=dict)
+    landing: dict[Op, Message] = field(default_factory=dict)
+    unused_gradients: list[bool] | None = None
+    transfers: dict[tuple[Op, int], InFlight] = field(default_factory=dict)
+    graph: Graph | None = None
+    rerun: tuple[Rerun, Message | None] | None = None
+    half: WeightHalf | None = None
+    account: Account | None = None
+    num_nodes: int = 0
+    followed: tuple[int, Shown | None] | None = None
+    stash: Stash | None = None
+    evicted: dict[int, Bundle] = field(default_factory=dict)
+    refilled: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    received_bytes: MessageBytes | None = None
+    returned_bytes: MessageBytes | None = None
+    kept: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = f"microbatch {self.microbatch} of stage {self.stage}"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it is left on this rank."""
+        messages = self.input or self.output or self.output_gradients or self.input_gradients or self.landing or self.transfers
+        return not (messages or self.graph or self.rerun or self.half or self.stash or self.evicted or self.kept)
+
+    def __str__(self) -> str:
+        return f"{self.name}: {'nothing has run' if self.latest is None else whereabouts(self.latest)}"
+
+
+class Microbatches(dict[tuple[int, int], MicrobatchState]):
+    """The states of the microbatches that have something on a rank, by stage and microbatch, in the order in which they came.
+
+    A state begins when it is first asked for.
+    """
+
+    def __missing__(self, key: tuple[int, int]) -> MicrobatchState:
+        state = self[key] = MicrobatchState(*key)
+        return state
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors between stages that the pipeline itself holds now."""
+        found: list[torch.Tensor] = []
+        for state in self.values():
+            for message in (state.output, state.input, state.output_gradients, state.input_gradients):
+                if message is not None:
+                    found += [tensor for tensor in message.tensors if tensor is not None]
+            for _, sent in state.transfers.values():
+                found += sent
+        return found
