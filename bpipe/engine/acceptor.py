@@ -13,8 +13,7 @@ from bpipe.comm.wire import header
 from bpipe.device import Stream, on_stream
 from bpipe.engine.traffic import Traffic
 from bpipe.memory.remote_buffers import Rooms
-from bpipe.plan.rooms import Guest
-from bpipe.schedules import Action
+from bpipe.plan.action import Action, PartKey
 
 __all__: list[str] = []
 
@@ -29,7 +28,7 @@ class Acceptor:
 
     def __init__(self, traffic: Traffic, rooms: Rooms) -> None:
         self._traffic, self._rooms = traffic, rooms
-        self._guests: dict[Guest, list[torch.Tensor]] = {}
+        self._guests: dict[PartKey, list[torch.Tensor]] = {}
 
     def accept(self, action: Action) -> None:
         channel, guest = self._traffic.channel(action), action[1:4]

@@ -26,8 +26,7 @@ from bpipe.memory.saved.shown import Shown, num_nodes_made, shown_by
 from bpipe.memory.saved.stash import Contents, Pieces, Stash
 from bpipe.memory.saved.storages import storages_of
 from bpipe.model.microbatch import tensors_in
-from bpipe.plan.action import HOST
-from bpipe.plan.rooms import Guest
+from bpipe.plan.action import HOST, PartKey
 from bpipe.plan.sizes import StageSizes
 from bpipe.schedules import Action, Op
 
@@ -70,10 +69,10 @@ class Evictions:
         self._unknown: set[Key] = set()  # which take what nobody has seen
         self._idle: set[Key] = set()  # without a gradient
         self._stashes: dict[Key, Stash] = {}
-        self._bundles: dict[Guest, Bundle] = {}
+        self._bundles: dict[PartKey, Bundle] = {}
         self._received: dict[Key, _Message] = {}
         self._returned: dict[Key, _Message] = {}
-        self._landing: dict[Guest, list[torch.Tensor]] = {}
+        self._landing: dict[PartKey, list[torch.Tensor]] = {}
 
     def follow(self, action: Action, shapes: str, received: object, pieces: Pieces | None) -> Stash | None:
         """Return a stash for a microbatch that will be evicted, or whose kind is new or has varied; None for any other.

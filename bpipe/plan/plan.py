@@ -163,7 +163,7 @@ class Plan:
 
     def recomputed(self, rank: int) -> set[tuple[int, int]]:
         """Return the (stage, microbatch) pairs whose forward runs twice on a rank: the first forward keeps only its input."""
-        return {action[1:3] for action in self.actions[rank] if action.op is Op.R}
+        return {action.key for action in self.actions[rank] if action.op is Op.R}
 
     def interrupted(self, rank: int) -> set[tuple[int, int]]:
         """Return the (stage, microbatch) pairs for which a rank does something between two pieces of the forward or backward."""
@@ -173,7 +173,7 @@ class Plan:
             if action.op in COMPUTE:
                 running = action if action.part and not self.ends(action) else None
             elif running is not None:
-                found.add(running[1:3])
+                found.add(running.key)
         return found
 
     def fingerprint(self) -> str:

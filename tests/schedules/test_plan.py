@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import bpipe.schedules
 from bpipe.errors import ConfigurationError, PlanError
 from bpipe.passes.balance.balance import balance
-from bpipe.plan.action import HOST, SHARDING
+from bpipe.plan.action import HOST, SHARDING, part_keys
 from bpipe.plan.grid import rows
 from bpipe.plan.meter import occupancy
 from bpipe.schedules import Action, Destinations, Op, Plan, Sizes, build, finish, gpipe, one_f_one_b, rules, verify
@@ -32,7 +32,7 @@ ACTIONS = st.one_of(
     st.builds(Action, st.sampled_from(sorted(SHARDING)), NUMBERS, st.just(0), st.just(0), st.none()),
 )
 # Characters from which almost-actions and almost-plans are made, a digit that is not ASCII among them.
-ALPHABET = "0123456789FBIWSENDRCVLOATUP_@:,-= \n\r\t\"\u0662\u2028\x00"
+ALPHABET = '0123456789FBIWSENDRCVLOATUP_@:,-= \n\r\t"\u0662\u2028\x00'
 
 
 # Actions.
@@ -64,6 +64,13 @@ def test_action_parse_reads_actions_alone(text: str) -> None:
 @pytest.mark.parametrize("text", ["2F0", "2B0", "2I0", "2W0", "2SEND_F0", "2RECV_F0", "2SEND_B0", "2RECV_B0", "2EVICT0", "2LOAD0"])
 def test_actions_are_written_as_the_field_writes_them(text: str) -> None:
     assert str(Action.parse(text)) == text
+
+
+def test_an_action_s_keys() -> None:
+    action = Action.parse("3WAIT_LOAD7.2@1")
+    assert (action.key, action.part_key, action.op_key) == ((3, 7), (3, 7, 2), (Op.WAIT_LOAD, 3, 7))
+    assert (action.identity, action.start_identity) == ((Op.WAIT_LOAD, 3, 7, 2), (Op.LOAD, 3, 7, 2))
+    assert list(part_keys([action])) == [action.part_key]
 
 
 # Plans.
