@@ -78,7 +78,7 @@ def parameters(function) -> list[str]:
 def test_names_and_signatures():
     assert sorted(bpipe.__all__) == sorted([*SIGNATURES, "__version__"])
     assert {name: f"({', '.join(parameters(getattr(bpipe, name)))})" for name in SIGNATURES} == SIGNATURES
-    assert schedules.__all__ == [*PURE_CLASSES, "build", "finish", "names", "rules", "simulate", "verify"]
+    assert schedules.__all__ == [*PURE_CLASSES, "build", "finish", "from_csv", "names", "rules", "simulate", "verify"]
     assert dir(bpipe) == sorted(bpipe.__all__)
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from bpipe.errors import PlanError
 from bpipe.plan.action import HOST, RECEIVER_OF, WAIT_OF, Action, Op, OpKey
-from bpipe.plan.plan import Plan
+from bpipe.plan.plan_data import PlanData
 
 __all__ = ["Moments", "Stuck", "clock", "linearise", "run_greedily"]
 
@@ -135,7 +135,7 @@ class Stuck(NamedTuple):
     missing: Action
 
 
-def linearise(plan: Plan) -> list[tuple[int, Action]]:
+def linearise(plan: PlanData) -> list[tuple[int, Action]]:
     """Return one global order of all actions of a verified plan, with their ranks."""
     order: list[tuple[int, Action]] = []
     stuck = run_greedily(plan, order)
@@ -143,7 +143,7 @@ def linearise(plan: Plan) -> list[tuple[int, Action]]:
     return order
 
 
-def run_greedily(plan: Plan, order: list[tuple[int, Action]] | None = None) -> list[Stuck]:
+def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) -> list[Stuck]:
     """Run the plan with unbuffered transfers, every lane as far as it can go.
 
     No rank ever has a choice, so this one greedy run decides for all interleavings: if it ends, every execution ends. Acceptors

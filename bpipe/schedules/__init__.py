@@ -13,6 +13,7 @@ from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import Sizes, StageSizes
 from bpipe.schedules.by_name import build, finish, names, rules
 from bpipe.schedules.rule import Rule
+from bpipe.schedules.torch_csv import from_csv
 from bpipe.simulator.costs import Costs, Link
 from bpipe.simulator.simulation import simulate
 from bpipe.simulator.timeline import Holding, Lane, Span, Timeline
@@ -36,6 +37,7 @@ __all__ = [
     "Timeline",
     "build",
     "finish",
+    "from_csv",
     "names",
     "rules",
     "simulate",

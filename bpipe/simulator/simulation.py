@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 from bpipe.errors import PlanError
 from bpipe.plan.action import COMPUTE, HOST, POSTS, RECEIVES, SENDS, SHARDING, START_OF, Action, Identity, Purpose
-from bpipe.plan.activations import activations_meter
 from bpipe.plan.collector import collector_paused
 from bpipe.plan.meter import Meter, meter_of, occupancy
 from bpipe.plan.plan import Plan
@@ -75,7 +74,7 @@ def _meter(plan: Plan, costs: Costs, with_messages: bool) -> Meter:
     """Return the meter of the plan's own sizes, or of the costs where it counts slots."""
     if plan.sizes is None:
         return meter_of(lambda action: costs.saved(action.stage), lambda action: costs.movable(action.stage))
-    return plan.meter() if with_messages else activations_meter(plan)
+    return plan.meter() if with_messages else plan.activations_meter()
 
 
 def idle_bytes(plan: Plan, costs: Costs, rank: int) -> int:

@@ -22,7 +22,7 @@ from bpipe.passes.balance.balance import balance
 from bpipe.plan.action import HOST, SHARDING, part_keys
 from bpipe.plan.grid import rows
 from bpipe.plan.meter import occupancy
-from bpipe.schedules import Action, Destinations, Op, Plan, Sizes, build, finish, gpipe, one_f_one_b, rules, verify
+from bpipe.schedules import Action, Destinations, Op, Plan, Sizes, build, finish, from_csv, gpipe, one_f_one_b, rules, verify
 from tests.schedules.mutations import ORDERING, STRUCTURAL
 from tests.schedules.strategies import plans
 
@@ -159,7 +159,7 @@ def test_a_name_that_could_not_be_read_back_is_refused(name: str) -> None:
     with pytest.raises(PlanError, match="is no word"):
         verify(replace(plan, name=name))
     with pytest.raises(PlanError, match="is no word"):
-        Plan.from_csv(plan.to_csv(), name)
+        from_csv(plan.to_csv(), name)
 
 
 def test_no_plan_survives_truncation() -> None:
@@ -215,7 +215,7 @@ def test_csv_round_trip(plan: Plan) -> None:
         with pytest.raises(PlanError, match=r"evicts.*to_text"):
             plan.to_csv()
     else:
-        assert Plan.from_csv(plan.to_csv(), name=plan.name) == replace(plan, slots=(None,) * plan.num_ranks)
+        assert from_csv(plan.to_csv(), name=plan.name) == replace(plan, slots=(None,) * plan.num_ranks)
 
 
 @pytest.mark.parametrize("plan", [to_host(), in_pieces()], ids=["evicts", "computes in pieces"])
@@ -232,7 +232,7 @@ def test_what_torch_writes_is_read(name: str, with_comms: bool) -> None:
 
     lanes = get_schedule_ops(name, 4, 8, with_comms=with_comms and name != "GPipe")
     text = "\n".join(",".join("" if action is None else str(action) for action in lane) for lane in lanes)
-    plan = Plan.from_csv(text, name)
+    plan = from_csv(text, name)
     verify(plan)
     written = [[str(action) for action in lane if action is not None and action.is_compute_op] for lane in lanes]
     assert [[str(action) for action in plan.compute(rank)] for rank in range(4)] == written
@@ -247,7 +247,7 @@ def test_what_torch_writes_is_read(name: str, with_comms: bool) -> None:
 @example('"' + "0" * 200_000)
 def test_damaged_csv_raises_nothing_but_plan_errors(text: str) -> None:
     with suppress(PlanError):
-        verify(Plan.from_csv(text))
+        verify(from_csv(text))
 
 
 # Grids.
