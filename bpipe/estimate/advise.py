@@ -8,6 +8,7 @@ from dataclasses import replace
 from bpipe.errors import ConfigurationError
 from bpipe.estimate import arguments, huang
 from bpipe.estimate.advice import Advice, Candidate, gb_per_s, gib
+from bpipe.estimate.candidates import SCHEDULES
 from bpipe.estimate.devices import Device, is_named
 from bpipe.estimate.evaluate import Evaluator, Progress, finite
 from bpipe.estimate.execution import RECOMPUTATIONS, Execution
@@ -152,8 +153,14 @@ def _advice(title: str, evaluator: Evaluator, candidates: tuple[Candidate, ...])
         memory_bytes=evaluator.memory_bytes,
         reserved_bytes=evaluator.reserved_bytes,
         link_bytes_per_s=finite(workload.links.link.bytes_per_s),
-        assumptions=(*workload.assumptions, *ASSUMPTIONS),
+        assumptions=(*workload.assumptions, *ASSUMPTIONS, *_added(candidates)),
     )
+
+
+def _added(candidates: Sequence[Candidate]) -> list[str]:
+    """Return a line that names the ranked schedules that are not bpipe's own."""
+    added = dict.fromkeys(one.schedule for one in candidates if one.schedule not in SCHEDULES)
+    return [f"Ranked too, because they are registered: {', '.join(added)}."] if added else []
 
 
 def _with_sequence(model: Transformer, sequence: int | None) -> Transformer:

@@ -14,7 +14,7 @@ from bpipe.errors import ConfigurationError, PlanError
 from bpipe.estimate.calibrate import calibrated
 from bpipe.parallel.placement import pair_adjacent
 from bpipe.schedules import Costs, Link, Plan, Rule, Timeline, build, names, simulate, verify
-from bpipe.schedules.by_name import rule_named
+from bpipe.schedules.registry import rule_named
 from bpipe.schedules.rule import Placement
 from bpipe.schedules.torch_csv import from_csv
 from bpipe.tools.balancing import LOWEST, Budget, balanced
