@@ -15,7 +15,7 @@ from bpipe.api.catalogue import BalancedOneFOneB
 from bpipe.api.schedule import Schedule
 from bpipe.errors import ConfigurationError
 from bpipe.model.stage import PipelineStage
-from bpipe.partition.split import split_model
+from bpipe.partition.model_split import split_model
 from bpipe.schedules import Rule
 from bpipe.schedules.registry import rule_named
 
