@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     )
     from bpipe.api.loopback import Loopback
     from bpipe.api.schedule import Schedule
-    from bpipe.estimate.advise import advise
+    from bpipe.estimate.advisor import advise
     from bpipe.estimate.profile import profile
     from bpipe.model.stage import PipelineStage
     from bpipe.parallel.placement import pair_adjacent, place
-    from bpipe.partition.check import check_split
     from bpipe.partition.choose import choose_stages
     from bpipe.partition.measure import measure_layers
-    from bpipe.partition.split import split_model
+    from bpipe.partition.model_split import split_model
+    from bpipe.partition.split_check import check_split
     from bpipe.partition.transformers import split_transformer, transformer_layers
     from bpipe.tools.chrome import save_trace
     from bpipe.tools.chrome_read import load_trace
@@ -107,8 +107,8 @@ _HOMES = {
     "ZBH1": "bpipe.api.catalogue",
     "ZBH2": "bpipe.api.catalogue",
     "ZBV": "bpipe.api.catalogue",
-    "advise": "bpipe.estimate.advise",
-    "check_split": "bpipe.partition.check",
+    "advise": "bpipe.estimate.advisor",
+    "check_split": "bpipe.partition.split_check",
     "choose_stages": "bpipe.partition.choose",
     "clip_grad_norm_": "bpipe.training.clip",
     "draw": "bpipe.tools.draw",
@@ -119,7 +119,7 @@ _HOMES = {
     "profile": "bpipe.estimate.profile",
     "save_trace": "bpipe.tools.chrome",
     "share_loss": "bpipe.training.loss",
-    "split_model": "bpipe.partition.split",
+    "split_model": "bpipe.partition.model_split",
     "split_transformer": "bpipe.partition.transformers",
     "trace": "bpipe.tools.tracing",
     "training_state": "bpipe.training.checkpoint",

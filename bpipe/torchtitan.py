@@ -15,8 +15,9 @@ from bpipe.api.catalogue import BalancedOneFOneB
 from bpipe.api.schedule import Schedule
 from bpipe.errors import ConfigurationError
 from bpipe.model.stage import PipelineStage
-from bpipe.partition.split import split_model
-from bpipe.schedules import Rule, rules
+from bpipe.partition.model_split import split_model
+from bpipe.schedules import Rule
+from bpipe.schedules.registry import rule_named
 
 __all__ = ["pipelining_fn"]
 
@@ -57,7 +58,7 @@ class _Pipelining:
 
     def __init__(self, schedule: type[Schedule], balanced: Mapping[str, Any] | None, options: dict[str, Any]) -> None:
         self._schedule, self._balanced, self._options = schedule, balanced, options
-        self._rule = next(rule for rule in rules() if rule.name == schedule.rule)
+        self._rule = rule_named(schedule.rule)
 
     def __call__(
         self,

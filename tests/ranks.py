@@ -29,9 +29,9 @@ LOADED = [
         "bpipe.api.balanced",
         "bpipe.training.checkpoint",
         "bpipe.training.scaler",
-        "bpipe.partition.check",
+        "bpipe.partition.split_check",
     ),
-    *("bpipe.partition.split", "bpipe.tools.tracing", "tests.models", "tests.over", "tests.ranks"),
+    *("bpipe.partition.model_split", "bpipe.tools.tracing", "tests.models", "tests.over", "tests.ranks"),
 ]
 
 

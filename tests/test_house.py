@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +25,32 @@ def test_figures(walked: Walk) -> None:
     assert SOURCE.loose_files() <= 9 and SOURCE.most_files()[0] <= 15
     assert not_imperative == 0 and documented > 1000
     assert walked.proofs == 2
+
+
+def test_modules_have_names_of_their_own() -> None:
+    """A module's name says which one it is, without its folder."""
+    names = Counter(path.stem for path in SOURCE.paths if not path.stem.startswith("__"))
+    assert len(names) > 200 and not [name for name, count in names.items() if count > 1]
+
+
+def test_no_name_of_a_package_hides_one_of_its_modules() -> None:
+    """So that `import bpipe.room.name as module` gives a module, and never a function of that name."""
+    modules = {Path(*name.split(".")) for name in SOURCE.names.values()}
+    packages = [path for path in SOURCE.paths if path.stem == "__init__"]
+    folders = {path: path.parent.relative_to(HERE) for path in packages}
+    hidden = [
+        str(folders[path] / name) for path in packages for name in bound(SOURCE.trees[path]) if folders[path] / name in modules
+    ]
+    assert len(packages) > 20 and not hidden
+
+
+def bound(package: ast.Module) -> set[str]:
+    """The names that a package has, those that it loads on first use included."""
+    nodes = list(ast.walk(package))
+    imported = {alias.asname or alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+    defined = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return imported | defined | {text for text in texts if text.isidentifier()}
 
 
 def test_the_core_imports_nothing_beside_it() -> None:

@@ -66,8 +66,12 @@ SIGNATURES = {
 
 OF_TORCH_ALONE = {"backward_requires_autograd", "defer_pp_recv"}
 PURE_CLASSES = [
-    *("Action", "Channel", "Costs", "Destinations", "Holding", "Lane", "Link", "Op", "Plan", "Purpose", "Rule", "Sizes", "Span"),
-    *("StageSizes", "Timeline"),
+    *("Action", "Channel", "Costs", "Destinations", "Holding", "Lane", "Link", "Op", "Placement", "Plan", "Purpose", "Rule"),
+    *("Sizes", "Span", "StageSizes", "Timeline"),
+]
+
+PURE_FUNCTIONS = [
+    *("build", "check_rule", "finish", "from_csv", "names", "register", "rules", "simulate", "unregister", "verify"),
 ]
 
 
@@ -78,7 +82,7 @@ def parameters(function) -> list[str]:
 def test_names_and_signatures():
     assert sorted(bpipe.__all__) == sorted([*SIGNATURES, "__version__"])
     assert {name: f"({', '.join(parameters(getattr(bpipe, name)))})" for name in SIGNATURES} == SIGNATURES
-    assert schedules.__all__ == [*PURE_CLASSES, "build", "finish", "names", "rules", "simulate", "verify"]
+    assert schedules.__all__ == [*PURE_CLASSES, *PURE_FUNCTIONS]
     assert dir(bpipe) == sorted(bpipe.__all__)
 
 

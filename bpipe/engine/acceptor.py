@@ -13,8 +13,7 @@ from bpipe.device import Stream, on_stream
 from bpipe.engine.microbatch_state import InFlight, MicrobatchState
 from bpipe.engine.traffic import Traffic
 from bpipe.memory.remote_buffers import Rooms
-from bpipe.plan.action import channel_of
-from bpipe.schedules import Action
+from bpipe.plan.action import Action, channel_of
 
 __all__: list[str] = []
 

@@ -26,8 +26,7 @@ from bpipe.memory.saved.shown import num_nodes_made, shown_by
 from bpipe.memory.saved.stash import Contents, Pieces, Stash
 from bpipe.memory.saved.storages import MessageBytes, storages_of
 from bpipe.model.microbatch import tensors_in
-from bpipe.plan.action import HOST, channel_of
-from bpipe.plan.rooms import Guest
+from bpipe.plan.action import HOST, PartKey, channel_of
 from bpipe.plan.sizes import StageSizes
 from bpipe.schedules import Action, Op
 
@@ -379,7 +378,7 @@ class Evictions:
         state.stash.take_back(action.part)
 
 
-def _guest(action: Action) -> Guest:
+def _guest(action: Action) -> PartKey:
     return action.stage, action.microbatch, action.part
 
 

@@ -16,7 +16,7 @@ from bpipe.estimate.huang import Estimate
 from bpipe.estimate.link import hiding_bytes_per_s
 from bpipe.estimate.measurement import Measurement, Profile, costs_of
 from bpipe.estimate.models import model_named
-from bpipe.estimate.static import bytes_per_parameter
+from bpipe.estimate.state_bytes import bytes_per_parameter
 from bpipe.estimate.transformer import Transformer
 
 __all__ = [

@@ -68,7 +68,7 @@ def _worked(timeline: Timeline) -> dict[tuple[Op, int, int], float]:
     seconds: dict[tuple[Op, int, int], float] = defaultdict(float)
     for rank in range(timeline.num_ranks):
         for action, begin, end in timeline.computations(rank):
-            seconds[action[:3]] += end - begin
+            seconds[action.op_key] += end - begin
     return seconds
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from bpipe.errors import PlanError
 from bpipe.plan.destinations import mirror_pairs
-from bpipe.schedules import Plan, build
+from bpipe.schedules import Op, Placement, Plan, build
+from bpipe.schedules.registry import added_rules
 
 __all__ = ["Variant", "roomier", "variants"]
 
@@ -51,7 +52,7 @@ def variants(num_stages: int, num_microbatches: int) -> Iterator[Variant]:
         [('1f1b', ''), ('1f1b', 'pair'), ('gpipe', '')]
     """
     seen = set()
-    for schedule in SCHEDULES:
+    for schedule in (*SCHEDULES, *added(num_stages, num_microbatches)):
         plain = build(schedule, num_stages, num_microbatches)
         if evicts(plain):  # it is another schedule, balanced
             continue
@@ -60,6 +61,18 @@ def variants(num_stages: int, num_microbatches: int) -> Iterator[Variant]:
             if plan is not None and (key := (plan.stage_ranks, plan.actions, plan.served)) not in seen:
                 seen.add(key)
                 yield Variant(schedule=schedule, destination=destination, plan=plan)
+
+
+def added(num_stages: int, num_microbatches: int) -> tuple[str, ...]:
+    """Return the names of registered schedules that can be ranked too, as `SCHEDULES` are: one stage per rank, whole backwards."""
+    whole = {Op.F, Op.B}
+    return tuple(
+        rule.name
+        for rule in added_rules()
+        if rule.placement is Placement.ONE
+        and rule.allows(num_stages, num_microbatches)
+        and {action.op for lane in rule.order(num_stages, num_microbatches, 1) for action in lane} <= whole
+    )
 
 
 def roomier(variant: Variant) -> tuple[Variant, ...]:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bpipe.estimate.names import check_count, check_positive, lookup
+from bpipe.estimate.checks import check_count, check_positive, lookup
 
 __all__ = ["Device", "device_named", "link_named"]
 
 GIB = 1024**3
 
-_LINKS = {  # bytes per second and direction
+LINKS = {  # bytes per second and direction
     "nvlink2": 150e9,  # V100 data sheet: 300 GB/s both ways
     "nvlink3": 300e9,  # A100 data sheet: 600 GB/s
     "nvlink4": 450e9,  # H100 and H200 data sheets: 900 GB/s
@@ -51,10 +51,10 @@ class Device:
 
 
 def _device(name: str, gib: int, tera_flops_per_s: float, link: str) -> Device:
-    return Device(name=name, memory_bytes=gib * GIB, flops_per_s=tera_flops_per_s * 1e12, link_bytes_per_s=_LINKS[link])
+    return Device(name=name, memory_bytes=gib * GIB, flops_per_s=tera_flops_per_s * 1e12, link_bytes_per_s=LINKS[link])
 
 
-_DEVICES = {
+DEVICES = {
     device.name: device
     for device in (
         _device("v100-32gb", 32, 125, "nvlink2"),  # fp16: it has no bf16
@@ -79,17 +79,12 @@ def device_named(name: str) -> Device:
         >>> device_named("A100 80GB").link_bytes_per_s
         300000000000.0
     """
-    return lookup("device", name, _DEVICES)
+    return lookup("device", name, DEVICES)
 
 
 def is_named(device: Device) -> bool:
     """Return whether a device is one of those that have a name here, with the same numbers."""
-    return device in _DEVICES.values()
-
-
-def device_names() -> tuple[str, ...]:
-    """Return the names of the devices that `device_named` knows."""
-    return tuple(_DEVICES)
+    return device in DEVICES.values()
 
 
 def link_named(name: str) -> float:
@@ -98,4 +93,4 @@ def link_named(name: str) -> float:
     Raises:
         ConfigurationError: no such link; the message names the nearest.
     """
-    return lookup("link", name, _LINKS)
+    return lookup("link", name, LINKS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bpipe.errors import ConfigurationError
-from bpipe.estimate.names import check_count, lookup
+from bpipe.estimate.checks import check_count, lookup
 
 __all__ = ["Execution"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bpipe.errors import ConfigurationError
-from bpipe.estimate.names import check_count, check_positive
+from bpipe.estimate.checks import check_count, check_positive
 
 __all__ = ["ASSUMPTIONS", "Estimate", "bubble_factor", "estimate", "mfu", "speed_up", "stage_mfu", "step_s"]
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 
 from bpipe.errors import ConfigurationError
-from bpipe.estimate.names import check_count, check_positive
+from bpipe.estimate.checks import check_count, check_positive
 from bpipe.simulator.costs import Costs, Link
 
 __all__ = ["Measurement", "Profile", "costs_of"]

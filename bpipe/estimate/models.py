@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bpipe.estimate.names import lookup
+from bpipe.estimate.checks import lookup
 from bpipe.estimate.transformer import Transformer
 
 __all__ = ["model_named"]

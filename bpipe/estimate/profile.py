@@ -19,8 +19,8 @@ from bpipe.cleanup import note
 from bpipe.comm.wire.message import dense, put_together, take_apart
 from bpipe.device import name_of, synchronize
 from bpipe.errors import ConfigurationError, StageError
+from bpipe.estimate.checks import check_count
 from bpipe.estimate.measurement import Measurement, Profile
-from bpipe.estimate.names import check_count
 from bpipe.memory.saved.footprint import Footprint, footprint_of
 from bpipe.memory.saved.stash import Stash
 from bpipe.memory.saved.storages import keys_of, storages_of

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from bpipe.errors import ConfigurationError
 from bpipe.estimate.activations import embedding_bytes, head_bytes, layer_bytes, message_bytes, working_bytes
+from bpipe.estimate.checks import check_count
 from bpipe.estimate.execution import Execution
 from bpipe.estimate.flops import head_flops, layer_flops, recomputed_flops
-from bpipe.estimate.names import check_count
 from bpipe.estimate.transformer import Transformer
 
 __all__ = ["Stage", "split_layers", "stages_of"]

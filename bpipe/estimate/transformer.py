@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bpipe.errors import ConfigurationError
-from bpipe.estimate.names import check_count
+from bpipe.estimate.checks import check_count
 
 __all__ = ["Transformer"]
 

@@ -9,7 +9,8 @@ import torch
 from bpipe.device import Event, Stream, current_stream, on_stream
 from bpipe.device.pinned import give_back, pinned
 from bpipe.memory.remote_buffers import Rooms
-from bpipe.plan.rooms import Guest, Reserved
+from bpipe.plan.action import PartKey
+from bpipe.plan.rooms import Reserved
 
 __all__: list[str] = []
 
@@ -33,7 +34,7 @@ class HostRooms:
             if stream is None
             else _PinnedRooms(reserved, device, stream, in_bytes=in_bytes)
         )
-        self._kept: dict[Guest, list[torch.Tensor]] = {}
+        self._kept: dict[PartKey, list[torch.Tensor]] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -44,12 +45,12 @@ class HostRooms:
         """Make the rooms now, if their sizes are known."""
         self._rooms.make()
 
-    def store(self, guest: Guest, messages: Sequence[torch.Tensor]) -> HostCopy:
+    def store(self, guest: PartKey, messages: Sequence[torch.Tensor]) -> HostCopy:
         """Copy messages, uint8 [size] each, to the host."""
         kept = self._kept[guest] = self._rooms.take(guest, [message.numel() for message in messages])
         return self._copy(messages, kept)
 
-    def fetch(self, guest: Guest, messages: Sequence[torch.Tensor]) -> HostCopy:
+    def fetch(self, guest: PartKey, messages: Sequence[torch.Tensor]) -> HostCopy:
         """Copy a guest's stored bytes back into messages, uint8 [size] each."""
         return self._copy(self._kept.pop(guest), messages)
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from bpipe.plan.rooms import Guest, Reserved
+from bpipe.plan.action import PartKey
+from bpipe.plan.rooms import Reserved
 
 __all__: list[str] = []
 
@@ -32,7 +33,7 @@ class Rooms:
         """The bytes of all rooms, free ones too."""
         return sum(room.numel() for room in self._rooms)
 
-    def take(self, guest: Guest, sizes: Sequence[int]) -> list[torch.Tensor]:
+    def take(self, guest: PartKey, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Give a guest its room and return its parts, uint8 [size] each."""
         room, total = self._reserved.room_of[guest], sum(sizes)
         if not self.num_bytes:

@@ -10,7 +10,7 @@ from typing import Any
 from bpipe.environment import ranks_on_this_node
 from bpipe.errors import ConfigurationError
 from bpipe.logs import LOG
-from bpipe.schedules.by_name import rule_named
+from bpipe.schedules.registry import rule_named
 
 __all__ = ["Place", "pair_adjacent", "place"]
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Literal, get_args
 
 from bpipe.errors import BudgetError, ConfigurationError
-from bpipe.estimate.names import check_count
+from bpipe.estimate.checks import check_count
 from bpipe.partition.choice import StageChoice
 from bpipe.partition.holdings import Holdings
 from bpipe.partition.layers import Chain, LayerCost

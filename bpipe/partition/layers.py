@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from bpipe.errors import ConfigurationError
-from bpipe.estimate.names import check_count
+from bpipe.estimate.checks import check_count
 
 __all__ = ["LayerCost"]
 

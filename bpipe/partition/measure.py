@@ -15,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bpipe.device import synchronize
 from bpipe.errors import ConfigurationError
-from bpipe.estimate.names import check_count, check_positive
+from bpipe.estimate.checks import check_count, check_positive
 from bpipe.model.untouched import untouched
 from bpipe.partition.layers import LayerCost
-from bpipe.partition.names import Names, is_container, is_series
+from bpipe.partition.name_lists import Names, is_container, is_series
 from bpipe.partition.observe import Loss, Seen, observed
 
 __all__ = ["measure_layers"]

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from bpipe.partition.check import Difference, difference
 from bpipe.partition.shrink import shrunk
+from bpipe.partition.split_check import Difference, difference
 
 __all__: list[str] = []
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from bpipe.comm.health.failure import told
 from bpipe.errors import ConfigurationError
-from bpipe.partition.names import OF_PARAMETERS, Names, is_container
+from bpipe.partition.name_lists import OF_PARAMETERS, Names, is_container
 from bpipe.partition.parameters import leave_out
 from bpipe.partition.placeholders import placeholder
 

@@ -18,9 +18,9 @@ from torch import nn
 
 from bpipe.errors import ConfigurationError
 from bpipe.estimate.stages import split_layers
-from bpipe.partition.names import OF_PARAMETERS
+from bpipe.partition.model_split import listed, split_model
+from bpipe.partition.name_lists import OF_PARAMETERS
 from bpipe.partition.prove import NotProvenError, difference_when_cut
-from bpipe.partition.split import listed, split_model
 from bpipe.partition.stage_class import stage_class
 
 __all__ = ["split_transformer", "transformer_layers"]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
 from functools import lru_cache
+from operator import itemgetter
 from typing import NamedTuple
 
 from bpipe.errors import PlanError
@@ -101,6 +102,12 @@ MIRROR = {
 }
 
 
+MicrobatchKey = tuple[int, int]  # stage, microbatch
+PartKey = tuple[int, int, int]  # stage, microbatch, part; part 0 is the whole microbatch
+OpKey = tuple[Op, int, int]  # operation, stage, microbatch
+Identity = tuple[Op, int, int, int]  # operation, stage, microbatch, part
+
+
 class Action(NamedTuple):
     """An operation on one microbatch of one stage.
 
@@ -148,6 +155,35 @@ class Action(NamedTuple):
         return cls(Op(op), int(stage), int(microbatch), int(part or 0), None if peer is None else _rank(peer))
 
     @property
+    def key(self) -> MicrobatchKey:
+        """The stage and the microbatch."""
+        return self[1:3]
+
+    @property
+    def part_key(self) -> PartKey:
+        """The stage, the microbatch and the part."""
+        return self[1:4]
+
+    @property
+    def op_key(self) -> OpKey:
+        """The operation, the stage and the microbatch: the same for all pieces of a computation."""
+        return self[:3]
+
+    @property
+    def identity(self) -> Identity:
+        """The fields that identify the action within a plan: all but the peer."""
+        return self[:4]
+
+    @property
+    def start_identity(self) -> Identity:
+        """The identity of the action that starts the transfer which this one completes.
+
+        Raises:
+            KeyError: the action does not complete a transfer.
+        """
+        return (START_OF[self[0]], *self[1:4])
+
+    @property
     def full_text(self) -> str:
         """The action with its peer, as `parse` reads it."""
         return str(self) if self.peer is None else f"{self}@{'host' if self.peer == HOST else self.peer}"
@@ -172,6 +208,11 @@ def channel_of(op: Op, rank: int, peer: int | None) -> Channel:
     return Channel(SENDS[op], rank, peer) if op in SENDS else Channel(RECEIVES[op], peer, rank)
 
 
+def part_keys(actions: Iterable[Action]) -> Iterator[PartKey]:
+    """Return each action's stage, microbatch and part, for loops over millions of actions: a property costs a call each."""
+    return map(_PART_KEY, actions)
+
+
 def _names(ops: Iterable[Op]) -> str:
     return "|".join(sorted((op.value for op in ops), key=len, reverse=True))
 
@@ -180,6 +221,7 @@ def _rank(peer: str) -> int:
     return HOST if peer == "host" else int(peer)
 
 
+_PART_KEY: Callable[[Action], PartKey] = itemgetter(slice(1, 4))
 _NUMBER = r"\d{1,9}"
 _PATTERN = re.compile(
     rf"({_NUMBER})(?:({_names(SHARDING)})|({_names(set(Op) - SHARDING)})({_NUMBER})(?:\.({_NUMBER}))?(?:@({_NUMBER}|host))?)",

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from bpipe.plan.action import COMPUTE, HOST, Action, Op
-from bpipe.plan.activations import activation_peaks
 from bpipe.plan.amounts import show_each
 from bpipe.plan.order import UNITS, clock
-from bpipe.plan.plan import Plan
+from bpipe.plan.plan_data import PlanData
 
 __all__: list[str] = []
 
@@ -20,7 +19,7 @@ MARKS = {Op.EVICT: ">^", Op.LOAD: "<v"}  # to and from another rank, or the host
 Row = tuple[str, list[str]]  # its label and its cells
 
 
-def rows(plan: Plan, columns: slice = slice(None)) -> list[str]:
+def rows(plan: PlanData, columns: slice = slice(None)) -> list[str]:
     """Draw one line per rank, one column per forward's time: `F0`, `B0 b0` for the two units of a backward, `..` for idle.
 
     With several stages on a rank the stage is written too (`4F0`). Under a rank that evicts, `>3` stands where the eviction
@@ -34,7 +33,7 @@ def _lines(grid: Sequence[Row]) -> list[str]:
     return [f"{name:<{label}} | " + " ".join(f"{cell:<{width}}" for cell in cells).rstrip() for name, cells in grid]
 
 
-def num_fitting(plan: Plan, first: int, width: int) -> int:
+def num_fitting(plan: PlanData, first: int, width: int) -> int:
     """Return how many columns from the first one on fit into lines of some width; at least one."""
     grid = _grid(plan, slice(first, first + width))
     fitting = 1
@@ -46,7 +45,7 @@ def num_fitting(plan: Plan, first: int, width: int) -> int:
     return fitting
 
 
-def where(plan: Plan, positions: Mapping[int, int], names: Sequence[str]) -> list[str]:
+def where(plan: PlanData, positions: Mapping[int, int], names: Sequence[str]) -> list[str]:
     """Draw the grid around where some ranks are, with `>` and `<` around the cell of each: the computation it runs or waits for.
 
     Args:
@@ -65,21 +64,21 @@ def where(plan: Plan, positions: Mapping[int, int], names: Sequence[str]) -> lis
     return _lines(grid)
 
 
-def _num_done(plan: Plan, rank: int, position: int) -> int:
+def _num_done(plan: PlanData, rank: int, position: int) -> int:
     """Return how many of a rank's computations have ended before a position of its lane; one less if all have."""
     lane = plan.actions[rank]
     done = sum(plan.ends(action) for action in lane[:position] if action.op in COMPUTE)
     return min(done, sum(plan.ends(action) for action in lane if action.op in COMPUTE) - 1)
 
 
-def _clocked(plan: Plan) -> tuple[list[list[Action]], Sequence[Sequence[int]], int]:
+def _clocked(plan: PlanData) -> tuple[list[list[Action]], Sequence[Sequence[int]], int]:
     """Return the computations of each rank, the column where each starts, and the number of columns."""
     lanes = [plan.compute(rank) for rank in range(plan.num_ranks)]
     starts = clock(lanes, plan.num_stages)
     return lanes, starts, max((times[-1] + UNITS[lane[-1].op] for lane, times in zip(lanes, starts) if lane), default=0)
 
 
-def _grid(plan: Plan, columns: slice) -> list[Row]:
+def _grid(plan: PlanData, columns: slice) -> list[Row]:
     lanes, starts, length = _clocked(plan)
     window = range(length)[columns]
     grid: list[Row] = []
@@ -96,7 +95,7 @@ def _widths(grid: Sequence[Row]) -> tuple[int, int]:
     return max((len(cell) for _, cells in grid for cell in cells), default=2), max(len(name) for name, _ in grid)
 
 
-def _cells(plan: Plan, lane: Sequence[Action], starts: Sequence[int], window: range) -> list[str]:
+def _cells(plan: PlanData, lane: Sequence[Action], starts: Sequence[int], window: range) -> list[str]:
     """Return what a rank computes in each column of a window."""
     cells = [".."] * len(window)
     several = plan.num_stages > plan.num_ranks
@@ -108,7 +107,7 @@ def _cells(plan: Plan, lane: Sequence[Action], starts: Sequence[int], window: ra
     return cells
 
 
-def _moves(plan: Plan, rank: int, starts: Sequence[int], length: int) -> dict[int, str]:
+def _moves(plan: PlanData, rank: int, starts: Sequence[int], length: int) -> dict[int, str]:
     """Return the marks of evictions and loads by column: that of the computation that follows, or that they interrupt."""
     moves: dict[int, dict[str, None]] = {}
     done = 0
@@ -121,27 +120,27 @@ def _moves(plan: Plan, rank: int, starts: Sequence[int], length: int) -> dict[in
     return {column: "".join(marks) for column, marks in moves.items()}
 
 
-def head(plan: Plan) -> str:
+def head(plan: PlanData) -> str:
     """Return a line that names the plan and its peaks: of all that a device holds and of activations, or in slots."""
     ranks = "" if plan.num_ranks == plan.num_stages else f" on {plan.num_ranks} ranks"
     return f"{plan.name}: {plan.num_stages} stages, {plan.num_microbatches} microbatches{ranks}, {_memory(plan)}"
 
 
-def _memory(plan: Plan) -> str:
+def _memory(plan: PlanData) -> str:
     """Describe the peaks and the budgets, in bytes where the plan counts them."""
     if plan.sizes is not None:
         budget = "" if plan.budgets is None else f"; budget {show_each(plan.budgets)}"
-        return f"planned: device {show_each(plan.device_peak_bytes)}; activations {show_each(activation_peaks(plan))}{budget}"
+        return f"planned: device {show_each(plan.device_peak_bytes)}; activations {show_each(plan.activation_peak_bytes)}{budget}"
     budget = "" if all(k is None for k in plan.slots) else f", budget {' '.join('-' if k is None else str(k) for k in plan.slots)}"
     return f"peak slots {' '.join(map(str, plan.peak_slots))}{budget}"
 
 
-def draw(plan: Plan) -> str:
+def draw(plan: PlanData) -> str:
     """Draw the grid under its head."""
     return "\n".join([head(plan), *rows(plan)])
 
 
-def excerpt(plan: Plan, rank: int, served: bool, position: int) -> str:
+def excerpt(plan: PlanData, rank: int, served: bool, position: int) -> str:
     """Show a few actions of one lane around a position, one per line, with the one at the position marked."""
     lane = (plan.served if served else plan.actions)[rank]
     first = max(position - EITHER_SIDE, 0)

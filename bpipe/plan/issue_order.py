@@ -57,8 +57,8 @@ def check_issue_orders(plan: Plan, orders: Sequence[Sequence[Action]]) -> None:
             raise PlanError(f"plan {plan.name!r}: what rank {rank} issues are not its actions")
         started: set[tuple[Op, int, int, int]] = set()
         for action in order:
-            started.add(action[:4])
-            if action.op in START_OF and (START_OF[action.op], *action[1:4]) not in started:
+            started.add(action.identity)
+            if action.op in START_OF and action.start_identity not in started:
                 raise PlanError(f"plan {plan.name!r}: rank {rank} issues {action} before what it completes")
     positions = [0] * plan.num_ranks
     there: dict[Transfer | None, int] = {}  # the rank that stands at a transfer
@@ -184,10 +184,10 @@ class _Issuing:
     def _serve(self, evictor: int, action: Action) -> None:
         """Issue an acceptor's end, and what comes before it in its chain."""
         assert action.peer is not None
-        served = (MIRROR[action.op], *action[1:4])
+        served = (MIRROR[action.op], *action.part_key)
         for each in self._chains[action.peer, evictor]:
             self._orders[action.peer].append(each)
-            if each[:4] == served:
+            if each.identity == served:
                 break
 
 

@@ -60,10 +60,10 @@ SLOTS = meter_of(slot, slot)
 
 def occupancy(actions: Sequence[Action], meter: Meter = SLOTS) -> Iterator[int]:
     """Yield what is occupied while each action runs, in the meter's unit."""
-    recomputed = {action[1:3] for action in actions if action[0] is Op.R}
+    recomputed = {action.key for action in actions if action[0] is Op.R}
     usual, live = Amounts(meter.takes, meter.gives), 0
     for action in actions:
-        takes, gives = meter.recomputed if recomputed and action[1:3] in recomputed else usual
+        takes, gives = meter.recomputed if recomputed and action.key in recomputed else usual
         taken = takes.get(action[0])
         if taken is not None:
             live += taken(action)

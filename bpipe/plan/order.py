@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from bpipe.errors import PlanError
-from bpipe.plan.action import HOST, RECEIVER_OF, WAIT_OF, Action, Op
-from bpipe.plan.plan import Plan
+from bpipe.plan.action import HOST, RECEIVER_OF, WAIT_OF, Action, Op, OpKey
+from bpipe.plan.plan_data import PlanData
 
 __all__ = ["Moments", "Stuck", "clock", "linearise", "run_greedily"]
 
-Key = tuple[Op, int, int]
 
 UNITS = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1, Op.R: 1}
 
@@ -22,7 +21,7 @@ UNITS = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1, Op.R: 1}
 RESULT = {Op.F: Op.F, Op.B: Op.B, Op.I: Op.B, Op.W: Op.W, Op.R: Op.R}
 
 
-def needs(action: Action, last_stage: int) -> Key | None:
+def needs(action: Action, last_stage: int) -> OpKey | None:
     """Return the computation whose result a computation waits for, besides what its own rank did before."""
     op, stage, microbatch, *_ = action
     if op is Op.F:
@@ -42,13 +41,13 @@ class Moments:
         self._unknown = array("q", [-1]) * (num_stages * num_microbatches)
         self._tables: dict[Op, array[int]] = {}
 
-    def __getitem__(self, key: Key) -> int:
+    def __getitem__(self, key: OpKey) -> int:
         """Return the moment of a result, or a negative number if it has none."""
         op, stage, microbatch = key
         table = self._tables.get(op)
         return -1 if table is None else table[stage * self._m + microbatch]
 
-    def __setitem__(self, key: Key, moment: int) -> None:
+    def __setitem__(self, key: OpKey, moment: int) -> None:
         op, stage, microbatch = key
         if op not in self._tables:
             self._tables[op] = self._unknown[:]
@@ -85,7 +84,7 @@ def clock(lanes: Sequence[Sequence[Action]], num_stages: int) -> list[array[int]
     ends = Moments(num_stages, num_microbatches_of(lanes, num_stages))
     starts = [array("q") for _ in lanes]
     free = [0] * len(lanes)
-    waiting: dict[Key, list[int]] = defaultdict(list)
+    waiting: dict[OpKey, list[int]] = defaultdict(list)
     runnable = deque(range(len(lanes)))
     while runnable:
         rank = runnable.popleft()
@@ -136,7 +135,7 @@ class Stuck(NamedTuple):
     missing: Action
 
 
-def linearise(plan: Plan) -> list[tuple[int, Action]]:
+def linearise(plan: PlanData) -> list[tuple[int, Action]]:
     """Return one global order of all actions of a verified plan, with their ranks."""
     order: list[tuple[int, Action]] = []
     stuck = run_greedily(plan, order)
@@ -144,7 +143,7 @@ def linearise(plan: Plan) -> list[tuple[int, Action]]:
     return order
 
 
-def run_greedily(plan: Plan, order: list[tuple[int, Action]] | None = None) -> list[Stuck]:
+def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) -> list[Stuck]:
     """Run the plan with unbuffered transfers, every lane as far as it can go.
 
     No rank ever has a choice, so this one greedy run decides for all interleavings: if it ends, every execution ends. Acceptors

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
-from bpipe.errors import PlanError
-from bpipe.plan.action import COMPUTE, HOST, MIRROR, POSTS, Action, Channel, Op
-from bpipe.plan.meter import SLOTS, Amount, Meter, bytes_meter, occupancy, slot
-from bpipe.plan.rooms import reserve
-from bpipe.plan.sizes import Sizes
+from bpipe.plan import grid, text
+from bpipe.plan.plan_data import PlanData, looking_up
 
 __all__ = ["Plan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(PlanData):
     """A complete schedule: it is verified, executed, drawn and simulated without changes.
 
     Args:
@@ -37,165 +32,22 @@ class Plan:
         (3, 3, 2, 3)
     """
 
-    name: str
-    num_microbatches: int
-    stage_ranks: tuple[int, ...]
-    actions: tuple[tuple[Action, ...], ...]
-    served: tuple[tuple[Action, ...], ...]
-    slots: tuple[int | None, ...]
-    sizes: Sizes | None = None
-    budgets: tuple[int | None, ...] | None = None
-    has_backward: bool = True
-
-    @property
-    def num_stages(self) -> int:
-        """The number of stages on all ranks together."""
-        return len(self.stage_ranks)
-
-    @property
-    def num_ranks(self) -> int:
-        """The number of ranks, p."""
-        return len(self.actions)
-
-    def num_parts(self, stage: int) -> int:
-        """Return how many parts of a stage's microbatch can move by themselves."""
-        return 0 if self.sizes is None else len(self.sizes.stages[stage].parts)
-
-    def compute(self, rank: int) -> list[Action]:
-        """Return the forwards and backwards of a rank in order, those in pieces as whole ones."""
-        whole = (a._replace(part=0) if a.part else a for a in self.actions[rank] if a.op in COMPUTE and not self.goes_on(a))
-        return list(whole)
-
-    def goes_on(self, action: Action) -> bool:
-        """Return whether a computation goes on with one that has begun: a forward begins with part 1, a backward with the last."""
-        return action.part > 1 if action.op is Op.F else action.part not in (0, self.num_parts(action.stage))
-
-    def ends(self, action: Action) -> bool:
-        """Return whether a computation is whole or a last piece: a forward ends with the last part, a backward with part 1."""
-        return action.part in (0, self.num_parts(action.stage)) if action.op is Op.F else action.part < 2
-
-    def chains(self, rank: int) -> dict[int, tuple[Action, ...]]:
-        """Return the acceptor's lane of a rank as one chain for each evictor that it serves."""
-        peers = sorted({action.peer for action in self.served[rank] if action.peer is not None})
-        return {peer: tuple(a for a in self.served[rank] if a.peer == peer) for peer in peers}
-
-    def host_chain(self, rank: int) -> tuple[Action, ...]:
-        """Return what a rank's host would do if it were an acceptor with a lane of its own."""
-        return tuple(a._replace(op=MIRROR[a.op]) for a in self.actions[rank] if a.peer == HOST)
-
-    def rooms(self, rank: int, size: Amount = slot) -> dict[int, tuple[int, ...]]:
-        """Return what a rank reserves for each evictor that it serves: a room for each guest that it keeps at once.
-
-        Args:
-            rank: the acceptor.
-            size: what a guest takes; default: a slot.
-
-        Returns:
-            By evictor, the size of each room.
-        """
-        return {peer: reserve(chain, size).sizes for peer, chain in self.chains(rank).items()}
-
-    def meter(self) -> Meter:
-        """Return the meter that counts the plan's memory: in bytes where it has sizes, else in slots."""
-        return SLOTS if self.sizes is None else bytes_meter(self.sizes, self.stage_ranks)
-
-    @property
-    def peak_slots(self) -> tuple[int, ...]:
-        """The most slots each rank occupies: its own microbatches and the rooms it reserves for guests.
-
-        A forward takes its slot when it starts, a backward gives it back when it ends, and a transfer in flight counts
-        at both ends.
-        """
-        own = (max(occupancy(actions), default=0) for actions in self.actions)
-        return tuple(peak + sum(map(len, self.rooms(rank).values())) for rank, peak in enumerate(own))
-
-    @property
-    def device_peak_bytes(self) -> tuple[int, ...]:
-        """The peak bytes of each rank's device: static bytes, microbatches and messages, and its rooms for guests.
-
-        Raises:
-            PlanError: the plan has no sizes, or not those of its stages, parts and ranks.
-        """
-        with _looking_up(self):
-            return tuple(
-                self.idle_bytes(rank) + max(occupancy(self.actions[rank], self.meter()), default=0)
-                for rank in range(self.num_ranks)
-            )
-
-    def idle_bytes(self, rank: int) -> int:
-        """Return the bytes that a rank occupies without any microbatch of its own: static bytes, and its rooms for guests.
-
-        Raises:
-            PlanError: the plan has no sizes.
-        """
-        return self._sized().static[rank] + self.room_bytes(rank)
-
-    def room_bytes(self, rank: int) -> int:
-        """Return the bytes of the rooms that a rank reserves for guests.
-
-        Raises:
-            PlanError: the plan has no sizes.
-        """
-        return sum(map(sum, self.rooms(rank, self._sized().moved).values()))
-
-    def host_bytes(self, rank: int) -> int:
-        """Return the most bytes that a rank's evictions keep in its host's memory.
-
-        Raises:
-            PlanError: the plan has no sizes, or not those of its stages and parts.
-        """
-        with _looking_up(self):
-            return sum(reserve(self.host_chain(rank), self._sized().moved).sizes)
-
-    def _sized(self) -> Sizes:
-        if self.sizes is None:
-            raise PlanError(f"plan {self.name!r} has no sizes: it counts slots")
-        return self.sizes
-
-    def channels(self) -> list[Channel]:
-        """Return the channels that the plan uses, in the same order on all ranks."""
-        lanes = [(rank, lane) for lanes in (self.actions, self.served) for rank, lane in enumerate(lanes)]
-        return sorted({a.channel(rank) for rank, lane in lanes for a in lane if a.op in POSTS and a.peer != HOST})
-
-    def evicted(self, rank: int) -> list[tuple[int, int]]:
-        """Return the (stage, microbatch) pairs of which a rank evicts all or parts, in the order of their first eviction."""
-        return list(dict.fromkeys((a.stage, a.microbatch) for a in self.actions[rank] if a.op is Op.EVICT))
-
-    def recomputed(self, rank: int) -> set[tuple[int, int]]:
-        """Return the (stage, microbatch) pairs whose forward runs twice on a rank: the first forward keeps only its input."""
-        return {action[1:3] for action in self.actions[rank] if action.op is Op.R}
-
-    def interrupted(self, rank: int) -> set[tuple[int, int]]:
-        """Return the (stage, microbatch) pairs for which a rank does something between two pieces of the forward or backward."""
-        running: Action | None = None
-        found: set[tuple[int, int]] = set()
-        for action in self.actions[rank]:
-            if action.op in COMPUTE:
-                running = action if action.part and not self.ends(action) else None
-            elif running is not None:
-                found.add(running[1:3])
-        return found
-
     def fingerprint(self) -> str:
         """Return a short hash of everything the plan says, equal on two ranks exactly when they will run the same plan."""
         return hashlib.sha256(self.to_text().encode()).hexdigest()[:32]
 
     def to_text(self) -> str:
         """Write the plan as lines that `Plan.from_text` reads back unchanged."""
-        from bpipe.plan.text import to_text
-
-        return to_text(self)
+        return text.to_text(self)
 
     @classmethod
-    def from_text(cls, text: str) -> Plan:
+    def from_text(cls, lines: str) -> Plan:
         """Read what `to_text` wrote.
 
         Raises:
             PlanError: the text is not a plan. Whether the plan is sound is for `verify` to say.
         """
-        from bpipe.plan.text import from_text
-
-        return from_text(text)
+        return text.from_text(lines, cls)
 
     def to_csv(self) -> str:
         """Write the compute lane as torch.distributed.pipelining's `compute_comms` CSV: one row per rank, without waits.
@@ -203,32 +55,8 @@ class Plan:
         Raises:
             PlanError: the plan evicts, recomputes or computes in pieces, which that format cannot express; `to_text` can.
         """
-        from bpipe.plan.text import to_csv
-
-        return to_csv(self)
-
-    @classmethod
-    def from_csv(cls, text: str, name: str = "csv") -> Plan:
-        """Read such a CSV: keep the order of the computations, and place transfers and their completions again.
-
-        Raises:
-            PlanError: the text is not such a CSV, or its order of computations is not a pipeline schedule.
-        """
-        from bpipe.plan.text import from_csv
-
-        return from_csv(text, name)
+        return text.to_csv(self)
 
     def __str__(self) -> str:
-        from bpipe.plan.grid import draw
-
-        with _looking_up(self):
-            return draw(self)
-
-
-@contextmanager
-def _looking_up(plan: Plan) -> Iterator[None]:
-    """Raise a PlanError where an unverified plan names something that cannot be found."""
-    try:
-        yield
-    except LookupError as error:
-        raise PlanError(f"plan {plan.name!r} names what it does not have, and verify() says where: {error}") from error
+        with looking_up(self):
+            return grid.draw(self)

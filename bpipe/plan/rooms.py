@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from bpipe.plan.action import Action, Op
+from bpipe.plan.action import Action, Op, PartKey
 from bpipe.plan.meter import Amount, slot
 
 __all__: list[str] = []
-
-Guest = tuple[int, int, int]  # stage, microbatch, part
 
 
 class Reserved(NamedTuple):
@@ -22,7 +20,7 @@ class Reserved(NamedTuple):
     """
 
     sizes: tuple[int, ...]
-    room_of: Mapping[Guest, int]
+    room_of: Mapping[PartKey, int]
 
 
 def reserve(chain: Iterable[Action], moved: Amount = slot) -> Reserved:
@@ -32,9 +30,9 @@ def reserve(chain: Iterable[Action], moved: Amount = slot) -> Reserved:
     """
     sizes: list[int] = []
     free: list[int] = []
-    room_of: dict[Guest, int] = {}
+    room_of: dict[PartKey, int] = {}
     for action in chain:
-        guest = action[1:4]
+        guest = action.part_key
         if action.op is Op.ACCEPT:
             size = moved(action)
             room = _choose(sizes, free, size)

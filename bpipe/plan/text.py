@@ -1,4 +1,4 @@
-"""Plans as files: our own text, which says everything, and the CSV that torch.distributed.pipelining reads."""
+"""Write plans to files and read them: our own text, which says everything, and the CSV that torch.distributed.pipelining reads."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import csv
 import io
 import re
 from dataclasses import replace
+from typing import TypeVar
 
 from bpipe.errors import PlanError
-from bpipe.passes.communicate import communicate
-from bpipe.plan.action import COMPUTE, START_OF, Action, Op
-from bpipe.plan.plan import Plan
+from bpipe.plan.action import START_OF, Action, Op
+from bpipe.plan.plan_data import PlanData
 from bpipe.plan.sizes import Sizes, StageSizes
 
 __all__: list[str] = []
+
+AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 
 HEADER = re.compile(
     r"bpipe-plan 1 name=(?P<name>\S+) microbatches=(?P<microbatches>\d{1,9}) "
@@ -22,7 +24,6 @@ HEADER = re.compile(
 )
 
 NUMBERS = ("fixed", "received", "sent", "kept_received", "kept_sent", "between")  # of a stage, the last one if there is one
-SHARDING = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)")  # torch writes it; FSDP does it by itself where nothing says when
 
 
 def wrong_with_name(name: str) -> str:
@@ -30,7 +31,7 @@ def wrong_with_name(name: str) -> str:
     return "" if name.split() == [name] else f"the name {name!r} is no word: a plan's text is read word by word"
 
 
-def to_text(plan: Plan) -> str:
+def to_text(plan: PlanData) -> str:
     """Write a header, then one line per rank and lane; a peer is written unless it is the neighbour that the placement implies."""
     slots = ",".join("-" if k is None else str(k) for k in plan.slots)
     lines = [
@@ -48,8 +49,8 @@ def to_text(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def from_text(text: str) -> Plan:
-    """Read the lines that `to_text` wrote."""
+def from_text(text: str, plan_class: type[AnyPlan]) -> AnyPlan:
+    """Read the lines that `to_text` wrote into a plan of some class."""
     head, *lines = text.splitlines() or [""]
     match = HEADER.fullmatch(head)
     if match is None:
@@ -68,7 +69,7 @@ def from_text(text: str) -> Plan:
         if kind not in lanes or rank != str(len(lanes[kind])):
             raise PlanError(f"no plan: line {number} starts {line[:40]!r}, expected 'rank N:' or 'serve N:' in ascending order")
         lanes[kind].append(tuple(_read(word, stage_ranks) for word in words.split()))
-    return Plan(
+    return plan_class(
         name=match["name"],
         num_microbatches=int(match["microbatches"]),
         stage_ranks=stage_ranks,
@@ -133,7 +134,7 @@ def _implied_peer(action: Action, stage_ranks: tuple[int, ...]) -> int | None:
     return stage_ranks[action.stage + offset]
 
 
-def to_csv(plan: Plan) -> str:
+def to_csv(plan: PlanData) -> str:
     """Write one row per rank, with only the starts of transfers, since torch waits where it needs to."""
     actions = [action for lane in plan.actions for action in lane]
     for what, is_so in (
@@ -147,29 +148,3 @@ def to_csv(plan: Plan) -> str:
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(rows)
     return out.getvalue()
-
-
-def from_csv(text: str, name: str) -> Plan:
-    """Keep a CSV's computations and place the transfers again."""
-    if wrong := wrong_with_name(name):
-        raise PlanError(wrong)
-    try:
-        cells = list(csv.reader(io.StringIO(text)))
-    except csv.Error as error:
-        raise PlanError(f"no schedule: the text is no CSV, {error}") from error
-    rows = [[Action.parse(cell) for cell in row if cell.strip() and not SHARDING.fullmatch(cell.strip())] for row in cells]
-    lanes = tuple(tuple(action for action in row if action.op in COMPUTE) for row in rows)
-    owners = {action.stage: rank for rank, lane in enumerate(lanes) for action in lane}
-    if sorted(owners) != list(range(len(owners))) or not owners:
-        raise PlanError(f"no schedule: stages {sorted(owners)} have computations, expected 0 to {max(owners, default=0)}")
-    return communicate(
-        Plan(
-            name=name,
-            num_microbatches=1 + max(action.microbatch for lane in lanes for action in lane),
-            stage_ranks=tuple(owners[stage] for stage in range(len(owners))),
-            actions=lanes,
-            served=((),) * len(lanes),
-            slots=(None,) * len(lanes),
-            has_backward=any(action.op is not Op.F for lane in lanes for action in lane),
-        )
-    )

@@ -11,8 +11,11 @@ from bpipe.plan.action import Action, Channel, Op, Purpose
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import Sizes, StageSizes
-from bpipe.schedules.by_name import build, finish, names, rules
-from bpipe.schedules.rule import Rule
+from bpipe.schedules.by_name import build, finish
+from bpipe.schedules.formulas import check_rule
+from bpipe.schedules.registry import names, register, rules, unregister
+from bpipe.schedules.rule import Placement, Rule
+from bpipe.schedules.torch_csv import from_csv
 from bpipe.simulator.costs import Costs, Link
 from bpipe.simulator.simulation import simulate
 from bpipe.simulator.timeline import Holding, Lane, Span, Timeline
@@ -27,6 +30,7 @@ __all__ = [
     "Lane",
     "Link",
     "Op",
+    "Placement",
     "Plan",
     "Purpose",
     "Rule",
@@ -35,9 +39,13 @@ __all__ = [
     "StageSizes",
     "Timeline",
     "build",
+    "check_rule",
     "finish",
+    "from_csv",
     "names",
+    "register",
     "rules",
     "simulate",
+    "unregister",
     "verify",
 ]

@@ -3,59 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from difflib import get_close_matches
 
-from bpipe.errors import ConfigurationError
+from bpipe.errors import ConfigurationError, PlanError
 from bpipe.passes.balance.balance import balance
 from bpipe.passes.balance.problem import Choice
 from bpipe.passes.communicate import communicate, forward_only
+from bpipe.plan.action import Action
 from bpipe.plan.collector import collector_paused
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.plan import Plan
-from bpipe.schedules import breadth_first, dualpipe_v, gpipe, interleaved, one_f_one_b, v_shape, zbv, zero_bubble
+from bpipe.schedules.registry import rule_named
 from bpipe.schedules.rule import Rule
 from bpipe.verifier.proof import verify
 
-__all__ = ["build", "finish", "forward_plan", "names", "rules"]
-
-_RULES = (
-    gpipe.RULE,
-    one_f_one_b.RULE,
-    one_f_one_b.BALANCED,
-    interleaved.RULE,
-    breadth_first.RULE,
-    zero_bubble.H1,
-    zero_bubble.H2,
-    zbv.RULE,
-    v_shape.V_HALF,
-    v_shape.V_MIN,
-    dualpipe_v.RULE,
-)
-
-
-def rules() -> tuple[Rule, ...]:
-    """Return the schedules that `build` knows, each with its placement, its memory and its bubble."""
-    return _RULES
-
-
-def names() -> tuple[str, ...]:
-    """Return the names of the schedules that `build` knows."""
-    return tuple(rule.name for rule in _RULES)
-
-
-def rule_named(name: str) -> Rule:
-    """Return the rule of the schedule called `name`.
-
-    Raises:
-        ConfigurationError: there is none; the message names the closest one.
-    """
-    for rule in _RULES:
-        if rule.name == name:
-            return rule
-    near = get_close_matches(str(name), names(), n=1)
-    raise ConfigurationError(
-        f"no schedule is called {name!r}{f', did you mean {near[0]!r}?' if near else ''}; there are {', '.join(names())}"
-    )
+__all__ = ["build", "finish", "forward_plan"]
 
 
 def build(
@@ -83,6 +44,7 @@ def build(
     Raises:
         ConfigurationError: an unknown name, or numbers that form no pipeline or that the schedule does not take.
         BudgetError: `slots` cannot be met; the message names the smallest that can.
+        PlanError: the order of a rule that you registered breaks a rule of the verifier.
 
     Example:
         >>> print(build("balanced_1f1b", 4, 4))
@@ -95,13 +57,26 @@ def build(
         >>> build("zbv", num_stages=8, num_microbatches=8).stage_ranks
         (0, 1, 2, 3, 3, 2, 1, 0)
     """
-    chosen = rule_named(name)
+    to = Destinations(pairs=pairs, others=pairs is None)
+    return plan_by(rule_named(name), num_stages, num_microbatches, num_ranks=num_ranks, slots=slots, to=to, choice=rule)
+
+
+def plan_by(
+    rule: Rule,
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    num_ranks: int | None = None,
+    slots: int | Sequence[int | None] | None = None,
+    to: Destinations | None = None,
+    choice: Choice = "fewest",
+) -> Plan:
+    """Build the finished and verified plan of a rule, whether it is registered or not; `build` explains the arguments."""
     with collector_paused():
-        plan = _computations(chosen, num_stages, num_microbatches, num_ranks)
-        if slots is None and chosen.slots is not None:
-            slots = chosen.slots(plan.num_ranks)
-        to = Destinations(pairs=pairs, others=pairs is None)
-        return finish(plan if slots is None else balance(plan, slots=slots, to=to, rule=rule))
+        plan = _computations(rule, num_stages, num_microbatches, num_ranks)
+        if slots is None and rule.slots is not None:
+            slots = rule.slots(plan.num_ranks)
+        return finish(plan if slots is None else balance(plan, slots=slots, to=to or Destinations(), rule=choice))
 
 
 def _computations(rule: Rule, num_stages: int, num_microbatches: int, num_ranks: int | None) -> Plan:
@@ -112,11 +87,16 @@ def _computations(rule: Rule, num_stages: int, num_microbatches: int, num_ranks:
     check_counts(num_ranks=num_ranks)
     rule.check(num_stages, num_microbatches, num_ranks)
     stages_per_rank = num_stages // num_ranks
+    lanes = rule.order(num_ranks, num_microbatches, stages_per_rank)
+    if len(lanes) != num_ranks or not all(isinstance(action, Action) for lane in lanes for action in lane):
+        raise PlanError(
+            f"rule {rule.name!r}: order() has to return a list of actions for each of {num_ranks} ranks, got {lanes!r:.80}"
+        )
     return Plan(
         name=rule.name,
         num_microbatches=num_microbatches,
         stage_ranks=rule.placement.stage_ranks(num_ranks, stages_per_rank),
-        actions=tuple(map(tuple, rule.order(num_ranks, num_microbatches, stages_per_rank))),
+        actions=tuple(map(tuple, lanes)),
         served=((),) * num_ranks,
         slots=(None,) * num_ranks,
     )
@@ -139,7 +119,10 @@ def finish(plan: Plan) -> Plan:
     Raises:
         PlanError: the result breaks a rule.
     """
-    finished = communicate(plan)
+    try:
+        finished = communicate(plan)
+    except PlanError as error:
+        raise PlanError(f"plan {plan.name!r}: {error}") from error
     verify(finished)
     return finished
 

@@ -6,8 +6,8 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from itertools import count
 
-from bpipe.plan.action import Action, Op
-from bpipe.plan.order import RESULT, Key, needs
+from bpipe.plan.action import Action, Op, OpKey
+from bpipe.plan.order import RESULT, needs
 
 __all__: list[str] = []
 
@@ -39,7 +39,7 @@ class _Rank:
         self.slots, self.last_stage = slots, last_stage
         self.lane: list[Action] = []
 
-    def compute(self, arrived: set[Key]) -> Action | None:
+    def compute(self, arrived: set[OpKey]) -> Action | None:
         """Run the next computation; if that is a backward that cannot run yet, the one after it; else a weight half, or nothing."""
         order = self.order
         if order and self._can(order[0], arrived):
@@ -57,7 +57,7 @@ class _Rank:
             self.due.append(action._replace(op=Op.W))
         return action
 
-    def _can(self, action: Action, arrived: set[Key]) -> bool:
+    def _can(self, action: Action, arrived: set[OpKey]) -> bool:
         needed = needs(action, self.last_stage)
         return (needed is None or needed in arrived) and (action.op is not Op.F or self.slots > 0)
 
@@ -70,7 +70,7 @@ def with_weights(orders: Sequence[Sequence[Action]], slots: int) -> list[list[Ac
     """
     last_stage = 2 * len(orders) - 1
     ranks = [_Rank(order, slots, last_stage) for order in orders]
-    arrived: set[Key] = set()
+    arrived: set[OpKey] = set()
     while computed := [action for rank in ranks if (action := rank.compute(arrived)) is not None]:
         halves = [action for action in computed if action.op is not Op.W]
         arrived.difference_update(needs(action, last_stage) for action in halves)  # a result is needed once

@@ -44,10 +44,10 @@ class Rule:
 
     Args:
         name: what `build` calls it.
-        runs_as: the class of `bpipe` that runs it.
-        title: what others call it, and where it was published.
-        placement: on which rank each stage lives.
         order: `order(p, m, v)`: each rank's computations, and the gathering and giving back of weights where the rule says when.
+        placement: on which rank each stage lives; default: one stage per rank.
+        runs_as: the class of `bpipe` that runs it; default: a subclass of `Schedule` that you write, with `rule = "its name"`.
+        title: what others call it, and where it was published.
         peak: `peak(p, m, v, rank)`: the most that a rank holds, in microbatches of all of its stages; exact for the fullest rank.
         bubble: `bubble(p, m, v, forward_s, input_s, weight_s)`: seconds of the makespan in which a rank does not compute,
             given those that all stages of a rank take for a microbatch; `bubble_text` says when it is exact.
@@ -65,14 +65,14 @@ class Rule:
     """
 
     name: str
-    runs_as: str
-    title: str
-    placement: Placement
     order: Order
-    peak: Peak
-    bubble: Bubble
-    peak_text: str
-    bubble_text: str
+    placement: Placement = Placement.ONE
+    runs_as: str = "Schedule"
+    title: str = ""
+    peak: Peak | None = None
+    bubble: Bubble | None = None
+    peak_text: str = "not given"
+    bubble_text: str = "not given"
     allows: Callable[[int, int], bool] = lambda p, m: True
     allows_text: str = "any"
     slots: Callable[[int], int] | None = None

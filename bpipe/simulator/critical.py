@@ -7,12 +7,11 @@ from collections.abc import Generator, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from bpipe.plan.action import COMPUTE, HOST, POSTS, RECEIVER_OF, RECEIVES, SENDS, SERVED, START_OF, Action, Op
+from bpipe.plan.action import COMPUTE, HOST, POSTS, RECEIVER_OF, RECEIVES, SENDS, SERVED, START_OF, Action, Identity
 from bpipe.simulator.timeline import Lane, Span, Timeline
 
 __all__ = ["Step", "critical_path"]
 
-Key = tuple[Op, int, int, int]
 
 _OTHER_END = {
     **RECEIVER_OF,
@@ -64,8 +63,8 @@ class _Walk:
         side = (self.plan.served, self.timeline.served) if served else (self.plan.actions, self.timeline.actions)
         return side[0][rank], side[1][rank]
 
-    def _positions(self, rank: int, served: bool) -> dict[Key, int]:
-        return {action[:4]: position for position, action in enumerate(self._lane(rank, served)[0])}
+    def _positions(self, rank: int, served: bool) -> dict[Identity, int]:
+        return {action.identity: position for position, action in enumerate(self._lane(rank, served)[0])}
 
     def _span(self, place: _Place) -> Span:
         actions, lane = self._lane(place.rank, place.served)
@@ -95,7 +94,7 @@ class _Walk:
 
     def _awaited(self, place: _Place, completion: Action) -> _Place:
         """Return the sending end of the transfer that a lane waited for; the rank's own end if its host is the other one."""
-        start = (START_OF[completion.op], *completion[1:4])
+        start = completion.start_identity
         here = place._replace(position=self.positions(place.rank, place.served)[start])
         return here if start[0] in SENDS or completion.peer == HOST else self._other_end(here)
 

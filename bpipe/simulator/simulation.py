@@ -17,8 +17,7 @@ from operator import sub
 from typing import NamedTuple
 
 from bpipe.errors import PlanError
-from bpipe.plan.action import COMPUTE, HOST, POSTS, RECEIVES, SENDS, SHARDING, START_OF, Action, Op, Purpose
-from bpipe.plan.activations import activations_meter
+from bpipe.plan.action import COMPUTE, HOST, POSTS, RECEIVES, SENDS, SHARDING, START_OF, Action, Identity, Purpose
 from bpipe.plan.collector import collector_paused
 from bpipe.plan.meter import Meter, meter_of, occupancy
 from bpipe.plan.plan import Plan
@@ -27,7 +26,6 @@ from bpipe.simulator.timeline import Lane, Timeline
 
 __all__ = ["simulate"]
 
-Key = tuple[Op, int, int, int]
 Ends = tuple[Purpose, int, int, bool]  # a channel, and whether its sends or its receives
 
 
@@ -76,7 +74,7 @@ def _meter(plan: Plan, costs: Costs, with_messages: bool) -> Meter:
     """Return the meter of the plan's own sizes, or of the costs where it counts slots."""
     if plan.sizes is None:
         return meter_of(lambda action: costs.saved(action.stage), lambda action: costs.movable(action.stage))
-    return plan.meter() if with_messages else activations_meter(plan)
+    return plan.meter() if with_messages else plan.activations_meter()
 
 
 def idle_bytes(plan: Plan, costs: Costs, rank: int) -> int:
@@ -114,7 +112,7 @@ class _End(NamedTuple):
 
     lane: _LaneRun
     position: int
-    key: Key
+    key: Identity
 
 
 class _Events:
@@ -129,8 +127,8 @@ class _Events:
         self.agenda = [(0.0, index) for index in range(len(self.lanes))]  # a heap: when each lane that can go on does
         self.lonely: dict[Ends, deque[_End]] = defaultdict(deque)  # posted ends whose other end is missing
         self.free_s: dict[tuple[int, int], float] = defaultdict(float)  # when each link is free again
-        self.arrival_s: dict[Key, float] = {}  # of transfers that their lane has not waited for yet
-        self.blocked: dict[Key, int] = {}  # lanes that wait for a transfer whose other end is missing
+        self.arrival_s: dict[Identity, float] = {}  # of transfers that their lane has not waited for yet
+        self.blocked: dict[Identity, int] = {}  # lanes that wait for a transfer whose other end is missing
         self.busy_s: list[list[tuple[float, float]]] = [[] for _ in self.compute]  # when transfers of a rank are under way
 
     def run(self) -> None:
@@ -162,7 +160,7 @@ class _Events:
             now = lane.end_s[lane.position] = max(now, end)
             lane.has_begun = False
             if action.op in START_OF:
-                del self.arrival_s[START_OF[action.op], *action[1:4]]
+                del self.arrival_s[action.start_identity]
             lane.position += 1
 
     def _end_s(self, index: int, action: Action) -> float | None:
@@ -174,7 +172,7 @@ class _Events:
 
     def _computed_s(self, lane: _LaneRun, action: Action) -> float:
         """Return when a computation that has begun ends, slowed down by the transfers known so far."""
-        begin, work = lane.begin_s[lane.position], self.costs.seconds(*action[:3])
+        begin, work = lane.begin_s[lane.position], self.costs.seconds(*action.op_key)
         if action.part:
             work /= self.plan.num_parts(action.stage)
         if self.costs.slowdown == 1:
@@ -184,7 +182,7 @@ class _Events:
 
     def _arrived_s(self, index: int, completion: Action) -> float | None:
         """Return when the transfer that a lane waits for arrives; block the lane and return None while the other end is missing."""
-        key = (START_OF[completion.op], *completion[1:4])
+        key = completion.start_identity
         arrival = self.arrival_s.get(key)
         if arrival is None:
             self.blocked[key] = index
@@ -194,7 +192,7 @@ class _Events:
         """Post one end of a transfer; the second end starts it, or the first if the other end is a host."""
         op, peer = action.op, action.peer
         assert peer is not None
-        mine, is_send = _End(lane, lane.position, action[:4]), op in SENDS
+        mine, is_send = _End(lane, lane.position, action.identity), op in SENDS
         purpose, src, dst = (SENDS[op], lane.rank, peer) if is_send else (RECEIVES[op], peer, lane.rank)
         theirs = self.lonely.get((purpose, src, dst, not is_send))
         if not theirs and peer != HOST:

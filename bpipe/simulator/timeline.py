@@ -175,10 +175,10 @@ class Timeline:
         for action, begin, end in self.spans(rank):
             op = action.op
             if op in START_OF:
-                began = starts.pop((START_OF[op], *action[1:4]))
+                began = starts.pop(action.start_identity)
                 exposed[op] += max(0.0, end - max(begin, began))
             elif op in POSTS:
-                starts[action[:4]] = begin
+                starts[action.identity] = begin
         return dict(exposed)
 
     def peak_bytes(self, rank: int) -> int:

@@ -14,8 +14,9 @@ from bpipe.errors import ConfigurationError, PlanError
 from bpipe.estimate.calibrate import calibrated
 from bpipe.parallel.placement import pair_adjacent
 from bpipe.schedules import Costs, Link, Plan, Rule, Timeline, build, names, simulate, verify
-from bpipe.schedules.by_name import rule_named
+from bpipe.schedules.registry import rule_named
 from bpipe.schedules.rule import Placement
+from bpipe.schedules.torch_csv import from_csv
 from bpipe.tools.balancing import LOWEST, Budget, balanced
 from bpipe.tools.measured import typical
 from bpipe.tools.quantities import bytes_of, bytes_per_second_of, one_or_each, seconds_of
@@ -187,7 +188,7 @@ def read_plan(path: Path) -> Plan:
         return typical(read_trace(path)).plan
     try:
         text = path.read_text(encoding="utf-8")
-        return Plan.from_text(text) if text.startswith("bpipe-plan") else Plan.from_csv(text, "_".join(path.stem.split()))
+        return Plan.from_text(text) if text.startswith("bpipe-plan") else from_csv(text, "_".join(path.stem.split()))
     except (UnicodeDecodeError, PlanError) as error:
         raise ConfigurationError(f"{path} is no plan: {error}") from error
 

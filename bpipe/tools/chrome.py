@@ -229,7 +229,7 @@ class _End(NamedTuple):
 def _arrows(timeline: Timeline) -> Iterator[_Arrow]:
     """Yield the arrows whose two ends are known, but for those that the clocks' error would turn backwards."""
     slices = {
-        (rank, *one.action[:4]): one for rank in _ranks(timeline) for one in _slices(timeline, rank) if one.action.op in POSTS
+        (rank, *one.action.identity): one for rank in _ranks(timeline) for one in _slices(timeline, rank) if one.action.op in POSTS
     }
     for (rank, op, stage, microbatch, part), sent in slices.items():
         heads: list[tuple[str, tuple[int, Op, int, int, int]]] = []

@@ -40,6 +40,15 @@ def data_of(timeline: Timeline) -> dict[str, Any]:
     }
 
 
+def peak_bytes_of(plan: Plan) -> dict[str, tuple[int, ...] | None]:
+    """Return each rank's peak bytes by name, of its whole device and of activations; None if the plan counts slots."""
+    has_sizes = plan.sizes is not None
+    return {
+        "device_peak_bytes": plan.device_peak_bytes if has_sizes else None,
+        "peak_bytes": plan.activation_peak_bytes if has_sizes else None,
+    }
+
+
 def _rank(timeline: Timeline, rank: int, makespan: float, peak_slots: int) -> dict[str, Any]:
     exposed, work = timeline.exposed_s(rank), timeline.work_s(rank)
     return {

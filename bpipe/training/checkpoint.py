@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from bpipe.errors import ConfigurationError
 from bpipe.training.gathered import Gathered
-from bpipe.training.group import Ranks
 from bpipe.training.optimizer_state import OptimizerState
+from bpipe.training.pipeline_ranks import Ranks
 from bpipe.training.tensors import checksum, mesh_of
 from bpipe.training.tied import TiedWeights
 

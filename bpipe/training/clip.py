@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from bpipe.errors import AgreementError, ConfigurationError, StageError
 from bpipe.training.gathered import Gathered, has_unreduced
-from bpipe.training.group import Ranks
+from bpipe.training.pipeline_ranks import Ranks
 from bpipe.training.sums import problem_with_sums
 from bpipe.training.tensors import local, mesh_of
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from bpipe.errors import ConfigurationError
-from bpipe.training.group import Ranks
+from bpipe.training.pipeline_ranks import Ranks
 
 __all__ = ["share_loss"]
 

@@ -10,7 +10,7 @@ from torch.amp.grad_scaler import OptState
 
 from bpipe.device import default_kind
 from bpipe.errors import ConfigurationError
-from bpipe.training.group import Ranks
+from bpipe.training.pipeline_ranks import Ranks
 
 __all__ = ["GradScaler"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bpipe.training.group import Ranks
+from bpipe.training.pipeline_ranks import Ranks
 from bpipe.training.tensors import local
 
 __all__: list[str] = []

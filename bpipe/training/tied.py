@@ -11,7 +11,7 @@ from torch import nn
 
 from bpipe.errors import AgreementError, ConfigurationError, StageError
 from bpipe.training.gathered import Gathered, free
-from bpipe.training.group import Ranks
+from bpipe.training.pipeline_ranks import Ranks
 from bpipe.training.sums import Tie
 from bpipe.training.tensors import checksum, local
 

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice, takewhile
 
-from bpipe.plan.action import BACKWARD, COMPUTE, SHARDING, Action, Op
+from bpipe.plan.action import BACKWARD, COMPUTE, SHARDING, Action, Op, PartKey, part_keys
 from bpipe.verifier.presence_rules import EVICTION
-from bpipe.verifier.rank_index import BITS, Finding, Part, RankIndex, mask, ops_in
+from bpipe.verifier.rank_index import BITS, Finding, RankIndex, mask, ops_in
 
 __all__: list[str] = []
 
@@ -62,10 +62,10 @@ def ordered(own: RankIndex) -> Iterator[Finding]:
 
     The order matters because the sum of gradients, dropout and BatchNorm depend on it.
     """
-    seen: defaultdict[Part, int] = defaultdict(int)
+    seen: defaultdict[PartKey, int] = defaultdict(int)
     simple = {stage for stage in range(own.plan.num_stages) if own.plan.num_parts(stage) < 2 and not _neighbours(own, stage)}
-    for index, action in enumerate(own.lane):
-        op, which = action[0], action[1:4]
+    for index, (action, which) in enumerate(zip(own.lane, part_keys(own.lane))):
+        op = action[0]
         if op in SHARDING:
             continue
         if which[0] in simple and not which[2]:  # nearly all, so without the detour below
@@ -83,7 +83,7 @@ def ordered(own: RankIndex) -> Iterator[Finding]:
         seen[which] |= BITS[op]
 
 
-def _early(own: RankIndex, index: int, which: Part, unseen: int) -> Iterator[Finding]:
+def _early(own: RankIndex, index: int, which: PartKey, unseen: int) -> Iterator[Finding]:
     for op in ops_in(own.present[which] & unseen):
         yield own.place(index), f"{own.lane[index]} stands before {Action(op, *which)}"
 
@@ -93,7 +93,7 @@ def _neighbours(own: RankIndex, stage: int) -> list[int]:
     return [near for near in (stage - 1, stage + 1) if stage in own.stages and near in own.stages]
 
 
-def _needs(own: RankIndex, action: Action) -> Iterator[tuple[Part, int]]:
+def _needs(own: RankIndex, action: Action) -> Iterator[tuple[PartKey, int]]:
     """Yield what must come before an action if it is there at all, by microbatch and part."""
     op, stage, microbatch, part, _ = action
     num_parts = own.plan.num_parts(stage)
@@ -128,11 +128,11 @@ def in_pieces(own: RankIndex) -> Iterator[Finding]:
 
 def recomputed(own: RankIndex) -> Iterator[Finding]:
     """Check that what is recomputed runs in one piece, on a stage that sends to, and receives from, other ranks only."""
-    begun = {own.lane[index][1:3] for index in own.begun}
+    begun = {own.lane[index].key for index in own.begun}
     for index, action in enumerate(own.lane):
         if action.op is Op.R and _neighbours(own, action.stage):
             yield own.place(index), f"{action} recomputes a stage that shares memory with another one of rank {own.rank}"
-        elif action.op is Op.R and action[1:3] in begun:
+        elif action.op is Op.R and action.key in begun:
             yield own.place(index), f"{action} recomputes what runs in pieces"
 
 

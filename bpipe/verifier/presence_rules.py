@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from bpipe.passes.communicate import received_by, sent_by
-from bpipe.plan.action import COMPUTE, HOST, SERVED, SHARDING, WAIT_OF, Action, Op
+from bpipe.plan.action import COMPUTE, HOST, SERVED, SHARDING, WAIT_OF, Action, Op, PartKey
 from bpipe.plan.plan import Plan
-from bpipe.verifier.rank_index import Finding, Part, RankIndex, mask, ops_in
+from bpipe.verifier.rank_index import Finding, RankIndex, mask, ops_in
 
 __all__: list[str] = []
 
@@ -51,7 +51,7 @@ def _is_moved(own: RankIndex, action: Action) -> bool:
 
 def _acceptor(own: RankIndex, action: Action) -> int | None:
     """Return the rank to which a part is evicted, or HOST; None if that is not a valid acceptor."""
-    acceptor = own.acceptors.get(action[1:4])
+    acceptor = own.acceptors.get(action.part_key)
     return acceptor if acceptor is not None and HOST <= acceptor < own.plan.num_ranks and acceptor != own.rank else None
 
 
@@ -83,7 +83,7 @@ def complete(own: RankIndex) -> Iterator[Finding]:
             yield from _moves_once(own, which, found & ~mask(COMPUTE))
 
 
-def _moves_once(own: RankIndex, which: Part, found: int) -> Iterator[Finding]:
+def _moves_once(own: RankIndex, which: PartKey, found: int) -> Iterator[Finding]:
     """Check that a part is evicted and loaded, or stays, and that it does not move both by itself and with the whole."""
     if found not in (0, mask(EVICTION)):
         yield from _lacking(own, which, [mask(EVICTION)])
@@ -104,7 +104,7 @@ def _required(plan: Plan, stage: int, backward: frozenset[Op]) -> frozenset[Op]:
     return frozenset({Op.F, *backward, *transfers, *(WAIT_OF[op] for op in transfers)})
 
 
-def _lacking(own: RankIndex, which: Part, complete: list[int]) -> Iterator[Finding]:
+def _lacking(own: RankIndex, which: PartKey, complete: list[int]) -> Iterator[Finding]:
     """Yield what a microbatch lacks or has too much of, compared with the complete set that fits it best."""
     there = own.present[which] & ~(mask(COMPUTE) if which[2] else 0)
     nearest = min(complete, key=lambda ops: (ops ^ there).bit_count())

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from bpipe.plan.action import COMPUTE, SHARDING, Action, Op
+from bpipe.plan.action import COMPUTE, SHARDING, Action, Op, PartKey, part_keys
 from bpipe.plan.plan import Plan
 
 __all__: list[str] = []
 
 Place = tuple[int, bool, int]  # rank, whether in its served lane, position
 Finding = tuple[Place | None, str]
-Part = tuple[int, int, int]  # stage, microbatch, part; part 0 is the whole microbatch
 
 BITS = {op: 1 << i for i, op in enumerate(Op)}
 
@@ -39,12 +38,12 @@ class RankIndex:
         self.plan, self.rank, self.stages = plan, rank, stages
         self.lane = (*plan.actions[rank], *plan.served[rank])
         self.num_computing = len(plan.actions[rank])
-        self.present: defaultdict[Part, int] = defaultdict(int)  # a computation in pieces is one of the whole microbatch, too
+        self.present: defaultdict[PartKey, int] = defaultdict(int)  # a computation in pieces is one of the whole microbatch, too
         self.repeated: list[int] = []
         self.begun: list[int] = []  # the first pieces of computations in pieces
-        self.acceptors: dict[Part, int | None] = {}
-        for index, action in enumerate(self.lane):
-            op, which = action[0], action[1:4]
+        self.acceptors: dict[PartKey, int | None] = {}
+        for index, (action, which) in enumerate(zip(self.lane, part_keys(self.lane))):
+            op = action[0]
             if op in SHARDING:
                 continue
             if self.present[which] & BITS[op]:
@@ -56,7 +55,7 @@ class RankIndex:
                 self._begin(index, action)
 
     def _begin(self, index: int, action: Action) -> None:
-        whole = (*action[1:3], 0)
+        whole = (*action.key, 0)
         if self.present[whole] & BITS[action.op]:
             self.repeated.append(index)
         self.present[whole] |= BITS[action.op]
@@ -72,9 +71,10 @@ class RankIndex:
         served = self.is_served(index)
         return self.rank, served, index - self.num_computing * served
 
-    def find(self, op: Op, which: Part) -> int | None:
+    def find(self, op: Op, which: PartKey) -> int | None:
         """Return the index of an action in `lane`, whatever its part if the whole is asked for; None if it is missing."""
-        found = (i for i, a in enumerate(self.lane) if a.op is op and (a[1:4] == which or (a[1:3] == which[:2] and not which[2])))
+        whole = None if which[2] else which[:2]
+        found = (i for i, a in enumerate(self.lane) if a.op is op and (a.part_key == which or a.key == whole))
         return next(found, None)
 
 

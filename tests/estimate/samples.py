@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from bpipe.estimate import Advice, Device, Measurement, Profile, Transformer
-from bpipe.estimate.advise import advise
+from bpipe.estimate.advisor import advise
 from bpipe.estimate.devices import GIB
 
 MODEL = Transformer(num_layers=16, hidden=1024, num_heads=16, sequence=1024, vocabulary=32000, name="small")

@@ -221,14 +221,14 @@ def test_autocast_and_no_grad_of_the_caller() -> None:
 def test_advice_takes_it() -> None:
     one = profile(Block(), torch.randn(1, 16, 32), [1, 2], repeats=1)
     assert Profile.from_json(one.to_json()) == one
-    from bpipe.estimate.advise import advise
+    from bpipe.estimate.advisor import advise
 
     advice = advise(one, num_stages=4, batch=8, memory_bytes=10 * 2**20)
     assert advice.best is not None and {candidate.microbatch_size for candidate in advice.candidates} == {1, 2}
 
 
 def test_advice_refuses_forwards_alone() -> None:
-    from bpipe.estimate.advise import advise
+    from bpipe.estimate.advisor import advise
 
     alone = profile(Block(), torch.randn(1, 16, 32), [1], repeats=1, backward=False)
     with pytest.raises(ConfigurationError, match="only the forward of Block was measured"):

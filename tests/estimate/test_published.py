@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bpipe.estimate import Advice, Candidate, Execution, model_named
-from bpipe.estimate.advise import advise
+from bpipe.estimate.advisor import advise
 from bpipe.estimate.devices import GIB
 from bpipe.estimate.stages import stages_of
 

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 import bpipe.schedules
 from bpipe.errors import ConfigurationError, PlanError
 from bpipe.passes.balance.balance import balance
-from bpipe.plan.action import HOST, SHARDING
+from bpipe.plan.action import HOST, SHARDING, part_keys
 from bpipe.plan.grid import rows
 from bpipe.plan.meter import occupancy
-from bpipe.schedules import Action, Destinations, Op, Plan, Sizes, build, finish, gpipe, one_f_one_b, rules, verify
+from bpipe.schedules import Action, Destinations, Op, Plan, Sizes, build, finish, from_csv, gpipe, one_f_one_b, rules, verify
 from tests.schedules.mutations import ORDERING, STRUCTURAL
 from tests.schedules.strategies import plans
 
@@ -32,7 +32,7 @@ ACTIONS = st.one_of(
     st.builds(Action, st.sampled_from(sorted(SHARDING)), NUMBERS, st.just(0), st.just(0), st.none()),
 )
 # Characters from which almost-actions and almost-plans are made, a digit that is not ASCII among them.
-ALPHABET = "0123456789FBIWSENDRCVLOATUP_@:,-= \n\r\t\"\u0662\u2028\x00"
+ALPHABET = '0123456789FBIWSENDRCVLOATUP_@:,-= \n\r\t"\u0662\u2028\x00'
 
 
 # Actions.
@@ -64,6 +64,13 @@ def test_action_parse_reads_actions_alone(text: str) -> None:
 @pytest.mark.parametrize("text", ["2F0", "2B0", "2I0", "2W0", "2SEND_F0", "2RECV_F0", "2SEND_B0", "2RECV_B0", "2EVICT0", "2LOAD0"])
 def test_actions_are_written_as_the_field_writes_them(text: str) -> None:
     assert str(Action.parse(text)) == text
+
+
+def test_an_action_s_keys() -> None:
+    action = Action.parse("3WAIT_LOAD7.2@1")
+    assert (action.key, action.part_key, action.op_key) == ((3, 7), (3, 7, 2), (Op.WAIT_LOAD, 3, 7))
+    assert (action.identity, action.start_identity) == ((Op.WAIT_LOAD, 3, 7, 2), (Op.LOAD, 3, 7, 2))
+    assert list(part_keys([action])) == [action.part_key]
 
 
 # Plans.
@@ -152,7 +159,7 @@ def test_a_name_that_could_not_be_read_back_is_refused(name: str) -> None:
     with pytest.raises(PlanError, match="is no word"):
         verify(replace(plan, name=name))
     with pytest.raises(PlanError, match="is no word"):
-        Plan.from_csv(plan.to_csv(), name)
+        from_csv(plan.to_csv(), name)
 
 
 def test_no_plan_survives_truncation() -> None:
@@ -208,7 +215,7 @@ def test_csv_round_trip(plan: Plan) -> None:
         with pytest.raises(PlanError, match=r"evicts.*to_text"):
             plan.to_csv()
     else:
-        assert Plan.from_csv(plan.to_csv(), name=plan.name) == replace(plan, slots=(None,) * plan.num_ranks)
+        assert from_csv(plan.to_csv(), name=plan.name) == replace(plan, slots=(None,) * plan.num_ranks)
 
 
 @pytest.mark.parametrize("plan", [to_host(), in_pieces()], ids=["evicts", "computes in pieces"])
@@ -225,7 +232,7 @@ def test_what_torch_writes_is_read(name: str, with_comms: bool) -> None:
 
     lanes = get_schedule_ops(name, 4, 8, with_comms=with_comms and name != "GPipe")
     text = "\n".join(",".join("" if action is None else str(action) for action in lane) for lane in lanes)
-    plan = Plan.from_csv(text, name)
+    plan = from_csv(text, name)
     verify(plan)
     written = [[str(action) for action in lane if action is not None and action.is_compute_op] for lane in lanes]
     assert [[str(action) for action in plan.compute(rank)] for rank in range(4)] == written
@@ -240,7 +247,7 @@ def test_what_torch_writes_is_read(name: str, with_comms: bool) -> None:
 @example('"' + "0" * 200_000)
 def test_damaged_csv_raises_nothing_but_plan_errors(text: str) -> None:
     with suppress(PlanError):
-        verify(Plan.from_csv(text))
+        verify(from_csv(text))
 
 
 # Grids.

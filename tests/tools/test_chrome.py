@@ -25,11 +25,11 @@ from bpipe.schedules import Action, Costs, Destinations, Link, Op, Sizes, build,
 from bpipe.simulator.timeline import Lane, Timeline
 from bpipe.tools.chrome import Origin, lines, save_trace
 from bpipe.tools.chrome_read import load_trace
-from bpipe.tools.chrome_schema import violations
 from bpipe.tools.measured import Measured, merged
 from tests.schedules.sized import sized_plans
 from tests.schedules.strategies import plans
 from tests.tools import perfetto
+from tests.tools.chrome_schema import violations
 from tests.tools.traces import checked
 
 seconds = st.sampled_from([0.0, 1e-9, 1.0]) | st.floats(0, 1e-3) | st.floats(0, 1e4)

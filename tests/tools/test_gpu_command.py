@@ -20,10 +20,10 @@ from bpipe.tools.commands import gpu
 from bpipe.tools.gpu import checkout
 from bpipe.tools.gpu.contenders import PARTS, PLAIN, SLOTS
 from bpipe.tools.gpu.equality import compare
+from bpipe.tools.gpu.issue_page import page
 from bpipe.tools.gpu.memory import Seen
 from bpipe.tools.gpu.model import Size
 from bpipe.tools.gpu.nccl import check, judge
-from bpipe.tools.gpu.page import page
 from bpipe.tools.gpu.runner import LIMITS_S, MOST_S, Ran, run_all, run_one
 from bpipe.tools.gpu.verdict import Outcome, Verdict, judged, not_applicable, public
 
@@ -83,9 +83,7 @@ def test_the_page_names_no_machine_and_no_folder() -> None:
 
 
 @pytest.mark.parametrize("outcome, code", [(Outcome.PASSED, 0), (Outcome.NOT_APPLICABLE, 0), (Outcome.FAILED, 1)])
-def test_the_exit_code_says_whether_one_failed(
-    outcome: Outcome, code: int, capsys: Any, monkeypatch: Any, tmp_path: Path
-) -> None:
+def test_the_exit_code_says_whether_one_failed(outcome: Outcome, code: int, capsys: Any, monkeypatch: Any, tmp_path: Path) -> None:
     ran = [Ran("equality", [Verdict(check="equality", outcome=outcome)], 1.0)]
     monkeypatch.setattr(gpu, "_gpus", lambda: "bpipe on 1 x GPU")
     monkeypatch.setattr(gpu, "run_all", lambda limits_s, size, say: ran)
@@ -161,7 +159,7 @@ def test_what_a_check_raises_is_a_verdict() -> None:
 def test_a_nan_and_another_shape_are_differences() -> None:
     one = torch.ones(3)
     assert compare([one], [one.clone()]).num_differing == 0
-    assert compare([one, one * torch.nan], [one + 0.5, one * torch.nan]) [:2] == (2, 2)
+    assert compare([one, one * torch.nan], [one + 0.5, one * torch.nan])[:2] == (2, 2)
     assert compare([one], [torch.ones(4)]).largest == compare([one], [one, one]).largest == float("inf")
 
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from bpipe.errors import ConfigurationError
 from bpipe.passes.communicate import computations_only
 from bpipe.plan.action import COMPUTE
-from bpipe.plan.activations import activation_peaks
 from bpipe.schedules import Costs, Op, Sizes, Span, StageSizes, Timeline, build, finish, simulate
 from bpipe.simulator.timeline import Holding
 from bpipe.tools import scene as scenes
@@ -63,7 +62,7 @@ def test_budgets_in_bytes_have_a_line_and_static_bytes_count() -> None:
     assert scene.unit == "bytes"
     assert [row.budget for row in scene.panels[0].rows] == list(shown.plan.budgets)
     assert [row.device_peak for row in scene.panels[0].rows] == list(shown.plan.device_peak_bytes)
-    assert [row.peak for row in scene.panels[0].rows] == list(activation_peaks(shown.plan))
+    assert [row.peak for row in scene.panels[0].rows] == list(shown.plan.activation_peak_bytes)
     assert [row.stays for row in scene.panels[0].rows] == list(shown.plan.sizes.static) == [2**29, 2**28, 0, 0]
     assert [row.memory[-1].device_bytes for row in scene.panels[0].rows] == [shown.plan.idle_bytes(rank) for rank in range(4)]
     assert list(scene.layers()) == ["stays", "activations"]

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bpipe.tools.chrome_schema import violations
+from tests.tools.chrome_schema import violations
 
 
 def checked(path: Path) -> dict[str, Any]:

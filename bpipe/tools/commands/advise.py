@@ -13,7 +13,7 @@ from typing import Any
 
 from bpipe.errors import ConfigurationError
 from bpipe.estimate import Profile
-from bpipe.estimate.advise import advise
+from bpipe.estimate.advisor import advise
 from bpipe.estimate.models import model_named, model_names
 from bpipe.estimate.transformer import Transformer
 from bpipe.tools.arguments import nodes_of_pairs, single, whole

@@ -6,13 +6,12 @@ import argparse
 from pathlib import Path
 
 from bpipe.errors import PlanError
-from bpipe.plan.activations import both_peaks
 from bpipe.plan.grid import head
 from bpipe.schedules import verify
 from bpipe.tools.arguments import read_plan
 from bpipe.tools.balancing import told
 from bpipe.tools.result import Result
-from bpipe.tools.summary import unknown_of
+from bpipe.tools.summary import peak_bytes_of, unknown_of
 
 __all__: list[str] = []
 
@@ -37,7 +36,7 @@ def run(args: argparse.Namespace) -> Result:
         return Result(data={"file": str(args.file), "is_sound": False, "error": found}, shown=lambda: [found], exit_code=1)
     count = sum(map(len, (*plan.actions, *plan.served)))
     data = {"file": str(args.file), "is_sound": True, "name": plan.name, "num_actions": count, "peak_slots": plan.peak_slots}
-    data |= {**both_peaks(plan), "budgets": plan.budgets}
+    data |= {**peak_bytes_of(plan), "budgets": plan.budgets}
     said = [*told(plan), *unknown_of(plan, is_balanced_here=False)]
     return Result(
         data=data,

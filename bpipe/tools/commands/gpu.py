@@ -17,7 +17,7 @@ from typing import Any
 
 from bpipe._version import __version__
 from bpipe.errors import ConfigurationError
-from bpipe.tools.gpu.page import page, summary
+from bpipe.tools.gpu.issue_page import page, summary
 from bpipe.tools.gpu.runner import LIMITS_S, Ran, count, run_all
 from bpipe.tools.gpu.verdict import Outcome
 from bpipe.tools.result import Result

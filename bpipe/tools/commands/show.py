@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 
 from bpipe.errors import ConfigurationError
 from bpipe.passes.balance.outcome import unbalanced_peaks
-from bpipe.plan.activations import both_peaks
 from bpipe.plan.grid import head, num_fitting, rows
 from bpipe.schedules import Plan
 from bpipe.tools.arguments import add_budget, add_costs, add_plan, costs_given, costs_of, plan_of, within_budget
 from bpipe.tools.balancing import told
 from bpipe.tools.result import Result
-from bpipe.tools.summary import unknown_of
+from bpipe.tools.summary import peak_bytes_of, unknown_of
 from bpipe.tools.terminal import console
 
 if TYPE_CHECKING:
@@ -77,7 +76,7 @@ def _data(plan: Plan) -> dict[str, object]:
         "slots": plan.slots,
         "peak_slots": plan.peak_slots,
         "budgets": plan.budgets,
-        **both_peaks(plan),
+        **peak_bytes_of(plan),
         "unbalanced_device_peak_bytes": None if plan.sizes is None else unbalanced_peaks(plan),
         "evicted": [len(plan.evicted(rank)) for rank in range(plan.num_ranks)],
         "actions": [" ".join(map(str, lane)) for lane in plan.actions],

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from bpipe.tools.gpu import checkout, environment, equality, memory, nccl
+from bpipe.tools.gpu import checkout, equality, memory, nccl, versions
 from bpipe.tools.gpu.model import Size, make_deterministic
 from bpipe.tools.gpu.verdict import Verdict
 
@@ -22,7 +22,7 @@ def verdicts_of(name: str, size: Size) -> Iterable[Verdict]:
     device = torch.device("cuda", 0)
     match name:
         case "environment":
-            return environment.check()
+            return versions.check()
         case "equality":
             return equality.check(size, device)
         case "memory":

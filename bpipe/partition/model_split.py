@@ -9,7 +9,7 @@ from torch import nn
 
 from bpipe.errors import ConfigurationError
 from bpipe.model.cut import mark
-from bpipe.partition.names import Names
+from bpipe.partition.name_lists import Names
 from bpipe.partition.placeholders import check_kind
 from bpipe.partition.skeleton import skeleton
 
@@ -34,10 +34,10 @@ def split_model(
     Args:
         model: the whole model; it is not changed.
         stages: for each stage the names of its modules, as in torchtitan's `module_fqns_per_model_part`;
-            `bpipe.partition.split.at_cuts` makes such lists from the first layer of each stage. A module that several stages name
-            (tied embeddings) is shared by them. Parameters and buffers of a module that is itself not named may be named: the
-            stages that name them have them; buffers that nobody names are on all stages. Entries of an `nn.ParameterList` or
-            `nn.ParameterDict` that nobody names go with those of a series of modules beside it that has the same entries.
+            `bpipe.partition.model_split.at_cuts` makes such lists from the first layer of each stage. A module that several stages
+            name (tied embeddings) is shared by them. Parameters and buffers of a module that is itself not named may be named: the
+            stages that name them have them; buffers without a name in any list are on all stages. Such entries of an
+            `nn.ParameterList` or `nn.ParameterDict` go with those of a series of modules beside it that has the same entries.
         missing: what stands where a module is missing: "pass" (it returns its first argument), "none" (`None`, which
             torchtitan's models expect), "zero" (a number that changes nothing when added, for embeddings of positions), or a
             dict that says so by name, and "pass" for others.

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpipe.estimate import huang, words
-from bpipe.estimate.advise import advise
+from bpipe.estimate.advisor import advise
+from bpipe.estimate.decision import SMALLEST_GAIN
 from bpipe.estimate.devices import GIB
-from bpipe.estimate.verdict import SMALLEST_GAIN
 from tests.estimate.samples import DEVICE, MODEL, ONE, SETUP, STAGE, between, first_line, stage
 
 APART, TOGETHER = [0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 0, 0]

@@ -6,16 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from bpipe.errors import ConfigurationError
-from bpipe.estimate import arguments, huang
+from bpipe.estimate import advise_inputs, huang
 from bpipe.estimate.advice import Advice, Candidate, gb_per_s, gib
+from bpipe.estimate.candidates import SCHEDULES
+from bpipe.estimate.checks import check_count, check_positive
+from bpipe.estimate.decision import verdict_on
 from bpipe.estimate.devices import Device, is_named
 from bpipe.estimate.evaluate import Evaluator, Progress, finite
 from bpipe.estimate.execution import RECOMPUTATIONS, Execution
 from bpipe.estimate.measurement import Profile
-from bpipe.estimate.names import check_count, check_positive
-from bpipe.estimate.static import DEFAULT_BYTES_PER_PARAMETER
+from bpipe.estimate.state_bytes import DEFAULT_BYTES_PER_PARAMETER
 from bpipe.estimate.transformer import Transformer
-from bpipe.estimate.verdict import verdict_on
 from bpipe.estimate.workload import MeasuredWorkload, ModelWorkload, Workload
 
 __all__ = ["advise"]
@@ -83,7 +84,7 @@ def advise(
             512, so they are tried only with recomputations with which no larger size fits plain.
         efficiency: the share of the device's peak that one stage reaches, a number or one for each microbatch size; it decides
             whether a larger microbatch pays. Default: 0.45, an assumption that the verdict mentions.
-        bytes_per_parameter: see `bpipe.estimate.static`; default: 18, or what was measured and Adam's states.
+        bytes_per_parameter: see `bpipe.estimate.state_bytes`; default: 18, or what was measured and Adam's states.
         layers: layers of each stage; default: as even as possible.
         link: between ranks of a node, a name ("nvlink3", "pcie4") or bytes per second and direction; default: the device's.
         cross_link: between nodes, which needs `nodes`; default: `link`.
@@ -104,31 +105,31 @@ def advise(
     check_count("tensor_parallel", tensor_parallel)
     if bytes_per_parameter is not None:
         check_positive("bytes_per_parameter", bytes_per_parameter, most=1024)
-    found, profiles = arguments.device_of(device), arguments.profiles_in(model)
-    stages = arguments.stages_of(num_stages, len(profiles))
-    memory, reserved = arguments.memory_of(found, memory_bytes, reserved_bytes)
-    links = arguments.links_of(found, link, cross_link, nodes, stages)
+    found, profiles = advise_inputs.device_of(device), advise_inputs.profiles_in(model)
+    stages = advise_inputs.stages_of(num_stages, len(profiles))
+    memory, reserved = advise_inputs.memory_of(found, memory_bytes, reserved_bytes)
+    links = advise_inputs.links_of(found, link, cross_link, nodes, stages)
     workload: Workload
     if profiles:
         said = {"attention": attention, "precision": precision} if (attention, precision) != ("flash", "bf16") else {}
-        arguments.refuse_for_profiles(efficiency=efficiency, layers=layers, sequence=sequence, **said)
+        advise_inputs.refuse_for_profiles(efficiency=efficiency, layers=layers, sequence=sequence, **said)
         workload = MeasuredWorkload(profiles=profiles, bytes_per_parameter=bytes_per_parameter, links=links)
     else:
         execution = Execution(
             attention=attention, tensor_parallel=tensor_parallel, sequence_parallel=sequence_parallel, precision=precision
         )
         workload = ModelWorkload(
-            model=_with_sequence(arguments.transformer_of(model), sequence),
+            model=_with_sequence(advise_inputs.transformer_of(model), sequence),
             execution=execution,
-            recomputations=arguments.recomputations_of(recomputations, execution.attention),
+            recomputations=advise_inputs.recomputations_of(recomputations, execution.attention),
             device=_computing(found, execution.precision),
-            efficiency=None if efficiency is None else arguments.efficiency_of(efficiency),
+            efficiency=None if efficiency is None else advise_inputs.efficiency_of(efficiency),
             bytes_per_parameter=bytes_per_parameter or DEFAULT_BYTES_PER_PARAMETER,
             links=links,
-            layers=None if layers is None else arguments.series("layers", layers),
+            layers=None if layers is None else advise_inputs.series("layers", layers),
         )
-    batches = arguments.batches_of(batch, stages, tensor_parallel, num_devices)
-    sizes = {p: arguments.sizes_of(microbatch_sizes, batches[p], workload.microbatch_sizes) for p in stages}
+    batches = advise_inputs.batches_of(batch, stages, tensor_parallel, num_devices)
+    sizes = {p: advise_inputs.sizes_of(microbatch_sizes, batches[p], workload.microbatch_sizes) for p in stages}
     title = (
         f"{workload.name}{_where(found, stages, tensor_parallel)}, {batch} sequences a step, {gib(memory)} GiB a device "
         f"of which {gib(reserved)} are set aside, links of {gb_per_s(links.link.bytes_per_s)}"
@@ -152,8 +153,14 @@ def _advice(title: str, evaluator: Evaluator, candidates: tuple[Candidate, ...])
         memory_bytes=evaluator.memory_bytes,
         reserved_bytes=evaluator.reserved_bytes,
         link_bytes_per_s=finite(workload.links.link.bytes_per_s),
-        assumptions=(*workload.assumptions, *ASSUMPTIONS),
+        assumptions=(*workload.assumptions, *ASSUMPTIONS, *_added(candidates)),
     )
+
+
+def _added(candidates: Sequence[Candidate]) -> list[str]:
+    """Return a line that names the ranked schedules that are not bpipe's own."""
+    added = dict.fromkeys(one.schedule for one in candidates if one.schedule not in SCHEDULES)
+    return [f"Ranked too, because they are registered: {', '.join(added)}."] if added else []
 
 
 def _with_sequence(model: Transformer, sequence: int | None) -> Transformer:

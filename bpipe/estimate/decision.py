@@ -9,11 +9,12 @@ from math import inf
 from bpipe.estimate import words
 from bpipe.estimate.advice import Candidate, best_of
 from bpipe.estimate.evaluate import Evaluator
-from bpipe.estimate.faster import breaks_even, fastest
 from bpipe.estimate.huang import Estimate
 
 __all__: list[str] = []
 
+HALVINGS = 8  # of an octave: 1 part in 250
+FIRST_BYTES_PER_S, MOST_BYTES_PER_S = 1e9, 1e16
 SMALLEST_GAIN = 0.01  # a step's difference below this counts as none: the model is no more accurate than that
 
 
@@ -47,22 +48,22 @@ def verdict_on(candidates: Sequence[Candidate], evaluator: Evaluator) -> Verdict
     unlocked = [one for one in balanced if _microbatches(one) not in fits_plain]
     if not unlocked:
         return Verdict(decision="no need", text=words.not_needed(plain))
-    return _dont(plain, _alike(unlocked, fastest(evaluator, unlocked, inf)[0]), evaluator)
+    return _dont(plain, _alike(unlocked, _fastest(evaluator, unlocked, inf)[0]), evaluator)
 
 
 def _balance(plain: Sequence[Candidate], balanced: Sequence[Candidate], evaluator: Evaluator) -> Verdict:
     """Advise to balance: the first balanced candidate is faster over the given link; the others run the same microbatches."""
-    even = breaks_even(evaluator, plain[:1], balanced)
+    even = _breaks_even(evaluator, plain[:1], balanced)
     first = words.balance(plain[0], balanced[0], even)
     return _verdict("balance", first, plain, balanced[0], evaluator, even)
 
 
 def _dont(plain: Sequence[Candidate], balanced: Sequence[Candidate], evaluator: Evaluator) -> Verdict:
     """Advise not to balance: none is faster over the given link; the first balanced candidate is the best over an unlimited one."""
-    rival, rival_s = fastest(evaluator, plain, inf)
+    rival, rival_s = _fastest(evaluator, plain, inf)
     ideal_gain, even = rival_s / evaluator.step_s(balanced[0], inf) - 1, None
     if ideal_gain > SMALLEST_GAIN:
-        even = breaks_even(evaluator, [plain[0], *[rival] * (rival is not plain[0])], balanced)
+        even = _breaks_even(evaluator, [plain[0], *[rival] * (rival is not plain[0])], balanced)
     first = words.dont(plain[0], balanced[0])
     if even is not None:
         first = words.slow_link(plain[0], balanced[0], evaluator.link_bytes_per_s, ideal_gain, even)
@@ -89,3 +90,29 @@ def _microbatches(one: Candidate) -> tuple[int, int, str]:
 def _alike(candidates: Sequence[Candidate], like: Candidate) -> list[Candidate]:
     """Return a candidate, and those that run the same microbatches."""
     return [like, *(one for one in candidates if one is not like and _microbatches(one) == _microbatches(like))]
+
+
+def _fastest(evaluator: Evaluator, candidates: Sequence[Candidate], bytes_per_s: float) -> tuple[Candidate, float]:
+    """Return the fastest candidate over a link, and the seconds of its step; of equally fast ones, the first."""
+    steps = [evaluator.step_s(one, bytes_per_s) for one in candidates]
+    return candidates[steps.index(min(steps))], min(steps)
+
+
+def _breaks_even(evaluator: Evaluator, plain: Sequence[Candidate], balanced: Sequence[Candidate]) -> float | None:
+    """Find the least bandwidth at which one of the balanced candidates takes no longer than any plain one, over the same link."""
+
+    def pays(bytes_per_s: float) -> bool:
+        return _fastest(evaluator, balanced, bytes_per_s)[1] <= _fastest(evaluator, plain, bytes_per_s)[1]
+
+    high = balanced[0].hides_at_bytes_per_s or FIRST_BYTES_PER_S
+    while not pays(high):
+        high *= 2
+        if high > MOST_BYTES_PER_S:
+            return None
+    low = high / 2
+    while low > 1 and pays(low):
+        low, high = low / 2, low
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if pays(middle) else (middle, high)
+    return high

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bpipe.errors import ConfigurationError
-from bpipe.estimate.static import DEFAULT_BYTES_PER_PARAMETER, bytes_per_parameter
+from bpipe.estimate.state_bytes import DEFAULT_BYTES_PER_PARAMETER, bytes_per_parameter
 
 
 def test_published() -> None:

@@ -7,11 +7,11 @@ from math import inf
 from typing import Any
 
 from bpipe.errors import ConfigurationError
+from bpipe.estimate.checks import check_count, check_positive, lookup
 from bpipe.estimate.devices import Device, device_named, link_named
 from bpipe.estimate.execution import RECOMPUTATIONS
 from bpipe.estimate.measurement import Profile
 from bpipe.estimate.models import model_named
-from bpipe.estimate.names import check_count, check_positive, lookup
 from bpipe.estimate.transformer import Transformer
 from bpipe.estimate.workload import Links
 from bpipe.simulator.costs import Link

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-__all__ = ["violations"]
-
 Event = Mapping[str, Any]
 Check = Callable[[object], bool]
 
@@ -23,10 +21,6 @@ def violations(trace: object) -> list[str]:
 
     Args:
         trace: the parsed file, in the format's object form.
-
-    Example:
-        >>> violations({"traceEvents": [{"ph": "X", "name": "F", "pid": 1, "tid": 1, "ts": 0, "args": {}}]})
-        ["event 0: a 'X' event has no 'dur'"]
     """
     if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         return ["a trace is an object with a list traceEvents"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from bpipe.estimate.checks import check_count, lookup
 from bpipe.estimate.execution import VALUE_BYTES
-from bpipe.estimate.names import check_count, lookup
 
 __all__ = ["bytes_per_parameter"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bpipe.errors import ConfigurationError
-from bpipe.estimate.names import check_count, check_positive, lookup
+from bpipe.estimate.checks import check_count, check_positive, lookup
 
 TABLE = {"gpt3-96b": 1, "llama-65b": 2}
 

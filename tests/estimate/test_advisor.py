@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bpipe.errors import ConfigurationError
-from bpipe.estimate.advise import advise
+from bpipe.estimate.advisor import advise
 from bpipe.estimate.devices import GIB, device_named
 from bpipe.schedules import build, rules
 from tests.estimate.samples import MODEL, SETUP, STAGE, between, first_line, stage
@@ -225,7 +225,7 @@ def test_precision_of_a_device_of_ones_own() -> None:
 
 def test_no_torch_is_needed() -> None:
     code = (
-        "import sys; from bpipe.estimate.advise import advise; import bpipe.estimate\n"
+        "import sys; from bpipe.estimate.advisor import advise; import bpipe.estimate\n"
         "advise('gpt2', batch=8, num_stages=4, device='a100-80gb')\n"
         "assert 'torch' not in sys.modules"
     )

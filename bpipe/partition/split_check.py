@@ -44,7 +44,7 @@ def check_split(model: nn.Module, parts: Sequence[nn.Module], *args: Any, **kwar
         ConfigurationError: there are no stages, or parameters are on the meta device, where nothing has a value.
 
     Example:
-        >>> from bpipe.partition.split import split_model
+        >>> from bpipe.partition.model_split import split_model
         >>> model = nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 2))
         >>> check_split(model, split_model(model, [["0", "1"], ["2"]]), torch.randn(3, 2))
     """

@@ -1,0 +1,191 @@
+"""What a plan says, and what follows from it: who computes and moves what, and how much memory that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from bpipe.errors import PlanError
+from bpipe.plan.action import COMPUTE, HOST, MIRROR, POSTS, Action, Channel, MicrobatchKey, Op
+from bpipe.plan.meter import SLOTS, Amount, Meter, bytes_meter, occupancy, slot
+from bpipe.plan.rooms import reserve
+from bpipe.plan.sizes import Sizes
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanData:
+    """The fields of a `Plan`, whose docstring explains them, and what can be read off them.
+
+    A plan is written and drawn by functions of this class, so that `Plan` can have them as methods without a circle of imports.
+    """
+
+    name: str
+    num_microbatches: int
+    stage_ranks: tuple[int, ...]
+    actions: tuple[tuple[Action, ...], ...]
+    served: tuple[tuple[Action, ...], ...]
+    slots: tuple[int | None, ...]
+    sizes: Sizes | None = None
+    budgets: tuple[int | None, ...] | None = None
+    has_backward: bool = True
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages on all ranks together."""
+        return len(self.stage_ranks)
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks, p."""
+        return len(self.actions)
+
+    def num_parts(self, stage: int) -> int:
+        """Return how many parts of a stage's microbatch can move by themselves."""
+        return 0 if self.sizes is None else len(self.sizes.stages[stage].parts)
+
+    def compute(self, rank: int) -> list[Action]:
+        """Return the forwards and backwards of a rank in order, those in pieces as whole ones."""
+        whole = (a._replace(part=0) if a.part else a for a in self.actions[rank] if a.op in COMPUTE and not self.goes_on(a))
+        return list(whole)
+
+    def goes_on(self, action: Action) -> bool:
+        """Return whether a computation goes on with one that has begun: a forward begins with part 1, a backward with the last."""
+        return action.part > 1 if action.op is Op.F else action.part not in (0, self.num_parts(action.stage))
+
+    def ends(self, action: Action) -> bool:
+        """Return whether a computation is whole or a last piece: a forward ends with the last part, a backward with part 1."""
+        return action.part in (0, self.num_parts(action.stage)) if action.op is Op.F else action.part < 2
+
+    def chains(self, rank: int) -> dict[int, tuple[Action, ...]]:
+        """Return the acceptor's lane of a rank as one chain for each evictor that it serves."""
+        peers = sorted({action.peer for action in self.served[rank] if action.peer is not None})
+        return {peer: tuple(a for a in self.served[rank] if a.peer == peer) for peer in peers}
+
+    def host_chain(self, rank: int) -> tuple[Action, ...]:
+        """Return what a rank's host would do if it were an acceptor with a lane of its own."""
+        return tuple(a._replace(op=MIRROR[a.op]) for a in self.actions[rank] if a.peer == HOST)
+
+    def rooms(self, rank: int, size: Amount = slot) -> dict[int, tuple[int, ...]]:
+        """Return what a rank reserves for each evictor that it serves: a room for each guest that it keeps at once.
+
+        Args:
+            rank: the acceptor.
+            size: what a guest takes; default: a slot.
+
+        Returns:
+            By evictor, the size of each room.
+        """
+        return {peer: reserve(chain, size).sizes for peer, chain in self.chains(rank).items()}
+
+    def meter(self) -> Meter:
+        """Return the meter that counts the plan's memory: in bytes where it has sizes, else in slots."""
+        return SLOTS if self.sizes is None else bytes_meter(self.sizes, self.stage_ranks)
+
+    def activations_meter(self) -> Meter:
+        """Return the meter that counts only what microbatches save, without messages, in bytes.
+
+        Raises:
+            PlanError: the plan has no sizes.
+        """
+        sizes = self._sized()
+        return bytes_meter(replace(sizes, stages=tuple(stage.without_messages() for stage in sizes.stages)), self.stage_ranks)
+
+    @property
+    def peak_slots(self) -> tuple[int, ...]:
+        """The most slots each rank occupies: its own microbatches and the rooms it reserves for guests.
+
+        A forward takes its slot when it starts, a backward gives it back when it ends, and a transfer in flight counts
+        at both ends.
+        """
+        own = (max(occupancy(actions), default=0) for actions in self.actions)
+        return tuple(peak + sum(map(len, self.rooms(rank).values())) for rank, peak in enumerate(own))
+
+    @property
+    def device_peak_bytes(self) -> tuple[int, ...]:
+        """The peak bytes of each rank's device: static bytes, microbatches and messages, and its rooms for guests.
+
+        Raises:
+            PlanError: the plan has no sizes, or not those of its stages, parts and ranks.
+        """
+        with looking_up(self):
+            return tuple(
+                self.idle_bytes(rank) + max(occupancy(self.actions[rank], self.meter()), default=0)
+                for rank in range(self.num_ranks)
+            )
+
+    @property
+    def activation_peak_bytes(self) -> tuple[int, ...]:
+        """The peak bytes of activations on each rank: saved by its microbatches, and its rooms for those of others.
+
+        Raises:
+            PlanError: the plan has no sizes.
+        """
+        meter = self.activations_meter()
+        own = (max(occupancy(actions, meter), default=0) for actions in self.actions)
+        return tuple(peak + self.room_bytes(rank) for rank, peak in enumerate(own))
+
+    def idle_bytes(self, rank: int) -> int:
+        """Return the bytes that a rank occupies without any microbatch of its own: static bytes, and its rooms for guests.
+
+        Raises:
+            PlanError: the plan has no sizes.
+        """
+        return self._sized().static[rank] + self.room_bytes(rank)
+
+    def room_bytes(self, rank: int) -> int:
+        """Return the bytes of the rooms that a rank reserves for guests.
+
+        Raises:
+            PlanError: the plan has no sizes.
+        """
+        return sum(map(sum, self.rooms(rank, self._sized().moved).values()))
+
+    def host_bytes(self, rank: int) -> int:
+        """Return the most bytes that a rank's evictions keep in its host's memory.
+
+        Raises:
+            PlanError: the plan has no sizes, or not those of its stages and parts.
+        """
+        with looking_up(self):
+            return sum(reserve(self.host_chain(rank), self._sized().moved).sizes)
+
+    def _sized(self) -> Sizes:
+        if self.sizes is None:
+            raise PlanError(f"plan {self.name!r} has no sizes: it counts slots")
+        return self.sizes
+
+    def channels(self) -> list[Channel]:
+        """Return the channels that the plan uses, in the same order on all ranks."""
+        lanes = [(rank, lane) for lanes in (self.actions, self.served) for rank, lane in enumerate(lanes)]
+        return sorted({a.channel(rank) for rank, lane in lanes for a in lane if a.op in POSTS and a.peer != HOST})
+
+    def evicted(self, rank: int) -> list[MicrobatchKey]:
+        """Return the (stage, microbatch) pairs of which a rank evicts all or parts, in the order of their first eviction."""
+        return list(dict.fromkeys(a.key for a in self.actions[rank] if a.op is Op.EVICT))
+
+    def recomputed(self, rank: int) -> set[MicrobatchKey]:
+        """Return the (stage, microbatch) pairs whose forward runs twice on a rank: the first forward keeps only its input."""
+        return {action.key for action in self.actions[rank] if action.op is Op.R}
+
+    def interrupted(self, rank: int) -> set[MicrobatchKey]:
+        """Return the (stage, microbatch) pairs for which a rank does something between two pieces of the forward or backward."""
+        running: Action | None = None
+        found: set[MicrobatchKey] = set()
+        for action in self.actions[rank]:
+            if action.op in COMPUTE:
+                running = action if action.part and not self.ends(action) else None
+            elif running is not None:
+                found.add(running.key)
+        return found
+
+
+@contextmanager
+def looking_up(plan: PlanData) -> Iterator[None]:
+    """Raise a PlanError where an unverified plan names something that cannot be found."""
+    try:
+        yield
+    except LookupError as error:
+        raise PlanError(f"plan {plan.name!r} names what it does not have, and verify() says where: {error}") from error

@@ -1,0 +1,55 @@
+"""Compare what a rule says of its memory and its bubble with its plans."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fractions import Fraction
+
+from bpipe.errors import PlanError
+from bpipe.plan.plan import Plan
+from bpipe.schedules.by_name import plan_by
+from bpipe.schedules.rule import Rule
+from bpipe.simulator.costs import Costs
+from bpipe.simulator.simulation import simulate
+
+__all__ = ["check_rule"]
+
+TOLERANCE = 1e-9
+
+
+def check_rule(rule: Rule, num_ranks: int, num_microbatches: int) -> Plan:
+    """Build a rule's plan, prove it, and compare its memory and its bubble with the rule's `peak` and `bubble`.
+
+    The peak has to be exact on the fullest rank, and enough on the others; the bubble has to be exact where a stage's forward and
+    each half of its backward take the same time, or enough if `bubble_text` says "at most".
+
+    Args:
+        rule: registered or not.
+        num_ranks: p.
+        num_microbatches: m.
+
+    Returns:
+        The plan.
+
+    Raises:
+        PlanError: the plan breaks a rule of the verifier, or a formula differs from it; the message has both numbers.
+        ConfigurationError: the rule does not take these numbers.
+    """
+    stages_per_rank = rule.default_stages_per_rank
+    plan = plan_by(rule, num_ranks * stages_per_rank, num_microbatches, num_ranks=num_ranks)
+    sizes = (num_ranks, num_microbatches, stages_per_rank)
+    at = f"rule {rule.name!r} with p = {num_ranks} and m = {num_microbatches}"
+    if rule.peak is not None:
+        said = [rule.peak(*sizes, rank) * stages_per_rank for rank in range(num_ranks)]
+        if max(plan.peak_slots) != max(said) or any(found > most for found, most in zip(plan.peak_slots, said)):
+            raise PlanError(f"{at}: its peaks are {_numbers(plan.peak_slots)} slots, and its formula says {_numbers(said)}")
+    if rule.bubble is not None:
+        told = rule.bubble(*sizes, *[float(stages_per_rank)] * 3)
+        found = simulate(plan, Costs(forward_s=1.0, backward_s=2.0)).bubble_s(0)
+        if found > told + TOLERANCE or (found < told - TOLERANCE and "at most" not in rule.bubble_text):
+            raise PlanError(f"{at}: its bubble is {found:g} forwards of a stage, and its formula says {told:g}")
+    return plan
+
+
+def _numbers(values: Iterable[Fraction | int]) -> str:
+    return " ".join(f"{float(value):g}" for value in values)

@@ -1,0 +1,52 @@
+"""Read the schedules that torch.distributed.pipelining writes as CSV; `Plan.to_csv` writes them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+
+from bpipe.errors import PlanError
+from bpipe.passes.communicate import communicate
+from bpipe.plan.action import COMPUTE, Action, Op
+from bpipe.plan.plan import Plan
+from bpipe.plan.text import wrong_with_name
+
+__all__ = ["from_csv"]
+
+SHARDING = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)")  # torch writes it; FSDP does it by itself where nothing says when
+
+
+def from_csv(text: str, name: str = "csv") -> Plan:
+    """Read the CSV of a schedule: keep the order of its computations, and place transfers and their completions again.
+
+    Raises:
+        PlanError: the text is not such a CSV, or its order of computations is not a pipeline schedule.
+
+    Example:
+        >>> plan = from_csv("0F0,0F1,0B0,0B1\\n1F0,1B0,1F1,1B1", name="mine")
+        >>> [str(action) for action in plan.actions[1]][:3]
+        ['1RECV_F0', '1WAIT_RECV_F0', '1F0']
+    """
+    if wrong := wrong_with_name(name):
+        raise PlanError(wrong)
+    try:
+        cells = list(csv.reader(io.StringIO(text)))
+    except csv.Error as error:
+        raise PlanError(f"no schedule: the text is no CSV, {error}") from error
+    rows = [[Action.parse(cell) for cell in row if cell.strip() and not SHARDING.fullmatch(cell.strip())] for row in cells]
+    lanes = tuple(tuple(action for action in row if action.op in COMPUTE) for row in rows)
+    owners = {action.stage: rank for rank, lane in enumerate(lanes) for action in lane}
+    if sorted(owners) != list(range(len(owners))) or not owners:
+        raise PlanError(f"no schedule: stages {sorted(owners)} have computations, expected 0 to {max(owners, default=0)}")
+    return communicate(
+        Plan(
+            name=name,
+            num_microbatches=1 + max(action.microbatch for lane in lanes for action in lane),
+            stage_ranks=tuple(owners[stage] for stage in range(len(owners))),
+            actions=lanes,
+            served=((),) * len(lanes),
+            slots=(None,) * len(lanes),
+            has_backward=any(action.op is not Op.F for lane in lanes for action in lane),
+        )
+    )
