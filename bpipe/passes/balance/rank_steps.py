@@ -110,10 +110,7 @@ def steps_of(plan: Plan) -> list[RankSteps]:
     lanes = [plan.compute(rank) for rank in range(plan.num_ranks)]
     begins = clock(lanes, plan.num_stages)
     moments = Moments(plan.num_stages, num_microbatches_of(lanes, plan.num_stages))
-    for lane, starts in zip(lanes, begins):
-        for action, start in zip(lane, starts):
-            if action[0] is Op.F:
-                moments[action[:3]] = start
+    moments.record(lanes, begins)
     static = (0,) * plan.num_ranks if plan.sizes is None else plan.sizes.static
     with_messages = plan if plan.sizes is None else communicate(plan)
     return [
@@ -133,7 +130,7 @@ class _Arrivals:
         stage, microbatch = which
         if stage + 1 == len(self._ranks):
             return 0
-        moment = self._moments[Op.F, stage + 1, microbatch]
+        moment = self._moments.of(Op.F, stage + 1)[microbatch]
         return bisect_right(self._begins, moment - (self._ranks[stage + 1] < self._rank))
 
 
