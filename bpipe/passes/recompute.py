@@ -17,8 +17,8 @@ from heapq import heappop, heappush
 
 from bpipe.errors import BudgetError, ConfigurationError
 from bpipe.passes.balance.balance import default_slots
-from bpipe.passes.balance.problem import FINENESS, Budgets, checked, raised, refusal
 from bpipe.passes.communicate import communicate, computations_only
+from bpipe.passes.fit import Budgets, checked, raised, refusal, smallest
 from bpipe.plan.action import BACKWARD, Action, Op
 from bpipe.plan.meter import Amount, Amounts, Meter
 from bpipe.plan.plan import Plan
@@ -61,15 +61,15 @@ def recompute(
         raise ConfigurationError("give slots=, or sizes= and budgets=")
     if sizes is not None:
         sizes.check(plan.num_stages, plan.num_ranks)
-    problem = _Problem(replace(computations_only(plan), sizes=sizes))
+    search = _RecomputeSearch(replace(computations_only(plan), sizes=sizes))
     given = slots if sizes is None else budgets
     if given is None:
-        lowest = problem.lowest((0,) * plan.num_ranks)
+        lowest = search.lowest((0,) * plan.num_ranks)
         return replace(lowest, budgets=(max(_peaks(lowest)),) * plan.num_ranks)
     each = checked(given, plan.num_ranks, "slots" if sizes is None else "budgets")
-    found = problem.within(each)
+    found = search.within(each)
     if found is None:
-        raise problem.refusal(each)
+        raise search.refusal(each)
     return found
 
 
@@ -81,11 +81,11 @@ def recompute_by_count(plan: Plan) -> Plan:
     if plan.num_stages == plan.num_ranks:
         with suppress(BudgetError):
             return recompute(plan, slots=default_slots(plan.num_stages))
-    lowest = _Problem(replace(computations_only(plan), sizes=None)).lowest((0,) * plan.num_ranks)
+    lowest = _RecomputeSearch(replace(computations_only(plan), sizes=None)).lowest((0,) * plan.num_ranks)
     return replace(lowest, slots=(max(lowest.peak_slots),) * plan.num_ranks)
 
 
-class _Problem:
+class _RecomputeSearch:
     """A plan of computations, to be kept within budgets."""
 
     def __init__(self, plan: Plan) -> None:
@@ -110,14 +110,14 @@ class _Problem:
     def lowest(self, budgets: Budgets) -> Plan:
         """Return the plan within the lowest budgets that can be met: these, all raised by the same amount."""
         highest = max(_peaks(self.plan))
-        too_few, enough = 0, highest
-        best = self.within(raised(budgets, enough))
-        assert best is not None, "with its own peak for a budget, a plan needs nothing"
-        while enough - too_few > max(1, highest // FINENESS):
-            middle = (too_few + enough) // 2
-            found = self.within(raised(budgets, middle))
-            best, too_few, enough = (best, middle, enough) if found is None else (found, too_few, middle)
-        return best
+        enough = self.within(raised(budgets, highest))
+        assert enough is not None, "with its own peak for a budget, a plan needs nothing"
+
+        def attempt(more: int) -> tuple[int, Plan] | None:
+            found = self.within(raised(budgets, more))
+            return None if found is None else (more, found)
+
+        return smallest(attempt, 1, (highest, enough), highest)[1]
 
     def refusal(self, given: Budgets) -> BudgetError:
         """Return the error for budgets that cannot be met."""
@@ -148,18 +148,18 @@ class _Rank:
 
     def chosen(self, limit: int | None) -> set[Which] | None:
         """Choose what to recompute: whenever the limit is exceeded, what is needed last. Return None if that is not enough."""
-        sweep = _Sweep(self._meter, self._static, limit)
+        greedy = _GreedyRecompute(self._meter, self._static, limit)
         for action in self._lane:
             if action.op is Op.F and action.stage in self._free and action[1:3] in self._backward:
-                sweep.offer(action[1:3], self._backward[action[1:3]])
-            again = [Action(Op.R, *action[1:3])] if action.op in BACKWARD and action[1:3] in sweep.chosen else []
-            if not all(sweep.run(one) for one in (*again, action)):
+                greedy.offer(action[1:3], self._backward[action[1:3]])
+            again = [Action(Op.R, *action[1:3])] if action.op in BACKWARD and action[1:3] in greedy.chosen else []
+            if not all(greedy.run(one) for one in (*again, action)):
                 return None
-        return sweep.chosen
+        return greedy.chosen
 
 
-class _Sweep:
-    """One pass over a rank's actions. Each microbatch is counted both ways, so that it can be chosen later."""
+class _GreedyRecompute:
+    """One run over a rank's actions. Each microbatch is counted both ways, so that it can be chosen later."""
 
     def __init__(self, meter: Meter, static: int, limit: int | None) -> None:
         self.chosen: set[Which] = set()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bpipe.errors import BudgetError, ConfigurationError, PlanError
 from bpipe.passes.balance.balance import balance, level
-from bpipe.passes.balance.problem import FINENESS
+from bpipe.passes.fit import FINENESS
 from bpipe.schedules import Costs, Destinations, Plan, Sizes, build, finish, verify
 from tests.schedules.mutations import ORDERING, STRUCTURAL, Mutation, refused, size_changed
 from tests.schedules.replay import occupied, occupied_bytes, replay
