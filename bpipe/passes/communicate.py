@@ -201,9 +201,10 @@ class _Lane:
                 yield index, send, due if send[0] is backward else min(due, latest.get(self.steps[index][1:3], end))
 
 
-def without_transfers(plan: Plan) -> Plan:
+def without_transfers(plan: Plan, *, keeps_recomputed: bool = False) -> Plan:
     """Return a plan without its transfers, recomputations and budgets, pieces of computations kept: where a balance pass starts."""
-    lanes = tuple(tuple(a for a in lane if a.op in KEPT) for lane in plan.actions)
+    kept = KEPT | {Op.R} if keeps_recomputed else KEPT
+    lanes = tuple(tuple(a for a in lane if a.op in kept) for lane in plan.actions)
     return replace(plan, actions=lanes, served=((),) * plan.num_ranks, slots=(None,) * plan.num_ranks, budgets=None)
 
 

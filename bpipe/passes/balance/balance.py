@@ -18,7 +18,7 @@ from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import Sizes
 from bpipe.simulator.costs import Costs
 
-__all__ = ["balance", "level"]
+__all__ = ["balance", "minimize_peak"]
 
 
 def default_slots(num_stages: int) -> int:
@@ -71,7 +71,7 @@ def balance(
     return problem.balanced(_cheaper(problem, given, solution), given)
 
 
-def level(plan: Plan, sizes: Sizes, *, to: Destinations | None = None, costs: Costs | None = None) -> Plan:
+def minimize_peak(plan: Plan, sizes: Sizes, *, to: Destinations | None = None, costs: Costs | None = None) -> Plan:
     """Balance a plan to the lowest maximum peak in bytes that the pass reaches, moving as few bytes as possible.
 
     Returns:

@@ -51,16 +51,26 @@ class Problem:
         to: who may take guests.
         costs: how long computations and transfers take, if known.
         rule: "fewest" or "eager".
+        keeps_recomputed: whether what the plan recomputes stays so; default: the pass decides again, and recomputes nothing.
 
     Raises:
         ConfigurationError: sizes, destinations or costs do not fit the plan.
     """
 
-    def __init__(self, plan: Plan, sizes: Sizes | None, to: Destinations, costs: Costs | None, rule: Choice) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        sizes: Sizes | None,
+        to: Destinations,
+        costs: Costs | None,
+        rule: Choice,
+        *,
+        keeps_recomputed: bool = False,
+    ) -> None:
         to.check(plan.num_ranks)
         if sizes is not None:
             sizes.check(plan.num_stages, plan.num_ranks)
-        self.plan = replace(without_transfers(plan), sizes=sizes)
+        self.plan = replace(without_transfers(plan, keeps_recomputed=keeps_recomputed), sizes=sizes)
         self.to, self.is_timed, self.rule = to, costs is not None, rule
         ranks = steps_of(self.plan)
         self.peaks = [rank.peak for rank in ranks]  # without evictions

@@ -55,6 +55,7 @@ class RankSteps:
         self.steps: list[Action | None] = []  # the computations in order; None for an idle step
         self.level: list[int] = []  # what the rank occupies during each step
         self._plan, self._static, self._arrives = plan, static, arrives
+        self._recomputed = plan.recomputed(rank)
         self._boundaries: list[int] = []  # the step at which the boundary before each whole computation begins
         for action, occupied in zip((action for action in self.actions if action.op in COMPUTE), level):
             if not plan.goes_on(action):
@@ -91,8 +92,13 @@ class RankSteps:
         return Stay(saved, max(arrived, saved + 2), needed)
 
     def parts_of(self, action: Action) -> list[Part]:
-        """Return the parts that a forward saves (none before its last piece), or that a backward needs (a piece only its own)."""
+        """Return the parts that a forward saves (none before its last piece), or that a backward needs (a piece only its own).
+
+        What is recomputed has none that could move: its first forward keeps the input alone.
+        """
         _, stage, microbatch, part, _ = action
+        if (stage, microbatch) in self._recomputed:
+            return []
         if part and action.op is not Op.F:
             return [(stage, microbatch, part if self._plan.num_parts(stage) > 1 else 0)]
         if action.op is Op.F and not self._plan.ends(action):
