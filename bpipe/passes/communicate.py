@@ -14,28 +14,44 @@ projections of that order, so they cannot deadlock; `verify` proves it of the re
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from bpipe.errors import PlanError
 from bpipe.plan.action import BACKWARD, COMPUTE, SHARDING, WAIT_OF, Action, Op
-from bpipe.plan.order import RESULT, Moments, clock, num_microbatches_of
+from bpipe.plan.order import Moments, clock, num_microbatches_of
 from bpipe.plan.plan import Plan
 
 __all__: list[str] = []
 
 KEPT = (COMPUTE - {Op.R}) | SHARDING  # by a pass that decides again what moves and what is recomputed
 
-Moment = tuple[int, int]  # place in the global order: (time, rank)
+
+class _Route(NamedTuple):
+    """Where the input of each microbatch of a computation comes from, or its result goes to.
+
+    Args:
+        op, wait: the transfer and its completion.
+        peer: the rank at the other end.
+        times: when the computation at the other end begins, by microbatch.
+    """
+
+    op: Op
+    wait: Op
+    peer: int
+    times: Sequence[int]
 
 
-class _Sent(NamedTuple):
-    """A send under way, the moment at which its receive has completed, and the boundary by which it should be complete."""
+# The computation at the other end of a stage's transfer.
+OTHER_END: dict[Op, Callable[[int], tuple[Op, int]]] = {
+    Op.SEND_F: lambda stage: (Op.F, stage + 1),
+    Op.RECV_F: lambda stage: (Op.F, stage - 1),
+    Op.SEND_B: lambda stage: (Op.B, stage - 1),
+    Op.RECV_B: lambda stage: (Op.B, stage + 1),
+}
 
-    action: Action
-    received: Moment
-    due: int
+Routes = dict[tuple[Op, int], _Route | None]  # of each computation of each stage
 
 
 def communicate(plan: Plan) -> Plan:
@@ -47,12 +63,12 @@ def communicate(plan: Plan) -> Plan:
         PlanError: the computations wait for each other in a cycle.
     """
     lanes = [plan.compute(rank) for rank in range(plan.num_ranks)]
+    starts = clock(lanes, plan.num_stages)
     begins = Moments(plan.num_stages, num_microbatches_of(lanes, plan.num_stages))
-    for lane, starts in zip(lanes, clock(lanes, plan.num_stages)):
-        for (op, stage, microbatch, *_), start in zip(lane, starts):
-            begins[RESULT[op], stage, microbatch] = start
+    begins.record(lanes, starts)
     del lanes
-    return replace(plan, actions=tuple(_Lane(plan, rank, begins).emit() for rank in range(plan.num_ranks)))
+    sent, received = (_routes(plan, begins, find) for find in (sent_by, received_by))
+    return replace(plan, actions=tuple(_Lane(plan, rank, times, sent, received).emit() for rank, times in enumerate(starts)))
 
 
 def sent_by(plan: Plan, action: Action) -> Action | None:
@@ -78,11 +94,25 @@ def _remote(plan: Plan, action: Action, op: Op, other_stage: int) -> Action | No
     return None if peer == plan.stage_ranks[action.stage] else Action(op, action.stage, action.microbatch, peer=peer)
 
 
+def _routes(plan: Plan, begins: Moments, find: Callable[[Plan, Action], Action | None]) -> Routes:
+    """Return the routes of the results of all computations, or of their inputs."""
+    routes: Routes = {}
+    for op in COMPUTE:
+        for stage in range(plan.num_stages):
+            transfer = find(plan, Action(op, stage, 0))
+            if transfer is None or transfer.peer is None:
+                routes[op, stage] = None
+            else:
+                times = begins.of(*OTHER_END[transfer.op](stage))
+                routes[op, stage] = _Route(transfer.op, WAIT_OF[transfer.op], transfer.peer, times)
+    return routes
+
+
 class _Lane:
     """One rank's list: its computations, and the transfers at the boundary before each of them."""
 
-    def __init__(self, plan: Plan, rank: int, begins: Moments) -> None:
-        self.ranks, self.begins = plan.stage_ranks, begins
+    def __init__(self, plan: Plan, rank: int, begins: Sequence[int], sent: Routes, received: Routes) -> None:
+        self.rank, self.begins = rank, begins
         self.steps: list[Action] = []
         self.before: list[list[Action]] = [[]]  # evictions and loads at each boundary
         self.inside: list[list[Action]] = []  # the first piece of each computation, with what stands between its pieces
@@ -96,21 +126,26 @@ class _Lane:
                 self.steps.append(action._replace(part=0) if action.part else action)
                 self.inside.append([action])
                 self.before.append([])
-        self.sends = [sent_by(plan, step) for step in self.steps]
-        self.receives = [received_by(plan, step) for step in self.steps]
+        self.sends = [sent[step[:2]] for step in self.steps]
+        self.receives = [received[step[:2]] for step in self.steps]
         self.posted = self._posts()
         self.completed = self._completions()
 
     def emit(self) -> tuple[Action, ...]:
-        lane: list[Action | None] = []
+        lane: list[Action] = []
         for index, moves in enumerate(self.before):
-            lane += self.sends[max(index - 1, 0) : index]
-            lane += self.posted.get(index, ())
-            lane += self.completed.get(index, ())
+            if index and (send := self.sends[index - 1]) is not None:
+                lane.append(Action(send.op, *self.steps[index - 1][1:3], 0, send.peer))
+            if index in self.posted:
+                lane += self.posted[index]
+            if index in self.completed:
+                lane += self.completed[index]
             lane += moves
             if index < len(self.steps):
-                lane += [_completion(self.receives[index]), *self.inside[index]]
-        return tuple(action for action in lane if action is not None)
+                if (receive := self.receives[index]) is not None:
+                    lane.append(Action(receive.wait, *self.steps[index][1:3], 0, receive.peer))
+                lane += self.inside[index]
+        return tuple(lane)
 
     def _posts(self) -> dict[int, list[Action]]:
         """Return the receives by boundary: one computation before the one that uses them, or earlier if the channel's order asks.
@@ -118,72 +153,58 @@ class _Lane:
         A channel is first in, first out. Where several boundaries between stages share one, the message that arrives first may
         be used last; its receive is posted first all the same.
         """
-        channels: dict[tuple[Op, int | None], list[tuple[int, int, Action]]] = defaultdict(list)
-        for index, receive in enumerate(self.receives):
+        channels: dict[tuple[Op, int], list[tuple[int, int, Action]]] = defaultdict(list)
+        for index, (receive, (_, stage, microbatch, *_)) in enumerate(zip(self.receives, self.steps)):
             if receive is not None:
-                channels[receive.op, receive.peer].append((self._made(receive), index, receive))
+                action = Action(receive.op, stage, microbatch, 0, receive.peer)
+                channels[receive.op, receive.peer].append((receive.times[microbatch], index, action))
         posted: dict[int, list[Action]] = defaultdict(list)
         for arrivals in channels.values():
             turn = len(self.steps)
-            for _, index, receive in sorted(arrivals, reverse=True):
+            for _, index, action in sorted(arrivals, reverse=True):
                 turn = min(turn, max(index - 1, 0))
-                posted[turn].insert(0, receive)
+                posted[turn].insert(0, action)
         return posted
 
-    def _completions(self) -> dict[int, list[Action | None]]:
-        """Return the completions of sends by boundary."""
-        moments = [self._moment(RESULT[op], stage, microbatch) for op, stage, microbatch, *_ in self.steps]
-        completed: dict[int, list[Action | None]] = defaultdict(list)
-        for sent in self._sends():
-            boundary = sent.due
-            while boundary < len(moments) and moments[boundary] <= sent.received:
+    def _completions(self) -> dict[int, list[Action]]:
+        """Return the completions of sends by boundary: the first at which they are due and their receives have completed."""
+        completed: dict[int, list[Action]] = defaultdict(list)
+        for index, send, boundary in self._due():
+            _, stage, microbatch, *_ = self.steps[index]
+            received = send.times[microbatch]
+            if received < 0:
+                user = OTHER_END[send.op](stage)[1]
+                raise PlanError(f"{Action(send.op, stage, microbatch)} carries what no computation of stage {user} uses")
+            received -= send.peer < self.rank  # of computations at one time, the one of the lower rank comes first
+            while boundary < len(self.begins) and self.begins[boundary] <= received:
                 boundary += 1
-            completed[boundary].append(_completion(sent.action))
+            completed[boundary].append(Action(send.wait, stage, microbatch, 0, send.peer))
         return completed
 
-    def _sends(self) -> Iterator[_Sent]:
+    def _due(self) -> Iterator[tuple[int, _Route, int]]:
+        """Yield for each send, the latest first: its computation, its route, and the boundary by which it should be complete."""
         end = len(self.steps)
-        inside = [(i, a) for i, pieces in enumerate(self.inside) for a in pieces]
+        inside = [(i, a) for i, pieces in enumerate(self.inside) if len(pieces) > 1 for a in pieces]
         moves = [(i, a) for i, before in enumerate(self.before) for a in before]
-        evicted: dict[tuple[int, int], int] = {}
+        latest = {step[1:3]: i for i, step in enumerate(self.steps) if step.op in BACKWARD}  # for a forward's result
         for index, action in (*moves, *inside):
             if action.op is Op.WAIT_EVICT:
-                evicted[action[1:3]] = min(index, evicted.get(action[1:3], end))
-        backward = {step[1:3]: i for i, step in enumerate(self.steps) if step.op in BACKWARD}
-        following: dict[tuple[Op, int | None], int] = {}
-        for index, send in reversed(list(enumerate(self.sends))):
+                latest[action[1:3]] = min(index, latest.get(action[1:3], end))
+        following: dict[tuple[Op, int], int] = {}
+        backward = Op.SEND_B
+        for index in reversed(range(end)):
+            send = self.sends[index]
             if send is not None:
-                channel, microbatch = (send.op, send.peer), send[1:3]
+                channel = send[0], send[2]
                 due = following.get(channel, end)
-                if send.op is Op.SEND_F:
-                    due = min(due, evicted.get(microbatch, end), backward.get(microbatch, end))
                 following[channel] = index + 1
-                yield _Sent(send, self._received(send), due)
-
-    def _made(self, receive: Action) -> int:
-        """Return when the computation that makes what is received runs."""
-        result, stage = (Op.F, receive.stage - 1) if receive.op is Op.RECV_F else (Op.B, receive.stage + 1)
-        return self.begins[result, stage, receive.microbatch]
-
-    def _received(self, send: Action) -> Moment:
-        """Return when the computation that uses what was sent runs."""
-        result, stage = (Op.F, send.stage + 1) if send.op is Op.SEND_F else (Op.B, send.stage - 1)
-        moment = self._moment(result, stage, send.microbatch)
-        if moment[0] < 0:
-            raise PlanError(f"{send} carries what no computation of stage {stage} uses")
-        return moment
-
-    def _moment(self, result: Op, stage: int, microbatch: int) -> Moment:
-        return self.begins[result, stage, microbatch], self.ranks[stage]
+                yield index, send, due if send[0] is backward else min(due, latest.get(self.steps[index][1:3], end))
 
 
-def _completion(start: Action | None) -> Action | None:
-    return None if start is None else Action(WAIT_OF[start.op], *start[1:])
-
-
-def without_transfers(plan: Plan) -> Plan:
+def without_transfers(plan: Plan, *, keeps_recomputed: bool = False) -> Plan:
     """Return a plan without its transfers, recomputations and budgets, pieces of computations kept: where a balance pass starts."""
-    lanes = tuple(tuple(a for a in lane if a.op in KEPT) for lane in plan.actions)
+    kept = KEPT | {Op.R} if keeps_recomputed else KEPT
+    lanes = tuple(tuple(a for a in lane if a.op in kept) for lane in plan.actions)
     return replace(plan, actions=lanes, served=((),) * plan.num_ranks, slots=(None,) * plan.num_ranks, budgets=None)
 
 

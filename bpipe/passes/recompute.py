@@ -10,15 +10,15 @@ It costs a forward for each microbatch over the budget, and no transfer, which m
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from heapq import heappop, heappush
 
 from bpipe.errors import BudgetError, ConfigurationError
 from bpipe.passes.balance.balance import default_slots
-from bpipe.passes.balance.problem import FINENESS, Budgets, checked, raised, refusal
 from bpipe.passes.communicate import communicate, computations_only
+from bpipe.passes.fit import Budgets, checked, raised, refusal, smallest
 from bpipe.plan.action import BACKWARD, Action, Op
 from bpipe.plan.meter import Amount, Amounts, Meter
 from bpipe.plan.plan import Plan
@@ -61,15 +61,15 @@ def recompute(
         raise ConfigurationError("give slots=, or sizes= and budgets=")
     if sizes is not None:
         sizes.check(plan.num_stages, plan.num_ranks)
-    problem = _Problem(replace(computations_only(plan), sizes=sizes))
+    search = RecomputeSearch(replace(computations_only(plan), sizes=sizes))
     given = slots if sizes is None else budgets
     if given is None:
-        lowest = problem.lowest((0,) * plan.num_ranks)
+        lowest = search.lowest((0,) * plan.num_ranks)
         return replace(lowest, budgets=(max(_peaks(lowest)),) * plan.num_ranks)
     each = checked(given, plan.num_ranks, "slots" if sizes is None else "budgets")
-    found = problem.within(each)
+    found = search.within(each)
     if found is None:
-        raise problem.refusal(each)
+        raise search.refusal(each)
     return found
 
 
@@ -81,11 +81,11 @@ def recompute_by_count(plan: Plan) -> Plan:
     if plan.num_stages == plan.num_ranks:
         with suppress(BudgetError):
             return recompute(plan, slots=default_slots(plan.num_stages))
-    lowest = _Problem(replace(computations_only(plan), sizes=None)).lowest((0,) * plan.num_ranks)
+    lowest = RecomputeSearch(replace(computations_only(plan), sizes=None)).lowest((0,) * plan.num_ranks)
     return replace(lowest, slots=(max(lowest.peak_slots),) * plan.num_ranks)
 
 
-class _Problem:
+class RecomputeSearch:
     """A plan of computations, to be kept within budgets."""
 
     def __init__(self, plan: Plan) -> None:
@@ -96,28 +96,37 @@ class _Problem:
         """Return a plan that keeps to the budgets, or None if none is found."""
         limits = list(budgets)
         for _ in range(TRIES):
-            chosen = [rank.chosen(limit) for rank, limit in zip(self._ranks, limits)]
-            if any(one is None for one in chosen):
+            chosen = self.chosen(limits)
+            if chosen is None:
                 return None
-            lanes = tuple(_running_again(lane, one or set()) for lane, one in zip(self.plan.actions, chosen))
-            found = replace(self.plan, actions=lanes)
+            found = recompute_first(self.plan, chosen)
             over = [0 if budget is None else peak - budget for peak, budget in zip(_peaks(found), budgets)]
             if max(over) <= 0:
                 return replace(found, slots=budgets) if self.plan.sizes is None else replace(found, budgets=budgets)
             limits = [None if limit is None else limit - max(more, 0) for limit, more in zip(limits, over)]
         return None
 
+    def chosen(self, limits: Sequence[int | None]) -> list[set[Which]] | None:
+        """Choose what to recompute on each rank so that its own list keeps a limit, or return None if that is not enough."""
+        chosen = [rank.chosen(limit) for rank, limit in zip(self._ranks, limits)]
+        found = [one for one in chosen if one is not None]
+        return found if len(found) == len(chosen) else None
+
+    def able(self, rank: int) -> set[int]:
+        """Return the stages of a rank that can be recomputed."""
+        return self._ranks[rank].able
+
     def lowest(self, budgets: Budgets) -> Plan:
         """Return the plan within the lowest budgets that can be met: these, all raised by the same amount."""
         highest = max(_peaks(self.plan))
-        too_few, enough = 0, highest
-        best = self.within(raised(budgets, enough))
-        assert best is not None, "with its own peak for a budget, a plan needs nothing"
-        while enough - too_few > max(1, highest // FINENESS):
-            middle = (too_few + enough) // 2
-            found = self.within(raised(budgets, middle))
-            best, too_few, enough = (best, middle, enough) if found is None else (found, too_few, middle)
-        return best
+        enough = self.within(raised(budgets, highest))
+        assert enough is not None, "with its own peak for a budget, a plan needs nothing"
+
+        def attempt(more: int) -> tuple[int, Plan] | None:
+            found = self.within(raised(budgets, more))
+            return None if found is None else (more, found)
+
+        return smallest(attempt, 1, (highest, enough), highest)[1]
 
     def refusal(self, given: Budgets) -> BudgetError:
         """Return the error for budgets that cannot be met."""
@@ -130,7 +139,12 @@ def _peaks(plan: Plan) -> tuple[int, ...]:
     return plan.peak_slots if plan.sizes is None else communicate(plan).device_peak_bytes
 
 
-def _running_again(lane: Sequence[Action], chosen: set[Which]) -> tuple[Action, ...]:
+def recompute_first(plan: Plan, chosen: Sequence[Collection[Which]]) -> Plan:
+    """Return a plan in which each rank runs the chosen microbatches forward again, ahead of their backward."""
+    return replace(plan, actions=tuple(_running_again(lane, of_rank) for lane, of_rank in zip(plan.actions, chosen)))
+
+
+def _running_again(lane: Sequence[Action], chosen: Collection[Which]) -> tuple[Action, ...]:
     """Return a lane in which the chosen microbatches run forward again, ahead of their backward."""
     pairs = ((Action(Op.R, *a[1:3]), a) if a.op in BACKWARD and a[1:3] in chosen else (a,) for a in lane)
     return tuple(action for pair in pairs for action in pair)
@@ -143,23 +157,23 @@ class _Rank:
         self._lane, self._meter = lane, plan.meter()
         self._static = 0 if plan.sizes is None else plan.sizes.static[rank]
         mine = {stage for stage, owner in enumerate(plan.stage_ranks) if owner == rank}
-        self._free = {stage for stage in mine if not {stage - 1, stage + 1} & mine}
+        self.able = {stage for stage in mine if not {stage - 1, stage + 1} & mine}
         self._backward = {action[1:3]: index for index, action in enumerate(lane) if action.op in BACKWARD}
 
     def chosen(self, limit: int | None) -> set[Which] | None:
         """Choose what to recompute: whenever the limit is exceeded, what is needed last. Return None if that is not enough."""
-        sweep = _Sweep(self._meter, self._static, limit)
+        greedy = _GreedyRecompute(self._meter, self._static, limit)
         for action in self._lane:
-            if action.op is Op.F and action.stage in self._free and action[1:3] in self._backward:
-                sweep.offer(action[1:3], self._backward[action[1:3]])
-            again = [Action(Op.R, *action[1:3])] if action.op in BACKWARD and action[1:3] in sweep.chosen else []
-            if not all(sweep.run(one) for one in (*again, action)):
+            if action.op is Op.F and action.stage in self.able and action[1:3] in self._backward:
+                greedy.offer(action[1:3], self._backward[action[1:3]])
+            again = [Action(Op.R, *action[1:3])] if action.op in BACKWARD and action[1:3] in greedy.chosen else []
+            if not all(greedy.run(one) for one in (*again, action)):
                 return None
-        return sweep.chosen
+        return greedy.chosen
 
 
-class _Sweep:
-    """One pass over a rank's actions. Each microbatch is counted both ways, so that it can be chosen later."""
+class _GreedyRecompute:
+    """One run over a rank's actions. Each microbatch is counted both ways, so that it can be chosen later."""
 
     def __init__(self, meter: Meter, static: int, limit: int | None) -> None:
         self.chosen: set[Which] = set()

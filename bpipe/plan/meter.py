@@ -60,7 +60,8 @@ SLOTS = meter_of(slot, slot)
 
 def occupancy(actions: Sequence[Action], meter: Meter = SLOTS) -> Iterator[int]:
     """Yield what is occupied while each action runs, in the meter's unit."""
-    recomputed = {action.key for action in actions if action[0] is Op.R}
+    again = Op.R  # looked up once: a plan has millions of actions
+    recomputed = {action.key for action in actions if action[0] is again}
     usual, live = Amounts(meter.takes, meter.gives), 0
     for action in actions:
         takes, gives = meter.recomputed if recomputed and action.key in recomputed else usual

@@ -14,6 +14,7 @@ from bpipe.plan.plan_data import PlanData
 __all__ = ["Moments", "Stuck", "clock", "linearise", "run_greedily"]
 
 
+UNKNOWN, EXPECTED = -1, -2  # the moment of a result that is not there yet, and of one for which a rank waits
 UNITS = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1, Op.R: 1}
 
 
@@ -34,24 +35,29 @@ def needs(action: Action, last_stage: int) -> OpKey | None:
 
 
 class Moments:
-    """A moment for each computation: 8 bytes each, so that the plans of thousands of ranks fit into memory."""
+    """A moment for each result: 8 bytes each, so that the plans of thousands of ranks fit into memory."""
 
     def __init__(self, num_stages: int, num_microbatches: int) -> None:
-        self._m = num_microbatches
-        self._unknown = array("q", [-1]) * (num_stages * num_microbatches)
-        self._tables: dict[Op, array[int]] = {}
+        self._unknown = array("q", [UNKNOWN]) * num_microbatches
+        self._num_stages = num_stages
+        self._tables: dict[Op, list[array[int]]] = {}
 
-    def __getitem__(self, key: OpKey) -> int:
-        """Return the moment of a result, or a negative number if it has none."""
-        op, stage, microbatch = key
-        table = self._tables.get(op)
-        return -1 if table is None else table[stage * self._m + microbatch]
+    def of(self, result: Op, stage: int) -> array[int]:
+        """Return the moments of a stage's results, by microbatch; those that are not known are negative."""
+        if result not in self._tables:
+            self._tables[result] = [self._unknown[:] for _ in range(self._num_stages)]
+        return self._tables[result][stage]
 
-    def __setitem__(self, key: OpKey, moment: int) -> None:
-        op, stage, microbatch = key
-        if op not in self._tables:
-            self._tables[op] = self._unknown[:]
-        self._tables[op][stage * self._m + microbatch] = moment
+    def record(self, lanes: Sequence[Sequence[Action]], times: Sequence[Sequence[int]]) -> None:
+        """Take one moment for each computation of some lanes."""
+        tables = self.by_computation()
+        for lane, moments in zip(lanes, times):
+            for (op, stage, microbatch, *_), moment in zip(lane, moments):
+                tables[op, stage][microbatch] = moment
+
+    def by_computation(self) -> dict[tuple[Op, int], array[int]]:
+        """Return the moments of each kind of computation of each stage; those with one result share theirs."""
+        return {(op, stage): self.of(result, stage) for op, result in RESULT.items() for stage in range(self._num_stages)}
 
 
 def num_microbatches_of(lanes: Sequence[Sequence[Action]], num_stages: int) -> int:
@@ -63,9 +69,11 @@ def num_microbatches_of(lanes: Sequence[Sequence[Action]], num_stages: int) -> i
     highest = 0
     for lane in lanes:
         for action in lane:
-            if not 0 <= action.stage < num_stages or action.microbatch < 0:
+            _, stage, microbatch, *_ = action
+            if not 0 <= stage < num_stages or microbatch < 0:
                 raise PlanError(f"{action} is outside a plan of stages 0 to {num_stages - 1} and microbatches from 0 on")
-            highest = max(highest, action.microbatch)
+            if microbatch > highest:
+                highest = microbatch
     count = sum(map(len, lanes))
     if 2 * count < num_stages * highest:
         raise PlanError(f"microbatch {highest} of {num_stages} stages in a plan of {count} computations: most are missing")
@@ -81,27 +89,36 @@ def clock(lanes: Sequence[Sequence[Action]], num_stages: int) -> list[array[int]
     Raises:
         PlanError: the lanes wait for each other in a cycle, or lack microbatches.
     """
-    ends = Moments(num_stages, num_microbatches_of(lanes, num_stages))
+    num_microbatches = num_microbatches_of(lanes, num_stages)
+    ends, at_once = Moments(num_stages, num_microbatches), array("q", [0]) * num_microbatches
+    kinds = {}  # of computation: what it needs, when that has ended; its own result, when that has ended; its duration
+    for (op, stage), ended in ends.by_computation().items():
+        needed = needs(Action(op, stage, 0), num_stages - 1)
+        needs_ended = at_once if needed is None else ends.of(*needed[:2])
+        kinds[op, stage] = (needed and needed[:2], needs_ended, (RESULT[op], stage), ended, UNITS[op])
     starts = [array("q") for _ in lanes]
     free = [0] * len(lanes)
-    waiting: dict[OpKey, list[int]] = defaultdict(list)
+    waiting: dict[tuple[tuple[Op, int] | None, int], list[int]] = defaultdict(list)
     runnable = deque(range(len(lanes)))
     while runnable:
         rank = runnable.popleft()
-        lane = lanes[rank]
-        while len(starts[rank]) < len(lane):
-            action = lane[len(starts[rank])]
-            needed = needs(action, num_stages - 1)
-            ready = 0 if needed is None else ends[needed]
-            if needed is not None and ready < 0:
-                waiting[needed].append(rank)
+        now, lane = free[rank], lanes[rank]
+        for index in range(len(starts[rank]), len(lane)):
+            op, stage, microbatch, _, _ = lane[index]
+            need, needs_ended, result, ended, units = kinds[op, stage]
+            ready = needs_ended[microbatch]
+            if ready < 0:
+                waiting[need, microbatch].append(rank)
+                needs_ended[microbatch] = EXPECTED
                 break
-            start = max(free[rank], ready)
-            starts[rank].append(start)
-            result = (RESULT[action.op], action.stage, action.microbatch)
-            free[rank] = ends[result] = start + UNITS[action.op]
-            if result in waiting:
-                runnable.extend(waiting.pop(result))
+            if ready > now:
+                now = ready
+            starts[rank].append(now)
+            now += units
+            if ended[microbatch] == EXPECTED:
+                runnable.extend(waiting.pop((result, microbatch)))
+            ended[microbatch] = now
+        free[rank] = now
     stuck = [
         f"rank {rank} before {lane[len(done)]}" for rank, (done, lane) in enumerate(zip(starts, lanes)) if len(done) < len(lane)
     ]
@@ -125,6 +142,7 @@ def _enablers() -> dict[Op, tuple[Op, int]]:
 
 ENABLED_BY = _enablers()
 ENABLERS = frozenset(enabler for enabler, _ in ENABLED_BY.values())
+YES, AWAITED = 1, 2  # whether something has happened; 0: it has not, and no lane waits for it
 
 
 class Stuck(NamedTuple):
@@ -161,6 +179,7 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
     positions = [0] * len(lanes)
     width = 1 + max(map(plan.num_parts, range(plan.num_stages)))
     happened = {op: [bytearray(plan.num_microbatches * width) for _ in plan.stage_ranks] for op in ENABLERS}
+    kinds = {op: (*ENABLED_BY.get(op, (None, 0)), happened.get(op)) for op in Op}
     waiting: dict[tuple[Op, int, int], list[int]] = defaultdict(list)
     blocked: dict[int, Stuck] = {}
     runnable = deque(range(plan.num_ranks))
@@ -173,20 +192,21 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
         for position in range(positions[index], len(lane)):
             op, stage, microbatch, part, peer = action = lane[position]
             which = microbatch * width + part
-            if op in ENABLED_BY and peer != HOST:
-                enabler, offset = ENABLED_BY[op]
-                if not happened[enabler][stage + offset][which]:
-                    waiting[enabler, stage + offset, which].append(index)
-                    blocked[index] = Stuck(rank, action, Action(enabler, stage + offset, microbatch, part))
-                    positions[index] = position
-                    break
+            enabler, offset, happening = kinds[op]
+            if enabler is not None and peer != HOST and happened[enabler][stage + offset][which] != YES:
+                happened[enabler][stage + offset][which] = AWAITED
+                waiting[enabler, stage + offset, which].append(index)
+                blocked[index] = Stuck(rank, action, Action(enabler, stage + offset, microbatch, part))
+                positions[index] = position
+                break
             if order is not None:
                 order.append((rank, action))
             if part and (op is Op.F or op is Op.B):
                 inside = None if plan.ends(action) else index
-            if op in happened:
-                happened[op][stage][which] = True
-                for woken in waiting.pop((op, stage, which), ()):
+            if happening is not None:
+                is_awaited = happening[stage][which] == AWAITED
+                happening[stage][which] = YES
+                for woken in waiting.pop((op, stage, which)) if is_awaited else ():
                     if woken >= plan.num_ranks:
                         acceptors.append(woken)
                     elif woken == inside:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice, takewhile
 
-from bpipe.plan.action import BACKWARD, COMPUTE, SHARDING, Action, Op, PartKey, part_keys
+from bpipe.plan.action import BACKWARD, COMPUTE, SHARDING, Action, Op, PartKey
 from bpipe.verifier.presence_rules import EVICTION
 from bpipe.verifier.rank_index import BITS, Finding, RankIndex, mask, ops_in
 
@@ -50,8 +50,6 @@ PRECEDENCE_OF_PARTS = (
 EARLIER = {op: mask(earlier for earlier, later in PRECEDENCE if later is op) for op in Op}
 EARLIER_OF_PART = {op: mask(earlier for earlier, later in PRECEDENCE_OF_PARTS if later is op) for op in Op}
 
-SIMPLY_EARLIER = {op: EARLIER[op] | EARLIER_OF_PART[op] for op in Op}  # where nothing moves in parts
-
 # Operations that take a stage's microbatches in one order together: a whole backward is both of its halves. R may take any order.
 KIN = {Op.F: mask({Op.F}), Op.B: mask({Op.B, Op.I, Op.W}), Op.I: mask({Op.I, Op.B}), Op.W: mask({Op.W, Op.B})}
 BACKWARDS = mask(BACKWARD)
@@ -63,28 +61,34 @@ def ordered(own: RankIndex) -> Iterator[Finding]:
     The order matters because the sum of gradients, dropout and BatchNorm depend on it.
     """
     seen: defaultdict[PartKey, int] = defaultdict(int)
-    simple = {stage for stage in range(own.plan.num_stages) if own.plan.num_parts(stage) < 2 and not _neighbours(own, stage)}
-    for index, (action, which) in enumerate(zip(own.lane, part_keys(own.lane))):
-        op = action[0]
-        if op in SHARDING:
-            continue
-        if which[0] in simple and not which[2]:  # nearly all, so without the detour below
-            if own.present[which] & SIMPLY_EARLIER[op] & ~seen[which]:
-                yield from _early(own, index, which, SIMPLY_EARLIER[op] & ~seen[which])
-            before = (which[0], which[1] - 1, 0)
-            if op in KIN and own.present[before] & KIN[op] & ~seen[before]:
-                yield from _early(own, index, before, KIN[op] & ~seen[before])
-        else:
+    in_parts = {stage for _, stage, part in own.at if part}
+    involved = {s for _, s, _ in own.at if s in in_parts or own.plan.num_parts(s) > 1 or _neighbours(own, s)}
+    for stage in {stage for _, stage, _ in own.at} - involved:
+        yield from _simply_ordered(own, stage)
+    for index, action in enumerate(own.lane if involved else ()):
+        op, which = action[0], action.part_key
+        if which[0] in involved and op not in SHARDING:
             for other, needed in _needs(own, action):
-                if own.present[other] & needed & ~seen[other]:
+                if own.there(other) & needed & ~seen[other]:
                     yield from _early(own, index, other, needed & ~seen[other])
             if which[2] and op in COMPUTE and own.plan.ends(action):
                 seen[*which[:2], 0] |= BITS[op]
-        seen[which] |= BITS[op]
+            seen[which] |= BITS[op]
+
+
+def _simply_ordered(own: RankIndex, stage: int) -> Iterator[Finding]:
+    """Check the order of a stage whose microbatches have no parts, and which hands nothing over on its rank: nearly all stages."""
+    pairs = [(earlier, later, 0) for earlier, later in (*PRECEDENCE, *PRECEDENCE_OF_PARTS)]
+    pairs += [(kin, op, 1) for op, kins in KIN.items() for kin in ops_in(kins)]
+    for earlier, later, distance in pairs:
+        first, second = own.at.get((earlier, stage, 0), {}), own.at.get((later, stage, 0), {})
+        for microbatch, index in second.items() if first else ():
+            if first.get(microbatch - distance, -1) > index:
+                yield own.place(index), f"{own.lane[index]} stands before {Action(earlier, stage, microbatch - distance)}"
 
 
 def _early(own: RankIndex, index: int, which: PartKey, unseen: int) -> Iterator[Finding]:
-    for op in ops_in(own.present[which] & unseen):
+    for op in ops_in(own.there(which) & unseen):
         yield own.place(index), f"{own.lane[index]} stands before {Action(op, *which)}"
 
 
@@ -121,24 +125,25 @@ def in_pieces(own: RankIndex) -> Iterator[Finding]:
         if list(islice((action for action in following if action.op in COMPUTE), len(expected))) != expected:
             text = f"{first} begins a computation in pieces and is not followed by {' '.join(map(str, expected[1:]))} alone"
             yield own.place(index), text
-    for index, action in enumerate(own.lane):
-        if action.part and action.op in COMPUTE and action not in due:
-            yield own.place(index), f"{action} goes on with what never began"
+    for index in own.pieces:
+        if own.lane[index] not in due:
+            yield own.place(index), f"{own.lane[index]} goes on with what never began"
 
 
 def recomputed(own: RankIndex) -> Iterator[Finding]:
     """Check that what is recomputed runs in one piece, on a stage that sends to, and receives from, other ranks only."""
-    begun = {own.lane[index].key for index in own.begun}
-    for index, action in enumerate(own.lane):
-        if action.op is Op.R and _neighbours(own, action.stage):
+    begun = {own.lane[index][1:3] for index in own.begun}
+    for index in sorted(index for kind, found in own.at.items() if kind[0] is Op.R for index in found.values()):
+        action = own.lane[index]
+        if _neighbours(own, action.stage):
             yield own.place(index), f"{action} recomputes a stage that shares memory with another one of rank {own.rank}"
-        elif action.op is Op.R and action.key in begun:
+        elif action.key in begun:
             yield own.place(index), f"{action} recomputes what runs in pieces"
 
 
 def sharded(own: RankIndex) -> Iterator[Finding]:
     """Check that a stage with weights gathered by the plan computes only while they are, and reduces once, after its backwards."""
-    stages = {action.stage for action in own.lane if action.op in SHARDING}
+    stages = {stage for op, stage, _ in own.at if op in SHARDING}
     gathered: set[int] = set()
     reduced: set[int] = set()
     for index, action in enumerate(own.lane if stages else ()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import itemgetter
 
 from bpipe.passes.communicate import received_by, sent_by
 from bpipe.plan.action import COMPUTE, HOST, SERVED, SHARDING, WAIT_OF, Action, Op, PartKey
@@ -19,6 +20,7 @@ NEIGHBOURS = {
     for op in (start, WAIT_OF[start])
 }
 NOWHERE = -2
+_WITH_PEER = itemgetter(0, 1, 4)  # an action's operation, stage and peer
 
 
 def belongs(own: RankIndex) -> Iterator[Finding]:
@@ -27,11 +29,13 @@ def belongs(own: RankIndex) -> Iterator[Finding]:
     peers = {(op, stage): _peer(plan, op, stage) for op in (*COMPUTE, *SHARDING, *NEIGHBOURS) for stage in own.stages}
     for index in own.repeated:
         yield own.place(index), f"{own.lane[index]} stands a second time"
-    for index, action in enumerate(own.lane):
-        op, stage, *_, peer = action
-        if own.is_served(index) is not (op in SERVED):
+    moved = {kind for kind in set(map(_WITH_PEER, own.lane)) if kind[2] != peers.get(kind[:2], NOWHERE)}
+    moves = [index for index, action in enumerate(own.lane) if moved and _WITH_PEER(action) in moved]
+    for index in sorted({*moves, *range(own.num_computing, len(own.lane))}):
+        action = own.lane[index]
+        if own.is_served(index) is not (action.op in SERVED):
             yield own.place(index), f"{action} stands in the wrong lane"
-        if peer != peers.get((op, stage), NOWHERE) and not _is_moved(own, action):
+        if _WITH_PEER(action) in moved and not _is_moved(own, action):
             yield own.place(index), _misplaced(own, action)
 
 
@@ -51,7 +55,7 @@ def _is_moved(own: RankIndex, action: Action) -> bool:
 
 def _acceptor(own: RankIndex, action: Action) -> int | None:
     """Return the rank to which a part is evicted, or HOST; None if that is not a valid acceptor."""
-    acceptor = own.acceptors.get(action.part_key)
+    acceptor = own.acceptor(action.part_key)
     return acceptor if acceptor is not None and HOST <= acceptor < own.plan.num_ranks and acceptor != own.rank else None
 
 
@@ -73,21 +77,22 @@ def complete(own: RankIndex) -> Iterator[Finding]:
     """Check that every microbatch runs forward and backward on every stage, with all transfers, and that guests come and go."""
     sets = {stage: [mask(ops) for ops in _complete_sets(own.plan, stage)] for stage in own.stages}
     for stage, accepted in sets.items():
-        for microbatch in range(own.plan.num_microbatches):
-            if own.present[stage, microbatch, 0] not in accepted:
+        for microbatch, found in enumerate(own.present[stage, 0]):
+            if found not in accepted:
                 yield from _lacking(own, (stage, microbatch, 0), accepted)
-    for which, found in list(own.present.items()):
-        if which[0] not in sets and found != mask(SERVED):
-            yield from _lacking(own, which, [mask(SERVED)])
-        elif which[0] in sets and which[2]:
-            yield from _moves_once(own, which, found & ~mask(COMPUTE))
+    for (stage, part), bits in own.present.items():
+        for microbatch, found in enumerate(bits) if part or stage not in sets else ():
+            if stage in sets:
+                yield from _moves_once(own, (stage, microbatch, part), found & ~mask(COMPUTE))
+            elif found not in (0, mask(SERVED)):
+                yield from _lacking(own, (stage, microbatch, part), [mask(SERVED)])
 
 
 def _moves_once(own: RankIndex, which: PartKey, found: int) -> Iterator[Finding]:
     """Check that a part is evicted and loaded, or stays, and that it does not move both by itself and with the whole."""
     if found not in (0, mask(EVICTION)):
         yield from _lacking(own, which, [mask(EVICTION)])
-    if found and own.present[*which[:2], 0] & mask(EVICTION):
+    if found and own.there((*which[:2], 0)) & mask(EVICTION):
         yield own.place(own.find(Op.EVICT, which)), f"part {which[2]} of microbatch {which[1]} moves by itself and with the whole"
 
 
@@ -106,7 +111,7 @@ def _required(plan: Plan, stage: int, backward: frozenset[Op]) -> frozenset[Op]:
 
 def _lacking(own: RankIndex, which: PartKey, complete: list[int]) -> Iterator[Finding]:
     """Yield what a microbatch lacks or has too much of, compared with the complete set that fits it best."""
-    there = own.present[which] & ~(mask(COMPUTE) if which[2] else 0)
+    there = own.there(which) & ~(mask(COMPUTE) if which[2] else 0)
     nearest = min(complete, key=lambda ops: (ops ^ there).bit_count())
     here = own.find(Op.F, (*which[:2], 0))
     for op in ops_in(nearest ^ there):

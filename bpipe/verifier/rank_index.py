@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 
-from bpipe.plan.action import COMPUTE, SHARDING, Action, Op, PartKey, part_keys
+from bpipe.plan.action import COMPUTE, SHARDING, Op, PartKey
 from bpipe.plan.plan import Plan
 
 __all__: list[str] = []
 
 Place = tuple[int, bool, int]  # rank, whether in its served lane, position
 Finding = tuple[Place | None, str]
+Kind = tuple[Op, int, int]  # operation, stage, part
 
 BITS = {op: 1 << i for i, op in enumerate(Op)}
 
@@ -38,28 +40,41 @@ class RankIndex:
         self.plan, self.rank, self.stages = plan, rank, stages
         self.lane = (*plan.actions[rank], *plan.served[rank])
         self.num_computing = len(plan.actions[rank])
-        self.present: defaultdict[PartKey, int] = defaultdict(int)  # a computation in pieces is one of the whole microbatch, too
+        self.at: defaultdict[Kind, dict[int, int]] = defaultdict(dict)  # where each microbatch stands in `lane`
         self.repeated: list[int] = []
-        self.begun: list[int] = []  # the first pieces of computations in pieces
-        self.acceptors: dict[PartKey, int | None] = {}
-        for index, (action, which) in enumerate(zip(self.lane, part_keys(self.lane))):
-            op = action[0]
-            if op in SHARDING:
-                continue
-            if self.present[which] & BITS[op]:
+        for index, (op, stage, microbatch, part, _) in enumerate(self.lane):
+            found = self.at[op, stage, part]
+            if microbatch not in found:
+                found[microbatch] = index
+            elif op not in SHARDING:
                 self.repeated.append(index)
-            self.present[which] |= BITS[op]
-            if op is Op.EVICT:
-                self.acceptors[which] = action.peer
-            elif action.part and op in COMPUTE and not plan.goes_on(action):
-                self._begin(index, action)
+        self.pieces = sorted(index for kind, found in self.at.items() if kind[2] and kind[0] in COMPUTE for index in found.values())
+        self.begun = [index for index in self.pieces if not plan.goes_on(self.lane[index])]  # the first of each computation
+        self.repeated += [index for index in self.begun if self.lane[index][2] in self.at.get((*self.lane[index][:2], 0), ())]
 
-    def _begin(self, index: int, action: Action) -> None:
-        whole = (*action.key, 0)
-        if self.present[whole] & BITS[action.op]:
-            self.repeated.append(index)
-        self.present[whole] |= BITS[action.op]
-        self.begun.append(index)
+    @cached_property
+    def present(self) -> defaultdict[tuple[int, int], list[int]]:
+        """The operations on each microbatch, by stage and part; a computation in pieces is one of the whole microbatch, too."""
+        present: defaultdict[tuple[int, int], list[int]] = defaultdict(lambda: [0] * self.plan.num_microbatches)
+        for (op, stage, part), found in self.at.items():
+            bits, bit = present[stage, part], 0 if op in SHARDING else BITS[op]
+            for microbatch in found:
+                bits[microbatch] |= bit
+        for index in self.begun:
+            op, stage, microbatch, *_ = self.lane[index]
+            present[stage, 0][microbatch] |= BITS[op]
+        return present
+
+    def there(self, which: PartKey) -> int:
+        """Return the operations on a part of a microbatch; none for microbatch -1."""
+        stage, microbatch, part = which
+        return self.present[stage, part][microbatch] if microbatch >= 0 else 0
+
+    def acceptor(self, which: PartKey) -> int | None:
+        """Return the peer to which a part is evicted, or None."""
+        stage, microbatch, part = which
+        index = self.at.get((Op.EVICT, stage, part), {}).get(microbatch)
+        return None if index is None else self.lane[index].peer
 
     def is_served(self, index: int) -> bool:
         """Return whether an action of `lane` is in the served lane."""

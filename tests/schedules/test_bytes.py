@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpipe.errors import BudgetError, ConfigurationError, PlanError
-from bpipe.passes.balance.balance import balance, level
-from bpipe.passes.balance.problem import FINENESS
+from bpipe.passes.balance.balance import balance, minimize_peak
+from bpipe.passes.fit import FINENESS
 from bpipe.schedules import Costs, Destinations, Plan, Sizes, build, finish, verify
 from tests.schedules.mutations import ORDERING, STRUCTURAL, Mutation, refused, size_changed
 from tests.schedules.replay import occupied, occupied_bytes, replay
@@ -121,7 +121,7 @@ def test_a_changed_size_has_the_verdict_of_the_replay(plan: Plan, random: Random
 @settings(max_examples=60)
 def test_what_is_reached_can_be_asked_for(drawn: Problem) -> None:
     plan, sizes, to, costs = drawn
-    lowest = level(plan, sizes, to=to, costs=costs)
+    lowest = minimize_peak(plan, sizes, to=to, costs=costs)
     if lowest.budgets is not None:
         again = finish(balance(plan, sizes=sizes, budgets=lowest.budgets, to=to, costs=costs))
         assert again.budgets == lowest.budgets

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from bpipe.passes.balance.balance import balance, level
+from bpipe.passes.balance.balance import balance, minimize_peak
 from bpipe.passes.communicate import computations_only
 from bpipe.plan.pieces import in_pieces
 from bpipe.schedules import Costs, Link, Op, Plan, Sizes, StageSizes, build, finish, simulate
@@ -68,7 +68,7 @@ def uneven(p: int) -> list[int]:
 def test_peaks_as_low_as_known_at_no_simulated_time(name: str, stages: list[int], before: float, after: float) -> None:
     p = len(stages) if name == "1f1b" else 8 if before in (11.5, 9.75) else 16
     plan, sizes = plain(name, p, len(stages) // p), Sizes.of(stages, num_ranks=p)
-    unbalanced, balanced = finish(replace(plan, sizes=sizes)), finish(level(plan, sizes))
+    unbalanced, balanced = finish(replace(plan, sizes=sizes)), finish(minimize_peak(plan, sizes))
     assert max(unbalanced.device_peak_bytes) == before * UNIT
     assert max(balanced.device_peak_bytes) == after * UNIT
     assert step_s(balanced, sizes, 0.5) == pytest.approx(step_s(unbalanced, sizes, 0.5), rel=1e-9)
@@ -80,7 +80,7 @@ def test_what_is_level_already_stays_as_it_is(name: str, p: int) -> None:
     v = 1 if name in ("gpipe", "zb_h1") else 2
     plan, sizes = plain(name, p, v), Sizes.of([UNIT // v] * (p * v), num_ranks=p)
     assert len(set(finish(replace(plan, sizes=sizes)).device_peak_bytes)) == 1
-    assert level(plan, sizes) == replace(plan, sizes=sizes)
+    assert minimize_peak(plan, sizes) == replace(plan, sizes=sizes)
 
 
 # Parts of a microbatch, counted at both ends while they are in flight.
@@ -90,9 +90,9 @@ def test_what_is_level_already_stays_as_it_is(name: str, p: int) -> None:
 def test_parts_come_within_an_eighth_of_the_least_that_whole_computations_allow(p: int, least: float, price: float) -> None:
     """At the price of so many times the bytes that whole microbatches move."""
     plan, eighths, whole = plain("1f1b", p), Sizes.of([UNIT] * p, num_parts=8), Sizes.of([UNIT] * p)
-    balanced = finish(level(plan, eighths))
+    balanced = finish(minimize_peak(plan, eighths))
     assert max(balanced.device_peak_bytes) / UNIT <= least + 1 / 8
-    assert moved(balanced) <= price * moved(finish(level(plan, whole)))
+    assert moved(balanced) <= price * moved(finish(minimize_peak(plan, whole)))
     assert step_s(balanced, eighths, 1) == pytest.approx(step_s(finish(plan), eighths, 1), rel=1e-9)
 
 
@@ -100,15 +100,15 @@ def test_parts_come_within_an_eighth_of_the_least_that_whole_computations_allow(
     ("p", "num_parts", "highest"), thinned([(8, 4, 5), (16, 4, 9), (8, 8, 4.875), (16, 8, 8.875)], lambda p, *_: p < 16)
 )
 def test_four_parts_reach_no_less_than_whole_microbatches_and_eight_do(p: int, num_parts: int, highest: float) -> None:
-    balanced = finish(level(plain("1f1b", p), Sizes.of([UNIT] * p, num_parts=num_parts)))
+    balanced = finish(minimize_peak(plain("1f1b", p), Sizes.of([UNIT] * p, num_parts=num_parts)))
     assert max(balanced.device_peak_bytes) == highest * UNIT
 
 
 @pytest.mark.parametrize(("p", "highest"), [(2, 1.5), (3, 2)])
 def test_two_and_three_ranks_are_level_in_pieces_alone(p: int, highest: float) -> None:
     plan, sizes = plain("1f1b", p), Sizes.of([UNIT] * p, num_parts=4)
-    assert max(finish(level(plan, sizes)).device_peak_bytes) == p * UNIT
-    assert max(finish(level(in_pieces(replace(plan, sizes=sizes)), sizes)).device_peak_bytes) == highest * UNIT
+    assert max(finish(minimize_peak(plan, sizes)).device_peak_bytes) == p * UNIT
+    assert max(finish(minimize_peak(in_pieces(replace(plan, sizes=sizes)), sizes)).device_peak_bytes) == highest * UNIT
 
 
 @pytest.mark.parametrize(("p", "price"), thinned([(4, 1.61), (8, 1.21), (16, 1.13)], lambda p, _: p < 16))
@@ -116,12 +116,12 @@ def test_pieces_reach_the_mean_at_no_simulated_time_up_to_two_forwards_a_transfe
     sizes = Sizes.of([UNIT] * p, num_parts=4)
     plan, mean = plain("1f1b", p), UNIT * Fraction(p + 1, 2)
     inside = in_pieces(replace(plan, sizes=sizes))
-    balanced = finish(level(inside, sizes))
+    balanced = finish(minimize_peak(inside, sizes))
     assert max(balanced.device_peak_bytes) == mean
     for tx in (1, 2) if p < 16 else (2,):
         timed = finish(balance(inside, sizes=sizes, budgets=int(mean), costs=costs(sizes, tx)))
         assert max(timed.device_peak_bytes) == mean
-        assert moved(timed) <= price * moved(finish(level(plan, Sizes.of([UNIT] * p))))
+        assert moved(timed) <= price * moved(finish(minimize_peak(plan, Sizes.of([UNIT] * p))))
         assert step_s(timed, sizes, tx) == pytest.approx(step_s(finish(plan), sizes, tx), rel=1e-9)
 
 
@@ -154,6 +154,6 @@ def test_uneven_parts_are_planned_in_seconds() -> None:
     plan = plain("1f1b", 8)
     sizes = Sizes(stages=(StageSizes(parts=(103, 97, 55, 210)),) * 8, static=(0,) * 8)
     started = time.process_time()
-    balanced = finish(level(plan, sizes))
+    balanced = finish(minimize_peak(plan, sizes))
     assert time.process_time() - started < 10
     assert max(balanced.device_peak_bytes) <= 5 * 465

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 import bpipe.passes.recompute as module
 from bpipe.errors import BudgetError, ConfigurationError, PlanError
 from bpipe.passes.balance.balance import balance, default_slots
-from bpipe.passes.balance.problem import FINENESS
 from bpipe.passes.communicate import computations_only
+from bpipe.passes.fit import FINENESS
 from bpipe.passes.recompute import recompute, recompute_by_count
 from bpipe.plan.meter import occupancy
 from bpipe.schedules import Action, Costs, Op, Plan, Sizes, StageSizes, build, finish, rules, simulate, verify

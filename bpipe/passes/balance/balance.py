@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from typing import get_args
 
 from bpipe.errors import BudgetError, ConfigurationError
-from bpipe.passes.balance.problem import FINENESS, Budgets, Choice, Problem, Solution, raised, refusal
+from bpipe.passes.balance.problem import Choice, Problem, Solution
+from bpipe.passes.fit import Budgets, raised, refusal, smallest
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import Sizes
 from bpipe.simulator.costs import Costs
 
-__all__ = ["balance", "level"]
+__all__ = ["balance", "minimize_peak"]
 
 
 def default_slots(num_stages: int) -> int:
@@ -70,7 +71,7 @@ def balance(
     return problem.balanced(_cheaper(problem, given, solution), given)
 
 
-def level(plan: Plan, sizes: Sizes, *, to: Destinations | None = None, costs: Costs | None = None) -> Plan:
+def minimize_peak(plan: Plan, sizes: Sizes, *, to: Destinations | None = None, costs: Costs | None = None) -> Plan:
     """Balance a plan to the lowest maximum peak in bytes that the pass reaches, moving as few bytes as possible.
 
     Returns:
@@ -87,17 +88,16 @@ def level(plan: Plan, sizes: Sizes, *, to: Destinations | None = None, costs: Co
 
 def _lowest(problem: Problem) -> Solution:
     """Find the lowest maximum peak that the pass reaches, then the fewest bytes; evict nothing if that gains nothing."""
-    best, highest = Solution({}, problem.peaks), max(problem.peaks)
+    highest = max(problem.peaks)
     static = (0,) if problem.plan.sizes is None else problem.plan.sizes.static
     lowest = max(static) if problem.to.host != "no" else -(-sum(problem.peaks) // len(problem.peaks))
-    while highest - lowest > highest // FINENESS:
-        middle = (lowest + highest) // 2
-        found = problem.solve((middle,) * len(problem.peaks), thorough=False)
-        if isinstance(found, Solution):
-            best, highest = found, max(found.peaks)
-        else:
-            lowest = middle + 1
-    return _cheaper(problem, (highest,) * len(problem.peaks), best)
+
+    def attempt(peak: int) -> tuple[int, Solution] | None:
+        found = problem.solve((peak,) * len(problem.peaks), thorough=False)
+        return (max(found.peaks), found) if isinstance(found, Solution) else None
+
+    peak, best = smallest(attempt, lowest, (highest, Solution({}, problem.peaks)), highest)
+    return _cheaper(problem, (peak,) * len(problem.peaks), best)
 
 
 def _cheaper(problem: Problem, budgets: Budgets, solution: Solution) -> Solution:
@@ -115,9 +115,10 @@ def _missing(solution: Solution, budgets: Budgets) -> int:
 
 def _refusal(problem: Problem, given: Budgets, lacking: str, lowest: Solution) -> BudgetError:
     """Return the error for budgets that cannot be met; it names the smallest that can."""
-    short, enough = 0, _missing(lowest, given)
-    while enough - short > max(1, max(problem.peaks) // FINENESS):
-        middle = (short + enough) // 2
-        works = isinstance(problem.solve(raised(given, middle), thorough=False), Solution)
-        short, enough = (short, middle) if works else (middle, enough)
-    return refusal(problem.plan, given, lacking, raised(given, enough))
+
+    def attempt(more: int) -> tuple[int, Solution] | None:
+        found = problem.solve(raised(given, more), thorough=False)
+        return (more, found) if isinstance(found, Solution) else None
+
+    more, _ = smallest(attempt, 1, (_missing(lowest, given), lowest), max(problem.peaks))
+    return refusal(problem.plan, given, lacking, raised(given, more))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from bpipe.passes.balance.balance import balance, level
+from bpipe.passes.balance.balance import balance, minimize_peak
 from bpipe.passes.communicate import computations_only
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.pieces import in_pieces
@@ -42,5 +42,5 @@ def by_bytes(
     base = replace(computations_only(plan), sizes=sizes)
     base = in_pieces(base) if is_inside else base
     if budgets is None:
-        return level(base, sizes, to=to, costs=costs)
+        return minimize_peak(base, sizes, to=to, costs=costs)
     return balance(base, sizes=sizes, budgets=budgets, to=to, costs=costs)

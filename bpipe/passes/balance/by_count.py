@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from bpipe.errors import BudgetError
-from bpipe.passes.balance.balance import balance, default_slots, level
+from bpipe.passes.balance.balance import balance, default_slots, minimize_peak
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import Sizes
@@ -23,6 +23,6 @@ def by_count(plan: Plan, to: Destinations | None = None) -> Plan:
             return balance(plan, slots=default_slots(plan.num_stages), to=to)
         except BudgetError:
             pass
-    lowest = level(plan, Sizes.of([1] * plan.num_stages, num_ranks=plan.num_ranks), to=to)
+    lowest = minimize_peak(plan, Sizes.of([1] * plan.num_stages, num_ranks=plan.num_ranks), to=to)
     slots = (None,) * plan.num_ranks if lowest.budgets is None else lowest.budgets
     return replace(lowest, sizes=None, budgets=None, slots=slots)

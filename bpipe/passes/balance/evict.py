@@ -79,7 +79,6 @@ class Sweep:
         offers: who may take them, best first.
         most_parts: how many parts of one microbatch may be away, so that loads come evenly.
         thrift: how much a candidate's size counts against it.
-        staying: parts that may not be evicted.
     """
 
     rank: RankSteps
@@ -89,7 +88,6 @@ class Sweep:
     offers: Sequence[Offer]
     most_parts: int
     thrift: float = 1.0
-    staying: frozenset[Part] = frozenset()
     num_ranked: int = field(default=0, init=False)  # how often a candidate was looked at: the effort
     evictions: list[tuple[Eviction, Guests]] = field(default_factory=list, init=False)
     was_refused: bool = field(default=False, init=False)
@@ -123,7 +121,7 @@ class Sweep:
     def _saved_by(self, forward: Action) -> dict[Part, int]:
         """Return the parts that can leave when a forward has ended, and their sizes."""
         parts = zip(self.rank.parts_of(forward), self.sizes[forward.stage])
-        return {part: size for part, size in parts if size and part not in self.staying}
+        return {part: size for part, size in parts if size}
 
     def _evict_before(self, t: int) -> bool:
         """Evict the best candidate that can be hidden, else the best one; return False if there is none."""

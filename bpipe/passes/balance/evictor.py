@@ -9,7 +9,7 @@ from typing import NamedTuple
 from bpipe.passes.balance.eager import evict_eagerly
 from bpipe.passes.balance.evict import Decision, Shortage, Sweep, are_uneven
 from bpipe.passes.balance.pace import Pace
-from bpipe.passes.balance.rank_steps import Part, RankSteps
+from bpipe.passes.balance.rank_steps import RankSteps
 from bpipe.passes.balance.remote_capacity import Offer
 from bpipe.passes.balance.weave import mirrored, woven
 from bpipe.plan.action import HOST, Action
@@ -55,21 +55,6 @@ class Settled(NamedTuple):
     rooms: Mapping[int, int]
 
 
-class Found(NamedTuple):
-    """The result of a sweep."""
-
-    sweep: Sweep
-    settled: Settled
-
-    @property
-    def cost(self) -> tuple[int, int]:
-        return self.settled.decision.cost
-
-    def largest_first(self) -> list[Part]:
-        """Return the evicted parts, largest first."""
-        return [e.which for e in sorted(self.settled.decision.evictions, key=lambda e: e.size, reverse=True)]
-
-
 @dataclass(frozen=True, slots=True)
 class Evictor:
     """A rank that may have to evict.
@@ -112,20 +97,18 @@ class Evictor:
             effort: how much to look for something cheaper where something has been found.
             steadily: whether to place transfers step by step even if a cost model says how long they take.
         """
-        best: Found | None = None
+        best: Settled | None = None
         shortage = Shortage("is over its budget and has no other rank to evict to")
         for found in self._tried(limit, offers, self.paces[-1:] if steadily else self.paces, effort):
             if isinstance(found, Shortage):
                 shortage = found
-            elif best is None or found.cost < best.cost:
+            elif best is None or found.decision.cost < best.decision.cost:
                 best = found
             if effort.is_beyond_patience or (best is not None and effort.is_spent):
                 break
-        if best is None:
-            return shortage
-        return (self._improved(best, effort) if are_uneven(self.sizes) else best).settled
+        return shortage if best is None else best
 
-    def _tried(self, limit: int, offers: Sequence[Offer], paces: Sequence[Pace], effort: Effort) -> Iterator[Found | Shortage]:
+    def _tried(self, limit: int, offers: Sequence[Offer], paces: Sequence[Pace], effort: Effort) -> Iterator[Settled | Shortage]:
         """Yield what sweeps find with the first peer alone, then with all; with whole microbatches, then ever fewer parts of each.
 
         With fewer parts of each, loads are spread more evenly.
@@ -144,18 +127,7 @@ class Evictor:
             yield number
             number = number // 2 if is_slow and number > 4 else number - 1
 
-    def _improved(self, best: Found, effort: Effort) -> Found:
-        """Leave out one eviction at a time, the largest first, and keep any cheaper result, as long as effort is left."""
-        untried = best.largest_first()
-        while untried and not effort.is_spent:
-            staying = best.sweep.staying | {untried.pop(0)}
-            for thrift in THRIFTS:
-                found = self._swept(replace(best.sweep, staying=staying, thrift=thrift), effort)
-                if isinstance(found, Found) and found.cost < best.cost:
-                    best, untried = found, found.largest_first()
-        return best
-
-    def _swept(self, sweep: Sweep, effort: Effort) -> Found | Shortage:
+    def _swept(self, sweep: Sweep, effort: Effort) -> Settled | Shortage:
         """Sweep again until the guests fit into rooms: a room that a larger guest has left is larger than the next guest needs."""
         given = sweep.offers
         while True:
@@ -166,7 +138,7 @@ class Evictor:
             settled = self._settled(decision)
             lacking = [0 if room is None else max(0, settled.rooms.get(peer, 0) - room) for peer, room in given]
             if not any(lacking):
-                return Found(replace(sweep, offers=given), settled)
+                return settled
             offers = [offer if not less else _smaller(offer, less) for offer, less in zip(sweep.offers, lacking)]
             sweep = replace(sweep, offers=offers)
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import product
 from typing import Literal, NamedTuple
 
-from bpipe.errors import BudgetError, ConfigurationError
 from bpipe.passes.balance.evict import Shortage
 from bpipe.passes.balance.evictor import Effort, Evictor, Settled
 from bpipe.passes.balance.pace import Pace, measured, steady
@@ -15,8 +14,8 @@ from bpipe.passes.balance.rank_steps import steps_of
 from bpipe.passes.balance.remote_capacity import Offer
 from bpipe.passes.balance.weave import mirrored
 from bpipe.passes.communicate import without_transfers
+from bpipe.passes.fit import Budgets, checked
 from bpipe.plan.action import HOST
-from bpipe.plan.amounts import show_each
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.meter import slot
 from bpipe.plan.plan import Plan
@@ -25,10 +24,8 @@ from bpipe.simulator.costs import Costs
 
 __all__: list[str] = []
 
-FINENESS = 1024  # a peak is found to within this part of it
 EFFORT = 500_000  # candidates that a thorough search may look at: about a second
 
-Budgets = tuple[int | None, ...]
 Choice = Literal["fewest", "eager"]  # of evictions
 
 
@@ -45,34 +42,6 @@ class Solution(NamedTuple):
         return sum(late for late, _ in costs), sum(moved for _, moved in costs)
 
 
-def checked(given: int | Sequence[int | None] | None, num_ranks: int, name: str) -> Budgets:
-    """Return one budget per rank.
-
-    Raises:
-        ConfigurationError: a budget is not a whole number of at least 1, or there is not one for each rank.
-    """
-    budgets = tuple(given) if isinstance(given, Sequence) else (given,) * num_ranks
-    if len(budgets) != num_ranks or not all(k is None or (type(k) is int and k > 0) for k in budgets):
-        raise ConfigurationError(f"{name}={given!r}: give a whole number of at least 1, or one for each of {num_ranks} ranks")
-    return budgets
-
-
-def raised(budgets: Budgets, more: int) -> Budgets:
-    """Raise all budgets by `more`."""
-    return tuple(None if one is None else one + more for one in budgets)
-
-
-def refusal(plan: Plan, given: Budgets, lacking: str, smallest: Budgets) -> BudgetError:
-    """Return the error for budgets that cannot be met; it names the smallest that can."""
-    is_slots = plan.sizes is None
-    named = f"slots={shown(smallest)}" if is_slots else f"budgets={shown(smallest)} ({show_each(smallest)})"
-    return BudgetError(
-        f"{shown(given)} {'slots' if is_slots else 'bytes'} are too few for {plan.name} "
-        f"with {plan.num_stages} stages and {plan.num_microbatches} microbatches: {lacking}. "
-        f"{'The' if len(set(given)) == 1 else 'With all raised alike, the'} smallest budget that works here is {named}."
-    )
-
-
 class Problem:
     """A plan to be balanced, and all that does not change from one attempt to the next.
 
@@ -82,16 +51,26 @@ class Problem:
         to: who may take guests.
         costs: how long computations and transfers take, if known.
         rule: "fewest" or "eager".
+        keeps_recomputed: whether what the plan recomputes stays so; default: the pass decides again, and recomputes nothing.
 
     Raises:
         ConfigurationError: sizes, destinations or costs do not fit the plan.
     """
 
-    def __init__(self, plan: Plan, sizes: Sizes | None, to: Destinations, costs: Costs | None, rule: Choice) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        sizes: Sizes | None,
+        to: Destinations,
+        costs: Costs | None,
+        rule: Choice,
+        *,
+        keeps_recomputed: bool = False,
+    ) -> None:
         to.check(plan.num_ranks)
         if sizes is not None:
             sizes.check(plan.num_stages, plan.num_ranks)
-        self.plan = replace(without_transfers(plan), sizes=sizes)
+        self.plan = replace(without_transfers(plan, keeps_recomputed=keeps_recomputed), sizes=sizes)
         self.to, self.is_timed, self.rule = to, costs is not None, rule
         ranks = steps_of(self.plan)
         self.peaks = [rank.peak for rank in ranks]  # without evictions
@@ -177,8 +156,3 @@ class Problem:
             slots=self.plan.slots if in_bytes else budgets,
             budgets=budgets if in_bytes else None,
         )
-
-
-def shown(budgets: Budgets) -> str:
-    """Format the budgets, as one number where all are the same."""
-    return str(budgets[0]) if len(set(budgets)) == 1 else str(budgets)

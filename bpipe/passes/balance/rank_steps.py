@@ -55,6 +55,7 @@ class RankSteps:
         self.steps: list[Action | None] = []  # the computations in order; None for an idle step
         self.level: list[int] = []  # what the rank occupies during each step
         self._plan, self._static, self._arrives = plan, static, arrives
+        self._recomputed = plan.recomputed(rank)
         self._boundaries: list[int] = []  # the step at which the boundary before each whole computation begins
         for action, occupied in zip((action for action in self.actions if action.op in COMPUTE), level):
             if not plan.goes_on(action):
@@ -91,8 +92,13 @@ class RankSteps:
         return Stay(saved, max(arrived, saved + 2), needed)
 
     def parts_of(self, action: Action) -> list[Part]:
-        """Return the parts that a forward saves (none before its last piece), or that a backward needs (a piece only its own)."""
+        """Return the parts that a forward saves (none before its last piece), or that a backward needs (a piece only its own).
+
+        What is recomputed has none that could move: its first forward keeps the input alone.
+        """
         _, stage, microbatch, part, _ = action
+        if (stage, microbatch) in self._recomputed:
+            return []
         if part and action.op is not Op.F:
             return [(stage, microbatch, part if self._plan.num_parts(stage) > 1 else 0)]
         if action.op is Op.F and not self._plan.ends(action):
@@ -110,10 +116,7 @@ def steps_of(plan: Plan) -> list[RankSteps]:
     lanes = [plan.compute(rank) for rank in range(plan.num_ranks)]
     begins = clock(lanes, plan.num_stages)
     moments = Moments(plan.num_stages, num_microbatches_of(lanes, plan.num_stages))
-    for lane, starts in zip(lanes, begins):
-        for action, start in zip(lane, starts):
-            if action[0] is Op.F:
-                moments[action[:3]] = start
+    moments.record(lanes, begins)
     static = (0,) * plan.num_ranks if plan.sizes is None else plan.sizes.static
     with_messages = plan if plan.sizes is None else communicate(plan)
     return [
@@ -133,7 +136,7 @@ class _Arrivals:
         stage, microbatch = which
         if stage + 1 == len(self._ranks):
             return 0
-        moment = self._moments[Op.F, stage + 1, microbatch]
+        moment = self._moments.of(Op.F, stage + 1)[microbatch]
         return bisect_right(self._begins, moment - (self._ranks[stage + 1] < self._rank))
 
 

@@ -1,0 +1,177 @@
+"""The pass that evicts what links can hide, and recomputes what they cannot or what no rank has room for.
+
+First it recomputes as little as lets the balance pass find room for the rest. Then it recomputes evictions that no computation
+hides, as long as a simulated step gets shorter. Recomputing all that is over the budget is tried as well, so the result is
+never slower than the better one of the two passes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from bpipe.errors import BudgetError, ConfigurationError
+from bpipe.passes.balance.problem import Problem, Solution
+from bpipe.passes.communicate import communicate, computations_only
+from bpipe.passes.fit import Budgets, checked, raised, refusal, smallest
+from bpipe.passes.recompute import RecomputeSearch, Which, recompute_first
+from bpipe.plan.action import Op
+from bpipe.plan.destinations import Destinations
+from bpipe.plan.plan import Plan
+from bpipe.plan.sizes import Sizes
+from bpipe.simulator.costs import Costs
+from bpipe.simulator.simulation import simulate
+
+__all__ = ["evict_or_recompute"]
+
+ROUNDS = 8  # in which more is recomputed
+
+
+class _Mixed(NamedTuple):
+    """A plan that evicts and recomputes.
+
+    Args:
+        plan: the plan, without transfers between stages.
+        recomputed: the microbatches that it recomputes, by rank.
+        exposed: those whose transfers are not hidden, the largest first, by rank.
+        step_s: the simulated seconds of a step.
+    """
+
+    plan: Plan
+    recomputed: tuple[frozenset[Which], ...]
+    exposed: tuple[tuple[Which, ...], ...]
+    step_s: float
+
+
+def evict_or_recompute(
+    plan: Plan,
+    *,
+    sizes: Sizes,
+    budgets: int | Sequence[int | None],
+    costs: Costs,
+    to: Destinations | None = None,
+) -> Plan:
+    """Keep every rank within its budget in bytes: evict what transfers can hide, recompute the rest where that is faster.
+
+    A microbatch is evicted or recomputed, never both. A stage next to another one of its rank is not recomputed.
+
+    Args:
+        plan: any with backwards and whole computations; its transfers, evictions and recomputations are dropped.
+        sizes: the bytes that a microbatch takes.
+        budgets: the budget in bytes, static bytes included, one number or one a rank (None: unlimited).
+        costs: how long computations and transfers take.
+        to: who may take evicted activations; default: the pair p-1-x, then any rank with room.
+
+    Returns:
+        The plan; `finish` adds the transfers between stages.
+
+    Raises:
+        BudgetError: the budget cannot be met; the message names the smallest that can, to within 1/1024 of the highest peak.
+        ConfigurationError: the plan has no backward or is in pieces, or the other arguments do not fit it.
+
+    Example:
+        >>> from bpipe.schedules import Link, build, finish
+        >>> slow = Costs(saved_bytes=8, link=Link(bytes_per_s=1))
+        >>> mixed = evict_or_recompute(build("1f1b", 4, 8), sizes=Sizes.of([8] * 4), budgets=24, costs=slow)
+        >>> max(finish(mixed).device_peak_bytes)
+        24
+    """
+    if not plan.has_backward:
+        raise ConfigurationError(f"{plan.name} has no backward, so nothing is kept that could be evicted or recomputed")
+    if any(action.part and action.op in (Op.F, Op.B) for lane in plan.actions for action in lane):
+        raise ConfigurationError(f"{plan.name} computes in pieces, which cannot be recomputed: use balance, or whole computations")
+    sizes.check(plan.num_stages, plan.num_ranks)
+    search = _Search(replace(computations_only(plan), sizes=sizes), Destinations() if to is None else to, costs)
+    given = checked(budgets, plan.num_ranks, "budgets")
+    found = search.within(given)
+    if found is None:
+        raise search.refusal(given)
+    return found.plan
+
+
+class _Search:
+    """The plans that evict and recompute within some budgets."""
+
+    def __init__(self, plan: Plan, to: Destinations, costs: Costs) -> None:
+        self._plan, self._to, self._costs = plan, to, costs
+        self._recompute = RecomputeSearch(plan)
+        self._highest = max(communicate(plan).device_peak_bytes)
+
+    def within(self, budgets: Budgets) -> _Mixed | None:
+        """Return the fastest plan that is found within the budgets, or None if there is none."""
+        alone = self._recomputing(budgets)
+        mixed = self._enough(budgets, alone)
+        if mixed is None:
+            return alone
+        for _ in range(ROUNDS):
+            better = min(self._with_more(mixed, budgets), key=lambda one: one.step_s, default=mixed)
+            if better.step_s >= mixed.step_s:
+                break
+            mixed = better
+        return mixed if alone is None else min(mixed, alone, key=lambda one: one.step_s)
+
+    def _recomputing(self, budgets: Budgets) -> _Mixed | None:
+        """Return the plan that only recomputes."""
+        found = self._recompute.within(budgets)
+        return None if found is None else self._of(found, ((),) * found.num_ranks)
+
+    def _enough(self, budgets: Budgets, alone: _Mixed | None) -> _Mixed | None:
+        """Recompute as little as lets the balance pass keep the budgets."""
+        first = self._attempt(budgets, (frozenset(),) * self._plan.num_ranks)
+        if first is not None:
+            return first
+
+        def attempt(less: int) -> tuple[int, _Mixed] | None:
+            chosen = self._recompute.chosen(raised(budgets, max(0, self._highest - less)))
+            found = None if chosen is None else self._attempt(budgets, tuple(map(frozenset, chosen)))
+            return None if found is None else (less, found)
+
+        most = (self._highest, alone) if alone is not None else attempt(self._highest)
+        return None if most is None else smallest(attempt, 1, most, self._highest)[1]
+
+    def _with_more(self, mixed: _Mixed, budgets: Budgets) -> Iterator[_Mixed]:
+        """Yield plans that also recompute evictions that nothing hides: all of them, half of them on each rank, and so on."""
+        share = max(map(len, mixed.exposed), default=0)
+        while share:
+            chosen = [old.union(new[:share]) for old, new in zip(mixed.recomputed, mixed.exposed)]
+            found = self._attempt(budgets, tuple(chosen))
+            if found is not None:
+                yield found
+            share //= 2
+
+    def _attempt(self, budgets: Budgets, recomputed: tuple[frozenset[Which], ...]) -> _Mixed | None:
+        """Balance the plan with some microbatches recomputed, or return None if that does not keep the budgets."""
+        base = recompute_first(self._plan, recomputed)
+        problem = Problem(base, base.sizes, self._to, self._costs, "fewest", keeps_recomputed=True)
+        solution = problem.solve(budgets, thorough=False)
+        if not isinstance(solution, Solution):
+            return None
+        found = problem.balanced(solution, budgets)
+        peaks = communicate(found).device_peak_bytes
+        if any(budget is not None and peak > budget for peak, budget in zip(peaks, budgets)):
+            return None
+        exposed: list[tuple[Which, ...]] = []
+        for rank in range(found.num_ranks):
+            settled = solution.settled.get(rank)
+            evictions = () if settled is None else settled.decision.evictions
+            late = sorted((e for e in evictions if not e.is_hidden), key=lambda e: e.size, reverse=True)
+            able = self._recompute.able(rank)
+            exposed.append(tuple(dict.fromkeys(e.which[:2] for e in late if e.which[0] in able)))
+        return self._of(found, tuple(exposed))
+
+    def _of(self, plan: Plan, exposed: tuple[tuple[Which, ...], ...]) -> _Mixed:
+        recomputed = tuple(frozenset(plan.recomputed(rank)) for rank in range(plan.num_ranks))
+        return _Mixed(plan, recomputed, exposed, simulate(communicate(plan), self._costs).makespan_s)
+
+    def refusal(self, given: Budgets) -> BudgetError:
+        """Return the error for budgets that cannot be met."""
+
+        def attempt(more: int) -> tuple[int, _Mixed] | None:
+            found = self._enough(raised(given, more), self._recomputing(raised(given, more)))
+            return None if found is None else (more, found)
+
+        enough = attempt(self._highest)
+        assert enough is not None, "with its own peak for a budget, a plan needs nothing"
+        more, _ = smallest(attempt, 1, enough, self._highest)
+        return refusal(self._plan, given, "evicting and recomputing all that it would take is not enough", raised(given, more))

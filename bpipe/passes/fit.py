@@ -1,0 +1,72 @@
+"""Find the smallest budget that works, and refuse one that is too small by naming it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from bpipe.errors import BudgetError, ConfigurationError
+from bpipe.plan.amounts import show_each
+from bpipe.plan.plan import Plan
+
+__all__: list[str] = []
+
+FINENESS = 1024  # a peak is found to within this part of it
+
+Budgets = tuple[int | None, ...]
+T = TypeVar("T")
+
+
+def smallest(attempt: Callable[[int], tuple[int, T] | None], least: int, found: tuple[int, T], highest: int) -> tuple[int, T]:
+    """Find the smallest amount that works by bisection, because an amount that works is rare below one that does not.
+
+    Args:
+        attempt: returns what an amount leads to, and the amount that this needs, or None if the amount does not work.
+        least: no smaller amount is tried.
+        found: an amount that works, and what it leads to.
+        highest: the highest peak, of which the result is exact to within 1/1024.
+
+    Returns:
+        The amount that is needed, and what it leads to.
+    """
+    while found[0] - least >= max(1, highest // FINENESS):
+        middle = (least + found[0]) // 2
+        tried = attempt(middle)
+        if tried is None:
+            least = middle + 1
+        else:
+            found = tried
+    return found
+
+
+def checked(given: int | Sequence[int | None] | None, num_ranks: int, name: str) -> Budgets:
+    """Return one budget per rank.
+
+    Raises:
+        ConfigurationError: a budget is not a whole number of at least 1, or there is not one for each rank.
+    """
+    budgets = tuple(given) if isinstance(given, Sequence) else (given,) * num_ranks
+    if len(budgets) != num_ranks or not all(k is None or (type(k) is int and k > 0) for k in budgets):
+        raise ConfigurationError(f"{name}={given!r}: give a whole number of at least 1, or one for each of {num_ranks} ranks")
+    return budgets
+
+
+def raised(budgets: Budgets, more: int) -> Budgets:
+    """Raise all budgets by `more`."""
+    return tuple(None if one is None else one + more for one in budgets)
+
+
+def refusal(plan: Plan, given: Budgets, lacking: str, smallest: Budgets) -> BudgetError:
+    """Return the error for budgets that cannot be met; it names the smallest that can."""
+    is_slots = plan.sizes is None
+    named = f"slots={shown(smallest)}" if is_slots else f"budgets={shown(smallest)} ({show_each(smallest)})"
+    return BudgetError(
+        f"{shown(given)} {'slots' if is_slots else 'bytes'} are too few for {plan.name} "
+        f"with {plan.num_stages} stages and {plan.num_microbatches} microbatches: {lacking}. "
+        f"{'The' if len(set(given)) == 1 else 'With all raised alike, the'} smallest budget that works here is {named}."
+    )
+
+
+def shown(budgets: Budgets) -> str:
+    """Format the budgets, as one number where all are the same."""
+    return str(budgets[0]) if len(set(budgets)) == 1 else str(budgets)
