@@ -17,12 +17,11 @@ from bpipe.api.policy import MARGIN, Budget, Measure, Policy, Way
 from bpipe.api.report import Report
 from bpipe.api.schedule import Gather, Proven, Schedule, Step, StepKey
 from bpipe.comm.health.agreement import Record
-from bpipe.comm.health.failure import told
 from bpipe.device import is_asynchronous
 from bpipe.engine.ordered import OrderWatch
 from bpipe.engine.run import Observer, Run
 from bpipe.engine.shared import why_in_order
-from bpipe.errors import AgreementError, BudgetError, CommError, ConfigurationError
+from bpipe.errors import AgreementError, BudgetError, CommError, ConfigurationError, format_error
 from bpipe.logs import RankLog
 from bpipe.memory.optimizers import States
 from bpipe.memory.static import available_bytes, bytes_under, present_bytes, static_bytes
@@ -320,7 +319,8 @@ class Balanced(Schedule):
                 assert self._replicas is not None, "only replicas compare"
                 one.difference = difference(self._replicas, one.shapes.measured.stages, one.shapes.varying, self._transport.device)
             except Exception as error:
-                one.difference = f"rank {self._group_ranks[self._plan_rank]} cannot compare its memory with replicas: {told(error)}"
+                rank = self._group_ranks[self._plan_rank]
+                one.difference = f"rank {rank} cannot compare its memory with replicas: {format_error(error)}"
         return one.difference.encode()
 
     # The plan for what was measured, which all ranks make from the same numbers
@@ -357,7 +357,7 @@ class Balanced(Schedule):
                 plan = self._made_plan(sizes, budgets)
             outcome = plan.fingerprint()
         except BaseException as failure:  # told before it is raised, so that no rank waits
-            error, outcome = failure, told(failure)
+            error, outcome = failure, format_error(failure)
         outcomes = [data.decode() for data in gather(lambda _: outcome.encode())]
         if error is not None:
             self._told = error
@@ -383,7 +383,7 @@ class Balanced(Schedule):
             report = self._own_report(self._shapes.of(key))
         except Exception as error:
             report = Report(
-                self._plan_rank, {}, refusal=f"rank {self._group_ranks[self._plan_rank]} cannot make a plan: {told(error)}"
+                self._plan_rank, {}, refusal=f"rank {self._group_ranks[self._plan_rank]} cannot make a plan: {format_error(error)}"
             )
         return report.pack()
 

@@ -21,9 +21,8 @@ from bpipe.api.stats import Stats
 from bpipe.api.transports import transport_for
 from bpipe.cleanup import noted_on
 from bpipe.comm.health.activity import State
-from bpipe.comm.health.agreement import Record, check
-from bpipe.comm.health.control import CallOf
-from bpipe.comm.health.failure import told
+from bpipe.comm.health.agreement import UNKNOWN_CUT, Record, check
+from bpipe.comm.health.control import Collective
 from bpipe.comm.health.watchdog import SLOW_S
 from bpipe.comm.transport.base import Transport
 from bpipe.comm.transport.in_flight import TRANSFERS_AT_ONCE
@@ -34,7 +33,7 @@ from bpipe.engine.lanes import Lanes
 from bpipe.engine.messages import Layouts
 from bpipe.engine.remembered import Memory
 from bpipe.engine.run import Observer, Run
-from bpipe.errors import AgreementError, CommError, ConfigurationError, PipelineBrokenError, PlanError
+from bpipe.errors import AgreementError, CommError, ConfigurationError, PipelineBrokenError, PlanError, format_error
 from bpipe.logs import RankLog
 from bpipe.memory.ledger import Ledger
 from bpipe.memory.makeup import Makeups
@@ -42,7 +41,7 @@ from bpipe.memory.optimizers import STEPPED, States
 from bpipe.memory.static import StaticBytes, standing
 from bpipe.model import microbatch as mb
 from bpipe.model.call import Call, Specs, call_of, microbatches_of
-from bpipe.model.cut import UNKNOWN, cut_of
+from bpipe.model.cut import cut_of
 from bpipe.model.merging import merge
 from bpipe.model.plain_numbers import CountedNumbers, Looks
 from bpipe.model.stage import Parts, stages_of
@@ -268,7 +267,7 @@ class Schedule:
         if self._running.locked():
             raise PipelineBrokenError("close() was called inside a step: close a schedule when its step has returned or raised")
         if isinstance(self._broken, BaseException):
-            self._broken = told(self._broken)  # the error's frames keep the step's tensors alive
+            self._broken = format_error(self._broken)  # the error's frames keep the step's tensors alive
         self._finalizer()
 
     # A step in its phases, which a loopback runs for all ranks side by side
@@ -336,7 +335,7 @@ class Schedule:
             pipeline=self._transport.identity,
             signature=(signature := mb.digest(looks.exact)),
             stages=tuple(sorted(self._stages)),
-            cut=next((cut.digest for stage in self._stages.values() if (cut := cut_of(stage.submod)) is not None), UNKNOWN),
+            cut=next((cut.digest for stage in self._stages.values() if (cut := cut_of(stage.submod)) is not None), UNKNOWN_CUT),
             form=mb.digest(looks.counted) if looks.numbered else signature,
             states=states,
             peak=peak,
@@ -460,10 +459,10 @@ class Schedule:
             started = time.perf_counter()
             step = self._begin_or_refuse(begin)
             with self._failing_together(AgreementError, PlanError):
-                records = self._transport.exchange(CallOf.STEP, step.record)
+                records = self._transport.exchange(Collective.STEP, step.record)
                 control = self._transport.control
                 control.activity.state = State.PREPARING
-                run = self._agreed(step, records, lambda told: self._transport.exchange(CallOf.PLAN, told(self)))
+                run = self._agreed(step, records, lambda told: self._transport.exchange(Collective.PLAN, told(self)))
             with self._failing_together():
                 with run.sharding.in_charge(), run.hooks.watched(), control.interruptible():
                     self._lanes.drive(run, control, self._group_ranks)
@@ -485,7 +484,7 @@ class Schedule:
             return begin()
         except BaseException as error:
             with noted_on(error), self._failing_together(), suppress(CommError):
-                self._transport.refuse(told(error))
+                self._transport.refuse(format_error(error))
             raise
 
     @contextmanager
@@ -502,7 +501,7 @@ class Schedule:
         if self._broken is not None:
             cause = self._broken if isinstance(self._broken, BaseException) else None
             raise PipelineBrokenError(
-                f"this pipeline broke in step {self._num_steps} ({self._broken if cause is None else told(cause)}). "
+                f"this pipeline broke in step {self._num_steps} ({self._broken if cause is None else format_error(cause)}). "
                 "Gradients may be incomplete: zero them, close() this schedule and build a new one over the same process group."
             ) from cause
         if not self._finalizer.alive:

@@ -14,7 +14,7 @@ from bpipe.api.loopback import LoopbackGroup
 from bpipe.api.schedule import Schedule
 from bpipe.cleanup import noted_on
 from bpipe.comm.health.clocks import Clocks, Offset, align
-from bpipe.comm.health.control import CallOf
+from bpipe.comm.health.control import Collective
 from bpipe.device import is_asynchronous
 from bpipe.device.times import DeviceTimes
 from bpipe.engine.recorder import Record, Recorder
@@ -104,7 +104,7 @@ class Trace:
             raise ConfigurationError(problem)
         if not isinstance(first.group, LoopbackGroup):
             with first._failing_together(AgreementError):
-                return align(first._transport, first._plans[True].fingerprint, first._plan_rank)
+                return align(first._transport.exchange, first._plans[True].fingerprint, first._plan_rank)
         ranks = tuple(schedule._plan_rank for schedule in self._schedules)
         return Clocks(os.urandom(16), ranks, (Offset(0, 0),) * len(ranks), time.perf_counter_ns())
 
@@ -170,7 +170,7 @@ class Trace:
             return self.timelines
         with first._guarded(), first._failing_together(AgreementError):
             (part,) = self._parts()
-            files = first._transport.exchange(CallOf.GATHER, "".join(lines(part, self._origin())).encode())
+            files = first._transport.exchange(Collective.GATHER, "".join(lines(part, self._origin())).encode())
         return joined([parse(data, f"rank {rank}") for rank, data in enumerate(files)])
 
 

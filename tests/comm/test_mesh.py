@@ -17,15 +17,15 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bpipe.comm.health.control import CallOf, Line
+from bpipe.comm.health.control import Collective, Line
 from bpipe.comm.health.failure import Cause, Failure
-from bpipe.comm.health.watchdog import Patience
+from bpipe.comm.health.watchdog import Timeouts
 from bpipe.comm.rendezvous.addresses import own_address
 from bpipe.comm.rendezvous.peers import HELLO, Mesh, open_mesh, process_name
 from bpipe.comm.wire.frames import Frame, Kind
 from bpipe.errors import AgreementError, CommError, RankFailedError, RankLostError
 
-PATIENCE = Patience(60.0, 30.0)
+TIMEOUTS = Timeouts(60.0, 30.0)
 
 
 def quietly(_: str) -> None:
@@ -52,7 +52,7 @@ def meshes(store: Any, size: int, check: Callable[[str], None] = quietly) -> lis
 @contextmanager
 def lines(store: Any, size: int) -> Iterator[list[Line]]:
     released: list[int] = []
-    made = [Line(mesh, rank, lambda: released.append(1), PATIENCE) for rank, mesh in enumerate(meshes(store, size))]
+    made = [Line(mesh, rank, lambda: released.append(1), TIMEOUTS) for rank, mesh in enumerate(meshes(store, size))]
     try:
         yield made
     finally:
@@ -161,22 +161,25 @@ def test_calls_give_every_rank_s_bytes_to_all(store):
     with lines(store, 3) as made:
         for payload in (b"", b"x" * 3_000_000):
             told = together(
-                [lambda line=line, r=r, end=payload: line.exchange(CallOf.STEP, bytes([r]) + end) for r, line in enumerate(made)]
+                [
+                    lambda line=line, r=r, end=payload: line.exchange(Collective.STEP, bytes([r]) + end)
+                    for r, line in enumerate(made)
+                ]
             )
             assert told == [[bytes([r]) + payload for r in range(3)]] * 3
 
 
 def test_different_calls_are_refused_and_break_nothing(store):
     with lines(store, 2) as made:
-        told = together([lambda: made[0].exchange(CallOf.STEP, b""), lambda: made[1].exchange(CallOf.TRACE, b"")])
+        told = together([lambda: made[0].exchange(Collective.STEP, b""), lambda: made[1].exchange(Collective.TRACE, b"")])
         assert [str(error) for error in told] == [
             "rank 1 starts a trace while this one runs a step: make the same calls on all ranks",
             "rank 0 runs a step while this one starts a trace: make the same calls on all ranks",
         ]
         made[1].refuse("no target")
         with pytest.raises(AgreementError, match="rank 1 cannot run this step: no target"):
-            made[0].exchange(CallOf.STEP, b"")
-        assert together([lambda line=line: line.exchange(CallOf.PLAN, b"a") for line in made]) == [[b"a", b"a"]] * 2
+            made[0].exchange(Collective.STEP, b"")
+        assert together([lambda line=line: line.exchange(Collective.PLAN, b"a") for line in made]) == [[b"a", b"a"]] * 2
 
 
 def test_a_refusal_does_not_wait_for_those_who_have_not_come(store):
@@ -184,11 +187,11 @@ def test_a_refusal_does_not_wait_for_those_who_have_not_come(store):
         made[2].refuse("no")
         began = time.monotonic()
         with pytest.raises(AgreementError, match="rank 2 cannot"):
-            made[0].exchange(CallOf.STEP, b"")  # rank 1 makes no call
+            made[0].exchange(Collective.STEP, b"")  # rank 1 makes no call
         assert time.monotonic() - began < 1
         with pytest.raises(AgreementError, match="rank 2 cannot"):
-            made[1].exchange(CallOf.STEP, b"")
-        assert together([lambda line=line: line.exchange(CallOf.STEP, b"a") for line in made]) == [[b"a"] * 3] * 3
+            made[1].exchange(Collective.STEP, b"")
+        assert together([lambda line=line: line.exchange(Collective.STEP, b"a") for line in made]) == [[b"a"] * 3] * 3
 
 
 def test_a_failure_reaches_all_and_the_first_one_stays(store):
@@ -197,7 +200,7 @@ def test_a_failure_reaches_all_and_the_first_one_stays(store):
         assert made[1].broke(error, "stage 1, microbatch 2, action 1F2") is error
         made[1].fail(Failure(Cause.RAISED, 1, 0, "", "another"))
         with pytest.raises(RankFailedError, match=r"rank 1 failed in step 0, stage 1, microbatch 2, action 1F2: ValueError: boom"):
-            made[0].exchange(CallOf.STEP, b"")
+            made[0].exchange(Collective.STEP, b"")
         with pytest.raises(ValueError, match="boom"):
             made[1].check()
 
@@ -207,12 +210,12 @@ def test_one_that_leaves_is_told_apart_from_one_that_is_lost(store):
         made[2].activity.step = 5
         made[2].close()
         with pytest.raises(AgreementError, match="rank 2 closed this pipeline after 5 steps"):
-            made[0].exchange(CallOf.STEP, b"")
+            made[0].exchange(Collective.STEP, b"")
         made[1].peers[0].connection.shutdown(socket.SHUT_RDWR)  # as the kernel does when the process ends
         while made[0].failure is None:
             time.sleep(0.01)
         with pytest.raises(RankLostError, match="rank 1 was lost"):
-            made[0].exchange(CallOf.STEP, b"")
+            made[0].exchange(Collective.STEP, b"")
 
 
 @given(st.binary(min_size=1, max_size=200))
@@ -223,7 +226,7 @@ def test_garbage_on_a_connection_fails_with_the_sender_s_name(data):
         whole = data.ljust(64, b"\xff")
         made[1].peers[0].connection.sendall(whole)
         with pytest.raises(AgreementError, match="rank 1 sent rank 0 something that is no message of bpipe"):
-            made[0].exchange(CallOf.STEP, b"")
+            made[0].exchange(Collective.STEP, b"")
 
 
 @pytest.mark.parametrize("kind", [Kind.FAILED, Kind.TELL])
@@ -231,7 +234,7 @@ def test_a_sound_frame_with_a_senseless_body_fails_likewise(store, kind):
     with lines(store, 2) as made:
         made[1].peers[0].send(Frame(kind, 1, b"\xff" * 40))
         with pytest.raises(AgreementError, match="rank 1 sent rank 0 something that is no message"):
-            made[0].exchange(CallOf.STEP, b"")
+            made[0].exchange(Collective.STEP, b"")
 
 
 def test_closing_gives_the_thread_and_the_connections_back(store):

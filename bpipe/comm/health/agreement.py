@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from bpipe.errors import AgreementError, CommError
-from bpipe.model.cut import UNKNOWN
 
 __all__: list[str] = []
 
 MOST_STAGES = 64  # on one rank
+UNKNOWN_CUT = bytes(16)  # of a module that nobody has cut from a model, or that is inside a wrapper
 HEAD = struct.Struct("<6sH16s32s16sBQIIII16sI16s16s3Q16s")
 INDEX = struct.Struct("<I")  # of each stage, after the head
 MAGIC = b"bpipe\7"
@@ -32,7 +32,7 @@ class Record(NamedTuple):
     signature: bytes  # 16 bytes: a hash of the shapes and dtypes of this rank's inputs
     stages: tuple[int, ...]  # that this rank holds
     revision: int = 0  # how often this rank has asked to measure its microbatches again
-    cut: bytes = UNKNOWN  # 16 bytes: how the model was cut into stages
+    cut: bytes = UNKNOWN_CUT  # 16 bytes: how the model was cut into stages
     form: bytes = bytes(16)  # the signature without the plain numbers among the inputs that do not decide what is saved
     states: int = 0  # bytes of optimizer states on this rank
     peak: int = 0  # the most bytes that its device has held, where its plan has to show that this is less
@@ -152,7 +152,7 @@ def check(records: Sequence[Record]) -> None:
 
 def _check_cut(records: Sequence[Record]) -> None:
     """Raise if two ranks have stages of a model that was cut differently, because layers would run twice, or not at all."""
-    known = [(rank, record.cut) for rank, record in enumerate(records) if record.cut != UNKNOWN]
+    known = [(rank, record.cut) for rank, record in enumerate(records) if record.cut != UNKNOWN_CUT]
     other = next((rank for rank, cut in known if cut != known[0][1]), None)
     if other is not None:
         raise AgreementError(

@@ -16,12 +16,11 @@ from __future__ import annotations
 import os
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from bpipe.comm.health.control import CallOf
-from bpipe.comm.transport.base import Transport
+from bpipe.comm.health.control import Collective
 from bpipe.errors import AgreementError, CommError
 
 __all__: list[str] = []
@@ -31,6 +30,7 @@ TOKEN_BYTES = 16
 READING = struct.Struct(f"<{TOKEN_BYTES}s32sHqq")
 
 Readings = Sequence[tuple[int, int]]  # before and after each exchange, in nanoseconds
+Exchange = Callable[[Collective, bytes], list[bytes]]
 
 
 class Offset(NamedTuple):
@@ -81,11 +81,11 @@ class Reading(NamedTuple):
         return cls(token, fingerprint.decode(errors="replace"), *numbers)
 
 
-def align(transport: Transport, fingerprint: str, plan_rank: int) -> Clocks:
+def align(exchange: Exchange, fingerprint: str, plan_rank: int) -> Clocks:
     """Bound how far apart the ranks' clocks are. Collective; blocks for some milliseconds.
 
     Args:
-        transport: this rank's transport.
+        exchange: gives bytes to all ranks and returns theirs, as `Transport.exchange` does.
         fingerprint: of the plan, the same on all ranks.
         plan_rank: this rank's place in it.
 
@@ -97,7 +97,7 @@ def align(transport: Transport, fingerprint: str, plan_rank: int) -> Clocks:
     rounds: list[list[Reading]] = []
     for _ in range(NUM_ROUNDS + 1):  # the last one only tells what the clocks read after the one before
         reading = Reading(token, fingerprint, plan_rank, time.perf_counter_ns(), previous)
-        packed = transport.exchange(CallOf.TRACE, reading.pack())
+        packed = exchange(Collective.TRACE, reading.pack())
         previous = time.perf_counter_ns()
         rounds.append([Reading.unpack(data, rank) for rank, data in enumerate(packed)])
         _check(rounds[-1])

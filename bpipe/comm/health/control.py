@@ -20,7 +20,7 @@ from bpipe.cleanup import keeping
 from bpipe.comm.health import call_order as crossing
 from bpipe.comm.health.activity import Activity, State, Status
 from bpipe.comm.health.failure import Cause, Failure
-from bpipe.comm.health.watchdog import Patience, Watch
+from bpipe.comm.health.watchdog import Timeouts, Watchdog
 from bpipe.comm.rendezvous.peers import Mesh, Peer
 from bpipe.comm.wire.frames import Frame, Kind
 from bpipe.errors import AgreementError, CommError, TransferError
@@ -32,7 +32,7 @@ LOOK_S = 0.5  # between two looks at what keeps the others
 SETTLE_S = 1.0  # in which a failed transfer's reason arrives, if it is another rank's
 
 
-class CallOf(IntEnum):
+class Collective(IntEnum):
     """What a collective call is for, which must be the same on all ranks."""
 
     STEP = 1
@@ -43,19 +43,19 @@ class CallOf(IntEnum):
 
 
 DOING = {
-    CallOf.STEP: "runs a step",
-    CallOf.PLAN: "makes a plan",
-    CallOf.TRACE: "starts a trace",
-    CallOf.GATHER: "gathers a trace",
-    CallOf.CONNECT: "opens channels",
+    Collective.STEP: "runs a step",
+    Collective.PLAN: "makes a plan",
+    Collective.TRACE: "starts a trace",
+    Collective.GATHER: "gathers a trace",
+    Collective.CONNECT: "opens channels",
 }
 
 CANNOT = {
-    CallOf.STEP: "run this step",
-    CallOf.PLAN: "make a plan",
-    CallOf.TRACE: "trace",
-    CallOf.GATHER: "gather a trace",
-    CallOf.CONNECT: "open channels",
+    Collective.STEP: "run this step",
+    Collective.PLAN: "make a plan",
+    Collective.TRACE: "trace",
+    Collective.GATHER: "gather a trace",
+    Collective.CONNECT: "open channels",
 }
 
 
@@ -68,7 +68,7 @@ class Control:
         self.original: BaseException | None = None  # of the failure, if it is this rank's own
         self.others: list[socket.socket] = []  # connections of the pipeline that are not for a forked child either
 
-    def exchange(self, call: CallOf, data: bytes) -> list[bytes]:
+    def exchange(self, call: Collective, data: bytes) -> list[bytes]:
         """Give every rank's bytes to all ranks. Collective; blocks the host, and can be interrupted.
 
         Returns:
@@ -114,10 +114,10 @@ class Line(Control):
         mesh: the rank's connections.
         rank: its rank in the pipeline's group.
         release: called from any thread after a failure; ends all transfers that are waited for.
-        patience: how long a wait may take.
+        timeouts: how long a wait may take.
     """
 
-    def __init__(self, mesh: Mesh, rank: int, release: Callable[[], None], patience: Patience) -> None:
+    def __init__(self, mesh: Mesh, rank: int, release: Callable[[], None], timeouts: Timeouts) -> None:
         super().__init__()
         self.name = "this pipeline"
         self._rank, self._size, self._release = rank, len(mesh.peers) + 1, release
@@ -129,7 +129,7 @@ class Line(Control):
         self._waits_for: frozenset[int] = frozenset()
         self.is_closing = self._has_left = self._is_told = self._is_known = False
         self.looks: list[Callable[[float], None]] = []  # besides, at what takes too long; each gets the time
-        self._watch = Watch(rank, self._size, self.activity, self._send_all, self.fail, lambda: self._waits_for, patience)
+        self._watch = Watchdog(rank, self._size, self.activity, self._send_all, self.fail, lambda: self._waits_for, timeouts)
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
@@ -142,7 +142,7 @@ class Line(Control):
 
     # In the caller's thread
 
-    def exchange(self, call: CallOf, data: bytes) -> list[bytes]:
+    def exchange(self, call: Collective, data: bytes) -> list[bytes]:
         self.caller = threading.get_ident()
         before, self.activity.state = self.activity.state, State.MEETING
         try:
@@ -162,7 +162,7 @@ class Line(Control):
                 del self.calls[number]
         self._send_all(frame)
 
-    def _collected(self, call: CallOf) -> dict[int, Frame]:
+    def _collected(self, call: Collective) -> dict[int, Frame]:
         """Wait for what the other ranks send in this call, and return it by rank."""
         crossed: set[int] = set()
         looked = time.monotonic()
@@ -381,11 +381,11 @@ class Line(Control):
             one.close()
 
 
-def _check_alike(rank: int, frame: Frame, call: CallOf) -> None:
+def _check_alike(rank: int, frame: Frame, call: Collective) -> None:
     """Raise unless a rank makes the same call as this one."""
     if frame.kind is Kind.REFUSAL:
         raise AgreementError(f"rank {rank} cannot {CANNOT[call]}: {frame.body.decode(errors='replace')}")
     theirs = frame.body[0] if frame.body else 0
     if theirs != call:
-        doing = DOING[CallOf(theirs)] if theirs in CallOf.__members__.values() else "does something unknown"
+        doing = DOING[Collective(theirs)] if theirs in Collective.__members__.values() else "does something unknown"
         raise AgreementError(f"rank {rank} {doing} while this one {DOING[call]}: make the same calls on all ranks")

@@ -7,7 +7,7 @@ import traceback
 from enum import IntEnum
 from typing import NamedTuple
 
-from bpipe.errors import AgreementError, CommError, RankFailedError, RankLostError, TransferTimeoutError, text_of
+from bpipe.errors import AgreementError, CommError, RankFailedError, RankLostError, TransferTimeoutError, format_error
 
 __all__: list[str] = []
 
@@ -46,7 +46,7 @@ class Failure(NamedTuple):
     @classmethod
     def raised(cls, error: BaseException, rank: int, step: int, place: str) -> Failure:
         """Make the failure of an error on this rank, with the end of its traceback."""
-        return cls(Cause.RAISED, rank, step, place, told(error), _end_of_traceback(error))
+        return cls(Cause.RAISED, rank, step, place, format_error(error), _end_of_traceback(error))
 
     @property
     def action(self) -> str:
@@ -101,11 +101,6 @@ class Failure(NamedTuple):
         if self.details:
             error.add_note(f"bpipe: on rank {self.rank}:\n{self.details}" if self.cause is Cause.RAISED else self.details)
         return error
-
-
-def told(error: BaseException) -> str:
-    """Return an error's type, and its text if it has one."""
-    return f"{type(error).__name__}: {text_of(error)}".removesuffix(": ")
 
 
 def _end_of_traceback(error: BaseException) -> str:

@@ -18,7 +18,7 @@ SLOW_S = 30.0
 ANSWERS_S = 1.0  # within which a process that runs at all answers
 
 
-class Patience(NamedTuple):
+class Timeouts(NamedTuple):
     """How long a rank waits for another one.
 
     Args:
@@ -30,7 +30,7 @@ class Patience(NamedTuple):
     slow_s: float
 
 
-class Watch:
+class Watchdog:
     """A watchdog over the waits of one rank. All of it runs in the control thread.
 
     Args:
@@ -39,7 +39,7 @@ class Watch:
         ask: sends a frame to all other ranks.
         fail: breaks the pipeline on all ranks.
         missing: returns the ranks for which this rank waits in a collective call.
-        patience: how long a wait may take.
+        timeouts: how long a wait may take.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class Watch:
         ask: Callable[[Frame], None],
         fail: Callable[[Failure], None],
         missing: Callable[[], frozenset[int]],
-        patience: Patience,
+        timeouts: Timeouts,
     ) -> None:
         self._rank, self._size, self._activity = rank, size, activity
         self._ask, self._fail, self._missing = ask, fail, missing
-        self._patience = patience
+        self._timeouts = timeouts
         self._here = self._place()  # where this rank was at the latest look
         self._time_s = self._since = time.monotonic()  # of the latest look, and when this rank came to where it is
         self._asked_s: float | None = None
@@ -74,14 +74,14 @@ class Watch:
             return
         seconds = now - self._since
         if self._asked_s is None:
-            is_slow = seconds >= self._patience.slow_s and self._shown_step < status.step
-            if is_slow or seconds >= self._patience.timeout_s - ANSWERS_S:
+            is_slow = seconds >= self._timeouts.slow_s and self._shown_step < status.step
+            if is_slow or seconds >= self._timeouts.timeout_s - ANSWERS_S:
                 self._question(now)
         elif len(self._answers) + 1 == self._size or now - self._asked_s >= ANSWERS_S:
             self._show(status, seconds)
-            if seconds >= self._patience.timeout_s:
+            if seconds >= self._timeouts.timeout_s:
                 self._give_up(status, seconds)
-            elif seconds < self._patience.timeout_s - ANSWERS_S:
+            elif seconds < self._timeouts.timeout_s - ANSWERS_S:
                 self._asked_s = None
 
     def _place(self) -> tuple[object, ...]:
@@ -127,7 +127,7 @@ class Watch:
 
     def _give_up(self, status: Status, seconds: float) -> None:
         place = self._activity.place()
-        text = f"{self._waiting(status, seconds)}: longer than timeout_s={self._patience.timeout_s:g}"
+        text = f"{self._waiting(status, seconds)}: longer than timeout_s={self._timeouts.timeout_s:g}"
         self._fail(Failure(Cause.TIMED_OUT, self._rank, status.step, place, text, self._picture()))
 
     def _waiting(self, status: Status, seconds: float) -> str:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from bpipe.comm.health.control import CallOf, Control
+from bpipe.comm.health.control import Collective, Control
 from bpipe.device import Streams
 from bpipe.schedules import Channel
 
@@ -55,7 +55,7 @@ class Transport(ABC):
         """Take an identity among the pipelines of the group, as this rank counts them."""
 
     @abstractmethod
-    def exchange(self, call: CallOf, data: bytes) -> list[bytes]:
+    def exchange(self, call: Collective, data: bytes) -> list[bytes]:
         """Give every rank's bytes to all ranks, and return them by rank of the group. Collective over the pipeline; blocks."""
 
     @abstractmethod

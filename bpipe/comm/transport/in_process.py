@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bpipe.comm.health.control import CallOf, Control
+from bpipe.comm.health.control import Collective, Control
 from bpipe.comm.transport.base import Transfer, Transport
 from bpipe.device import Event, Streams, current_stream, is_asynchronous, on_stream, reached
 from bpipe.errors import CommError
@@ -94,7 +94,7 @@ class LoopbackTransport(Transport):
         self.control = Control()
         self._wires, self.streams = wires, wires.streams
 
-    def exchange(self, call: CallOf, data: bytes) -> list[bytes]:
+    def exchange(self, call: Collective, data: bytes) -> list[bytes]:
         raise CommError("the ranks of a loopback agree inside Loopback.step")
 
     def refuse(self, why: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from bpipe.comm.health.activity import Activity, State, Status
 from bpipe.comm.health.failure import Cause, Failure
-from bpipe.comm.health.watchdog import ANSWERS_S, Patience, Watch
+from bpipe.comm.health.watchdog import ANSWERS_S, Timeouts, Watchdog
 from bpipe.comm.wire.frames import Frame, Kind
 from bpipe.plan.action import Op
 from bpipe.schedules import Plan, build
@@ -35,10 +35,10 @@ class Ranks:
             self.activities[rank].begin(PLAN, rank, 7, [0, 1, 2])
             self.activities[rank].position = position_of(text, rank)
 
-    def _watch(self, rank: int) -> Watch:
-        patience = Patience(TIMEOUT_S, SLOW_S)
+    def _watch(self, rank: int) -> Watchdog:
+        timeouts = Timeouts(TIMEOUT_S, SLOW_S)
         ask = lambda frame: self.ask(rank, frame)  # noqa: E731
-        return Watch(rank, 3, self.activities[rank], ask, self.failures.append, lambda: frozenset({1}), patience)
+        return Watchdog(rank, 3, self.activities[rank], ask, self.failures.append, lambda: frozenset({1}), timeouts)
 
     def ask(self, rank: int, frame: Frame) -> None:
         assert frame.kind is Kind.ASK
@@ -155,7 +155,7 @@ def test_a_rank_whose_guests_are_not_called_for_waits(caplog):
     activity = Activity()
     activity.begin(plan, 3, 0, [0, 1, 2, 3], plan.chains(3))
     activity.position = len(plan.actions[3])
-    watch = Watch(3, 4, activity, lambda frame: None, lambda failure: None, frozenset, Patience(TIMEOUT_S, SLOW_S))
+    watch = Watchdog(3, 4, activity, lambda frame: None, lambda failure: None, frozenset, Timeouts(TIMEOUT_S, SLOW_S))
     (evictor,) = activity.guests
     activity.guests[evictor] = next(i for i, action in enumerate(plan.chains(3)[evictor]) if action.op is Op.WAIT_RETURN)
     start = watch._since

@@ -11,10 +11,10 @@ from contextlib import ExitStack
 
 import pytest
 
-from bpipe.comm.health.control import CallOf, Control
-from bpipe.comm.rendezvous import connect as dial
+from bpipe.comm.health.control import Collective, Control
 from bpipe.comm.rendezvous.addresses import Address
-from bpipe.comm.rendezvous.connect import HELLO, TOKEN_BYTES, open_connections
+from bpipe.comm.transport import connect
+from bpipe.comm.transport.connect import HELLO, TOKEN_BYTES, open_connections
 from bpipe.errors import TransferError
 
 HERE = Address("127.0.0.1", socket.AF_INET)
@@ -46,7 +46,7 @@ class Line(Control):
         super().__init__()
         self._together, self._rank, self._says = together, rank, says
 
-    def exchange(self, call: CallOf, data: bytes) -> list[bytes]:
+    def exchange(self, call: Collective, data: bytes) -> list[bytes]:
         together = self._together
         together.told[self._rank] = data
         together.barrier.wait(10)
@@ -91,6 +91,6 @@ def test_a_rank_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_connection_that_does_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dial, "HELLO_S", 0.1)
+    monkeypatch.setattr(connect, "HELLO_S", 0.1)
     with pytest.raises(TransferError, match=r"connections \[0\] were made, and did not arrive in 0.1 s"):
         Together(1).opened([(1, 0)])

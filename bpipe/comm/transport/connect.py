@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 
-from bpipe.comm.health.control import CallOf, Control
+from bpipe.comm.health.control import Collective, Control
 from bpipe.comm.rendezvous.addresses import Address
 from bpipe.comm.rendezvous.tcp import prepare
 from bpipe.errors import TransferError
@@ -42,12 +42,12 @@ def open_connections(
         listener = socket.create_server((address.text, 0), family=address.family, backlog=len(missing) + 16)
         unless_done.enter_context(listener)
         own = f"{listener.getsockname()[1]} {address.text}"
-        places = [place.decode().split(" ", 1) for place in control.exchange(CallOf.CONNECT, own.encode())]
+        places = [place.decode().split(" ", 1) for place in control.exchange(Collective.CONNECT, own.encode())]
         opened = {}
         for index, (sender, receiver) in enumerate(ends):
             if sender == rank:
                 opened[index] = unless_done.enter_context(_called(places[receiver], receiver, HELLO.pack(token, index)))
-        control.exchange(CallOf.CONNECT, b"")  # now all have connected, and nobody has to be waited for
+        control.exchange(Collective.CONNECT, b"")  # now all have connected, and nobody has to be waited for
         for index, connection in _arrived(listener, token, missing, control).items():
             opened[index] = unless_done.enter_context(connection)
         for connection in opened.values():
