@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from bpipe.comm.wire.codec import decode, encode
 from bpipe.errors import AgreementError, CommError
 
 __all__: list[str] = []
 
 MOST_STAGES = 64  # on one rank
 UNKNOWN_CUT = bytes(16)  # of a module that nobody has cut from a model, or that is inside a wrapper
-HEAD = struct.Struct("<6sH16s32s16sBQIIII16sI16s16s3Q16s")
-INDEX = struct.Struct("<I")  # of each stage, after the head
-MAGIC = b"bpipe\7"
 
 
 class Record(NamedTuple):
@@ -40,28 +37,7 @@ class Record(NamedTuple):
     inputs: bytes = bytes(16)  # 16 bytes, where replicas compare: what this rank's inputs look like, whatever its modules are
 
     def pack(self) -> bytes:
-        head = HEAD.pack(
-            MAGIC,
-            len(self.stages),
-            self.version.encode()[:16],
-            self.schedule.encode()[:32],
-            bytes.fromhex(self.fingerprint),
-            self.is_training,
-            self.step,
-            self.num_stages,
-            self.num_ranks,
-            self.num_microbatches,
-            self.pipeline,
-            self.signature,
-            self.revision,
-            self.cut,
-            self.form,
-            self.states,
-            self.peak,
-            self.plain_peak,
-            self.inputs,
-        )
-        return head + b"".join(map(INDEX.pack, self.stages))
+        return encode(self)
 
     @classmethod
     def unpack(cls, data: bytes) -> Record:
@@ -70,42 +46,15 @@ class Record(NamedTuple):
         Raises:
             CommError: the bytes are no record.
         """
-        if len(data) < HEAD.size:
-            raise CommError(f"an agreement record has {len(data)} bytes, expected {HEAD.size} or more")
-        magic, count, version, schedule, fingerprint, is_training, step, *numbers = HEAD.unpack_from(data)
-        num_stages, num_ranks, num_microbatches, pipeline, signature, revision, cut, form, *numbers = numbers
-        states, peak, plain_peak, inputs = numbers
-        if magic == MAGIC and len(data) != HEAD.size + INDEX.size * count:
-            raise CommError(f"an agreement record of {count} stages has {len(data)} bytes")
-        if magic != MAGIC or count > MOST_STAGES or num_stages < 1:
-            raise CommError(f"no agreement record of this version of bpipe: it starts {data[:8]!r}")
-        return cls(
-            version=_text(version),
-            schedule=_text(schedule),
-            fingerprint=fingerprint.hex(),
-            is_training=bool(is_training),
-            step=step,
-            num_stages=num_stages,
-            num_ranks=num_ranks,
-            num_microbatches=num_microbatches,
-            pipeline=pipeline,
-            signature=signature,
-            stages=tuple(index for (index,) in INDEX.iter_unpack(data[HEAD.size :])),
-            revision=revision,
-            cut=cut,
-            form=form,
-            states=states,
-            peak=peak,
-            plain_peak=plain_peak,
-            inputs=inputs,
-        )
+        record = decode(cls, data, "agreement record of this version of bpipe")
+        if len(record.stages) > MOST_STAGES or min(record.stages, default=0) < 0 or record.num_stages < 1:
+            raise CommError(
+                f"no agreement record: {record.num_stages} stages, rank with {record.stages[:8]}"
+            )
+        return record
 
 
 ALIKE = Record._fields.index("signature")  # the number of leading fields that are alike on all ranks
-
-
-def _text(data: bytes) -> str:
-    return data.rstrip(b"\0").decode(errors="replace")
 
 
 # What is compared, in the order in which a difference explains the ones after it.
