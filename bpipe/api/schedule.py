@@ -22,7 +22,7 @@ from bpipe.api.transports import transport_for
 from bpipe.cleanup import noted_on
 from bpipe.comm.health.activity import State
 from bpipe.comm.health.agreement import UNKNOWN_CUT, Record, check
-from bpipe.comm.health.control import Collective
+from bpipe.comm.health.collective import Collective
 from bpipe.comm.health.watchdog import SLOW_S
 from bpipe.comm.transport.base import Transport
 from bpipe.comm.transport.in_flight import TRANSFERS_AT_ONCE

@@ -14,7 +14,7 @@ from bpipe.api.loopback import LoopbackGroup
 from bpipe.api.schedule import Schedule
 from bpipe.cleanup import noted_on
 from bpipe.comm.health.clocks import Clocks, Offset, align
-from bpipe.comm.health.control import Collective
+from bpipe.comm.health.collective import Collective
 from bpipe.device import is_asynchronous
 from bpipe.device.times import DeviceTimes
 from bpipe.engine.recorder import Record, Recorder

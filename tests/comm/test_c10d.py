@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bpipe.comm.health.control import Collective
+from bpipe.comm.health.collective import Collective
 from bpipe.comm.transport.base import Transfer
 from bpipe.comm.transport.c10d import C10dTransport
 from bpipe.comm.wire.header import Subject, pack_eviction

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import bpipe
 from bpipe.comm.health.clocks import Reading, align, offsets
-from bpipe.comm.health.control import Collective
+from bpipe.comm.health.collective import Collective
 from bpipe.comm.wire.codec import decode, encode
 from bpipe.errors import AgreementError
 from tests.models import mse

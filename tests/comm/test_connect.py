@@ -11,7 +11,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from bpipe.comm.health.control import Collective, Control
+from bpipe.comm.health.collective import Collective
+from bpipe.comm.health.control_plane import NullControlPlane
 from bpipe.comm.rendezvous.addresses import Address
 from bpipe.comm.transport import connect
 from bpipe.comm.transport.connect import HELLO, TOKEN_BYTES, open_connections
@@ -39,7 +40,7 @@ class Together:
             return list(pool.map(on_rank, range(self.size)))
 
 
-class Line(Control):
+class Line(NullControlPlane):
     """A rank's line to the others."""
 
     def __init__(self, together: Together, rank: int, says: Sequence[bytes]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bpipe.comm.health.control import Collective
+from bpipe.comm.health.collective import Collective
 from bpipe.comm.transport.in_process import LoopbackTransport, Wires
 from bpipe.errors import CommError
 from bpipe.schedules import Channel, Purpose

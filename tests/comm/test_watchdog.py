@@ -8,9 +8,11 @@ from collections.abc import Sequence
 import pytest
 
 from bpipe.comm.health.activity import Activity, State, Status
+from bpipe.comm.health.effects import Send, Warn
 from bpipe.comm.health.failure import Cause, Failure
 from bpipe.comm.health.watchdog import ANSWERS_S, Timeouts, Watchdog
 from bpipe.comm.wire.frames import Frame, Kind
+from bpipe.logs import LOG
 from bpipe.plan.action import Op
 from bpipe.schedules import Plan, build
 
@@ -30,25 +32,32 @@ class Ranks:
         self.silent: set[int] = set()
         self.activities = [Activity() for _ in range(3)]
         self.watches = [self._watch(rank) for rank in range(3)]
-        self.start = self.watches[0]._since
+        self.start = 1000.0
         for rank, text in enumerate(positions):
             self.activities[rank].begin(PLAN, rank, 7, [0, 1, 2])
             self.activities[rank].position = position_of(text, rank)
 
     def _watch(self, rank: int) -> Watchdog:
-        timeouts = Timeouts(TIMEOUT_S, SLOW_S)
-        ask = lambda frame: self.ask(rank, frame)  # noqa: E731
-        return Watchdog(rank, 3, self.activities[rank], ask, self.failures.append, lambda: frozenset({1}), timeouts)
+        return Watchdog(rank, 3, self.activities[rank], Timeouts(TIMEOUT_S, SLOW_S), 1000.0)
+
+    def tick(self, rank: int, now: float) -> None:
+        for finding in self.watches[rank].tick(now, {1}):
+            if isinstance(finding, Send):
+                self.ask(rank, finding.frame)
+            elif isinstance(finding, Warn):
+                LOG.warning(finding.text)
+            else:
+                self.failures.append(finding)
 
     def ask(self, rank: int, frame: Frame) -> None:
         assert frame.kind is Kind.ASK
         for other in {0, 1, 2} - {rank} - self.silent:
-            self.watches[rank].told(other, frame.number, Status.unpack(self.watches[other].answer(rank).pack()))
+            self.watches[rank].on_status(other, frame.number, Status.unpack(self.watches[other].answer(rank).pack()))
 
     def run(self, seconds: float, begin: float = 0.0, ranks: Sequence[int] = (0, 1, 2)) -> None:
         for tick in range(int(seconds * 4) + 1):
             for rank in ranks:
-                self.watches[rank].tick(self.start + begin + tick / 4)
+                self.tick(rank, self.start + begin + tick / 4)
 
 
 def shown(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -150,18 +159,16 @@ def test_ranks_that_have_not_come_to_a_step_are_named(caplog):
     assert "between steps: it has made 8" in text
 
 
-def test_a_rank_whose_guests_are_not_called_for_waits(caplog):
+def test_a_rank_whose_guests_are_not_called_for_waits():
     plan = build("balanced_1f1b", 4, 8)
     activity = Activity()
     activity.begin(plan, 3, 0, [0, 1, 2, 3], plan.chains(3))
     activity.position = len(plan.actions[3])
-    watch = Watchdog(3, 4, activity, lambda frame: None, lambda failure: None, frozenset, Timeouts(TIMEOUT_S, SLOW_S))
+    watch = Watchdog(3, 4, activity, Timeouts(TIMEOUT_S, SLOW_S), 0.0)
     (evictor,) = activity.guests
     activity.guests[evictor] = next(i for i, action in enumerate(plan.chains(3)[evictor]) if action.op is Op.WAIT_RETURN)
-    start = watch._since
-    for tick in range(80):
-        watch.tick(start + tick / 4)
-    (text,) = shown(caplog)
+    findings = [finding for tick in range(80) for finding in watch.tick(tick / 4, ())]
+    (text,) = (finding.text for finding in findings if isinstance(finding, Warn))
     assert "rank 3 has waited" in text
     assert "for its guests to be called for" in text
     assert "serves rank 0 at 0WAIT_RETURN" in text

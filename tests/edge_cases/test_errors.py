@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import bpipe
 from bpipe.cleanup import keeping, note, noted_on
-from bpipe.comm.health.control import Line
+from bpipe.comm.health.driver import ConnectedControlPlane
 from bpipe.comm.health.failure import Failure
 from bpipe.engine.settings import changed
 from bpipe.errors import RankFailedError, format_error
@@ -380,7 +380,7 @@ def test_a_wakeup_descriptor_that_the_user_closed_meanwhile(monkeypatch: pytest.
 
     monkeypatch.setattr(signal, "set_wakeup_fd", set_wakeup_fd)
     monkeypatch.setattr(signal, "getsignal", lambda _: signal.default_int_handler)
-    with pytest.raises(KeyError) as caught, Line.interruptible(None):  # type: ignore[arg-type]
+    with pytest.raises(KeyError) as caught, ConnectedControlPlane.interruptible(None):  # type: ignore[arg-type]
         raise KeyError("mine")
     assert "ValueError: closed" in caught.value.__notes__[0]
 

@@ -48,9 +48,7 @@ class Record(NamedTuple):
         """
         record = decode(cls, data, "agreement record of this version of bpipe")
         if len(record.stages) > MOST_STAGES or min(record.stages, default=0) < 0 or record.num_stages < 1:
-            raise CommError(
-                f"no agreement record: {record.num_stages} stages, rank with {record.stages[:8]}"
-            )
+            raise CommError(f"no agreement record: {record.num_stages} stages, rank with {record.stages[:8]}")
         return record
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from bpipe.comm.health.control import Collective
+from bpipe.comm.health.collective import Collective
 from bpipe.comm.wire.codec import decode, encode
 from bpipe.errors import AgreementError
 

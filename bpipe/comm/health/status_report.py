@@ -12,7 +12,7 @@ from bpipe.schedules import Action, Plan
 __all__: list[str] = []
 
 
-def picture(own: Activity, statuses: Mapping[int, Status], size: int) -> str:
+def report(own: Activity, statuses: Mapping[int, Status], size: int) -> str:
     """Describe each rank in a line, and draw the grid of those that are in this rank's step.
 
     Args:
@@ -61,6 +61,6 @@ def _serving(own: Activity, plan: Plan, rank: int, evictor: int, position: int) 
     return f"; serves rank {own.group_rank(evictor)} at {chain[position]}" if 0 <= position < len(chain) else ""
 
 
-def waited_for(missing: Collection[int]) -> str:
-    """Name the ranks that have not come."""
-    return f"rank {min(missing)}" if len(missing) == 1 else f"ranks {', '.join(map(str, sorted(missing)))}"
+def name_ranks(ranks: Collection[int]) -> str:
+    """Return the ranks in words."""
+    return f"rank {min(ranks)}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"

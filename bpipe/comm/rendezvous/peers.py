@@ -28,7 +28,7 @@ __all__: list[str] = []
 NAME_BYTES = 16
 HELLO = struct.Struct(f"<8sII{NAME_BYTES}s{NAME_BYTES}s{NAME_BYTES}s")
 MAGIC = b"bpmesh\0\2"
-PLACE = struct.Struct(f"<{NAME_BYTES}sH")  # a rank's name in this mesh and its port; its address and its host follow
+PLACE = struct.Struct(f"<{NAME_BYTES}sH")  # a rank's name in this meeting and its port; its address and its host follow
 HELLO_S = 5.0
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.001, 0.02  # between two looks at who has come
 MOST_SEND_S = 30.0  # without progress: a peer's reader is a thread that does nothing else
@@ -43,7 +43,7 @@ class OtherPipelineError(AgreementError):
         self.theirs = theirs
 
 
-class Peer:
+class PeerConnection:
     """The connection to one rank.
 
     Args:
@@ -101,16 +101,16 @@ class Peer:
         self.connection.close()
 
 
-class Mesh(NamedTuple):
+class Peers(NamedTuple):
     """All connections of a rank.
 
     Args:
         token: 16 bytes that only these ranks know, the same on all and never used again.
-        peers: the other ranks, in order.
+        connections: to the other ranks, in order.
     """
 
     token: bytes
-    peers: list[Peer]
+    connections: list[PeerConnection]
 
 
 class _Place(NamedTuple):
@@ -131,7 +131,7 @@ class _Place(NamedTuple):
         return cls(name, port, address, host)
 
 
-def open_mesh(store: Any, key: str, rank: int, size: int, check: Callable[[str], None], *, pipeline: int = 0) -> Mesh:
+def meet_peers(store: Any, key: str, rank: int, size: int, check: Callable[[str], None], *, pipeline: int = 0) -> Peers:
     """Connect a rank to all others. Collective; blocks until all have come.
 
     Args:
@@ -163,7 +163,7 @@ def open_mesh(store: Any, key: str, rank: int, size: int, check: Callable[[str],
             pause_s = min(2 * pause_s, MOST_PAUSE_S)
         done = meeting.finish()
         token = own.name if rank == 0 else meeting.token
-        return Mesh(token, [done[other] for other in sorted(done)])
+        return Peers(token, [done[other] for other in sorted(done)])
 
 
 class _Meeting:
@@ -171,11 +171,11 @@ class _Meeting:
 
     def __init__(self, store: Any, key: str, rank: int, own: _Place, pipeline: int) -> None:
         self._store, self._key, self._rank, self._own, self._pipeline = store, key, rank, own, pipeline
-        self._peers: dict[int, Peer] = {}
+        self._peers: dict[int, PeerConnection] = {}
         self._unreachable: dict[int, _Place] = {}
         self.token = b""
 
-    def __enter__(self) -> dict[int, Peer]:
+    def __enter__(self) -> dict[int, PeerConnection]:
         return self._peers
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -186,7 +186,7 @@ class _Meeting:
             with noted_on(error):
                 peer.close()
 
-    def finish(self) -> dict[int, Peer]:
+    def finish(self) -> dict[int, PeerConnection]:
         """Hand over the connections."""
         done, self._peers = self._peers, {}
         return done
@@ -241,7 +241,7 @@ class _Meeting:
         prepare(connection, TCP_USER_TIMEOUT=1000 * LOST_MACHINE_S)
         if rank in self._peers:
             self._peers.pop(rank).close()
-        self._peers[rank] = Peer(connection, rank, process)
+        self._peers[rank] = PeerConnection(connection, rank, process)
 
     def _say_hello(self, connection: socket.socket, to: bytes) -> None:
         connection.sendall(HELLO.pack(MAGIC, self._rank, self._pipeline, self._own.name, to, process_name(os.getpid())))
@@ -257,7 +257,7 @@ class _Meeting:
 
     @staticmethod
     def _heard(connection: socket.socket, expected: bytes) -> tuple[int, int, bytes, bytes]:
-        """Read a hello, and return its rank, its pipeline, its name in this mesh, and its process."""
+        """Read a hello, and return its rank, its pipeline, its name in this meeting, and its process."""
         data = connection.recv(HELLO.size, socket.MSG_WAITALL)
         magic, rank, pipeline, name, to, process = HELLO.unpack(data)
         if magic != MAGIC or to != expected:

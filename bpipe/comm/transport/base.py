@@ -8,7 +8,8 @@ from typing import Protocol
 
 import torch
 
-from bpipe.comm.health.control import Collective, Control
+from bpipe.comm.health.collective import Collective
+from bpipe.comm.health.control_plane import ControlPlane
 from bpipe.device import Streams
 from bpipe.schedules import Channel
 
@@ -45,7 +46,7 @@ class Transport(ABC):
     """
 
     device: torch.device
-    control: Control
+    control: ControlPlane
     streams: Streams
     identity: int = 0
     waits_on_device: bool = False

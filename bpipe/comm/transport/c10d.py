@@ -18,11 +18,13 @@ import torch
 import torch.distributed as dist
 
 from bpipe.comm.health.activity import place_of
-from bpipe.comm.health.control import Collective, Control, Line
+from bpipe.comm.health.collective import Collective
+from bpipe.comm.health.control_plane import ControlPlane, NullControlPlane
+from bpipe.comm.health.driver import ConnectedControlPlane
 from bpipe.comm.health.watchdog import SLOW_S, Timeouts
 from bpipe.comm.rendezvous.addresses import own_address
 from bpipe.comm.rendezvous.interruptible import Interruptible
-from bpipe.comm.rendezvous.peers import Mesh, OtherPipelineError, open_mesh
+from bpipe.comm.rendezvous.peers import OtherPipelineError, Peers, meet_peers
 from bpipe.comm.transport.base import Transfer, Transport
 from bpipe.comm.transport.communicators import Communicators, maker_of
 from bpipe.comm.transport.connect import open_connections
@@ -83,7 +85,7 @@ class C10dTransport(Transport):
         self.group = dist.group.WORLD if group is None else group
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
-        self.control = Control()
+        self.control: ControlPlane = NullControlPlane()
         self._timeouts = Timeouts(_timeout_of(self.group).total_seconds() if timeout_s is None else timeout_s, slow_s)
         self._group_ranks: Sequence[int] = ()
         self._opened: set[Channel] = set()
@@ -120,18 +122,18 @@ class C10dTransport(Transport):
         if self._is_open or self.size == 1:
             return
         store, opening = dist.distributed_c10d._get_default_store(), self._interruptible()
-        mesh = self._meet(opening, store)
-        self._token = mesh.token
-        self._store: Any = dist.PrefixStore(f"bpipe/{mesh.token.hex()}", store)
-        self.control = Line(mesh, self.rank, self._release, self._timeouts)
-        self.control.name = f"pipeline {self.identity} of its group"
-        self._watch_device(self.control)
+        peers = self._meet(opening, store)
+        self._token = peers.token
+        self._store: Any = dist.PrefixStore(f"bpipe/{peers.token.hex()}", store)
+        name = f"pipeline {self.identity} of its group"
+        self.control = control = ConnectedControlPlane(peers.connections, self.rank, self._release, self._timeouts, name)
+        self._watch_device(control)
         self._is_open = True
         for name in () if self._communicators is not None else dict.fromkeys(GROUP_OF.values()):
             opening.note = "a connection for tensors is being made"
             self._gloo[name] = opening.run(partial(self._new_gloo, name))
 
-    def _watch_device(self, control: Line) -> None:
+    def _watch_device(self, control: ConnectedControlPlane) -> None:
         if self._communicators is not None:
             in_flight, step = self._communicators.in_flight, lambda: control.activity.step
             watch = DeviceWatchdog(self.rank, in_flight, self._timeouts, control.fail, step, control.shows_waits)
@@ -155,10 +157,10 @@ class C10dTransport(Transport):
         opening = Interruptible(look)
         return opening
 
-    def _meet(self, opening: Interruptible, store: Any) -> Mesh:
-        key = self._key("mesh")
+    def _meet(self, opening: Interruptible, store: Any) -> Peers:
+        key = self._key("peers")
         try:
-            return opening.run(lambda: open_mesh(store, key, self.rank, self.size, opening.check, pipeline=self.identity))
+            return opening.run(lambda: meet_peers(store, key, self.rank, self.size, opening.check, pipeline=self.identity))
         except OtherPipelineError as error:  # so that both ranks count the next pipelines alike
             self._count_pipelines(max(0, error.theirs - self._count_pipelines(0)))
             raise AgreementError(str(error)) from None
@@ -216,7 +218,7 @@ class C10dTransport(Transport):
     def _open_socket_channels(self, channels: Sequence[Channel]) -> None:
         ends, address = [self._ends(channel) for channel in channels], own_address(self._store)
         for index, connection in open_connections(ends, self.rank, address, self._token, self.control).items():
-            self.control.others.append(connection)
+            self.control.channel_sockets.append(connection)
             channel = channels[index]
             if ends[index][0] == self.rank:
                 self._senders[channel] = Sender(connection, self._named(channel))

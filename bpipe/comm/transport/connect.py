@@ -9,7 +9,8 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 
-from bpipe.comm.health.control import Collective, Control
+from bpipe.comm.health.collective import Collective
+from bpipe.comm.health.control_plane import ControlPlane
 from bpipe.comm.rendezvous.addresses import Address
 from bpipe.comm.rendezvous.tcp import prepare
 from bpipe.errors import TransferError
@@ -23,7 +24,7 @@ LOOK_S = 0.25  # between two looks at whether something has failed
 
 
 def open_connections(
-    ends: Sequence[tuple[int, int]], rank: int, address: Address, token: bytes, control: Control
+    ends: Sequence[tuple[int, int]], rank: int, address: Address, token: bytes, control: ControlPlane
 ) -> dict[int, socket.socket]:
     """Open this rank's connections, and return them by index. Collective; blocks until all are there.
 
@@ -70,7 +71,7 @@ def _called(place: Sequence[str], receiver: int, hello: bytes) -> socket.socket:
     return connection
 
 
-def _arrived(listener: socket.socket, token: bytes, missing: Collection[int], control: Control) -> dict[int, socket.socket]:
+def _arrived(listener: socket.socket, token: bytes, missing: Collection[int], control: ControlPlane) -> dict[int, socket.socket]:
     """Accept the connections that others have made, by index. Strangers are disconnected, and nobody waits for what they send."""
     found: dict[int, socket.socket] = {}
     with ExitStack() as strangers, selectors.DefaultSelector() as selector:

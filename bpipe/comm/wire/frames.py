@@ -29,7 +29,7 @@ class Kind(IntEnum):
     FAILED = 3  # something failed, and the pipeline is broken
     LEFT = 4  # it closed the pipeline after this number of steps
     ASK = 5  # what are you doing?
-    TELL = 6  # the answer
+    STATUS = 6  # the answer
 
 
 class Frame(NamedTuple):
