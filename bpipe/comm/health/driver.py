@@ -103,7 +103,7 @@ class ConnectedControlPlane(ControlPlane):
                     looked, before = time.monotonic(), crossed
                     crossed = call_order.crossed(self, self._members.waits_for)
                     if twice := crossed & before:
-                        self._later(self._members.crossed(twice, self.name))
+                        self._let_in(self._members.crossed(twice, self.name))
             return given
 
     def check(self) -> None:
@@ -113,7 +113,7 @@ class ConnectedControlPlane(ControlPlane):
         if isinstance(error, TransferError):
             self._wait_until_settled()
         with self._changed:
-            self._later(self._members.raised(error, place))
+            self._let_in(self._members.raised(error, place))
         self._wait_until_settled()
         return self._members.error_for(error)
 
@@ -143,7 +143,7 @@ class ConnectedControlPlane(ControlPlane):
     def fail(self, failure: Failure) -> None:
         """Break the pipeline, unless it is broken already: the control thread then tells all ranks, and ends all waits."""
         with self._changed:
-            self._later(self._members.fail(failure))
+            self._let_in(self._members.fail(failure))
 
     def shows_waits(self) -> bool:
         """Return whether this rank's waits in this step are shown, or will be."""
@@ -173,10 +173,17 @@ class ConnectedControlPlane(ControlPlane):
         for one in [self._woken, self._waker, *(peer.connection for peer in self.peers.values()), *self.channel_sockets]:
             one.close()
 
-    def _later(self, effects: list[Effect]) -> None:
-        """Leave it to the control thread to do these, because they may take long."""
-        if effects:
-            self._due += effects
+    def _let_in(self, effects: Iterable[Effect]) -> None:
+        """Wake threads at once if an event asks for it, and leave the rest to the control thread, because it may take long.
+
+        The lock is held.
+        """
+        for effect in effects:
+            if effect is Signal.WAKE:
+                self._changed.notify_all()
+            else:
+                self._due.append(effect)
+        if self._due and threading.current_thread() is not self._thread:
             self._wake()
 
     def _wake(self) -> None:
@@ -194,11 +201,7 @@ class ConnectedControlPlane(ControlPlane):
             elif effect is Signal.RELEASE:
                 self._release()
                 with self._changed:
-                    self._members.released()
-                    self._changed.notify_all()
-            else:
-                with self._changed:
-                    self._changed.notify_all()
+                    self._let_in(self._members.released())
 
     # In the control thread
 
@@ -208,7 +211,7 @@ class ConnectedControlPlane(ControlPlane):
                 self._listen(selector)
         except Exception as error:  # without this, nobody would hear of anything any more
             with self._changed:
-                self._later(self._members.raised(error, "in its control thread"))
+                self._let_in(self._members.raised(error, "in its control thread"))
         self._do_due()
         for peer in self.peers.values():
             peer.close()
@@ -230,7 +233,7 @@ class ConnectedControlPlane(ControlPlane):
             if (now := time.monotonic()) - ticked >= TICK_S / 2:
                 ticked = now
                 with self._changed:
-                    self._due += self._members.tick(now)
+                    self._let_in(self._members.tick(now))
                 self._do_due()
                 for look in self.looks:
                     look(now)
@@ -242,7 +245,7 @@ class ConnectedControlPlane(ControlPlane):
     def _heed(self, signals: bytes) -> None:
         if signal.SIGINT in signals:
             with self._changed:
-                self._due += self._members.interrupted()
+                self._let_in(self._members.interrupted())
 
     def _read(self, peer: PeerConnection) -> bool:
         """Take in what a peer sends; return False once the peer is gone, or has sent something that is not a message of bpipe."""
@@ -250,14 +253,12 @@ class ConnectedControlPlane(ControlPlane):
         with self._changed:
             self._members.heard_from(peer.rank)
             if not data:
-                self._due += self._members.disconnected(peer.rank)
+                self._let_in(self._members.disconnected(peer.rank))
                 return False
-        try:
-            for frame in peer.reader.feed(data):
-                with self._changed:
-                    self._due += self._members.receive(peer.rank, frame)
-        except CommError as error:
-            with self._changed:
-                self._due += self._members.nonsense(peer.rank, error)
-            return False
+            try:
+                for frame in peer.reader.feed(data):
+                    self._let_in(self._members.receive(peer.rank, frame))
+            except CommError as error:
+                self._let_in(self._members.nonsense(peer.rank, error))
+                return False
         return True
