@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from bpipe.comm.rendezvous.peers import Peers, meet_peers
+from bpipe.comm.rendezvous.meeting import meet_peers
+from bpipe.comm.rendezvous.peers import Peers
 
 
 def quietly(_: str) -> None:

@@ -13,9 +13,11 @@ import pytest
 
 from bpipe.comm.health.collective import Collective
 from bpipe.comm.health.control_plane import NullControlPlane
-from bpipe.comm.rendezvous.addresses import Address
+from bpipe.comm.rendezvous.addresses import Address, Endpoint
 from bpipe.comm.transport import connect
-from bpipe.comm.transport.connect import HELLO, TOKEN_BYTES, open_connections
+from bpipe.comm.transport.connect import TOKEN_BYTES, open_connections
+from bpipe.comm.wire.codec import decode
+from bpipe.comm.wire.frames import Frame, Kind
 from bpipe.errors import TransferError
 
 HERE = Address("127.0.0.1", socket.AF_INET)
@@ -59,13 +61,24 @@ class Line(NullControlPlane):
 
 
 def stranger(place: bytes, words: bytes) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", int(place.split()[0])))
+    connection = socket.create_connection(("127.0.0.1", decode(Endpoint, place, "endpoint").port))
     connection.sendall(words)
     return connection
 
 
+def hello(index: int, token: bytes) -> bytes:
+    return Frame(Kind.HELLO, index, token).pack()
+
+
 ENDS = [(0, 1), (1, 0), (0, 2), (0, 1)]
-SAYS = [b"", b"half", b"GET / HTTP/1.1\r\nHost: somebody else\r\n\r\n", HELLO.pack(b"x" * TOKEN_BYTES, 0), HELLO.pack(TOKEN, 77)]
+SAYS = [
+    b"",
+    b"half",
+    b"GET / HTTP/1.1\r\nHost: somebody else\r\n\r\n",
+    hello(0, b"x" * TOKEN_BYTES),
+    hello(77, TOKEN),
+    Frame(Kind.CALL, 0, TOKEN).pack(),
+]
 
 
 @pytest.mark.parametrize("says", [[], SAYS], ids=["alone", "strangers come first"])

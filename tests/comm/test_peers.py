@@ -4,20 +4,40 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 import threading
 import time
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from bpipe.comm.rendezvous.addresses import own_address
-from bpipe.comm.rendezvous.peers import HELLO, meet_peers, process_name
+from bpipe.comm.rendezvous.addresses import Endpoint, own_address
+from bpipe.comm.rendezvous.meeting import Hello, OtherPipelineError, meet_peers
+from bpipe.comm.rendezvous.peers import Peers, process_name
+from bpipe.comm.wire.codec import decode, encode
 from bpipe.comm.wire.frames import Frame, Kind
-from bpipe.errors import CommError
+from bpipe.errors import AgreementError, CommError
 from tests.comm.meetings import meet, quietly, store, together
 
 __all__ = ["store"]
+
+
+def hello_of(rank: int, to: bytes, pipeline: int = 0) -> bytes:
+    return Frame(Kind.HELLO, 0, encode(Hello(rank, pipeline, os.urandom(16), to, os.urandom(16)))).pack()
+
+
+def endpoint_of(store: Any, rank: int) -> Endpoint:
+    """Where a rank listens, once it does."""
+    while not store.check([f"key/{rank}"]):
+        time.sleep(0.001)
+    return decode(Endpoint, store.get(f"key/{rank}"), "endpoint")
+
+
+def close(found: list[Peers]) -> None:
+    for one in found:
+        for peer in one.connections:
+            peer.close()
 
 
 def test_each_rank_reaches_each_other(store):
@@ -49,8 +69,12 @@ def test_strangers_do_not_get_in(store):
     def disturb() -> None:
         while not stop.wait(0.005):
             if store.check(["key/0"]):
-                port = struct.unpack_from("<16sH", store.get("key/0"))[1]
-                for data in (b"", b"GET / HTTP/1.1\r\n\r\n" * 8, HELLO.pack(b"bpmesh\0\2", 1, 0, *[os.urandom(16)] * 3)):
+                port = decode(Endpoint, store.get("key/0"), "endpoint").port
+                for data in (
+                    b"",
+                    b"GET / HTTP/1.1\r\n\r\n" * 8,
+                    Frame(Kind.HELLO, 0, encode(Hello(1, 0, *[os.urandom(16)] * 3))).pack(),
+                ):
                     try:
                         with socket.create_connection(("127.0.0.1", port), timeout=1) as stranger:
                             stranger.sendall(data)
@@ -93,7 +117,7 @@ def test_one_that_gives_up_is_missed_by_those_who_came(store):
 
 
 def test_a_rank_that_says_where_it_is_and_is_not_there_is_named(store):
-    store.set("key/0", struct.pack("<16sH", b"x" * 16, 1) + b"127.0.0.1 elsewhere")
+    store.set("key/0", encode(Endpoint("127.0.0.1", 1, "elsewhere", b"x" * 16)))
     notes: list[str] = []
 
     def note(text: str) -> None:
@@ -112,3 +136,105 @@ def test_the_address_is_that_of_the_interface_or_the_way_to_the_store(monkeypatc
     assert own_address(dist.HashStore()).text == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonesuch")
     assert own_address(dist.PrefixStore("a", dist.PrefixStore("b", tcp))).text == "127.0.0.1"
+
+
+def test_silent_connections_hold_up_nobody(store, monkeypatch):
+    """More of them than a rank keeps; before, each one held it up for 5 s."""
+    monkeypatch.setattr("bpipe.comm.rendezvous.callers.MOST_SILENT", 8)
+    silent: list[socket.socket] = []
+
+    def meet_after_the_silent_ones() -> Peers:
+        to = endpoint_of(store, 0)
+        silent.extend(socket.create_connection((to.address, to.port)) for _ in range(20))
+        return meet_peers(store, "key", 1, 2, quietly)
+
+    looks: list[float] = []
+    began = time.monotonic()
+    found = together(
+        [lambda: meet_peers(store, "key", 0, 2, lambda _: looks.append(time.monotonic())), meet_after_the_silent_ones],
+    )
+    took_s = time.monotonic() - began
+    close(found)
+    assert all(connection.recv(1) == b"" for connection in silent)  # the rank has closed them, one way or the other
+    for connection in silent:
+        connection.close()
+    assert took_s < 2.0
+    assert max(after - before for before, after in pairwise(looks)) < 0.5  # and it could have been interrupted
+
+
+def test_a_call_that_ends_is_dropped_and_the_next_one_awaited(store):
+    """Rank 1 calls twice, and its first call ends without a word, as when nobody has answered it in time."""
+
+    def call_twice() -> Peers:
+        to = endpoint_of(store, 0)
+        with socket.create_connection((to.address, to.port)) as first:
+            first.sendall(hello_of(1, to.name))
+            assert first.recv(1)  # rank 0 takes it for rank 1
+        time.sleep(0.1)
+        return meet_peers(store, "key", 1, 3, quietly)
+
+    found = together(
+        [
+            lambda: meet_peers(store, "key", 0, 3, quietly),
+            call_twice,
+            lambda: (time.sleep(0.3), meet_peers(store, "key", 2, 3, quietly))[1],
+        ]
+    )
+    assert [[peer.rank for peer in one.connections] for one in found] == [[1, 2], [0, 2], [0, 1]]
+    close(found)
+
+
+def test_a_rank_that_ends_and_does_not_come_back_has_given_up(store, monkeypatch):
+    monkeypatch.setattr("bpipe.comm.rendezvous.meeting.RETURN_S", 0.2)
+
+    def end() -> None:
+        to = endpoint_of(store, 0)
+        with socket.create_connection((to.address, to.port)) as connection:
+            connection.sendall(hello_of(1, to.name))
+
+    began = time.monotonic()
+    first, _ = together([lambda: meet_peers(store, "key", 0, 3, quietly), end])
+    assert isinstance(first, AgreementError)
+    assert "rank 1 gave up while the ranks met for their first step, or its process ended" in str(first)
+    assert time.monotonic() - began < 2.0
+
+
+def test_who_answers_nothing_is_called_no_longer_once_the_rank_is_elsewhere(store):
+    """A stranger listens at the port of an earlier pipeline's rank 0."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        store.set("key/0", encode(Endpoint("127.0.0.1", stranger.getsockname()[1], "", b"x" * 16)))
+        began = time.monotonic()
+        found = together(
+            [
+                lambda: (time.sleep(0.2), meet_peers(store, "key", 0, 2, quietly))[1],
+                lambda: meet_peers(store, "key", 1, 2, quietly),
+            ]
+        )
+        assert time.monotonic() - began < 2.0
+        close(found)
+
+
+@pytest.mark.parametrize("rank", [0, 3, -1])
+def test_a_rank_that_there_is_not_does_not_get_in(store, rank):
+    def call() -> bytes:
+        to = endpoint_of(store, 0)
+        with socket.create_connection((to.address, to.port)) as connection:
+            connection.sendall(hello_of(rank, to.name))
+            return connection.recv(1)
+
+    found = together(
+        [
+            lambda: meet_peers(store, "key", 0, 3, quietly),
+            lambda: (call(), meet_peers(store, "key", 1, 3, quietly))[1],
+            lambda: (call(), meet_peers(store, "key", 2, 3, quietly))[1],
+        ]
+    )
+    assert [[peer.rank for peer in one.connections] for one in found] == [[1, 2], [0, 2], [0, 1]]
+    close(found)
+
+
+def test_ranks_that_count_pipelines_differently_both_say_so(store):
+    found = together([lambda rank=rank: meet_peers(store, "key", rank, 2, quietly, pipeline=rank + 4) for rank in range(2)])
+    assert [type(error) for error in found] == [OtherPipelineError] * 2
+    assert [error.theirs for error in found] == [5, 4]
+    assert all("rank 0 has 4, rank 1 has 5" in str(error) for error in found)

@@ -24,7 +24,8 @@ from bpipe.comm.health.driver import ConnectedControlPlane
 from bpipe.comm.health.watchdog import SLOW_S, Timeouts
 from bpipe.comm.rendezvous.addresses import own_address
 from bpipe.comm.rendezvous.interruptible import Interruptible
-from bpipe.comm.rendezvous.peers import OtherPipelineError, Peers, meet_peers
+from bpipe.comm.rendezvous.meeting import OtherPipelineError, meet_peers
+from bpipe.comm.rendezvous.peers import Peers
 from bpipe.comm.transport.base import Transfer, Transport
 from bpipe.comm.transport.communicators import Communicators, maker_of
 from bpipe.comm.transport.connect import open_connections
