@@ -56,7 +56,7 @@ def test_random_bytes(data: bytes) -> None:
 
 @given(RECORDS, st.binary(min_size=1, max_size=9))
 def test_a_record_with_more_behind_it(record: Record, more: bytes) -> None:
-    with pytest.raises(CommError, match="are no agreement record of this version"):
+    with pytest.raises(CommError, match="are not a valid agreement record of this version"):
         Record.unpack(record.pack() + more)
 
 
@@ -89,7 +89,7 @@ def test_damaged_records_are_records_or_errors(record: Record, place: int, flip:
 
 def test_a_record_of_another_version_of_bpipe() -> None:
     fewer = Record.unpack(BASE.pack())[:-1]
-    with pytest.raises(CommError, match="are no agreement record of this version of bpipe"):
+    with pytest.raises(CommError, match="are not a valid agreement record of this version of bpipe"):
         Record.unpack(json.dumps(["Record", *fewer], default=bytes.hex).encode())
 
 

@@ -106,5 +106,5 @@ def test_a_rank_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_connection_that_does_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connect, "HELLO_S", 0.1)
-    with pytest.raises(TransferError, match=r"connections \[0\] were made, and did not arrive in 0.1 s"):
+    with pytest.raises(TransferError, match=r"connections \[0\] were opened by their senders, but did not arrive within 0.1 s"):
         Together(1).opened([(1, 0)])

@@ -1,4 +1,4 @@
-"""The control plane over connections: calls, failures, ranks that leave or are lost, and what is no message of bpipe."""
+"""The control plane over connections: calls, failures, ranks that leave or are lost, and bytes that are not a bpipe message."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_garbage_on_a_connection_fails_with_the_sender_s_name(data):
     with planes(dist.HashStore(), 2) as made:
         whole = data.ljust(64, b"\xff")
         made[1].peers[0].connection.sendall(whole)
-        with pytest.raises(AgreementError, match="rank 1 sent rank 0 something that is no message of bpipe"):
+        with pytest.raises(AgreementError, match="rank 1 sent rank 0 bytes that are not a bpipe message"):
             made[0].exchange(Collective.STEP, b"")
 
 
@@ -114,7 +114,7 @@ def test_garbage_on_a_connection_fails_with_the_sender_s_name(data):
 def test_a_sound_frame_with_a_senseless_body_fails_likewise(store, kind):
     with planes(store, 2) as made:
         made[1].peers[0].send(Frame(kind, 1, b"\xff" * 40))
-        with pytest.raises(AgreementError, match="rank 1 sent rank 0 something that is no message"):
+        with pytest.raises(AgreementError, match="rank 1 sent rank 0 bytes that are not a bpipe message"):
             made[0].exchange(Collective.STEP, b"")
 
 

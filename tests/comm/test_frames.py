@@ -53,7 +53,7 @@ def test_a_frame_can_be_read_without_a_byte_behind_it(frame: Frame, behind: byte
 def test_each_kind_has_its_own_most_bytes(kind: Kind) -> None:
     head = HEAD.pack(b"bpctl\0", VERSION, kind, MAX_BODIES[kind] + 1, 0)
     for reader in (FrameReader(), FrameReader(ONLY_HELLO)):
-        with pytest.raises(CommError, match="no bpipe frame"):
+        with pytest.raises(CommError, match="not a bpipe frame"):
             list(reader.feed(head))
     with pytest.raises(CommError, match=f"more than a frame of kind {kind.name} can carry"):
         Frame(kind, 0, bytes(MAX_BODIES[kind] + 1) if MAX_BODIES[kind] < MAX_BODY else Huge()).pack()
@@ -68,7 +68,7 @@ class Huge(bytes):
 
 @pytest.mark.parametrize("kind", [kind for kind in Kind if kind is not Kind.HELLO])
 def test_who_has_not_said_hello_can_say_nothing_else(kind: Kind) -> None:
-    with pytest.raises(CommError, match="no bpipe frame"):
+    with pytest.raises(CommError, match="not a bpipe frame"):
         list(FrameReader(ONLY_HELLO).feed(Frame(kind).pack()))
 
 
@@ -87,13 +87,13 @@ def test_damaged_heads_are_frames_or_errors(frame: Frame, place: int, flip: int)
 
 @given(st.binary(min_size=HEAD.size, max_size=300))
 def test_random_bytes_are_no_frames(data: bytes) -> None:
-    with pytest.raises(CommError, match="no bpipe frame of version"):
+    with pytest.raises(CommError, match="not a bpipe frame of version"):
         list(FrameReader().feed(data))
 
 
 def test_a_frame_that_claims_gigabytes_is_refused_at_once() -> None:
     head = HEAD.pack(b"bpctl\0", VERSION, Kind.CALL, MAX_BODY + 1, 0)
-    with pytest.raises(CommError, match="no bpipe frame"):
+    with pytest.raises(CommError, match="not a bpipe frame"):
         list(FrameReader().feed(head))
 
 

@@ -121,7 +121,7 @@ def test_a_rank_whose_connection_ends_is_lost_unless_it_has_left() -> None:
     assert one.receive(1, Frame(Kind.LEFT, 5)) == [Signal.WAKE]
     assert one.disconnected(1) == [] and one.failure is None
     one.begin_call(STEP, b"")
-    with pytest.raises(AgreementError, match="rank 1 closed this pipeline after 5 steps, and rank 0 makes another call"):
+    with pytest.raises(AgreementError, match="rank 1 closed this pipeline after 5 steps, but rank 0 makes another call"):
         one.collected(STEP)
     sent, released = one.disconnected(2)
     assert isinstance(sent, Send) and released is Signal.RELEASE
@@ -157,7 +157,7 @@ def test_a_body_without_sense_is_an_error_for_the_driver_to_report(kind: Kind) -
     with pytest.raises(CommError) as caught:
         one.receive(1, Frame(kind, 1, b"\xff" * 40))
     one.nonsense(1, caught.value)
-    with pytest.raises(AgreementError, match="rank 1 sent rank 0 something that is no message of bpipe"):
+    with pytest.raises(AgreementError, match="rank 1 sent rank 0 bytes that are not a bpipe message"):
         one.check()
 
 

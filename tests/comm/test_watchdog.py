@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -73,8 +75,8 @@ def test_a_rank_that_computes_for_long_is_shown_once_by_the_lowest_that_waits(ca
     assert text.startswith("rank 0 has waited 10")
     assert "in step 7, stage 0, microbatch 0, action 0WAIT_RECV_B0, for rank 1." in text
     assert "frozen" not in text
-    assert "rank 1 computes 1F1 for" in text
-    assert "rank 2 waits for" in text
+    assert "rank 1 has been computing 1F1 for" in text
+    assert "rank 2 has waited" in text
     grid = [line for line in text.splitlines() if "|" in line]
     assert [line.count(">") for line in grid] == [1, 1, 1]
     assert ">F1<" in grid[1]
@@ -89,6 +91,23 @@ def test_a_frozen_rank_is_named(caplog):
     assert "rank 1 is frozen: no answer" in text
     assert "rank 1 does not answer" in text
     assert "rank 1 ? |" in text
+
+
+def masked(text: str) -> list[str]:
+    """The lines of a report, without what differs from run to run."""
+    return re.sub(r"\d+\.\d+ s\b", "N s", re.sub(r"in step \d+", "in step N", text)).strip().splitlines()
+
+
+@pytest.mark.parametrize("page, silent", [("README.md", set()), ("docs/when-it-hangs.md", {1})])
+def test_the_pages_show_what_is_logged(caplog, page, silent):
+    ranks = Ranks(["0WAIT_RECV_B0", "1F1", "2WAIT_RECV_F1"])
+    ranks.silent = silent
+    ranks.run(SLOW_S + ANSWERS_S + 1, ranks=[2])
+    (text,) = shown(caplog)
+    shows = (Path(__file__).parents[2] / page).read_text()
+    begin = shows.index("rank 2 has waited 3")
+    lines = masked(shows[begin : shows.index("```", begin)])
+    assert [line.rstrip() for line in lines] == [line.rstrip() for line in masked(text)]
 
 
 def test_what_is_shown_in_a_step_is_shown_again_in_a_later_one_only(caplog):
@@ -154,9 +173,9 @@ def test_ranks_that_have_not_come_to_a_step_are_named(caplog):
         activity.state = State.OUTSIDE if rank == 1 else State.MEETING
     ranks.run(20)
     (text,) = shown(caplog)
-    assert "for rank 1 to come to step 8" in text
-    assert "rank 1 is in your own code for" in text
-    assert "between steps: it has made 8" in text
+    assert "for rank 1 to begin step 8" in text
+    assert "rank 1 has been in user code for" in text
+    assert "between steps (8 completed)" in text
 
 
 def test_a_rank_whose_guests_are_not_called_for_waits():
@@ -170,5 +189,5 @@ def test_a_rank_whose_guests_are_not_called_for_waits():
     findings = [finding for tick in range(80) for finding in watch.tick(tick / 4, ())]
     (text,) = (finding.text for finding in findings if isinstance(finding, Warn))
     assert "rank 3 has waited" in text
-    assert "for its guests to be called for" in text
-    assert "serves rank 0 at 0WAIT_RETURN" in text
+    assert "for peers to reload the activations it stores" in text
+    assert "its acceptor for rank 0 is at 0WAIT_RETURN" in text

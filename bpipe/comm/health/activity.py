@@ -53,12 +53,12 @@ class Status(NamedTuple):
         """Read what `pack` wrote.
 
         Raises:
-            CommError: the bytes are no status.
+            CommError: the bytes are not a status.
         """
         status = decode(cls, data, "status")
         ranks = [status.rank, *(evictor for evictor, _ in status.guests)]
         if min(ranks) < 0 or len(ranks) > MOST_GUESTS + 1 or not 0 <= status.seconds < 1e9:
-            raise CommError(f"no status: rank {status.rank}, {len(status.guests)} guests, {status.seconds} s")
+            raise CommError(f"not a valid status: rank {status.rank}, {len(status.guests)} guests, {status.seconds} s")
         return status
 
 

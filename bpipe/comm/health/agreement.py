@@ -44,11 +44,11 @@ class Record(NamedTuple):
         """Read what `pack` wrote.
 
         Raises:
-            CommError: the bytes are no record.
+            CommError: the bytes are not a record.
         """
         record = decode(cls, data, "agreement record of this version of bpipe")
         if len(record.stages) > MOST_STAGES or min(record.stages, default=0) < 0 or record.num_stages < 1:
-            raise CommError(f"no agreement record: {record.num_stages} stages, rank with {record.stages[:8]}")
+            raise CommError(f"not a valid agreement record: {record.num_stages} stages, rank with {record.stages[:8]}")
         return record
 
 

@@ -71,7 +71,7 @@ class Failure(NamedTuple):
         """
         failure = decode(cls, data, "failure")
         if not 0 <= failure.rank < size:
-            raise CommError(f"no failure of a pipeline of {size} ranks: rank {failure.rank}")
+            raise CommError(f"not a valid failure of a pipeline of {size} ranks: rank {failure.rank}")
         return failure
 
     def as_error(self, own_rank: int, place: str) -> CommError:

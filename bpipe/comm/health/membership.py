@@ -88,7 +88,7 @@ class Membership:
         for rank in sorted(missing & self._num_steps_of.keys()):
             num_steps = self._num_steps_of[rank]
             raise AgreementError(
-                f"rank {rank} closed this pipeline after {num_steps} steps, and rank {self.rank} makes another call: "
+                f"rank {rank} closed this pipeline after {num_steps} steps, but rank {self.rank} makes another call: "
                 "make the same calls on all ranks"
             )
 
@@ -133,7 +133,7 @@ class Membership:
         step = self.activity.step
         if self.activity.state is not State.RUNNING or num_steps > step:
             return [Signal.WAKE]
-        error = f"rank {rank} closed this pipeline in the middle of step {step}: its program ends, perhaps"
+        error = f"rank {rank} closed this pipeline in the middle of step {step}: its program has probably ended"
         return [Signal.WAKE, *self.fail(Failure(Cause.LOST, rank, step, "", error))]
 
     def disconnected(self, rank: int) -> Effects:
@@ -142,14 +142,14 @@ class Membership:
             return []
         where = f" while rank {self.rank} was at {place}" if (place := self.activity.place()) else ""
         error = (
-            f"rank {rank} was lost{where}, step {self.activity.step}: its process ended without a word, killed perhaps "
-            "(out of memory?), or its machine did. Look at its log, and start again from a checkpoint."
+            f"rank {rank} was lost{where}, step {self.activity.step}: its process or its machine ended without notice, "
+            "perhaps killed (out of memory?). Look at its log, and restart from a checkpoint."
         )
         return self.fail(Failure(Cause.LOST, rank, self.activity.step, "", error))
 
     def nonsense(self, rank: int, error: Exception) -> Effects:
-        """Take note that a rank has sent what is no frame, or a frame with a body that makes no sense."""
-        text = f"rank {rank} sent rank {self.rank} something that is no message of bpipe: {error}"
+        """Take note that a rank has sent bytes that are not a frame, or a frame whose body is malformed."""
+        text = f"rank {rank} sent rank {self.rank} bytes that are not a bpipe message: {error}"
         return self.fail(Failure(Cause.DISAGREED, rank, -1, "", text))
 
     def crossed(self, ranks: Collection[int], name: str) -> Effects:

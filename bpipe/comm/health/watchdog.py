@@ -8,7 +8,7 @@ from typing import NamedTuple
 from bpipe.comm.health.activity import Activity, State, Status, place_of
 from bpipe.comm.health.effects import Send, Warn
 from bpipe.comm.health.failure import Cause, Failure
-from bpipe.comm.health.status_report import name_ranks, report
+from bpipe.comm.health.status_report import RELOADS, name_ranks, report
 from bpipe.comm.wire.frames import Frame, Kind
 
 __all__: list[str] = []
@@ -136,10 +136,10 @@ class Watchdog:
 
     def _for_whom(self, status: Status, missing: Collection[int]) -> str:
         if status.state is State.MEETING:
-            return f"for {name_ranks(missing or {self._rank})} to come to step {status.step}"
+            return f"for {name_ranks(missing or {self._rank})} to begin step {status.step}"
         action = self._activity.action()
         if action is None:
-            return f"in step {status.step} for its guests to be called for"
+            return f"in step {status.step} for {RELOADS}"
         return f"in step {status.step}, {place_of(action)}, for rank {self._activity.group_rank(action.peer)}"
 
     def _report(self) -> str:

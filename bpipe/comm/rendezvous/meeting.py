@@ -138,13 +138,13 @@ class _Meeting:
         return Peers(self._token, [done[other] for other in sorted(done)])
 
     def describe(self, missing: list[int]) -> str:
-        text = f"ranks {missing} have not come to their first step"
+        text = f"ranks {missing} have not reached their first step"
         called = [other for other in missing if other in self._endpoints]
         if not called:
             return text
         at = self._endpoints[called[0]]
         return (
-            f"{text}; rank {called[0]} waits at {at.address}, port {at.port}, of {at.host}, and does not answer there: "
+            f"{text}; rank {called[0]} listens at {at.address}, port {at.port}, of {at.host}, but does not answer there: "
             "if ranks are on several machines, set GLOO_SOCKET_IFNAME to the interface between them"
         )
 

@@ -131,7 +131,7 @@ class C10dTransport(Transport):
         self._watch_device(control)
         self._is_open = True
         for name in () if self._communicators is not None else dict.fromkeys(GROUP_OF.values()):
-            opening.note = "a connection for tensors is being made"
+            opening.note = "the connections for tensors are being made"
             self._gloo[name] = opening.run(partial(self._new_gloo, name))
 
     def _watch_device(self, control: ConnectedControlPlane) -> None:
@@ -148,7 +148,7 @@ class C10dTransport(Transport):
             nonlocal has_warned
             self.control.check()
             seconds = time.monotonic() - began
-            text = f"rank {self.rank} has waited {seconds:.1f} s to be connected: {opening.note}"
+            text = f"rank {self.rank} has waited {seconds:.1f} s to connect to the other ranks: {opening.note}"
             if seconds > self._timeouts.timeout_s:
                 raise TransferTimeoutError(f"{text}: longer than timeout_s={self._timeouts.timeout_s:g}")
             if seconds > self._timeouts.slow_s and not has_warned:
@@ -320,7 +320,7 @@ class C10dTransport(Transport):
         until = time.monotonic() + self._timeouts.timeout_s
         while (number := in_flight.number()) and self.control.failure is None:
             if time.monotonic() > until:
-                LOG.warning("rank %d closes a pipeline with %d transfers that never came to their end", self.rank, number)
+                LOG.warning("rank %d closes a pipeline with %d transfers that never completed", self.rank, number)
                 return
             time.sleep(POLL_S)
 

@@ -88,7 +88,7 @@ def _arrived(listener: socket.socket, token: bytes, missing: Collection[int], co
             control.check()
             if time.monotonic() > until:
                 late = sorted({*missing} - found.keys())
-                raise TransferError(f"connections {late} were made, and did not arrive in {HELLO_S:g} s")
+                raise TransferError(f"connections {late} were opened by their senders, but did not arrive within {HELLO_S:g} s")
             serve(selector, LOOK_S)
         unless_done.pop_all()
     return found

@@ -43,13 +43,13 @@ def decode(kind: type[Record], data: bytes, what: str) -> Record:
     """
     try:
         if not len(data) <= MAX_BYTES or not (data.startswith(b"[") and data.endswith(b"]")):
-            raise ValueError("its length or its ends are wrong")
+            raise ValueError("it is too long, or not a JSON array")
         name, *values = json.loads(data.decode())
         if name != kind.__name__:
-            raise ValueError("it has another name")
+            raise ValueError(f"it is of type {name!r:.40}")
         return kind(*_some(_reads(kind), values))
     except (ValueError, TypeError, RecursionError) as error:
-        raise CommError(f"{len(data)} bytes that start {data[:24]!r} are no {what}: {error}") from error
+        raise CommError(f"{len(data)} bytes that start {data[:24]!r} are not a valid {what}: {error}") from error
 
 
 @cache
@@ -78,7 +78,7 @@ def _some(reads: list[Read], values: Any) -> tuple[Any, ...]:
 
 def _array(value: Any) -> list[Any]:
     if type(value) is not list:
-        raise TypeError("a field is no array")
+        raise TypeError("a field is not an array")
     return value
 
 
@@ -90,7 +90,7 @@ def _boolean(value: Any) -> bool:
 
 def _integer(value: Any) -> int:
     if type(value) is not int or not -MAX_INT < value < MAX_INT:
-        raise TypeError("a field is no integer of 64 bits")
+        raise TypeError("a field is not a 64-bit integer")
     return value
 
 
@@ -98,13 +98,13 @@ def _number(value: Any) -> float:
     if type(value) is not float:
         return float(_integer(value))
     if not math.isfinite(value):
-        raise TypeError("a field is no number")
+        raise TypeError("a field is not a finite number")
     return value
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise TypeError("a field is no text")
+        raise TypeError("a field is not a string")
     value.encode()  # which refuses half a character
     return value
 

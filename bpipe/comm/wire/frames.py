@@ -86,7 +86,7 @@ class FrameReader:
         while len(self._data) >= HEAD.size:
             magic, version, kind, length, number = HEAD.unpack_from(self._data)
             if magic != MAGIC or version != VERSION or length > self._max_bodies.get(kind, -1):
-                raise CommError(f"no bpipe frame of version {VERSION}: it starts {bytes(self._data[:8])!r}, kind {kind}")
+                raise CommError(f"not a bpipe frame of version {VERSION}: it starts {bytes(self._data[:8])!r}, kind {kind}")
             end = HEAD.size + length
             if len(self._data) < end:
                 return
