@@ -140,7 +140,7 @@ def test_the_address_is_that_of_the_interface_or_the_way_to_the_store(monkeypatc
 
 def test_silent_connections_hold_up_nobody(store, monkeypatch):
     """More of them than a rank keeps; before, each one held it up for 5 s."""
-    monkeypatch.setattr("bpipe.comm.rendezvous.callers.MOST_SILENT", 8)
+    monkeypatch.setattr("bpipe.comm.rendezvous.incoming.MOST_SILENT", 8)
     silent: list[socket.socket] = []
 
     def meet_after_the_silent_ones() -> Peers:

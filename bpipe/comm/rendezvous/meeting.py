@@ -1,8 +1,8 @@
 """A meeting of a pipeline's ranks: each connects to every other one.
 
 The ranks find each other through the store of their process group, once. After that no store is needed: a process that ends
-closes its connections, and its peers see that at once, no matter which rank hosts the store. Each rank calls those before it. It
-waits for all that may come at the same time, so nobody who is silent holds up others.
+closes its connections, and its peers see that at once, no matter which rank hosts the store. Each rank connects to those before
+it. It waits for all connections at the same time, because one that stays silent must not hold up the others.
 """
 
 from __future__ import annotations
@@ -11,25 +11,24 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 from bpipe.cleanup import noted_on
 from bpipe.comm.rendezvous.addresses import Endpoint, own_address
-from bpipe.comm.rendezvous.callers import MOST_SILENT, Callers, read_hello, serve
+from bpipe.comm.rendezvous.incoming import MOST_SILENT, IncomingConnections, serve
+from bpipe.comm.rendezvous.outgoing import OutgoingConnections
 from bpipe.comm.rendezvous.peers import NAME_BYTES, PeerConnection, Peers, process_name
 from bpipe.comm.rendezvous.tcp import prepare
 from bpipe.comm.wire.codec import decode, encode
-from bpipe.comm.wire.frames import ONLY_HELLO, SMALL_BODY, Frame, FrameReader, Kind
+from bpipe.comm.wire.frames import SMALL_BODY, Frame, FrameReader, Kind
 from bpipe.errors import AgreementError, CommError, text_of
 
 __all__: list[str] = []
 
-CONNECT_S = 5.0  # in which a machine that is there takes a call
-LOOK_S = 0.25  # between two looks at whether a rank that does not answer has another endpoint by now
-RETURN_S = 5.0  # in which a rank whose connection has ended calls again, if its process lives
+RETURN_S = 5.0  # in which a rank whose connection has ended connects again, if its process lives
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.001, 0.02  # between two looks at who has come
 MOST_SEND_S = 30.0  # without progress: a peer's reader is a thread that does nothing else
 LOST_MACHINE_S = 15  # without an answer of its kernel
@@ -79,21 +78,11 @@ def meet_peers(store: Any, key: str, rank: int, size: int, check: Callable[[str]
             store.set(f"{key}/{rank}", encode(own))
             pause_s = LEAST_PAUSE_S
             while missing := meeting.missing():
-                meeting.call(missing)
+                meeting.connect()
                 meeting.wait(pause_s)
                 check(meeting.describe(missing))
                 pause_s = min(2 * pause_s, MOST_PAUSE_S)
             return meeting.finish()
-
-
-class _Call:
-    """A connection that this rank opens to another one, and that is not answered yet."""
-
-    def __init__(self, connection: socket.socket, to: Endpoint) -> None:
-        self.connection, self.to = connection, to
-        self.reader = FrameReader(ONLY_HELLO)
-        self.has_spoken = False
-        self.began_s = self.looked_s = time.monotonic()
 
 
 class _Meeting:
@@ -102,12 +91,11 @@ class _Meeting:
     def __init__(self, store: Any, key: str, rank: int, size: int, pipeline: int, own: Endpoint, listener: socket.socket) -> None:
         self._store, self._key, self._rank, self._size, self._pipeline, self._own = store, key, rank, size, pipeline, own
         self._peers: dict[int, PeerConnection] = {}
-        self._calls: dict[int, _Call] = {}
-        self._endpoints: dict[int, Endpoint] = {}  # of those that were called
-        self._ended_s: dict[int, float] = {}  # when connections ended without a word, which may only be a call that is made again
+        self._ended_s: dict[int, float] = {}  # when connections ended without a word, which may be an attempt that is made again
         self._token = own.name
         self._selector = selectors.DefaultSelector()
-        self._callers = Callers(listener, self._selector, size, self._greet)
+        self._incoming = IncomingConnections(listener, self._selector, size, self._on_hello)
+        self._outgoing = OutgoingConnections(self._selector, self._find, self._hello, self._on_answer)
 
     def __enter__(self) -> _Meeting:
         return self
@@ -115,12 +103,9 @@ class _Meeting:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         why = Frame(Kind.REFUSAL, 0, b"" if error is None else text_of(error).encode(errors="replace")[:MAX_REASON_BYTES])
         with noted_on(error):
-            self._callers.__exit__(None, None, None)
-        for other, call in list(self._calls.items()):
-            with noted_on(error), suppress(OSError):
-                if call.has_spoken:  # it may be taken for this rank's connection
-                    call.connection.send(why.pack())
-            self._hang_up(other)
+            self._incoming.__exit__()
+        with noted_on(error):
+            self._outgoing.close(why)
         for peer in self._peers.values():
             with noted_on(error):
                 peer.send(why)
@@ -139,12 +124,12 @@ class _Meeting:
 
     def describe(self, missing: list[int]) -> str:
         text = f"ranks {missing} have not reached their first step"
-        called = [other for other in missing if other in self._endpoints]
-        if not called:
+        tried = [other for other in missing if other in self._outgoing.endpoints]
+        if not tried:
             return text
-        at = self._endpoints[called[0]]
+        at = self._outgoing.endpoints[tried[0]]
         return (
-            f"{text}; rank {called[0]} listens at {at.address}, port {at.port}, of {at.host}, but does not answer there: "
+            f"{text}; rank {tried[0]} listens at {at.address}, port {at.port}, of {at.host}, but does not answer there: "
             "if ranks are on several machines, set GLOO_SOCKET_IFNAME to the interface between them"
         )
 
@@ -159,22 +144,13 @@ class _Meeting:
             if time.monotonic() - ended_s > RETURN_S:
                 raise _given_up(rank, ", or its process ended")
 
-    # Calls of this rank
+    def connect(self) -> None:
+        """Open connections to the missing ranks before this one, which have to accept those of the ranks after them."""
+        self._outgoing.open([other for other in self.missing() if other < self._rank])
 
-    def call(self, missing: Iterable[int]) -> None:
-        """Call the ranks before this one that are missing, and have published where they listen."""
-        now = time.monotonic()
-        for other in [other for other in missing if other < self._rank]:
-            call = self._calls.get(other)
-            if call is None:
-                if (endpoint := self._published(other)) is not None:
-                    self._begin_call(other, endpoint)
-            elif now - call.looked_s >= LOOK_S:
-                call.looked_s = now
-                if self._published(other) != call.to or (not call.has_spoken and now - call.began_s > CONNECT_S):
-                    self._hang_up(other)
+    # Hellos
 
-    def _published(self, other: int) -> Endpoint | None:
+    def _find(self, other: int) -> Endpoint | None:
         key = f"{self._key}/{other}"
         if not self._store.check([key]):
             return None
@@ -182,73 +158,37 @@ class _Meeting:
             return decode(Endpoint, self._store.get(key), "endpoint")
         return None
 
-    def _begin_call(self, other: int, to: Endpoint) -> None:
-        self._endpoints[other] = to
-        with suppress(OSError, OverflowError), ExitStack() as unless_done:
-            family, kind, protocol, _, address = socket.getaddrinfo(to.address, to.port, type=socket.SOCK_STREAM)[0]
-            connection = unless_done.enter_context(socket.socket(family, kind, protocol))
-            connection.setblocking(False)
-            with suppress(BlockingIOError):
-                connection.connect(address)
-            self._selector.register(connection, selectors.EVENT_WRITE, partial(self._speak, other))
-            self._calls[other] = _Call(connection, to)
-            unless_done.pop_all()
+    def _hello(self, to: Endpoint) -> Frame:
+        return Frame(Kind.HELLO, 0, encode(Hello(self._rank, self._pipeline, self._own.name, to.name, process_name(os.getpid()))))
 
-    def _speak(self, other: int, connection: socket.socket) -> None:
-        """Say hello, once the other machine has taken the call."""
-        call = self._calls[other]
-        try:
-            connection.sendall(self._hello(call.to.name))  # raises if nobody listens there
-        except OSError:
-            self._hang_up(other)
-            return
-        call.has_spoken = True
-        self._selector.modify(connection, selectors.EVENT_READ, partial(self._hear_answer, other))
-
-    def _hear_answer(self, other: int, connection: socket.socket) -> None:
-        call = self._calls[other]
-        try:
-            frame = read_hello(connection, call.reader)
-            hello = None if frame is None else decode(Hello, frame.body, "hello")
-        except (OSError, CommError):
-            self._hang_up(other)
-            return
-        if hello is None:
-            return
-        if (hello.rank, hello.name, hello.to) != (other, call.to.name, self._own.name):  # somebody's earlier pipeline
-            self._hang_up(other)
-            return
-        self._check_pipeline(hello)
-        self._selector.unregister(self._calls.pop(other).connection)
-        self._token = hello.name if other == 0 else self._token
-        self._add(hello, connection)
-
-    def _hang_up(self, other: int) -> None:
-        """End a call; the next look makes another one."""
-        connection = self._calls.pop(other).connection
-        self._selector.unregister(connection)
-        connection.close()
-
-    # Calls of others
-
-    def _greet(self, connection: socket.socket, frame: Frame) -> None:
-        """Answer a caller, if it is a rank after this one that calls this one in this meeting."""
+    def _on_hello(self, connection: socket.socket, frame: Frame) -> None:
+        """Answer, if this is a rank after this one that knows this one's name in this meeting."""
         with ExitStack() as unless_done:
             unless_done.callback(connection.close)
             try:
                 hello = decode(Hello, frame.body, "hello")
                 if hello.to != self._own.name or not self._rank < hello.rank < self._size:
                     return
-                connection.sendall(self._hello(hello.name))
+                connection.sendall(self._hello(Endpoint("", 0, name=hello.name)).pack())
             except (OSError, CommError):
                 return
             self._check_pipeline(hello)
             unless_done.pop_all()
         self._add(hello, connection)
 
-    def _hello(self, to: bytes) -> bytes:
-        hello = Hello(self._rank, self._pipeline, self._own.name, to, process_name(os.getpid()))
-        return Frame(Kind.HELLO, 0, encode(hello)).pack()
+    def _on_answer(self, connection: socket.socket, other: int, to: Endpoint, frame: Frame) -> None:
+        with ExitStack() as unless_done:
+            unless_done.callback(connection.close)
+            try:
+                hello = decode(Hello, frame.body, "hello")
+            except CommError:
+                return
+            if (hello.rank, hello.name, hello.to) != (other, to.name, self._own.name):  # of another meeting
+                return
+            self._check_pipeline(hello)
+            unless_done.pop_all()
+        self._token = hello.name if other == 0 else self._token
+        self._add(hello, connection)
 
     def _check_pipeline(self, hello: Hello) -> None:
         if hello.pipeline != self._pipeline:

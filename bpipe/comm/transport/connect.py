@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from bpipe.comm.health.collective import Collective
 from bpipe.comm.health.control_plane import ControlPlane
 from bpipe.comm.rendezvous.addresses import Address, Endpoint
-from bpipe.comm.rendezvous.callers import MOST_SILENT, Callers, serve
+from bpipe.comm.rendezvous.incoming import MOST_SILENT, IncomingConnections, serve
 from bpipe.comm.rendezvous.tcp import prepare
 from bpipe.comm.wire.codec import decode, encode
 from bpipe.comm.wire.frames import Frame, Kind
@@ -75,13 +75,15 @@ def _arrived(listener: socket.socket, token: bytes, missing: Collection[int], co
     """Accept the connections that others have made, by index. Strangers are disconnected, and nobody waits for what they send."""
     found: dict[int, socket.socket] = {}
 
-    def greet(connection: socket.socket, hello: Frame) -> None:
+    def on_hello(connection: socket.socket, hello: Frame) -> None:
         if hello.body == token and hello.number in missing and hello.number not in found:
             found[hello.number] = connection
         else:
             connection.close()
 
-    with ExitStack() as unless_done, selectors.DefaultSelector() as selector, Callers(listener, selector, len(missing), greet):
+    with ExitStack() as unless_done, ExitStack() as after:
+        selector = after.enter_context(selectors.DefaultSelector())
+        after.enter_context(IncomingConnections(listener, selector, len(missing), on_hello))
         unless_done.callback(_close, found)
         until = time.monotonic() + HELLO_S
         while len(found) < len(missing):

@@ -1,7 +1,7 @@
-"""Callers of a rank, who are not waited for in turn: one that says nothing holds up nobody.
+"""Incoming connections, which are not waited for in turn: one that says nothing holds up no other.
 
-A caller says in its first frame, a hello, who it is. Whoever says something else is a stranger, a port scanner perhaps, and is
-disconnected. Whoever says nothing stays until there are too many.
+The first frame on a connection, a hello, says who opened it. A stranger that sends something else, perhaps a port scanner, is
+disconnected. One that sends nothing stays until there are too many.
 """
 
 from __future__ import annotations
@@ -10,27 +10,26 @@ import selectors
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 
 from bpipe.comm.wire.frames import ONLY_HELLO, Frame, FrameReader
 from bpipe.errors import CommError
 
 __all__: list[str] = []
 
-MOST_SILENT = 64  # besides those who are expected
+MOST_SILENT = 64  # connections besides those that are expected
 
 OnReady = Callable[[socket.socket], None]  # the data of each socket in a selector: what to call once it is ready
 
 
-class Callers:
-    """The callers at a listening socket whose hello has not come yet.
+class IncomingConnections:
+    """The connections at a listening socket whose hello has not arrived yet.
 
     Args:
-        listener: the socket at which they call.
-        selector: tells when something has come; `serve` it.
-        num_expected: how many callers are expected.
-        greet: called with each connection whose hello has come, and with the hello. It owns the connection, which does not block,
-            and from which nothing behind the hello was read.
+        listener: the socket.
+        selector: tells when something has arrived; `serve` it.
+        num_expected: how many connections are expected.
+        on_hello: called with each connection whose hello has arrived, and with the hello. It owns the connection, which does not
+            block, and from which nothing behind the hello was read.
     """
 
     def __init__(
@@ -38,32 +37,32 @@ class Callers:
         listener: socket.socket,
         selector: selectors.BaseSelector,
         num_expected: int,
-        greet: Callable[[socket.socket, Frame], None],
+        on_hello: Callable[[socket.socket, Frame], None],
     ) -> None:
-        self._selector, self._most, self._greet = selector, num_expected + MOST_SILENT, greet
-        self._silent: dict[socket.socket, FrameReader] = {}  # the first who came first
+        self._selector, self._most, self._on_hello = selector, num_expected + MOST_SILENT, on_hello
+        self._silent: dict[socket.socket, FrameReader] = {}  # the oldest first
         listener.setblocking(False)
-        on_call: OnReady = self._accept
-        selector.register(listener, selectors.EVENT_READ, on_call)
+        on_ready: OnReady = self._accept
+        selector.register(listener, selectors.EVENT_READ, on_ready)
 
-    def __enter__(self) -> Callers:
+    def __enter__(self) -> IncomingConnections:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         for connection in list(self._silent):
-            self._hang_up(connection)
+            self._disconnect(connection)
 
     def _accept(self, listener: socket.socket) -> None:
-        with suppress(OSError):  # nobody else, or the caller has gone already
+        with suppress(OSError):  # there are no more, or one has ended already
             while True:
                 connection, _ = listener.accept()
                 connection.setblocking(False)
                 if len(self._silent) >= self._most:
-                    self._hang_up(next(iter(self._silent)))
+                    self._disconnect(next(iter(self._silent)))
                 self._silent[connection] = FrameReader(ONLY_HELLO)
                 self._selector.register(connection, selectors.EVENT_READ, self._hear)
 
-    def _hang_up(self, connection: socket.socket) -> None:
+    def _disconnect(self, connection: socket.socket) -> None:
         self._forget(connection)
         connection.close()
 
@@ -75,18 +74,18 @@ class Callers:
         try:
             hello = read_hello(connection, self._silent[connection])
         except (OSError, CommError):
-            self._hang_up(connection)
+            self._disconnect(connection)
             return
         if hello is not None:
             self._forget(connection)
-            self._greet(connection, hello)
+            self._on_hello(connection, hello)
 
 
 def read_hello(connection: socket.socket, reader: FrameReader) -> Frame | None:
     """Read more of a hello from a connection that does not block, and nothing behind it; return it once it is whole.
 
     Raises:
-        CommError: something else came.
+        CommError: something else has arrived.
         OSError: the connection has ended.
     """
     try:

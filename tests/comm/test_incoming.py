@@ -1,4 +1,4 @@
-"""Callers: who says hello is greeted, who says something else is disconnected, and nobody is waited for in turn."""
+"""Incoming connections: who says hello is greeted, who says something else is disconnected, and nobody is waited for in turn."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from contextlib import ExitStack
 
 import pytest
 
-from bpipe.comm.rendezvous import callers
-from bpipe.comm.rendezvous.callers import Callers, serve
+from bpipe.comm.rendezvous import incoming
+from bpipe.comm.rendezvous.incoming import IncomingConnections, serve
 from bpipe.comm.wire.frames import Frame, Kind
 
 HELLO = Frame(Kind.HELLO, 7, b"it is me")
 
 
 class Desk:
-    """A listener, whose callers are served when the test says so."""
+    """A listener, whose connections are served when the test says so."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.stack, self.greeted = stack, list[tuple[socket.socket, Frame]]()
         self.listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=50))
         self.selector = stack.enter_context(selectors.DefaultSelector())
-        stack.enter_context(Callers(self.listener, self.selector, 2, self._greet))
+        stack.enter_context(IncomingConnections(self.listener, self.selector, 2, self._greet))
 
     def _greet(self, connection: socket.socket, hello: Frame) -> None:
         self.greeted.append((self.stack.enter_context(connection), hello))
@@ -41,7 +41,7 @@ class Desk:
 
 @pytest.fixture
 def desk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
-    monkeypatch.setattr(callers, "MOST_SILENT", 3)
+    monkeypatch.setattr(incoming, "MOST_SILENT", 3)
     with ExitStack() as stack:
         yield Desk(stack)
 
