@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 import bpipe
 from bpipe.comm.health.activity import Activity
-from bpipe.comm.health.control import Control
+from bpipe.comm.health.control_plane import ControlPlane, NullControlPlane
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -37,7 +37,7 @@ Row = dict[str, float]
 class Meter:
     """Counts the collective calls of a transport's line, and their CPU time on the caller's thread."""
 
-    def __init__(self, control: Control) -> None:
+    def __init__(self, control: ControlPlane) -> None:
         self.num_calls, self.seconds = 0, 0.0
         self._exchange = control.exchange
         control.exchange = self  # type: ignore[assignment, method-assign]
@@ -84,7 +84,7 @@ def measured(rank: int, num_steps: int = STEPS) -> Row:
 
 def seconds_per_action(num_actions: int = 20_000) -> float:
     """What it takes to note where a rank is, and to look whether something has failed; the median of some runs."""
-    activity, control, lane = Activity(), Control(), [None] * num_actions
+    activity, control, lane = Activity(), NullControlPlane(), [None] * num_actions
     times = []
     for _ in range(REPEATS):
         began = time.thread_time()

@@ -18,7 +18,7 @@ from benchmarks.alternate import Taken, in_turns, step_cpu_s, step_seconds
 from benchmarks.blocks import Size, block
 from benchmarks.intervals import ratios
 from benchmarks.study import Case, Claim, Row, Study
-from bpipe.comm.health.control import CallOf
+from bpipe.comm.health.collective import Collective
 from bpipe.comm.wire.header import Subject, pack_eviction, pack_layout, unpack_eviction, unpack_layout
 from bpipe.comm.wire.message import Layout, meta_of
 from bpipe.memory.saved.bundle import Bundle
@@ -156,7 +156,7 @@ def on_rank(rank: int) -> OfRank:
     transport, agreement_s = schedules["never"].session.context.transport, []
     for _ in range(20 * REPEATS):
         began = time.process_time()
-        transport.exchange(CallOf.STEP, b"0" * 100)
+        transport.exchange(Collective.STEP, b"0" * 100)
         agreement_s.append(time.process_time() - began)
     dist.barrier()
     return OfRank(agreement_s, staying)

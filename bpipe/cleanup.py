@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Generic, TypeVar
 
-from bpipe.comm.health.failure import told
+from bpipe.errors import format_error
 from bpipe.logs import LOG
 
 __all__: list[str] = []
@@ -19,7 +19,7 @@ def note(error: BaseException, text: str) -> None:
     try:
         BaseException.add_note(error, text)
     except Exception:
-        LOG.error("%s: %s", told(error), text)
+        LOG.error("%s: %s", format_error(error), text)
 
 
 class noted_on:  # noqa: N801  a context manager, as contextlib's are written
@@ -39,7 +39,7 @@ class noted_on:  # noqa: N801  a context manager, as contextlib's are written
         if failure is None or self._error is None:
             return False
         if failure is not self._error:
-            note(self._error, f"bpipe: {self._what}: {told(failure)}")
+            note(self._error, f"bpipe: {self._what}: {format_error(failure)}")
         return True
 
 

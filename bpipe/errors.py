@@ -88,3 +88,8 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except BaseException as failure:
         return f"its text cannot be made, {type(failure).__name__}"
+
+
+def format_error(error: BaseException) -> str:
+    """Return an error's type, and its text if it has one."""
+    return f"{type(error).__name__}: {text_of(error)}".removesuffix(": ")

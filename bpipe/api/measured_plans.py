@@ -12,12 +12,11 @@ from bpipe.api.loopback import LoopbackGroup
 from bpipe.api.policy import Policy
 from bpipe.api.report import Report
 from bpipe.comm.health.agreement import Record
-from bpipe.comm.health.failure import told
 from bpipe.engine.ordered import OrderWatch
 from bpipe.engine.remembered import Memory
 from bpipe.engine.run import Observer, Run
 from bpipe.engine.shared import why_in_order
-from bpipe.errors import AgreementError, BudgetError, CommError
+from bpipe.errors import AgreementError, BudgetError, CommError, format_error
 from bpipe.memory.static import available_bytes, bytes_under, present_bytes, static_bytes
 from bpipe.model import microbatch as mb
 from bpipe.model.plain_numbers import Looks
@@ -202,7 +201,7 @@ class MeasuredPlans(PlanSource):
                 device = self._context.transport.device
                 one.difference = difference(self._replicas, one.shapes.measured.stages, one.shapes.varying, device)
             except Exception as error:
-                one.difference = f"rank {self._context.group_rank} cannot compare its memory with replicas: {told(error)}"
+                one.difference = f"rank {self._context.group_rank} cannot compare its memory with replicas: {format_error(error)}"
         return one.difference.encode()
 
     # The plan for what was measured, which all ranks make from the same numbers
@@ -235,7 +234,7 @@ class MeasuredPlans(PlanSource):
                 plan = self._made_plan(sizes, budgets)
             outcome = plan.fingerprint()
         except BaseException as failure:  # told before it is raised, so that no rank waits
-            error, outcome = failure, told(failure)
+            error, outcome = failure, format_error(failure)
         outcomes = [data.decode() for data in gather(lambda _: outcome.encode())]
         if error is not None:
             self._context.guard.known_to_all = error
@@ -258,7 +257,7 @@ class MeasuredPlans(PlanSource):
         try:
             report = self._own_report(self._shapes.of(key))
         except Exception as error:
-            refusal = f"rank {self._context.group_rank} cannot make a plan: {told(error)}"
+            refusal = f"rank {self._context.group_rank} cannot make a plan: {format_error(error)}"
             report = Report(self._context.plan_rank, {}, refusal=refusal)
         return report.pack()
 

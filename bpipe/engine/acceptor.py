@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from bpipe.comm.health.activity import place_of
-from bpipe.comm.health.control import Control
+from bpipe.comm.health.control_plane import ControlPlane
 from bpipe.comm.wire import header
 from bpipe.comm.wire.header import Subject
 from bpipe.device import Stream, on_stream
@@ -59,7 +59,9 @@ class Server(threading.Thread):
         control: told of where it stands, and of what goes wrong.
     """
 
-    def __init__(self, execute: Callable[[Action], None], chain: Sequence[Action], stream: Stream | None, control: Control) -> None:
+    def __init__(
+        self, execute: Callable[[Action], None], chain: Sequence[Action], stream: Stream | None, control: ControlPlane
+    ) -> None:
         assert chain[0].peer is not None
         super().__init__(name=f"bpipe-serve-{chain[0].peer}", daemon=True)
         self._execute, self._chain, self._stream, self._control, self._peer = execute, chain, stream, control, chain[0].peer

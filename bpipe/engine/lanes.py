@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from bpipe.comm.health.activity import Activity
-from bpipe.comm.health.control import Control
+from bpipe.comm.health.control_plane import ControlPlane
 from bpipe.comm.transport.base import Transport
 from bpipe.device import Stream, guests, on_stream
 from bpipe.engine.acceptor import Server
@@ -37,7 +37,7 @@ class Lanes:
         self._servers: list[Server] = []
         self._issued: deque[tuple[Plan, list[tuple[int, Action]]]] = deque(maxlen=MOST_PLANS)
 
-    def drive(self, run: Run, control: Control, group_ranks: Sequence[int]) -> None:
+    def drive(self, run: Run, control: ControlPlane, group_ranks: Sequence[int]) -> None:
         """Do all actions of a step; `group_ranks` are those of the group, by rank of the plan.
 
         Raises:

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from bpipe.comm.wire.dtensor import is_dtensor
-
 __all__: list[str] = []
 
 REMEMBERED = 64  # makeups that keep their number
@@ -105,7 +103,7 @@ def _look_of(tensor: torch.Tensor) -> object:
 
 def _sharding(tensor: Any) -> object:
     """Return how a tensor is placed over ranks, if it is a DTensor: shards have other bytes than the whole."""
-    return (tensor.placements, tensor.device_mesh) if is_dtensor(tensor) else None
+    return getattr(tensor, "placements", None), getattr(tensor, "device_mesh", None)
 
 
 def _hooks_of(modules: Sequence[nn.Module]) -> Iterator[tuple[int, str]]:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 __all__: list[str] = []
 
 MARK = "_bpipe_cut"
-UNKNOWN = bytes(16)
 
 
 class Cut(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bpipe.comm.health.agreement import MOST_STAGES
-from bpipe.comm.rendezvous.group import group_of
+from bpipe.comm.transport.process_group import group_of
 from bpipe.comm.wire.dtensor import mesh_among
 from bpipe.device import with_index
 from bpipe.errors import ConfigurationError, StageError

@@ -7,7 +7,7 @@ from collections.abc import Container, Mapping
 import torch
 import torch.distributed as dist
 
-from bpipe.comm.rendezvous.group import backends_of
+from bpipe.comm.transport.process_group import backends_of
 from bpipe.plan.sizes import StageSizes
 
 __all__: list[str] = []

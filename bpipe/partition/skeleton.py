@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from bpipe.comm.health.failure import told
-from bpipe.errors import ConfigurationError
+from bpipe.errors import ConfigurationError, format_error
 from bpipe.partition.name_lists import OF_PARAMETERS, Names, is_container
 from bpipe.partition.parameters import leave_out
 from bpipe.partition.placeholders import placeholder
@@ -68,7 +67,7 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         return copy.deepcopy(model, memo)
     except Exception as error:
         raise ConfigurationError(
-            f"{type(model).__name__} cannot be copied without its parts: {told(error)}. Take off the attribute "
+            f"{type(model).__name__} cannot be copied without its parts: {format_error(error)}. Take off the attribute "
             "that deepcopy does not take, and put it on each stage"
         ) from error
 

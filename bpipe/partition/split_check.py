@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from bpipe.comm.health.failure import told
-from bpipe.errors import ConfigurationError, StageError
+from bpipe.errors import ConfigurationError, StageError, format_error
 from bpipe.model.untouched import untouched
 
 __all__ = ["check_split"]
@@ -125,7 +124,7 @@ def _chained(parts: Sequence[nn.Module], args: Any, kwargs: dict[str, Any]) -> A
         try:
             value = part(*(value if isinstance(value, (tuple, list)) else (value,)), **_copied(kwargs))
         except Exception as error:
-            raise _CannotRunError(f"stage {index} of {len(parts)} cannot run: {told(error)}") from error
+            raise _CannotRunError(f"stage {index} of {len(parts)} cannot run: {format_error(error)}") from error
     return value
 
 

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from bpipe.cleanup import noted_on
-from bpipe.comm.health.failure import told
 from bpipe.comm.transport.base import Transport
 from bpipe.engine.lanes import Lanes
-from bpipe.errors import PipelineBrokenError
+from bpipe.errors import PipelineBrokenError, format_error
 
 __all__: list[str] = []
 
@@ -51,7 +50,7 @@ class Guard:
         if self.broken is not None:
             cause = self.broken if isinstance(self.broken, BaseException) else None
             raise PipelineBrokenError(
-                f"this pipeline broke in step {self.num_steps} ({self.broken if cause is None else told(cause)}). "
+                f"this pipeline broke in step {self.num_steps} ({self.broken if cause is None else format_error(cause)}). "
                 "Gradients may be incomplete: zero them, close() this schedule and build a new one over the same process group."
             ) from cause
         if self.is_closed:
@@ -103,5 +102,5 @@ class Guard:
         if self._running.locked():
             raise PipelineBrokenError("close() was called inside a step: close a schedule when its step has returned or raised")
         if isinstance(self.broken, BaseException):
-            self.broken = told(self.broken)  # the error's frames keep the step's tensors alive
+            self.broken = format_error(self.broken)  # the error's frames keep the step's tensors alive
         self.is_closed = True

@@ -14,20 +14,19 @@ from typing import Any, NamedTuple
 from bpipe._version import __version__
 from bpipe.cleanup import noted_on
 from bpipe.comm.health.activity import State
-from bpipe.comm.health.agreement import Record, check
-from bpipe.comm.health.control import CallOf
-from bpipe.comm.health.failure import told
+from bpipe.comm.health.agreement import UNKNOWN_CUT, Record, check
+from bpipe.comm.health.collective import Collective
 from bpipe.comm.transport.base import Transport
 from bpipe.engine.messages import Layouts
 from bpipe.engine.remembered import Memory
 from bpipe.engine.run import Observer, Run
-from bpipe.errors import AgreementError, CommError, PlanError
+from bpipe.errors import AgreementError, CommError, PlanError, format_error
 from bpipe.memory.ledger import Ledger
 from bpipe.memory.optimizers import STEPPED
 from bpipe.memory.static import standing
 from bpipe.model import microbatch as mb
 from bpipe.model.call import Call
-from bpipe.model.cut import UNKNOWN, cut_of
+from bpipe.model.cut import cut_of
 from bpipe.model.merging import merge
 from bpipe.plan.plan import Plan
 from bpipe.session.context import RankContext
@@ -108,9 +107,9 @@ class Session:
             started = time.perf_counter()
             step = self._begin_or_refuse(begin)
             with guard.failing_together(AgreementError, PlanError):
-                records = transport.exchange(CallOf.STEP, step.record)
+                records = transport.exchange(Collective.STEP, step.record)
                 transport.control.activity.state = State.PREPARING
-                run = self.agree(step, records, lambda ask: transport.exchange(CallOf.PLAN, ask(self.source)))
+                run = self.agree(step, records, lambda ask: transport.exchange(Collective.PLAN, ask(self.source)))
             with guard.failing_together():
                 with run.sharding.in_charge(), run.hooks.watched(), transport.control.interruptible():
                     self.context.lanes.drive(run, transport.control, self.context.group_ranks)
@@ -124,7 +123,7 @@ class Session:
             return begin()
         except BaseException as error:
             with noted_on(error), self.guard.failing_together(), suppress(CommError):
-                self.context.transport.refuse(told(error))
+                self.context.transport.refuse(format_error(error))
             raise
 
     # The phases of a step
@@ -158,7 +157,7 @@ class Session:
             pipeline=self.context.transport.identity,
             signature=(signature := mb.digest(looks.exact)),
             stages=tuple(sorted(stages)),
-            cut=next((cut.digest for stage in stages.values() if (cut := cut_of(stage.submod)) is not None), UNKNOWN),
+            cut=next((cut.digest for stage in stages.values() if (cut := cut_of(stage.submod)) is not None), UNKNOWN_CUT),
             form=mb.digest(looks.counted) if looks.numbered else signature,
             states=states,
             peak=peak,

@@ -14,7 +14,7 @@ from bpipe.api.loopback import LoopbackGroup
 from bpipe.api.schedule import Schedule
 from bpipe.cleanup import noted_on
 from bpipe.comm.health.clocks import Clocks, Offset, align
-from bpipe.comm.health.control import CallOf
+from bpipe.comm.health.collective import Collective
 from bpipe.device import is_asynchronous
 from bpipe.device.times import DeviceTimes
 from bpipe.engine.recorder import Record, Recorder
@@ -105,7 +105,7 @@ class Trace:
         ranks = tuple(map(_plan_rank, self._schedules))
         if not isinstance(first.context.group, LoopbackGroup):
             with first.guard.failing_together(AgreementError):
-                return align(first.context.transport, first.source.announced(is_training=True).fingerprint, *ranks)
+                return align(first.context.transport.exchange, first.source.announced(is_training=True).fingerprint, *ranks)
         return Clocks(os.urandom(16), ranks, (Offset(0, 0),) * len(ranks), time.perf_counter_ns())
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -170,7 +170,7 @@ class Trace:
             return self.timelines
         with first.guard.entered(), first.guard.failing_together(AgreementError):
             (part,) = self._parts()
-            files = first.context.transport.exchange(CallOf.GATHER, "".join(lines(part, self._origin())).encode())
+            files = first.context.transport.exchange(Collective.GATHER, "".join(lines(part, self._origin())).encode())
         return joined([parse(data, f"rank {rank}") for rank, data in enumerate(files)])
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from bpipe.api.loopback import LoopbackGroup
-from bpipe.comm.rendezvous.group import device_of, group_of
+from bpipe.comm.transport.process_group import device_of, group_of
 from bpipe.errors import ConfigurationError
 
 __all__: list[str] = []

@@ -6,9 +6,8 @@ import torch
 from hypothesis import strategies as st
 
 from bpipe.comm.wire.header import DTYPES
-from bpipe.comm.wire.message import Layout, TensorMeta
+from bpipe.comm.wire.message import Layout, TensorMeta, bytes_of
 from bpipe.comm.wire.note import may_need_later
-from bpipe.memory.saved.storages import bytes_of
 
 SIZES = st.lists(st.integers(0, 4), max_size=4)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from bpipe.comm.health.control import CallOf
+from bpipe.comm.health.collective import Collective
 from bpipe.comm.transport.base import Transfer
 from bpipe.comm.transport.c10d import C10dTransport
 from bpipe.comm.wire.header import Subject, pack_eviction
@@ -32,7 +32,7 @@ CHANNELS = [
 
 def opened(group: Any = None, group_ranks: tuple[int, ...] = (0, 1), kind: type[C10dTransport] = C10dTransport) -> C10dTransport:
     transport = kind(group, CPU)
-    transport.exchange(CallOf.STEP, b"hello")
+    transport.exchange(Collective.STEP, b"hello")
     transport.connect(CHANNELS, group_ranks)
     return transport
 
@@ -126,8 +126,8 @@ def test_empty_tensors_and_messages() -> None:
 
 def records(rank: int) -> list[bytes]:
     transport = C10dTransport(None, CPU)
-    first = transport.exchange(CallOf.STEP, bytes([rank]) * 300)
-    return [part[:2] for part in first + transport.exchange(CallOf.STEP, b"step" + bytes([rank]))]
+    first = transport.exchange(Collective.STEP, bytes([rank]) * 300)
+    return [part[:2] for part in first + transport.exchange(Collective.STEP, b"step" + bytes([rank]))]
 
 
 def test_records_come_by_rank() -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import bpipe
 from bpipe.comm.health.clocks import Reading, align, offsets
-from bpipe.comm.health.control import CallOf
+from bpipe.comm.health.collective import Collective
+from bpipe.comm.wire.codec import decode, encode
 from bpipe.errors import AgreementError
 from tests.models import mse
 from tests.ranks import run_ranks
@@ -60,7 +61,7 @@ def test_clocks_that_may_agree_are_one():
 
 def test_a_reading_survives_packing():
     reading = Reading(b"x" * 16, "f" * 32, 3, -5, 2**62)
-    assert Reading.unpack(reading.pack(), 0) == reading
+    assert decode(Reading, encode(reading), "reading") == reading
 
 
 # Over processes, whose clock on one machine is one
@@ -82,9 +83,9 @@ def schedule_of(rank: int, num_ranks: int) -> bpipe.Schedule:
 
 def align_shifted(rank: int) -> tuple[Any, Any]:
     transport = schedule_of(rank, 3).session.context.transport
-    here = align(transport, "f" * 32, 2 - rank)
+    here = align(transport.exchange, "f" * 32, 2 - rank)
     with pytest.MonkeyPatch.context() as patch:
-        shifted = align(Shifted(transport, rank * 10**12, patch), "f" * 32, 2 - rank)  # type: ignore[arg-type]
+        shifted = align(Shifted(transport, rank * 10**12, patch).exchange, "f" * 32, 2 - rank)
     return here, shifted
 
 
@@ -105,12 +106,12 @@ def refuse(rank: int, how: str) -> str:
         if how == "step" and rank:
             schedule.step(torch.ones(2, 4), target=torch.ones(2, 4))
         elif how == "gather" and rank:
-            schedule.session.context.transport.exchange(CallOf.GATHER, b"")
+            schedule.session.context.transport.exchange(Collective.GATHER, b"")
         elif how == "refusal" and rank:
             schedule.session.context.transport.refuse("no room")
             return "refused"
         else:
-            align(schedule.session.context.transport, str(rank if how == "plan" else 0) * 32, rank)
+            align(schedule.session.context.transport.exchange, str(rank if how == "plan" else 0) * 32, rank)
     except bpipe.errors.BPipeError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -137,7 +138,7 @@ def test_ranks_that_gather_and_trace_at_once_do_not_hang():
 
 def exchange_lengths(rank: int) -> list[list[bytes]]:
     transport = schedule_of(rank, 3).session.context.transport
-    return [transport.exchange(CallOf.GATHER, data) for data in (bytes([rank]) * rank * 1000, b"", b"\0" * (3 - rank))]
+    return [transport.exchange(Collective.GATHER, data) for data in (bytes([rank]) * rank * 1000, b"", b"\0" * (3 - rank))]
 
 
 def test_exchange_of_any_length():

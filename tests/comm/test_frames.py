@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpipe.comm.health.activity import Activity, State, Status
 from bpipe.comm.health.failure import MOST_DETAILS, MOST_TEXT, Cause, Failure
-from bpipe.comm.wire.frames import HEAD, MAX_BODY, Frame, FrameReader, Kind
+from bpipe.comm.wire.frames import HEAD, MAX_BODIES, MAX_BODY, ONLY_HELLO, VERSION, Frame, FrameReader, Kind
 from bpipe.errors import AgreementError, CommError, RankFailedError, RankLostError, TransferTimeoutError
 
 SIZE = 4  # ranks
@@ -37,6 +39,39 @@ def test_frames_arrive_whatever_pieces_they_travel_in(frames: list[Frame], data:
     assert [frame for piece in pieces for frame in reader.feed(piece)] == frames
 
 
+@given(FRAMES, st.binary(max_size=20))
+def test_a_frame_can_be_read_without_a_byte_behind_it(frame: Frame, behind: bytes) -> None:
+    """In as few pieces as can be: a head, and a body if there is one."""
+    stream, reader, found, num_pieces = io.BytesIO(frame.pack() + behind), FrameReader(), [], 0
+    while not found:
+        found, num_pieces = list(reader.feed(stream.read(reader.num_missing))), num_pieces + 1
+    assert found == [frame] and stream.read() == behind
+    assert num_pieces == 1 + bool(frame.body)
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_each_kind_has_its_own_most_bytes(kind: Kind) -> None:
+    head = HEAD.pack(b"bpctl\0", VERSION, kind, MAX_BODIES[kind] + 1, 0)
+    for reader in (FrameReader(), FrameReader(ONLY_HELLO)):
+        with pytest.raises(CommError, match="not a bpipe frame"):
+            list(reader.feed(head))
+    with pytest.raises(CommError, match=f"more than a frame of kind {kind.name} can carry"):
+        Frame(kind, 0, bytes(MAX_BODIES[kind] + 1) if MAX_BODIES[kind] < MAX_BODY else Huge()).pack()
+
+
+class Huge(bytes):
+    """More bytes than a test should allocate."""
+
+    def __len__(self) -> int:
+        return MAX_BODY + 1
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Kind if kind is not Kind.HELLO])
+def test_who_has_not_said_hello_can_say_nothing_else(kind: Kind) -> None:
+    with pytest.raises(CommError, match="not a bpipe frame"):
+        list(FrameReader(ONLY_HELLO).feed(Frame(kind).pack()))
+
+
 @given(FRAMES, st.integers(0, HEAD.size - 9), st.integers(1, 255))
 @settings(max_examples=200)
 def test_damaged_heads_are_frames_or_errors(frame: Frame, place: int, flip: int) -> None:
@@ -52,13 +87,13 @@ def test_damaged_heads_are_frames_or_errors(frame: Frame, place: int, flip: int)
 
 @given(st.binary(min_size=HEAD.size, max_size=300))
 def test_random_bytes_are_no_frames(data: bytes) -> None:
-    with pytest.raises(CommError, match="no bpipe frame of version"):
+    with pytest.raises(CommError, match="not a bpipe frame of version"):
         list(FrameReader().feed(data))
 
 
 def test_a_frame_that_claims_gigabytes_is_refused_at_once() -> None:
-    head = HEAD.pack(b"bpctl\0", 1, Kind.CALL, MAX_BODY + 1, 0)
-    with pytest.raises(CommError, match="no bpipe frame"):
+    head = HEAD.pack(b"bpctl\0", VERSION, Kind.CALL, MAX_BODY + 1, 0)
+    with pytest.raises(CommError, match="not a bpipe frame"):
         list(FrameReader().feed(head))
 
 

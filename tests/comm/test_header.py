@@ -92,7 +92,9 @@ def test_every_flipped_byte_is_noticed(kind: int, place: int, flip: int, more: b
 @pytest.mark.parametrize("kind", SAMPLES)
 def test_every_truncation_is_noticed(kind: int) -> None:
     for length in range(len(SAMPLES[kind])):
-        with pytest.raises(CommError, match=f"bytes has {length}$" if length >= FIXED.size else f": {length} bytes are no header"):
+        with pytest.raises(
+            CommError, match=f"bytes has {length}$" if length >= FIXED.size else f": {length} bytes are not a header"
+        ):
             UNPACK[kind - 1](SAMPLES[kind][:length], SUBJECT)
 
 
@@ -106,7 +108,7 @@ def test_random_bytes(unpack: Callable[[bytes, Subject], Any], data: bytes) -> N
 def test_other_versions() -> None:
     data = bytearray(SAMPLES[LAYOUT])
     struct.pack_into("<H", data, len(MAGIC), VERSION + 1)
-    with pytest.raises(CommError, match=f"no bpipe header of version {VERSION}: it starts"):
+    with pytest.raises(CommError, match=f"not a bpipe header of version {VERSION}: it starts"):
         unpack_layout(bytes(data), SUBJECT)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bpipe.comm.health.control import CallOf
+from bpipe.comm.health.collective import Collective
 from bpipe.comm.transport.in_process import LoopbackTransport, Wires
 from bpipe.errors import CommError
 from bpipe.schedules import Channel, Purpose
@@ -64,7 +64,7 @@ def test_sizes_that_differ() -> None:
 
 def test_there_is_nothing_to_agree_on_alone() -> None:
     with pytest.raises(CommError, match=r"inside Loopback\.step"):
-        transport().exchange(CallOf.STEP, b"")
+        transport().exchange(Collective.STEP, b"")
 
 
 def test_what_a_failed_step_left_is_forgotten() -> None:

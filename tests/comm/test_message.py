@@ -16,9 +16,8 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_leaves
 
-from bpipe.comm.wire.message import Layout, TensorMeta, dense, meta_of, put_together, take_apart
+from bpipe.comm.wire.message import Layout, TensorMeta, bytes_of, dense, meta_of, put_together, take_apart
 from bpipe.errors import CommError, StageError
-from bpipe.memory.saved.storages import bytes_of
 from tests.comm.strategies import NESTS, tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

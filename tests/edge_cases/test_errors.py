@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 import bpipe
 from bpipe.cleanup import keeping, note, noted_on
-from bpipe.comm.health.control import Line
-from bpipe.comm.health.failure import Failure, told
+from bpipe.comm.health.driver import ConnectedControlPlane
+from bpipe.comm.health.failure import Failure
 from bpipe.engine.settings import changed
-from bpipe.errors import RankFailedError
+from bpipe.errors import RankFailedError, format_error
 from bpipe.model.untouched import untouched
 from bpipe.parallel.fsdp import Sharding
 from tests.edge_cases.case import SCHEDULES, pipeline
@@ -163,12 +163,12 @@ def failures(rank: int, places: list[str], how: str, schedule: Any, p: int, num_
             one.step()
         found = one.fail(stage, place, (0, M - 1)[index // 2 % 2], error)
         if stage in one.fails:
-            is_right = type(found) is type(error()) and told(found) == told(error())
+            is_right = type(found) is type(error()) and format_error(found) == format_error(error())
         else:
-            is_right = isinstance(found, RankFailedError) and found.error == told(error())
+            is_right = isinstance(found, RankFailedError) and found.error == format_error(error())
         notes = [text for text in getattr(found, "__notes__", ()) if "cleaning up" in text]
         if not is_right or notes:
-            wrong.append(f"stage {stage}, {place}: {None if found is None else told(found)} {notes}")
+            wrong.append(f"stage {stage}, {place}: {None if found is None else format_error(found)} {notes}")
         if not all(map(torch.equal, one.step(), expected)):
             wrong.append(f"gradients after {place}")
     return wrong
@@ -304,7 +304,7 @@ def test_what_goes_wrong_in_cleaning_up_is_a_note(caplog: pytest.LogCaptureFixtu
         error = KeyError("mine")
         with noted_on(error):
             raise failure
-        assert error.__notes__ == [f"bpipe: cleaning up after this error failed, too: {told(failure)}"]
+        assert error.__notes__ == [f"bpipe: cleaning up after this error failed, too: {format_error(failure)}"]
     with pytest.raises(ValueError, match="late"), noted_on(None):
         raise ValueError("late")
     note(FrozenError("mine"), "a note")
@@ -380,7 +380,7 @@ def test_a_wakeup_descriptor_that_the_user_closed_meanwhile(monkeypatch: pytest.
 
     monkeypatch.setattr(signal, "set_wakeup_fd", set_wakeup_fd)
     monkeypatch.setattr(signal, "getsignal", lambda _: signal.default_int_handler)
-    with pytest.raises(KeyError) as caught, Line.interruptible(None):  # type: ignore[arg-type]
+    with pytest.raises(KeyError) as caught, ConnectedControlPlane.interruptible(None):  # type: ignore[arg-type]
         raise KeyError("mine")
     assert "ValueError: closed" in caught.value.__notes__[0]
 

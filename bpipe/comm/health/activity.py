@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
+from bpipe.comm.wire.codec import decode, encode
 from bpipe.errors import CommError
 from bpipe.plan.action import HOST, RECEIVES, WAIT_OF
 from bpipe.schedules import Action, Plan
 
 __all__: list[str] = []
 
-HEAD = struct.Struct("<BHqqdH")
-GUESTS = struct.Struct("<Iq")
 WAITS = frozenset(WAIT_OF.values())
 HOLDING_UP = WAITS | RECEIVES.keys()  # which may wait for a header
 MOST_GUESTS = 2**12
@@ -48,23 +46,20 @@ class Status(NamedTuple):
     guests: tuple[tuple[int, int], ...] = ()
 
     def pack(self) -> bytes:
-        head = HEAD.pack(self.state, self.rank, self.step, self.position, self.seconds, len(self.guests))
-        return head + b"".join(GUESTS.pack(*guest) for guest in self.guests)
+        return encode(self)
 
     @classmethod
     def unpack(cls, data: bytes) -> Status:
         """Read what `pack` wrote.
 
         Raises:
-            CommError: the bytes are no status.
+            CommError: the bytes are not a status.
         """
-        if len(data) < HEAD.size:
-            raise CommError(f"{len(data)} bytes are no status")
-        state, rank, step, position, seconds, count = HEAD.unpack_from(data)
-        if state not in State.__members__.values() or len(data) != HEAD.size + count * GUESTS.size or not 0 <= seconds < 1e9:
-            raise CommError(f"no status: state {state}, {count} guests, {seconds} s, {len(data)} bytes")
-        guests = tuple(GUESTS.iter_unpack(data[HEAD.size :]))
-        return cls(State(state), rank, step, position, seconds, guests)
+        status = decode(cls, data, "status")
+        ranks = [status.rank, *(evictor for evictor, _ in status.guests)]
+        if min(ranks) < 0 or len(ranks) > MOST_GUESTS + 1 or not 0 <= status.seconds < 1e9:
+            raise CommError(f"not a valid status: rank {status.rank}, {len(status.guests)} guests, {status.seconds} s")
+        return status
 
 
 class Activity:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from bpipe.comm.wire.codec import decode, encode
 from bpipe.errors import AgreementError, CommError
-from bpipe.model.cut import UNKNOWN
 
 __all__: list[str] = []
 
 MOST_STAGES = 64  # on one rank
-HEAD = struct.Struct("<6sH16s32s16sBQIIII16sI16s16s3Q16s")
-INDEX = struct.Struct("<I")  # of each stage, after the head
-MAGIC = b"bpipe\7"
+UNKNOWN_CUT = bytes(16)  # of a module that nobody has cut from a model, or that is inside a wrapper
 
 
 class Record(NamedTuple):
@@ -32,7 +29,7 @@ class Record(NamedTuple):
     signature: bytes  # 16 bytes: a hash of the shapes and dtypes of this rank's inputs
     stages: tuple[int, ...]  # that this rank holds
     revision: int = 0  # how often this rank has asked to measure its microbatches again
-    cut: bytes = UNKNOWN  # 16 bytes: how the model was cut into stages
+    cut: bytes = UNKNOWN_CUT  # 16 bytes: how the model was cut into stages
     form: bytes = bytes(16)  # the signature without the plain numbers among the inputs that do not decide what is saved
     states: int = 0  # bytes of optimizer states on this rank
     peak: int = 0  # the most bytes that its device has held, where its plan has to show that this is less
@@ -40,72 +37,22 @@ class Record(NamedTuple):
     inputs: bytes = bytes(16)  # 16 bytes, where replicas compare: what this rank's inputs look like, whatever its modules are
 
     def pack(self) -> bytes:
-        head = HEAD.pack(
-            MAGIC,
-            len(self.stages),
-            self.version.encode()[:16],
-            self.schedule.encode()[:32],
-            bytes.fromhex(self.fingerprint),
-            self.is_training,
-            self.step,
-            self.num_stages,
-            self.num_ranks,
-            self.num_microbatches,
-            self.pipeline,
-            self.signature,
-            self.revision,
-            self.cut,
-            self.form,
-            self.states,
-            self.peak,
-            self.plain_peak,
-            self.inputs,
-        )
-        return head + b"".join(map(INDEX.pack, self.stages))
+        return encode(self)
 
     @classmethod
     def unpack(cls, data: bytes) -> Record:
         """Read what `pack` wrote.
 
         Raises:
-            CommError: the bytes are no record.
+            CommError: the bytes are not a record.
         """
-        if len(data) < HEAD.size:
-            raise CommError(f"an agreement record has {len(data)} bytes, expected {HEAD.size} or more")
-        magic, count, version, schedule, fingerprint, is_training, step, *numbers = HEAD.unpack_from(data)
-        num_stages, num_ranks, num_microbatches, pipeline, signature, revision, cut, form, *numbers = numbers
-        states, peak, plain_peak, inputs = numbers
-        if magic == MAGIC and len(data) != HEAD.size + INDEX.size * count:
-            raise CommError(f"an agreement record of {count} stages has {len(data)} bytes")
-        if magic != MAGIC or count > MOST_STAGES or num_stages < 1:
-            raise CommError(f"no agreement record of this version of bpipe: it starts {data[:8]!r}")
-        return cls(
-            version=_text(version),
-            schedule=_text(schedule),
-            fingerprint=fingerprint.hex(),
-            is_training=bool(is_training),
-            step=step,
-            num_stages=num_stages,
-            num_ranks=num_ranks,
-            num_microbatches=num_microbatches,
-            pipeline=pipeline,
-            signature=signature,
-            stages=tuple(index for (index,) in INDEX.iter_unpack(data[HEAD.size :])),
-            revision=revision,
-            cut=cut,
-            form=form,
-            states=states,
-            peak=peak,
-            plain_peak=plain_peak,
-            inputs=inputs,
-        )
+        record = decode(cls, data, "agreement record of this version of bpipe")
+        if len(record.stages) > MOST_STAGES or min(record.stages, default=0) < 0 or record.num_stages < 1:
+            raise CommError(f"not a valid agreement record: {record.num_stages} stages, rank with {record.stages[:8]}")
+        return record
 
 
 ALIKE = Record._fields.index("signature")  # the number of leading fields that are alike on all ranks
-
-
-def _text(data: bytes) -> str:
-    return data.rstrip(b"\0").decode(errors="replace")
 
 
 # What is compared, in the order in which a difference explains the ones after it.
@@ -152,7 +99,7 @@ def check(records: Sequence[Record]) -> None:
 
 def _check_cut(records: Sequence[Record]) -> None:
     """Raise if two ranks have stages of a model that was cut differently, because layers would run twice, or not at all."""
-    known = [(rank, record.cut) for rank, record in enumerate(records) if record.cut != UNKNOWN]
+    known = [(rank, record.cut) for rank, record in enumerate(records) if record.cut != UNKNOWN_CUT]
     other = next((rank for rank, cut in known if cut != known[0][1]), None)
     if other is not None:
         raise AgreementError(

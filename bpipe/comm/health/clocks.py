@@ -14,23 +14,22 @@ afterwards the clocks of different machines drift apart.
 from __future__ import annotations
 
 import os
-import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from bpipe.comm.health.control import CallOf
-from bpipe.comm.transport.base import Transport
-from bpipe.errors import AgreementError, CommError
+from bpipe.comm.health.collective import Collective
+from bpipe.comm.wire.codec import decode, encode
+from bpipe.errors import AgreementError
 
 __all__: list[str] = []
 
 NUM_ROUNDS = 8
 TOKEN_BYTES = 16
-READING = struct.Struct(f"<{TOKEN_BYTES}s32sHqq")
 
 Readings = Sequence[tuple[int, int]]  # before and after each exchange, in nanoseconds
+Exchange = Callable[[Collective, bytes], list[bytes]]
 
 
 class Offset(NamedTuple):
@@ -65,27 +64,12 @@ class Reading(NamedTuple):
     before_ns: int
     previous_after_ns: int
 
-    def pack(self) -> bytes:
-        return READING.pack(self.token, self.fingerprint.encode(), *self[2:])
 
-    @classmethod
-    def unpack(cls, data: bytes, rank: int) -> Reading:
-        """Read what `pack` wrote.
-
-        Raises:
-            CommError: the bytes from this rank are not a reading.
-        """
-        if len(data) != READING.size:
-            raise CommError(f"rank {rank} sent {len(data)} bytes for a reading of its clock, expected {READING.size}")
-        token, fingerprint, *numbers = READING.unpack(data)
-        return cls(token, fingerprint.decode(errors="replace"), *numbers)
-
-
-def align(transport: Transport, fingerprint: str, plan_rank: int) -> Clocks:
+def align(exchange: Exchange, fingerprint: str, plan_rank: int) -> Clocks:
     """Bound how far apart the ranks' clocks are. Collective; blocks for some milliseconds.
 
     Args:
-        transport: this rank's transport.
+        exchange: gives bytes to all ranks and returns theirs, as `Transport.exchange` does.
         fingerprint: of the plan, the same on all ranks.
         plan_rank: this rank's place in it.
 
@@ -97,9 +81,9 @@ def align(transport: Transport, fingerprint: str, plan_rank: int) -> Clocks:
     rounds: list[list[Reading]] = []
     for _ in range(NUM_ROUNDS + 1):  # the last one only tells what the clocks read after the one before
         reading = Reading(token, fingerprint, plan_rank, time.perf_counter_ns(), previous)
-        packed = transport.exchange(CallOf.TRACE, reading.pack())
+        packed = exchange(Collective.TRACE, encode(reading))
         previous = time.perf_counter_ns()
-        rounds.append([Reading.unpack(data, rank) for rank, data in enumerate(packed)])
+        rounds.append([decode(Reading, data, f"reading of rank {rank}'s clock") for rank, data in enumerate(packed)])
         _check(rounds[-1])
     readings = [
         [(now[rank].before_ns, then[rank].previous_after_ns) for now, then in pairwise(rounds)] for rank in range(len(rounds[0]))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import struct
 import traceback
 from enum import IntEnum
 from typing import NamedTuple
 
-from bpipe.errors import AgreementError, CommError, RankFailedError, RankLostError, TransferTimeoutError, text_of
+from bpipe.comm.wire.codec import decode, encode
+from bpipe.errors import AgreementError, CommError, RankFailedError, RankLostError, TransferTimeoutError, format_error
 
 __all__: list[str] = []
 
-HEAD = struct.Struct("<BIqHHI")
 MOST_TEXT, MOST_DETAILS = 4096, 16384  # bytes
 
 
@@ -46,7 +45,7 @@ class Failure(NamedTuple):
     @classmethod
     def raised(cls, error: BaseException, rank: int, step: int, place: str) -> Failure:
         """Make the failure of an error on this rank, with the end of its traceback."""
-        return cls(Cause.RAISED, rank, step, place, told(error), _end_of_traceback(error))
+        return cls(Cause.RAISED, rank, step, place, format_error(error), _end_of_traceback(error))
 
     @property
     def action(self) -> str:
@@ -60,8 +59,8 @@ class Failure(NamedTuple):
         return self.error
 
     def pack(self) -> bytes:
-        texts = [_cut(self.place, MOST_TEXT), _cut(self.error, MOST_TEXT), _cut(self.details, MOST_DETAILS)]
-        return HEAD.pack(self.cause, self.rank, self.step, *map(len, texts)) + b"".join(texts)
+        place, error, details = _cut(self.place, MOST_TEXT), _cut(self.error, MOST_TEXT), _cut(self.details, MOST_DETAILS)
+        return encode(self._replace(place=place, error=error, details=details))
 
     @classmethod
     def unpack(cls, data: bytes, size: int) -> Failure:
@@ -70,16 +69,10 @@ class Failure(NamedTuple):
         Raises:
             CommError: the bytes are not a failure.
         """
-        if len(data) < HEAD.size:
-            raise CommError(f"{len(data)} bytes are no failure")
-        cause, rank, step, *lengths = HEAD.unpack_from(data)
-        if cause not in Cause.__members__.values() or rank >= size or len(data) != HEAD.size + sum(lengths):
-            raise CommError(f"no failure of a pipeline of {size} ranks: cause {cause}, rank {rank}, {len(data)} bytes")
-        texts, start = [], HEAD.size
-        for length in lengths:
-            texts.append(data[start : start + length].decode(errors="replace"))
-            start += length
-        return cls(Cause(cause), rank, step, *texts)
+        failure = decode(cls, data, "failure")
+        if not 0 <= failure.rank < size:
+            raise CommError(f"not a valid failure of a pipeline of {size} ranks: rank {failure.rank}")
+        return failure
 
     def as_error(self, own_rank: int, place: str) -> CommError:
         """Return the error to raise on another rank.
@@ -103,11 +96,6 @@ class Failure(NamedTuple):
         return error
 
 
-def told(error: BaseException) -> str:
-    """Return an error's type, and its text if it has one."""
-    return f"{type(error).__name__}: {text_of(error)}".removesuffix(": ")
-
-
 def _end_of_traceback(error: BaseException) -> str:
     try:
         return "".join(traceback.format_exception(error))[-MOST_DETAILS // 4 :]
@@ -115,6 +103,6 @@ def _end_of_traceback(error: BaseException) -> str:
         return f"its traceback cannot be made, {type(failure).__name__}"
 
 
-def _cut(text: str, most_bytes: int) -> bytes:
+def _cut(text: str, most_bytes: int) -> str:
     data = text.encode(errors="replace")
-    return data if len(data) <= most_bytes else data[: most_bytes - 3].decode(errors="ignore").encode() + b"..."
+    return text if len(data) <= most_bytes else data[: most_bytes - 3].decode(errors="ignore") + "..."

@@ -11,8 +11,10 @@ from bpipe.schedules import Action, Plan
 
 __all__: list[str] = []
 
+RELOADS = "peers to reload the activations it stores"
 
-def picture(own: Activity, statuses: Mapping[int, Status], size: int) -> str:
+
+def report(own: Activity, statuses: Mapping[int, Status], size: int) -> str:
     """Describe each rank in a line, and draw the grid of those that are in this rank's step.
 
     Args:
@@ -36,31 +38,31 @@ def _grid(own: Activity, statuses: Mapping[int, Status]) -> list[str]:
 def _doing(own: Activity, status: Status | None) -> str:
     if status is None:
         return "does not answer"
-    since, plan = f"for {status.seconds:.1f} s", own.plan
+    since, plan = f"{status.seconds:.1f} s", own.plan
     if status.state is State.OUTSIDE:
-        return f"is in your own code {since}, between steps: it has made {status.step}"
+        return f"has been in user code for {since}, between steps ({status.step} completed)"
     if status.state is State.PREPARING:
-        return f"prepares step {status.step} {since}"
+        return f"has been preparing step {status.step} for {since}"
     if status.state is State.MEETING:
-        return f"waits {since} for the others to come to step {status.step}"
+        return f"has waited {since} for the other ranks to begin step {status.step}"
     if plan is None or status.step != own.step:
-        return f"is in step {status.step} {since}"
+        return f"has been in step {status.step} for {since}"
     served = "".join(_serving(own, plan, status.rank, *guest) for guest in status.guests)
     action = action_at(plan, status)
-    return (f"waits {since} for its guests to be called for" if action is None else _at(own, action, since)) + served
+    return (f"has waited {since} for {RELOADS}" if action is None else _at(own, action, since)) + served
 
 
 def _at(own: Activity, action: Action, since: str) -> str:
     if action.op in WAITS:
-        return f"waits {since} in {action} for rank {own.group_rank(action.peer)}"
-    return f"{'computes' if action.op in COMPUTE else 'is at'} {action} {since}"
+        return f"has waited {since} in {action} for rank {own.group_rank(action.peer)}"
+    return f"has been {'computing' if action.op in COMPUTE else 'at'} {action} for {since}"
 
 
 def _serving(own: Activity, plan: Plan, rank: int, evictor: int, position: int) -> str:
     chain = plan.chains(rank).get(evictor, ()) if rank < plan.num_ranks else ()
-    return f"; serves rank {own.group_rank(evictor)} at {chain[position]}" if 0 <= position < len(chain) else ""
+    return f"; its acceptor for rank {own.group_rank(evictor)} is at {chain[position]}" if 0 <= position < len(chain) else ""
 
 
-def waited_for(missing: Collection[int]) -> str:
-    """Name the ranks that have not come."""
-    return f"rank {min(missing)}" if len(missing) == 1 else f"ranks {', '.join(map(str, sorted(missing)))}"
+def name_ranks(ranks: Collection[int]) -> str:
+    """Return the ranks in words."""
+    return f"rank {min(ranks)}" if len(ranks) == 1 else f"ranks {', '.join(map(str, sorted(ranks)))}"

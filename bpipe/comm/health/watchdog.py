@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Collection
 from typing import NamedTuple
 
 from bpipe.comm.health.activity import Activity, State, Status, place_of
+from bpipe.comm.health.effects import Send, Warn
 from bpipe.comm.health.failure import Cause, Failure
-from bpipe.comm.health.status_report import picture, waited_for
+from bpipe.comm.health.status_report import RELOADS, name_ranks, report
 from bpipe.comm.wire.frames import Frame, Kind
-from bpipe.logs import LOG
 
 __all__: list[str] = []
 
 SLOW_S = 30.0
 ANSWERS_S = 1.0  # within which a process that runs at all answers
 
+Finding = Send | Warn | Failure  # a question to the others, a warning, or the end of the wait
 
-class Patience(NamedTuple):
+
+class Timeouts(NamedTuple):
     """How long a rank waits for another one.
 
     Args:
@@ -30,33 +31,21 @@ class Patience(NamedTuple):
     slow_s: float
 
 
-class Watch:
-    """A watchdog over the waits of one rank. All of it runs in the control thread.
+class Watchdog:
+    """A watchdog over the waits of one rank.
 
     Args:
         rank: its rank in the pipeline's group, which has `size` ranks.
         activity: what this rank is doing.
-        ask: sends a frame to all other ranks.
-        fail: breaks the pipeline on all ranks.
-        missing: returns the ranks for which this rank waits in a collective call.
-        patience: how long a wait may take.
+        timeouts: how long a wait may take.
+        now: seconds of the clock by which it is driven.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        activity: Activity,
-        ask: Callable[[Frame], None],
-        fail: Callable[[Failure], None],
-        missing: Callable[[], frozenset[int]],
-        patience: Patience,
-    ) -> None:
+    def __init__(self, rank: int, size: int, activity: Activity, timeouts: Timeouts, now: float) -> None:
         self._rank, self._size, self._activity = rank, size, activity
-        self._ask, self._fail, self._missing = ask, fail, missing
-        self._patience = patience
+        self._timeouts = timeouts
         self._here = self._place()  # where this rank was at the latest look
-        self._time_s = self._since = time.monotonic()  # of the latest look, and when this rank came to where it is
+        self._time_s = self._since = now  # of the latest look, and when this rank came to where it is
         self._asked_s: float | None = None
         self._number = 0  # of the latest question
         self._answers: dict[int, Status] = {}
@@ -64,25 +53,29 @@ class Watch:
         self._others: set[int] = set()  # who ask as well, since this rank's own latest question or the start of the step
         self._shown_step = -1  # the latest for which this rank, or another one, has shown what all are doing
 
-    def tick(self, now: float) -> None:
-        """Check how long this rank has waited, and ask the others, log or fail if that is too long."""
+    def tick(self, now: float, missing: Collection[int]) -> list[Finding]:
+        """Check how long this rank has waited, and ask the others, warn or fail if that is too long.
+
+        Args:
+            now: seconds of the clock.
+            missing: the ranks for which this rank waits in a collective call.
+        """
         status, self._time_s = self._activity.status(), now
         here = self._place()
         if here != self._here:
             self._here, self._since, self._asked_s = here, now, None
         if not self._activity.is_waiting():
-            return
+            return []
         seconds = now - self._since
         if self._asked_s is None:
-            is_slow = seconds >= self._patience.slow_s and self._shown_step < status.step
-            if is_slow or seconds >= self._patience.timeout_s - ANSWERS_S:
-                self._question(now)
-        elif len(self._answers) + 1 == self._size or now - self._asked_s >= ANSWERS_S:
-            self._show(status, seconds)
-            if seconds >= self._patience.timeout_s:
-                self._give_up(status, seconds)
-            elif seconds < self._patience.timeout_s - ANSWERS_S:
-                self._asked_s = None
+            is_slow = seconds >= self._timeouts.slow_s and self._shown_step < status.step
+            return [self._question(now)] if is_slow or seconds >= self._timeouts.timeout_s - ANSWERS_S else []
+        if len(self._answers) + 1 < self._size and now - self._asked_s < ANSWERS_S:
+            return []
+        waiting = self._waiting(status, seconds, missing)
+        if seconds < self._timeouts.timeout_s - ANSWERS_S:
+            self._asked_s = None
+        return [*self._show(status, waiting), *self._give_up(status, waiting, seconds)]
 
     def _place(self) -> tuple[object, ...]:
         return (*self._activity.status()[:4], self._activity.call, self._activity.under_way)
@@ -98,7 +91,7 @@ class Watch:
             self._shown_step = max(self._shown_step, self._activity.step - (self._activity.state is State.OUTSIDE))
         return self._status()
 
-    def told(self, rank: int, number: int, status: Status) -> None:
+    def on_status(self, rank: int, number: int, status: Status) -> None:
         """Record the answer of a rank."""
         if number == self._number:
             self._answers[rank] = status
@@ -108,46 +101,47 @@ class Watch:
         """Record that something has come from a rank, so its process runs."""
         self._heard.add(rank)
 
-    def _question(self, now: float) -> None:
+    def _question(self, now: float) -> Send:
         self._asked_s = now
         self._number += 1
         self._answers = {}
         self._heard = set()
         self._others = set()
-        self._ask(Frame(Kind.ASK, self._number))
+        return Send(Frame(Kind.ASK, self._number))
 
     def _status(self) -> Status:
         return self._activity.status()._replace(seconds=self._time_s - self._since)
 
-    def _show(self, status: Status, seconds: float) -> None:
-        """Log what all ranks are doing, once per step, and only on the lowest of the ranks that ask."""
-        if self._shown_step < status.step and self._rank < min(self._others, default=self._rank + 1):
-            LOG.warning("%s.\n%s", self._waiting(status, seconds), self._picture())
+    def _show(self, status: Status, waiting: str) -> list[Warn]:
+        """Warn of what all ranks are doing, once per step, and only on the lowest of the ranks that ask."""
+        shows = self._shown_step < status.step and self._rank < min(self._others, default=self._rank + 1)
         self._shown_step = status.step
+        return [Warn(f"{waiting}.\n{self._report()}")] if shows else []
 
-    def _give_up(self, status: Status, seconds: float) -> None:
-        place = self._activity.place()
-        text = f"{self._waiting(status, seconds)}: longer than timeout_s={self._patience.timeout_s:g}"
-        self._fail(Failure(Cause.TIMED_OUT, self._rank, status.step, place, text, self._picture()))
+    def _give_up(self, status: Status, waiting: str, seconds: float) -> list[Failure]:
+        if seconds < self._timeouts.timeout_s:
+            return []
+        text = f"{waiting}: longer than timeout_s={self._timeouts.timeout_s:g}"
+        return [Failure(Cause.TIMED_OUT, self._rank, status.step, self._activity.place(), text, self._report())]
 
-    def _waiting(self, status: Status, seconds: float) -> str:
+    def _waiting(self, status: Status, seconds: float, missing: Collection[int]) -> str:
         """Describe in one line which rank this one waits for, and which ranks are frozen."""
-        waits = f"rank {self._rank} has waited {seconds:.1f} s {self._for_whom(status)}"
+        waits = f"rank {self._rank} has waited {seconds:.1f} s {self._for_whom(status, missing)}"
         frozen = sorted(set(range(self._size)) - self._heard - {self._rank})
         if not frozen:
             return waits
         are = "is" if len(frozen) == 1 else "are"
         why = f"no answer in {ANSWERS_S:g} s (stopped, or in code that holds Python's GIL)"
-        return f"{waits}; {waited_for(frozen)} {are} frozen: {why}"
+        return f"{waits}; {name_ranks(frozen)} {are} frozen: {why}"
 
-    def _for_whom(self, status: Status) -> str:
+    def _for_whom(self, status: Status, missing: Collection[int]) -> str:
         if status.state is State.MEETING:
-            return f"for {waited_for(self._missing() or {self._rank})} to come to step {status.step}"
+            return f"for {name_ranks(missing or {self._rank})} to begin step {status.step}"
         action = self._activity.action()
         if action is None:
-            return f"in step {status.step} for its guests to be called for"
+            return f"in step {status.step} for {RELOADS}"
         return f"in step {status.step}, {place_of(action)}, for rank {self._activity.group_rank(action.peer)}"
 
-    def _picture(self) -> str:
+    def _report(self) -> str:
         statuses = {**self._answers, self._rank: self._status()}
-        return picture(self._activity, statuses, self._size)
+        return report(self._activity, statuses, self._size)

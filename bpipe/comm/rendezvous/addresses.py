@@ -20,6 +20,21 @@ class Address(NamedTuple):
     family: socket.AddressFamily
 
 
+class Endpoint(NamedTuple):
+    """Where a rank listens.
+
+    Args:
+        address: numbers, of IPv4 or IPv6.
+        host: the name of its machine, for messages.
+        name: the rank's in a meeting, made of random bytes.
+    """
+
+    address: str
+    port: int
+    host: str = ""
+    name: bytes = b""
+
+
 def own_address(store: Any) -> Address:
     """Return the address of the interface that gloo is told to use, else the one from which this machine reaches the store's host.
 

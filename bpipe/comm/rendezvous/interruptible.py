@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from bpipe.comm.health.failure import told
+from bpipe.errors import format_error
 
 __all__: list[str] = []
 
@@ -18,7 +18,7 @@ class GivenUpError(Exception):
     """The caller no longer waits for the work."""
 
 
-class Aside:
+class Interruptible:
     """Runs pieces of work, which check now and then whether they are still wanted.
 
     Args:
@@ -38,7 +38,7 @@ class Aside:
         """
         self.note = note
         if self._reason is not None:
-            raise GivenUpError(told(self._reason))
+            raise GivenUpError(format_error(self._reason))
 
     def run(self, work: Callable[[], T]) -> T:
         """Run a piece of work in another thread, and wait for it."""

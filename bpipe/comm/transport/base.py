@@ -8,7 +8,8 @@ from typing import Protocol
 
 import torch
 
-from bpipe.comm.health.control import CallOf, Control
+from bpipe.comm.health.collective import Collective
+from bpipe.comm.health.control_plane import ControlPlane
 from bpipe.device import Streams
 from bpipe.schedules import Channel
 
@@ -45,7 +46,7 @@ class Transport(ABC):
     """
 
     device: torch.device
-    control: Control
+    control: ControlPlane
     streams: Streams
     identity: int = 0
     waits_on_device: bool = False
@@ -55,7 +56,7 @@ class Transport(ABC):
         """Take an identity among the pipelines of the group, as this rank counts them."""
 
     @abstractmethod
-    def exchange(self, call: CallOf, data: bytes) -> list[bytes]:
+    def exchange(self, call: Collective, data: bytes) -> list[bytes]:
         """Give every rank's bytes to all ranks, and return them by rank of the group. Collective over the pipeline; blocks."""
 
     @abstractmethod

@@ -18,19 +18,22 @@ import torch
 import torch.distributed as dist
 
 from bpipe.comm.health.activity import place_of
-from bpipe.comm.health.control import CallOf, Control, Line
-from bpipe.comm.health.watchdog import SLOW_S, Patience
+from bpipe.comm.health.collective import Collective
+from bpipe.comm.health.control_plane import ControlPlane, NullControlPlane
+from bpipe.comm.health.driver import ConnectedControlPlane
+from bpipe.comm.health.watchdog import SLOW_S, Timeouts
 from bpipe.comm.rendezvous.addresses import own_address
-from bpipe.comm.rendezvous.connect import open_connections
-from bpipe.comm.rendezvous.group import backends_of
-from bpipe.comm.rendezvous.interruptible import Aside
-from bpipe.comm.rendezvous.peers import Mesh, OtherPipelineError, open_mesh
+from bpipe.comm.rendezvous.interruptible import Interruptible
+from bpipe.comm.rendezvous.meeting import OtherPipelineError, meet_peers
+from bpipe.comm.rendezvous.peers import Peers
 from bpipe.comm.transport.base import Transfer, Transport
 from bpipe.comm.transport.communicators import Communicators, maker_of
-from bpipe.comm.transport.device_watch import DeviceWatch
+from bpipe.comm.transport.connect import open_connections
+from bpipe.comm.transport.device_watchdog import DeviceWatchdog
 from bpipe.comm.transport.in_flight import TRANSFERS_AT_ONCE, InFlight
+from bpipe.comm.transport.process_group import backends_of
+from bpipe.comm.transport.socket_channel import SMALL, Receiver, Sender
 from bpipe.comm.transport.staging import Staging
-from bpipe.comm.transport.stream import SMALL, Inlet, Outlet
 from bpipe.comm.transport.works import Noted, Works, transferring
 from bpipe.comm.wire.header import MOST_BYTES
 from bpipe.device import Streams, is_asynchronous
@@ -41,7 +44,7 @@ from bpipe.schedules import Channel, Purpose
 __all__: list[str] = []
 
 TAGS = {purpose: tag for tag, purpose in enumerate(Purpose, start=1)}
-GROUP_OF = {Purpose.FORWARD: "forward", Purpose.BACKWARD: "backward", Purpose.EVICT: "aside", Purpose.RETURN: "aside"}
+GROUP_OF = {Purpose.FORWARD: "forward", Purpose.BACKWARD: "backward", Purpose.EVICT: "evictions", Purpose.RETURN: "evictions"}
 NO_TAG = len(Purpose) + 1  # that no message has
 AT_ONCE = timedelta(milliseconds=1)
 POLL_S = 0.001
@@ -83,12 +86,12 @@ class C10dTransport(Transport):
         self.group = dist.group.WORLD if group is None else group
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
-        self.control = Control()
-        self._patience = Patience(_timeout_of(self.group).total_seconds() if timeout_s is None else timeout_s, slow_s)
+        self.control: ControlPlane = NullControlPlane()
+        self._timeouts = Timeouts(_timeout_of(self.group).total_seconds() if timeout_s is None else timeout_s, slow_s)
         self._group_ranks: Sequence[int] = ()
         self._opened: set[Channel] = set()
-        self._outlets: dict[Channel, Outlet] = {}
-        self._inlets: dict[Channel, Inlet] = {}
+        self._senders: dict[Channel, Sender] = {}
+        self._receivers: dict[Channel, Receiver] = {}
         self._gloo: dict[str, Any] = {}
         self.streams = Streams()
         make = maker_of(backends_of(self.group).get(device.type, "gloo")) if is_asynchronous(device) else None
@@ -107,7 +110,7 @@ class C10dTransport(Transport):
     def _key(self, what: str) -> str:
         return f"bpipe/{what}/{getattr(self.group, 'group_name', '')}"
 
-    def exchange(self, call: CallOf, data: bytes) -> list[bytes]:
+    def exchange(self, call: Collective, data: bytes) -> list[bytes]:
         self._open()
         return self.control.exchange(call, data)
 
@@ -119,52 +122,52 @@ class C10dTransport(Transport):
         """Meet the other ranks, on the first call."""
         if self._is_open or self.size == 1:
             return
-        store, aside = dist.distributed_c10d._get_default_store(), self._aside()
-        mesh = self._meet(aside, store)
-        self._token = mesh.token
-        self._store: Any = dist.PrefixStore(f"bpipe/{mesh.token.hex()}", store)
-        self.control = Line(mesh, self.rank, self._release, self._patience)
-        self.control.name = f"pipeline {self.identity} of its group"
-        self._watch_device(self.control)
+        store, opening = dist.distributed_c10d._get_default_store(), self._interruptible()
+        peers = self._meet(opening, store)
+        self._token = peers.token
+        self._store: Any = dist.PrefixStore(f"bpipe/{peers.token.hex()}", store)
+        name = f"pipeline {self.identity} of its group"
+        self.control = control = ConnectedControlPlane(peers.connections, self.rank, self._release, self._timeouts, name)
+        self._watch_device(control)
         self._is_open = True
         for name in () if self._communicators is not None else dict.fromkeys(GROUP_OF.values()):
-            aside.note = "a connection for tensors is being made"
-            self._gloo[name] = aside.run(partial(self._new_gloo, name))
+            opening.note = "the connections for tensors are being made"
+            self._gloo[name] = opening.run(partial(self._new_gloo, name))
 
-    def _watch_device(self, control: Line) -> None:
+    def _watch_device(self, control: ConnectedControlPlane) -> None:
         if self._communicators is not None:
             in_flight, step = self._communicators.in_flight, lambda: control.activity.step
-            watch = DeviceWatch(self.rank, in_flight, self._patience, control.fail, step, control.shows_waits)
+            watch = DeviceWatchdog(self.rank, in_flight, self._timeouts, control.fail, step, control.shows_waits)
             control.looks.append(watch.tick)
 
-    def _aside(self) -> Aside:
-        """Make an `Aside` for work that waits for other ranks, for no longer than this rank's timeout."""
+    def _interruptible(self) -> Interruptible:
+        """Make an `Interruptible` for work that waits for other ranks, for no longer than this rank's timeout."""
         began, has_warned = time.monotonic(), False
 
         def look() -> None:
             nonlocal has_warned
             self.control.check()
             seconds = time.monotonic() - began
-            text = f"rank {self.rank} has waited {seconds:.1f} s to be connected: {aside.note}"
-            if seconds > self._patience.timeout_s:
-                raise TransferTimeoutError(f"{text}: longer than timeout_s={self._patience.timeout_s:g}")
-            if seconds > self._patience.slow_s and not has_warned:
+            text = f"rank {self.rank} has waited {seconds:.1f} s to connect to the other ranks: {opening.note}"
+            if seconds > self._timeouts.timeout_s:
+                raise TransferTimeoutError(f"{text}: longer than timeout_s={self._timeouts.timeout_s:g}")
+            if seconds > self._timeouts.slow_s and not has_warned:
                 has_warned = True
                 LOG.warning("%s", text)
 
-        aside = Aside(look)
-        return aside
+        opening = Interruptible(look)
+        return opening
 
-    def _meet(self, aside: Aside, store: Any) -> Mesh:
-        key = self._key("mesh")
+    def _meet(self, opening: Interruptible, store: Any) -> Peers:
+        key = self._key("peers")
         try:
-            return aside.run(lambda: open_mesh(store, key, self.rank, self.size, aside.check, pipeline=self.identity))
+            return opening.run(lambda: meet_peers(store, key, self.rank, self.size, opening.check, pipeline=self.identity))
         except OtherPipelineError as error:  # so that both ranks count the next pipelines alike
             self._count_pipelines(max(0, error.theirs - self._count_pipelines(0)))
             raise AgreementError(str(error)) from None
 
     def _new_gloo(self, name: str) -> Any:
-        timeout = timedelta(seconds=self._patience.timeout_s + MARGIN_S)
+        timeout = timedelta(seconds=self._timeouts.timeout_s + MARGIN_S)
         return dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), self.rank, self.size, timeout)
 
     def _release(self) -> None:
@@ -172,8 +175,8 @@ class C10dTransport(Transport):
 
         A gloo wait that runs into its timeout closes all connections of its group, and so ends all other waits.
         """
-        for stream in [*self._outlets.values(), *self._inlets.values()]:
-            stream.end()
+        for channel in [*self._senders.values(), *self._receivers.values()]:
+            channel.end()
         nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         for gloo in list(self._gloo.values()):
             for peer in range(self.size):  # a wait for a peer that has gone ends by itself, and closes nothing else
@@ -188,7 +191,7 @@ class C10dTransport(Transport):
         self._group_ranks = group_ranks
         new = [channel for channel in channels if channel not in self._opened]
         if new and self.size > 1:
-            self._open_streams(new)
+            self._open_socket_channels(new)
         if self._communicators is not None:
             self._connect_devices(self._communicators, [channel for channel in new if self.rank in self._ends(channel)])
         self._opened.update(new)
@@ -198,13 +201,13 @@ class C10dTransport(Transport):
 
     def _connect_devices(self, communicators: Communicators, channels: Sequence[Channel]) -> None:
         """Make a communicator for each channel."""
-        timeout = timedelta(seconds=max(DEVICE_MARGIN * self._patience.timeout_s, LEAST_DEVICE_S))
+        timeout = timedelta(seconds=max(DEVICE_MARGIN * self._timeouts.timeout_s, LEAST_DEVICE_S))
         store = self._store.clone()  # a wait for another rank holds up all other requests on the same connection
         for channel in channels:
-            end, aside = self._ends(channel).index(self.rank), self._aside()
-            aside.note = f"a communicator for {self._named(channel)} is being made"
+            end, opening = self._ends(channel).index(self.rank), self._interruptible()
+            opening.note = f"a communicator for {self._named(channel)} is being made"
             own = dist.PrefixStore(f"{channel.purpose.value}/{channel.src}/{channel.dst}", store)
-            aside.run(partial(communicators.connect, channel, own, end, timeout))
+            opening.run(partial(communicators.connect, channel, own, end, timeout))
 
     def _named(self, channel: Channel) -> str:
         sender, receiver = self._ends(channel)
@@ -213,15 +216,15 @@ class C10dTransport(Transport):
     def _ends(self, channel: Channel) -> tuple[int, int]:
         return self._group_ranks[channel.src], self._group_ranks[channel.dst]
 
-    def _open_streams(self, channels: Sequence[Channel]) -> None:
+    def _open_socket_channels(self, channels: Sequence[Channel]) -> None:
         ends, address = [self._ends(channel) for channel in channels], own_address(self._store)
         for index, connection in open_connections(ends, self.rank, address, self._token, self.control).items():
-            self.control.others.append(connection)
+            self.control.channel_sockets.append(connection)
             channel = channels[index]
             if ends[index][0] == self.rank:
-                self._outlets[channel] = Outlet(connection, self._named(channel))
+                self._senders[channel] = Sender(connection, self._named(channel))
             else:
-                self._inlets[channel] = Inlet(connection, self._named(channel))
+                self._receivers[channel] = Receiver(connection, self._named(channel))
         self.control.check()  # a failure before this line has not ended these
 
     @transferring
@@ -236,7 +239,7 @@ class C10dTransport(Transport):
     ) -> Transfer:
         filled = [tensor for tensor in tensors if tensor.numel()]
         if self._is_small(filled):
-            return self._outlets[channel].send(header, filled, note)
+            return self._senders[channel].send(header, filled, note)
         works = self._send_beside(channel, header, note, may_have_note=may_have_note)
         if self._communicators is not None:
             return self._post(self._communicators, channel, filled, sends=True, beside=works)
@@ -247,19 +250,19 @@ class C10dTransport(Transport):
 
     def _send_beside(self, channel: Channel, header: bytes | None, note: bytes | None, *, may_have_note: bool) -> list[Any]:
         """Send what goes over the connection beside large tensors: a header, and a message that is empty or has the note."""
-        outlet = self._outlets[channel]
+        sender = self._senders[channel]
         if header is not None or note is not None:
-            return [outlet.send(header, [] if may_have_note else None, note)]
-        rest = outlet.send_empty() if may_have_note else None
+            return [sender.send(header, [] if may_have_note else None, note)]
+        rest = sender.send_empty() if may_have_note else None
         return [] if rest is None else [rest]
 
     @transferring
     def receive(self, channel: Channel, tensors: Sequence[torch.Tensor], *, may_have_note: bool = False) -> Transfer:
         filled = [tensor for tensor in tensors if tensor.numel()]
         if self._is_small(filled):
-            return self._inlets[channel].receive(filled)
+            return self._receivers[channel].receive(filled)
         transfer = self._receive_large(channel, filled)
-        return Noted(transfer, self._inlets[channel].receive([])) if may_have_note else transfer
+        return Noted(transfer, self._receivers[channel].receive([])) if may_have_note else transfer
 
     def _receive_large(self, channel: Channel, filled: Sequence[torch.Tensor]) -> Transfer:
         if self._communicators is not None:
@@ -285,7 +288,7 @@ class C10dTransport(Transport):
         return self.device.type == "cpu" and sum(tensor.nbytes for tensor in tensors) <= SMALL
 
     def receive_header(self, channel: Channel) -> bytes:
-        return self._inlets[channel].read_header(MOST_BYTES)
+        return self._receivers[channel].read_header(MOST_BYTES)
 
     def close(self) -> None:
         if self._staging is not None:
@@ -296,10 +299,10 @@ class C10dTransport(Transport):
         self.control.close()
         if self._communicators is not None:
             self._communicators.close(is_whole)
-        for stream in [*self._outlets.values(), *self._inlets.values()]:
-            stream.close()
-        self._outlets.clear()
-        self._inlets.clear()
+        for channel in [*self._senders.values(), *self._receivers.values()]:
+            channel.close()
+        self._senders.clear()
+        self._receivers.clear()
         self._gloo.clear()
         if not self._is_open and self.identity and dist.is_initialized():  # made and never run: not to be counted
             with suppress(RuntimeError):
@@ -314,10 +317,10 @@ class C10dTransport(Transport):
 
     def _let_arrive(self, in_flight: InFlight) -> None:
         """Wait for what was posted, as long as the other ranks are there, because a finalizer may be what closes the pipeline."""
-        until = time.monotonic() + self._patience.timeout_s
+        until = time.monotonic() + self._timeouts.timeout_s
         while (number := in_flight.number()) and self.control.failure is None:
             if time.monotonic() > until:
-                LOG.warning("rank %d closes a pipeline with %d transfers that never came to their end", self.rank, number)
+                LOG.warning("rank %d closes a pipeline with %d transfers that never completed", self.rank, number)
                 return
             time.sleep(POLL_S)
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from bpipe.comm.health.control import CallOf, Control
+from bpipe.comm.health.collective import Collective
+from bpipe.comm.health.control_plane import NullControlPlane
 from bpipe.comm.transport.base import Transfer, Transport
 from bpipe.device import Event, Streams, current_stream, is_asynchronous, on_stream, reached
 from bpipe.errors import CommError
@@ -98,11 +99,11 @@ class LoopbackTransport(Transport):
 
     def __init__(self, wires: Wires, device: torch.device) -> None:
         self.device = device
-        self.control = Control()
+        self.control = NullControlPlane()
         self._wires, self.streams = wires, wires.streams
         self._waits_for = device if is_asynchronous(device) else None  # whose streams a copy waits for
 
-    def exchange(self, call: CallOf, data: bytes) -> list[bytes]:
+    def exchange(self, call: Collective, data: bytes) -> list[bytes]:
         raise CommError("the ranks of a loopback agree inside Loopback.step")
 
     def refuse(self, why: str) -> None:

@@ -8,17 +8,17 @@ then the body
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from enum import IntEnum
 from typing import NamedTuple
 
+from bpipe.comm.wire.codec import MAX_BYTES
 from bpipe.errors import CommError
 
 __all__: list[str] = []
 
-MAGIC, VERSION = b"bpctl\0", 1
+MAGIC, VERSION = b"bpctl\0", 2
 HEAD = struct.Struct("<6sHIIQ")
-MAX_BODY = 2**30
 
 
 class Kind(IntEnum):
@@ -29,7 +29,14 @@ class Kind(IntEnum):
     FAILED = 3  # something failed, and the pipeline is broken
     LEFT = 4  # it closed the pipeline after this number of steps
     ASK = 5  # what are you doing?
-    TELL = 6  # the answer
+    STATUS = 6  # the answer
+    HELLO = 7  # who opens this connection
+
+
+MAX_BODY = 2**30  # of a call
+SMALL_BODY = 4096
+MAX_BODIES = dict.fromkeys(Kind, SMALL_BODY) | {Kind.CALL: MAX_BODY, Kind.FAILED: MAX_BYTES, Kind.STATUS: MAX_BYTES}
+ONLY_HELLO = {Kind.HELLO: SMALL_BODY}  # from whom nothing else may come yet
 
 
 class Frame(NamedTuple):
@@ -45,16 +52,29 @@ class Frame(NamedTuple):
         Raises:
             CommError: it is too long.
         """
-        if len(self.body) > MAX_BODY:
-            raise CommError(f"{len(self.body)} bytes are more than one call can exchange, which is {MAX_BODY}")
+        if len(self.body) > (most := MAX_BODIES[self.kind]):
+            raise CommError(f"{len(self.body)} bytes are more than a frame of kind {self.kind.name} can carry, which is {most}")
         return HEAD.pack(MAGIC, VERSION, self.kind, len(self.body), self.number) + self.body
 
 
 class FrameReader:
-    """Assembles frames from a stream of bytes."""
+    """Assembles frames from a stream of bytes.
 
-    def __init__(self) -> None:
+    Args:
+        max_bodies: the kinds that may come, and the most bytes of each one's body.
+    """
+
+    def __init__(self, max_bodies: Mapping[Kind, int] = MAX_BODIES) -> None:
+        self._max_bodies = max_bodies
         self._data = bytearray()
+
+    @property
+    def num_missing(self) -> int:
+        """Return how many bytes at least the next frame still needs, so that a caller can read no byte behind it."""
+        if len(self._data) < HEAD.size:
+            return HEAD.size - len(self._data)
+        _, _, _, length, _ = HEAD.unpack_from(self._data)
+        return HEAD.size + int(length) - len(self._data)
 
     def feed(self, data: bytes) -> Iterator[Frame]:
         """Yield the frames that these bytes complete.
@@ -65,8 +85,8 @@ class FrameReader:
         self._data += data
         while len(self._data) >= HEAD.size:
             magic, version, kind, length, number = HEAD.unpack_from(self._data)
-            if magic != MAGIC or version != VERSION or kind not in Kind.__members__.values() or length > MAX_BODY:
-                raise CommError(f"no bpipe frame of version {VERSION}: it starts {bytes(self._data[:8])!r}, kind {kind}")
+            if magic != MAGIC or version != VERSION or length > self._max_bodies.get(kind, -1):
+                raise CommError(f"not a bpipe frame of version {VERSION}: it starts {bytes(self._data[:8])!r}, kind {kind}")
             end = HEAD.size + length
             if len(self._data) < end:
                 return

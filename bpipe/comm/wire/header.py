@@ -111,7 +111,7 @@ def unpack_layout(data: bytes, expected: Subject) -> Layout:
             offset += 3 + 16 * dims
         return Layout(body[offset:].decode(), tuple(metas), is_open)
     except (struct.error, IndexError, ValueError) as error:
-        raise CommError(f"{expected}: a header holds no layout of tensors: {error}") from error
+        raise CommError(f"{expected}: a header does not hold a layout of tensors: {error}") from error
 
 
 def _checked(meta: TensorMeta) -> TensorMeta:
@@ -156,7 +156,7 @@ def size_of(data: bytes, expected: Subject) -> int:
         CommError: the data is too short for a header.
     """
     if len(data) < FIXED.size:
-        raise CommError(f"{expected}: {len(data)} bytes are no header")
+        raise CommError(f"{expected}: {len(data)} bytes are not a header")
     _, _, _, _, length, *_ = FIXED.unpack_from(data)
     return FIXED.size + int(length)
 
@@ -171,10 +171,10 @@ def _pack(kind: int, subject: Subject, count: int, body: bytes) -> bytes:
 
 def _unpack(data: bytes, kind: int, expected: Subject) -> tuple[int, bytes]:
     if len(data) < FIXED.size:
-        raise CommError(f"{expected}: {len(data)} bytes are no header")
+        raise CommError(f"{expected}: {len(data)} bytes are not a header")
     magic, version, _, _, length, *_ = FIXED.unpack_from(data)
     if magic != MAGIC or version != VERSION:
-        raise CommError(f"{expected}: no bpipe header of version {VERSION}: it starts {data[:8]!r}")
+        raise CommError(f"{expected}: not a bpipe header of version {VERSION}: it starts {data[:8]!r}")
     if len(data) != FIXED.size + length:
         raise CommError(f"{expected}: a header of {FIXED.size + length} bytes has {len(data)}")
     *fields, crc = FIXED.unpack_from(data)

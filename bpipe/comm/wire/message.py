@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,13 +13,15 @@ import torch
 
 from bpipe.comm.wire.dtensor import FindMesh, describe, from_shard, is_dtensor, shard_of
 from bpipe.errors import CommError, StageError
-from bpipe.memory.saved.storages import bytes_of
 
 __all__: list[str] = []
 
 PLAIN = (bool, int, float, str, type(None))
 COMMON = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8})
 ONE_TENSOR = '"T"'  # the nest of a tensor alone
+WRITABLE = 0x200  # PyBUF_WRITE
+_VIEW = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
+_view = _VIEW(("PyMemoryView_FromMemory", ctypes.pythonapi))
 
 
 class TensorMeta(NamedTuple):
@@ -179,6 +182,18 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.trigger_wait()
     tensor = tensor.resolve_conj().resolve_neg()
     return tensor if torch.ops.aten.is_non_overlapping_and_dense(tensor) else tensor.contiguous()
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """View the bytes of a dense tensor, in the order of its memory, as a uint8 tensor, without a copy."""
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage(), start, (tensor.nbytes,), (1,))
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous CPU tensor, without a copy and without keeping the tensor alive."""
+    memory: memoryview = _view(tensor.data_ptr(), tensor.nbytes, WRITABLE)
+    return memory
 
 
 def on_the_wire(tensor: torch.Tensor) -> torch.Tensor:

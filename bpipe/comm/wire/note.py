@@ -16,12 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from bpipe.comm.transport.stream import memory_of
 from bpipe.comm.wire import header
 from bpipe.comm.wire.header import Subject
-from bpipe.comm.wire.message import Layout, TensorMeta
+from bpipe.comm.wire.message import Layout, TensorMeta, bytes_of, memory_of
 from bpipe.errors import CommError
-from bpipe.memory.saved.storages import bytes_of
 
 __all__: list[str] = []
 
@@ -53,15 +51,15 @@ def with_note(
         tensors: its tensors, dense, or None.
         device: where they lie.
     """
-    told = [header.pack_layout(subject, layout)]
+    note = [header.pack_layout(subject, layout)]
     sent: list[torch.Tensor | None] = []
     for meta, tensor in zip(agreed.tensors, tensors, strict=True):
         if meta is not None:
             sent.append(meta.new(device).zero_() if tensor is None else _lying_as(meta, tensor))
         elif tensor is not None:
             on_host = tensor.cpu()  # named, to live until its bytes are copied: a view of its memory keeps nothing alive
-            told.append(bytes(memory_of(bytes_of(on_host))))
-    return sent, b"".join(told)
+            note.append(bytes(memory_of(bytes_of(on_host))))
+    return sent, b"".join(note)
 
 
 def read_note(

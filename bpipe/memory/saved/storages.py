@@ -53,13 +53,6 @@ def as_bytes(storage: Storage, start: int = 0, length: int | None = None) -> tor
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (length,), (1,))
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """View the bytes of a dense tensor, in the order of its memory, as a uint8 tensor, without a copy."""
-    return as_bytes(
-        tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.element_size(), tensor.numel() * tensor.element_size()
-    )
-
-
 def owners(storage: Storage) -> int:
     """Return how many tensors own a storage; the Python object through which we ask does not count."""
     return int(torch._C._storage_Use_Count(storage._cdata)) - _WRAPPER

@@ -187,7 +187,7 @@ def behind_a_slow_device(rank: int) -> list[str]:
     MODULE.synchronize()
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bpipe.comm.transport.device_watch.LOG.warning", lambda text, *values: said.append(text % values))
+        patch.setattr("bpipe.comm.transport.device_watchdog.LOG.warning", lambda text, *values: said.append(text % values))
         if rank == STRUCK:
             simulator.enqueue(MODULE.current_stream().stream_id, "stuck", [], [], lambda _: gate.wait())
         schedule.eval(x)

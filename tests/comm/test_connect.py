@@ -11,10 +11,13 @@ from contextlib import ExitStack
 
 import pytest
 
-from bpipe.comm.health.control import CallOf, Control
-from bpipe.comm.rendezvous import connect as dial
-from bpipe.comm.rendezvous.addresses import Address
-from bpipe.comm.rendezvous.connect import HELLO, TOKEN_BYTES, open_connections
+from bpipe.comm.health.collective import Collective
+from bpipe.comm.health.control_plane import NullControlPlane
+from bpipe.comm.rendezvous.addresses import Address, Endpoint
+from bpipe.comm.transport import connect
+from bpipe.comm.transport.connect import TOKEN_BYTES, open_connections
+from bpipe.comm.wire.codec import decode
+from bpipe.comm.wire.frames import Frame, Kind
 from bpipe.errors import TransferError
 
 HERE = Address("127.0.0.1", socket.AF_INET)
@@ -39,14 +42,14 @@ class Together:
             return list(pool.map(on_rank, range(self.size)))
 
 
-class Line(Control):
+class Line(NullControlPlane):
     """A rank's line to the others."""
 
     def __init__(self, together: Together, rank: int, says: Sequence[bytes]) -> None:
         super().__init__()
         self._together, self._rank, self._says = together, rank, says
 
-    def exchange(self, call: CallOf, data: bytes) -> list[bytes]:
+    def exchange(self, call: Collective, data: bytes) -> list[bytes]:
         together = self._together
         together.told[self._rank] = data
         together.barrier.wait(10)
@@ -58,13 +61,24 @@ class Line(Control):
 
 
 def stranger(place: bytes, words: bytes) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", int(place.split()[0])))
+    connection = socket.create_connection(("127.0.0.1", decode(Endpoint, place, "endpoint").port))
     connection.sendall(words)
     return connection
 
 
+def hello(index: int, token: bytes) -> bytes:
+    return Frame(Kind.HELLO, index, token).pack()
+
+
 ENDS = [(0, 1), (1, 0), (0, 2), (0, 1)]
-SAYS = [b"", b"half", b"GET / HTTP/1.1\r\nHost: somebody else\r\n\r\n", HELLO.pack(b"x" * TOKEN_BYTES, 0), HELLO.pack(TOKEN, 77)]
+SAYS = [
+    b"",
+    b"half",
+    b"GET / HTTP/1.1\r\nHost: somebody else\r\n\r\n",
+    hello(0, b"x" * TOKEN_BYTES),
+    hello(77, TOKEN),
+    Frame(Kind.CALL, 0, TOKEN).pack(),
+]
 
 
 @pytest.mark.parametrize("says", [[], SAYS], ids=["alone", "strangers come first"])
@@ -91,6 +105,6 @@ def test_a_rank_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_connection_that_does_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dial, "HELLO_S", 0.1)
-    with pytest.raises(TransferError, match=r"connections \[0\] were made, and did not arrive in 0.1 s"):
+    monkeypatch.setattr(connect, "HELLO_S", 0.1)
+    with pytest.raises(TransferError, match=r"connections \[0\] were opened by their senders, but did not arrive within 0.1 s"):
         Together(1).opened([(1, 0)])

@@ -7,7 +7,6 @@ room for is sent by a separate thread, so that no send ever blocks.
 
 from __future__ import annotations
 
-import ctypes
 import socket
 import struct
 from collections import deque
@@ -20,6 +19,7 @@ import torch
 
 from bpipe.comm.transport.base import Transfer
 from bpipe.comm.transport.worker import Worker
+from bpipe.comm.wire.message import memory_of
 from bpipe.errors import CommError, TransferError
 
 __all__: list[str] = []
@@ -29,19 +29,10 @@ LENGTH = struct.Struct("<Q")
 NOTED = 1 << 63  # in a message's length: a note follows
 MOST_NOTE_BYTES = 2**40
 MOST_PARTS = 512  # of one system call
-WRITABLE = 0x200  # PyBUF_WRITE
 _EMPTY = memoryview(LENGTH.pack(0))  # a message of no tensors
-_VIEW = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
-_view = _VIEW(("PyMemoryView_FromMemory", ctypes.pythonapi))
 
 
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor, without a copy and without keeping the tensor alive."""
-    memory: memoryview = _view(tensor.data_ptr(), tensor.nbytes, WRITABLE)
-    return memory
-
-
-class Stream:
+class SocketChannel:
     """One end of a channel's connection.
 
     Args:
@@ -65,7 +56,7 @@ class Stream:
         return TransferError(f"a transfer failed: the connection of {self._name} ended ({why})")
 
 
-class Outlet(Stream):
+class Sender(SocketChannel):
     """The sender's end."""
 
     def __init__(self, connection: socket.socket, name: str) -> None:
@@ -121,7 +112,7 @@ class Outlet(Stream):
         super().close()
 
 
-class Inlet(Stream):
+class Receiver(SocketChannel):
     """The receiver's end. Only one thread at a time may use it."""
 
     def __init__(self, connection: socket.socket, name: str) -> None:
@@ -200,13 +191,13 @@ class Inlet(Stream):
 class _Receipt:
     """A receive that was posted; its tensors are None once they are filled."""
 
-    def __init__(self, inlet: Inlet, tensors: Sequence[torch.Tensor]) -> None:
-        self._inlet = inlet
+    def __init__(self, receiver: Receiver, tensors: Sequence[torch.Tensor]) -> None:
+        self._receiver = receiver
         self.tensors: Sequence[torch.Tensor] | None = tensors
         self.note: bytes | None = None
 
     def wait(self) -> bytes | None:
-        self._inlet.read_posted(self)
+        self._receiver.read_posted(self)
         return self.note
 
 

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from bpipe.comm.rendezvous.interruptible import Aside, GivenUpError
+from bpipe.comm.rendezvous.interruptible import GivenUpError, Interruptible
 
 
 def test_the_work_hears_why_it_is_given_up() -> None:
@@ -14,25 +14,25 @@ def test_the_work_hears_why_it_is_given_up() -> None:
     ended = threading.Event()
 
     def look() -> None:
-        raise TimeoutError(f"waited too long: {aside.note}")
+        raise TimeoutError(f"waited too long: {interruptible.note}")
 
     def work() -> None:
         try:
             while True:
-                aside.check("for rank 1")
+                interruptible.check("for rank 1")
         except GivenUpError as error:
             heard.append(error)
             ended.set()
 
-    aside = Aside(look)
+    interruptible = Interruptible(look)
     with pytest.raises(TimeoutError, match="waited too long: for rank 1"):
-        aside.run(work)
+        interruptible.run(work)
     assert ended.wait(10)
     assert str(heard[0]) == "TimeoutError: waited too long: for rank 1"
 
 
 def test_what_the_work_returns_and_raises_is_the_caller_s() -> None:
-    aside = Aside(lambda: None)
-    assert aside.run(lambda: 3) == 3
+    interruptible = Interruptible(lambda: None)
+    assert interruptible.run(lambda: 3) == 3
     with pytest.raises(ZeroDivisionError):
-        aside.run(lambda: 1 / 0)
+        interruptible.run(lambda: 1 / 0)

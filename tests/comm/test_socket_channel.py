@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpipe.comm.transport.stream import LENGTH, MOST_NOTE_BYTES, NOTED, Inlet, Outlet
+from bpipe.comm.transport.socket_channel import LENGTH, MOST_NOTE_BYTES, NOTED, Receiver, Sender
 from bpipe.errors import CommError, TransferError
 
 NAME = "forward messages from rank 0 to 1"
@@ -26,8 +26,8 @@ MOST = 1000
 class Pair(NamedTuple):
     """Both ends, and what the sender writes to."""
 
-    outlet: Outlet
-    inlet: Inlet
+    sender: Sender
+    receiver: Receiver
     raw: socket.socket
 
 
@@ -38,7 +38,7 @@ def connected(room: int = 0) -> Iterator[Pair]:
     if room:
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, room)
     with ours, theirs:
-        yield Pair(Outlet(ours, NAME), Inlet(theirs, NAME), ours)
+        yield Pair(Sender(ours, NAME), Receiver(theirs, NAME), ours)
 
 
 @pytest.fixture
@@ -69,11 +69,11 @@ def test_what_arrives_is_what_was_sent(messages: list[tuple[bool, list[int]]], r
     sent = [[numbers(index, size, torch.bfloat16) for size in sizes] for index, (_, sizes) in enumerate(messages)]
     landed = [[torch.empty(size, dtype=torch.bfloat16) for size in sizes] for _, sizes in messages]
     with connected(room) as pair:
-        under_way = [pair.outlet.send(b"a header" if has_header else None, one) for (has_header, _), one in zip(messages, sent)]
+        under_way = [pair.sender.send(b"a header" if has_header else None, one) for (has_header, _), one in zip(messages, sent)]
         receipts = []
         for (has_header, _), landing in zip(messages, landed):
-            assert not has_header or pair.inlet.read_header(MOST) == b"a header"
-            receipts.append(pair.inlet.receive(landing))
+            assert not has_header or pair.receiver.read_header(MOST) == b"a header"
+            receipts.append(pair.receiver.receive(landing))
         for transfer in [*random.sample(receipts, len(receipts)), *under_way]:
             transfer.wait()
     for tensors, landing in zip(sent, landed):
@@ -82,34 +82,34 @@ def test_what_arrives_is_what_was_sent(messages: list[tuple[bool, list[int]]], r
 
 def test_a_send_never_blocks_and_keeps_its_tensors_until_they_are_gone(narrow: Pair) -> None:
     tensor = numbers(0, 100_000)
-    large = narrow.outlet.send(None, [tensor])
-    small = narrow.outlet.send(b"behind it", None)
+    large = narrow.sender.send(None, [tensor])
+    small = narrow.sender.send(b"behind it", None)
     waiting = threading.Thread(target=large.wait)
     waiting.start()
     waiting.join(0.05)
     assert waiting.is_alive()  # the receiver has read nothing
     landing = torch.empty_like(tensor)
-    narrow.inlet.receive([landing]).wait()
+    narrow.receiver.receive([landing]).wait()
     waiting.join(10)
     assert not waiting.is_alive()
     assert torch.equal(landing, tensor)
-    assert narrow.inlet.read_header(MOST) == b"behind it"
+    assert narrow.receiver.read_header(MOST) == b"behind it"
     small.wait()
 
 
 def test_a_small_send_is_over_at_once(pair: Pair) -> None:
     tensor = numbers(0, 10)
-    pair.outlet.send(None, [tensor]).wait()
+    pair.sender.send(None, [tensor]).wait()
     tensor.zero_()  # the sender's again
     landing = torch.empty_like(tensor)
-    pair.inlet.receive([landing]).wait()
+    pair.receiver.receive([landing]).wait()
     assert torch.equal(landing, numbers(0, 10))
 
 
 @pytest.mark.parametrize("size", [3, 5])
 def test_a_message_has_the_size_that_is_expected(pair: Pair, size: int) -> None:
-    pair.outlet.send(None, [numbers(0, size)])
-    receipt = pair.inlet.receive([torch.empty(4, dtype=torch.int64)])
+    pair.sender.send(None, [numbers(0, size)])
+    receipt = pair.receiver.receive([torch.empty(4, dtype=torch.int64)])
     with pytest.raises(CommError, match=f"^{NAME}: a message of {8 * size} bytes arrived where 32 were expected"):
         receipt.wait()
 
@@ -117,45 +117,45 @@ def test_a_message_has_the_size_that_is_expected(pair: Pair, size: int) -> None:
 def test_a_header_may_not_be_longer_than_said(pair: Pair) -> None:
     pair.raw.sendall(LENGTH.pack(2**60))
     with pytest.raises(CommError, match=f"a header of {2**60} bytes arrived, which may have {MOST}"):
-        pair.inlet.read_header(MOST)
+        pair.receiver.read_header(MOST)
 
 
-@pytest.mark.parametrize("end", ["inlet", "outlet"])
+@pytest.mark.parametrize("end", ["receiver", "sender"])
 def test_whoever_waits_is_released_from_another_thread(pair: Pair, end: str) -> None:
-    receipt = pair.inlet.receive([torch.empty(4)])
+    receipt = pair.receiver.receive([torch.empty(4)])
     threading.Timer(0.05, getattr(pair, end).end).start()
     with pytest.raises(TransferError, match=f"^a transfer failed: the connection of {NAME} ended"):
         receipt.wait()
 
 
 def test_a_send_under_way_is_released_as_well(narrow: Pair) -> None:
-    transfer = narrow.outlet.send(None, [numbers(0, 100_000)])
-    threading.Timer(0.05, narrow.outlet.end).start()
+    transfer = narrow.sender.send(None, [numbers(0, 100_000)])
+    threading.Timer(0.05, narrow.sender.end).start()
     with pytest.raises(TransferError, match="ended"):
         transfer.wait()
 
 
 def test_what_was_sent_arrives_though_the_sender_is_gone(pair: Pair) -> None:
-    pair.outlet.send(None, [numbers(0, 4)])
-    pair.outlet.close()
+    pair.sender.send(None, [numbers(0, 4)])
+    pair.sender.close()
     landing = torch.empty(4, dtype=torch.int64)
-    pair.inlet.receive([landing]).wait()
+    pair.receiver.receive([landing]).wait()
     assert landing.tolist() == [0, 1, 2, 3]
     with pytest.raises(TransferError, match="its other end is gone"):
-        pair.inlet.read_header(MOST)
+        pair.receiver.read_header(MOST)
 
 
 def test_nothing_can_be_sent_to_a_receiver_that_is_gone(pair: Pair) -> None:
-    pair.inlet.close()
+    pair.receiver.close()
     with pytest.raises(TransferError, match="ended"):
-        pair.outlet.send(b"nobody reads this", None)
+        pair.sender.send(b"nobody reads this", None)
 
 
 def test_a_header_cut_off_in_the_middle(pair: Pair) -> None:
     pair.raw.sendall(LENGTH.pack(10) + b"half")
     pair.raw.shutdown(socket.SHUT_WR)
     with pytest.raises(TransferError, match="its other end is gone"):
-        pair.inlet.read_header(MOST)
+        pair.receiver.read_header(MOST)
 
 
 class Failing:
@@ -178,20 +178,20 @@ class Failing:
 def test_nothing_follows_what_did_not_get_through() -> None:
     """Behind a hole, the next message would be taken for a part of it."""
     connection: Any = Failing()
-    outlet = Outlet(connection, NAME)
-    transfer = outlet.send(None, [numbers(0, 10)])
+    sender = Sender(connection, NAME)
+    transfer = sender.send(None, [numbers(0, 10)])
     with pytest.raises(TransferError, match="no buffer space"):
         transfer.wait()
     assert connection.has_ended
     with pytest.raises(TransferError, match="no buffer space"):
-        outlet.send(None, [numbers(0, 1)])
+        sender.send(None, [numbers(0, 1)])
     assert connection.outcomes == [100]
 
 
 def test_a_receipt_that_failed_fails_again(pair: Pair) -> None:
-    pair.outlet.send(None, [numbers(0, 3)])
-    receipt = pair.inlet.receive([torch.empty(4, dtype=torch.int64)])
-    pair.outlet.close()
+    pair.sender.send(None, [numbers(0, 3)])
+    receipt = pair.receiver.receive([torch.empty(4, dtype=torch.int64)])
+    pair.sender.close()
     for _ in range(2):
         with pytest.raises(CommError):
             receipt.wait()
@@ -199,10 +199,10 @@ def test_a_receipt_that_failed_fails_again(pair: Pair) -> None:
 
 PROGRAM = """
 import socket, threading, torch
-from bpipe.comm.transport.stream import Outlet
+from bpipe.comm.transport.socket_channel import Sender
 ours, theirs = socket.socketpair()
-outlet = Outlet(ours, "a channel")
-transfer = outlet.send(None, [torch.zeros(10**7)])
+sender = Sender(ours, "a channel")
+transfer = sender.send(None, [torch.zeros(10**7)])
 threading.Thread(target=transfer.wait, daemon=True).start()
 print("main is done")
 """
@@ -218,18 +218,18 @@ def test_a_process_ends_though_nobody_reads_what_it_sends() -> None:
 
 def test_a_note_comes_with_its_message_and_with_no_other(pair: Pair) -> None:
     targets = [numbers(0, 3), numbers(0, 0), numbers(0, 2)]
-    receipts = [pair.inlet.receive([target]) for target in targets]
-    pair.outlet.send(None, [numbers(1, 3)], b"one")
-    pair.outlet.send(None, [numbers(0, 0)], b"")
-    pair.outlet.send(None, [numbers(7, 2)])
-    pair.outlet.send(b"header", [numbers(4, 1)], b"last" * 1000)
+    receipts = [pair.receiver.receive([target]) for target in targets]
+    pair.sender.send(None, [numbers(1, 3)], b"one")
+    pair.sender.send(None, [numbers(0, 0)], b"")
+    pair.sender.send(None, [numbers(7, 2)])
+    pair.sender.send(b"header", [numbers(4, 1)], b"last" * 1000)
     assert [receipts[i].wait() for i in (2, 0, 1)] == [None, b"one", b""]
     assert [target.tolist() for target in targets] == [[1, 2, 3], [], [7, 8]]
-    assert pair.inlet.read_header(MOST) == b"header"
-    assert pair.inlet.receive([numbers(0, 1)]).wait() == b"last" * 1000
+    assert pair.receiver.read_header(MOST) == b"header"
+    assert pair.receiver.receive([numbers(0, 1)]).wait() == b"last" * 1000
 
 
 def test_a_note_of_another_length_than_it_may_have_is_an_error(pair: Pair) -> None:
     pair.raw.sendall(LENGTH.pack(NOTED) + LENGTH.pack(MOST_NOTE_BYTES + 1))
     with pytest.raises(CommError, match="a note of"):
-        pair.inlet.receive([]).wait()
+        pair.receiver.receive([]).wait()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
 from bpipe.comm.health.activity import Activity, State, Status
+from bpipe.comm.health.effects import Send, Warn
 from bpipe.comm.health.failure import Cause, Failure
-from bpipe.comm.health.watchdog import ANSWERS_S, Patience, Watch
+from bpipe.comm.health.watchdog import ANSWERS_S, Timeouts, Watchdog
 from bpipe.comm.wire.frames import Frame, Kind
+from bpipe.logs import LOG
 from bpipe.plan.action import Op
 from bpipe.schedules import Plan, build
 
@@ -30,25 +34,32 @@ class Ranks:
         self.silent: set[int] = set()
         self.activities = [Activity() for _ in range(3)]
         self.watches = [self._watch(rank) for rank in range(3)]
-        self.start = self.watches[0]._since
+        self.start = 1000.0
         for rank, text in enumerate(positions):
             self.activities[rank].begin(PLAN, rank, 7, [0, 1, 2])
             self.activities[rank].position = position_of(text, rank)
 
-    def _watch(self, rank: int) -> Watch:
-        patience = Patience(TIMEOUT_S, SLOW_S)
-        ask = lambda frame: self.ask(rank, frame)  # noqa: E731
-        return Watch(rank, 3, self.activities[rank], ask, self.failures.append, lambda: frozenset({1}), patience)
+    def _watch(self, rank: int) -> Watchdog:
+        return Watchdog(rank, 3, self.activities[rank], Timeouts(TIMEOUT_S, SLOW_S), 1000.0)
+
+    def tick(self, rank: int, now: float) -> None:
+        for finding in self.watches[rank].tick(now, {1}):
+            if isinstance(finding, Send):
+                self.ask(rank, finding.frame)
+            elif isinstance(finding, Warn):
+                LOG.warning(finding.text)
+            else:
+                self.failures.append(finding)
 
     def ask(self, rank: int, frame: Frame) -> None:
         assert frame.kind is Kind.ASK
         for other in {0, 1, 2} - {rank} - self.silent:
-            self.watches[rank].told(other, frame.number, Status.unpack(self.watches[other].answer(rank).pack()))
+            self.watches[rank].on_status(other, frame.number, Status.unpack(self.watches[other].answer(rank).pack()))
 
     def run(self, seconds: float, begin: float = 0.0, ranks: Sequence[int] = (0, 1, 2)) -> None:
         for tick in range(int(seconds * 4) + 1):
             for rank in ranks:
-                self.watches[rank].tick(self.start + begin + tick / 4)
+                self.tick(rank, self.start + begin + tick / 4)
 
 
 def shown(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -64,8 +75,8 @@ def test_a_rank_that_computes_for_long_is_shown_once_by_the_lowest_that_waits(ca
     assert text.startswith("rank 0 has waited 10")
     assert "in step 7, stage 0, microbatch 0, action 0WAIT_RECV_B0, for rank 1." in text
     assert "frozen" not in text
-    assert "rank 1 computes 1F1 for" in text
-    assert "rank 2 waits for" in text
+    assert "rank 1 has been computing 1F1 for" in text
+    assert "rank 2 has waited" in text
     grid = [line for line in text.splitlines() if "|" in line]
     assert [line.count(">") for line in grid] == [1, 1, 1]
     assert ">F1<" in grid[1]
@@ -80,6 +91,23 @@ def test_a_frozen_rank_is_named(caplog):
     assert "rank 1 is frozen: no answer" in text
     assert "rank 1 does not answer" in text
     assert "rank 1 ? |" in text
+
+
+def masked(text: str) -> list[str]:
+    """The lines of a report, without what differs from run to run."""
+    return re.sub(r"\d+\.\d+ s\b", "N s", re.sub(r"in step \d+", "in step N", text)).strip().splitlines()
+
+
+@pytest.mark.parametrize("page, silent", [("README.md", set()), ("docs/when-it-hangs.md", {1})])
+def test_the_pages_show_what_is_logged(caplog, page, silent):
+    ranks = Ranks(["0WAIT_RECV_B0", "1F1", "2WAIT_RECV_F1"])
+    ranks.silent = silent
+    ranks.run(SLOW_S + ANSWERS_S + 1, ranks=[2])
+    (text,) = shown(caplog)
+    shows = (Path(__file__).parents[2] / page).read_text()
+    begin = shows.index("rank 2 has waited 3")
+    lines = masked(shows[begin : shows.index("```", begin)])
+    assert [line.rstrip() for line in lines] == [line.rstrip() for line in masked(text)]
 
 
 def test_what_is_shown_in_a_step_is_shown_again_in_a_later_one_only(caplog):
@@ -145,23 +173,21 @@ def test_ranks_that_have_not_come_to_a_step_are_named(caplog):
         activity.state = State.OUTSIDE if rank == 1 else State.MEETING
     ranks.run(20)
     (text,) = shown(caplog)
-    assert "for rank 1 to come to step 8" in text
-    assert "rank 1 is in your own code for" in text
-    assert "between steps: it has made 8" in text
+    assert "for rank 1 to begin step 8" in text
+    assert "rank 1 has been in user code for" in text
+    assert "between steps (8 completed)" in text
 
 
-def test_a_rank_whose_guests_are_not_called_for_waits(caplog):
+def test_a_rank_whose_guests_are_not_called_for_waits():
     plan = build("balanced_1f1b", 4, 8)
     activity = Activity()
     activity.begin(plan, 3, 0, [0, 1, 2, 3], plan.chains(3))
     activity.position = len(plan.actions[3])
-    watch = Watch(3, 4, activity, lambda frame: None, lambda failure: None, frozenset, Patience(TIMEOUT_S, SLOW_S))
+    watch = Watchdog(3, 4, activity, Timeouts(TIMEOUT_S, SLOW_S), 0.0)
     (evictor,) = activity.guests
     activity.guests[evictor] = next(i for i, action in enumerate(plan.chains(3)[evictor]) if action.op is Op.WAIT_RETURN)
-    start = watch._since
-    for tick in range(80):
-        watch.tick(start + tick / 4)
-    (text,) = shown(caplog)
+    findings = [finding for tick in range(80) for finding in watch.tick(tick / 4, ())]
+    (text,) = (finding.text for finding in findings if isinstance(finding, Warn))
     assert "rank 3 has waited" in text
-    assert "for its guests to be called for" in text
-    assert "serves rank 0 at 0WAIT_RETURN" in text
+    assert "for peers to reload the activations it stores" in text
+    assert "its acceptor for rank 0 is at 0WAIT_RETURN" in text

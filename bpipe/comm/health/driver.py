@@ -1,0 +1,264 @@
+"""The control plane over connections: a thread that lets events in to the rules, and does what they ask.
+
+The thread reads whatever the caller's thread computes or waits for. It runs none of the user's code. When it learns of a failure,
+it acts at once: it tells the others, releases every thread that waits in a transfer, and wakes every thread that waits here.
+"""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+
+from bpipe.cleanup import keeping
+from bpipe.comm.health import call_order
+from bpipe.comm.health.collective import Collective
+from bpipe.comm.health.control_plane import ControlPlane
+from bpipe.comm.health.effects import Effect, Send, Signal, Warn
+from bpipe.comm.health.failure import Failure
+from bpipe.comm.health.membership import Membership
+from bpipe.comm.health.watchdog import Timeouts
+from bpipe.comm.rendezvous.peers import PeerConnection
+from bpipe.errors import CommError, TransferError
+from bpipe.logs import LOG
+
+__all__: list[str] = []
+
+TICK_S = 0.25  # between two looks at whether something takes too long
+LOOK_S = 0.5  # between two looks at what keeps the others
+SETTLE_S = 1.0  # in which a failed transfer's reason arrives, if it is another rank's
+
+
+class ConnectedControlPlane(ControlPlane):
+    """One rank's end of the control plane of several ranks.
+
+    Args:
+        connections: to all other ranks; they belong to the control plane from now on.
+        rank: its rank in the pipeline's group.
+        release: called from the control thread after a failure; ends all transfers that are waited for.
+        timeouts: how long a wait may take.
+        name: the pipeline's, for messages.
+    """
+
+    def __init__(
+        self,
+        connections: Iterable[PeerConnection],
+        rank: int,
+        release: Callable[[], None],
+        timeouts: Timeouts,
+        name: str = "this pipeline",
+    ) -> None:
+        super().__init__()
+        self.name, self._release = name, release
+        self.peers = {peer.rank: peer for peer in connections}
+        self._members = Membership(rank, len(self.peers) + 1, self.activity, timeouts, time.monotonic())
+        self._changed = threading.Condition()  # held while an event is let in
+        self._due: deque[Effect] = deque()  # for the control thread
+        self._caller = 0  # the thread that made the latest call
+        self._is_over = False
+        self.looks: list[Callable[[float], None]] = []  # besides, at what takes too long; each gets the time
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        self._thread = threading.Thread(target=self._serve, name="bpipe-control", daemon=True)
+        call_order.add(self)
+        self._thread.start()
+
+    @property
+    def failure(self) -> Failure | None:
+        return self._members.failure
+
+    # In the caller's thread
+
+    def exchange(self, call: Collective, data: bytes) -> list[bytes]:
+        self._caller, before = threading.get_ident(), self.activity.state
+        try:
+            with self._changed:
+                effects = self._members.begin_call(call, data)
+            self._do(effects)
+            given = self._collected(call)
+        finally:
+            with self._changed:
+                self._members.end_call(before)
+        return [given.get(rank, data) for rank in range(self._members.size)]
+
+    def refuse(self, why: str) -> None:
+        with self._changed:
+            effects = self._members.refuse(why)
+        self._do(effects)
+
+    def _collected(self, call: Collective) -> dict[int, bytes]:
+        """Wait for what the other ranks give to this call, and return it by rank."""
+        crossed: set[int] = set()
+        looked = time.monotonic()
+        with self._changed:
+            while (given := self._members.collected(call)) is None:
+                self._changed.wait(LOOK_S)
+                if time.monotonic() - looked >= LOOK_S:
+                    looked, before = time.monotonic(), crossed
+                    crossed = call_order.crossed(self, self._members.waits_for)
+                    if twice := crossed & before:
+                        self._let_in(self._members.crossed(twice, self.name))
+            return given
+
+    def check(self) -> None:
+        self._members.check()
+
+    def broke(self, error: BaseException, place: str) -> BaseException:
+        if isinstance(error, TransferError):
+            self._wait_until_settled()
+        with self._changed:
+            self._let_in(self._members.raised(error, place))
+        self._wait_until_settled()
+        return self._members.error_for(error)
+
+    def _wait_until_settled(self) -> None:
+        """Wait briefly until the first failure, if there is one, is known everywhere and nobody waits any longer."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._members.is_settled, SETTLE_S)
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Let the control thread notice Ctrl-C, because a blocking transfer does not; it breaks the pipeline, which ends the wait.
+
+        It does so only where Ctrl-C raises KeyboardInterrupt, and nothing else uses the signal wakeup descriptor.
+        """
+        is_ours = threading.current_thread() is threading.main_thread()
+        if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            yield
+            return
+        before = signal.set_wakeup_fd(-1)
+        with keeping(ExitStack()) as after:
+            after.callback(signal.set_wakeup_fd, before)
+            signal.set_wakeup_fd(self._waker.fileno() if before == -1 else before, warn_on_full_buffer=False)
+            yield
+
+    # In any thread
+
+    def fail(self, failure: Failure) -> None:
+        """Break the pipeline, unless it is broken already: the control thread then tells all ranks, and ends all waits."""
+        with self._changed:
+            self._let_in(self._members.fail(failure))
+
+    def shows_waits(self) -> bool:
+        """Return whether this rank's waits in this step are shown, or will be."""
+        return self._members.shows_waits()
+
+    def awaited_by(self) -> list[bytes]:
+        """Return the processes that wait in a call of this pipeline that the current thread usually makes, and is not making."""
+        if self._caller != threading.get_ident():
+            return []
+        return [self.peers[rank].process for rank in self._members.callers()]
+
+    def close(self) -> None:
+        with self._changed:
+            if self._members.has_left:
+                return
+            effects = self._members.leave()
+        call_order.remove(self)
+        self._do(effects)
+        self._is_over = True
+        self._wake()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        self._members.original = None  # its frames keep the step's tensors alive
+
+    def abandon(self) -> None:
+        """Close the connections without telling the peers, because this process is a forked child of the one that owns them."""
+        for one in [self._woken, self._waker, *(peer.connection for peer in self.peers.values()), *self.channel_sockets]:
+            one.close()
+
+    def _let_in(self, effects: Iterable[Effect]) -> None:
+        """Wake threads at once if an event asks for it, and leave the rest to the control thread, because it may take long.
+
+        The lock is held.
+        """
+        for effect in effects:
+            if effect is Signal.WAKE:
+                self._changed.notify_all()
+            else:
+                self._due.append(effect)
+        if self._due and threading.current_thread() is not self._thread:
+            self._wake()
+
+    def _wake(self) -> None:
+        with suppress(OSError):
+            self._waker.send(b"\0")
+
+    def _do(self, effects: Iterable[Effect]) -> None:
+        """Do what the rules ask for. No lock is held meanwhile."""
+        for effect in effects:
+            if isinstance(effect, Send):
+                for peer in list(self.peers.values()) if effect.to is None else [self.peers[effect.to]]:
+                    peer.send(effect.frame)
+            elif isinstance(effect, Warn):
+                LOG.warning("%s", effect.text)
+            elif effect is Signal.RELEASE:
+                self._release()
+                with self._changed:
+                    self._let_in(self._members.released())
+
+    # In the control thread
+
+    def _serve(self) -> None:
+        try:
+            with selectors.DefaultSelector() as selector:
+                self._listen(selector)
+        except Exception as error:  # without this, nobody would hear of anything any more
+            with self._changed:
+                self._let_in(self._members.raised(error, "in its control thread"))
+        self._do_due()
+        for peer in self.peers.values():
+            peer.close()
+        self._woken.close()
+        self._waker.close()
+
+    def _listen(self, selector: selectors.BaseSelector) -> None:
+        selector.register(self._woken, selectors.EVENT_READ)
+        for peer in self.peers.values():
+            selector.register(peer.connection, selectors.EVENT_READ, peer)
+        ticked = time.monotonic()
+        while not self._is_over:
+            for key, _ in selector.select(TICK_S):
+                if key.data is None:
+                    self._heed(self._woken.recv(4096))
+                elif not self._read(key.data):
+                    selector.unregister(key.fileobj)
+            self._do_due()
+            if (now := time.monotonic()) - ticked >= TICK_S / 2:
+                ticked = now
+                with self._changed:
+                    self._let_in(self._members.tick(now))
+                self._do_due()
+                for look in self.looks:
+                    look(now)
+
+    def _do_due(self) -> None:
+        while self._due:
+            self._do([self._due.popleft()])
+
+    def _heed(self, signals: bytes) -> None:
+        if signal.SIGINT in signals:
+            with self._changed:
+                self._let_in(self._members.interrupted())
+
+    def _read(self, peer: PeerConnection) -> bool:
+        """Take in what a peer sends; return False once the peer is gone, or has sent something that is not a message of bpipe."""
+        data = peer.receive()
+        with self._changed:
+            self._members.heard_from(peer.rank)
+            if not data:
+                self._let_in(self._members.disconnected(peer.rank))
+                return False
+            try:
+                for frame in peer.reader.feed(data):
+                    self._let_in(self._members.receive(peer.rank, frame))
+            except CommError as error:
+                self._let_in(self._members.nonsense(peer.rank, error))
+                return False
+        return True

@@ -1,0 +1,104 @@
+"""Incoming connections, which are not waited for in turn: one that says nothing holds up no other.
+
+The first frame on a connection, a hello, says who opened it. A stranger that sends something else, perhaps a port scanner, is
+disconnected. One that sends nothing stays until there are too many.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+
+from bpipe.comm.wire.frames import ONLY_HELLO, Frame, FrameReader
+from bpipe.errors import CommError
+
+__all__: list[str] = []
+
+MOST_SILENT = 64  # connections besides those that are expected
+
+OnReady = Callable[[socket.socket], None]  # the data of each socket in a selector: what to call once it is ready
+
+
+class IncomingConnections:
+    """The connections at a listening socket whose hello has not arrived yet.
+
+    Args:
+        listener: the socket.
+        selector: tells when something has arrived; `serve` it.
+        num_expected: how many connections are expected.
+        on_hello: called with each connection whose hello has arrived, and with the hello. It owns the connection, which does not
+            block, and from which nothing behind the hello was read.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        selector: selectors.BaseSelector,
+        num_expected: int,
+        on_hello: Callable[[socket.socket, Frame], None],
+    ) -> None:
+        self._selector, self._most, self._on_hello = selector, num_expected + MOST_SILENT, on_hello
+        self._silent: dict[socket.socket, FrameReader] = {}  # the oldest first
+        listener.setblocking(False)
+        on_ready: OnReady = self._accept
+        selector.register(listener, selectors.EVENT_READ, on_ready)
+
+    def __enter__(self) -> IncomingConnections:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for connection in list(self._silent):
+            self._disconnect(connection)
+
+    def _accept(self, listener: socket.socket) -> None:
+        with suppress(OSError):  # there are no more, or one has ended already
+            while True:
+                connection, _ = listener.accept()
+                connection.setblocking(False)
+                if len(self._silent) >= self._most:
+                    self._disconnect(next(iter(self._silent)))
+                self._silent[connection] = FrameReader(ONLY_HELLO)
+                self._selector.register(connection, selectors.EVENT_READ, self._hear)
+
+    def _disconnect(self, connection: socket.socket) -> None:
+        self._forget(connection)
+        connection.close()
+
+    def _forget(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        del self._silent[connection]
+
+    def _hear(self, connection: socket.socket) -> None:
+        try:
+            hello = read_hello(connection, self._silent[connection])
+        except (OSError, CommError):
+            self._disconnect(connection)
+            return
+        if hello is not None:
+            self._forget(connection)
+            self._on_hello(connection, hello)
+
+
+def read_hello(connection: socket.socket, reader: FrameReader) -> Frame | None:
+    """Read more of a hello from a connection that does not block, and nothing behind it; return it once it is whole.
+
+    Raises:
+        CommError: something else has arrived.
+        OSError: the connection has ended.
+    """
+    try:
+        data = connection.recv(reader.num_missing)
+    except BlockingIOError:
+        return None
+    if not data:
+        raise ConnectionError("the connection has ended")
+    return next(reader.feed(data), None)
+
+
+def serve(selector: selectors.BaseSelector, most_s: float) -> None:
+    """Wait until something is ready, but for `most_s` seconds at most, and call what is registered with it."""
+    for key, _ in selector.select(most_s):
+        if selector.get_map().get(key.fd) is key:  # an earlier one of these may have taken it out
+            key.data(key.fileobj)

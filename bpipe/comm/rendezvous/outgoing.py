@@ -1,0 +1,117 @@
+"""Outgoing connections, which are opened at the same time and answered in any order; those that end are opened again."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from functools import partial
+
+from bpipe.comm.rendezvous.addresses import Endpoint
+from bpipe.comm.rendezvous.incoming import read_hello
+from bpipe.comm.wire.frames import ONLY_HELLO, Frame, FrameReader
+from bpipe.errors import CommError
+
+__all__: list[str] = []
+
+CONNECT_S = 5.0  # in which a machine that is there accepts a connection
+LOOK_S = 0.25  # between two looks at whether a rank that does not answer has another endpoint by now
+
+
+class _Attempt:
+    """A connection that is not answered yet."""
+
+    def __init__(self, connection: socket.socket, to: Endpoint) -> None:
+        self.connection, self.to = connection, to
+        self.reader = FrameReader(ONLY_HELLO)
+        self.has_spoken = False
+        self.began_s = self.looked_s = time.monotonic()
+
+
+class OutgoingConnections:
+    """The connections to other ranks whose answers have not arrived yet.
+
+    Args:
+        selector: tells when something has arrived; `serve` it.
+        find: returns where a rank listens; None if that is not known yet.
+        hello: makes the hello to an endpoint.
+        on_answer: called with each connection that was answered, its rank, the endpoint and the answer, a hello too. It owns the
+            connection, which does not block.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        find: Callable[[int], Endpoint | None],
+        hello: Callable[[Endpoint], Frame],
+        on_answer: Callable[[socket.socket, int, Endpoint, Frame], None],
+    ) -> None:
+        self._selector, self._find, self._hello, self._on_answer = selector, find, hello, on_answer
+        self._attempts: dict[int, _Attempt] = {}
+        self.endpoints: dict[int, Endpoint] = {}  # of all ranks to which a connection was opened
+
+    def open(self, ranks: Iterable[int]) -> None:
+        """Open connections to the ranks that have none, as far as it is known where they listen."""
+        now = time.monotonic()
+        for rank in ranks:
+            attempt = self._attempts.get(rank)
+            if attempt is None:
+                if (endpoint := self._find(rank)) is not None:
+                    self._connect(rank, endpoint)
+            elif now - attempt.looked_s >= LOOK_S:
+                attempt.looked_s = now
+                if self._find(rank) != attempt.to or (not attempt.has_spoken and now - attempt.began_s > CONNECT_S):
+                    self._disconnect(rank)
+
+    def close(self, last: Frame) -> None:
+        """Close the connections that are not answered, after a last frame to those who may take one for this rank's."""
+        for rank, attempt in list(self._attempts.items()):
+            with suppress(OSError):
+                if attempt.has_spoken:
+                    attempt.connection.send(last.pack())
+            self._disconnect(rank)
+
+    def _connect(self, rank: int, to: Endpoint) -> None:
+        self.endpoints[rank] = to
+        with suppress(OSError, OverflowError), ExitStack() as unless_done:
+            family, kind, protocol, _, address = socket.getaddrinfo(to.address, to.port, type=socket.SOCK_STREAM)[0]
+            connection = unless_done.enter_context(socket.socket(family, kind, protocol))
+            connection.setblocking(False)
+            with suppress(BlockingIOError):
+                connection.connect(address)
+            self._selector.register(connection, selectors.EVENT_WRITE, partial(self._speak, rank))
+            self._attempts[rank] = _Attempt(connection, to)
+            unless_done.pop_all()
+
+    def _speak(self, rank: int, connection: socket.socket) -> None:
+        """Say hello, once the other machine has accepted the connection."""
+        attempt = self._attempts[rank]
+        try:
+            connection.sendall(self._hello(attempt.to).pack())  # raises if the connection was refused
+        except OSError:
+            self._disconnect(rank)
+            return
+        attempt.has_spoken = True
+        self._selector.modify(connection, selectors.EVENT_READ, partial(self._hear, rank))
+
+    def _hear(self, rank: int, connection: socket.socket) -> None:
+        attempt = self._attempts[rank]
+        try:
+            answer = read_hello(connection, attempt.reader)
+        except (OSError, CommError):
+            self._disconnect(rank)
+            return
+        if answer is not None:
+            self._forget(rank)
+            self._on_answer(connection, rank, attempt.to, answer)
+
+    def _disconnect(self, rank: int) -> None:
+        """Give up an attempt; `open` makes another one."""
+        self._forget(rank).close()
+
+    def _forget(self, rank: int) -> socket.socket:
+        connection = self._attempts.pop(rank).connection
+        self._selector.unregister(connection)
+        return connection

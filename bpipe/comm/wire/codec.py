@@ -1,0 +1,113 @@
+"""Encode the records that ranks send each other, but for headers, which are many and have a format of their own.
+
+A record is a NamedTuple. It travels as a JSON array of its type's name and its fields, bytes in hexadecimal digits. What arrives is
+checked against the types of the fields once, in `decode`, so that nothing else has to doubt it. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from enum import IntEnum
+from functools import cache, partial
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from bpipe.errors import CommError
+
+__all__: list[str] = []
+
+Record = TypeVar("Record", bound=tuple[Any, ...])
+Read = Callable[[Any], Any]  # checks a JSON value and converts it; raises ValueError or TypeError
+
+MAX_BYTES = 2**18  # of a record
+MAX_INT = 2**64  # which is more than any field holds; Python's integers have no end
+
+
+def encode(record: tuple[Any, ...]) -> bytes:
+    """Return a record as the bytes that are sent."""
+    values = [type(record).__name__, *record]
+    return json.dumps(values, ensure_ascii=False, separators=(",", ":"), default=bytes.hex).encode(errors="replace")
+
+
+def decode(kind: type[Record], data: bytes, what: str) -> Record:
+    """Return the record that `encode` wrote.
+
+    Args:
+        kind: the type of the record.
+        data: bytes from another process.
+        what: what they should be, for the error.
+
+    Raises:
+        CommError: they are not that, or are too many.
+    """
+    try:
+        if not len(data) <= MAX_BYTES or not (data.startswith(b"[") and data.endswith(b"]")):
+            raise ValueError("it is too long, or not a JSON array")
+        name, *values = json.loads(data.decode())
+        if name != kind.__name__:
+            raise ValueError(f"it is of type {name!r:.40}")
+        return kind(*_some(_reads(kind), values))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CommError(f"{len(data)} bytes that start {data[:24]!r} are not a valid {what}: {error}") from error
+
+
+@cache
+def _reads(kind: type[tuple[Any, ...]]) -> list[Read]:
+    """Return what reads each field of a NamedTuple."""
+    hints = get_type_hints(kind)
+    return [_read_of(hints[name]) for name in kind._fields]  # type: ignore[attr-defined]
+
+
+def _read_of(hint: Any) -> Read:
+    if get_origin(hint) is tuple:
+        each, *others = get_args(hint)
+        return partial(_many, _read_of(each)) if others == [...] else partial(_some, list(map(_read_of, get_args(hint))))
+    if issubclass(hint, IntEnum):
+        return lambda value: hint(_integer(value))
+    return {bool: _boolean, int: _integer, float: _number, str: _text, bytes: _bytes}[hint]
+
+
+def _many(read: Read, values: Any) -> tuple[Any, ...]:
+    return tuple(map(read, _array(values)))
+
+
+def _some(reads: list[Read], values: Any) -> tuple[Any, ...]:
+    return tuple(read(value) for read, value in zip(reads, _array(values), strict=True))
+
+
+def _array(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise TypeError("a field is not an array")
+    return value
+
+
+def _boolean(value: Any) -> bool:
+    if type(value) is not bool:
+        raise TypeError("a field is neither true nor false")
+    return value
+
+
+def _integer(value: Any) -> int:
+    if type(value) is not int or not -MAX_INT < value < MAX_INT:
+        raise TypeError("a field is not a 64-bit integer")
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) is not float:
+        return float(_integer(value))
+    if not math.isfinite(value):
+        raise TypeError("a field is not a finite number")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError("a field is not a string")
+    value.encode()  # which refuses half a character
+    return value
+
+
+def _bytes(value: Any) -> bytes:
+    return bytes.fromhex(_text(value))

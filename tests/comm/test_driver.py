@@ -1,0 +1,125 @@
+"""The control plane over connections: calls, failures, ranks that leave or are lost, and bytes that are not a bpipe message."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from bpipe.comm.health.collective import Collective
+from bpipe.comm.health.driver import ConnectedControlPlane
+from bpipe.comm.health.failure import Cause, Failure
+from bpipe.comm.health.watchdog import Timeouts
+from bpipe.comm.wire.frames import Frame, Kind
+from bpipe.errors import AgreementError, RankFailedError, RankLostError
+from tests.comm.meetings import meet, store, together
+
+__all__ = ["store"]
+
+TIMEOUTS = Timeouts(60.0, 30.0)
+
+
+@contextmanager
+def planes(store: Any, size: int) -> Iterator[list[ConnectedControlPlane]]:
+    made = [ConnectedControlPlane(one.connections, rank, lambda: None, TIMEOUTS) for rank, one in enumerate(meet(store, size))]
+    try:
+        yield made
+    finally:
+        for plane in made:
+            plane.close()
+
+
+def test_calls_give_every_rank_s_bytes_to_all(store):
+    with planes(store, 3) as made:
+        for payload in (b"", b"x" * 3_000_000):
+            found = together(
+                [
+                    lambda plane=plane, r=r, end=payload: plane.exchange(Collective.STEP, bytes([r]) + end)
+                    for r, plane in enumerate(made)
+                ]
+            )
+            assert found == [[bytes([r]) + payload for r in range(3)]] * 3
+
+
+def test_different_calls_are_refused_and_break_nothing(store):
+    with planes(store, 2) as made:
+        found = together([lambda: made[0].exchange(Collective.STEP, b""), lambda: made[1].exchange(Collective.TRACE, b"")])
+        assert [str(error) for error in found] == [
+            "rank 1 starts a trace while this one runs a step: make the same calls on all ranks",
+            "rank 0 runs a step while this one starts a trace: make the same calls on all ranks",
+        ]
+        made[1].refuse("no target")
+        with pytest.raises(AgreementError, match="rank 1 cannot run this step: no target"):
+            made[0].exchange(Collective.STEP, b"")
+        assert together([lambda plane=plane: plane.exchange(Collective.PLAN, b"a") for plane in made]) == [[b"a", b"a"]] * 2
+
+
+def test_a_refusal_does_not_wait_for_those_who_have_not_come(store):
+    with planes(store, 3) as made:
+        made[2].refuse("no")
+        began = time.monotonic()
+        with pytest.raises(AgreementError, match="rank 2 cannot"):
+            made[0].exchange(Collective.STEP, b"")  # rank 1 makes no call
+        assert time.monotonic() - began < 1
+        with pytest.raises(AgreementError, match="rank 2 cannot"):
+            made[1].exchange(Collective.STEP, b"")
+        assert together([lambda plane=plane: plane.exchange(Collective.STEP, b"a") for plane in made]) == [[b"a"] * 3] * 3
+
+
+def test_a_failure_reaches_all_and_the_first_one_stays(store):
+    with planes(store, 3) as made:
+        error = ValueError("boom")
+        assert made[1].broke(error, "stage 1, microbatch 2, action 1F2") is error
+        made[1].fail(Failure(Cause.RAISED, 1, 0, "", "another"))
+        with pytest.raises(RankFailedError, match=r"rank 1 failed in step 0, stage 1, microbatch 2, action 1F2: ValueError: boom"):
+            made[0].exchange(Collective.STEP, b"")
+        with pytest.raises(ValueError, match="boom"):
+            made[1].check()
+
+
+def test_one_that_leaves_is_told_apart_from_one_that_is_lost(store):
+    with planes(store, 3) as made:
+        made[2].activity.step = 5
+        made[2].close()
+        with pytest.raises(AgreementError, match="rank 2 closed this pipeline after 5 steps"):
+            made[0].exchange(Collective.STEP, b"")
+        made[1].peers[0].connection.shutdown(socket.SHUT_RDWR)  # as the kernel does when the process ends
+        while made[0].failure is None:
+            time.sleep(0.01)
+        with pytest.raises(RankLostError, match="rank 1 was lost"):
+            made[0].exchange(Collective.STEP, b"")
+
+
+@given(st.binary(min_size=1, max_size=200))
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_garbage_on_a_connection_fails_with_the_sender_s_name(data):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    with planes(dist.HashStore(), 2) as made:
+        whole = data.ljust(64, b"\xff")
+        made[1].peers[0].connection.sendall(whole)
+        with pytest.raises(AgreementError, match="rank 1 sent rank 0 bytes that are not a bpipe message"):
+            made[0].exchange(Collective.STEP, b"")
+
+
+@pytest.mark.parametrize("kind", [Kind.FAILED, Kind.STATUS])
+def test_a_sound_frame_with_a_senseless_body_fails_likewise(store, kind):
+    with planes(store, 2) as made:
+        made[1].peers[0].send(Frame(kind, 1, b"\xff" * 40))
+        with pytest.raises(AgreementError, match="rank 1 sent rank 0 bytes that are not a bpipe message"):
+            made[0].exchange(Collective.STEP, b"")
+
+
+def test_closing_gives_the_thread_and_the_connections_back(store):
+    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    with planes(store, 3):
+        assert threading.active_count() == before[0] + 3
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before

@@ -1,0 +1,353 @@
+"""The rules of membership, without a socket or a thread: whatever order frames and faults come in, no rank waits for ever."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bpipe.comm.health.activity import Activity, State
+from bpipe.comm.health.collective import Collective
+from bpipe.comm.health.effects import Effect, Send, Signal, Warn
+from bpipe.comm.health.failure import Cause, Failure
+from bpipe.comm.health.membership import MAX_REFUSAL_BYTES, Membership
+from bpipe.comm.health.watchdog import ANSWERS_S, Timeouts
+from bpipe.comm.wire.frames import Frame, Kind
+from bpipe.errors import AgreementError, CommError, RankFailedError, RankLostError, TransferTimeoutError
+
+TIMEOUTS = Timeouts(timeout_s=60.0, slow_s=10.0)
+STEP, TRACE = Collective.STEP, Collective.TRACE
+
+
+def member(rank: int = 0, size: int = 3) -> Membership:
+    return Membership(rank, size, Activity(), TIMEOUTS, 0.0)
+
+
+def call(number: int, data: bytes = b"", of: Collective = STEP) -> Frame:
+    return Frame(Kind.CALL, number, bytes([of]) + data)
+
+
+BOOM = Failure(Cause.RAISED, 1, 4, "stage 1, microbatch 2, action 1F2", "ValueError: boom")
+
+
+# Calls
+
+
+def test_a_call_is_sent_and_completes_when_all_have_made_it() -> None:
+    one = member()
+    assert one.begin_call(STEP, b"mine") == [Send(call(1, b"mine"))]
+    assert one.activity.state is State.MEETING
+    assert one.collected(STEP) is None and one.waits_for == {1, 2}
+    assert one.receive(2, call(1, b"c")) == [Signal.WAKE]
+    assert one.collected(STEP) is None and one.waits_for == {1}
+    one.receive(1, call(1, b"b"))
+    assert one.collected(STEP) == {1: b"b", 2: b"c"}
+    one.end_call(State.OUTSIDE)
+    assert one.activity.state is State.OUTSIDE and not one.waits_for
+
+
+def test_a_call_may_be_made_by_others_first() -> None:
+    one = member()
+    for rank in (1, 2):
+        one.receive(rank, call(1))
+    assert one.callers() == [1, 2]
+    one.begin_call(STEP, b"")
+    assert one.callers() == []
+    assert one.collected(STEP) == {1: b"", 2: b""}
+
+
+def test_frames_of_a_call_that_is_over_are_not_kept() -> None:
+    one = member()
+    one.refuse("no")
+    one.refuse("no")
+    one.receive(1, call(1))
+    one.receive(1, call(2))
+    one.begin_call(STEP, b"")
+    assert dict(one._calls) == {}
+
+
+def test_another_call_and_a_refusal_are_errors_that_break_nothing() -> None:
+    one = member()
+    one.begin_call(STEP, b"")
+    one.receive(2, call(1, of=TRACE))
+    with pytest.raises(AgreementError, match="rank 2 starts a trace while this one runs a step"):
+        one.collected(STEP)
+    one.end_call(State.OUTSIDE)
+    one.begin_call(STEP, b"")
+    one.receive(1, Frame(Kind.REFUSAL, 2, b"no target"))
+    with pytest.raises(AgreementError, match="rank 1 cannot run this step: no target"):
+        one.collected(STEP)
+    assert one.failure is None
+
+
+def test_a_refusal_takes_the_place_of_a_call_and_is_cut() -> None:
+    one = member()
+    (sent,) = one.refuse("x" * 2 * MAX_REFUSAL_BYTES)
+    assert isinstance(sent, Send) and (sent.frame.kind, sent.frame.number) == (Kind.REFUSAL, 1)
+    assert len(sent.frame.body) == MAX_REFUSAL_BYTES
+    assert one.begin_call(STEP, b"") == [Send(call(2))]
+
+
+# Failures
+
+
+def test_a_failure_is_sent_to_all_before_transfers_are_released() -> None:
+    one, error = member(1), ValueError("boom")
+    sent, released = one.raised(error, BOOM.place)
+    assert isinstance(sent, Send) and sent.to is None
+    assert Failure.unpack(sent.frame.body, 3).error == "ValueError: boom"
+    assert released is Signal.RELEASE
+    assert not one.is_settled and one.released() == [Signal.WAKE] and one.is_settled
+    assert one.raised(KeyError("another"), "") == [] and one.error_for(CommError("a transfer ended")) is error
+    with pytest.raises(ValueError, match="boom"):
+        one.check()
+
+
+def test_a_failure_that_another_rank_reports_is_not_sent_on() -> None:
+    one = member()
+    assert one.receive(1, Frame(Kind.FAILED, 0, BOOM.pack())) == [Signal.RELEASE]
+    with pytest.raises(RankFailedError, match="rank 1 failed in step 4"):
+        one.check()
+    mine = ValueError("mine")
+    assert one.error_for(mine) is mine
+    assert isinstance(one.error_for(CommError("a transfer ended")), RankFailedError)
+
+
+def test_a_rank_whose_connection_ends_is_lost_unless_it_has_left() -> None:
+    one = member()
+    assert one.receive(1, Frame(Kind.LEFT, 5)) == [Signal.WAKE]
+    assert one.disconnected(1) == [] and one.failure is None
+    one.begin_call(STEP, b"")
+    with pytest.raises(AgreementError, match="rank 1 closed this pipeline after 5 steps, but rank 0 makes another call"):
+        one.collected(STEP)
+    sent, released = one.disconnected(2)
+    assert isinstance(sent, Send) and released is Signal.RELEASE
+    with pytest.raises(RankLostError, match="rank 2 was lost, step 0"):
+        one.collected(STEP)
+
+
+@pytest.mark.parametrize("num_steps, is_lost", [(4, True), (5, True), (6, False)])
+def test_a_rank_that_leaves_in_the_middle_of_a_step_is_lost(num_steps: int, is_lost: bool) -> None:
+    one = member()
+    one.activity.state, one.activity.step = State.RUNNING, 5
+    one.receive(1, Frame(Kind.LEFT, num_steps))
+    assert (one.failure is not None) == is_lost
+    assert not is_lost or "in the middle of step 5" in str(one.failure)
+
+
+def test_nothing_fails_in_a_pipeline_that_was_left() -> None:
+    one = member()
+    one.activity.step = 7
+    assert one.leave() == [Send(Frame(Kind.LEFT, 7))] and one.leave() == []
+    assert one.disconnected(1) == [] and one.failure is None
+
+
+def test_a_broken_pipeline_is_left_with_its_failure() -> None:
+    one = member()
+    one.receive(1, Frame(Kind.FAILED, 0, BOOM.pack()))
+    assert one.leave() == [Send(Frame(Kind.FAILED, 0, BOOM.pack()))]
+
+
+@pytest.mark.parametrize("kind", [Kind.FAILED, Kind.STATUS])
+def test_a_body_without_sense_is_an_error_for_the_driver_to_report(kind: Kind) -> None:
+    one = member()
+    with pytest.raises(CommError) as caught:
+        one.receive(1, Frame(kind, 1, b"\xff" * 40))
+    one.nonsense(1, caught.value)
+    with pytest.raises(AgreementError, match="rank 1 sent rank 0 bytes that are not a bpipe message"):
+        one.check()
+
+
+def test_pipelines_called_in_another_order_and_ctrl_c_are_failures_of_this_rank() -> None:
+    one, other = member(), member()
+    one.crossed({2, 1}, "pipeline 3")
+    assert "rank 0 calls pipeline 3 while rank 1 waits for it in another pipeline" in str(one.failure)
+    other.interrupted()
+    assert str(other.failure) == "rank 0 failed in step 0: KeyboardInterrupt"
+
+
+# Many ranks
+
+
+class Ranks:
+    """Ranks that make some calls and leave, over connections that keep the order of each one's frames, and nothing more."""
+
+    def __init__(self, size: int, num_calls: int) -> None:
+        self.members = [member(rank, size) for rank in range(size)]
+        self.left_to_do = [num_calls] * size
+        self.errors: list[BaseException | None] = [None] * size
+        self.in_call = [False] * size
+        self.frozen: set[int] = set()
+        self.ended: set[int] = set()  # processes
+        self.warnings: list[str] = []
+        self.wires: dict[tuple[int, int], deque[Frame | None]] = {
+            (one, other): deque() for one in range(size) for other in range(size) if one != other
+        }
+
+    def do(self, rank: int, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Send):
+                for other in [to for to in range(len(self.members)) if to != rank] if effect.to is None else [effect.to]:
+                    self.wires[rank, other].append(effect.frame)
+            elif effect is Signal.RELEASE:
+                self.do(rank, self.members[rank].released())
+            elif isinstance(effect, Warn):
+                self.warnings.append(effect.text)
+
+    def is_done(self, rank: int) -> bool:
+        return rank in self.ended or self.errors[rank] is not None or not self.left_to_do[rank]
+
+    def step(self, rank: int) -> None:
+        """Let a rank's program go on: begin a call, or look whether it is complete."""
+        one = self.members[rank]
+        if self.is_done(rank) or rank in self.frozen:
+            return
+        try:
+            if not self.in_call[rank]:
+                one.check()
+                self.in_call[rank] = True
+                self.do(rank, one.begin_call(STEP, bytes([rank])))
+            given = one.collected(STEP)
+            if given is None:
+                return
+            assert given == {other: bytes([other]) for other in range(len(self.members)) if other != rank}
+            self.left_to_do[rank] -= 1
+            one.activity.step += 1
+        except CommError as error:
+            self.errors[rank] = error
+        self.in_call[rank] = False
+        one.end_call(State.OUTSIDE)
+
+    def deliver(self, src: int, dst: int) -> bool:
+        wire = self.wires[src, dst]
+        if not wire or dst in self.ended or dst in self.frozen:
+            return False
+        frame, one = wire.popleft(), self.members[dst]
+        one.heard_from(src)
+        self.do(dst, one.disconnected(src) if frame is None else one.receive(src, frame))
+        return True
+
+    def end(self, rank: int, *, says_so: bool) -> None:
+        """End a rank's process, after a word to the others or without."""
+        if rank in self.ended:
+            return
+        if says_so:
+            self.do(rank, self.members[rank].leave())
+        self.ended.add(rank)
+        for other in range(len(self.members)):
+            if other != rank:
+                self.wires[rank, other].append(None)
+
+    def fail(self, rank: int) -> None:
+        if not self.is_done(rank) and rank not in self.frozen:
+            error = ValueError(f"boom on {rank}")
+            self.do(rank, self.members[rank].raised(error, ""))
+            if self.members[rank].original is error:
+                self.errors[rank] = error
+
+    def settle(self) -> None:
+        """Let all that is under way arrive, and all programs go on as far as they can."""
+        has_moved = True
+        while has_moved:
+            before = list(self.left_to_do), list(self.errors), list(self.in_call)
+            has_moved = sum(self.deliver(*ends) for ends in self.wires) > 0  # all of them, not only up to the first
+            for rank in range(len(self.members)):
+                self.step(rank)
+            has_moved = has_moved or before != (self.left_to_do, self.errors, self.in_call)
+
+    def tick(self, now: float) -> None:
+        for rank, one in enumerate(self.members):
+            if rank not in self.ended and rank not in self.frozen:
+                self.do(rank, one.tick(now))
+        self.settle()
+
+
+FAULTS = st.sampled_from(["raise", "kill", "leave", "freeze"])
+
+
+@st.composite
+def plays(draw: st.DrawFn, most_faults: int) -> tuple[Ranks, list[tuple[str, int]]]:
+    """Ranks in the middle of a play: they have run in some order, and some have met with a fault."""
+    size = draw(st.integers(2, 4))
+    ranks, numbers = Ranks(size, draw(st.integers(1, 4))), st.integers(0, size - 1)
+    faults = [(kind, rank) for kind, rank in draw(st.lists(st.tuples(FAULTS, numbers), max_size=most_faults))]
+    pending = list(faults)
+    for move, one, other in draw(st.lists(st.tuples(st.integers(0, 9), numbers, numbers), max_size=60)):
+        if move == 0 and pending:
+            strike(ranks, *pending.pop())
+        elif move < 5 and one != other:
+            ranks.deliver(one, other)
+        else:
+            ranks.step(one)
+    while pending:
+        strike(ranks, *pending.pop())
+    return ranks, faults
+
+
+def strike(ranks: Ranks, kind: str, rank: int) -> None:
+    if kind == "raise":
+        ranks.fail(rank)
+    elif kind == "freeze":
+        ranks.frozen.add(rank)
+    else:
+        ranks.end(rank, says_so=kind == "leave")
+
+
+def run_out(ranks: Ranks) -> None:
+    """Let everything happen that will, and then let time pass until no rank may wait any longer."""
+    ranks.settle()
+    for quarter in range(4 * int(TIMEOUTS.timeout_s + 2 * ANSWERS_S)):
+        if all(ranks.is_done(rank) or rank in ranks.frozen for rank in range(len(ranks.members))):
+            return
+        ranks.tick(quarter / 4)
+
+
+@given(plays(most_faults=3))
+@settings(max_examples=300, deadline=None)
+def test_whatever_happens_no_rank_waits_for_ever(play: tuple[Ranks, list[tuple[str, int]]]) -> None:
+    """Each one makes all its calls, or raises; and what broke it is something that happened on the rank that it names."""
+    ranks, faults = play
+    run_out(ranks)
+    for rank, one in enumerate(ranks.members):
+        if rank in ranks.ended or rank in ranks.frozen:
+            continue
+        assert ranks.is_done(rank), (rank, faults)
+        if one.failure is None:
+            continue
+        cause = {Cause.RAISED: "raise", Cause.LOST: "kill"}.get(one.failure.cause)
+        assert (cause, one.failure.rank) in faults if cause else any(kind == "freeze" for kind, _ in faults), (one.failure, faults)
+
+
+@given(plays(most_faults=1))
+@settings(max_examples=200, deadline=None)
+def test_one_fault_is_the_same_first_failure_on_every_rank(play: tuple[Ranks, list[tuple[str, int]]]) -> None:
+    ranks, faults = play
+    run_out(ranks)
+    there = [one for rank, one in enumerate(ranks.members) if rank not in ranks.ended | ranks.frozen]
+    seen = {str(one.failure).partition(", step")[0].partition(" while rank")[0] for one in there}
+    if not faults:
+        assert seen == {"None"} and not any(ranks.left_to_do)
+    elif faults[0][0] in ("raise", "kill"):
+        assert len(seen) == 1 and not any(one.failure and not one.is_settled for one in there)
+    elif faults[0][0] == "leave":
+        assert seen == {"None"}
+        assert all(isinstance(error, AgreementError | None) for error in ranks.errors)
+
+
+@given(plays(most_faults=0))
+@settings(max_examples=50, deadline=None)
+def test_without_a_fault_all_calls_complete(play: tuple[Ranks, list[tuple[str, int]]]) -> None:
+    ranks, _ = play
+    ranks.settle()
+    assert not any(ranks.left_to_do) and ranks.errors == [None] * len(ranks.members) and not ranks.warnings
+
+
+def test_a_frozen_rank_is_named_in_time() -> None:
+    ranks = Ranks(3, 1)
+    ranks.frozen.add(2)
+    run_out(ranks)
+    assert all(isinstance(error, TransferTimeoutError) and "rank 2 is frozen" in str(error) for error in ranks.errors[:2])
+    assert [text.partition(" has waited")[0] for text in ranks.warnings] == ["rank 0"]

@@ -1,0 +1,244 @@
+"""Ranks find each other through a store, and nobody else gets in."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from bpipe.comm.rendezvous.addresses import Endpoint, own_address
+from bpipe.comm.rendezvous.meeting import Hello, OtherPipelineError, meet_peers
+from bpipe.comm.rendezvous.peers import Peers, process_name
+from bpipe.comm.wire.codec import decode, encode
+from bpipe.comm.wire.frames import Frame, Kind
+from bpipe.errors import AgreementError, CommError
+from tests.comm.meetings import meet, quietly, store, together
+
+__all__ = ["store"]
+
+
+def hello_of(rank: int, to: bytes, pipeline: int = 0) -> bytes:
+    return Frame(Kind.HELLO, 0, encode(Hello(rank, pipeline, os.urandom(16), to, os.urandom(16)))).pack()
+
+
+def endpoint_of(store: Any, rank: int) -> Endpoint:
+    """Where a rank listens, once it does."""
+    while not store.check([f"key/{rank}"]):
+        time.sleep(0.001)
+    return decode(Endpoint, store.get(f"key/{rank}"), "endpoint")
+
+
+def close(found: list[Peers]) -> None:
+    for one in found:
+        for peer in one.connections:
+            peer.close()
+
+
+def test_each_rank_reaches_each_other(store):
+    found = meet(store, 4)
+    assert len({one.token for one in found}) == 1
+    assert [[peer.rank for peer in one.connections] for one in found] == [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]
+    for one in found:
+        for peer in one.connections:
+            peer.send(Frame(Kind.LEFT, 7))
+    for one in found:
+        for peer in one.connections:
+            assert list(peer.reader.feed(peer.receive())) == [Frame(Kind.LEFT, 7)]
+            peer.close()
+
+
+def test_meetings_over_one_store_do_not_mix(store):
+    first = meet(store, 3)
+    second = meet(store, 3)  # the first one's places are still in the store
+    assert first[0].token != second[0].token
+    for one in first + second:
+        for peer in one.connections:
+            peer.close()
+
+
+def test_strangers_do_not_get_in(store):
+    """Garbage, silence, another meeting's hello: the rank that is expected is taken, and nobody else."""
+    stop = threading.Event()
+
+    def disturb() -> None:
+        while not stop.wait(0.005):
+            if store.check(["key/0"]):
+                port = decode(Endpoint, store.get("key/0"), "endpoint").port
+                for data in (
+                    b"",
+                    b"GET / HTTP/1.1\r\n\r\n" * 8,
+                    Frame(Kind.HELLO, 0, encode(Hello(1, 0, *[os.urandom(16)] * 3))).pack(),
+                ):
+                    try:
+                        with socket.create_connection(("127.0.0.1", port), timeout=1) as stranger:
+                            stranger.sendall(data)
+                    except OSError:
+                        continue
+
+    disturber = threading.Thread(target=disturb)
+    disturber.start()
+    time.sleep(0.05)
+    try:
+        found = together(
+            [
+                lambda: meet_peers(store, "key", 0, 2, quietly),
+                lambda: (time.sleep(0.3), meet_peers(store, "key", 1, 2, quietly))[1],
+            ]
+        )
+    finally:
+        stop.set()
+        disturber.join()
+    assert [peer.process for one in found for peer in one.connections] == [process_name(os.getpid())] * 2
+    for one in found:
+        for peer in one.connections:
+            peer.close()
+
+
+def test_one_that_gives_up_is_missed_by_those_who_came(store):
+    """Rank 1 gives up when rank 0 has come: rank 0 hears it, and waits no longer for rank 2."""
+    began = time.monotonic()
+
+    def give_up(note: str) -> None:
+        if time.monotonic() - began > 0.5:
+            raise TimeoutError(note)
+
+    first, second = together(
+        [lambda: meet_peers(store, "key", 0, 3, quietly), lambda: meet_peers(store, "key", 1, 3, give_up)],
+    )
+    assert isinstance(first, CommError) and "rank 1 gave up" in str(first)
+    assert isinstance(second, TimeoutError) and "ranks [2] have not reached their first step" in str(second)
+    assert time.monotonic() - began < 5
+
+
+def test_a_rank_that_says_where_it_is_and_is_not_there_is_named(store):
+    store.set("key/0", encode(Endpoint("127.0.0.1", 1, "elsewhere", b"x" * 16)))
+    notes: list[str] = []
+
+    def note(text: str) -> None:
+        notes.append(text)
+        if len(notes) == 3:
+            raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        meet_peers(store, "key", 1, 2, note)
+    assert "rank 0 listens at 127.0.0.1, port 1, of elsewhere, but does not answer there" in notes[-1]
+
+
+def test_the_address_is_that_of_the_interface_or_the_way_to_the_store(monkeypatch):
+    tcp = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert own_address(dist.HashStore()).text == "127.0.0.1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonesuch")
+    assert own_address(dist.PrefixStore("a", dist.PrefixStore("b", tcp))).text == "127.0.0.1"
+
+
+def test_silent_connections_hold_up_nobody(store, monkeypatch):
+    """More of them than a rank keeps; before, each one held it up for 5 s."""
+    monkeypatch.setattr("bpipe.comm.rendezvous.incoming.MOST_SILENT", 8)
+    silent: list[socket.socket] = []
+
+    def meet_after_the_silent_ones() -> Peers:
+        to = endpoint_of(store, 0)
+        silent.extend(socket.create_connection((to.address, to.port)) for _ in range(20))
+        return meet_peers(store, "key", 1, 2, quietly)
+
+    looks: list[float] = []
+    began = time.monotonic()
+    found = together(
+        [lambda: meet_peers(store, "key", 0, 2, lambda _: looks.append(time.monotonic())), meet_after_the_silent_ones],
+    )
+    took_s = time.monotonic() - began
+    close(found)
+    assert all(connection.recv(1) == b"" for connection in silent)  # the rank has closed them, one way or the other
+    for connection in silent:
+        connection.close()
+    assert took_s < 2.0
+    assert max(after - before for before, after in pairwise(looks)) < 0.5  # and it could have been interrupted
+
+
+def test_a_call_that_ends_is_dropped_and_the_next_one_awaited(store, monkeypatch):
+    """Rank 1 calls twice, and its first call ends without a word, as when nobody has answered it in time."""
+    monkeypatch.setattr("bpipe.comm.rendezvous.meeting.RETURN_S", 0.4)
+
+    def call_twice() -> Peers:
+        to = endpoint_of(store, 0)
+        with socket.create_connection((to.address, to.port)) as first:
+            first.sendall(hello_of(1, to.name))
+            assert first.recv(1)  # rank 0 takes it for rank 1
+        time.sleep(0.05)
+        return meet_peers(store, "key", 1, 3, quietly)
+
+    found = together(
+        [
+            lambda: meet_peers(store, "key", 0, 3, quietly),
+            call_twice,
+            lambda: (time.sleep(0.8), meet_peers(store, "key", 2, 3, quietly))[1],
+        ]
+    )
+    assert [[peer.rank for peer in one.connections] for one in found] == [[1, 2], [0, 2], [0, 1]]
+    close(found)
+
+
+def test_a_rank_that_ends_and_does_not_come_back_has_given_up(store, monkeypatch):
+    monkeypatch.setattr("bpipe.comm.rendezvous.meeting.RETURN_S", 0.2)
+
+    def end() -> None:
+        to = endpoint_of(store, 0)
+        with socket.create_connection((to.address, to.port)) as connection:
+            connection.sendall(hello_of(1, to.name))
+
+    began = time.monotonic()
+    first, _ = together([lambda: meet_peers(store, "key", 0, 3, quietly), end])
+    assert isinstance(first, AgreementError)
+    assert "rank 1 gave up while the ranks met for their first step, or its process ended" in str(first)
+    assert time.monotonic() - began < 2.0
+
+
+def test_who_answers_nothing_is_called_no_longer_once_the_rank_is_elsewhere(store):
+    """A stranger listens at the port of an earlier pipeline's rank 0."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        store.set("key/0", encode(Endpoint("127.0.0.1", stranger.getsockname()[1], "", b"x" * 16)))
+        began = time.monotonic()
+        found = together(
+            [
+                lambda: (time.sleep(0.2), meet_peers(store, "key", 0, 2, quietly))[1],
+                lambda: meet_peers(store, "key", 1, 2, quietly),
+            ]
+        )
+        assert time.monotonic() - began < 2.0
+        close(found)
+
+
+@pytest.mark.parametrize("rank", [0, 3, -1])
+def test_a_rank_that_there_is_not_does_not_get_in(store, rank):
+    answers: list[bytes] = []
+
+    def call() -> bytes:
+        to = endpoint_of(store, 0)
+        with socket.create_connection((to.address, to.port)) as connection:
+            connection.sendall(hello_of(rank, to.name))
+            return connection.recv(1)  # nothing, because there is no answer
+
+    found = together(
+        [
+            lambda: meet_peers(store, "key", 0, 3, quietly),
+            lambda: (answers.append(call()), meet_peers(store, "key", 1, 3, quietly))[1],
+            lambda: (answers.append(call()), meet_peers(store, "key", 2, 3, quietly))[1],
+        ]
+    )
+    assert answers == [b"", b""]
+    assert [[peer.rank for peer in one.connections] for one in found] == [[1, 2], [0, 2], [0, 1]]
+    close(found)
+
+
+def test_ranks_that_count_pipelines_differently_both_say_so(store):
+    found = together([lambda rank=rank: meet_peers(store, "key", rank, 2, quietly, pipeline=rank + 4) for rank in range(2)])
+    assert [type(error) for error in found] == [OtherPipelineError] * 2
+    assert [error.theirs for error in found] == [5, 4]
+    assert all("rank 0 has 4, rank 1 has 5" in str(error) for error in found)
