@@ -119,7 +119,7 @@ class _Rank(Observer):
         self._live.count = self.count
 
     def after(self, run: Any, action: Any) -> None:
-        states = list(run.microbatches)
+        states = list(run.microbatches.values())
         left = [message for one in states for message in (one.input, one.output, one.output_gradients, one.input_gradients)]
         waiting = [tensor for message in left if message is not None for tensor in message.tensors]
         under_way = [one for state in states for (op, _), one in state.transfers.items() if op in MESSAGES]

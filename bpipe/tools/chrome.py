@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 from bpipe._version import __version__
 from bpipe.plan.action import COMPUTE, HOST, POSTS, RECEIVER_OF, SENDS, SERVED, SHARDING, START_OF, Action, Op
+from bpipe.plan.whereabouts import whereabouts
 from bpipe.simulator.timeline import Timeline
 from bpipe.tools.chrome_read import DEVICE, FORMAT
 from bpipe.tools.measured import Measured, computed
@@ -262,6 +263,8 @@ def _events(
         args = {"action": str(one.action), "stage": one.action.stage, "microbatch": one.action.microbatch, **known}
         if one.action.part:
             args["part"] = one.action.part
+        if then := whereabouts(one.action):
+            args["then"] = then
         if one.activation_bytes is not None:
             args |= {"activation_bytes": one.activation_bytes, "message_bytes": one.message_bytes}
         if one.true_ns != end_ns - begin_ns:
