@@ -68,11 +68,11 @@ class Server(threading.Thread):
         self.start()
 
     def run(self) -> None:
-        guests, position = self._control.activity.guests, 0
+        serving, position = self._control.activity.serving, 0
         try:
             with on_stream(self._stream):
                 for position, action in enumerate(self._chain):
-                    guests[self._peer] = position
+                    serving[self._peer] = position
                     self._execute(action)
         except BaseException as error:
             self._control.broke(error, place_of(self._chain[position]))

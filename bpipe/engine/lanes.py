@@ -106,7 +106,7 @@ class Lanes:
             return
         with on_stream(self._side_stream(run.rank, action.peer)):
             run.execute(action)
-        activity.guests[action.peer] += 1
+        activity.serving[action.peer] += 1
 
     def join(self, most_s: float | None = None) -> None:
         """Wait until nothing is served any more, or at most `most_s` seconds for each server."""

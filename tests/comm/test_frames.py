@@ -17,7 +17,7 @@ SIZE = 4  # ranks
 FRAMES = st.builds(Frame, st.sampled_from(Kind), st.integers(0, 2**64 - 1), st.binary(max_size=200))
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=60)
 FAILURES = st.builds(Failure, st.sampled_from(Cause), st.integers(0, SIZE - 1), st.integers(-1, 2**40), TEXTS, TEXTS, TEXTS)
-GUESTS = st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**60)), max_size=5).map(tuple)
+SERVING = st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**60)), max_size=5).map(tuple)
 STATUSES = st.builds(
     Status,
     st.sampled_from(State),
@@ -25,7 +25,7 @@ STATUSES = st.builds(
     st.integers(0, 2**40),
     st.integers(-1, 2**40),
     st.floats(0, 1e8),
-    GUESTS,
+    SERVING,
 )
 
 

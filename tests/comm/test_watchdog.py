@@ -178,14 +178,14 @@ def test_ranks_that_have_not_come_to_a_step_are_named(caplog):
     assert "between steps (8 completed)" in text
 
 
-def test_a_rank_whose_guests_are_not_called_for_waits():
+def test_a_rank_whose_stored_activations_are_not_reloaded_waits():
     plan = build("balanced_1f1b", 4, 8)
     activity = Activity()
     activity.begin(plan, 3, 0, [0, 1, 2, 3], plan.chains(3))
     activity.position = len(plan.actions[3])
     watch = Watchdog(3, 4, activity, Timeouts(TIMEOUT_S, SLOW_S), 0.0)
-    (evictor,) = activity.guests
-    activity.guests[evictor] = next(i for i, action in enumerate(plan.chains(3)[evictor]) if action.op is Op.WAIT_RETURN)
+    (evictor,) = activity.serving
+    activity.serving[evictor] = next(i for i, action in enumerate(plan.chains(3)[evictor]) if action.op is Op.WAIT_RETURN)
     findings = [finding for tick in range(80) for finding in watch.tick(tick / 4, ())]
     (text,) = (finding.text for finding in findings if isinstance(finding, Warn))
     assert "rank 3 has waited" in text

@@ -15,7 +15,7 @@ __all__: list[str] = []
 
 WAITS = frozenset(WAIT_OF.values())
 HOLDING_UP = WAITS | RECEIVES.keys()  # which may wait for a header
-MOST_GUESTS = 2**12
+MAX_SERVED = 2**12
 
 
 class State(IntEnum):
@@ -35,7 +35,7 @@ class Status(NamedTuple):
         step: the number of the step that it runs, or would run next.
         position: its position in its lane of the plan, while it runs a step.
         seconds: how long it has been there.
-        guests: for each evictor that it serves, the evictor and the position in its chain.
+        serving: for each evictor that it serves, the evictor and the position in its chain.
     """
 
     state: State
@@ -43,7 +43,7 @@ class Status(NamedTuple):
     step: int
     position: int
     seconds: float = 0.0
-    guests: tuple[tuple[int, int], ...] = ()
+    serving: tuple[tuple[int, int], ...] = ()
 
     def pack(self) -> bytes:
         return encode(self)
@@ -56,9 +56,9 @@ class Status(NamedTuple):
             CommError: the bytes are not a status.
         """
         status = decode(cls, data, "status")
-        ranks = [status.rank, *(evictor for evictor, _ in status.guests)]
-        if min(ranks) < 0 or len(ranks) > MOST_GUESTS + 1 or not 0 <= status.seconds < 1e9:
-            raise CommError(f"not a valid status: rank {status.rank}, {len(status.guests)} guests, {status.seconds} s")
+        ranks = [status.rank, *(evictor for evictor, _ in status.serving)]
+        if min(ranks) < 0 or len(ranks) > MAX_SERVED + 1 or not 0 <= status.seconds < 1e9:
+            raise CommError(f"not a valid status: rank {status.rank}, {len(status.serving)} evictors, {status.seconds} s")
         return status
 
 
@@ -67,7 +67,7 @@ class Activity:
 
     Attributes:
         position: the position of the action under way in this rank's lane of the plan.
-        guests: likewise in the chains that this rank serves, by evictor.
+        serving: likewise in the chain of each evictor that this rank serves.
         under_way: the action under way, if one thread issues all actions in a different order from the lane's.
     """
 
@@ -78,7 +78,7 @@ class Activity:
         self.rank = 0
         self.plan: Plan | None = None
         self.position = 0
-        self.guests: dict[int, int] = {}
+        self.serving: dict[int, int] = {}
         self.under_way: Action | None = None
         self.group_ranks: Sequence[int] = ()
 
@@ -89,11 +89,11 @@ class Activity:
             plan: what it runs; `rank` is this rank's place in it.
             step: its number.
             group_ranks: for each rank of the plan, its rank in the group.
-            evictors: the ranks whose guests this rank keeps.
+            evictors: the ranks whose activations this rank stores.
         """
         self.plan, self.rank, self.step, self.group_ranks = plan, rank, step, group_ranks
         self.position = 0
-        self.guests, self.under_way = dict.fromkeys(evictors, 0), None
+        self.serving, self.under_way = dict.fromkeys(evictors, 0), None
         self.state = State.RUNNING
 
     def end(self, num_steps: int) -> None:
@@ -104,11 +104,11 @@ class Activity:
         return self.group_ranks[plan_rank] if plan_rank is not None and plan_rank < len(self.group_ranks) else plan_rank
 
     def status(self) -> Status:
-        guests = tuple(self.guests.items()) if self.state is State.RUNNING else ()
-        return Status(self.state, self.rank, self.step, self.position, 0.0, guests[:MOST_GUESTS])
+        serving = tuple(self.serving.items()) if self.state is State.RUNNING else ()
+        return Status(self.state, self.rank, self.step, self.position, 0.0, serving[:MAX_SERVED])
 
     def action(self) -> Action | None:
-        """Return the action under way; None outside a step, or when only guests keep this rank in it."""
+        """Return the action under way; None outside a step, or when only the activations of others keep this rank in it."""
         return self.under_way or action_at(self.plan, self.status())
 
     def place(self) -> str:

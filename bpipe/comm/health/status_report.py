@@ -47,7 +47,7 @@ def _doing(own: Activity, status: Status | None) -> str:
         return f"has waited {since} for the other ranks to begin step {status.step}"
     if plan is None or status.step != own.step:
         return f"has been in step {status.step} for {since}"
-    served = "".join(_serving(own, plan, status.rank, *guest) for guest in status.guests)
+    served = "".join(_serving(own, plan, status.rank, *one) for one in status.serving)
     action = action_at(plan, status)
     return (f"has waited {since} for {RELOADS}" if action is None else _at(own, action, since)) + served
 

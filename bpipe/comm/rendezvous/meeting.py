@@ -203,8 +203,12 @@ class _Meeting:
     # Those who are there
 
     def _add(self, hello: Hello, connection: socket.socket) -> None:
+        try:
+            prepare(connection, TCP_USER_TIMEOUT=1000 * LOST_MACHINE_S)
+        except OSError:  # it has ended already
+            connection.close()
+            return
         connection.settimeout(MOST_SEND_S)
-        prepare(connection, TCP_USER_TIMEOUT=1000 * LOST_MACHINE_S)
         if hello.rank in self._peers:
             self._drop(hello.rank)
         self._ended_s.pop(hello.rank, None)

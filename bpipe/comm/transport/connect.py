@@ -48,7 +48,9 @@ def open_connections(
         opened = {}
         for index, (sender, receiver) in enumerate(ends):
             if sender == rank:
-                opened[index] = unless_done.enter_context(_called(endpoints[receiver], receiver, Frame(Kind.HELLO, index, token)))
+                opened[index] = unless_done.enter_context(
+                    _connected(endpoints[receiver], receiver, Frame(Kind.HELLO, index, token))
+                )
         control.exchange(Collective.CONNECT, b"")  # now all have connected, and nobody has to be waited for
         for index, connection in _arrived(listener, token, missing, control).items():
             opened[index] = unless_done.enter_context(connection)
@@ -60,7 +62,7 @@ def open_connections(
     return opened
 
 
-def _called(to: Endpoint, receiver: int, hello: Frame) -> socket.socket:
+def _connected(to: Endpoint, receiver: int, hello: Frame) -> socket.socket:
     with ExitStack() as unless_done:
         try:
             connection = unless_done.enter_context(socket.create_connection((to.address, to.port), timeout=HELLO_S))
