@@ -24,7 +24,8 @@ def test_figures(walked: Walk) -> None:
     documented, not_imperative = SOURCE.docstrings()
     assert SOURCE.loose_files() <= 9 and SOURCE.most_files()[0] <= 15
     assert not_imperative == 0 and documented > 1000
-    assert walked.proofs == 2
+    assert walked.proofs == 2 and walked.switches <= 120
+    assert len(SOURCE.reaches()) < 10 and len(SOURCE.dicts_by_microbatch()) <= 5 and not SOURCE.cycles()
 
 
 def test_modules_have_names_of_their_own() -> None:

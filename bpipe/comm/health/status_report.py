@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from itertools import islice
 
 from bpipe.comm.health.activity import WAITS, Activity, State, Status, action_at
-from bpipe.plan.action import COMPUTE
+from bpipe.plan.action import COMPUTE, SHARDING
 from bpipe.plan.grid import where
+from bpipe.plan.whereabouts import whereabouts
 from bpipe.schedules import Action, Plan
 
 __all__: list[str] = []
 
+MOST_LOOKED_AT = 100_000  # actions, which takes some hundredths of a second
 RELOADS = "peers to reload the activations it stores"
 
 
@@ -49,13 +52,21 @@ def _doing(own: Activity, status: Status | None) -> str:
         return f"has been in step {status.step} for {since}"
     served = "".join(_serving(own, plan, status.rank, *one) for one in status.serving)
     action = action_at(plan, status)
-    return (f"has waited {since} for {RELOADS}" if action is None else _at(own, action, since)) + served
+    return (f"has waited {since} for {RELOADS}" if action is None else _at(own, plan, status, action, since)) + served
 
 
-def _at(own: Activity, action: Action, since: str) -> str:
+def _at(own: Activity, plan: Plan, status: Status, action: Action, since: str) -> str:
     if action.op in WAITS:
-        return f"has waited {since} in {action} for rank {own.group_rank(action.peer)}"
+        there = _whereabouts(plan, status, action)
+        return f"has waited {since} in {action} for rank {own.group_rank(action.peer)}" + f" ({there})" * bool(there)
     return f"has been {'computing' if action.op in COMPUTE else 'at'} {action} for {since}"
+
+
+def _whereabouts(plan: Plan, status: Status, action: Action) -> str:
+    """Return where an action's microbatch is, by the latest action for it in the rank's lane; empty if that has none."""
+    done = islice(reversed(plan.actions[status.rank][: status.position]), MOST_LOOKED_AT)
+    latest = next((one for one in done if one.key == action.key and one.op not in SHARDING), None)
+    return "" if latest is None else whereabouts(latest)
 
 
 def _serving(own: Activity, plan: Plan, rank: int, evictor: int, position: int) -> str:
