@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from bpipe.errors import BPipeError, ConfigurationError
 from bpipe.passes.balance.balance import minimize_peak
 from bpipe.passes.communicate import computations_only
+from bpipe.passes.pieces import in_pieces
 from bpipe.plan.action import HOST
-from bpipe.plan.pieces import in_pieces
 from bpipe.schedules import Action, Costs, Destinations, Link, Op, Sizes, build, finish, simulate
 from bpipe.simulator.timeline import Lane, Timeline
 from bpipe.tools.chrome import Origin, lines, save_trace
