@@ -40,7 +40,7 @@ TEST = [
 setup(
     name=NAMES["DISTRIBUTION"],
     version=said_by("_version.py")["__version__"],
-    description="Pipeline parallelism for PyTorch with activation memory balanced across the ranks",
+    description="Pipeline parallelism for PyTorch with balanced activation memory: peer-to-peer offload of activations",
     long_description=readme(),
     long_description_content_type="text/markdown",
     license_expression="Apache-2.0",
@@ -51,7 +51,10 @@ setup(
     python_requires=">=3.11",
     install_requires=["torch>=2.11", "numpy"],
     extras_require={**EXTRAS, "examples": EXAMPLES, "test": TEST},
-    keywords=["pytorch", "pipeline parallelism", "activation memory", "distributed training", "1F1B", "BPipe"],
+    keywords=[
+        *("pytorch", "distributed training", "pipeline parallelism", "activation memory", "activation offloading", "p2p"),
+        *("1F1B", "interleaved", "virtual stages", "zero bubble", "BPipe"),
+    ],
     classifiers=[
         "Development Status :: 4 - Beta",
         "Intended Audience :: Developers",

@@ -1,4 +1,4 @@
-"""bpipe schedules the activation memory of a pipeline across its ranks.
+"""Pipeline parallelism with balanced activation memory: early stages offload saved activations to late ones (BPipe, ICML 2023).
 
 The public names are loaded on first use, so that `import bpipe` and `import bpipe.schedules` need no torch.
 """

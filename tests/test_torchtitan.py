@@ -180,7 +180,7 @@ def test_trains_and_validates_as_a_single_process(
         ({"module_fqns_per_model_part": [["tok_embeddings"]]}, "1 stages do not divide over 2 ranks"),
         ({"module_fqns_per_model_part": [["tok_embeddings"], ["norm"]]}, "no stage has lm_head"),
         ({"pipeline_parallel_layers_per_stage": 3}, "3 stages do not divide over 2 ranks"),
-        ({"pipeline_parallel_layers_per_stage": 2}, "balanced_1f1b takes one stage a rank"),
+        ({"pipeline_parallel_layers_per_stage": 2}, "balanced_1f1b takes one stage per rank"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], message: str) -> None:

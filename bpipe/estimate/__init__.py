@@ -1,4 +1,4 @@
-"""What a model would need and gain: from formulas, and from measurements of one stage. Only `profile` needs torch.
+"""Predict what a model would need and gain, from formulas or from measurements of one stage. Only `profile` needs torch.
 
 Example:
     >>> from bpipe.estimate import Execution, model_named

@@ -1,6 +1,6 @@
 """Bytes that a microbatch keeps on a device from its forward to its backward (Korthikanti et al., arXiv 2205.05198).
 
-Letters as in `transformer`; b sequences a microbatch, t tensor parallel, w bytes a value (2 in 16 bits), a mask has 1 byte.
+Letters as in `transformer`; b sequences per microbatch, t tensor parallel, w bytes per value (2 in 16 bits), a mask has 1 byte.
 What a layer keeps, in s b h:
 
     cut over t by tensor parallelism                cut over t by sequence parallelism only

@@ -95,7 +95,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What `bpipe.advise` found.
+    """The result of `bpipe.advise`.
 
     Args:
         title: the model, the devices and the batch.

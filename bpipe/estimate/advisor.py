@@ -66,7 +66,7 @@ def advise(
 
     Args:
         model: a name, a `Transformer`, or what `bpipe.profile` measured: one `Profile` for all stages, or one for each.
-        batch: sequences a step: of one pipeline, or of all pipelines on `num_devices`.
+        batch: sequences per step: of one pipeline, or of all pipelines on `num_devices`.
         num_stages: p, one or several to compare; default: as many as there are profiles.
         device: a name, or a `Device`. Profiles need none where `memory_bytes` is given.
         memory_bytes: the memory of a device; default: that of `device`.
@@ -100,7 +100,7 @@ def advise(
     Example:
         >>> advice = advise("gpt3-96b", batch=128, num_stages=8, tensor_parallel=4, device="a100-80gb", microbatch_sizes=[1, 2])
         >>> print(advice.verdict.splitlines()[0])
-        Don't balance: it allows microbatch 2 instead of 1; the larger microbatch gains nothing a stage and costs 4.9% in bubble.
+        Don't balance: it allows microbatch 2 instead of 1; the larger microbatch gains nothing per stage and costs 4.9% in bubble.
     """
     check_count("tensor_parallel", tensor_parallel)
     if bytes_per_parameter is not None:
@@ -131,7 +131,7 @@ def advise(
     batches = advise_inputs.batches_of(batch, stages, tensor_parallel, num_devices)
     sizes = {p: advise_inputs.sizes_of(microbatch_sizes, batches[p], workload.microbatch_sizes) for p in stages}
     title = (
-        f"{workload.name}{_where(found, stages, tensor_parallel)}, {batch} sequences a step, {gib(memory)} GiB a device "
+        f"{workload.name}{_where(found, stages, tensor_parallel)}, {batch} sequences per step, {gib(memory)} GiB per device "
         f"of which {gib(reserved)} are set aside, links of {gb_per_s(links.link.bytes_per_s)}"
     )
     many = MOST_MICROBATCHES if microbatch_sizes is None and workload.microbatch_sizes is None else batch

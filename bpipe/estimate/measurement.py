@@ -1,4 +1,4 @@
-"""What `bpipe.profile` measures: plain numbers, written to JSON and read back, and turned into the costs of a plan."""
+"""The measurements of `bpipe.profile`: plain numbers, written to JSON and read back, and turned into the costs of a plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ADAM_STATE_BYTES, MASTER_BYTES = 8, 4  # two moments; an fp32 copy of parameters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What was measured of a stage with microbatches of one size.
+    """The measurements of a stage with microbatches of one size.
 
     Args:
         microbatch_size: rows of the batch dimension.
@@ -148,7 +148,7 @@ class Profile:
             return cls(**{**fields, "measurements": tuple(Measurement(**one) for one in fields["measurements"])})
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             shown = repr(text[:80] if isinstance(text, (str, bytes)) else text)
-            raise ConfigurationError(f"this is no profile that to_json() wrote: {shown} ({error})") from error
+            raise ConfigurationError(f"this is not a profile that to_json() wrote: {shown} ({error})") from error
 
 
 def costs_of(

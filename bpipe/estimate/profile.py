@@ -142,7 +142,7 @@ def _measured(bench: _Bench, size: int, repeats: int) -> Measurement:
 
 @dataclass
 class _Forward:
-    """What remains of a forward, as in the runtime: where gradients enter, and what was handed on."""
+    """The rest of a forward, as in the runtime: where gradients enter, and the tensors that were handed on."""
 
     edges: list[GradientEdge]
     gradients: list[torch.Tensor]

@@ -17,7 +17,7 @@ __all__ = ["Stage", "split_layers", "stages_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """What one stage takes; bytes and operations of one microbatch.
+    """The costs of one stage: bytes and operations of one microbatch.
 
     Args:
         num_layers: its layers.

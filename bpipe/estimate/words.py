@@ -19,7 +19,7 @@ def nothing_fits(candidates: Sequence[Candidate]) -> str:
     return (
         f"Nothing fits: {least.name} needs least, and {least.reason}.\n"
         "What makes it less: more stages or tensor parallelism; recomputation (selective, then full) or fused attention, where it "
-        "is not among the candidates; an optimizer sharded over replicas (fewer bytes a parameter); shorter sequences."
+        "is not among the candidates; an optimizer sharded over replicas (fewer bytes per parameter); shorter sequences."
     )
 
 
@@ -49,7 +49,7 @@ def not_needed(plain: Sequence[Candidate]) -> str:
 def balance(plain: Candidate, balanced: Candidate, even: float | None) -> str:
     """Say that balancing is faster."""
     breaks_even = "" if even is None else f"; balancing breaks even at {gb_per_s(even)}"
-    return f"Balance: {_percent(_gain(plain, balanced))} more sequences a second: {_trade(plain, balanced)}{breaks_even}."
+    return f"Balance: {_percent(_gain(plain, balanced))} more sequences per second: {_trade(plain, balanced)}{breaks_even}."
 
 
 def dont(plain: Candidate, balanced: Candidate) -> str:
@@ -91,7 +91,7 @@ def link(one: Candidate, bytes_per_s: float) -> str:
         how = f"they hide: the step is {one.times_plain:.3f} times that of the same microbatches without them."
     else:
         free = ", as they wait within the bubble" if abs(one.times_plain - 1) < EQUAL else ""
-        how = f"a rank waits {one.exposed_s:.3g} s a step for them, and the step is {one.times_plain:.3f} times that of the same "
+        how = f"a rank waits {one.exposed_s:.3g} s per step for them, and the step is {one.times_plain:.3f} times that of the same "
         how += f"microbatches without them{free}."
     return f"{need}{over}{how}"
 
@@ -100,10 +100,10 @@ def _trade(plain: Candidate, balanced: Candidate) -> str:
     """Say what balancing allows, what a stage gains by it and what the bubble costs."""
     allows = f"it allows {_difference(plain, balanced)}; "
     if plain.num_stages != balanced.num_stages:
-        return f"{allows}together {100 * _gain(plain, balanced):+.1f}% sequences a second"
+        return f"{allows}together {100 * _gain(plain, balanced):+.1f}% sequences per second"
     estimate = balanced.estimate_over(plain)
     is_larger = balanced.microbatch_size > plain.microbatch_size and balanced.recomputation == plain.recomputation
-    gain = f"{allows}{'the larger microbatch' if is_larger else 'that'} {_gains(estimate.stage_ratio - 1)} a stage"
+    gain = f"{allows}{'the larger microbatch' if is_larger else 'that'} {_gains(estimate.stage_ratio - 1)} per stage"
     if balanced.microbatch_size == plain.microbatch_size:
         return gain
     return f"{gain} and {'costs' if estimate.bubble_factor < 1 else 'saves'} {_percent(abs(1 - estimate.bubble_factor))} in bubble"
@@ -128,7 +128,7 @@ def _gain(plain: Candidate, balanced: Candidate) -> float:
 
 
 def _numbers(one: Candidate) -> str:
-    return f"{one.step_s:.4g} s a step, {gib(max(one.device_peak_bytes))} GiB"
+    return f"{one.step_s:.4g} s per step, {gib(max(one.device_peak_bytes))} GiB"
 
 
 def _gains(value: float) -> str:

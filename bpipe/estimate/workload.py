@@ -1,4 +1,4 @@
-"""What a step takes, from formulas or from measurements: the one thing that advice asks of a model."""
+"""The costs of a step, from formulas or from measurements: all that advice asks of a model."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Workload(Protocol):
 
     @property
     def recomputations(self) -> Sequence[str]:
-        """The ways to recompute that can be told apart, least first."""
+        """The distinguishable ways to recompute, least first."""
 
     @property
     def microbatch_sizes(self) -> Sequence[int] | None:
@@ -81,11 +81,11 @@ class Workload(Protocol):
 
     @property
     def assumptions(self) -> Sequence[str]:
-        """What its numbers rest on."""
+        """The assumptions behind its numbers."""
 
     @property
     def caveat(self) -> str:
-        """What the verdict must not be read without; "" for nothing."""
+        """A caveat that has to stand beside the verdict; "" if there is none."""
 
     def load(self, num_stages: int, microbatch_size: int, recomputation: str) -> Load:
         """Return what a microbatch costs."""
@@ -127,7 +127,7 @@ class ModelWorkload:
     def caveat(self) -> str:
         if isinstance(self.efficiency, Mapping):
             return ""
-        whose = "assumed, and nobody measured it" if self.efficiency is None else "taken for every size"
+        whose = "assumed, not measured" if self.efficiency is None else "taken for every size"
         return (
             f"One stage's efficiency decides whether a larger microbatch pays; {100 * self.share(1):.3g}% is {whose}: measure it "
             "with bpipe.profile, or give efficiency={1: ..., 2: ...}."
@@ -143,13 +143,13 @@ class ModelWorkload:
     def assumptions(self) -> Sequence[str]:
         t, cut = self.execution.tensor_parallel, "cut along the sequence" if self.execution.sequence_parallel else "kept whole"
         return (
-            f"A stage reaches {self._efficiency_text()} of the peak of {self.device.flops_per_s / 1e12:g} TFLOP/s a device, "
+            f"A stage reaches {self._efficiency_text()} of the peak of {self.device.flops_per_s / 1e12:g} TFLOP/s per device, "
             "recomputed operations counted, tensor-parallel communication included.",
             f"Activations by Korthikanti et al. (arXiv 2205.05198): {self.execution.attention} attention, "
             f"{self.execution.precision}, tensor parallel {t}"
             + (f", norms and dropout {cut}" if t > 1 else "")
             + "; all that is saved can move.",
-            f"{self.bytes_per_parameter:g} bytes a parameter stay on its stage, divided by tensor parallelism.",
+            f"{self.bytes_per_parameter:g} bytes per parameter stay on its stage, divided by tensor parallelism.",
             "A backward takes twice its forward, and what it recomputes.",
         )
 

@@ -62,7 +62,7 @@ class StageChoice:
             [
                 *(line.rstrip() for line in lines),
                 f"{self.schedule}, {self.num_microbatches} microbatches: a step of {1e3 * self.step_s:.4g} ms, simulated",
-                f"slowest: rank {slowest}, {1e3 * self.rank_s[slowest]:.4g} ms a microbatch; "
+                f"slowest: rank {slowest}, {1e3 * self.rank_s[slowest]:.4g} ms per microbatch; "
                 f"fullest: rank {fullest}, {_mib(self.rank_bytes[fullest])} MiB",
             ]
         )

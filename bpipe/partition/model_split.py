@@ -77,7 +77,7 @@ def at_cuts(layers: Sequence[str], cuts: Sequence[str]) -> list[list[str]]:
     """Make the lists that `split_model` takes from the layers' names, in order, and the first layer of each later stage.
 
     Raises:
-        ConfigurationError: a cut that is no layer, or out of order.
+        ConfigurationError: a cut that is not a layer, or out of order.
 
     Example:
         >>> at_cuts(["tok", "layers.0", "layers.1", "head"], ["layers.1"])

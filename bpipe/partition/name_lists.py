@@ -60,7 +60,7 @@ class Names:
             *self._disordered(stages),
             *self._out_of_step(stages, keep_positions),
         ]
-        _raise_all(f"these {len(stages)} stages are no split of the model:", problems)
+        _raise_all(f"these {len(stages)} stages are not a split of the model:", problems)
 
     def check_known(self, layers: Sequence[Sequence[str]]) -> None:
         """Raise unless each name is in the model, is given once, and is not inside another one that is given.
@@ -75,7 +75,7 @@ class Names:
                 around = [one for one in place if name.startswith(f"{one}.")]
                 problems += [f"{name} of layer {index} is part of {one} of layer {place[one]}" for one in around]
                 problems += [f"{name} is in layers {index} and {place[name]}"] * (place[name] != index)
-        _raise_all("these are no layers of the model:", problems)
+        _raise_all("these are not layers of the model:", problems)
 
     def is_kept(self, name: str, kept: Iterable[str]) -> bool:
         """Return whether a stage that keeps some names has a module or tensor: it, or a module around it, is named."""

@@ -152,11 +152,11 @@ def _compare_gradients(
             is_near = bool((gradient - other).norm() <= 0.01 * gradient.norm() + 1e-4 * largest)
             is_same = is_near or not isfinite(gradient.norm().item())
         if not is_same:
-            told = ["none" if one is None else f"one of norm {one.norm().item():.4g}" for one in (gradient, other)]
+            texts = ["none" if one is None else f"one of norm {one.norm().item():.4g}" for one in (gradient, other)]
             apart = "" if gradient is None or other is None else f" ({_difference(gradient, other)})"
             return (
-                f"the stages compute what the model computes, but {name} gets another gradient: {told[0]} in the model, and "
-                f"{told[1]} in the stages{apart}"
+                f"the stages compute what the model computes, but {name} gets another gradient: {texts[0]} in the model, and "
+                f"{texts[1]} in the stages{apart}"
             )
     return None
 

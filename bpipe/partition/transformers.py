@@ -179,7 +179,7 @@ def _base_of(model: nn.Module) -> nn.Module:
     base, config = getattr(model, "base_model", None), getattr(model, "config", None)
     what = _what(model)
     if not isinstance(base, nn.Module) or config is None:
-        raise ConfigurationError(f"{what}: it is no model of transformers, which has a config and a base_model; use split_model")
+        raise ConfigurationError(f"{what}: it is not a model of transformers, which has a config and a base_model; use split_model")
     if getattr(config, "is_encoder_decoder", False):
         raise ConfigurationError(f"{what}: it has an encoder and a decoder, and a pipeline has one series of layers")
     if any("inputs_embeds" not in inspect.signature(one.forward).parameters for one in (base, model)):

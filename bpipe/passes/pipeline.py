@@ -17,8 +17,8 @@ from bpipe.passes.balance.by_count import by_count
 from bpipe.passes.communicate import communicate, computations_only, forward_only
 from bpipe.passes.evict_or_recompute import evict_or_recompute
 from bpipe.passes.one_at_a_time import one_at_a_time
+from bpipe.passes.pieces import in_pieces
 from bpipe.passes.recompute import recompute, recompute_by_count
-from bpipe.plan.pieces import in_pieces
 from bpipe.plan.plan import Plan
 
 __all__ = ["Pass", "Phase", "Pipeline"]

@@ -19,8 +19,8 @@ class Plan(PlanData):
         name: the rule that made it.
         num_microbatches: m, the microbatches of a step.
         stage_ranks: the rank that holds each stage.
-        actions: one list a rank, the compute lane: forwards, backwards, transfers and their completions.
-        served: one list a rank, the acceptor's lane: the actions for one peer are a chain, served whatever the rank computes.
+        actions: one list per rank, the compute lane: forwards, backwards, transfers and their completions.
+        served: one list per rank, the acceptor's lane: the actions for one peer are a chain, served whatever the rank computes.
         slots: the budget of each rank in microbatches of one stage; None where there is none.
         sizes: what a microbatch takes in bytes; None where only slots are counted.
         budgets: the budget of each rank in bytes, static ones included; None where there is none. Needs `sizes`.

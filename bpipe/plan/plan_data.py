@@ -1,4 +1,4 @@
-"""What a plan says, and what follows from it: who computes and moves what, and how much memory that takes."""
+"""The fields of a plan and what follows from them: its peaks of memory, its channels, and what it evicts and recomputes."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ NUMBERS = ("fixed", "received", "sent", "kept_received", "kept_sent", "between")
 
 def wrong_with_name(name: str) -> str:
     """Return why a plan of that name could not be read back, or an empty string if it could."""
-    return "" if name.split() == [name] else f"the name {name!r} is no word: a plan's text is read word by word"
+    return "" if name.split() == [name] else f"the name {name!r} is not a single word: a plan's text is read word by word"
 
 
 def to_text(plan: PlanData) -> str:
@@ -54,12 +54,12 @@ def from_text(text: str, plan_class: type[AnyPlan]) -> AnyPlan:
     head, *lines = text.splitlines() or [""]
     match = HEADER.fullmatch(head)
     if match is None:
-        raise PlanError(f"no plan: the first line is {head[:80]!r}, expected 'bpipe-plan 1 name=... microbatches=...'")
+        raise PlanError(f"not a plan: the first line is {head[:80]!r}, expected 'bpipe-plan 1 name=... microbatches=...'")
     stage_ranks = tuple(map(int, match["stage_ranks"].split(",")))
     try:
         slots = tuple(None if k == "-" else int(k) for k in match["slots"].split(","))
     except ValueError as error:
-        raise PlanError(f"no plan: slots={match['slots']!r} is no list of numbers and '-'") from error
+        raise PlanError(f"not a plan: slots={match['slots']!r} is not a list of numbers and '-'") from error
     num_sizes = sum(line.startswith(("size ", "static:", "budgets:")) for line in lines)
     sizes, budgets = _read_sizes(lines[:num_sizes])
     lanes: dict[str, list[tuple[Action, ...]]] = {"rank": [], "serve": []}
@@ -67,7 +67,7 @@ def from_text(text: str, plan_class: type[AnyPlan]) -> AnyPlan:
         start, _, words = line.partition(":")
         kind, _, rank = start.partition(" ")
         if kind not in lanes or rank != str(len(lanes[kind])):
-            raise PlanError(f"no plan: line {number} starts {line[:40]!r}, expected 'rank N:' or 'serve N:' in ascending order")
+            raise PlanError(f"not a plan: line {number} starts {line[:40]!r}, expected 'rank N:' or 'serve N:' in ascending order")
         lanes[kind].append(tuple(_read(word, stage_ranks) for word in words.split()))
     return plan_class(
         name=match["name"],
@@ -107,9 +107,9 @@ def _read_sizes(lines: list[str]) -> tuple[Sizes | None, tuple[int | None, ...] 
             else:
                 raise ValueError("stages are not in ascending order, or a line is there twice")
         except ValueError as error:
-            raise PlanError(f"no plan: the sizes in {line[:60]!r} cannot be read: {error}") from error
+            raise PlanError(f"not a plan: the sizes in {line[:60]!r} cannot be read: {error}") from error
     if bool(stages) != (sizes is not None):
-        raise PlanError(f"no plan: sizes of {len(stages)} stages, and {'no' if sizes is None else 'a'} line of static bytes")
+        raise PlanError(f"not a plan: sizes of {len(stages)} stages, and {'no' if sizes is None else 'a'} line of static bytes")
     return None if sizes is None else replace(sizes, stages=tuple(stages)), budgets
 
 

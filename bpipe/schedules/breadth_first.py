@@ -1,8 +1,8 @@
 """Breadth-first (Lamy-Poirier, arXiv 2211.05953): each stage of a rank runs all microbatches before the next one does.
 
-So a rank gathers the weights of one stage at a time, each at most twice a step however many microbatches there are.
+So a rank gathers the weights of one stage at a time, each at most twice per step however many microbatches there are.
 
-p = 2 ranks of v = 2 stages, m = 4 microbatches, a column a stage's forward; a backward takes two:
+p = 2 ranks of v = 2 stages, m = 4 microbatches, one column per forward of a stage; a backward takes two:
 
 rank 0 | 0F0 0F1 0F2 0F3 2F0 2F1 2F2 2F3 ..  ..  ..  2B0 2b0 2B1 2b1 2B2 2b2 2B3 2b3 0B0 0b0 0B1 0b1 0B2 0b2 0B3 0b3
 rank 1 | ..  1F0 1F1 1F2 1F3 3F0 3F1 3F2 3F3 3B0 3b0 3B1 3b1 3B2 3b2 3B3 3b3 1B0 1b0 1B1 1b1 1B2 1b2 1B3 1b3 ..  ..

@@ -35,7 +35,7 @@ def build(
         name: one of `names()`; `rules()` describes each.
         num_stages: the stages of all ranks together, at least 1.
         num_microbatches: m, at least 1; some schedules take only certain numbers.
-        num_ranks: p; default: `num_stages` where the schedule takes one stage a rank, half of that where it takes several.
+        num_ranks: p; default: `num_stages` where the schedule takes one stage per rank, half of that where it takes several.
         slots: the budget in microbatches of one stage, one number or one for each rank (None: no limit); any schedule can be
             balanced. Default: ceil((p+2)/2) for "balanced_1f1b", none for the others.
         pairs: the rank to which each rank evicts; default p-1-x.

@@ -1,8 +1,8 @@
-"""DualPipeV (DeepSeek's DualPipe, arXiv 2412.19437, cut in half): two stages a rank in a V, forwards paired with backwards.
+"""DualPipeV (DeepSeek's DualPipe, arXiv 2412.19437, cut in half): two stages per rank in a V, forwards paired with backwards.
 
 Where the original overlaps a forward with a backward of the other stage, this schedule runs them one after the other.
 
-p = 2 ranks, m = 4 microbatches, a column a stage's forward; a backward takes two, its halves `I` and `W` one each:
+p = 2 ranks, m = 4 microbatches, one column per forward of a stage; a backward takes two, its halves `I` and `W` one each:
 
 rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3b1 3F2 0B0 0b0 3B2 3b2 3F3 ..  0B1 0b1 3B3 3b3 0I2 0W2 0I3 0W3
 rank 1 | ..  1F0 2F0 1F1 2F1 1F2 2B0 2b0 2F2 1B0 1b0 1F3 2B1 2b1 2F3 1B1 1b1 2B2 2b2 1B2 1b2 2I3 1I3 2W3 1W3

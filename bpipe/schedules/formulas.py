@@ -44,10 +44,10 @@ def check_rule(rule: Rule, num_ranks: int, num_microbatches: int) -> Plan:
         if max(plan.peak_slots) != max(said) or any(found > most for found, most in zip(plan.peak_slots, said)):
             raise PlanError(f"{at}: its peaks are {_numbers(plan.peak_slots)} slots, and its formula says {_numbers(said)}")
     if rule.bubble is not None:
-        told = rule.bubble(*sizes, *[float(stages_per_rank)] * 3)
+        given = rule.bubble(*sizes, *[float(stages_per_rank)] * 3)
         found = simulate(plan, Costs(forward_s=1.0, backward_s=2.0)).bubble_s(0)
-        if found > told + TOLERANCE or (found < told - TOLERANCE and "at most" not in rule.bubble_text):
-            raise PlanError(f"{at}: its bubble is {found:g} forwards of a stage, and its formula says {told:g}")
+        if found > given + TOLERANCE or (found < given - TOLERANCE and "at most" not in rule.bubble_text):
+            raise PlanError(f"{at}: its bubble is {found:g} forwards of a stage, and its formula says {given:g}")
     return plan
 
 

@@ -1,6 +1,6 @@
 """GPipe (Huang et al., arXiv 1811.06965): all forwards, then all backwards.
 
-p = 4 stages, m = 4 microbatches, a column a forward's time; a backward takes two:
+p = 4 stages, m = 4 microbatches, one column per forward's time; a backward takes two:
 
 rank 0 | F0 F1 F2 F3 .. .. .. .. .. .. .. .. .. B0 b0 B1 b1 B2 b2 B3 b3
 rank 1 | .. F0 F1 F2 F3 .. .. .. .. .. .. B0 b0 B1 b1 B2 b2 B3 b3 .. ..

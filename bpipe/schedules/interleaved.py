@@ -1,6 +1,6 @@
-"""Interleaved 1F1B (Narayanan et al., arXiv 2104.04473, 2.2): several stages a rank in a loop, so that the pipeline fills sooner.
+"""Interleaved 1F1B (Narayanan et al., arXiv 2104.04473, 2.2): several stages per rank in a loop, so that the pipeline fills sooner.
 
-p = 3 ranks of v = 2 stages, m = 3 microbatches, a column a stage's forward; a backward takes two:
+p = 3 ranks of v = 2 stages, m = 3 microbatches, one column per forward of a stage; a backward takes two:
 
 rank 0 | 0F0 0F1 0F2 3F0 3F1 3F2 ..  ..  ..  ..  3B0 3b0 ..  3B1 3b1 ..  3B2 3b2 0B0 0b0 0B1 0b1 0B2 0b2
 rank 1 | ..  1F0 1F1 1F2 4F0 4F1 4F2 ..  4B0 4b0 ..  4B1 4b1 ..  4B2 4b2 1B0 1b0 1B1 1b1 1B2 1b2 ..  ..

@@ -1,6 +1,6 @@
 """1F1B (PipeDream-Flush; Narayanan et al., arXiv 2104.04473): one forward, one backward, once the pipeline is full.
 
-p = 4 stages, m = 4 microbatches, a column a forward's time; a backward takes two:
+p = 4 stages, m = 4 microbatches, one column per forward's time; a backward takes two:
 
 rank 0 | F0 F1 F2 F3 .. .. .. .. .. .. B0 b0 .. B1 b1 .. B2 b2 .. B3 b3
 rank 1 | .. F0 F1 F2 .. .. .. .. B0 b0 F3 B1 b1 .. B2 b2 .. B3 b3 .. ..

@@ -21,9 +21,9 @@ Bubble = Callable[[int, int, int, float, float, float], float]
 class Placement(Enum):
     """The rank on which each stage lives."""
 
-    ONE = "one stage a rank"
-    LOOPED = "two or more stages a rank, in a loop"
-    V = "two stages a rank, in a V"
+    ONE = "one stage per rank"
+    LOOPED = "two or more stages per rank, in a loop"
+    V = "two stages per rank, in a V"
 
     def stage_ranks(self, num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
         """Return the rank of each stage: s mod p, or in a V down the ranks and up again.

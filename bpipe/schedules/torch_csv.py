@@ -33,12 +33,12 @@ def from_csv(text: str, name: str = "csv") -> Plan:
     try:
         cells = list(csv.reader(io.StringIO(text)))
     except csv.Error as error:
-        raise PlanError(f"no schedule: the text is no CSV, {error}") from error
+        raise PlanError(f"not a schedule: the text is not CSV, {error}") from error
     rows = [[Action.parse(cell) for cell in row if cell.strip() and not SHARDING.fullmatch(cell.strip())] for row in cells]
     lanes = tuple(tuple(action for action in row if action.op in COMPUTE) for row in rows)
     owners = {action.stage: rank for rank, lane in enumerate(lanes) for action in lane}
     if sorted(owners) != list(range(len(owners))) or not owners:
-        raise PlanError(f"no schedule: stages {sorted(owners)} have computations, expected 0 to {max(owners, default=0)}")
+        raise PlanError(f"not a schedule: stages {sorted(owners)} have computations, expected 0 to {max(owners, default=0)}")
     return communicate(
         Plan(
             name=name,

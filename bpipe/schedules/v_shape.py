@@ -1,9 +1,9 @@
-"""V-Half and V-Min (Qi et al., arXiv 2405.15362): two stages a rank in a V, a half or a third of 1F1B's memory.
+"""V-Half and V-Min (Qi et al., arXiv 2405.15362): two stages per rank in a V, a half or a third of 1F1B's memory.
 
 A microbatch passes down the ranks and up again, forwards and then backwards, at fixed moments; the next one follows six
 units later, in which each rank has its six computations. The slower it passes down, the more microbatches are under way.
 
-p = 4 ranks, m = 3 microbatches, a column a stage's forward, as long as an input half `I` and a weight half `W`. V-Half:
+p = 4 ranks, m = 3 microbatches, one column per forward of a stage, as long as an input half `I` and a weight half `W`. V-Half:
 
 rank 0 | 0F0 0F1 0F2 ..  ..  ..  ..  7F0 7I0 7W0 ..  7F1 7I1 7F2 7I2 0I0 7W1 7W2 0W0 0I1 0W1 0I2 0W2
 rank 1 | ..  1F0 1F1 ..  ..  ..  6F0 1F2 ..  6I0 6F1 6W0 6F2 6I1 1I0 6I2 6W1 1W0 1I1 6W2 1I2 1W1 1W2

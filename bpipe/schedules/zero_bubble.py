@@ -1,6 +1,6 @@
 """ZB-H1 and ZB-H2 (Qi et al., arXiv 2401.10241): backwards in halves, and the weight halves run where a rank would wait.
 
-p = 4 stages, m = 7 microbatches, a column a forward's time, as long as an input half `I` and a weight half `W`. ZB-H1:
+p = 4 stages, m = 7 microbatches, one column per forward's time, as long as an input half `I` and a weight half `W`. ZB-H1:
 
 rank 0 | F0 F1 F2 F3 .. .. .. I0 W0 F4 I1 W1 F5 I2 W2 F6 I3 W3 I4 W4 I5 W5 I6 W6
 rank 1 | .. F0 F1 F2 .. .. I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 F6 I4 W3 I5 W4 I6 W5 W6

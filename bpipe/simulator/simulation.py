@@ -36,7 +36,7 @@ def simulate(plan: Plan, costs: Costs) -> Timeline:
     save in common is static there. If the plan counts slots, all bytes are the costs': then messages take time but no memory,
     and static bytes are known only if `static_bytes` was given.
 
-    Takes a few microseconds and 32 bytes an action.
+    Takes a few microseconds and 32 bytes per action.
 
     Args:
         plan: a verified plan.

@@ -37,7 +37,9 @@ def add_plan(parser: argparse.ArgumentParser, *, num: str | None = None) -> None
     )
     parser.add_argument("--stages", type=whole, help="instead of one of these two, the stages of all ranks together")
     parser.add_argument(
-        "--slots", type=slots, help="most microbatches of a stage on a rank, one number or one a rank with commas ('-': no limit)"
+        "--slots",
+        type=slots,
+        help="most microbatches of a stage on a rank: one number, or one per rank, with commas ('-': no limit)",
     )
 
 
@@ -75,7 +77,7 @@ def add_budget(parser: argparse.ArgumentParser) -> None:
     """Add the options for a budget in bytes, and for how it is kept."""
     group = parser.add_argument_group("budget", "in bytes, static ones included: what does not fit is evicted to ranks with room")
     group.add_argument(
-        "--budget", type=budget, metavar="BYTES", help="one number, one a rank with commas ('-': no limit), or 'lowest'"
+        "--budget", type=budget, metavar="BYTES", help="one number, one per rank, with commas ('-': no limit), or 'lowest'"
     )
     group.add_argument("--parts", type=parts, metavar="N", help="parts of a microbatch that can move by themselves (default: 1)")
     group.add_argument("--inside", action="store_true", help="parts also move inside forwards and backwards")
@@ -88,7 +90,7 @@ def budget(text: str) -> Budget:
 
     budgets = text if text == LOWEST else single(lambda each: one_or_each(each, read))(text)
     if budgets is None:
-        raise argparse.ArgumentTypeError("'-' for all ranks is no budget: leave it out")
+        raise argparse.ArgumentTypeError("'-' for all ranks is not a budget: leave it out")
     return budgets
 
 
@@ -100,7 +102,7 @@ def parts(text: str) -> int:
 
 def whole(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
@@ -190,7 +192,7 @@ def read_plan(path: Path) -> Plan:
         text = path.read_text(encoding="utf-8")
         return Plan.from_text(text) if text.startswith("bpipe-plan") else from_csv(text, "_".join(path.stem.split()))
     except (UnicodeDecodeError, PlanError) as error:
-        raise ConfigurationError(f"{path} is no plan: {error}") from error
+        raise ConfigurationError(f"{path} is not a plan: {error}") from error
 
 
 def is_trace(path: Path) -> bool:

@@ -62,6 +62,6 @@ def sizes_of(plan: Plan, costs: Costs, num_parts: int) -> Sizes:
     return Sizes(stages=stages, static=tuple(static))
 
 
-def told(plan: Plan) -> list[str]:
+def balance_notes(plan: Plan) -> list[str]:
     """Return a line that says what balancing in bytes did, or nothing for a plan that counts slots."""
     return [] if plan.sizes is None else [f"{plan.name} {outcome(plan)}"]

@@ -49,7 +49,7 @@ def load_trace(path: str | os.PathLike[str]) -> list[Timeline]:
     After an error in the run, the steps that all ranks had completed are read.
 
     Raises:
-        ConfigurationError: a file is no trace that bpipe wrote, or a damaged one; or the files of a folder do not belong
+        ConfigurationError: a file is not a trace that bpipe wrote, or a damaged one; or the files of a folder do not belong
             together, or one is missing.
         OSError: there is nothing to read.
     """
@@ -84,14 +84,14 @@ def parse(data: bytes | str, name: str) -> TraceFile:
     """Parse a trace file's text.
 
     Raises:
-        ConfigurationError: it is no trace that bpipe wrote, or a damaged one.
+        ConfigurationError: it is not a trace that bpipe wrote, or a damaged one.
     """
     try:
         return _read(json.loads(data), name)
     except BPipeError as error:
         raise ConfigurationError(f"{name}: {error}") from error
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigurationError(f"{name} is no trace, because it is no JSON: {error}") from error
+        raise ConfigurationError(f"{name} is not a trace, because it is not JSON: {error}") from error
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise ConfigurationError(f"{name} is a damaged trace: {type(error).__name__}, {error}") from error
 
@@ -104,7 +104,7 @@ def _read(trace: Any, name: str) -> TraceFile:
             "so that they cannot be compared: trace the steps again"
         )
     if not isinstance(about, dict) or about.get("format") != FORMAT:
-        raise ConfigurationError(f"no trace that this version of bpipe wrote: otherData.format is not {FORMAT!r}")
+        raise ConfigurationError(f"not a trace that this version of bpipe wrote: otherData.format is not {FORMAT!r}")
     plans = [_Places(Plan.from_text(text)) for text in about["plans"]]
     drafts = [_Draft(header, _item(plans, header["plan"], "plan")) for header in about["timelines"]]
     for event in trace["traceEvents"]:
@@ -192,7 +192,7 @@ class _Draft:
             raise ConfigurationError(f"a damaged trace: times of rank {rank}, which is not among {self._header['ranks']}")
         is_device = event["cat"] == DEVICE
         if args["action"] not in (self._places.of_computations[rank] if is_device else self._places.of_rank[rank]):
-            raise ConfigurationError(f"{args['action']} is no action of rank {rank} in the plan {self._plan.name}")
+            raise ConfigurationError(f"{args['action']} is not an action of rank {rank} in the plan {self._plan.name}")
         begin_ns = round(event["ts"] * 1000) - self._header["start_ns"]
         end_ns = begin_ns + (args["ns"] if "ns" in args else round(event["dur"] * 1000))
         if is_device:

@@ -50,7 +50,7 @@ def _read(text: str, units: Mapping[str, float], expected: str) -> float:
     except ValueError:
         number = float("nan")
     if match is None or match[2].lower() not in units or not isfinite(number):
-        raise ConfigurationError(f"{text!r} is no number of {expected}")
+        raise ConfigurationError(f"{text!r} is not a number of {expected}")
     return number * units[match[2].lower()]
 
 

@@ -146,7 +146,7 @@ def compose(timelines: Sequence[Timeline], *, title: str | None = None, window: 
 
 
 def knows_bytes(timeline: Timeline) -> bool:
-    """Return whether a timeline knows what ranks hold in bytes; a simulated training step does if told what microbatches save."""
+    """Return whether a timeline knows what ranks hold in bytes; a simulated training step does if its costs say what is saved."""
     is_measured_or_saves_nothing = timeline.source == "measured" or not timeline.plan.has_backward
     peak = timeline.device_peak_bytes if is_measured_or_saves_nothing else timeline.peak_bytes
     return any(map(peak, range(timeline.num_ranks)))

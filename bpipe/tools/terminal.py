@@ -41,7 +41,7 @@ def _needing_rich() -> Iterator[None]:
 
 
 def note(text: str) -> None:
-    """Say what a result leaves out, on standard error, so that it is no part of the result."""
+    """Say what a result leaves out, on standard error, so that it does not get into the result."""
     print(f"bpipe: note: {text}", file=sys.stderr)
 
 

@@ -118,10 +118,10 @@ def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def _check_names(states: Sequence[Mapping[str, Any]], ranks: Ranks) -> None:
     """Raise on all ranks if two stages have different tensors of one name, because one of them would be saved for both."""
     own = [(_key(name, value), value) for state in states for name, value in state.items() if isinstance(value, torch.Tensor)]
-    seen = Counter(chain.from_iterable(json.loads(told) for told in ranks.gather_bytes(_packed([key for key, _ in own]))))
+    seen = Counter(chain.from_iterable(json.loads(data) for data in ranks.gather_bytes(_packed([key for key, _ in own]))))
     sums = [(key, checksum(value), list(value.shape)) for key, value in own if seen[key] > 1]
     values: dict[str, set[str]] = {}
-    for key, *value in chain.from_iterable(json.loads(told) for told in ranks.gather_bytes(_packed(sums))):
+    for key, *value in chain.from_iterable(json.loads(data) for data in ranks.gather_bytes(_packed(sums))):
         values.setdefault(key, set()).add(str(value))
     differing = sorted(key.partition("@")[0] for key, found in values.items() if len(found) > 1)
     if differing:

@@ -41,7 +41,7 @@ def clip_grad_norm_(
     the stages' order. A sharded gradient (DTensor: FSDP2, tensor parallelism) adds its mesh's own total, whose sum has another
     order: equal to a few units in the last place. For weights that FSDP2 has gathered, it takes the gradients of the sharded ones.
 
-    Communicates two all_gathers over the pipeline's group: 48 bytes a rank, and 16 bytes times the most gradients that a rank
+    Communicates two all_gathers over the pipeline's group: 48 bytes per rank, and 16 bytes times the most gradients that a rank
     has; and for DTensors one reduction of a number over each of their meshes. Collective over the pipeline, and over those
     meshes; blocks the host.
 
@@ -155,9 +155,9 @@ def _norm_over(mesh: Any, gradients: Sequence[Any], order: float, foreach: bool 
     nothing = torch.full((), math.inf if order < 0 else 0.0, dtype=dtype, device=local(gradients[0]).device)
     largest = get_total_norm(parts, order, foreach=foreach).to(dtype) if parts else nothing
     for dim in range(mesh.ndim):
-        told = [torch.empty_like(largest) for _ in range(mesh.size(dim))]
-        dist.all_gather(told, largest, group=mesh.get_group(dim))
-        largest = torch.linalg.vector_norm(torch.stack(told), order)  # unlike a reduction, it keeps a NaN
+        gathered = [torch.empty_like(largest) for _ in range(mesh.size(dim))]
+        dist.all_gather(gathered, largest, group=mesh.get_group(dim))
+        largest = torch.linalg.vector_norm(torch.stack(gathered), order)  # unlike a reduction, it keeps a NaN
     return largest
 
 
@@ -182,8 +182,8 @@ def _total(
         ranks: the pipeline's.
     """
     bits = sum({1 << DTYPES.index(norm.dtype) for _, norm in norms})
-    told = torch.tensor([len(norms), bits, refusal is not None, *how], dtype=torch.float64)
-    lengths, dtypes, problems, *hows = torch.stack(ranks.gather(told)).T.tolist()
+    mine = torch.tensor([len(norms), bits, refusal is not None, *how], dtype=torch.float64)
+    lengths, dtypes, problems, *hows = torch.stack(ranks.gather(mine)).T.tolist()
     if any(problems):
         raise refusal or ConfigurationError(f"rank {problems.index(True)} of the group cannot clip: it says why")
     if any(len(set(values)) > 1 for values in hows):

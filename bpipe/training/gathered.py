@@ -1,6 +1,6 @@
 """Find the sharded parameters that gathered ones stand for in a module: FSDP2 swaps them, and trains the sharded ones.
 
-A module has its gathered weights after a forward of the user's own, after `unshard()`, and wherever FSDP was told to keep them.
+A module has its gathered weights after a forward of the user's own, after `unshard()`, and wherever FSDP is set to keep them.
 They have no gradient and no state of the optimizer.
 """
 

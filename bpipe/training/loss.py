@@ -19,10 +19,10 @@ Reduction = Literal["mean", "sum"]
 def share_loss(losses: Sequence[torch.Tensor], *, reduction: Reduction = "mean", group: Any = None) -> float:
     """Give every rank of a pipeline the loss of the step that has just run.
 
-    Communicates one all_gather of 16 bytes a rank over the pipeline's group. Collective; blocks the host.
+    Communicates one all_gather of 16 bytes per rank over the pipeline's group. Collective; blocks the host.
 
     Args:
-        losses: the list that was given to `schedule.step(..., losses=losses)`: one loss a microbatch on the rank of the last
+        losses: the list that was given to `schedule.step(..., losses=losses)`: one loss per microbatch on the rank of the last
             stage, empty on the others.
         reduction: "mean" over the microbatches, or their "sum", for a `loss_fn` that divides by the whole step's number of
             tokens itself. Reduced where the losses are, in their dtype: the number is the same on all ranks.
@@ -42,10 +42,10 @@ def share_loss(losses: Sequence[torch.Tensor], *, reduction: Reduction = "mean",
         raise ConfigurationError(f"reduction={reduction!r}: choose one of {', '.join(map(repr, get_args(Reduction)))}")
     ranks = Ranks(group, f"torch.stack(losses).{reduction}() is the loss")
     mine = [1.0, float(getattr(torch.stack(list(losses)), reduction)())] if losses else [0.0, 0.0]
-    told = torch.stack(ranks.gather(torch.tensor(mine, dtype=torch.float64))).tolist()
-    found = [loss for has_losses, loss in told if has_losses]
+    gathered = torch.stack(ranks.gather(torch.tensor(mine, dtype=torch.float64))).tolist()
+    found = [loss for has_losses, loss in gathered if has_losses]
     if len(found) != 1:
-        having = [rank for rank, (has_losses, _) in enumerate(told) if has_losses]
+        having = [rank for rank, (has_losses, _) in enumerate(gathered) if has_losses]
         raise ConfigurationError(
             f"of the {ranks.size} ranks of the group {having or 'none'} have losses: pass losses=[] to step(), and here what it "
             "became, with the group of one pipeline"

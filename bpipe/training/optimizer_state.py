@@ -118,5 +118,5 @@ def _before_any_step(state: State) -> State:
 
 
 def _has_begun(state: State) -> bool:
-    """Return whether a state is of some step, because one made up before the first is no start for NAdam, ASGD or Rprop."""
+    """Return whether a state is of some step, because one made up before the first cannot start NAdam, ASGD or Rprop."""
     return bool(state.get("step", 1))

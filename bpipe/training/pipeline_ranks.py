@@ -1,4 +1,4 @@
-"""The ranks of a pipeline, for the work between two steps: which ranks they are, and what they tell each other."""
+"""The ranks of a pipeline, for the work between two steps: which ranks they are, and what they exchange."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Ranks:
             ranks: of the group, this one included.
 
         Returns:
-            One tensor a rank, in the order of `ranks`; this rank's is `mine` itself.
+            One tensor per rank, in the order of `ranks`; this rank's is `mine` itself.
         """
         parts = {rank: mine if rank == self.rank else torch.empty_like(mine) for rank in ranks}
         others = [rank for rank in ranks if rank != self.rank]

@@ -44,7 +44,7 @@ class Tie:
     def may_have_sum(self) -> bool:
         """Return whether a sum may still be in the weight's gradient, because backwards add to the tensor that is there.
 
-        Nobody can tell whether that tensor was set to zero in place. This is assumed only for a gradient in a bucket of
+        It is unknown whether that tensor was set to zero in place. This is assumed only for a gradient in a bucket of
         DistributedDataParallel, which gives the same tensor again, once both it and the weight have changed.
         """
         if not self.is_summed():

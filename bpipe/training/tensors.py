@@ -20,7 +20,7 @@ def mesh_of(tensor: Any) -> Any:
 
 
 def local(tensor: Any) -> torch.Tensor:
-    """Return this process's own part: a DTensor's shard, all of any other tensor. It is no copy, and has no graph."""
+    """Return this process's own part: a DTensor's shard, all of any other tensor. It is not a copy and has no graph."""
     own: torch.Tensor = tensor.detach() if mesh_of(tensor) is None else tensor.detach().to_local()
     return own
 

@@ -57,9 +57,9 @@ class TiedWeights:
         gathered = Gathered()
         given = {name: weight if weight is None else gathered.sharded(weight) for name, weight in sorted(weights.items())}
         self.weights = {name: weight for name, weight in given.items() if weight is not None}
-        told = [json.loads(data) for data in self._ranks.gather_bytes(_described(given))]
-        _check_alike(told)
-        holders = {name: [rank for rank, names in enumerate(told) if names[name] is not None] for name in given}
+        reports = [json.loads(data) for data in self._ranks.gather_bytes(_described(given))]
+        _check_alike(reports)
+        holders = {name: [rank for rank, names in enumerate(reports) if names[name] is not None] for name in given}
         self._holders = {name: ranks for name, ranks in holders.items() if len(ranks) > 1}
         self._ties = {name: self._tie(name, ranks[0]) for name, ranks in self._holders.items() if name in self.weights}
         self.copies = [self.weights[name] for name, tie in self._ties.items() if tie.is_copy]
@@ -111,15 +111,15 @@ class TiedWeights:
 
     def _agreed_kinds(self) -> list[list[int]]:
         """Return the kinds of gradient that each weight has on its holders. All ranks raise alike."""
-        told = torch.stack(self._ranks.gather(torch.tensor([self._told(name) for name in self._holders])))
+        reports = torch.stack(self._ranks.gather(torch.tensor([self._described_here(name) for name in self._holders])))
         found: list[list[int]] = []
-        for (name, holders), rows in zip(self._holders.items(), told.unbind(1)):
+        for (name, holders), rows in zip(self._holders.items(), reports.unbind(1)):
             kinds, sums, trained = rows[holders].T.tolist()
             _check_gradients(name, holders, kinds, is_equal=len(set(sums)) == 1, is_trained=any(trained))
             found.append(kinds)
         return found
 
-    def _told(self, name: str) -> tuple[int, int, int]:
+    def _described_here(self, name: str) -> tuple[int, int, int]:
         """Return the kind of gradient of this rank's copy, a sum of the copy's bits, and whether it is trained."""
         weight = self.weights.get(name)
         if weight is None:
@@ -177,12 +177,12 @@ def _looks(weight: nn.Parameter) -> str:
     return f"{list(weight.shape)} {weight.dtype}{placements}, {list(local(weight).shape)} a rank"
 
 
-def _check_alike(told: Sequence[Mapping[str, str | None]]) -> None:
-    if any(names.keys() != told[0].keys() for names in told):
-        seen = ", ".join(f"rank {rank} {sorted(names)}" for rank, names in enumerate(told))
+def _check_alike(reports: Sequence[Mapping[str, str | None]]) -> None:
+    if any(names.keys() != reports[0].keys() for names in reports):
+        seen = ", ".join(f"rank {rank} {sorted(names)}" for rank, names in enumerate(reports))
         raise AgreementError(f"the ranks give other names: {seen}. Give the same ones on all, with None where a rank has no copy.")
-    for name in told[0]:
-        looks = {rank: names[name] for rank, names in enumerate(told) if names[name] is not None}
+    for name in reports[0]:
+        looks = {rank: names[name] for rank, names in enumerate(reports) if names[name] is not None}
         if ON_META in looks.values():
             raise ConfigurationError(f"{name!r} is on the meta device: make TiedWeights when the parameters are initialised")
         if len(set(looks.values())) > 1:

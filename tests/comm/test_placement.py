@@ -111,7 +111,7 @@ def test_stages_of_a_rank(rule: str, stages_per_rank: int | None, expected: tupl
 
 
 def test_places_that_there_are_not() -> None:
-    with pytest.raises(ConfigurationError, match="1f1b takes one stage a rank"):
+    with pytest.raises(ConfigurationError, match="1f1b takes one stage per rank"):
         place(Row(range(4), 1), stages_per_rank=2)
     with pytest.raises(ConfigurationError, match="nothing"):
         place(Row(range(4), 1), rule="nothing")

@@ -326,7 +326,7 @@ ACROSS = {"small": [*SMALL, *LARGE], "large": LARGE}
 
 
 def as_ranks(rank: int, size: str) -> list[Result]:
-    """Cases over gloo, one stage a rank, one schedule after the other."""
+    """Cases over gloo, one stage per rank, one schedule after the other."""
     MESHES.append(init_device_mesh("cpu", (1, NUM_STAGES), mesh_dim_names=("tp", "pp"))["tp"])
     return [as_rank(rank, body, ROWS_OF[size], schedule) for body, schedule in ACROSS[size]]
 

@@ -129,7 +129,7 @@ def test_measured_stages() -> None:
     static = STAGE.static_bytes()
     setup: dict[str, Any] = {"batch": 64, "num_stages": 8, "reserved_bytes": 0, "memory_bytes": static + 1200}
     gains = advise(stage({1: 1.0, 2: 1.6}), **setup)  # plain: 8 x 100 or 16 x 100; balanced: 10 x 100
-    assert first_line(gains).startswith("Balance: ") and "gains 25.0% a stage" in first_line(gains)
+    assert first_line(gains).startswith("Balance: ") and "gains 25.0% per stage" in first_line(gains)
     assert {one.recomputation for one in gains.candidates} == {"as measured"}
     assert first_line(advise([stage({1: 1.0, 2: 2.0})] * 8, **(setup | {"num_stages": None}))).startswith(
         "Don't balance: it allows"

@@ -165,13 +165,13 @@ def test_the_ideal_gain_is_the_same_whatever_the_given_link(nodes: list[int] | N
 def test_the_first_line_stands_alone_and_the_table_is_there() -> None:
     advice = advise(MODEL, **SETUP)
     text = str(advice)
-    assert first_line(advice).endswith(".") and "small on toy: 8 stages, 32 sequences a step" in text
+    assert first_line(advice).endswith(".") and "small on toy: 8 stages, 32 sequences per step" in text
     assert "1f1b balanced, 5 slots" in text and "Assumed:" in text and "45%" in text
     assert "measure it with bpipe.profile" in advice.verdict.replace("\n", " ")
     assert max(map(len, text.split("\n\n")[1].splitlines())) <= 120
 
 
 def test_assumed_efficiency_is_told_and_a_measured_one_is_not() -> None:
-    assert "assumed, and nobody measured it" in advise(MODEL, memory_bytes=between(1), **SETUP).verdict
+    assert "assumed, not measured" in advise(MODEL, memory_bytes=between(1), **SETUP).verdict
     assert "taken for every size" in advise(MODEL, memory_bytes=between(1), efficiency=0.4, **SETUP).verdict
     assert "efficiency" not in advise(MODEL, memory_bytes=between(1), efficiency={1: 0.4, 2: 0.4}, **SETUP).verdict

@@ -70,7 +70,7 @@ def changed(name: str, value: object) -> str:
     ids=lambda text: repr(text)[:20],
 )
 def test_json_that_is_no_profile(text: Any) -> None:
-    with pytest.raises(ConfigurationError, match="no profile"):
+    with pytest.raises(ConfigurationError, match="not a profile"):
         Profile.from_json(text)
 
 
@@ -78,7 +78,7 @@ def test_json_that_is_no_profile(text: Any) -> None:
     st.sampled_from(sorted(set(json.loads(STAGE.to_json())) | set(asdict(ONE)))), st.sampled_from([-1, -0.5, True, [], {}, None])
 )
 def test_fields_that_make_no_profile(name: str, value: object) -> None:
-    with pytest.raises(ConfigurationError, match="no profile"):
+    with pytest.raises(ConfigurationError, match="not a profile"):
         Profile.from_json(changed(name, value))
 
 

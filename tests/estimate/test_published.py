@@ -1,7 +1,7 @@
 """Advice agrees with what is published. Each test states its source, its assumptions and its tolerance.
 
 GPT-3 96B throughout: 80 layers, h = 9984, a = 104, s = 2048, vocabulary 51,200, on 32 A100-80GB, t = 4, p = 8, sequence parallel,
-18 bytes a parameter, 4 of 80 GiB set aside, 128 sequences a step.
+18 bytes a parameter, 4 of 80 GiB set aside, 128 sequences per step.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def test_a_stage_ratio_of_142_makes_135() -> None:
     assert advice.best_plain is not None and advice.best_balanced is not None
     assert advice.best_plain.step_s / advice.best_balanced.step_s == pytest.approx(1.35, rel=0.01)
     assert advice.verdict.startswith("Balance: 35")
-    assert "gains 42.0% a stage and costs 4.9% in bubble" in advice.verdict.splitlines()[0]
+    assert "gains 42.0% per stage and costs 4.9% in bubble" in advice.verdict.splitlines()[0]
     assert "upper bound" in advice.estimate.assumptions
 
 
@@ -125,7 +125,8 @@ def test_llama_65b_with_flash_attention_does_not_gain() -> None:
     """
     advice = advise("llama-65b", sequence=4096, efficiency=0.45, **SETUP)
     assert advice.verdict.splitlines()[0] == (
-        "Don't balance: it allows microbatch 2 instead of 1; the larger microbatch gains nothing a stage and costs 4.9% in bubble."
+        "Don't balance: it allows microbatch 2 instead of 1; "
+        "the larger microbatch gains nothing per stage and costs 4.9% in bubble."
     )
     assert advice.best is advice.best_plain
 
@@ -134,7 +135,7 @@ def test_4_percent_a_stage_are_less_than_5_in_bubble() -> None:
     """Source: issue, its example of an honest verdict. Efficiencies in the ratio 1.04. Tolerance: the digit shown."""
     advice = advise("gpt3-96b", efficiency={1: 0.45, 2: 0.45 * 1.04}, **SETUP)
     assert advice.verdict.splitlines()[0] == (
-        "Don't balance: it allows microbatch 2 instead of 1; the larger microbatch gains 4.0% a stage and costs 4.9% in bubble."
+        "Don't balance: it allows microbatch 2 instead of 1; the larger microbatch gains 4.0% per stage and costs 4.9% in bubble."
     )
 
 
@@ -159,7 +160,7 @@ def test_which_links_hide_evictions(name: str, t: int, gb_per_s: float, hides_ov
     ("link", "text"),
     [
         ("nvlink3", "Over the link's 300 GB/s they hide: the step is 1.000 times"),
-        ("pcie4", "Over the link's 25 GB/s a rank waits 1.8 s a step for them, and the step is 1.000 times that of the same"),
+        ("pcie4", "Over the link's 25 GB/s a rank waits 1.8 s per step for them, and the step is 1.000 times that of the same"),
         (10e9, "and the step is 1.061 times that of the same microbatches without them."),
     ],
 )

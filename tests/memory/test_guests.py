@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from bpipe.memory.host_buffers import HostRooms
 from bpipe.memory.remote_buffers import Rooms
-from bpipe.plan.rooms import Guest, Reserved, reserve
+from bpipe.plan.action import PartKey
+from bpipe.plan.rooms import Reserved, reserve
 from bpipe.schedules import Action, Op
 
 CPU = torch.device("cpu")
@@ -22,7 +23,7 @@ def rooms(sizes: list[int], room_of: dict[int, int], *, in_bytes: bool = True) -
     return Rooms(reserved, CPU, in_bytes=in_bytes)
 
 
-def guest(microbatch: int) -> Guest:
+def guest(microbatch: int) -> PartKey:
     return 0, microbatch, 0
 
 
@@ -76,7 +77,7 @@ def test_clear() -> None:
 
 
 @pytest.mark.parametrize("stranger", [(0, 1, 0), (1, 0, 0), (0, 0, 1)])
-def test_a_stranger_has_no_room(stranger: Guest) -> None:
+def test_a_stranger_has_no_room(stranger: PartKey) -> None:
     with pytest.raises(KeyError):
         rooms([8, 8], {0: 0}).take(stranger, [8])
 

@@ -147,7 +147,7 @@ stage  rank  modules                       forward ms  backward ms  saved MiB  s
     0     0  layers.0, layers.1, layers.2       4.000        8.000       2.50        3.00
     1     1  layers.3, layers.4, layers.5       5.000       10.000       2.50        3.00
 1f1b, 4 microbatches: a step of 72 ms, simulated
-slowest: rank 1, 15 ms a microbatch; fullest: rank 0, 8.00 MiB"""
+slowest: rank 1, 15 ms per microbatch; fullest: rank 0, 8.00 MiB"""
 
 
 @pytest.mark.parametrize(

@@ -207,7 +207,7 @@ def test_every_problem_is_listed() -> None:
     with pytest.raises(ConfigurationError) as raised:
         bpipe.split_model(Transformer(3), [["embed", "blocks.7"], [], ["blok.1", "head", "head"]])
     assert str(raised.value).splitlines() == [
-        "these 3 stages are no split of the model:",
+        "these 3 stages are not a split of the model:",
         "  stage 0 names 'blocks.7', which the model does not have: 'blocks.2'?",
         "  stage 1 is empty",
         "  stage 2 names 'blok.1', which the model does not have: 'blocks.1'?",

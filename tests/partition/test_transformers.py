@@ -191,7 +191,7 @@ def test_what_cannot_be_cut() -> None:
     small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     t5 = transformers.T5Config(d_model=16, d_ff=16, num_layers=2, num_heads=2, vocab_size=9)
     for model, message in (
-        (nn.Linear(2, 2), "it is no model of transformers"),
+        (nn.Linear(2, 2), "it is not a model of transformers"),
         (transformers.T5ForConditionalGeneration(t5), "it has an encoder and a decoder"),
         (transformers.ViTModel(transformers.ViTConfig(**small)), "its forward takes no inputs_embeds"),
         (transformers.AlbertModel(transformers.AlbertConfig(**SIZES, embedding_size=8)), "has 0 lists of 4 layers"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bpipe.errors import BudgetError
 from bpipe.passes.balance.balance import balance, minimize_peak
-from bpipe.plan.pieces import in_pieces
+from bpipe.passes.pieces import in_pieces
 from bpipe.schedules import Costs, Destinations, Link, Op, Plan, Sizes, StageSizes, finish
 from tests.schedules.strategies import orders
 

@@ -15,8 +15,8 @@ from bpipe.passes.balance.balance import balance
 from bpipe.passes.communicate import communicate, computations_only, forward_only
 from bpipe.passes.evict_or_recompute import evict_or_recompute
 from bpipe.passes.fit import FINENESS
+from bpipe.passes.pieces import in_pieces
 from bpipe.passes.recompute import recompute
-from bpipe.plan.pieces import in_pieces
 from bpipe.schedules import Costs, Link, Plan, Sizes, StageSizes, build, finish, simulate
 from tests.schedules.replay import occupied_bytes, replay
 from tests.schedules.sized import destinations, links, sizes_of

@@ -11,9 +11,9 @@ from bpipe.errors import ConfigurationError
 from bpipe.passes.balance.balance import balance, minimize_peak
 from bpipe.passes.communicate import communicate, computations_only, forward_only
 from bpipe.passes.one_at_a_time import one_at_a_time
+from bpipe.passes.pieces import in_pieces
 from bpipe.passes.pipeline import PHASES, Pass, Phase, Pipeline
 from bpipe.passes.recompute import recompute
-from bpipe.plan.pieces import in_pieces
 from bpipe.schedules import Plan, Sizes, build, finish, verify
 
 PLAN = build("1f1b", 4, 8)

@@ -156,9 +156,9 @@ def test_static_bytes_are_no_debt() -> None:
 @pytest.mark.parametrize("name", ["", "two words", " x", "x\n", "a\u2028b", "\t"])
 def test_a_name_that_could_not_be_read_back_is_refused(name: str) -> None:
     plan = build("1f1b", 2, 2)
-    with pytest.raises(PlanError, match="is no word"):
+    with pytest.raises(PlanError, match="is not a single word"):
         verify(replace(plan, name=name))
-    with pytest.raises(PlanError, match="is no word"):
+    with pytest.raises(PlanError, match="is not a single word"):
         from_csv(plan.to_csv(), name)
 
 

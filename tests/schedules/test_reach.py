@@ -11,7 +11,7 @@ import pytest
 
 from bpipe.passes.balance.balance import balance, minimize_peak
 from bpipe.passes.communicate import computations_only
-from bpipe.plan.pieces import in_pieces
+from bpipe.passes.pieces import in_pieces
 from bpipe.schedules import Costs, Link, Op, Plan, Sizes, StageSizes, build, finish, simulate
 from tests.schedules.exact import fewest_bytes
 from tests.schedules.instances import Instance, some

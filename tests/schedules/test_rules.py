@@ -326,12 +326,16 @@ def test_orders_take_a_time_near_to_linear() -> None:
 @pytest.mark.parametrize(
     ("arguments", "num_ranks", "message"),
     [
-        (("1f1b", 8, 8), 4, "1f1b takes one stage a rank: 8 stages on 4 ranks do not fit, 4 would"),
-        (("zb_h1", 4, 8), 8, "zb_h1 takes one stage a rank: 4 stages on 8 ranks do not fit, 8 would"),
-        (("zbv", 7, 8), None, "zbv takes two stages a rank, in a V: 7 stages on 3 ranks do not fit, 6 would"),
-        (("zbv", 1, 8), None, "zbv takes two stages a rank, in a V: 1 stages on 1 ranks do not fit, 2 would"),
+        (("1f1b", 8, 8), 4, "1f1b takes one stage per rank: 8 stages on 4 ranks do not fit, 4 would"),
+        (("zb_h1", 4, 8), 8, "zb_h1 takes one stage per rank: 4 stages on 8 ranks do not fit, 8 would"),
+        (("zbv", 7, 8), None, "zbv takes two stages per rank, in a V: 7 stages on 3 ranks do not fit, 6 would"),
+        (("zbv", 1, 8), None, "zbv takes two stages per rank, in a V: 1 stages on 1 ranks do not fit, 2 would"),
         (("v_min", 12, 8), 4, "12 stages on 4 ranks do not fit, 8 would"),
-        (("breadth_first", 4, 8), 4, "breadth_first takes two or more stages a rank, in a loop: 4 stages on 4 ranks do not fit, 8"),
+        (
+            ("breadth_first", 4, 8),
+            4,
+            "takes two or more stages per rank, in a loop: 4 stages on 4 ranks do not fit, 8 would",
+        ),
         (("interleaved_1f1b", 9, 8), 4, "9 stages on 4 ranks do not fit, 8 would"),
         (("interleaved_1f1b", 8, 6), 4, "takes a multiple of p microbatches: 6 on p = 4 ranks do not fit, 8 would"),
         (("dualpipe_v", 8, 7), None, "dualpipe_v takes 2p or more microbatches: 7 on p = 4 ranks do not fit, 8 would"),

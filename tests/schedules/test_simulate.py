@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from bpipe.errors import ConfigurationError, PlanError
 from bpipe.passes.balance.balance import balance
 from bpipe.passes.communicate import computations_only
+from bpipe.passes.pieces import in_pieces
 from bpipe.plan.action import HOST
 from bpipe.plan.destinations import Destinations
-from bpipe.plan.pieces import in_pieces
 from bpipe.schedules import Action, Costs, Link, Op, Plan, Sizes, StageSizes, build, finish, simulate
 from bpipe.schedules.by_name import forward_plan
 from bpipe.simulator.critical import critical_path

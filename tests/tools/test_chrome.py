@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from bpipe.errors import BPipeError, ConfigurationError
 from bpipe.passes.balance.balance import minimize_peak
 from bpipe.passes.communicate import computations_only
+from bpipe.passes.pieces import in_pieces
 from bpipe.plan.action import HOST
-from bpipe.plan.pieces import in_pieces
 from bpipe.schedules import Action, Costs, Destinations, Link, Op, Sizes, build, finish, simulate
 from bpipe.simulator.timeline import Lane, Timeline
 from bpipe.tools.chrome import Origin, lines, save_trace
@@ -340,7 +340,7 @@ DAMAGES: list[tuple[str, Damage]] = [
     ("is not 'bpipe-trace 2'", lambda trace: trace.pop("otherData")),
     ("is not 'bpipe-trace 2'", lambda trace: trace["otherData"].update(format="bpipe-trace 0")),
     ("an earlier bpipe, 'bpipe-trace 1'.* trace .* again", lambda trace: trace["otherData"].update(format="bpipe-trace 1")),
-    ("no plan: the first line is", lambda trace: trace["otherData"].update(plans=["1f1b"])),
+    ("not a plan: the first line is", lambda trace: trace["otherData"].update(plans=["1f1b"])),
     ("there is no plan 7 among 2", lambda trace: trace["otherData"]["timelines"][0].update(plan=7)),
     ("damaged", lambda trace: trace["otherData"].pop("timelines")),
     ("damaged", lambda trace: trace["otherData"]["timelines"].append(3)),
@@ -353,7 +353,7 @@ DAMAGES: list[tuple[str, Damage]] = [
     ("damaged", lambda trace: first(trace)["args"].update(activation_bytes=2**64)),
     ("damaged", lambda trace: first(trace)["args"].update(action=[])),
     ("there is no timeline -1 among 2", lambda trace: first(trace)["args"].update(timeline=-1)),
-    ("9F9 is no action of rank 0 in the plan", lambda trace: first(trace)["args"].update(action="9F9")),
+    ("9F9 is not an action of rank 0 in the plan", lambda trace: first(trace)["args"].update(action="9F9")),
     ("times of rank 1, which is not among", lambda trace: first(trace).update(pid=2)),
     ("there twice", lambda trace: trace["traceEvents"].append(first(trace))),
     ("no times of 0F0 on rank 0", lambda trace: trace["traceEvents"].remove(first(trace))),
@@ -375,7 +375,7 @@ def test_damaged_files(path, said, damage):
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"3", b'"trace"', b"\xff\xfe", b"[" * 10**5, b'{"traceEvents": []}'])
 def test_files_that_are_no_traces(path, text):
     path.write_bytes(text)
-    with pytest.raises(ConfigurationError, match="no trace"):
+    with pytest.raises(ConfigurationError, match="not a trace"):
         load_trace(path)
 
 

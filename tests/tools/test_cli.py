@@ -94,7 +94,7 @@ def test_check_knows_sound_plans_broken_ones_and_what_is_none(capsys, tmp_path: 
     code, out, _ = run(capsys, "check", str(broken))
     assert code == 1 and "0F3 is missing" in out.splitlines()[0]
     code, _, err = run(capsys, "check", str(other))
-    assert code == 2 and err.startswith(f"bpipe: {other} is no plan: ") and err.count("\n") == 1
+    assert code == 2 and err.startswith(f"bpipe: {other} is not a plan: ") and err.count("\n") == 1
 
 
 def test_simulate_gives_the_numbers_of_the_timeline(capsys):
@@ -407,7 +407,7 @@ def test_env_names_what_is_here(capsys):
         (["show", "balanced_1f1"], "did you mean 'balanced_1f1b'"),
         (["show", "1f1b"], "--ranks 4 --microbatches 8"),
         (["show", "zbv", "-m", "8", "-v", "2"], "--ranks 4 --microbatches 8"),
-        (["show", "1f1b", *SMALL, "-v", "2"], "1f1b takes one stage a rank: 8 stages on 4 ranks do not fit, 4 would"),
+        (["show", "1f1b", *SMALL, "-v", "2"], "1f1b takes one stage per rank: 8 stages on 4 ranks do not fit, 4 would"),
         (["show", "zbv", "--stages", "7", "-m", "8"], "7 stages on 3 ranks do not fit, 6 would"),
         (["show", "zbv", *SMALL, "--stages", "8", "-v", "2"], "leave one out"),
         (["show", "interleaved_1f1b", "-p", "4", "-m", "6"], "takes a multiple of p microbatches"),
@@ -420,21 +420,21 @@ def test_env_names_what_is_here(capsys):
         (["simulate", *SIZED, "--budget", "lowest", "--inside"], "give --parts of at least 2"),
         (["simulate", *SIZED, "--budget", "lowest", "--slots", "3"], "--slots and --budget"),
         (["simulate", *SIZED, "--budget", "1GiB,2GiB"], "one for each of 4 ranks"),
-        (["simulate", *SIZED, "--budget", "low"], "'low' is no number of bytes"),
-        (["simulate", *SIZED, "--budget=-"], "is no budget: leave it out"),
+        (["simulate", *SIZED, "--budget", "low"], "'low' is not a number of bytes"),
+        (["simulate", *SIZED, "--budget=-"], "is not a budget: leave it out"),
         (["simulate", *SIZED, "--budget", "lowest", "--parts", "65"], "more than 64 gain nothing more"),
         (["simulate", *SIZED, "--budget", "lowest", "--movable", "4GiB"], "would move"),
         (["simulate", "trace.json", "--budget", "lowest"], "was measured as it is: leave --budget out"),
-        (["show", "1f1b", "-p", "0", "-m", "8"], "'0' is no whole number of at least 1"),
-        (["show", "1f1b", "-p", "four", "-m", "8"], "'four' is no whole number"),
+        (["show", "1f1b", "-p", "0", "-m", "8"], "'0' is not a whole number of at least 1"),
+        (["show", "1f1b", "-p", "four", "-m", "8"], "'four' is not a whole number"),
         (["show", "1f1b", "--from", "-1", *SMALL], "--from -1"),
         (["show", "balanced_1f1b", *SMALL, "--slots", "2"], "smallest budget that works here is slots=3"),
-        (["show", "balanced_1f1b", *SMALL, "--slots", "1,x"], "'x' is no whole number"),
+        (["show", "balanced_1f1b", *SMALL, "--slots", "1,x"], "'x' is not a whole number"),
         (["show", "1f1b", *SMALL, "--colour"], "unrecognized arguments"),
-        (["simulate", "1f1b", *SMALL, "--forward", "3parsecs"], "'3parsecs' is no number of seconds"),
-        (["simulate", "1f1b", *SMALL, "--saved", "1e"], "'1e' is no number of bytes"),
+        (["simulate", "1f1b", *SMALL, "--forward", "3parsecs"], "'3parsecs' is not a number of seconds"),
+        (["simulate", "1f1b", *SMALL, "--saved", "1e"], "'1e' is not a number of bytes"),
         (["simulate", "1f1b", *SMALL, "--forward", "1,2"], "forward_s has 2 entries"),
-        (["simulate", "1f1b", *SMALL, "--forward", "-1"], "'-1' is no number of seconds"),
+        (["simulate", "1f1b", *SMALL, "--forward", "-1"], "'-1' is not a number of seconds"),
         (["simulate", "1f1b", *SMALL, "--bandwidth", "0"], "bytes_per_s"),
         (["simulate", "1f1b", *SMALL, "--ranks-per-node", "3"], "4 stages do not fill nodes of 3"),
         (["simulate", "1f1b", *SMALL, "--out", "picture.bmp"], ".bmp"),
@@ -443,7 +443,7 @@ def test_env_names_what_is_here(capsys):
         (["simulate", "1f1b", *SMALL, "--forward", "1e308"], "forward_s=1e+308"),
         (["simulate", "1f1b", *SMALL, "--saved", "1e308"], "saved_bytes="),
         (["simulate", "1f1b", *SMALL, "--saved", "1", "--movable", "2"], "stage 0 would move 2 bytes and saves 1"),
-        (["simulate", "1f1b", *SMALL, "--latency", "1,2"], "'1,2' is no number of seconds"),
+        (["simulate", "1f1b", *SMALL, "--latency", "1,2"], "'1,2' is not a number of seconds"),
         (["simulate", "1f1b", *SMALL, "--bandwidth=--"], "--bandwidth=-- gives no value"),
         (["simulate", "1f1b", *SMALL, "--cross-bandwidth", "1GB/s"], "--cross-bandwidth needs --ranks-per-node"),
         (["simulate", "1f1b", *SMALL, "--step", "3"], "--step is of a trace"),

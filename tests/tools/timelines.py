@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from bpipe.passes.balance.balance import minimize_peak
 from bpipe.passes.communicate import computations_only
-from bpipe.plan.pieces import in_pieces
+from bpipe.passes.pieces import in_pieces
 from bpipe.schedules import Costs, Destinations, Link, Plan, Sizes, Timeline, build, finish, gpipe, rules, simulate
 from tests.schedules.sized import sized_plans
 from tests.schedules.strategies import computations, plans

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from bpipe.passes.balance.balance import balance, minimize_peak
 from bpipe.passes.communicate import computations_only
+from bpipe.passes.pieces import in_pieces
 from bpipe.plan.destinations import Destinations
-from bpipe.plan.pieces import in_pieces
 from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import Sizes
 from bpipe.simulator.costs import Costs

@@ -56,7 +56,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--ranks-per-node", type=whole, metavar="N", help="stages on a node; stages x and p-1-x share one")
     machine.add_argument("--num-devices", type=whole, metavar="N", help="over which pipelines are repeated")
     run = parser.add_argument_group("run")
-    run.add_argument("--batch", type=whole, required=True, metavar="N", help="sequences a step")
+    run.add_argument("--batch", type=whole, required=True, metavar="N", help="sequences per step")
     run.add_argument("--stages", type=several(whole), metavar="P", help="one or several to compare, such as 4,8")
     run.add_argument("--tensor-parallel", type=whole, default=1, metavar="T", help="devices of a stage (default: 1)")
     run.add_argument("--no-sequence-parallel", action="store_true", help="norms and dropout are not cut over them")

@@ -9,7 +9,7 @@ from bpipe.errors import PlanError
 from bpipe.plan.grid import head
 from bpipe.schedules import verify
 from bpipe.tools.arguments import read_plan
-from bpipe.tools.balancing import told
+from bpipe.tools.balancing import balance_notes
 from bpipe.tools.result import Result
 from bpipe.tools.summary import peak_bytes_of, unknown_of
 
@@ -20,7 +20,7 @@ EXAMPLES = """examples:
   bpipe check schedule.csv && echo sound
 
 FILE is a plan's text (plan.to_text()), a CSV that torch.distributed.pipelining reads, or a trace.
-Exit code 0: sound; 1: it breaks a rule; 2: it is no plan."""
+Exit code 0: sound; 1: it breaks a rule; 2: it is not a plan."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> Result:
     count = sum(map(len, (*plan.actions, *plan.served)))
     data = {"file": str(args.file), "is_sound": True, "name": plan.name, "num_actions": count, "peak_slots": plan.peak_slots}
     data |= {**peak_bytes_of(plan), "budgets": plan.budgets}
-    said = [*told(plan), *unknown_of(plan, is_balanced_here=False)]
+    said = [*balance_notes(plan), *unknown_of(plan, is_balanced_here=False)]
     return Result(
         data=data,
         shown=lambda: [head(plan), *said, f"sound: {count} actions, each proven to be in its place"],

@@ -15,7 +15,7 @@ from bpipe.errors import ConfigurationError
 from bpipe.plan.amounts import show_bytes
 from bpipe.schedules import Timeline
 from bpipe.tools.arguments import add_budget, add_costs, add_plan, is_file, timeline_of
-from bpipe.tools.balancing import told
+from bpipe.tools.balancing import balance_notes
 from bpipe.tools.draw import SUFFIXES
 from bpipe.tools.output import check_out, write
 from bpipe.tools.quantities import show_seconds
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> Result:
     written = write(timelines[0], args.out, other=timelines[1])
     files = [schedule if is_file(schedule) else None for schedule in args.schedule]
     found = [{**data_of(timeline), "file": file} for timeline, file in zip(timelines, files)]
-    said = [line for timeline in timelines for line in told(timeline.plan)]
+    said = [line for timeline in timelines for line in balance_notes(timeline.plan)]
     said += [*unknown(found), *unlike(timelines, args)]
     return Result(data=found, shown=lambda: [compared(found), *ranked(found), *said, *written])
 

@@ -1,8 +1,8 @@
-"""Run on this machine's GPUs, in ten minutes at most, what nobody can run without one, and write a page of verdicts.
+"""Run on this machine's GPUs, in ten minutes at most, what cannot run without one, and write a page of verdicts.
 
-It takes 1, 2, 4 or 8 GPUs that nobody else uses, each with some 24 GiB free. Gradients are compared to the bit, memory with torch's
-allocator, balanced steps with plain ones. Each check is a process of its own with a time limit: one that crashes or hangs is a
-verdict, too. The page, bpipe-gpu.md, names neither the machine nor its folders, and is made to be pasted into an issue.
+It takes 1, 2, 4 or 8 GPUs that are otherwise idle, each with some 24 GiB free. Gradients are compared to the bit, memory with
+torch's allocator, balanced steps with plain ones. Each check is a process of its own with a time limit: a crash or a hang is
+a verdict, too. The page, bpipe-gpu.md, names neither the machine nor its folders, and is made to be pasted into an issue.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from bpipe.tools.arguments import add_budget, add_costs, add_plan, single, timeline_of
-from bpipe.tools.balancing import told
+from bpipe.tools.balancing import balance_notes
 from bpipe.tools.draw import SUFFIXES
 from bpipe.tools.output import check_out, write
 from bpipe.tools.quantities import seconds_of
@@ -35,4 +35,4 @@ def run(args: argparse.Namespace) -> Result:
     is_part = args.begin is not None or args.end is not None
     window = (args.begin or 0.0, timeline.makespan_s if args.end is None else args.end) if is_part else None
     written = write(timeline, args.out, window=window)
-    return Result(data={"file": str(args.out)}, shown=lambda: [*told(timeline.plan), *written])
+    return Result(data={"file": str(args.out)}, shown=lambda: [*balance_notes(timeline.plan), *written])

@@ -1,6 +1,6 @@
 """List the schedules: where their stages live, what a rank holds, and how long it waits.
 
-p ranks, m microbatches, v stages a rank, x a rank; F, I and W the seconds that a rank's stages take for a microbatch's forward
+p ranks, m microbatches, v stages per rank, x a rank; F, I and W the seconds that a rank's stages take for a microbatch's forward
 and the two halves of its backward, B = I + W.
 """
 

@@ -1,4 +1,4 @@
-"""Draw a schedule's grid: a row a rank, a column a forward's time.
+"""Draw a schedule's grid: one row per rank, one column per forward's time.
 
 F0 is a forward of microbatch 0, B0 b0 its backward, I0 and W0 the halves of one; 4F0 is of stage 4, where a rank has several.
 Under a rank that evicts, >1 is where microbatch 1, or parts of it, leaves and <1 where it comes back; ^1 and v1 to and from
@@ -16,7 +16,7 @@ from bpipe.passes.balance.outcome import unbalanced_peaks
 from bpipe.plan.grid import head, num_fitting, rows
 from bpipe.schedules import Plan
 from bpipe.tools.arguments import add_budget, add_costs, add_plan, costs_given, costs_of, plan_of, within_budget
-from bpipe.tools.balancing import told
+from bpipe.tools.balancing import balance_notes
 from bpipe.tools.result import Result
 from bpipe.tools.summary import peak_bytes_of, unknown_of
 from bpipe.tools.terminal import console
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> Result:
 
 def _shown(plan: Plan, args: argparse.Namespace) -> list[str | Text]:
     lines = _window(plan, args.first, args.columns)
-    said = [*told(plan), *unknown_of(plan, is_balanced_here=args.budget is not None)]
+    said = [*balance_notes(plan), *unknown_of(plan, is_balanced_here=args.budget is not None)]
     return [head(plan), *said, *(map(_coloured, lines) if sys.stdout.isatty() else lines)]
 
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from bpipe.tools.arguments import add_budget, add_costs, add_plan, timeline_of
-from bpipe.tools.balancing import told
+from bpipe.tools.balancing import balance_notes
 from bpipe.tools.output import check_out, write
 from bpipe.tools.result import Result
 from bpipe.tools.summary import data_of, shown_of, unknown
@@ -32,4 +32,4 @@ def run(args: argparse.Namespace) -> Result:
     timeline = timeline_of(args.schedule, args)
     written = write(timeline, args.out)
     data = data_of(timeline)
-    return Result(data=data, shown=lambda: [*shown_of(timeline, data), *told(timeline.plan), *unknown([data]), *written])
+    return Result(data=data, shown=lambda: [*shown_of(timeline, data), *balance_notes(timeline.plan), *unknown([data]), *written])

@@ -30,11 +30,11 @@ def main(arguments: Sequence[str]) -> None:
             _write(found, Path(path))
     except Exception as error:
         traceback.print_exc()
-        found.append(failed(name, told(error)))
+        found.append(failed(name, format_error(error)))
     _write(found, Path(path))
 
 
-def told(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Return what was raised and where, in one line."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" in {Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""

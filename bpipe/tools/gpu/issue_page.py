@@ -58,7 +58,7 @@ def _bare(name: str) -> str:
 def _shown(name: str, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return "unknown" if value is None else str(value)
-    if "_bytes" in name or "bytes a second" in name:
+    if "_bytes" in name or "bytes per second" in name:
         return f"{'-' if value < 0 else ''}{show_bytes(abs(value))}{'/s' if 'second' in name else ''}"
     if name.partition(",")[0].endswith("_s"):
         return show_seconds(value)

@@ -36,7 +36,7 @@ class Seen(NamedTuple):
         said_bytes: `device_peak_bytes`.
         allocated_bytes: the allocator's peak in a step, without what others have.
         moment_bytes: what one microbatch's operations need for a moment beside what they save, measured by itself.
-        rounded_bytes: the part of the allocator's peak that nobody asked for, because it rounds each tensor up.
+        rounded_bytes: the part of the allocator's peak that was not asked for: it rounds each tensor up.
         beside_bytes: what is allocated between steps and is neither bpipe's nor the model's.
         unused_bytes: the peak of what the allocator reserved less the peak of what it allocated: fragments.
     """

@@ -116,7 +116,7 @@ def _equality(found: Sequence[dict[str, Any]], size: Size) -> Verdict:
     for name in names:
         differences = [Difference(**of_rank["differences"][name]) for of_rank in found]
         numbers[f"differing, {name}"] = sum(one.num_differing for one in differences)
-        problems += [told for rank, one in enumerate(differences) for told in one.problems(f"rank {rank}, {name}")]
+        problems += [problem for rank, one in enumerate(differences) for problem in one.problems(f"rank {rank}, {name}")]
     numbers["tensors"] = sum(of_rank["differences"][PLAIN]["num_tensors"] for of_rank in found)
     return judged(_named("equality", size), EQUAL, problems, numbers)
 
@@ -126,7 +126,7 @@ def _memory(found: Sequence[dict[str, Any]], size: Size) -> Verdict:
     numbers: dict[str, Any] = {}
     for name in [PLAIN, *balanced_of(size.num_ranks)]:
         seen = [Seen(**of_rank["memory"][name]) for of_rank in found]
-        problems += [told for rank, one in enumerate(seen) for told in one.problems(f"rank {rank}, {name}")]
+        problems += [problem for rank, one in enumerate(seen) for problem in one.problems(f"rank {rank}, {name}")]
         fullest = max(seen, key=lambda one: one.said_bytes)
         numbers |= {f"{key} of the fullest rank, {name}": value for key, value in fullest._asdict().items()}
     lowest = min(max(of_rank["memory"][name]["allocated_bytes"] for of_rank in found) for name in balanced_of(size.num_ranks))
@@ -151,7 +151,7 @@ def _times(found: Sequence[dict[str, Any]], size: Size, bytes_per_s: float) -> l
         "share of a step that waits for messages, balanced": _share(found, balanced, "messages_s"),
         "forward_s": forward_s,
         "transfer_s": transfer_s,
-        "link, bytes a second": bytes_per_s,
+        "link, bytes per second": bytes_per_s,
         "steps": len(_steps(found, PLAIN)),
     }
     slow = f"a transfer by itself takes {show_seconds(transfer_s)}, a forward {show_seconds(forward_s)}: it cannot be hidden"

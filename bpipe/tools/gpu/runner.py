@@ -50,7 +50,7 @@ def run_all(
     Args:
         limits_s: the seconds that each check may take, by its name.
         size: what to change in the model's size.
-        say: told what begins, and how it ended.
+        say: called with what begins, and how it ended.
         launch: the command that runs a check.
         most_s: the seconds that all together may take.
     """

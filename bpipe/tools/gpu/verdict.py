@@ -10,7 +10,7 @@ from typing import Any
 
 __all__: list[str] = []
 
-MOST_CHARACTERS = 600  # of a reason: the rest of a traceback helps nobody in a table
+MOST_CHARACTERS = 600  # of a reason: the rest of a traceback does not help in a table
 PATH = re.compile(r"(?<![\w.])(?:~|[A-Za-z]:)?(?:[/\\][\w.+@%-]+)+[/\\]([\w.+@%-]+)")
 
 
@@ -79,8 +79,8 @@ def public(text: str) -> str:
     """
     import platform
 
-    told = PATH.sub(r"\1", " ".join(text.split()))
+    clean = PATH.sub(r"\1", " ".join(text.split()))
     name = platform.node()
     if name:
-        told = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", "this machine", told)
-    return told if len(told) <= MOST_CHARACTERS else f"{told[: MOST_CHARACTERS // 2]} ... {told[-MOST_CHARACTERS // 2 :]}"
+        clean = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", "this machine", clean)
+    return clean if len(clean) <= MOST_CHARACTERS else f"{clean[: MOST_CHARACTERS // 2]} ... {clean[-MOST_CHARACTERS // 2 :]}"
