@@ -63,7 +63,9 @@ class Plan:
 
     def compute(self, rank: int) -> list[Action]:
         """Return the forwards and backwards of a rank in order, those in pieces as whole ones."""
-        whole = (a._replace(part=0) if a.part else a for a in self.actions[rank] if a.op in COMPUTE and not self.goes_on(a))
+        whole = (
+            a._replace(part=0) if a.part else a for a in self.actions[rank] if a[0] in COMPUTE and not (a[3] and self.goes_on(a))
+        )
         return list(whole)
 
     def goes_on(self, action: Action) -> bool:

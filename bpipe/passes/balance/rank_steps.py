@@ -58,7 +58,7 @@ class RankSteps:
         self._recomputed = plan.recomputed(rank)
         self._boundaries: list[int] = []  # the step at which the boundary before each whole computation begins
         for action, bytes_or_slots in zip((action for action in self.actions if action.op in COMPUTE), occupied):
-            if not plan.goes_on(action):
+            if not (action.part and plan.goes_on(action)):
                 self._boundaries.append(len(self.steps))
                 previous = self.steps[-1] if self.steps else None
                 if previous is not None and previous.op in BACKWARD and action.op in BACKWARD:
