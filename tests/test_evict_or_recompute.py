@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import bpipe
+from bpipe.errors import ConfigurationError
 from bpipe.passes.communicate import computations_only
 from bpipe.passes.evict_or_recompute import evict_or_recompute
 from bpipe.schedules import Costs, Link, Plan, Sizes, finish
-from tests.models import batch_of, modules_of, mse, single_process
+from tests.models import assert_same, batch_of, in_loopback, modules_of, mse, single_process
+from tests.over import Over
 from tests.test_from_plan import M, P, loop_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -44,3 +48,29 @@ def test_a_plan_that_evicts_and_recomputes_runs(microbatches: tuple[float, ...])
     for rank, schedule in enumerate(schedules):
         assert schedule.stats["peak_bytes"] == schedule.stats["predicted_peak_bytes"]
         assert (schedule.stats["evicted_bytes"] > 0) is bool(mixed.evicted(rank))
+
+
+def test_balanced_evicts_and_recomputes() -> None:
+    _, sizes = measured("quiet")
+    saved = [stage.saved for stage in sizes.stages]
+    budget = [static + int(number * one) for static, one, number in zip(sizes.static, saved, (2.2, 9, 9, 9))]
+    costs = Costs(saved_bytes=saved, link=Link(bytes_per_s=2 * saved[0]))
+    options = {"budget": budget, "by": "evict_or_recompute", "costs": costs}
+    result = in_loopback("quiet", P, M, Over(bpipe.OneFOneB, options), 2)
+    assert_same(result, single_process("quiet", P, M, 2))
+    assert result.stats[0]["evicted_bytes"] > 0
+    assert [one["peak_bytes"] for one in result.stats] == [one["predicted_peak_bytes"] for one in result.stats]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"budget": 2**30}, "give costs=, and a budget in bytes"),
+        ({"budget": "lowest", "costs": Costs()}, "give costs=, and a budget in bytes"),
+        ({"budget": 2**30, "costs": Costs(), "parts": 2, "inside": True}, "computations in pieces cannot be recomputed"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(options: dict[str, Any], reason: str) -> None:
+    stage = bpipe.PipelineStage(modules_of("quiet", 1)[0], 0, 1, "cpu", bpipe.Loopback(1).rank(0))
+    with pytest.raises(ConfigurationError, match=reason):
+        bpipe.Balanced(bpipe.OneFOneB(stage, M, mse), by="evict_or_recompute", **options)

@@ -77,7 +77,9 @@ class Balanced(Schedule):
             backward, on its own rank, with the same random numbers, buffers and attributes of its modules. The two forwards are
             compared: what cannot be restored is a `StageError` (docs/recomputation.md). It costs a forward a microbatch and no
             transfer, and on CUDA one wait at the end of the step. Copies of buffers and attributes are not in the plan's bytes.
-            Stages next to each other on one rank, as in a V, keep theirs.
+            Stages next to each other on one rank, as in a V, keep theirs. "evict_or_recompute" evicts what transfers can hide by
+            `costs`, and recomputes the rest where a simulated step is then shorter, or where no rank has room; it needs `costs`
+            and a budget in bytes.
         measure: "auto", or "in_order": steps that measure keep the schedule's own order in any case. They are balanced by count
             then, as with budget=None, and need the memory for that: on one stage a rank, at most ceil((p+2)/2) microbatches.
         margin: of a stage whose microbatches took different memory in one step (stochastic depth, sizes that depend on data),

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from bpipe.errors import ConfigurationError
 from bpipe.passes.balance.by_bytes import by_bytes
 from bpipe.passes.balance.by_count import by_count
+from bpipe.passes.evict_or_recompute import evict_or_recompute
 from bpipe.passes.recompute import recompute, recompute_by_count
 from bpipe.plan.destinations import Destinations
 from bpipe.schedules import Costs, Plan, Sizes, finish
@@ -18,7 +19,7 @@ __all__: list[str] = []
 
 NamedBudget = Literal["auto", "lowest"]
 Budget = int | Sequence[int | None] | NamedBudget | None
-Way = Literal["evict", "recompute"]
+Way = Literal["evict", "recompute", "evict_or_recompute"]
 Measure = Literal["auto", "in_order"]
 MARGIN = 0.1  # of what a stage saves whose microbatches vary
 MOST_PARTS = 64  # of a microbatch: more gain nothing more
@@ -49,13 +50,15 @@ class Policy:
         if self.inside and self.parts == 1:
             raise ConfigurationError("inside=True moves parts of microbatches inside forwards and backwards: give parts=2 or more")
         if self.by not in get_args(Way):
-            raise ConfigurationError(f"by={self.by!r}: choose 'evict' or 'recompute'")
+            raise ConfigurationError(f"by={self.by!r}: choose 'evict', 'recompute' or 'evict_or_recompute'")
         if self.measure not in get_args(Measure):
             raise ConfigurationError(f"measure={self.measure!r}: choose 'auto' or 'in_order'")
         if isinstance(self.margin, bool) or not isinstance(self.margin, (int, float)) or not 0 <= self.margin < math.inf:
             raise ConfigurationError(f"margin={self.margin!r}: give a share of what a stage saves, at least 0, such as 0.1")
         if self.by == "recompute":
             self._check_recomputing()
+        if self.by == "evict_or_recompute":
+            self._check_both()
         self._check_budget(plan.num_ranks)
         if self.costs is not None:
             self.costs.check(plan)
@@ -91,6 +94,14 @@ class Policy:
         if unused:
             raise ConfigurationError(f"by='recompute' moves nothing and has no use for {', '.join(unused)}: leave them out")
 
+    def _check_both(self) -> None:
+        if self.costs is None or self.budget is None or isinstance(self.budget, str):
+            raise ConfigurationError(
+                "by='evict_or_recompute' compares costs: give costs=, and a budget in bytes"
+            )
+        if self.inside:
+            raise ConfigurationError("by='evict_or_recompute' takes no inside=True: computations in pieces cannot be recomputed")
+
     def _check_sizes(self, sizes: Sizes, plan: Plan) -> None:
         parts = max((len(stage.parts) for stage in sizes.stages), default=0)
         if (len(sizes.stages), len(sizes.static)) != (plan.num_stages, plan.num_ranks) or parts > self.parts:
@@ -101,7 +112,7 @@ class Policy:
 
     def plan_by_count(self, computations: Plan) -> Plan:
         """Make and prove the plan that counts microbatches."""
-        return finish(by_count(computations, self.to) if self.by == "evict" else recompute_by_count(computations))
+        return finish(recompute_by_count(computations) if self.by == "recompute" else by_count(computations, self.to))
 
     def plan_in_bytes(self, computations: Plan, sizes: Sizes, budgets: Sequence[int | None] | None) -> Plan:
         """Make and prove the plan for some sizes, with as little memory as possible if there are no budgets.
@@ -111,6 +122,9 @@ class Policy:
         """
         if self.by == "recompute":
             return finish(recompute(computations, sizes=sizes, budgets=budgets))
+        if self.by == "evict_or_recompute":
+            assert budgets is not None and self.costs is not None, "_check_both asks for them"
+            return finish(evict_or_recompute(computations, sizes=sizes, budgets=budgets, costs=self.costs, to=self.to))
         return finish(by_bytes(computations, sizes, budgets, is_inside=self.inside, to=self.to, costs=self.costs))
 
     def budgets(self, num_ranks: int) -> tuple[int | None, ...]:

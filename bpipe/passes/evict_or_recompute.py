@@ -153,8 +153,8 @@ class _Search:
             return None
         exposed: list[tuple[Which, ...]] = []
         for rank in range(found.num_ranks):
-            settled = solution.settled.get(rank)
-            evictions = () if settled is None else settled.decision.evictions
+            solved = solution.by_rank.get(rank)
+            evictions = () if solved is None else solved.decision.evictions
             late = sorted((e for e in evictions if not e.is_hidden), key=lambda e: e.size, reverse=True)
             able = self._recompute.able(rank)
             exposed.append(tuple(dict.fromkeys(e.which[:2] for e in late if e.which[0] in able)))

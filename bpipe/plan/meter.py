@@ -63,7 +63,11 @@ def occupancy(actions: Sequence[Action], meter: Meter = SLOTS) -> Iterator[int]:
     again = Op.R  # looked up once: a plan has millions of actions
     recomputed = {action.key for action in actions if action[0] is again}
     usual, live = Amounts(meter.takes, meter.gives), 0
+    changes = frozenset().union(*usual, *meter.recomputed)  # the operations that change it
     for action in actions:
+        if action[0] not in changes:
+            yield live
+            continue
         takes, gives = meter.recomputed if recomputed and action.key in recomputed else usual
         taken = takes.get(action[0])
         if taken is not None:

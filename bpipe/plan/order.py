@@ -142,6 +142,7 @@ def _enablers() -> dict[Op, tuple[Op, int]]:
 
 ENABLED_BY = _enablers()
 ENABLERS = frozenset(enabler for enabler, _ in ENABLED_BY.values())
+LINKED = ENABLERS | ENABLED_BY.keys()
 YES, AWAITED = 1, 2  # whether something has happened; 0: it has not, and no lane waits for it
 
 
@@ -176,10 +177,15 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
     """
     lanes = list(enumerate(plan.actions))
     lanes += [(rank, chain) for rank in range(plan.num_ranks) for chain in plan.chains(rank).values()]
+    if order is None:  # what stands alone holds nothing up; but for pieces, between which no other lane may compute
+        lanes = [(rank, tuple(a for a in lane if a[0] in LINKED or a[3])) for rank, lane in lanes]
     positions = [0] * len(lanes)
     width = 1 + max(map(plan.num_parts, range(plan.num_stages)))
     happened = {op: [bytearray(plan.num_microbatches * width) for _ in plan.stage_ranks] for op in ENABLERS}
-    kinds = {op: (*ENABLED_BY.get(op, (None, 0)), happened.get(op)) for op in Op}
+    kinds = {}  # of action: what must have happened first, and what happens
+    for op in Op:
+        enabler, offset = ENABLED_BY.get(op, (None, 0))
+        kinds[op] = (None if enabler is None else happened[enabler], offset, happened.get(op))
     waiting: dict[tuple[Op, int, int], list[int]] = defaultdict(list)
     blocked: dict[int, Stuck] = {}
     runnable = deque(range(plan.num_ranks))
@@ -192,9 +198,10 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
         for position in range(positions[index], len(lane)):
             op, stage, microbatch, part, peer = action = lane[position]
             which = microbatch * width + part
-            enabler, offset, happening = kinds[op]
-            if enabler is not None and peer != HOST and happened[enabler][stage + offset][which] != YES:
-                happened[enabler][stage + offset][which] = AWAITED
+            enabling, offset, happening = kinds[op]
+            if enabling is not None and peer != HOST and enabling[stage + offset][which] != YES:
+                enabling[stage + offset][which] = AWAITED
+                enabler = ENABLED_BY[op][0]
                 waiting[enabler, stage + offset, which].append(index)
                 blocked[index] = Stuck(rank, action, Action(enabler, stage + offset, microbatch, part))
                 positions[index] = position

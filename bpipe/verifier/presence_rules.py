@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from operator import itemgetter
 
 from bpipe.passes.communicate import received_by, sent_by
@@ -20,7 +20,8 @@ NEIGHBOURS = {
     for op in (start, WAIT_OF[start])
 }
 NOWHERE = -2
-_WITH_PEER = itemgetter(0, 1, 4)  # an action's operation, stage and peer
+WithPeer = tuple[Op, int, int | None]
+_WITH_PEER: Callable[[Action], WithPeer] = itemgetter(0, 1, 4)  # an action's operation, stage and peer
 
 
 def belongs(own: RankIndex) -> Iterator[Finding]:
@@ -29,14 +30,27 @@ def belongs(own: RankIndex) -> Iterator[Finding]:
     peers = {(op, stage): _peer(plan, op, stage) for op in (*COMPUTE, *SHARDING, *NEIGHBOURS) for stage in own.stages}
     for index in own.repeated:
         yield own.place(index), f"{own.lane[index]} stands a second time"
-    moved = {kind for kind in set(map(_WITH_PEER, own.lane)) if kind[2] != peers.get(kind[:2], NOWHERE)}
-    moves = [index for index, action in enumerate(own.lane) if moved and _WITH_PEER(action) in moved]
-    for index in sorted({*moves, *range(own.num_computing, len(own.lane))}):
-        action = own.lane[index]
-        if own.is_served(index) is not (action.op in SERVED):
+    kinds = set(map(_WITH_PEER, own.lane))
+    odd = {kind for kind in kinds if kind[2] != peers.get(kind[:2], NOWHERE) and not _moves_as_one(own, kind, kinds)}
+    is_mixed = any(action[0] not in SERVED for action in own.plan.served[own.rank])
+    is_mixed |= any(op in SERVED for op in {action[0] for action in own.plan.actions[own.rank]})
+    for index, action in enumerate(own.lane if odd or is_mixed else ()):
+        if own.is_served(index) is not (action[0] in SERVED):
             yield own.place(index), f"{action} stands in the wrong lane"
-        if _WITH_PEER(action) in moved and not _is_moved(own, action):
+        if odd and _WITH_PEER(action) in odd and not _is_moved(own, action):
             yield own.place(index), _misplaced(own, action)
+
+
+def _moves_as_one(own: RankIndex, kind: WithPeer, kinds: set[WithPeer]) -> bool:
+    """Return whether all moves of a kind are right, because the moves of the stage have one peer, and the right one."""
+    op, stage, peer = kind
+    owner = own.plan.stage_ranks[stage]
+    if op in SERVED:
+        return peer == owner != own.rank
+    is_valid = peer is not None and HOST <= peer < own.plan.num_ranks and peer != own.rank
+    return (
+        op in EVICTION and owner == own.rank and is_valid and {k[2] for k in kinds if k[0] in EVICTION and k[1] == stage} == {peer}
+    )
 
 
 def _peer(plan: Plan, op: Op, stage: int) -> int | None:

@@ -11,5 +11,5 @@ from bpipe.passes.balance import problem
 def little_effort() -> Iterator[None]:
     """Random plans in bytes are many, and judged by whether they are sound: a short search for cheaper ones does."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(problem, "EFFORT", 2_000)
+        patch.setattr(problem, "SEARCH_BUDGET", 2_000)
         yield

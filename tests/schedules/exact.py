@@ -114,8 +114,8 @@ class _Search:
             for step in range(choice.left, choice.needed - 1) if choice.rank == rank else ():
                 away[step].append((column, -choice.size))
         guests = [(column, 1.0) for (_, acceptor), column in self.rooms.items() if acceptor == rank]
-        for step, level in enumerate(self.ranks[rank].level or [0]):
-            rows.add([*away[step], *guests], self.budgets[rank] - level)
+        for step, occupied in enumerate(self.ranks[rank].occupied or [0]):
+            rows.add([*away[step], *guests], self.budgets[rank] - occupied)
 
     def once(self) -> Iterator[list[Term]]:
         """The choices for each part, of which one can be made."""

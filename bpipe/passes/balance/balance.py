@@ -1,8 +1,8 @@
 """The balance pass: evict what is not needed soon to a rank with room, and load it back in time.
 
 Any plan of computations can be balanced (BPipe, Kim et al., ICML 2023, does it to 1F1B). For each rank over its budget, the
-pass decides from that rank's own list of computations; its guests go to ranks with room: the rank it is paired with first, then
-ranks of the same node, then others, then its host. `tests/schedules/test_balance.py` shows what that achieves.
+pass decides from that rank's own list of computations; what it evicts goes to ranks with room: the rank it is paired with
+first, then ranks of the same node, then others, then its host. README.md beside this file leads through one example.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def minimize_peak(plan: Plan, sizes: Sizes, *, to: Destinations | None = None, c
     """
     problem = Problem(plan, sizes, Destinations() if to is None else to, costs, "fewest")
     lowest = _lowest(problem)
-    return problem.balanced(lowest, (max(lowest.peaks),) * plan.num_ranks) if lowest.settled else problem.plan
+    return problem.balanced(lowest, (max(lowest.peaks),) * plan.num_ranks) if lowest.by_rank else problem.plan
 
 
 def _lowest(problem: Problem) -> Solution:
@@ -102,7 +102,7 @@ def _lowest(problem: Problem) -> Solution:
 
 def _cheaper(problem: Problem, budgets: Budgets, solution: Solution) -> Solution:
     """Return a cheaper solution within the same budgets if a thorough search finds one, else the given one."""
-    if not any(problem.ranks[rank].has_choice(settled.decision) for rank, settled in solution.settled.items()):
+    if not any(problem.ranks[rank].has_choice(solved.decision) for rank, solved in solution.by_rank.items()):
         return solution
     other = problem.solve(budgets, thorough=True)
     return other if isinstance(other, Solution) and other.cost < solution.cost else solution

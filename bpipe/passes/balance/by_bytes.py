@@ -8,6 +8,7 @@ from dataclasses import replace
 from bpipe.passes.balance.balance import balance, minimize_peak
 from bpipe.passes.communicate import computations_only
 from bpipe.passes.pieces import in_pieces
+from bpipe.passes.pipeline import Pass, Pipeline
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import Sizes
@@ -39,8 +40,9 @@ def by_bytes(
         BudgetError: the budgets cannot be met; the message names the smallest that can.
         ConfigurationError: sizes, budgets or destinations do not fit the plan.
     """
-    base = replace(computations_only(plan), sizes=sizes)
-    base = in_pieces(base) if is_inside else base
+    first = [Pass.of(in_pieces)] if is_inside else []
     if budgets is None:
-        return minimize_peak(base, sizes, to=to, costs=costs)
-    return balance(base, sizes=sizes, budgets=budgets, to=to, costs=costs)
+        last = Pass.of(minimize_peak, sizes, to=to, costs=costs)
+    else:
+        last = Pass.of(balance, sizes=sizes, budgets=budgets, to=to, costs=costs)
+    return Pipeline(*first, last).apply(replace(computations_only(plan), sizes=sizes))

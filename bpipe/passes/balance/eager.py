@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from bpipe.passes.balance.evict import Decision, Eviction, Shortage
+from bpipe.passes.balance.greedy import Decision, Eviction, Shortage
+from bpipe.passes.balance.insert_evictions import insert_evictions
 from bpipe.passes.balance.rank_steps import Part, RankSteps
-from bpipe.passes.balance.weave import woven
 from bpipe.plan.action import BACKWARD, Op
 from bpipe.plan.meter import occupancy
 
@@ -27,7 +27,7 @@ def evict_eagerly(rank: RankSteps, limit: int, peer: int) -> Decision | Shortage
     if remote:
         stage, microbatch, _ = remote[0][0]
         return Shortage(f"evicts {stage}F{microbatch} and has no backward left during which to load it")
-    peak = max(occupancy(woven(rank, evictions)), default=0)
+    peak = max(occupancy(insert_evictions(rank, evictions)), default=0)
     late = next((e for e in evictions if e.back > rank.stays[e.which].needed), None)
     unsent = next((e for e in evictions if e.left < rank.stays[e.which].leaves), None)
     if peak > limit or late is not None or unsent is not None:

@@ -7,12 +7,12 @@ from dataclasses import replace
 from itertools import product
 from typing import Literal, NamedTuple
 
-from bpipe.passes.balance.evict import Shortage
-from bpipe.passes.balance.evictor import Effort, Evictor, Settled
-from bpipe.passes.balance.pace import Pace, measured, steady
+from bpipe.passes.balance.greedy import Shortage
+from bpipe.passes.balance.insert_evictions import mirrored
+from bpipe.passes.balance.rank_planner import RankPlanner, RankSolution, SearchBudget
 from bpipe.passes.balance.rank_steps import steps_of
-from bpipe.passes.balance.remote_capacity import Offer
-from bpipe.passes.balance.weave import mirrored
+from bpipe.passes.balance.remote_capacity import Capacity
+from bpipe.passes.balance.step_times import StepTimes, simulated, uniform
 from bpipe.passes.communicate import without_transfers
 from bpipe.passes.fit import Budgets, checked
 from bpipe.plan.action import HOST
@@ -24,7 +24,7 @@ from bpipe.simulator.costs import Costs
 
 __all__: list[str] = []
 
-EFFORT = 500_000  # candidates that a thorough search may look at: about a second
+SEARCH_BUDGET = 500_000  # candidates that a thorough search may look at: about a second
 
 Choice = Literal["fewest", "eager"]  # of evictions
 
@@ -32,13 +32,13 @@ Choice = Literal["fewest", "eager"]  # of evictions
 class Solution(NamedTuple):
     """The evictions of each rank that needs any, and the most that each rank then occupies."""
 
-    settled: Mapping[int, Settled]
+    by_rank: Mapping[int, RankSolution]
     peaks: Sequence[int]
 
     @property
     def cost(self) -> tuple[int, int]:
         """The bytes whose transfers cannot be hidden, and all bytes that move."""
-        costs = [one.decision.cost for one in self.settled.values()]
+        costs = [one.decision.cost for one in self.by_rank.values()]
         return sum(late for late, _ in costs), sum(moved for _, moved in costs)
 
 
@@ -48,7 +48,7 @@ class Problem:
     Args:
         plan: the plan of the computations; its transfers are dropped.
         sizes: the bytes that a microbatch takes; None to count slots.
-        to: who may take guests.
+        to: who may take evicted activations.
         costs: how long computations and transfers take, if known.
         rule: "fewest" or "eager".
         keeps_recomputed: whether what the plan recomputes stays so; default: the pass decides again, and recomputes nothing.
@@ -74,13 +74,15 @@ class Problem:
         self.to, self.is_timed, self.rule = to, costs is not None, rule
         ranks = steps_of(self.plan)
         self.peaks = [rank.peak for rank in ranks]  # without evictions
-        paces: list[list[Pace]] = [[] for _ in ranks] if costs is None else [[pace] for pace in measured(self.plan, ranks, costs)]
-        self.ranks: list[Evictor] = []
+        timings: list[list[StepTimes]] = (
+            [[] for _ in ranks] if costs is None else [[times] for times in simulated(self.plan, ranks, costs)]
+        )
+        self.ranks: list[RankPlanner] = []
         for rank, steps in enumerate(ranks):
             parts = self._parts(rank)
             largest = max(map(sum, parts.values()), default=0)
-            paces[rank].append(steady(len(steps.steps), largest, hides=costs is None))
-            self.ranks.append(Evictor(rank, steps, paces[rank], parts, slot if sizes is None else sizes.moved))
+            timings[rank].append(uniform(len(steps.steps), largest, hides=costs is None))
+            self.ranks.append(RankPlanner(rank, steps, timings[rank], parts, slot if sizes is None else sizes.moved))
 
     def _parts(self, rank: int) -> dict[int, Sequence[int]]:
         sizes = self.plan.sizes
@@ -107,8 +109,8 @@ class Problem:
         """
         best: Solution | None = None
         lacking = ""
-        for steadily, most_first in product((False, True) if self.is_timed else (False,), (True, False)):
-            found = self._solve(budgets, EFFORT if thorough else 0, steadily, most_first)
+        for by_steps, most_first in product((False, True) if self.is_timed else (False,), (True, False)):
+            found = self._solve(budgets, SEARCH_BUDGET if thorough else 0, by_steps, most_first)
             if isinstance(found, str):
                 lacking = lacking or found
             elif best is None or found.cost < best.cost:
@@ -117,37 +119,37 @@ class Problem:
                 break
         return lacking if best is None else best
 
-    def _solve(self, budgets: Budgets, effort: int, steadily: bool, most_first: bool) -> Solution | str:
+    def _solve(self, budgets: Budgets, search: int, by_steps: bool, most_first: bool) -> Solution | str:
         """Let one rank decide after the other, those with the most to evict first or last."""
         peaks = list(self.peaks)
         room = [None if budget is None else max(0, budget - peak) for budget, peak in zip(budgets, peaks)]
         excess = {r: peaks[r] - budget for r, budget in enumerate(budgets) if budget is not None and budget < peaks[r]}
-        settled: dict[int, Settled] = {}
+        by_rank: dict[int, RankSolution] = {}
         for rank in sorted(excess, key=excess.__getitem__, reverse=most_first):
-            offers = [Offer(peer, None if peer == HOST else room[peer]) for peer in self.to.of(rank, room)]
+            capacities = [Capacity(peer, None if peer == HOST else room[peer]) for peer in self.to.of(rank, room)]
             limit = self.peaks[rank] - excess[rank]
-            if self.rule == "eager" and offers:
-                decided = self.ranks[rank].decide_eagerly(limit, offers[0])
+            if self.rule == "eager" and capacities:
+                decided = self.ranks[rank].decide_eagerly(limit, capacities[0])
             else:
-                decided = self.ranks[rank].decide(limit, offers, Effort(effort // len(excess)), steadily=steadily)
+                decided = self.ranks[rank].decide(limit, capacities, SearchBudget(search // len(excess)), by_steps=by_steps)
             if isinstance(decided, Shortage):
                 return f"rank {rank} {decided.text}"
-            settled[rank] = decided
+            by_rank[rank] = decided
             peaks[rank] = decided.decision.peak
             for peer, taken in decided.rooms.items():
                 peaks[peer] += taken
                 left = room[peer]
                 room[peer] = None if left is None else left - taken
-        return Solution(settled, peaks)
+        return Solution(by_rank, peaks)
 
     def balanced(self, solution: Solution, budgets: Budgets) -> Plan:
         """Return the plan with the evictions of a solution."""
         actions = list(self.plan.actions)
         served = [list(lane) for lane in self.plan.served]
-        for rank, settled in solution.settled.items():
-            actions[rank] = settled.lane
-            for peer in settled.rooms:
-                served[peer] += mirrored(settled.lane, rank, peer)
+        for rank, solved in solution.by_rank.items():
+            actions[rank] = solved.lane
+            for peer in solved.rooms:
+                served[peer] += mirrored(solved.lane, rank, peer)
         in_bytes = self.plan.sizes is not None
         return replace(
             self.plan,

@@ -46,31 +46,31 @@ class RankSteps:
         plan: a plan of computations.
         rank: the rank.
         static: what the rank always occupies.
-        level: what it occupies besides, during each of its computations and the transfers after it.
+        occupied: what it occupies besides, during each of its computations and the transfers after it.
         arrives: the first computation of the rank, by its index, that comes after a microbatch's output has arrived.
     """
 
-    def __init__(self, plan: Plan, rank: int, static: int, level: Iterable[int], arrives: Callable[[Which], int]) -> None:
+    def __init__(self, plan: Plan, rank: int, static: int, occupied: Iterable[int], arrives: Callable[[Which], int]) -> None:
         self.actions = plan.actions[rank]
         self.steps: list[Action | None] = []  # the computations in order; None for an idle step
-        self.level: list[int] = []  # what the rank occupies during each step
+        self.occupied: list[int] = []  # what the rank occupies during each step
         self._plan, self._static, self._arrives = plan, static, arrives
         self._recomputed = plan.recomputed(rank)
         self._boundaries: list[int] = []  # the step at which the boundary before each whole computation begins
-        for action, occupied in zip((action for action in self.actions if action.op in COMPUTE), level):
-            if not plan.goes_on(action):
+        for action, bytes_or_slots in zip((action for action in self.actions if action.op in COMPUTE), occupied):
+            if not (action.part and plan.goes_on(action)):
                 self._boundaries.append(len(self.steps))
                 previous = self.steps[-1] if self.steps else None
                 if previous is not None and previous.op in BACKWARD and action.op in BACKWARD:
-                    self._append(None, occupied)
-            self._append(action, occupied)
+                    self._append(None, bytes_or_slots)
+            self._append(action, bytes_or_slots)
         self._boundaries.append(len(self.steps))
         self.is_in_pieces = any(action.part for action in self.actions if action.op in COMPUTE)
-        self.peak = max(self.level, default=static)
+        self.peak = max(self.occupied, default=static)
 
     def _append(self, step: Action | None, occupied: int) -> None:
         self.steps.append(step)
-        self.level.append(self._static + occupied)
+        self.occupied.append(self._static + occupied)
 
     @cached_property
     def stays(self) -> dict[Part, Stay]:
@@ -120,7 +120,7 @@ def steps_of(plan: Plan) -> list[RankSteps]:
     static = (0,) * plan.num_ranks if plan.sizes is None else plan.sizes.static
     with_messages = plan if plan.sizes is None else communicate(plan)
     return [
-        RankSteps(plan, rank, static[rank], _levels(lane, plan.meter()), _Arrivals(plan, rank, begins[rank], moments))
+        RankSteps(plan, rank, static[rank], _occupied_during(lane, plan.meter()), _Arrivals(plan, rank, begins[rank], moments))
         for rank, lane in enumerate(with_messages.actions)
     ]
 
@@ -140,7 +140,7 @@ class _Arrivals:
         return bisect_right(self._begins, moment - (self._ranks[stage + 1] < self._rank))
 
 
-def _levels(lane: Sequence[Action], meter: Meter) -> Iterator[int]:
+def _occupied_during(lane: Sequence[Action], meter: Meter) -> Iterator[int]:
     """Yield what is occupied from each computation to the next one; the first includes what comes before it."""
     occupied = list(occupancy(lane, meter))
     starts = [index for index, action in enumerate(lane) if action.op in COMPUTE]

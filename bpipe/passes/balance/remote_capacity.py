@@ -1,4 +1,4 @@
-"""The peers that take a rank's guests: their room at each step, and when the links to and from them are busy."""
+"""The peers that keep a rank's evicted activations: their room at each step, and when the links to and from them are busy."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import NamedTuple
 __all__: list[str] = []
 
 
-class Offer(NamedTuple):
-    """The room that a peer offers to one evictor.
+class Capacity(NamedTuple):
+    """The room that a peer has for one evictor.
 
     Args:
         peer: the acceptor, or HOST.
@@ -20,7 +20,7 @@ class Offer(NamedTuple):
     room: int | None
 
 
-class Turns:
+class LinkOccupancy:
     """The times at which one direction of a link is busy: it carries one transfer at a time."""
 
     def __init__(self) -> None:
@@ -42,18 +42,18 @@ class Turns:
         self._ends.insert(index, begin + seconds)
 
 
-class Guests:
-    """The guests of one evictor at one peer.
+class RemoteCapacity:
+    """The activations of one evictor at one peer, and the links between them.
 
     Args:
-        offer: the peer's offer.
+        capacity: the peer's.
         num_steps: the number of the evictor's steps.
         out: the link to the peer.
         back: the link from it.
     """
 
-    def __init__(self, offer: Offer, num_steps: int, out: Turns, back: Turns) -> None:
-        self.peer, self._room = offer
+    def __init__(self, capacity: Capacity, num_steps: int, out: LinkOccupancy, back: LinkOccupancy) -> None:
+        self.peer, self._room = capacity
         self.out, self.back = out, back
         self._used = [0] * (num_steps + 1)
 
@@ -61,6 +61,6 @@ class Guests:
         return self._room is None or max(self._used[first : last + 1]) + size <= self._room
 
     def add(self, size: int, first: int, last: int) -> None:
-        """Keep a guest from step `first` through step `last`; a negative size takes one back."""
+        """Keep an activation from step `first` through step `last`; a negative size takes one back."""
         if self._room is not None:
             self._used[first : last + 1] = [used + size for used in self._used[first : last + 1]]

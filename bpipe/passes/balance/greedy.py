@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
-from bpipe.passes.balance.pace import Pace
 from bpipe.passes.balance.rank_steps import Part, RankSteps, Stay, Which
-from bpipe.passes.balance.remote_capacity import Guests, Offer, Turns
+from bpipe.passes.balance.remote_capacity import Capacity, LinkOccupancy, RemoteCapacity
+from bpipe.passes.balance.step_times import StepTimes
 from bpipe.plan.action import BACKWARD, Action, Op
 
 __all__: list[str] = []
@@ -68,35 +68,35 @@ def are_uneven(sizes: Mapping[int, Sequence[int]]) -> bool:
 
 
 @dataclass
-class Sweep:
-    """One pass over a rank's steps.
+class GreedyEviction:
+    """One run over a rank's steps that evicts the best candidate whenever the limit is exceeded.
 
     Args:
         rank: its steps.
-        pace: when they begin, and how long transfers take.
+        times: when they begin, and how long transfers take.
         limit: the most it may occupy.
         sizes: for each of its stages, the size of each part of a microbatch that can move.
-        offers: who may take them, best first.
+        capacities: who may take them, best first.
         most_parts: how many parts of one microbatch may be away, so that loads come evenly.
-        thrift: how much a candidate's size counts against it.
+        size_exponent: how much a candidate's size counts against it.
     """
 
     rank: RankSteps
-    pace: Pace
+    times: StepTimes
     limit: int
     sizes: Mapping[int, Sequence[int]]
-    offers: Sequence[Offer]
+    capacities: Sequence[Capacity]
     most_parts: int
-    thrift: float = 1.0
-    num_ranked: int = field(default=0, init=False)  # how often a candidate was looked at: the effort
-    evictions: list[tuple[Eviction, Guests]] = field(default_factory=list, init=False)
+    size_exponent: float = 1.0
+    num_ranked: int = field(default=0, init=False)  # how often a candidate was looked at: for the search budget
+    evictions: list[tuple[Eviction, RemoteCapacity]] = field(default_factory=list, init=False)
     was_refused: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        shared = Turns(), Turns()
-        turns = [(Turns(), Turns()) if self.pace.is_measured else shared for _ in self.offers]
-        self._guests = [Guests(offer, len(self.rank.steps), *pair) for offer, pair in zip(self.offers, turns)]
-        self._occupied = list(self.rank.level)
+        shared = LinkOccupancy(), LinkOccupancy()
+        links = [(LinkOccupancy(), LinkOccupancy()) if self.times.is_simulated else shared for _ in self.capacities]
+        self._remotes = [RemoteCapacity(capacity, len(self.rank.steps), *pair) for capacity, pair in zip(self.capacities, links)]
+        self._occupied = list(self.rank.occupied)
         self._live: dict[Part, int] = {}  # parts here that were never evicted, and their sizes
         self._num_away: defaultdict[Which, int] = defaultdict(int)  # parts evicted of each microbatch
         self._is_even = not are_uneven(self.sizes)
@@ -125,7 +125,7 @@ class Sweep:
 
     def _evict_before(self, t: int) -> bool:
         """Evict the best candidate that can be hidden, else the best one; return False if there is none."""
-        chosen: tuple[Eviction, Guests] | None = None
+        chosen: tuple[Eviction, RemoteCapacity] | None = None
         for which in self._ranked(t):
             candidate = self._candidate(which, t)
             if candidate is not None and (chosen is None or candidate[0].is_hidden):
@@ -137,12 +137,12 @@ class Sweep:
         self._choose(*chosen)
         return True
 
-    def _choose(self, eviction: Eviction, guests: Guests) -> None:
-        self.evictions.append((eviction, guests))
-        seconds, times = self.pace.duration(guests.peer, eviction.size), self.pace.times
-        guests.out.take(guests.out.latest(times[eviction.left], seconds), seconds)
-        guests.back.take(guests.back.latest(times[eviction.back], seconds), seconds)
-        guests.add(eviction.size, eviction.start, eviction.back - 1)
+    def _choose(self, eviction: Eviction, remote: RemoteCapacity) -> None:
+        self.evictions.append((eviction, remote))
+        seconds, times = self.times.duration(remote.peer, eviction.size), self.times.begins
+        remote.out.take(remote.out.latest(times[eviction.left], seconds), seconds)
+        remote.back.take(remote.back.latest(times[eviction.back], seconds), seconds)
+        remote.add(eviction.size, eviction.start, eviction.back - 1)
         self._relieve(-eviction.size, eviction)
         del self._live[eviction.which]
         self._num_away[eviction.which[:2]] += 1
@@ -170,47 +170,47 @@ class Sweep:
         """Compute how much each part relieves the steps over the limit from t on, relative to its size, and when it is needed."""
         excess = [max(0, occupied - self.limit) for occupied in self._occupied[t : max(needed.values(), default=t)]]
         relief = {size: list(accumulate(min(size, over) for over in excess)) for size in set(map(self._live.__getitem__, needed))}
-        weight = {size: size**self.thrift for size in relief}
+        weight = {size: size**self.size_exponent for size in relief}
         sizes = self._live
         return {which: (relief[sizes[which]][end - 2 - t] / weight[sizes[which]], end) for which, end in needed.items()}
 
-    def _candidate(self, which: Part, t: int) -> tuple[Eviction, Guests] | None:
+    def _candidate(self, which: Part, t: int) -> tuple[Eviction, RemoteCapacity] | None:
         """Return an eviction to the first peer that has room and lets it be hidden, else to the first that has room."""
-        found: tuple[Eviction, Guests] | None = None
-        for guests in self._guests:
-            eviction = self._planned(which, self.rank.stays[which], t, guests)
+        found: tuple[Eviction, RemoteCapacity] | None = None
+        for remote in self._remotes:
+            eviction = self._planned(which, self.rank.stays[which], t, remote)
             if eviction is None or not (found is None or eviction.is_hidden):
                 continue
-            if not guests.has_room(eviction.size, eviction.start, eviction.back - 1):
+            if not remote.has_room(eviction.size, eviction.start, eviction.back - 1):
                 self.was_refused = True
                 continue
-            found = eviction, guests
+            found = eviction, remote
             if eviction.is_hidden:
                 break
         return found
 
-    def _planned(self, which: Part, stay: Stay, t: int, guests: Guests) -> Eviction | None:
+    def _planned(self, which: Part, stay: Stay, t: int, remote: RemoteCapacity) -> Eviction | None:
         """Place an eviction's transfers as late as their links allow.
 
         Return None if that is too early and no cost model says how long a transfer would wait.
         """
-        size, times = self._live[which], self.pace.times
-        seconds = self.pace.duration(guests.peer, size)
-        start = min(t - 1, self.pace.step_at(guests.out.latest(times[t], seconds)))
-        load = min(stay.needed - 1, self.pace.step_at(guests.back.latest(times[stay.needed], seconds)))
+        size, times = self._live[which], self.times.begins
+        seconds = self.times.duration(remote.peer, size)
+        start = min(t - 1, self.times.step_at(remote.out.latest(times[t], seconds)))
+        load = min(stay.needed - 1, self.times.step_at(remote.back.latest(times[stay.needed], seconds)))
         fits = start > stay.saved and load > t
-        if not (fits or self.pace.is_measured):
+        if not (fits or self.times.is_simulated):
             return None
         start, load = max(start, stay.saved + 1), max(load, t + 1)
-        return Eviction(which, size, guests.peer, start, t, load, stay.needed, fits and self.pace.hides)
+        return Eviction(which, size, remote.peer, start, t, load, stay.needed, fits and self.times.hides)
 
     def _take_back(self) -> None:
         """Give up evictions that later ones have made unnecessary, the largest first."""
-        for eviction, guests in sorted(self.evictions, key=lambda pair: pair[0].size, reverse=True):
+        for eviction, remote in sorted(self.evictions, key=lambda pair: pair[0].size, reverse=True):
             if max(self._occupied[eviction.left : eviction.load]) + eviction.size <= self.limit:
                 self._relieve(eviction.size, eviction)
-                guests.add(-eviction.size, eviction.start, eviction.back - 1)
-                self.evictions.remove((eviction, guests))
+                remote.add(-eviction.size, eviction.start, eviction.back - 1)
+                self.evictions.remove((eviction, remote))
 
     def _loaded_earlier(self) -> Iterator[Eviction]:
         """Yield the evictions, with loads that would run in an idle step started one backward earlier where the limit has room.

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from bpipe.passes.balance.evict import Eviction
+from bpipe.passes.balance.greedy import Eviction
 from bpipe.passes.balance.rank_steps import RankSteps
 from bpipe.plan.action import COMPUTE, MIRROR, Action, Op
 
 __all__: list[str] = []
 
 
-def woven(rank: RankSteps, evictions: Iterable[Eviction]) -> tuple[Action, ...]:
+def insert_evictions(rank: RankSteps, evictions: Iterable[Eviction]) -> tuple[Action, ...]:
     """Return the rank's list with its evictions in it.
 
     At one boundary memory is given back before it is taken: on this rank by completed evictions, on the acceptor by completed

@@ -15,34 +15,34 @@ from bpipe.simulator.simulation import simulate
 __all__: list[str] = []
 
 
-class Pace(NamedTuple):
+class StepTimes(NamedTuple):
     """The times of one rank.
 
     Args:
-        times: when each step begins, and the last one ends, in any unit.
+        begins: when each step begins, and the last one ends, in any unit.
         duration: how long a transfer with a peer takes, by the peer and the number of bytes.
-        is_measured: whether these come from a cost model. Else a transfer may take one step, and all peers share one link.
+        is_simulated: whether these come from a cost model. Else a transfer may take one step, and all peers share one link.
         hides: whether a transfer that fits is known to be hidden behind computations.
     """
 
-    times: Sequence[float]
+    begins: Sequence[float]
     duration: Callable[[int, int], float]
-    is_measured: bool
+    is_simulated: bool
     hides: bool = True
 
     def step_at(self, time: float) -> int:
         """Return the last step that begins by `time`."""
-        rounding = 1e-9 * self.times[-1] if self.is_measured else 0
-        return bisect_right(self.times, time + rounding) - 1
+        rounding = 1e-9 * self.begins[-1] if self.is_simulated else 0
+        return bisect_right(self.begins, time + rounding) - 1
 
 
-def steady(num_steps: int, largest: int, *, hides: bool) -> Pace:
-    """Return a pace with steps as long as it takes to move the largest microbatch."""
-    return Pace([step * largest for step in range(num_steps + 1)], lambda peer, num_bytes: num_bytes, False, hides)
+def uniform(num_steps: int, largest: int, *, hides: bool) -> StepTimes:
+    """Return the times of steps that each last as long as it takes to move the largest microbatch."""
+    return StepTimes([step * largest for step in range(num_steps + 1)], lambda peer, num_bytes: num_bytes, False, hides)
 
 
-def measured(plan: Plan, ranks: Sequence[RankSteps], costs: Costs) -> Iterator[Pace]:
-    """Yield the pace of each rank of a plan without evictions, simulated."""
+def simulated(plan: Plan, ranks: Sequence[RankSteps], costs: Costs) -> Iterator[StepTimes]:
+    """Yield the times of each rank of a plan without evictions, simulated."""
     timeline = simulate(communicate(plan), costs)
     for rank, steps in enumerate(ranks):
         spans = iter(timeline.computations(rank))
@@ -52,7 +52,7 @@ def measured(plan: Plan, ranks: Sequence[RankSteps], costs: Costs) -> Iterator[P
             span = None if step is None else next(spans)
             begins.append(end if span is None else span.begin_s)
             end = end if span is None else span.end_s
-        yield Pace([*begins, end], _duration(costs, rank), True)
+        yield StepTimes([*begins, end], _duration(costs, rank), True)
 
 
 def _duration(costs: Costs, rank: int) -> Callable[[int, int], float]:

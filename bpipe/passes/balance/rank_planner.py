@@ -1,0 +1,161 @@
+"""The search for what one rank evicts: greedy attempts with different settings, of which the cheapest wins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from bpipe.passes.balance.eager import evict_eagerly
+from bpipe.passes.balance.greedy import Decision, GreedyEviction, Shortage, are_uneven
+from bpipe.passes.balance.insert_evictions import insert_evictions, mirrored
+from bpipe.passes.balance.rank_steps import RankSteps
+from bpipe.passes.balance.remote_capacity import Capacity
+from bpipe.passes.balance.step_times import StepTimes
+from bpipe.plan.action import HOST, Action
+from bpipe.plan.meter import Amount
+from bpipe.plan.rooms import reserve
+
+__all__: list[str] = []
+
+SIZE_EXPONENTS = (1.0, 0.5, 1.5, 0.0, 0.75, 2.0, 3.0)  # what a candidate's size counts against it; each finds what others miss
+PATIENCE = 1_000_000  # candidates to look at in vain before a rank gives up
+
+
+class SearchBudget:
+    """A limit on the candidates that a search looks at to find something cheaper than what it found first.
+
+    Args:
+        allowance: how many candidates; a number and not a time, so that all ranks find the same.
+    """
+
+    def __init__(self, allowance: int) -> None:
+        self._left = allowance
+
+    @property
+    def is_spent(self) -> bool:
+        return self._left <= 0
+
+    @property
+    def is_beyond_patience(self) -> bool:
+        """Whether a rank that has found nothing has looked at so many candidates that it must give up."""
+        return self._left <= -PATIENCE
+
+    def spend(self, num_candidates: int) -> None:
+        self._left -= num_candidates
+
+
+class RankSolution(NamedTuple):
+    """What a rank evicts, its list with these evictions, and the rooms that it needs, by acceptor."""
+
+    decision: Decision
+    lane: tuple[Action, ...]
+    rooms: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlanner:
+    """Decides what one rank evicts to whom, and where its list has the transfers.
+
+    Args:
+        rank: its number.
+        steps: its steps.
+        timings: the times of its steps, the best first.
+        sizes: for each of its stages, the size of each part of a microbatch that can move.
+        moved: what an eviction moves.
+    """
+
+    rank: int
+    steps: RankSteps
+    timings: Sequence[StepTimes]
+    sizes: Mapping[int, Sequence[int]]
+    moved: Amount
+
+    def has_choice(self, decision: Decision) -> bool:
+        """Return whether a thorough search may find something cheaper than a decision."""
+        is_simple = not are_uneven(self.sizes) and max(map(len, self.sizes.values())) == 1
+        return not is_simple or decision.was_refused or decision.cost[0] > 0
+
+    def decide_eagerly(self, limit: int, capacity: Capacity) -> RankSolution | Shortage:
+        """Decide what to evict by the paper's rule."""
+        found = evict_eagerly(self.steps, limit, capacity.peer)
+        if isinstance(found, Shortage):
+            return found
+        solved = self._solved(found)
+        if capacity.room is not None and solved.rooms.get(capacity.peer, 0) > capacity.room:
+            return Shortage(f"needs {solved.rooms[capacity.peer]} rooms on rank {capacity.peer}, which has {capacity.room}")
+        return solved
+
+    def decide(
+        self, limit: int, capacities: Sequence[Capacity], search: SearchBudget, *, by_steps: bool
+    ) -> RankSolution | Shortage:
+        """Decide what to evict to keep the rank within its limit.
+
+        Args:
+            limit: the most it may occupy.
+            capacities: who may take what, best first.
+            search: how much to look for something cheaper where something has been found.
+            by_steps: whether to place transfers step by step even if a cost model says how long they take.
+        """
+        best: RankSolution | None = None
+        shortage = Shortage("is over its budget and has no other rank to evict to")
+        for found in self._tried(limit, capacities, self.timings[-1:] if by_steps else self.timings, search):
+            if isinstance(found, Shortage):
+                shortage = found
+            elif best is None or found.decision.cost < best.decision.cost:
+                best = found
+            if search.is_beyond_patience or (best is not None and search.is_spent):
+                break
+        return shortage if best is None else best
+
+    def _tried(
+        self, limit: int, capacities: Sequence[Capacity], timings: Sequence[StepTimes], search: SearchBudget
+    ) -> Iterator[RankSolution | Shortage]:
+        """Yield what attempts find with the first peer alone, then with all; with whole microbatches, then fewer parts of each.
+
+        With fewer parts of each, loads are spread more evenly.
+        """
+        exponents = SIZE_EXPONENTS[:1] if not are_uneven(self.sizes) else SIZE_EXPONENTS[:3] if search.is_spent else SIZE_EXPONENTS
+        for times in timings:
+            for some in (capacities[:1], capacities) if len(capacities) > 1 else (capacities,) if capacities else ():
+                for most_parts in self._numbers_of_parts():
+                    for size_exponent in exponents:
+                        yield self._attempted(
+                            GreedyEviction(self.steps, times, limit, self.sizes, some, most_parts, size_exponent), search
+                        )
+
+    def _numbers_of_parts(self) -> Iterator[int]:
+        """Yield how many parts of a microbatch may be away at most: all, then ever fewer, halving where attempts are slow."""
+        number, is_slow = max(map(len, self.sizes.values())), are_uneven(self.sizes) and not self.steps.is_in_pieces
+        while number:
+            yield number
+            number = number // 2 if is_slow and number > 4 else number - 1
+
+    def _attempted(self, attempt: GreedyEviction, search: SearchBudget) -> RankSolution | Shortage:
+        """Try again with less capacity until the remote activations fit into rooms.
+
+        A room that a larger one has left is larger than the next one needs.
+        """
+        given = attempt.capacities
+        while True:
+            decision = attempt.run()
+            search.spend(attempt.num_ranked)
+            if isinstance(decision, Shortage):
+                return decision
+            solved = self._solved(decision)
+            lacking = [0 if room is None else max(0, solved.rooms.get(peer, 0) - room) for peer, room in given]
+            if not any(lacking):
+                return solved
+            capacities = [capacity if not less else _smaller(capacity, less) for capacity, less in zip(attempt.capacities, lacking)]
+            attempt = replace(attempt, capacities=capacities)
+
+    def _solved(self, decision: Decision) -> RankSolution:
+        lane = insert_evictions(self.steps, decision.evictions)
+        peers = sorted({eviction.peer for eviction in decision.evictions} - {HOST})
+        rooms = {peer: sum(reserve(mirrored(lane, self.rank, peer), self.moved).sizes) for peer in peers}
+        return RankSolution(decision, lane, rooms)
+
+
+def _smaller(capacity: Capacity, less: int) -> Capacity:
+    """Reduce a capacity by `less`, the amount by which the rooms for its remote activations would exceed what the peer has."""
+    return capacity if capacity.room is None else capacity._replace(room=capacity.room - less)
