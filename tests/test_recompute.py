@@ -476,7 +476,7 @@ def test_an_error_in_the_second_forward_says_where():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"by": "recomputation"}, "by='recomputation': choose 'evict' or 'recompute'"),
+        ({"by": "recomputation"}, "by='recomputation': choose 'evict', 'recompute' or 'evict_or_recompute'"),
         ({"by": "recompute", "parts": 2}, "by='recompute' moves nothing and has no use for parts: leave them out"),
         ({"by": "recompute", "to": Destinations(host="only"), "costs": Costs()}, "has no use for to, costs: leave them out"),
     ],
