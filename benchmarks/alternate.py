@@ -67,7 +67,7 @@ def step_cpu_s(of_ranks: Sequence[Taken]) -> list[float]:
 def peak_bytes(make: Callable[[], Step], forget: Callable[[], object]) -> int:
     """The most bytes of tensors alive in a second step, with all that was made since before the schedule was. Collective.
 
-    What other threads allocate is not seen; bpipe's only allocate rooms for guests, which its stats tell.
+    What other threads allocate is not seen; bpipe's only allocate buffers for remote activations, which its stats tell.
 
     Args:
         make: makes the schedule, and returns its step.

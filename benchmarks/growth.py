@@ -102,7 +102,7 @@ STUDY = Study(
     title="Growth",
     text=(
         "Balanced 1F1B, planned, proven by `verify` and simulated, in one process a size. A message is a transfer that a\n"
-        "rank starts or receives, for itself or for its guests. Memory is what the process grew by: of small plans nothing, which\n"
+        "rank starts or receives, for itself or for others. Memory is what the process grew by: of small plans nothing, which\n"
         "find room in what loading torch had taken."
     ),
     cases=cases,

@@ -11,11 +11,11 @@ from benchmarks.alternate import Step
 from benchmarks.gpu import device_us
 from bpipe.comm.transport.in_process import LoopbackTransport, Wires
 from bpipe.device import Streams
-from bpipe.memory.host_buffers import HostRooms
-from bpipe.memory.remote_buffers import Rooms
+from bpipe.memory.host_buffers import HostBuffers
+from bpipe.memory.remote_buffers import RemoteBuffers
 from bpipe.memory.saved.bundle import Bundle
 from bpipe.memory.saved.stash import Stash
-from bpipe.plan.rooms import Reserved
+from bpipe.plan.reserved import Reserved
 from bpipe.schedules import Channel, Purpose
 
 
@@ -25,7 +25,7 @@ def alone(module: nn.Module, x: torch.Tensor, *, to_host: bool) -> dict[str, flo
     Args:
         module: the stage.
         x: its input, which needs a gradient.
-        to_host: or to the rooms of a peer in a loopback.
+        to_host: or to the buffers of a peer in a loopback.
     """
     forward_us = device_us(lambda: module(x), x.device)
     stash = Stash("a microbatch", {}, x.device)
@@ -39,13 +39,13 @@ def alone(module: nn.Module, x: torch.Tensor, *, to_host: bool) -> dict[str, flo
 
 
 def eviction(messages: Sequence[torch.Tensor], device: torch.device, *, to_host: bool) -> Step:
-    """A call that copies messages to the rooms of a peer or of the host, and lets the stream wait for it."""
-    guest, sizes = (0, 0, 0), [len(message) for message in messages]
-    reserved = Reserved((sum(sizes),), {guest: 0})
+    """A call that copies messages to the buffers of a peer or of the host, and lets the stream wait for it."""
+    remote, sizes = (0, 0, 0), [len(message) for message in messages]
+    reserved = Reserved((sum(sizes),), {remote: 0})
     if to_host:
-        host = HostRooms(reserved, device, Streams().of("host", device), in_bytes=True)
-        return lambda: host.store(guest, messages).wait()
-    parts, wires = Rooms(reserved, device, in_bytes=True).take(guest, sizes), Wires()
+        host = HostBuffers(reserved, device, Streams().of("host", device), in_bytes=True)
+        return lambda: host.store(remote, messages).wait()
+    parts, wires = RemoteBuffers(reserved, device, in_bytes=True).take(remote, sizes), Wires()
     evictor, acceptor = LoopbackTransport(wires, device), LoopbackTransport(wires, device)
 
     def over_the_device() -> None:

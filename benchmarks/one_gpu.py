@@ -146,7 +146,7 @@ class Account(Observer):
 def bytes_of(pipeline: Pipeline, allocated: Callable[[], int]) -> dict[str, float]:
     """The bytes of a step: the fullest rank's at the end of an action, as planned and as allocated, and what rank 0 frees.
 
-    Guests' rooms are allocated since the first step: they are added as the schedule counts them.
+    Remote activations' buffers are allocated since the first step: they are added as the schedule counts them.
     """
     accounts = [Account(allocated) for _ in pipeline.schedules]
     with pipeline.followed(accounts):
@@ -154,7 +154,7 @@ def bytes_of(pipeline: Pipeline, allocated: Callable[[], int]) -> dict[str, floa
     stats = [schedule.stats for schedule in pipeline.schedules]
     return {
         "planned_mib": max(one["predicted_device_peak_bytes"] - one["static_bytes"] for one in stats) / MIB,
-        "peak_mib": max(account.peak_bytes + one["guest_bytes"] for account, one in zip(accounts, stats)) / MIB,
+        "peak_mib": max(account.peak_bytes + one["remote_buffer_bytes"] for account, one in zip(accounts, stats)) / MIB,
         "evicted_mib": stats[0]["evicted_bytes"] / MIB,
         "freed_mib": accounts[0].freed_bytes / MIB,
     }
@@ -214,7 +214,7 @@ def in_one_process(_: int, work: Work) -> OfProcess:
     torch.manual_seed(0)
     figures = alone(*blocks(work, 1), batch_of(work, 1).requires_grad_(), to_host=work.to == "host")
     modules, batch, pipelines = blocks(work, work.p), batch_of(work, work.m), {}
-    for name in ("plain", "balanced"):  # bytes of the one are measured before the other has its rooms
+    for name in ("plain", "balanced"):  # bytes of the one are measured before the other has its buffers
         pipeline = pipelines[name] = Pipeline(work, modules, batch, is_balanced=name == "balanced", rank=None)
         for _ in range(2):
             pipeline.step()
@@ -359,7 +359,7 @@ STUDY = Study(
         "A bf16 GPT block a stage; all ranks share one GPU, as a loopback in one process or as processes over gloo through\n"
         "pinned memory, so that a step takes the compute of all ranks, and other ranks' kernels hide a copy too. Bytes are by\n"
         "the allocator's statistics: the fullest rank's at the end of an action without what stays, as its own actions take and\n"
-        "give back; and what the whole GPU holds, where a loopback's guests lie as well, so that only the host takes from it. A\n"
+        "give back; and what the whole GPU holds, remote activations of a loopback too, so that only the host takes from it. A\n"
         "forward and an eviction are timed by themselves, with events. `copies beside kernels` is the share of the copies' time\n"
         "in which a kernel ran, by the profiler; `exposed` that of the step for which the stream of a rank, the one that waits\n"
         "longest, stood still for its evictions and loads, by events: what other ranks computed meanwhile is not taken off.\n"

@@ -19,8 +19,8 @@ from benchmarks.blocks import Size, block
 from benchmarks.intervals import ratios
 from benchmarks.study import Case, Claim, Row, Study
 from bpipe.comm.health.collective import Collective
-from bpipe.comm.wire.header import Subject, pack_eviction, pack_layout, unpack_eviction, unpack_layout
-from bpipe.comm.wire.message import Layout, meta_of
+from bpipe.comm.wire.header import Subject, pack_eviction, pack_spec, unpack_eviction, unpack_spec
+from bpipe.comm.wire.message import MessageSpec, meta_of
 from bpipe.memory.saved.bundle import Bundle
 from bpipe.memory.saved.stash import Stash
 from bpipe.schedules import build
@@ -92,10 +92,10 @@ def saved_tensors() -> list[Row]:
 def headers() -> list[Row]:
     """What the headers of messages cost; only a step with new shapes sends those between stages."""
     subject = Subject(3, 2, 1)
-    layout = Layout('"T"', (meta_of(torch.empty(2, 64, 256), requires_grad=True),))
+    layout = MessageSpec('"T"', (meta_of(torch.empty(2, 64, 256), requires_grad=True),))
     sizes = [1024] * 16
     return [
-        row("header of a message between stages, both ends", cpu_us(lambda: unpack_layout(pack_layout(subject, layout), subject))),
+        row("header of a message between stages, both ends", cpu_us(lambda: unpack_spec(pack_spec(subject, layout), subject))),
         row("header of an eviction, both ends", cpu_us(lambda: unpack_eviction(pack_eviction(subject, 0, sizes), subject, 0))),
     ]
 

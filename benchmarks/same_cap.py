@@ -156,8 +156,8 @@ class Pipeline:
             module.zero_grad()
 
     @property
-    def guest_bytes(self) -> int:
-        return int(self.schedule.stats["guest_bytes"])
+    def remote_buffer_bytes(self) -> int:
+        return int(self.schedule.stats["remote_buffer_bytes"])
 
 
 class OfRank(NamedTuple):
@@ -177,7 +177,7 @@ def on_rank(rank: int, work: Work) -> OfRank:
             made.append(Pipeline(rank, work, way))
             return made[0].step
 
-        peaks[name] = peak_bytes(make, lambda: None) + made[0].guest_bytes
+        peaks[name] = peak_bytes(make, lambda: None) + made[0].remote_buffer_bytes
         steps[name] = made[0].step
     taken = in_turns(steps, seconds=SECONDS[work.stages])
     dist.barrier()
@@ -272,7 +272,7 @@ STUDY = Study(
         "that sleep take a device's time (forward 0.04 s, backward twice that, 8 MiB saved a microbatch): the ranks then\n"
         "share no compute, while processes and transfers are real. Real stages are two transformer blocks each: where there\n"
         "are fewer cores than ranks these share the compute, and time is CPU time. Peak bytes are those of all live tensors in\n"
-        "the second step, rooms for guests included; on CPU, what is offloaded to the host is live as well. A stage that sleeps\n"
+        "the second step, remote activations included; on CPU, what is offloaded to the host is live as well. A stage that sleeps\n"
         "is no device in three ways. What it saves is memory that nobody has written: sending it costs less than sending what\n"
         "is in memory. It makes all that it saves at once, so that a forward that is to be recomputed holds it too while it\n"
         "runs: bpipe's own recomputation has one microbatch more at its peak than with real stages. And half a microbatch takes\n"

@@ -5,7 +5,7 @@
 
 Each tree has processes of its own, which live side by side and step in turns: while one tree's ranks run, the other's wait for
 their turn. A ratio is the second tree's time over the first's in the same round. The processes of one and the same tree differ from
-each other, too, for as long as they live (give it one tree twice): so they are started anew several times, each start gives the
+each other, too, for as long as they live (give it one tree twice): so they are started again several times, each start gives the
 median of its rounds, and an interval is the 95% interval of the median over starts. Calls and allocations are
 counted on rank 0 in one step, and do not depend on what else the machine does. What is loaded is out of the collector's
 way: its full collections are rare and long beside a step, and whether one falls into these rounds differs between trees.

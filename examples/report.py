@@ -31,7 +31,7 @@ REDUCED = {
     "predicted_peak_bytes": max,
     "peak_slots": max,
     "held_bytes": max,
-    "guest_bytes": max,
+    "remote_buffer_bytes": max,
     "evicted_bytes": median,
     "loaded_bytes": median,
     "wait_forward_s": median,

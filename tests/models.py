@@ -92,7 +92,7 @@ class Tied(nn.Module):
 
 
 class Nested(nn.Module):
-    """Passes a nest on: a tensor, a mask of bools, indices, a constant, and an output that nobody uses."""
+    """Passes a pytree on: a tensor, a mask of bools, indices, a constant, and an output that nobody uses."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -59,7 +59,7 @@ class Counting(Observer):
     Args:
         schedule: the rank's.
         whose: a mode to be entered for a step; ranks of a loopback share it.
-        has_rooms: whether guests are served under it too, as in a loopback, or by other threads.
+        has_rooms: whether remote activations are served under it too, as in a loopback, or by other threads.
     """
 
     def __init__(self, schedule: Any, whose: Whose, *, has_rooms: bool = True) -> None:
@@ -103,7 +103,7 @@ class Counting(Observer):
 
     @property
     def peak(self) -> int:
-        """The most that was counted in the last step, but for the rooms on the host, which on CPU are counted too."""
+        """The most that was counted in the last step, but for the buffers on the host, which on CPU are counted too."""
         counts = (count for _, during, after in self._seen for count in (during, after) if count is not None)
         return max(counts) - self._host_bytes
 
@@ -113,12 +113,12 @@ class Counting(Observer):
         return 0 if plan.sizes is None else plan.host_bytes(self._run.rank)
 
     def moments(self) -> Iterator[Moment]:
-        """Every action of the last step, with the plan's numbers beside; rooms, for guests and on the host, are in both."""
+        """Every action of the last step, with the plan's numbers beside; buffers, for other ranks and on the host, are in both."""
         plan, rank = self._run.plan, self._run.rank
-        guests = plan.idle_bytes(rank) - plan.sizes.static[rank] if self._has_rooms else 0
-        rooms = guests + self._host_bytes
+        remotes = plan.idle_bytes(rank) - plan.sizes.static[rank] if self._has_rooms else 0
+        remote_buffers = remotes + self._host_bytes
         for (action, *counted), (during, after) in zip(self._seen, planned(plan, rank), strict=True):
-            yield Moment(action, counted[0], rooms + during, counted[1], rooms + after)
+            yield Moment(action, counted[0], remote_buffers + during, counted[1], remote_buffers + after)
 
 
 def planned(plan: Plan, rank: int) -> Iterator[tuple[int, int]]:

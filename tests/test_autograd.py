@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from bpipe.backward.autograd import Box, edges_of, enter, run_backward
+from bpipe.backward.autograd import InputGrads, edges_of, enter, run_backward
 from bpipe.memory.saved.storages import owners
 
 T = torch.Tensor
@@ -35,11 +35,11 @@ def gradient(module: Callable[[T], T], x: T) -> T:
 )
 def test_gradients_also_if_the_first_operation_is_in_place(module: Callable[[T], T]) -> None:
     x = torch.randn(2, 3)
-    (entered,), box = enter([x.clone()], [True])
+    (entered,), input_grads = enter([x.clone()], [True])
     output = module(entered)
     run_backward(edges_of([output]), [torch.ones_like(output)])
-    assert box.gradients[0] is not None
-    assert torch.equal(box.gradients[0], gradient(module, x))
+    assert input_grads.gradients[0] is not None
+    assert torch.equal(input_grads.gradients[0], gradient(module, x))
 
 
 def test_inputs_are_the_same_memory_and_no_views() -> None:
@@ -53,45 +53,45 @@ def test_inputs_are_the_same_memory_and_no_views() -> None:
 def test_only_what_needs_a_gradient_has_one() -> None:
     """Unused inputs give None; integer and frozen ones pass untouched, and keep their places."""
     x, ids, frozen, unused = torch.ones(3), torch.tensor([2, 0]), torch.ones(3), torch.ones(3)
-    entered, box = enter([x, ids, frozen, unused], [True, False, False, True])
+    entered, input_grads = enter([x, ids, frozen, unused], [True, False, False, True])
     assert entered[1] is ids and entered[2] is frozen
     assert [tensor.requires_grad for tensor in entered] == [True, False, False, True]
     run_backward(edges_of([(entered[0] * entered[2])[entered[1]]]), [torch.tensor([5.0, 7.0])])
-    assert box.gradients[1] is None
-    assert box.gradients[0] is not None
-    assert box.gradients[0].tolist() == [7, 0, 5]
+    assert input_grads.gradients[1] is None
+    assert input_grads.gradients[0] is not None
+    assert input_grads.gradients[0].tolist() == [7, 0, 5]
 
 
 def test_nothing_needs_a_gradient() -> None:
     ids = torch.tensor([1])
-    entered, box = enter([ids], [False])
+    entered, input_grads = enter([ids], [False])
     assert entered[0] is ids
-    assert box.gradients == []
+    assert input_grads.gradients == []
     assert enter([], [])[0] == []
 
 
 def test_no_gradient_before_the_backward_and_none_without_one() -> None:
-    entered, box = enter([torch.ones(2), torch.ones(2)], [True, True])
+    entered, input_grads = enter([torch.ones(2), torch.ones(2)], [True, True])
     run_backward(edges_of([entered[0] * 2]), [None])
-    assert box.gradients == [None, None]
+    assert input_grads.gradients == [None, None]
     run_backward([], [])
 
 
 def test_one_tensor_twice() -> None:
     x = torch.ones(2)
-    (a, b), box = enter([x, x], [True, True])
+    (a, b), input_grads = enter([x, x], [True, True])
     run_backward(edges_of([a * 3 + b * 5]), [torch.ones(2)])
-    assert [None if g is None else g.tolist() for g in box.gradients] == [[3, 3], [5, 5]]
+    assert [None if g is None else g.tolist() for g in input_grads.gradients] == [[3, 3], [5, 5]]
 
 
 def test_edges_of_several_outputs() -> None:
-    (entered,), box = enter([torch.ones(2)], [True])
+    (entered,), input_grads = enter([torch.ones(2)], [True])
     outputs = [entered * 2, torch.ones(2), entered * 3, entered * 5]
     edges = edges_of(outputs)
     assert len(edges) == 3
     run_backward(edges, [torch.ones(2), None, torch.full((2,), 10.0)])
-    assert box.gradients[0] is not None
-    assert box.gradients[0].tolist() == [52, 52]
+    assert input_grads.gradients[0] is not None
+    assert input_grads.gradients[0].tolist() == [52, 52]
 
 
 def test_as_many_gradients_as_edges() -> None:
@@ -125,22 +125,22 @@ def test_an_output_is_freed_though_its_edge_is_kept() -> None:
 def test_nothing_is_left_to_the_cycle_collector() -> None:
     gc.disable()
     try:
-        (entered,), box = enter([torch.ones(5)], [True])
-        seen: weakref.ref[Box] = weakref.ref(box)
+        (entered,), input_grads = enter([torch.ones(5)], [True])
+        seen: weakref.ref[InputGrads] = weakref.ref(input_grads)
         output = entered.exp()
         run_backward(edges_of([output]), [torch.ones(5)])
-        del entered, output, box
+        del entered, output, input_grads
         assert seen() is None
     finally:
         gc.enable()
 
 
 def test_a_backward_to_some_leaves_keeps_the_rest_for_another() -> None:
-    weight, (entered,), box = torch.full((2,), 3.0, requires_grad=True), *enter([torch.ones(2)], [True])
+    weight, (entered,), input_grads = torch.full((2,), 3.0, requires_grad=True), *enter([torch.ones(2)], [True])
     edges, leaf = edges_of([entered * weight]), get_gradient_edge(weight)
-    assert box.anchor is not None
-    run_backward(edges, [torch.ones(2)], inputs=[get_gradient_edge(box.anchor)], retain_graph=True)
-    assert weight.grad is None and box.gradients[0] is not None and box.gradients[0].tolist() == [3, 3]
+    assert input_grads.anchor is not None
+    run_backward(edges, [torch.ones(2)], inputs=[get_gradient_edge(input_grads.anchor)], retain_graph=True)
+    assert weight.grad is None and input_grads.gradients[0] is not None and input_grads.gradients[0].tolist() == [3, 3]
     run_backward(edges, [torch.ones(2)], inputs=[leaf])
     assert weight.grad is not None and weight.grad.tolist() == [1, 1]
     with pytest.raises(RuntimeError, match="a second time"):
@@ -148,9 +148,11 @@ def test_a_backward_to_some_leaves_keeps_the_rest_for_another() -> None:
 
 
 def test_all_ways_to_the_inputs_end_at_the_anchor() -> None:
-    (first, second), box = enter([torch.ones(2), torch.ones(2)], [True, True])
-    assert box.anchor is not None and box.anchor.is_leaf and box.anchor.grad is None
+    (first, second), input_grads = enter([torch.ones(2), torch.ones(2)], [True, True])
+    assert input_grads.anchor is not None and input_grads.anchor.is_leaf and input_grads.anchor.grad is None
     for entered in (first, second):
         assert entered.grad_fn is not None
-        assert [node for node, _ in entered.grad_fn.next_functions if node is not None] == [get_gradient_edge(box.anchor).node]
+        assert [node for node, _ in entered.grad_fn.next_functions if node is not None] == [
+            get_gradient_edge(input_grads.anchor).node
+        ]
     assert enter([torch.ones(2)], [False])[1].anchor is None

@@ -23,7 +23,7 @@ import bpipe.api.balanced
 from bpipe.api.policy import Policy
 from bpipe.errors import AgreementError, BudgetError, ConfigurationError
 from bpipe.passes.communicate import computations_only
-from bpipe.passes.one_at_a_time import one_at_a_time
+from bpipe.passes.profiling_order import profiling_order
 from bpipe.passes.recompute import recompute_by_count
 from bpipe.schedules import Costs, Destinations, Plan, Sizes, build, finish
 from tests.models import WIDTH, Block, Result, as_rank, assert_same, batch_of, in_loopback, joined, modules_of, mse, single_process
@@ -249,7 +249,7 @@ def test_sizes_that_grow_are_measured_anew_on_all_ranks(caplog, which):
     caplog.set_level(logging.INFO, "bpipe")
     schedules, unplanned = growing([False] * 2 + [True] * 4, which)
     always, _ = growing([True] * 2, which)
-    assert "saves more than planned, so that the next step measures anew" in caplog.text
+    assert "saves more than planned, so that the next step measures again" in caplog.text
     assert [any(more > 0 for more in ranks) for ranks in unplanned] == [False, False, True, False, False, False]
     assert unplanned[-1] == [0] * 4
     assert schedules[0].plan.sizes == always[0].plan.sizes
@@ -406,7 +406,7 @@ def test_stages_of_torch():
 @pytest.mark.parametrize("name, num_stages", [("1f1b", 3), ("zbv", 6), ("dualpipe_v", 6), ("interleaved_1f1b", 6)])
 def test_one_microbatch_at_a_time(name, num_stages):
     plan = computations_only(build(name, num_stages, 6, num_ranks=3))
-    measuring = bpipe.schedules.finish(one_at_a_time(plan))
+    measuring = bpipe.schedules.finish(profiling_order(plan))
     assert measuring.peak_slots == (num_stages // 3,) * 3
     for rank in range(3):
         theirs, ours = (
@@ -416,10 +416,10 @@ def test_one_microbatch_at_a_time(name, num_stages):
 
 
 def test_its_picture():
-    import bpipe.passes.one_at_a_time as module
+    import bpipe.passes.profiling_order as module
 
     plan = computations_only(build("1f1b", 3, 2))
-    grid = str(bpipe.schedules.finish(one_at_a_time(plan))).split("\n", 1)[1]
+    grid = str(bpipe.schedules.finish(profiling_order(plan))).split("\n", 1)[1]
     assert grid in (module.__doc__ or "")
 
 
@@ -738,7 +738,7 @@ def test_what_the_wrapped_schedule_evicts_is_dropped(wrapped):
         assert not any(schedule.plan.evicted(rank) or schedule.plan.recomputed(rank) for rank in range(4))
         assert set(schedule.plan.slots) == {None}
     loopback.eval(schedules, torch.cat(EVEN))
-    assert not any(schedule.session.context.memory.rooms for schedule in schedules)
+    assert not any(schedule.session.context.memory.remote_buffers for schedule in schedules)
 
 
 def test_ranks_that_make_different_plans():

@@ -85,7 +85,7 @@ def counted(schedule: type[bpipe.Schedule], kind: str, **options: Any) -> tuple[
     loopback, schedules = pipeline(Over(schedule, options), modules, M, mse, SCHEDULES[schedule])
     whose = Whose()
     counts = [Counting(one, whose) for one in schedules]
-    for step in range(3):  # the first measures, in the second rooms are made as guests arrive
+    for step in range(3):  # the first measures, in the second buffers are made as remote activations arrive
         count_step(whose, loopback, schedules, counts, batch_of(kind, 2 * M, step), looks=step == 2)
     return schedules, counts
 
@@ -312,7 +312,7 @@ def test_outputs_returned_in_some_steps_only_are_planned_for_those():
 
 
 def test_a_head_of_32000_words(monkeypatch):
-    """By count the last rank, which has the most, gets guests as well; in bytes the highest rank comes down to it."""
+    """By count the last rank, which has the most, gets remote activations as well; in bytes the highest rank comes down to it."""
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
     trained, ways = (getattr(import_module("balanced_head"), name) for name in ("trained", "WAYS"))
     counts, whose = [], Whose()
@@ -350,7 +350,7 @@ class Wide(nn.Module):
 
 
 def long_run(rank: int, p: int, num_steps: int, options: dict[str, Any], sizes: list[int]) -> list[tuple[int, float, float]]:
-    """Live bytes, resident bytes and rooms on the host, early and late in a run whose batches take turns."""
+    """Live bytes, resident bytes and buffers on the host, early and late in a run whose batches take turns."""
     torch.manual_seed(rank)
     module = Wide(16, 256)
     schedule = Over(bpipe.OneFOneB, options)(bpipe.PipelineStage(module, rank, p, "cpu"), 2 * p, loss_fn=mse)

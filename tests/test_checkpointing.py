@@ -188,8 +188,8 @@ def test_outputs_that_are_away_are_guarded_by_the_input() -> None:
     with pytest.raises(SavedTensorError, match="while its bytes were on another rank"):
         captured.backward()
     captured = looked_at(Recomputed(Block(dropout=0.0), preserve_rng_state=False, **WAYS["a policy"]))
-    foreign = captured.contents().movable[0]
-    captured.stash._foreign = {foreign.storage._cdata: "the step's batch"}
+    non_activations = captured.contents().movable[0]
+    captured.stash._non_activations = {non_activations.storage._cdata: "the step's batch"}
     contents = captured.contents()
     assert len(captured.stash.send_away(contents, 0)) == 4
     with pytest.raises(SavedTensorError, match="while its bytes were on another rank"):

@@ -76,7 +76,7 @@ class Replica:
 
 
 def train(rank: int, name: str, **options: Any) -> tuple[list[int], dict[int, list[torch.Tensor]], dict[str, float]]:
-    """Three steps, because DDP arranges its buckets anew after the first, and the gradients of the last."""
+    """Three steps, because DDP arranges its buckets again after the first, and the gradients of the last."""
     schedule, num_stages = SCHEDULES[name]
     replica, counts = Replica(rank, schedule, modules_of("quiet", num_stages), **options), []
     for step in range(3):

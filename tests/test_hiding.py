@@ -29,7 +29,7 @@ def step_times(rank: int, p: int, m: int) -> tuple[list[float], list[float], lis
     schedules = [schedule(stage, m, loss_fn=nn.functional.mse_loss) for schedule in (bpipe.OneFOneB, bpipe.BalancedOneFOneB)]
     x = torch.ones(m, 8)
     seconds: tuple[list[float], list[float]] = ([], [])
-    for turn in range(1 + PAIRS_OF_STEPS):  # in the first, messages are learned and rooms are made
+    for turn in range(1 + PAIRS_OF_STEPS):  # in the first, messages are learned and buffers are made
         module.sleeps = turn > 0
         for schedule, taken in zip(schedules, seconds):
             schedule.step(x, target=x)

@@ -51,7 +51,7 @@ class Watched(Observer):
 
     def after(self, run: Any, action: Any) -> None:
         if action.op in SERVED:
-            return  # another thread's; the rooms it fills are counted
+            return  # another thread's; the buffers it fills are counted
         is_last = action.stage == self.schedule.plan.num_stages - 1
         if action.op in (Op.B, Op.WAIT_RECV_F, Op.WAIT_RECV_B) or (action.op is Op.F and not is_last):
             return  # a result or an input that the action right behind this one takes away
@@ -63,7 +63,7 @@ class Watched(Observer):
 
     def step(self, x: torch.Tensor, target: torch.Tensor) -> None:
         self.peak, self.losses, self.batch = 0, [], (x, target)
-        loss_fn, serve = self.schedule.session.context.loss_fn, bpipe.engine.acceptor.Server.run
+        loss_fn, serve = self.schedule.session.context.loss_fn, bpipe.engine.acceptor.AcceptorThread.run
 
         def remembered(*loss_args: Any) -> torch.Tensor:
             loss = loss_fn(*loss_args)
@@ -74,10 +74,10 @@ class Watched(Observer):
             with self._count.mode():
                 serve(server)
 
-        self.schedule.session.context.loss_fn, bpipe.engine.acceptor.Server.run = remembered, counted
+        self.schedule.session.context.loss_fn, bpipe.engine.acceptor.AcceptorThread.run = remembered, counted
         with self._count.mode():
             self.schedule.step(x, target=target, return_outputs=False)
-        self.schedule.session.context.loss_fn, bpipe.engine.acceptor.Server.run = loss_fn, serve
+        self.schedule.session.context.loss_fn, bpipe.engine.acceptor.AcceptorThread.run = loss_fn, serve
 
 
 def stage_of_a_language_model(rank: int, p: int, width: int) -> nn.Module:
@@ -96,7 +96,7 @@ def measure(rank: int, module: nn.Module, p: int, m: int, schedule: str, tokens:
     """The peak of a step in bytes: counted, entered in the ledger, and predicted."""
     watched = Watched(getattr(bpipe, schedule)(bpipe.PipelineStage(module, rank, p, "cpu"), m, loss_fn=next_byte), module)
     text = torch.randint(256, (size * m, tokens + 1), generator=torch.Generator().manual_seed(3))
-    for _ in range(2):  # the first step learns shapes, and reserves its rooms as guests arrive
+    for _ in range(2):  # the first step learns shapes, and reserves its buffers as remote activations arrive
         watched.step(text[:, :-1].contiguous(), target=text[:, 1:].contiguous())
     stats = watched.schedule.stats
     assert stats["device_peak_bytes"] == stats["predicted_device_peak_bytes"] > stats["peak_bytes"] + stats["static_bytes"]

@@ -30,7 +30,7 @@ def batch(*shape: int) -> torch.Tensor:
 
 @st.composite
 def cut_nests(draw: st.DrawFn, m: int) -> tuple[Any, Any]:
-    """A nest of tensors and plain values, and the specs along which m divides it."""
+    """A pytree of tensors and plain values, and the specs along which m divides it."""
     kind = draw(st.sampled_from(["tensor", "tensor", "plain", "tuple", "list", "dict"]))
     if kind == "tensor":
         shape = draw(st.lists(st.integers(1, 3), min_size=1, max_size=3))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import bpipe
-from bpipe.engine.microbatch_state import Microbatches
+from bpipe.engine.microbatch_state import MicrobatchStates
 from bpipe.engine.run import Observer
 from bpipe.plan.action import SERVED, SHARDING
 from bpipe.plan.whereabouts import whereabouts
@@ -30,7 +30,7 @@ class Follower(Observer):
     def __init__(self) -> None:
         self.seen: list[tuple[Action, str]] = []
         self.most = 0
-        self.left: Microbatches | None = None
+        self.left: MicrobatchStates | None = None
 
     def started(self, run: Any) -> None:
         self.left = run.microbatches

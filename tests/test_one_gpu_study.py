@@ -88,7 +88,7 @@ def test_an_account_has_its_rank_s_own_actions_alone():
 
 
 def test_the_fullest_rank_may_be_one_with_guests():
-    """Their rooms are older than the step."""
+    """Their buffers are older than the step."""
     now = [0]
 
     class Ran:
@@ -111,7 +111,12 @@ def test_the_fullest_rank_may_be_one_with_guests():
 
 def stats_of(planned_mib: int, guest_mib: int) -> dict[str, float]:
     """Of a rank on which 5 MiB stay."""
-    sizes = {"predicted_device_peak_bytes": 5 + planned_mib, "static_bytes": 5, "guest_bytes": guest_mib, "evicted_bytes": 0}
+    sizes = {
+        "predicted_device_peak_bytes": 5 + planned_mib,
+        "static_bytes": 5,
+        "remote_buffer_bytes": guest_mib,
+        "evicted_bytes": 0,
+    }
     return {key: value * MIB for key, value in sizes.items()}
 
 

@@ -327,7 +327,7 @@ def test_a_forked_child_has_no_part_in_the_pipeline():
 
 
 def drifts(rank: int) -> list[str]:
-    """One rank has made a schedule that the other has not, and keeps it: refused, until both build anew."""
+    """One rank has made a schedule that the other has not, and keeps it: refused, until both build again."""
 
     def schedule_of() -> bpipe.Schedule:
         return bpipe.OneFOneB(bpipe.PipelineStage(nn.Linear(2, 2), rank, 2, "cpu"), 2, loss_fn=mse)

@@ -201,16 +201,16 @@ def with_halves_counted(rank: int, options: dict[str, Any]) -> tuple[Trained, in
     """ZB-H1, how many backwards it ran in halves, and whether weights are sharded again after it."""
     from torch.distributed.tensor import DTensor
 
-    original, calls = bpipe.backward.divided.run_input_half, []
+    original, calls = bpipe.backward.divided.run_backward_input, []
 
     def counted(*args: Any) -> Any:
         calls.append(1)
         return original(*args)
 
-    bpipe.backward.divided.run_input_half = counted
+    bpipe.backward.divided.run_backward_input = counted
     replica = Replica(rank, bpipe.ZBH1, num_stages=P, make=pairs, options=options)
     trained = [replica.step(step) for step in range(2)], replica.gradients()
-    bpipe.backward.divided.run_input_half = original
+    bpipe.backward.divided.run_backward_input = original
     return trained, len(calls), all(isinstance(p, DTensor) for module in replica.modules.values() for p in module.parameters())
 
 

@@ -16,8 +16,8 @@ from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from bpipe.backward.autograd import Box, edges_of, enter, run_backward
-from bpipe.backward.split import WeightHalf, run_input_half
+from bpipe.backward.autograd import InputGrads, edges_of, enter, run_backward
+from bpipe.backward.split import DeferredWeightGrad, run_backward_input
 from bpipe.errors import SavedTensorError
 from bpipe.memory.saved.stash import Stash
 from tests.models import KINDS, TOKENS, WIDTH, Block
@@ -48,14 +48,14 @@ class Graph:
 
     def __init__(self, module: nn.Module, inputs: list[T] | None = None, **kwargs: Any) -> None:
         arrived = [tensor.clone() for tensor in inputs or [image_or_text(module)]]
-        entered, self.box = enter(arrived, [tensor.is_floating_point() for tensor in arrived])
+        entered, self.input_grads = enter(arrived, [tensor.is_floating_point() for tensor in arrived])
         outputs = [output for output in tensors(module(*entered, **kwargs)) if output.requires_grad]
         generator = torch.Generator().manual_seed(2)
         self.gradients = [torch.randn(output.shape, generator=generator).to(output.dtype) for output in outputs]
         self.edges = edges_of(outputs)
 
-    def input_half(self) -> WeightHalf:
-        return run_input_half(self.edges, self.gradients, self.box, before=lambda leaves: None)
+    def backward_input(self) -> DeferredWeightGrad:
+        return run_backward_input(self.edges, self.gradients, self.input_grads, before=lambda leaves: None)
 
     def whole(self) -> None:
         run_backward(self.edges, self.gradients)
@@ -74,10 +74,10 @@ def left_behind(make: Callable[[], nn.Module], halves: bool, inputs: list[T] | N
     for _ in range(2):
         graph = Graph(module, inputs, **leaf)
         if halves:
-            graph.input_half().run()
+            graph.backward_input().run()
         else:
             graph.whole()
-        results += graph.box.gradients
+        results += graph.input_grads.gradients
     return [*results, *(t.grad for t in (*module.parameters(), *leaf.values())), *module.buffers()]
 
 
@@ -215,7 +215,7 @@ def test_both_halves_equal_one_backward(name: str) -> None:
     make, early = STAGES[name]
     assert_equal_halves(make)
     module = made(make)
-    rest = Graph(module).input_half()
+    rest = Graph(module).backward_input()
     at_once = names_with_gradient(module)
     rest.run()
     assert at_once == {name for name in names_with_gradient(module) if name.startswith(tuple(early))}
@@ -226,13 +226,13 @@ def test_parameters_have_no_gradient_before_the_weight_half_and_inputs_have() ->
     whole, graph = Graph(module), Graph(module)
     whole.whole()
     module.zero_grad()
-    rest = graph.input_half()
+    rest = graph.backward_input()
     assert not names_with_gradient(module)
-    given = graph.box.gradients[0]
-    assert given is not None and torch.equal(given, whole.box.gradients[0])
+    given = graph.input_grads.gradients[0]
+    assert given is not None and torch.equal(given, whole.input_grads.gradients[0])
     rest.run()
     assert len(names_with_gradient(module)) == 4
-    assert graph.box.gradients[0] is given
+    assert graph.input_grads.gradients[0] is given
 
 
 def test_several_inputs() -> None:
@@ -249,12 +249,12 @@ def test_outputs_without_a_gradient() -> None:
     module = made(lambda: Lambda(lambda s, x: (s.a(x), s.b(x)), a=linear(), b=linear()))
     graph = Graph(module)
     graph.gradients[1] = None
-    graph.input_half().run()
+    graph.backward_input().run()
     assert names_with_gradient(module) == {"a.weight", "a.bias"}
     nothing = Graph(module)
     nothing.gradients = [None, None]
-    nothing.input_half().run()
-    assert nothing.box.gradients == [None]
+    nothing.backward_input().run()
+    assert nothing.input_grads.gradients == [None]
 
 
 @pytest.mark.parametrize("forward", [lambda s, x, context: s.a(x) * s.b(context), lambda s, x, context: s.a(x + context) * context])
@@ -268,7 +268,7 @@ def test_without_inputs_that_need_a_gradient_everything_waits() -> None:
     Graph(module, [ids]).whole()
     expected = [parameter.grad for parameter in module.parameters()]
     module.zero_grad()
-    rest = Graph(module, [ids]).input_half()
+    rest = Graph(module, [ids]).backward_input()
     assert not names_with_gradient(module)
     rest.run()
     assert all(map(torch.equal, expected, (parameter.grad for parameter in module.parameters())))
@@ -298,8 +298,8 @@ def test_each_half_has_half_of_the_products() -> None:
     module = made(lambda: Block(dropout=0.0))
     whole = counted(Graph(module).whole)
     graph = Graph(module)
-    halves: list[WeightHalf] = []
-    first = counted(lambda: halves.append(graph.input_half()))
+    halves: list[DeferredWeightGrad] = []
+    first = counted(lambda: halves.append(graph.backward_input()))
     second = counted(halves[0].run)
     assert whole["mm"] == 8 and first["mm"] == second["mm"] == 4
     costly = ("gelu_backward", "_scaled_dot_product_flash_attention_for_cpu_backward", "sum")
@@ -310,7 +310,7 @@ def test_each_half_has_half_of_the_products() -> None:
 def test_a_recomputed_region_is_recomputed_once(reentrant: bool) -> None:
     module = made(lambda: nn.Sequential(linear(), checkpointed(Block(dropout=0.0), reentrant=reentrant)))
     graph = Graph(module)
-    done = counted(lambda: graph.input_half().run())
+    done = counted(lambda: graph.backward_input().run())
     assert done["_scaled_dot_product_flash_attention_for_cpu"] == 1
 
 
@@ -318,7 +318,7 @@ def test_a_custom_function_runs_once() -> None:
     module = made(STAGES["custom Function"][0])
     graph = Graph(module)
     before = Scale.count
-    graph.input_half().run()
+    graph.backward_input().run()
     assert Scale.count == before + 1
 
 
@@ -332,7 +332,7 @@ def test_hooks_of_parameters_run_once_when_the_gradient_is_there() -> None:
     expected = sorted(seen)
     seen.clear()
     module.zero_grad()
-    Graph(module).input_half().run()
+    Graph(module).backward_input().run()
     assert sorted(seen) == expected and len(seen) == 2 * len(list(module.parameters()))
 
 
@@ -353,7 +353,7 @@ def test_a_module_s_full_backward_hook_runs_once() -> None:
     module[0].register_full_backward_hook(lambda *_: calls.append("hook"))
     module[1].register_full_backward_pre_hook(lambda *_: calls.append("pre-hook"))
     graph = Graph(module)
-    graph.input_half().run()
+    graph.backward_input().run()
     assert sorted(calls) == ["hook", "pre-hook"]
 
 
@@ -373,13 +373,13 @@ def test_the_graph_lives_until_the_weight_half_and_no_longer() -> None:
             return kept(saved, output)
 
         graph = Graph(made(lambda: Lambda(forward, a=linear())))
-        rest, box = graph.input_half(), graph.box
+        rest, input_grads = graph.backward_input(), graph.input_grads
         del graph
         assert [ref.expired() for ref in saved] == [False, True]  # the product's input is still needed, its output never was
         assert [ref.expired() for ref in gradients] == [False]
         rest.run()
         assert all(ref.expired() for ref in saved + gradients)
-        assert box.gradients[0] is not None
+        assert input_grads.gradients[0] is not None
     finally:
         gc.enable()
 
@@ -399,7 +399,7 @@ def test_what_only_the_input_half_needs_is_freed_behind_it() -> None:
         saved.clear()
         with Stash("microbatch 0 of stage 1", {}).capture() if is_followed else nullcontext():
             graph = Graph(module)
-        rest = graph.input_half()
+        rest = graph.backward_input()
         assert [ref.expired() for ref in saved] == [False, True]
         rest.run()
 
@@ -423,7 +423,7 @@ def test_what_a_custom_function_saved_is_freed_too() -> None:
     saved: list[StorageWeakRef] = []
     module = made(lambda: Lambda(lambda s, x: s.b(kept(saved, Exp.apply(s.a(x))).sin()), a=linear(), b=linear()))
     graph = Graph(module)
-    rest = graph.input_half()
+    rest = graph.backward_input()
     assert [ref.expired() for ref in saved] == [True]
     rest.run()
 
@@ -442,18 +442,18 @@ def test_a_graph_is_used_once() -> None:
     module.shared = (module.m * 2).sin()
     module.shared.grad_fn.next_functions[0][0].register_hook(lambda *_: None)
     first, second = Graph(module), Graph(module)
-    first.input_half().run()
+    first.backward_input().run()
     with pytest.raises(RuntimeError, match="second time"):
-        second.input_half().run()
+        second.backward_input().run()
 
 
 def test_nothing_is_left_to_the_cycle_collector() -> None:
     module = made(lambda: nn.Sequential(Block(dropout=0.0), linear()))
-    Graph(module).input_half().run()
+    Graph(module).backward_input().run()
     gc.collect()
     gc.disable()
     try:
-        Graph(module).input_half().run()
+        Graph(module).backward_input().run()
         assert gc.collect() == 0
     finally:
         gc.enable()
@@ -464,16 +464,16 @@ def test_a_transformer_keeps_no_more_between_its_halves_than_before() -> None:
     module, count = made(lambda: nn.Sequential(Block(dropout=0.0), Block(dropout=0.0))), StorageCount()
     with count.mode():
         graph = Graph(module)
-        edges, gradients, box = graph.edges, graph.gradients, graph.box
+        edges, gradients, input_grads = graph.edges, graph.gradients, graph.input_grads
         del graph
 
         def live() -> int:
-            received = [gradient for gradient in box.gradients if gradient is not None]
+            received = [gradient for gradient in input_grads.gradients if gradient is not None]
             of_parameters = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
             return count.live_bytes(without=[*module.parameters(), *of_parameters, *received, *gradients])
 
         before = live()
-        rest = run_input_half(edges, gradients, box, before=lambda leaves: None)
+        rest = run_backward_input(edges, gradients, input_grads, before=lambda leaves: None)
         edges.clear()
         between = live()
         rest.run()
@@ -486,7 +486,7 @@ def test_it_frees_branch_by_branch() -> None:
     saved: list[StorageWeakRef] = []
     module = made(lambda: Lambda(lambda s, x: s.b(kept(saved, s.a(kept(saved, x.exp())).exp())), a=linear(), b=linear()))
     graph = Graph(module)
-    rest = graph.input_half()
+    rest = graph.backward_input()
     del graph
     found: list[list[bool]] = []
     for part in (module.a, module.b):
@@ -514,7 +514,7 @@ def test_saved_tensors_leave_before_the_input_half_and_come_back() -> None:
     for storage, size, copy in bytes_of:
         storage.resize_(size)
         storage.copy_(copy)
-    graph.input_half().run()
+    graph.backward_input().run()
     assert all(map(torch.equal, expected, (parameter.grad for parameter in module.parameters())))
 
 
@@ -524,7 +524,7 @@ def test_a_change_between_the_halves_is_noticed() -> None:
     stash = Stash("microbatch 0 of stage 1", {})
     with stash.capture():
         graph = Graph(module)
-    rest = graph.input_half()
+    rest = graph.backward_input()
     with torch.no_grad():
         kept_alive["x"].add_(1)
     with pytest.raises(SavedTensorError, match="was modified in place"):
@@ -532,4 +532,4 @@ def test_a_change_between_the_halves_is_noticed() -> None:
 
 
 def test_an_empty_box() -> None:
-    assert Box().gradients == [] and Box().anchor is None
+    assert InputGrads().gradients == [] and InputGrads().anchor is None

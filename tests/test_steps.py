@@ -230,8 +230,8 @@ def test_the_ledger_says_what_cannot_move_and_why():
     assert held.shape == (WIDTH,)
     assert held.num_bytes == 4 * WIDTH == ledger.held_bytes == schedules[0].stats["held_bytes"]
     assert "outside the graph" in held.reason
-    assert {h.reason for h in ledger.foreign} == {"the step's batch"}
-    assert {h.reason for h in schedules[1].ledger.foreign} == {"a parameter"}
+    assert {h.reason for h in ledger.non_activations} == {"the step's batch"}
+    assert {h.reason for h in schedules[1].ledger.non_activations} == {"a parameter"}
     assert schedules[0].stats["evicted_bytes"] == 0  # nothing else was saved on the first stage
 
 

@@ -77,8 +77,8 @@ def check_order(timeline: Measured) -> None:
     assert all(0 <= span.begin_s <= span.end_s for span in spans.values())
     assert min(span.begin_s for span in spans.values()) == 0
     for rank in range(plan.num_ranks):
-        one_at_a_time = [span for span in timeline.spans(rank) if span.action.op in COMPUTE or span.action.op in START_OF]
-        assert all(a.end_s <= b.begin_s for a, b in pairwise(one_at_a_time))
+        profiling_order = [span for span in timeline.spans(rank) if span.action.op in COMPUTE or span.action.op in START_OF]
+        assert all(a.end_s <= b.begin_s for a, b in pairwise(profiling_order))
         assert all(span.seconds > 0 for span in timeline.computations(rank))
 
     def error_s(*ranks: int) -> float:
@@ -111,8 +111,8 @@ def _pieces(timeline: Measured, op: Op, stage: int, microbatch: int) -> list[Spa
 def check_memory(timeline: Measured, rank: int, stats: dict[str, float]) -> None:
     lane = timeline.actions[rank]
     assert (timeline.peak_bytes(rank), timeline.device_peak_bytes(rank)) == (stats["peak_bytes"], stats["device_peak_bytes"])
-    assert lane.room_bytes == stats["guest_bytes"] + stats["held_bytes"]
-    assert lane.static_bytes + lane.room_bytes == stats["static_bytes"] + stats["guest_bytes"]
+    assert lane.remote_buffer_bytes == stats["remote_buffer_bytes"] + stats["held_bytes"]
+    assert lane.static_bytes + lane.remote_buffer_bytes == stats["static_bytes"] + stats["remote_buffer_bytes"]
     assert min(lane.activation_bytes) >= 0 and min(lane.message_bytes) >= 0
     moments = list(timeline.memory(rank))
     assert max(held.activation_bytes for held in moments) == stats["peak_bytes"]

@@ -90,7 +90,7 @@ def cyclic_list(value: Any) -> list[Any]:
 WAYS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "an object": (Holder, lambda held: held.value),
     "slots": (Slots, lambda held: held.value),
-    "objects in a nest": (lambda value: {"a": [Holder(Slots(value))]}, lambda held: held["a"][0].value.value),
+    "objects in a pytree": (lambda value: {"a": [Holder(Slots(value))]}, lambda held: held["a"][0].value.value),
     "a namespace": (lambda value: SimpleNamespace(value=value), lambda held: held.value),
     "a list that holds itself": (cyclic_list, lambda held: held[0]),
     "a function": (lambda value: lambda: value, lambda held: held()),

@@ -45,10 +45,10 @@ class Balanced(Schedule):
     and members of an IntEnum always count, and so does a number that stages hand on with their outputs.
 
     A rank's bytes are those of its parameters, gradients, buffers and optimizer states, of what its modules hold besides, of the
-    outputs and losses that a step returns, of saved activations, messages between stages, and rooms for guests. Optimizers make
-    their states in their first step, and only they know how large these are: the pipeline's next step counts them, makes a new
-    plan without measuring again, and raises a BudgetError on all ranks if a budget has no room for them. Weights that FSDP
-    gathers do not count, nor does memory that operations need only while they run.
+    outputs and losses that a step returns, of saved activations, messages between stages, and buffers for remote activations.
+    Optimizers make their states in their first step, and only they know how large these are: the pipeline's next step counts them,
+    makes a new plan without measuring again, and raises a BudgetError on all ranks if a budget has no room for them. Weights that
+    FSDP gathers do not count, nor does memory that operations need only while they run.
 
     Args:
         schedule: what to balance, of any class and not yet used; use the balanced one in its place. Its own `slots` are dropped.
@@ -59,7 +59,7 @@ class Balanced(Schedule):
             storages, so there are never more of them than it saves.
         inside: whether parts also leave and return inside forwards and backwards, which reaches the mean of the ranks. Where a
             part is cut off, operations may hold up to one part and one message more than is planned.
-        to: who may take a rank's guests; default: its pair p-1-x, then any rank with room. `Destinations(host="last")` lets
+        to: who may take what a rank evicts; default: its pair p-1-x, then any rank with room. `Destinations(host="last")` lets
             ranks use their host's memory where no rank has room.
         costs: how long computations and transfers take, if known: what can be hidden is evicted first.
         sizes: the bytes of a microbatch on each stage and of what stays on each rank, if known: then no step is measured.
@@ -67,7 +67,7 @@ class Balanced(Schedule):
             stage's softmax, and for fragments. Default: 1 GiB.
         optimizer: whose states count as static bytes of this rank. A torch.optim.Optimizer is found without it when it has
             stepped. Give one whose states were loaded, so that they count from the first step on, or an object of another kind
-            that has a mapping `state` with a nest of tensors for each parameter. States that grow (LBFGS's do in its first steps)
+            that has a mapping `state` with a pytree of tensors for each parameter. States that grow (LBFGS's do in its first steps)
             make a new plan each time. The states of this rank's parameters count, or all of them if it has none of these, because
             it works on copies.
         replicas: a process group of the ranks that hold the same stages in other pipelines: their sizes are compared, and

@@ -54,9 +54,9 @@ class GPipe(Schedule):
 class BalancedOneFOneB(Schedule):
     """1F1B in which early ranks evict saved activations to late ones (BPipe, Kim et al., ICML 2023).
 
-    Every rank holds at most `slots` microbatches, by default ceil((p+2)/2), guests and transfers in flight included. The
-    gradients are `OneFOneB`'s to the bit. Where a late stage has most, such as a large head, guests may make its rank fuller than
-    any rank was before: the logger "bpipe" warns of it after the first step, and `Balanced` counts bytes instead.
+    Every rank holds at most `slots` microbatches, by default ceil((p+2)/2), remote activations and transfers in flight included.
+    The gradients are `OneFOneB`'s to the bit. Where a late stage has most, such as a large head, remote activations may make its
+    rank fuller than any rank was before: the logger "bpipe" warns of it after the first step, and `Balanced` counts bytes instead.
 
     Arguments, methods and errors are `Schedule`'s.
     """

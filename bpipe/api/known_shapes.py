@@ -15,7 +15,7 @@ __all__: list[str] = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class MeasuredSizes:
     """The results of a step that measured, on this rank: the sizes of its stages, what modules hold, what the step returns."""
 
     stages: dict[int, StageSizes]
@@ -38,7 +38,7 @@ class Shapes:
     """
 
     revisions: tuple[int, ...] = ()
-    measured: Measured | None = None
+    measured: MeasuredSizes | None = None
     plan: Plan | None = None
     states: tuple[int, ...] = ()
     seen: dict[int, StageSizes] = field(default_factory=dict)

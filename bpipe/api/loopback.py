@@ -14,7 +14,7 @@ import torch
 
 from bpipe.cleanup import keeping, noted_on
 from bpipe.comm.transport.in_process import Wires
-from bpipe.device import Stream, current_stream, guests, is_asynchronous, on_stream, random_state, set_random_state
+from bpipe.device import Stream, current_stream, is_asynchronous, on_stream, random_state, serving, set_random_state
 from bpipe.engine.run import Run
 from bpipe.errors import ConfigurationError, PipelineBrokenError
 from bpipe.model.call import Call, call_of
@@ -42,7 +42,7 @@ class LoopbackGroup(NamedTuple):
 
 
 class _Lane(NamedTuple):
-    """A sequence of actions of a rank of the plan: its computations, or its work for an evictor whose guests it keeps."""
+    """A sequence of actions of a rank of the plan: its computations, or its work for an evictor whose activations it keeps."""
 
     rank: int
     evictor: int | None
@@ -209,7 +209,7 @@ class Loopback:
             current_stream(lane.device).wait_stream(self._stream(lane))
 
     def _stream(self, lane: _Lane) -> Stream:
-        user = ("computations", lane.rank) if lane.evictor is None else guests(lane.rank, lane.evictor)
+        user = ("computations", lane.rank) if lane.evictor is None else serving(lane.rank, lane.evictor)
         return self.wires.streams.of(user, lane.device)
 
     def _random_numbers(self, rank: int, device: torch.device) -> AbstractContextManager[Any]:

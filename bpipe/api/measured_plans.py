@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from bpipe.api.known_shapes import Comparisons, KnownShapes, Measured, Shapes
+from bpipe.api.known_shapes import Comparisons, KnownShapes, MeasuredSizes, Shapes
 from bpipe.api.loopback import LoopbackGroup
 from bpipe.api.policy import Policy
 from bpipe.api.report import Report
-from bpipe.comm.health.agreement import Record
+from bpipe.comm.health.agreement import StepRecord
 from bpipe.engine.ordered import OrderWatch
 from bpipe.engine.remembered import Memory
 from bpipe.engine.run import Observer, Run
@@ -19,24 +19,24 @@ from bpipe.engine.shared import why_in_order
 from bpipe.errors import AgreementError, BudgetError, CommError, format_error
 from bpipe.memory.static import available_bytes, bytes_under, present_bytes, static_bytes
 from bpipe.model import microbatch as mb
-from bpipe.model.plain_numbers import Looks
+from bpipe.model.plain_numbers import InputForms
 from bpipe.parallel.replicas import difference
 from bpipe.passes.balance.outcome import outcome
 from bpipe.passes.communicate import computations_only
-from bpipe.passes.one_at_a_time import one_at_a_time
+from bpipe.passes.profiling_order import profiling_order
 from bpipe.plan.action import COMPUTE
 from bpipe.plan.amounts import show_each
 from bpipe.plan.sizes import Sizes
 from bpipe.schedules import Op, Plan, finish
 from bpipe.session.context import RankContext
 from bpipe.session.plan_source import Gather, PlanSource
-from bpipe.session.prepare import Inputs
+from bpipe.session.prepare import PreparedCall
 from bpipe.session.session import StepKey
 
 __all__: list[str] = []
 
 RESERVE_BYTES = 2**30
-GUEST_CHANNELS = 4  # opened by a plan on a rank: its own guests go and come back, and so do another rank's
+REMOTE_CHANNELS = 4  # opened by a plan on a rank: its own remote activations go and come back, and so do another rank's
 LATEST, OFTEN = 20, 16  # steps: it warns when OFTEN of the LATEST ones have measured
 
 
@@ -71,7 +71,7 @@ class MeasuredPlans(PlanSource):
     ) -> None:
         self._base = computations_only(plan)
         super().__init__(plan if _is_plain(plan) else finish(self._base), rule, asked)
-        self._one_at_a_time = finish(one_at_a_time(self._base))
+        self._profiling_plan = finish(profiling_order(self._base))
         self._in_order: Plan | None = None  # the other one that measures, where it was needed
         self._policy, self._context, self._replicas = policy, context, replicas
         self._reserve_bytes, self._is_lowest = reserve_bytes, is_lowest
@@ -86,11 +86,11 @@ class MeasuredPlans(PlanSource):
         memory.is_inside, memory.grows = self._policy.inside, True
         memory.most_parts = dict.fromkeys(stages, self._policy.parts)
 
-    def completed(self, record: Record, looks: Looks) -> Record:
-        inputs = bytes(16) if self._replicas is None else mb.digest([one.form for one in looks.descriptions])
+    def completed(self, record: StepRecord, forms: InputForms) -> StepRecord:
+        inputs = bytes(16) if self._replicas is None else mb.digest([one.form for one in forms.descriptions])
         return record._replace(revision=self.revision, inputs=inputs)
 
-    def plan_of(self, inputs: Inputs, records: Sequence[Record], gather: Gather, *, is_training: bool) -> Plan:
+    def plan_of(self, inputs: PreparedCall, records: Sequence[StepRecord], gather: Gather, *, is_training: bool) -> Plan:
         if not is_training:
             return super().plan_of(inputs, records, gather, is_training=is_training)
         key = (True, tuple(record.form for record in records))
@@ -102,7 +102,7 @@ class MeasuredPlans(PlanSource):
             self._context.memory.kinds.clear()
         if revisions != self._revisions:  # some rank's microbatches take more, for whatever reason
             self._revisions = revisions
-            self._context.numbers.count_again(inputs.looks)
+            self._context.numbers.count_again(inputs.forms)
         if shapes.replan(tuple(record.states for record in records)):
             self._say("optimizers have made other states, which this step's plan counts")
         self._warn_if_often(shapes.measured is None)
@@ -123,7 +123,7 @@ class MeasuredPlans(PlanSource):
             how = f"in the schedule's own order ({reasons[0]})" if reasons else "one microbatch at a time"
             self._say(f"new shapes or sizes: this step runs {how} and measures them")
         if not reasons:
-            return self._one_at_a_time
+            return self._profiling_plan
         if self._in_order is None:
             self._in_order = self._made_once("in order", lambda: self._policy.plan_by_count(self._base))
         return self._in_order
@@ -139,12 +139,12 @@ class MeasuredPlans(PlanSource):
         with_ranks = isinstance(group, LoopbackGroup) and not group.loopback.own_random_state
         return self.plan.num_stages > 1 if with_ranks else len(self._context.stages) > 1
 
-    def observer_of(self, inputs: Inputs, plan: Plan, observer: Observer | None) -> Observer | None:
+    def observer_of(self, inputs: PreparedCall, plan: Plan, observer: Observer | None) -> Observer | None:
         rank, shares_random = self._context.plan_rank, self._shares_random()
-        if plan is not self._one_at_a_time or (not shares_random and _computed(plan, rank) == _computed(self._base, rank)):
+        if plan is not self._profiling_plan or (not shares_random and _computed(plan, rank) == _computed(self._base, rank)):
             return observer
         device = self._context.transport.device
-        return OrderWatch(self._context.stages, inputs.job, device, shares_random=shares_random, inner=observer)
+        return OrderWatch(self._context.stages, inputs.step_inputs, device, shares_random=shares_random, inner=observer)
 
     def _warn_if_often(self, measures: bool) -> None:
         """Warn once when nearly all of the latest steps have measured."""
@@ -163,9 +163,9 @@ class MeasuredPlans(PlanSource):
 
     def learn(self, run: Run) -> None:
         shapes = self._shapes.latest()
-        if run.plan is self._one_at_a_time or run.plan is self._in_order:
+        if run.plan is self._profiling_plan or run.plan is self._in_order:
             ledger, returned = run.evictions.ledger, bytes_under(run.compute.returned, run.device)
-            shapes.measured = Measured(stages=run.evictions.settled(), held_bytes=ledger.held_bytes, returned_bytes=returned)
+            shapes.measured = MeasuredSizes(stages=run.evictions.settled(), held_bytes=ledger.held_bytes, returned_bytes=returned)
         elif run.plan.sizes is not None:
             for stage in shapes.outgrown(run.plan.sizes, run.evictions.measured()):
                 self.measure_again(f"a microbatch of stage {stage} saves more than planned")
@@ -180,7 +180,7 @@ class MeasuredPlans(PlanSource):
 
     def measure_again(self, why: str) -> None:
         self.revision += 1
-        self._context.log().info("%s: %s, so that the next step measures anew", self.rule, why)
+        self._context.log().info("%s: %s, so that the next step measures again", self.rule, why)
 
     # What replicas compare, when their inputs say so and before anything may fail in one of them alone
 
@@ -270,7 +270,7 @@ class MeasuredPlans(PlanSource):
         budget = self._own_budget(measured, states)
         return Report(context.plan_rank, shapes.stages(self._policy.margin), static, budget, states=states)
 
-    def _own_budget(self, measured: Measured, states: int) -> int | None:
+    def _own_budget(self, measured: MeasuredSizes, states: int) -> int | None:
         """Return this rank's budget in bytes; None for no limit, or for as low as possible."""
         if self._is_lowest:
             return None
@@ -279,8 +279,8 @@ class MeasuredPlans(PlanSource):
             return self._policy.budgets(self._base.num_ranks)[context.plan_rank]
         device = context.transport.device
         num_sharing = context.group.loopback.num_ranks if isinstance(context.group, LoopbackGroup) else 1
-        used = present_bytes(context.modules(), device) + states + measured.held_bytes + context.memory.guest_bytes
-        reserve = self._reserve_bytes + GUEST_CHANNELS * context.transport.connection_bytes()
+        used = present_bytes(context.modules(), device) + states + measured.held_bytes + context.memory.remote_buffer_bytes
+        reserve = self._reserve_bytes + REMOTE_CHANNELS * context.transport.connection_bytes()
         return used + available_bytes(device, reserve) // num_sharing
 
     def _say(self, what: str) -> None:

@@ -37,8 +37,8 @@ class Schedule:
             schedules may share it.
         n_microbatches: m, the number of microbatches that a batch is cut into.
         loss_fn: `loss_fn(output, target, **loss_kwargs)`, one number; without it `step` evaluates.
-        args_chunk_spec: for each positional argument a `TensorChunkSpec`, None to repeat it whole, or a nest of these; default: cut
-            dimension 0 of every tensor and of anything else that holds samples, as docs/batches.md says.
+        args_chunk_spec: for each positional argument a `TensorChunkSpec`, None to repeat it whole, or a pytree of these; default:
+            cut dimension 0 of every tensor and of anything else that holds samples, as docs/batches.md says.
         kwargs_chunk_spec: likewise for each keyword argument.
         output_merge_spec: the dimensions along which the outputs are put together; default 0.
         scale_grads: scale the loss of each microbatch by 1/m, so that gradients are those of the mean and steps accumulate.

@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 __all__: list[str] = []
 
 
-class Box:
+class InputGrads:
     """The gradients of a stage's inputs, once its backward has run; None where an input was not used.
 
     Args:
@@ -34,14 +34,14 @@ class Box:
 
 class _Entry(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, box: Box, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.box = box
+    def forward(ctx: Any, input_grads: InputGrads, anchor: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.input_grads = input_grads
         ctx.set_materialize_grads(False)
         return tuple(map(_alias, tensors))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        ctx.box.gradients[:] = gradients
+        ctx.input_grads.gradients[:] = gradients
         return (None,) * (2 + len(gradients))
 
 
@@ -51,7 +51,7 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, offset, tensor.shape, tensor.stride())
 
 
-def enter(tensors: Sequence[torch.Tensor], requires_grad: Sequence[bool]) -> tuple[list[torch.Tensor], Box]:
+def enter(tensors: Sequence[torch.Tensor], requires_grad: Sequence[bool]) -> tuple[list[torch.Tensor], InputGrads]:
     """Make received tensors the inputs of a stage.
 
     Args:
@@ -63,11 +63,11 @@ def enter(tensors: Sequence[torch.Tensor], requires_grad: Sequence[bool]) -> tup
     """
     differentiable = [tensor for tensor, needed in zip(tensors, requires_grad) if needed]
     if not differentiable:
-        return list(tensors), Box()
+        return list(tensors), InputGrads()
     anchor = torch.empty(0, requires_grad=True)
-    box = Box(len(differentiable), anchor)
-    entered = iter(_Entry.apply(box, anchor, *differentiable))  # type: ignore[no-untyped-call]
-    return [next(entered) if needed else tensor for tensor, needed in zip(tensors, requires_grad)], box
+    input_grads = InputGrads(len(differentiable), anchor)
+    entered = iter(_Entry.apply(input_grads, anchor, *differentiable))  # type: ignore[no-untyped-call]
+    return [next(entered) if needed else tensor for tensor, needed in zip(tensors, requires_grad)], input_grads
 
 
 def edges_of(tensors: Sequence[torch.Tensor]) -> list[GradientEdge]:
@@ -86,7 +86,7 @@ class Graph:
     """
 
     edges: list[GradientEdge]
-    box: Box
+    input_grads: InputGrads
     has_common_hooks: bool = False
 
     def run_backward(self, gradients: Sequence[torch.Tensor | None]) -> None:

@@ -11,7 +11,7 @@ from torch.autograd.graph import Node
 
 from bpipe.backward.autograd import Graph
 from bpipe.backward.callbacks import Callback, goes_to
-from bpipe.backward.split import GivenHalf, WeightHalf, run_input_half
+from bpipe.backward.split import DeferredWeightGrad, GivenWeightGrad, run_backward_input
 from bpipe.backward.user_hooks import UserHooks
 
 __all__: list[str] = []
@@ -27,19 +27,19 @@ class Divided:
     """
 
     def __init__(self, undivided: set[int], hooks: UserHooks, separate: Callable[[int], None]) -> None:
-        self._waiting: dict[int, deque[tuple[int, WeightHalf]]] = defaultdict(deque)  # by stage, those that have not run, in order
+        self._waiting: dict[int, deque[tuple[int, DeferredWeightGrad]]] = defaultdict(deque)  # by stage, in order
         self.latest: dict[int, int] = {}  # by stage, the microbatch whose backward was the last to begin
         self.is_whole = False  # whether the latest input half was all of its backward, for hooks that others need not have
         self._undivided, self._hooks, self._separate = undivided, hooks, separate
 
-    def input_half(
+    def backward_input(
         self,
         stage: int,
         microbatch: int,
         graph: Graph,
         gradients: Sequence[torch.Tensor | None],
         builder: Callable[[], Callable[..., None]] | None,
-    ) -> WeightHalf:
+    ) -> DeferredWeightGrad:
         """Run the input half of a microbatch's backward, or all of it.
 
         Args:
@@ -61,10 +61,10 @@ class Divided:
             self._hooks.callbacks.were_any = False  # by another stage, or another rank of a loopback
         if builder is not None or stage in self._undivided or graph.has_common_hooks or is_unheard or _hooks_are_around():
             graph.run_backward(gradients)
-            half = WeightHalf() if builder is None else GivenHalf(builder())
+            half = DeferredWeightGrad() if builder is None else GivenWeightGrad(builder())
         else:
-            self._hooks.callbacks.is_ours = lambda: graph.box.anchor is not None and goes_to(graph.box.anchor)
-            half = run_input_half(graph.edges, gradients, graph.box, partial(self._finish, stage))
+            self._hooks.callbacks.is_ours = lambda: graph.input_grads.anchor is not None and goes_to(graph.input_grads.anchor)
+            half = run_backward_input(graph.edges, gradients, graph.input_grads, partial(self._finish, stage))
             self._hooks.callbacks.is_ours = None
         if is_unheard and self._hooks.heard(stage):
             self._undivided.add(stage)
@@ -74,18 +74,18 @@ class Divided:
         self._waiting[stage].append((microbatch, half))
         return half
 
-    def weight_half(self, stage: int, microbatch: int, half: WeightHalf) -> None:
+    def backward_weight(self, stage: int, microbatch: int, half: DeferredWeightGrad) -> None:
         """Run the weight half of a microbatch's backward, unless it has run already."""
         waiting = self._waiting[stage]
         self._waiting[stage] = deque(one for one in waiting if one[1] is not half)
         self._run(stage, microbatch, half)
 
-    def _whole(self, stage: int, microbatch: int, half: WeightHalf) -> WeightHalf:
+    def _whole(self, stage: int, microbatch: int, half: DeferredWeightGrad) -> DeferredWeightGrad:
         """Run the weight half at once, because callbacks wait for the end of the backward."""
         self.is_whole, queued = True, self._hooks.callbacks.take()
         self._finish(stage)
         self._run(stage, microbatch, half, queued)
-        return WeightHalf()
+        return DeferredWeightGrad()
 
     def _finish(self, stage: int, leaves: Set[Node] | None = None) -> None:
         """Run the weight halves of earlier microbatches, up to the last one that leads to leaves whose next gradients come now.
@@ -101,7 +101,7 @@ class Divided:
             self._run(stage, *waiting.popleft())
             self._separate(stage)
 
-    def _run(self, stage: int, microbatch: int, half: WeightHalf, queued: Sequence[Callback] = ()) -> None:
+    def _run(self, stage: int, microbatch: int, half: DeferredWeightGrad, queued: Sequence[Callback] = ()) -> None:
         """Run a weight half, and what was queued for the end of its microbatch's backward."""
         callbacks = self._hooks.callbacks
         outside = callbacks.is_ours, callbacks.is_late

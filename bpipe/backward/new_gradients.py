@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from bpipe.memory.saved.storages import owners, shared_among, storages_of
-from bpipe.model.stage import Parts
+from bpipe.model.stage import ModuleSnapshot
 
 __all__: list[str] = []
 
@@ -24,7 +24,7 @@ __all__: list[str] = []
 class NewGradients:
     """The parameters of a rank's stages that have no gradient yet."""
 
-    def __init__(self, stages: Mapping[int, Parts]) -> None:
+    def __init__(self, stages: Mapping[int, ModuleSnapshot]) -> None:
         self._without: dict[int, list[nn.Parameter]] = {}
         for index, parts in stages.items():
             self._without[index] = [p for p in parts.parameters if p.requires_grad and p.grad is None]

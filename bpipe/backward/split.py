@@ -19,7 +19,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, register_multi_grad_hook
 
-from bpipe.backward.autograd import Alone, Box, go_on, run_backward
+from bpipe.backward.autograd import Alone, InputGrads, go_on, run_backward
 from bpipe.errors import SavedTensorError, StageError
 from bpipe.memory.saved.nodes import saved_by
 from bpipe.memory.saved.stash import FORGOTTEN, Packed, Saved
@@ -124,7 +124,7 @@ def _versions(gradients: Gradients) -> list[int]:
     return [-1 if gradient is None else gradient._version for gradient in gradients]
 
 
-class WeightHalf:
+class DeferredWeightGrad:
     """The rest of a backward whose input half has run. It owns the graph, and frees it branch by branch."""
 
     def __init__(self, branches: Iterable[_Branch] = ()) -> None:
@@ -158,7 +158,7 @@ class WeightHalf:
         return self._running is not None and torch._C._current_autograd_node() in self._running.nodes
 
 
-class GivenHalf(WeightHalf):
+class GivenWeightGrad(DeferredWeightGrad):
     """The weight half of a backward that a stage's module computes by itself.
 
     Args:
@@ -173,9 +173,9 @@ class GivenHalf(WeightHalf):
         self._runner()
 
 
-def run_input_half(
-    edges: Sequence[GradientEdge], gradients: Gradients, box: Box, before: Callable[[Set[Node]], None]
-) -> WeightHalf:
+def run_backward_input(
+    edges: Sequence[GradientEdge], gradients: Gradients, input_grads: InputGrads, before: Callable[[Set[Node]], None]
+) -> DeferredWeightGrad:
     """Compute the gradients of a stage's inputs into their box, and free memory that the other half does not need.
 
     Both halves together equal one backward to the bit. Therefore a leaf that several branches lead to gets its gradient now,
@@ -193,10 +193,10 @@ def run_input_half(
         The other half, to be run once.
     """
     if all(gradient is None for gradient in gradients):
-        return WeightHalf()
-    if box.anchor is None:
-        return WeightHalf([_Outside(edges, gradients)])
-    anchor = get_gradient_edge(box.anchor)
+        return DeferredWeightGrad()
+    if input_grads.anchor is None:
+        return DeferredWeightGrad([_Outside(edges, gradients)])
+    anchor = get_gradient_edge(input_grads.anchor)
     next_of, trunk = _explore(edges, anchor.node)
     branches = [] if _is_indivisible(next_of) else _branches(next_of, trunk, edges, gradients)
     for branch in branches:
@@ -208,10 +208,10 @@ def run_input_half(
     before(leaves)
     if not late:
         run_backward(edges, gradients)
-        return WeightHalf()
+        return DeferredWeightGrad()
     run_backward(edges, gradients, inputs=[anchor, *early], retain_graph=True)
     _forget(next_of.keys() - {node for branch in late for node in branch.nodes})
-    return WeightHalf(late)
+    return DeferredWeightGrad(late)
 
 
 def _explore(edges: Iterable[GradientEdge], anchor: Node) -> tuple[Graph, Trunk]:

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from bpipe.backward.callbacks import Callbacks
-from bpipe.model.stage import Parts
+from bpipe.model.stage import ModuleSnapshot
 
 __all__: list[str] = []
 
@@ -35,7 +35,7 @@ class UserHooks:
         silent: what earlier steps have shown of them, and this one will.
     """
 
-    def __init__(self, divided: Mapping[int, Parts], silent: Silent) -> None:
+    def __init__(self, divided: Mapping[int, ModuleSnapshot], silent: Silent) -> None:
         self.num_common = 0  # hooks on several tensors, registered in this step so far
         self.callbacks = Callbacks()
         self._thread = get_ident()

@@ -166,9 +166,9 @@ def name_of(device: torch.device) -> str:
     return str(torch.get_device_module(device).get_device_name(device)) if is_asynchronous(device) else device.type
 
 
-def guests(rank: int, evictor: int) -> Hashable:
-    """Return the key of the stream for a rank's rooms for an evictor, and for the transfers to and from them."""
-    return "guests", rank, evictor
+def serving(rank: int, evictor: int) -> Hashable:
+    """Return the key of the stream for a rank's buffers for an evictor, and for the transfers to and from them."""
+    return "remote activations", rank, evictor
 
 
 class Streams:

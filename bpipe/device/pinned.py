@@ -44,7 +44,7 @@ def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
-def give_back(memory: list[torch.Tensor], stream: Stream) -> None:
+def return_(memory: list[torch.Tensor], stream: Stream) -> None:
     """Empty the list, and free its pinned memory once a stream has run what is queued now. Does not block: a thread waits."""
     held, memory[:] = [one for one in memory if one.numel()], []
     if not held:

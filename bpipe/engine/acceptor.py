@@ -10,52 +10,52 @@ from bpipe.comm.health.control_plane import ControlPlane
 from bpipe.comm.wire import header
 from bpipe.comm.wire.header import Subject
 from bpipe.device import Stream, on_stream
-from bpipe.engine.microbatch_state import InFlight, MicrobatchState
+from bpipe.engine.microbatch_state import MicrobatchState, PostedTransfer
 from bpipe.engine.traffic import Traffic
-from bpipe.memory.remote_buffers import Rooms
+from bpipe.memory.remote_buffers import RemoteBuffers
 from bpipe.plan.action import Action, channel_of
 
 __all__: list[str] = []
 
 
 class Acceptor:
-    """The guests from one evictor during one step.
+    """The remote activations from one evictor during one step.
 
     Args:
         traffic: the transfers with this evictor, apart from the rank's others because another thread may run them.
-        rooms: where its microbatches are kept.
+        buffers: where its microbatches are kept.
     """
 
-    def __init__(self, traffic: Traffic, rooms: Rooms) -> None:
-        self._traffic, self._rooms = traffic, rooms
+    def __init__(self, traffic: Traffic, remote_buffers: RemoteBuffers) -> None:
+        self._traffic, self._rooms = traffic, remote_buffers
         self.microbatches = traffic.microbatches
 
     def accept(self, action: Action, state: MicrobatchState) -> None:
-        channel, guest = channel_of(action.op, self._traffic.rank, action.peer), (action.stage, action.microbatch, action.part)
+        channel, remote = channel_of(action.op, self._traffic.rank, action.peer), (action.stage, action.microbatch, action.part)
         data = self._traffic.transport.receive_header(channel)
         sizes = header.unpack_eviction(data, Subject(self._traffic.step, action.stage, action.microbatch), action.part)
-        parts = state.kept[action.part] = self._rooms.take(guest, sizes)
-        state.transfers[action.op, action.part] = InFlight(self._traffic.transport.receive(channel, parts))
+        parts = state.kept[action.part] = self._rooms.take(remote, sizes)
+        state.transfers[action.op, action.part] = PostedTransfer(self._traffic.transport.receive(channel, parts))
 
     def complete_accept(self, action: Action, state: MicrobatchState) -> None:
         self._traffic.wait(state, action)
 
-    def give_back(self, action: Action, state: MicrobatchState) -> None:
+    def return_(self, action: Action, state: MicrobatchState) -> None:
         parts = state.kept.pop(action.part)
         transfer = self._traffic.transport.send(channel_of(action.op, self._traffic.rank, action.peer), parts)
-        state.transfers[action.op, action.part] = InFlight(transfer)
+        state.transfers[action.op, action.part] = PostedTransfer(transfer)
 
     def complete_return(self, action: Action, state: MicrobatchState) -> None:
         self._traffic.wait(state, action)
 
 
-class Server(threading.Thread):
+class AcceptorThread(threading.Thread):
     """Serves one evictor during a step. Runs none of the user's code.
 
     Args:
         execute: does one action.
         chain: the actions for this evictor, in order.
-        stream: on an asynchronous device, the stream of this evictor's rooms and transfers.
+        stream: on an asynchronous device, the stream of this evictor's buffers and transfers.
         control: told of where it stands, and of what goes wrong.
     """
 

@@ -12,11 +12,11 @@ from torch.autograd.graph import increment_version
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import is_lazy
 
-from bpipe.backward.autograd import Box, Graph, edges_of, enter
+from bpipe.backward.autograd import Graph, InputGrads, edges_of, enter
 from bpipe.backward.divided import Divided
 from bpipe.backward.new_gradients import NewGradients, owned
 from bpipe.backward.user_hooks import UserHooks
-from bpipe.comm.wire.message import Layout, TensorMeta, all_dense, dense, meta_of, metas_of, put_together, take_apart
+from bpipe.comm.wire.message import MessageSpec, TensorMeta, all_dense, dense, flatten_message, meta_of, metas_of, unflatten_message
 from bpipe.comm.wire.note import may_need_later
 from bpipe.engine.evictions import Evictions
 from bpipe.engine.messages import versions_of
@@ -28,7 +28,7 @@ from bpipe.memory.ledger import Key
 from bpipe.memory.saved.storages import keys_of, storages_of
 from bpipe.model import microbatch as mb
 from bpipe.model.merging import check_merge
-from bpipe.model.stage import Parts, PipelineStage
+from bpipe.model.stage import ModuleSnapshot, PipelineStage
 from bpipe.parallel.ddp import equalise_buffers
 from bpipe.recomputation.rerun import Rerun, Reruns
 from bpipe.recomputation.restorable import BATCH
@@ -41,7 +41,7 @@ PARAMETER = "a parameter"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class StepInputs:
     """What the user wants from one step.
 
     Args:
@@ -79,7 +79,7 @@ class _Inputs(NamedTuple):
     """
 
     args: tuple[Any, ...]
-    box: Box
+    input_grads: InputGrads
     shapes: str
     borrowed: Sequence[tuple[torch.Tensor, torch.Tensor, int]] = ()
     received: tuple[Any, ...] = ()
@@ -109,8 +109,8 @@ class Compute:
     def __init__(
         self,
         stages: Mapping[int, PipelineStage],
-        parts: Mapping[int, Parts],
-        job: Job,
+        parts: Mapping[int, ModuleSnapshot],
+        step_inputs: StepInputs,
         traffic: Traffic,
         *,
         has_backward: bool,
@@ -122,7 +122,7 @@ class Compute:
         self.losses: list[torch.Tensor] = []
         self.outputs: list[Any] = []
         self.returned: list[torch.Tensor] = []  # the tensors in both, which the step will return to the user
-        self._stages, self._job, self._traffic, self._has_backward = stages, job, traffic, has_backward
+        self._stages, self._step_inputs, self._traffic, self._has_backward = stages, step_inputs, traffic, has_backward
         self._last = {index for index, stage in stages.items() if stage.is_last}
         self._parts = parts
         self._recomputed = recomputed
@@ -132,24 +132,24 @@ class Compute:
         self._new_gradients = NewGradients(parts if has_backward else {})
         self._hooks = UserHooks({}, {}) if hooks is None else hooks
         self._divided = Divided(set() if undivided is None else undivided, self._hooks, self._new_gradients.separate)
-        self._foreign: dict[int, str] | None = None
-        self._foreign_alive: list[StorageWeakRef] = []
+        self._non_activations: dict[int, str] | None = None
+        self._non_activations_alive: list[StorageWeakRef] = []
 
-    def foreign(self) -> dict[int, str]:
+    def non_activations(self) -> dict[int, str]:
         """Return the storages that are no activations, and what they are; found when first asked for in a step.
 
         Weak references keep their addresses from being used again: a buffer that the stage replaces must not lend its name
         to an activation.
         """
-        if self._foreign is None:
+        if self._non_activations is None:
             modules = [module for parts in self._parts.values() for module in parts.modules]
             buffers = [buffer for module in modules for buffer in module._buffers.values()]
             parameters = [parameter for module in modules for parameter in module._parameters.values()]
-            batch = _storages(mb.tensors_in([self._job.args, self._job.kwargs, self._job.targets], set()))
+            batch = _storages(mb.tensors_in([self._step_inputs.args, self._step_inputs.kwargs, self._step_inputs.targets], set()))
             kinds = {BATCH: batch, "a buffer": _storages(buffers), PARAMETER: _storages(parameters)}
-            self._foreign = {storage._cdata: kind for kind, storages in kinds.items() for storage in storages}
-            self._foreign_alive = [StorageWeakRef(storage) for storages in kinds.values() for storage in storages]
-        return self._foreign
+            self._non_activations = {storage._cdata: kind for kind, storages in kinds.items() for storage in storages}
+            self._non_activations_alive = [StorageWeakRef(storage) for storages in kinds.values() for storage in storages]
+        return self._non_activations
 
     def forward(self, action: Action, state: MicrobatchState, evictions: Evictions, pieces: PiecesOf | None) -> None:
         stage, is_last = self._stages[action.stage], action.stage in self._last
@@ -159,10 +159,10 @@ class Compute:
         inputs, num_common = self._inputs(action, _input(state)), self._hooks.num_common
         stash = evictions.follow(action, state, inputs.shapes, inputs.received, pieces) if self._has_backward else None
         with torch.set_grad_enabled(self._has_backward), stash.capture() if stash is not None else nullcontext():
-            output = stage.submod(*inputs.args, **self._job.kwargs[action.microbatch])
+            output = stage.submod(*inputs.args, **self._step_inputs.kwargs[action.microbatch])
             if inputs.borrowed:
                 inputs.report_changes()
-            box, fixed = inputs.box, inputs.fixed
+            input_grads, fixed = inputs.input_grads, inputs.fixed
             borrowed = keys_of(lent for lent, *_ in inputs.borrowed) if inputs.borrowed else set()
             del inputs  # `after_forward` counts owners: this frame must not own what the stage has received
             loss = self._loss(output, action.microbatch) if is_last else None
@@ -176,7 +176,7 @@ class Compute:
             made = self._hand_on(output, state, borrowed, fixed)
         del output, loss  # which this frame must not own either when `after_forward` counts owners
         if self._has_backward:
-            state.graph = Graph(edges_of(made), box, self._hooks.num_common > num_common)
+            state.graph = Graph(edges_of(made), input_grads, self._hooks.num_common > num_common)
             del made
             evictions.after_forward(state, stash, state.graph.edges)
 
@@ -184,12 +184,12 @@ class Compute:
         """Run the first of a microbatch's two forwards: its results go on, and it keeps only its input."""
         stage, message, microbatch = self._stages[action.stage], _input(state), action.microbatch
         inputs = self._inputs(action, message)
-        target = self._job.targets[microbatch] if stage.is_last and self._job.targets is not None else None
-        given = mb.tensors_in([inputs.args, self._job.kwargs[microbatch], target, dict(self._job.loss_kwargs)])
+        target = self._step_inputs.targets[microbatch] if stage.is_last and self._step_inputs.targets is not None else None
+        given = mb.tensors_in([inputs.args, self._step_inputs.kwargs[microbatch], target, dict(self._step_inputs.loss_kwargs)])
         equalise_buffers(self._parts[action.stage].modules)
-        running = [stage.submod, *([self._job.loss_fn] if stage.is_last else ())]
-        device, foreign = self._traffic.transport.device, self.foreign()
-        rerun = Rerun(action.stage, microbatch, given, running, self._known(action.stage), self.reruns, device, foreign)
+        running = [stage.submod, *([self._step_inputs.loss_fn] if stage.is_last else ())]
+        device, non_activations = self._traffic.transport.device, self.non_activations()
+        rerun = Rerun(action.stage, microbatch, given, running, self._known(action.stage), self.reruns, device, non_activations)
         state.rerun = rerun, message
         with torch.enable_grad(), rerun.first():
             output, loss = self._returned(action, inputs)
@@ -219,40 +219,40 @@ class Compute:
                 stash.set_apart([buffer for one in modules for buffer in one._buffers.values() if buffer is not None], "a buffer")
             output, loss = self._returned(action, inputs)
         rerun.returned(output, loss)
-        box = inputs.box
+        input_grads = inputs.input_grads
         del inputs, rerun  # both own the received tensors, and `after_forward` counts owners
-        made = [loss] if loss is not None else take_apart(output, f"stage {action.stage}, microbatch {action.microbatch}")[1]
+        made = [loss] if loss is not None else flatten_message(output, f"stage {action.stage}, microbatch {action.microbatch}")[1]
         if stash is not None:
             evictions.returned(state, (output, loss))
-        state.graph = Graph(edges_of(made), box, self._hooks.num_common > num_common)
+        state.graph = Graph(edges_of(made), input_grads, self._hooks.num_common > num_common)
         del output, loss, made  # for the same reason
         evictions.after_forward(state, stash, state.graph.edges)
 
     def _returned(self, action: Action, inputs: _Inputs) -> tuple[Any, torch.Tensor | None]:
         """Run a stage for a microbatch whose forward runs twice; return its output and, on the last stage, its loss."""
         stage = self._stages[action.stage]
-        output = stage.submod(*inputs.args, **self._job.kwargs[action.microbatch])
+        output = stage.submod(*inputs.args, **self._step_inputs.kwargs[action.microbatch])
         return output, self._loss(output, action.microbatch) if stage.is_last else None
 
     def _inputs(self, action: Action, message: Message | None) -> _Inputs:
-        shapes = self._job.descriptions[action.microbatch]
+        shapes = self._step_inputs.descriptions[action.microbatch]
         if message is None:
-            return _Inputs(self._job.args[action.microbatch], Box(), shapes)
-        layout, arrived = message
+            return _Inputs(self._step_inputs.args[action.microbatch], InputGrads(), shapes)
+        spec, arrived = message
         tensors = [tensor for tensor in arrived if tensor is not None]
-        needs_gradient = [meta.requires_grad and self._has_backward for meta in layout.tensors if meta is not None]
-        entered, box = enter(tensors, needs_gradient)
-        value = put_together(layout.nest, entered, self._stages[action.stage].find_mesh)
+        needs_gradient = [meta.requires_grad and self._has_backward for meta in spec.tensors if meta is not None]
+        entered, input_grads = enter(tensors, needs_gradient)
+        value = unflatten_message(spec.tree, entered, self._stages[action.stage].find_mesh)
         args = tuple(value) if isinstance(value, (tuple, list)) else (value,)
         is_borrowed = self._has_backward and action.stage - 1 in self._stages
         borrowed = [(lent, ours, ours._version) for lent, ours in zip(tensors, entered) if lent is not ours] if is_borrowed else ()
-        fixed = () if layout.is_open else keys_of(tensor for tensor, needed in zip(tensors, needs_gradient) if not needed)
-        return _Inputs(args, box, f"{shapes} {layout}", borrowed, args, fixed)
+        fixed = () if spec.is_open else keys_of(tensor for tensor, needed in zip(tensors, needs_gradient) if not needed)
+        return _Inputs(args, input_grads, f"{shapes} {spec}", borrowed, args, fixed)
 
     def _loss(self, output: Any, microbatch: int) -> torch.Tensor | None:
-        if self._job.loss_fn is None or self._job.targets is None:
+        if self._step_inputs.loss_fn is None or self._step_inputs.targets is None:
             return None
-        loss = self._job.loss_fn(output, self._job.targets[microbatch], **self._job.loss_kwargs)
+        loss = self._step_inputs.loss_fn(output, self._step_inputs.targets[microbatch], **self._step_inputs.loss_kwargs)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             seen = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__qualname__
             raise StageError(f"loss_fn returned {seen} for microbatch {microbatch}: return one number, such as loss.mean()")
@@ -269,9 +269,9 @@ class Compute:
             is_part = loss.untyped_storage().nbytes() > loss.element_size()  # of more, which would be kept with it
             self.losses.append(loss.detach().clone() if is_part else loss.detach())
             self.returned.append(self.losses[-1])
-        if self._job.keeps_outputs:
+        if self._step_inputs.keeps_outputs:
             if not self.outputs:  # before any gradient is added
-                check_merge(output, self._job.merge_spec)
+                check_merge(output, self._step_inputs.merge_spec)
             self.outputs.append(mb.detached(output))
             self.returned += mb.tensors_in(self.outputs[-1])
         return [] if loss is None else [loss]
@@ -279,14 +279,14 @@ class Compute:
     def _hand_on(self, output: Any, state: MicrobatchState, borrowed: set[int], fixed: Collection[int]) -> list[torch.Tensor]:
         """Take a stage's output apart for the next one; return its tensors, where its backward begins."""
         stage, microbatch = state.stage, state.microbatch
-        nest, tensors = take_apart(output, f"stage {stage}, microbatch {microbatch}")
-        foreign = self.foreign().keys()  # which the stage itself keeps, and may change while they are sent
-        sent = all_dense([tensor if foreign.isdisjoint(keys_of([tensor])) else tensor.clone() for tensor in tensors])
+        tree, tensors = flatten_message(output, f"stage {stage}, microbatch {microbatch}")
+        non_activations = self.non_activations().keys()  # which the stage itself keeps, and may change while they are sent
+        sent = all_dense([tensor if non_activations.isdisjoint(keys_of([tensor])) else tensor.clone() for tensor in tensors])
         if stage + 1 in self._stages:
             sent = list(_apart(sent, borrowed))
         metas = metas_of(sent, tensors)
-        layout = Layout(nest, metas, self._may_change(metas, tensors, fixed))
-        message = Message(layout, list[torch.Tensor | None](sent))
+        spec = MessageSpec(tree, metas, self._may_change(metas, tensors, fixed))
+        message = Message(spec, list[torch.Tensor | None](sent))
         if stage + 1 in self._stages:
             self._microbatches[stage + 1, microbatch].input = message
         else:
@@ -308,7 +308,7 @@ class Compute:
         others = [tensor for meta, tensor in zip(metas, tensors) if not meta.requires_grad and may_need_later(meta)]
         if not others or not any(meta.requires_grad for meta in metas):
             return bool(others)
-        kinds = self.foreign()  # parameters may be unfrozen
+        kinds = self.non_activations()  # parameters may be unfrozen
         return not all(key in fixed or kinds.get(key, PARAMETER) != PARAMETER for one in others for key in keys_of([one]))
 
     def backward(self, action: Action, state: MicrobatchState, evictions: Evictions, pieces: PiecesOf | None) -> None:
@@ -324,27 +324,28 @@ class Compute:
         if pieces is not None:
             pieces.finish()
         evictions.after_backward(state)
-        self._hand_back(graph.box, state)
+        self._hand_back(graph.input_grads, state)
 
-    def input_half(self, action: Action, state: MicrobatchState, evictions: Evictions) -> None:
+    def backward_input(self, action: Action, state: MicrobatchState, evictions: Evictions) -> None:
         evictions.before_backward(action, state, None)
         graph, gradients = self._graph(state)
         is_idle = _are_absent(gradients)
         builder = None if is_idle else self._stages[action.stage].dw_builder
         is_first_look = not is_idle and action.stage in self._hooks.unheard  # whose backward is whole, unlike others of its kind
-        half, box = self._divided.input_half(state.stage, state.microbatch, graph, gradients, builder), graph.box
+        half = self._divided.backward_input(state.stage, state.microbatch, graph, gradients, builder)
+        input_grads = graph.input_grads
         # `owned` counts owners; and what the other half does not need of the graph is freed, with the attributes of its Functions.
         del graph, gradients
-        half.replace(owned(half.gradients(), beside=box.gradients))
+        half.replace(owned(half.gradients(), beside=input_grads.gradients))
         state.half = half
         self._new_gradients.separate(action.stage)
-        evictions.after_input_half(state, half.gradients(), is_idle=is_idle or is_first_look, is_whole=self._divided.is_whole)
-        self._hand_back(box, state)
+        evictions.after_backward_input(state, half.gradients(), is_idle=is_idle or is_first_look, is_whole=self._divided.is_whole)
+        self._hand_back(input_grads, state)
 
-    def weight_half(self, action: Action, state: MicrobatchState, evictions: Evictions) -> None:
+    def backward_weight(self, action: Action, state: MicrobatchState, evictions: Evictions) -> None:
         assert state.half is not None, "the weight half of a backward follows its input half"
         half, state.half = state.half, None
-        self._divided.weight_half(state.stage, state.microbatch, half)
+        self._divided.backward_weight(state.stage, state.microbatch, half)
         del half  # with what it has kept of the graph, before that memory is counted as free
         self._new_gradients.separate(action.stage)
         evictions.after_backward(state)
@@ -354,20 +355,20 @@ class Compute:
         assert state.graph is not None, "a backward follows its forward"
         graph, state.graph = state.graph, None
         if state.stage in self._last:
-            return graph, [torch.full_like(self.losses[state.microbatch], self._job.loss_scale)]
+            return graph, [torch.full_like(self.losses[state.microbatch], self._step_inputs.loss_scale)]
         assert state.output_gradients is not None, "a backward follows the receipt of its gradients"
         gradients, state.output_gradients = state.output_gradients.tensors, None
         return graph, gradients
 
-    def _hand_back(self, box: Box, state: MicrobatchState) -> None:
+    def _hand_back(self, input_grads: InputGrads, state: MicrobatchState) -> None:
         stage, microbatch = state.stage, state.microbatch
         if stage == 0:
             return
         waiting = set() if state.half is None else keys_of(state.half.gradients())  # and may become a `.grad`, too
-        sent = [None if gradient is None else dense(gradient) for gradient in owned(box.gradients, waiting)]
-        box.gradients.clear()  # the graph keeps the box until a weight half has run
-        layout = Layout("", tuple(None if gradient is None else meta_of(gradient, requires_grad=False) for gradient in sent))
-        message = Message(layout, sent)
+        sent = [None if gradient is None else dense(gradient) for gradient in owned(input_grads.gradients, waiting)]
+        input_grads.gradients.clear()  # the graph keeps the box until a weight half has run
+        spec = MessageSpec("", tuple(None if gradient is None else meta_of(gradient, requires_grad=False) for gradient in sent))
+        message = Message(spec, sent)
         if stage - 1 in self._stages:
             self._microbatches[stage - 1, microbatch].output_gradients = message
         else:

@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge
 from bpipe.comm.transport.base import Transfer
 from bpipe.comm.wire import header
 from bpipe.comm.wire.header import Subject
-from bpipe.engine.microbatch_state import InFlight, MicrobatchState
+from bpipe.engine.microbatch_state import MicrobatchState, PostedTransfer
 from bpipe.engine.remembered import Memory
 from bpipe.engine.traffic import Traffic
 from bpipe.errors import StageError
@@ -23,7 +23,7 @@ from bpipe.memory.saved.nodes import nodes_behind
 from bpipe.memory.saved.originals import give_originals
 from bpipe.memory.saved.recomputed import kept_by_checkpoints
 from bpipe.memory.saved.shown import num_nodes_made, shown_by
-from bpipe.memory.saved.stash import Contents, Pieces, Stash
+from bpipe.memory.saved.stash import Pieces, Stash, StashContents
 from bpipe.memory.saved.storages import MessageBytes, storages_of
 from bpipe.model.microbatch import tensors_in
 from bpipe.plan.action import HOST, PartKey, channel_of
@@ -43,7 +43,7 @@ class Evictions:
         traffic: this rank's transfers.
         followed: the microbatches that the plan evicts, or between whose pieces it does something.
         memory: footprints measured so far; microbatches of a new kind add to them, and those that differ.
-        find_foreign: finds storages that are no activations, and what they are.
+        find_non_activations: finds storages that are no activations, and what they are.
         returned: the tensors that the step will return to the user, as they come.
         num_parts: how many parts the plan gives the microbatches of each stage; 0 if it does not say.
     """
@@ -53,13 +53,13 @@ class Evictions:
         traffic: Traffic,
         followed: Iterable[Key],
         memory: Memory,
-        find_foreign: Callable[[], dict[int, str]],
+        find_non_activations: Callable[[], dict[int, str]],
         returned: Sequence[torch.Tensor],
         num_parts: Mapping[int, int],
     ) -> None:
         self.ledger = Ledger()
         self._traffic, self._followed, self._memory = traffic, set(followed), memory
-        self._find_foreign, self._returned, self._num_parts = find_foreign, returned, num_parts
+        self._find_non_activations, self._returned, self._num_parts = find_non_activations, returned, num_parts
         memory.tidy()
         self._new: set[Kind] = set()  # those that no step before has seen
         self._latest: dict[int, MicrobatchState] = {}  # by stage, the one followed last whose backward has not begun
@@ -71,7 +71,7 @@ class Evictions:
             action: its forward.
             state: the microbatch.
             shapes: what it looks like.
-            received: the nest of tensors that the stage before has sent.
+            received: the pytree of tensors that the stage before has sent.
             pieces: those of its forward, if the plan does something between them.
         """
         key = action.stage, action.microbatch
@@ -88,7 +88,7 @@ class Evictions:
         # No more parts than the plan knows, which may be of another measurement.
         cuts = known.cuts[: self._most_parts(action.stage) - 1] if known and is_cut else None
         state.received_bytes = MessageBytes.of(tensors_in(received) if received else ())
-        stash = Stash(state.name, self._find_foreign(), device, cuts, is_inside=self._memory.is_inside)
+        stash = Stash(state.name, self._find_non_activations(), device, cuts, is_inside=self._memory.is_inside)
         stash.pieces = pieces
         if action.stage - 1 in self._traffic.stages:
             stash.borrow(tensors_in(received))
@@ -131,7 +131,7 @@ class Evictions:
         is_known = known.is_like_latest(num_nodes)
         if is_known and not known.is_sample():
             return known.footprint
-        shown = shown_by(nodes_behind(edges), self._find_foreign(), state.name)
+        shown = shown_by(nodes_behind(edges), self._find_non_activations(), state.name)
         if shown.is_all:
             account.is_measured = True
             return known.found(num_nodes, shown)
@@ -155,7 +155,7 @@ class Evictions:
             if is_searched:
                 stash.cached, kept = kept_by_checkpoints(nodes)
                 stash.kept = [*kept_by_functions(nodes, stash.name), *kept]
-            shown = shown_by(nodes, self._find_foreign(), stash.name) if is_watched else None
+            shown = shown_by(nodes, self._find_non_activations(), stash.name) if is_watched else None
             del nodes
         if stage + 1 in self._traffic.stages:
             stash.lend(self._traffic.result_of(stage, state.microbatch))
@@ -199,7 +199,7 @@ class Evictions:
         """Note what a followed microbatch returned that is not about to be sent: on the last stage, or from a second forward."""
         state.returned_bytes = MessageBytes.of(tensors_in(result))
 
-    def _footprint(self, state: MicrobatchState, stash: Stash, contents: Contents) -> Footprint:
+    def _footprint(self, state: MicrobatchState, stash: Stash, contents: StashContents) -> Footprint:
         """Return what a microbatch takes, its messages included."""
         received, sent = state.received_bytes, state.returned_bytes
         assert received is not None, "its input was counted when it began to be followed"
@@ -284,7 +284,7 @@ class Evictions:
             if not action.part and self._is_watched(_account(state).kind):
                 self._look(state, stash)
 
-    def after_input_half(
+    def after_backward_input(
         self, state: MicrobatchState, gradients: Iterable[torch.Tensor], *, is_idle: bool, is_whole: bool = False
     ) -> None:
         """Measure what a microbatch leaves between the halves of its backward, if its kind is watched.
@@ -313,7 +313,7 @@ class Evictions:
         elif stash is None and own.num_bytes != known.footprint.num_bytes:  # nobody knows
             account.is_measured, account.is_unknown = False, True
             between = 0
-        self.ledger.input_half(account, between)
+        self.ledger.backward_input(account, between)
 
     def after_backward(self, state: MicrobatchState) -> None:
         account = _account(state)
@@ -342,7 +342,7 @@ class Evictions:
         else:
             data = header.pack_eviction(Subject(traffic.step, action.stage, action.microbatch), action.part, sizes)
             transfer = traffic.transport.send(channel_of(action.op, traffic.rank, action.peer), messages, data)
-        state.transfers[action.op, action.part] = InFlight(transfer)
+        state.transfers[action.op, action.part] = PostedTransfer(transfer)
 
     def _check_planned(self, action: Action, bundle: Bundle, planned: int) -> None:
         """Raise if an eviction would move more than the plan has room for on the other side."""
@@ -366,7 +366,7 @@ class Evictions:
             transfer: Transfer = self._memory.host().fetch(_guest(action), messages)
         else:
             transfer = self._traffic.transport.receive(channel_of(action.op, self._traffic.rank, action.peer), messages)
-        state.transfers[action.op, action.part] = InFlight(transfer)
+        state.transfers[action.op, action.part] = PostedTransfer(transfer)
 
     def complete_load(self, action: Action, state: MicrobatchState) -> None:
         self._traffic.wait(state, action)

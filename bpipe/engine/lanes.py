@@ -1,4 +1,4 @@
-"""A rank's lanes while a step runs: the computations in the caller's thread, and a server for each rank whose guests it keeps.
+"""A rank's lanes while a step runs: the computations in the caller's thread, and a thread for each rank whose activations it keeps.
 
 Where only the device waits for transfers, the caller's thread issues all actions, in an order that does not stall for lack of
 hardware queues.
@@ -13,8 +13,8 @@ from functools import partial
 from bpipe.comm.health.activity import Activity
 from bpipe.comm.health.control_plane import ControlPlane
 from bpipe.comm.transport.base import Transport
-from bpipe.device import Stream, guests, on_stream
-from bpipe.engine.acceptor import Server
+from bpipe.device import Stream, on_stream, serving
+from bpipe.engine.acceptor import AcceptorThread
 from bpipe.engine.run import Run
 from bpipe.plan.action import SERVED
 from bpipe.plan.issue_order import issue_orders
@@ -34,7 +34,7 @@ class Lanes:
 
     def __init__(self, transport: Transport) -> None:
         self._device, self._streams, self._is_issuing = transport.device, transport.streams, transport.waits_on_device
-        self._servers: list[Server] = []
+        self._servers: list[AcceptorThread] = []
         self._issued: deque[tuple[Plan, list[tuple[int, Action]]]] = deque(maxlen=MOST_PLANS)
 
     def drive(self, run: Run, control: ControlPlane, group_ranks: Sequence[int]) -> None:
@@ -51,7 +51,7 @@ class Lanes:
             lane, execute = iter(self._issue_order(run.plan, run.rank)), partial(self._issue, run, activity)
         else:
             for peer, chain in chains.items():
-                self._servers.append(Server(run.execute, chain, self._side_stream(run.rank, peer), control))
+                self._servers.append(AcceptorThread(run.execute, chain, self._side_stream(run.rank, peer), control))
 
         def advance(piece: Action) -> None:
             for activity.position, action in lane:
@@ -115,5 +115,5 @@ class Lanes:
         self._servers = []
 
     def _side_stream(self, rank: int, evictor: int) -> Stream | None:
-        """Return the stream on which an evictor's rooms live and its transfers run; it is the same in every step."""
-        return self._streams.of(guests(rank, evictor), self._device)
+        """Return the stream on which an evictor's buffers live and its transfers run; it is the same in every step."""
+        return self._streams.of(serving(rank, evictor), self._device)

@@ -9,9 +9,9 @@ import torch
 
 from bpipe.comm.wire import header
 from bpipe.comm.wire.header import Subject
-from bpipe.comm.wire.message import Layout, on_the_wire
+from bpipe.comm.wire.message import MessageSpec, on_the_wire
 from bpipe.comm.wire.note import can_tell, needing, read_note, renewed, with_more, with_note
-from bpipe.engine.microbatch_state import InFlight, Message, MicrobatchState, Versions
+from bpipe.engine.microbatch_state import Message, MicrobatchState, PostedTransfer, Versions
 from bpipe.engine.traffic import Traffic
 from bpipe.errors import CommError, StageError
 from bpipe.plan.action import START_OF, WAIT_OF, channel_of
@@ -25,7 +25,7 @@ BOUNDARY = {  # what crosses it, and how far the stage before it is from the one
     Op.SEND_B: (Purpose.BACKWARD, 1),
     Op.RECV_B: (Purpose.BACKWARD, 0),
 }
-Layouts = MutableMapping[tuple[Purpose, int, int], Layout]  # by purpose, stage before the boundary, microbatch
+MessageSpecs = MutableMapping[tuple[Purpose, int, int], MessageSpec]  # by purpose, stage before the boundary, microbatch
 
 
 def versions_of(tensors: Iterable[torch.Tensor | None]) -> Versions:
@@ -50,17 +50,17 @@ class Messages:
         trainable: the stages on this rank that have something to train, if there is a backward.
     """
 
-    def __init__(self, traffic: Traffic, layouts: Layouts, *, is_learning: bool, trainable: Container[int] = ()) -> None:
-        self._traffic, self._layouts, self._is_learning, self._trainable = traffic, layouts, is_learning, trainable
+    def __init__(self, traffic: Traffic, specs: MessageSpecs, *, is_learning: bool, trainable: Container[int] = ()) -> None:
+        self._traffic, self._specs, self._is_learning, self._trainable = traffic, specs, is_learning, trainable
         self._unlearned: dict[Channel, deque[Action]] = defaultdict(deque)
 
-    def agreed(self, microbatch: int, stages: Iterable[int]) -> list[Layout | None]:
+    def agreed(self, microbatch: int, stages: Iterable[int]) -> list[MessageSpec | None]:
         """Return the agreed layouts of a microbatch's messages on either side of some stages, once it has run."""
         sides = dict.fromkeys(side for stage in stages for side in (stage - 1, stage))
-        return [self._layouts.get((purpose, side, microbatch)) for side in sides for purpose in (Purpose.FORWARD, Purpose.BACKWARD)]
+        return [self._specs.get((purpose, side, microbatch)) for side in sides for purpose in (Purpose.FORWARD, Purpose.BACKWARD)]
 
     def send(self, action: Action, state: MicrobatchState) -> None:
-        layout, tensors = _taken(state, action.op)
+        spec, tensors = _taken(state, action.op)
         if state.unsent_versions is not None:
             for tensor, version in state.unsent_versions:
                 if tensor._version != version:
@@ -69,18 +69,18 @@ class Messages:
         boundary, subject = self._boundary(action), Subject(self._traffic.step, action.stage, action.microbatch)
         data = note = None
         if self._is_learning:
-            self._layouts[boundary] = self._announced(action, layout)
-            data = header.pack_layout(subject, self._layouts[boundary])
-        agreed = self._layouts[boundary]
+            self._specs[boundary] = self._announced(action, spec)
+            data = header.pack_spec(subject, self._specs[boundary])
+        agreed = self._specs[boundary]
         may_have_note = action.op is Op.SEND_B or agreed.is_open
-        if layout[:2] != agreed[:2]:
+        if spec[:2] != agreed[:2]:
             if action.op is Op.SEND_F:
-                note = self._changed_needs(action, state, agreed, layout)
-            elif not can_tell(agreed, layout):
-                raise _changed(action, agreed, layout)
+                note = self._changed_needs(action, state, agreed, spec)
+            elif not can_tell(agreed, spec):
+                raise _changed(action, agreed, spec)
             else:
-                tensors, note = with_note(subject, agreed, layout, tensors, self._traffic.transport.device)
-                self._layouts[boundary] = renewed(agreed, layout)
+                tensors, note = with_note(subject, agreed, spec, tensors, self._traffic.transport.device)
+                self._specs[boundary] = renewed(agreed, spec)
         sent = [tensor for tensor in tensors if tensor is not None]
         views = [on_the_wire(tensor) for tensor in sent]
         state.sent_versions[action.op] = versions_of(sent)
@@ -88,19 +88,19 @@ class Messages:
         transfer = self._traffic.transport.send(
             channel_of(action.op, self._traffic.rank, action.peer), views, data, note, may_have_note=may_have_note
         )
-        state.transfers[action.op, action.part] = InFlight(transfer, owners)
+        state.transfers[action.op, action.part] = PostedTransfer(transfer, owners)
 
-    def _announced(self, action: Action, layout: Layout) -> Layout:
+    def _announced(self, action: Action, spec: MessageSpec) -> MessageSpec:
         """Return the layout to agree on for a message that is sent for the first time.
 
         If something trainable leads to an output that needs no gradient now, it may have been skipped, and may run the next time.
         """
-        return layout._replace(is_open=layout.is_open and self._could_need_gradient(action.stage, action.microbatch))
+        return spec._replace(is_open=spec.is_open and self._could_need_gradient(action.stage, action.microbatch))
 
     def _could_need_gradient(self, stage: int, microbatch: int) -> bool:
         """Return whether a stage's output could need a gradient: it has something to train, or gets what needs one."""
         while stage >= 0:
-            received = self._layouts.get((Purpose.FORWARD, stage - 1, microbatch))
+            received = self._specs.get((Purpose.FORWARD, stage - 1, microbatch))
             if stage in self._trainable:
                 return True
             if received is not None:
@@ -108,30 +108,30 @@ class Messages:
             stage -= 1  # which is on this rank, too
         return False
 
-    def _changed_needs(self, action: Action, state: MicrobatchState, agreed: Layout, layout: Layout) -> bytes | None:
+    def _changed_needs(self, action: Action, state: MicrobatchState, agreed: MessageSpec, spec: MessageSpec) -> bytes | None:
         """Agree on outputs that need a gradient for the first time, and remember which gradients to drop; return the note of it.
 
         Raises:
             StageError: the output differs in something else, or nothing that is known to be trained leads to it.
         """
-        if not _is_alike(agreed, layout):
-            raise _changed(action, agreed, layout)
-        note, after = None, needing(agreed, layout)
+        if not _is_alike(agreed, spec):
+            raise _changed(action, agreed, spec)
+        note, after = None, needing(agreed, spec)
         if after != agreed:
             if not agreed.is_open:  # then the other end looks for no note
                 raise _needs_now(action)
             self._agree_on_more(action, agreed, after)
-            note = header.pack_layout(Subject(self._traffic.step, action.stage, action.microbatch), after)
-        pairs = [(one.requires_grad, other.requires_grad) for one, other in zip(after.tensors, layout.tensors) if one and other]
+            note = header.pack_spec(Subject(self._traffic.step, action.stage, action.microbatch), after)
+        pairs = [(one.requires_grad, other.requires_grad) for one, other in zip(after.tensors, spec.tensors) if one and other]
         state.unused_gradients = [not needed for expected, needed in pairs if expected]
         return note
 
-    def _agree_on_more(self, action: Action, agreed: Layout, after: Layout) -> None:
+    def _agree_on_more(self, action: Action, agreed: MessageSpec, after: MessageSpec) -> None:
         """Expect gradients of more of a stage's outputs, from now on."""
         _, stage, microbatch = boundary = self._boundary(action)
-        self._layouts[boundary] = after
+        self._specs[boundary] = after
         gradients = Purpose.BACKWARD, stage, microbatch
-        self._layouts[gradients] = with_more(self._layouts[gradients], agreed, after)
+        self._specs[gradients] = with_more(self._specs[gradients], agreed, after)
 
     def complete_send(self, action: Action, state: MicrobatchState) -> None:
         self._traffic.wait(state, action)
@@ -145,7 +145,7 @@ class Messages:
         elif self._is_learning:
             self._unlearned[channel_of(action.op, self._traffic.rank, action.peer)].append(action)
         else:
-            self._post(action, state, self._layouts[self._boundary(action)])
+            self._post(action, state, self._specs[self._boundary(action)])
 
     def complete_receive(self, action: Action, state: MicrobatchState) -> None:
         start = action._replace(op=START_OF[action.op])
@@ -166,18 +166,18 @@ class Messages:
             message = self._noted(start, message, note)
         if unused:
             used = [tensor for tensor, is_unused in zip(message.tensors, unused, strict=True) if not is_unused]
-            message = Message(message.layout, used)
+            message = Message(message.spec, used)
         state.output_gradients = message
 
     def _as_agreed(self, start: Action, message: Message) -> Message:
         """Return gradients as they are agreed by now: more may be expected than when their receive was posted, all absent."""
-        agreed, landed = self._layouts[self._boundary(start)], (tensor for tensor in message.tensors if tensor is not None)
+        agreed, landed = self._specs[self._boundary(start)], (tensor for tensor in message.tensors if tensor is not None)
         return Message(agreed, [None if meta is None else next(landed) for meta in agreed.tensors])
 
-    def _needed(self, start: Action, note: bytes) -> Layout:
+    def _needed(self, start: Action, note: bytes) -> MessageSpec:
         """Agree that more of a stage's input needs a gradient, as a note says; return the new layout."""
-        agreed = self._layouts[self._boundary(start)]
-        after = header.unpack_layout(note, subject := Subject(self._traffic.step, start.stage - 1, start.microbatch))
+        agreed = self._specs[self._boundary(start)]
+        after = header.unpack_spec(note, subject := Subject(self._traffic.step, start.stage - 1, start.microbatch))
         if not _is_alike(agreed, after) or after != needing(agreed, after):
             raise CommError(f"{subject}: a note says that {after} arrived where {agreed} was expected")
         self._agree_on_more(start, agreed, after)
@@ -187,31 +187,31 @@ class Messages:
         """Read what arrived, as its note describes it."""
         agreed, landed = message
         subject = Subject(self._traffic.step, start.stage + 1, start.microbatch)
-        layout, tensors = read_note(subject, agreed, note, landed, self._traffic.transport.device)
-        self._layouts[self._boundary(start)] = renewed(agreed, layout)
-        return Message(layout, tensors)
+        spec, tensors = read_note(subject, agreed, note, landed, self._traffic.transport.device)
+        self._specs[self._boundary(start)] = renewed(agreed, spec)
+        return Message(spec, tensors)
 
     def _boundary(self, action: Action) -> tuple[Purpose, int, int]:
         purpose, offset = BOUNDARY[action.op]
         return purpose, action.stage - offset, action.microbatch
 
-    def _post(self, action: Action, state: MicrobatchState, layout: Layout) -> None:
+    def _post(self, action: Action, state: MicrobatchState, spec: MessageSpec) -> None:
         transport = self._traffic.transport
-        tensors, views = layout.new(transport.device)
-        state.landing[action.op] = Message(layout, tensors)
+        tensors, views = spec.new(transport.device)
+        state.landing[action.op] = Message(spec, tensors)
         transfer = transport.receive(
-            channel_of(action.op, self._traffic.rank, action.peer), views, may_have_note=action.op is Op.RECV_B or layout.is_open
+            channel_of(action.op, self._traffic.rank, action.peer), views, may_have_note=action.op is Op.RECV_B or spec.is_open
         )
-        state.transfers[action.op, action.part] = InFlight(transfer)
+        state.transfers[action.op, action.part] = PostedTransfer(transfer)
 
     def _learn(self, start: Action, state: MicrobatchState) -> None:
         """Read the header that says what is about to come, and post its receive."""
         channel = channel_of(start.op, self._traffic.rank, start.peer)
         data = self._traffic.timed(WAIT_OF[start.op], lambda: self._traffic.transport.receive_header(channel))
         sender = start.stage + (-1 if start.op is Op.RECV_F else 1)
-        layout = header.unpack_layout(data, Subject(self._traffic.step, sender, start.microbatch))
-        self._layouts[self._boundary(start)] = layout
-        self._post(start, state, layout)
+        spec = header.unpack_spec(data, Subject(self._traffic.step, sender, start.microbatch))
+        self._specs[self._boundary(start)] = spec
+        self._post(start, state, spec)
 
 
 def _taken(state: MicrobatchState, op: Op) -> Message:
@@ -231,13 +231,13 @@ def _modified(action: Action, tensor: torch.Tensor) -> StageError:
     )
 
 
-def _needs_gradient(layout: Layout) -> bool:
-    return any(meta is not None and meta.requires_grad for meta in layout.tensors)
+def _needs_gradient(spec: MessageSpec) -> bool:
+    return any(meta is not None and meta.requires_grad for meta in spec.tensors)
 
 
-def _is_alike(one: Layout, other: Layout) -> bool:
+def _is_alike(one: MessageSpec, other: MessageSpec) -> bool:
     """Return whether two layouts of outputs differ only in which of them need gradients, if at all."""
-    return one.nest == other.nest and [m and m.extent for m in one.tensors] == [m and m.extent for m in other.tensors]
+    return one.tree == other.tree and [m and m.extent for m in one.tensors] == [m and m.extent for m in other.tensors]
 
 
 def _needs_now(action: Action) -> StageError:
@@ -248,11 +248,11 @@ def _needs_now(action: Action) -> StageError:
     )
 
 
-def _changed(action: Action, agreed: Layout, layout: Layout) -> StageError:
+def _changed(action: Action, agreed: MessageSpec, spec: MessageSpec) -> StageError:
     what = "output" if action.op is Op.SEND_F else "gradient of the input"
-    texts = [str(agreed), str(layout)]
+    texts = [str(agreed), str(spec)]
     if texts[0] == texts[1]:
-        texts = [f"{one}, strides {[meta.stride for meta in one.tensors if meta]}" for one in (agreed, layout)]
+        texts = [f"{one}, strides {[meta.stride for meta in one.tensors if meta]}" for one in (agreed, spec)]
     return StageError(
         f"stage {action.stage}, microbatch {action.microbatch}: the {what} changed although this step's inputs look like "
         f"an earlier step's: agreed {texts[0]}, got {texts[1]}. Shapes must follow from the shapes of the inputs; "

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from bpipe.backward.autograd import Graph
-from bpipe.backward.split import WeightHalf
+from bpipe.backward.split import DeferredWeightGrad
 from bpipe.comm.transport.base import Transfer
-from bpipe.comm.wire.message import Layout
+from bpipe.comm.wire.message import MessageSpec
 from bpipe.memory.ledger import Account
 from bpipe.memory.saved.bundle import Bundle
 from bpipe.memory.saved.shown import Shown
@@ -31,11 +31,11 @@ Versions = list[tuple[torch.Tensor, int]]  # tensors that must not change, with 
 class Message(NamedTuple):
     """What crosses the boundary between two stages: tensors, and how they are arranged."""
 
-    layout: Layout
+    spec: MessageSpec
     tensors: list[torch.Tensor | None]
 
 
-class InFlight(NamedTuple):
+class PostedTransfer(NamedTuple):
     """A transfer that was posted, and the tensors that it sends from where they lie."""
 
     transfer: Transfer
@@ -88,10 +88,10 @@ class MicrobatchState:
     sent_versions: dict[Op, Versions] = field(default_factory=dict)
     landing: dict[Op, Message] = field(default_factory=dict)
     unused_gradients: list[bool] | None = None
-    transfers: dict[tuple[Op, int], InFlight] = field(default_factory=dict)
+    transfers: dict[tuple[Op, int], PostedTransfer] = field(default_factory=dict)
     graph: Graph | None = None
     rerun: tuple[Rerun, Message | None] | None = None
-    half: WeightHalf | None = None
+    half: DeferredWeightGrad | None = None
     account: Account | None = None
     num_nodes: int = 0
     followed: tuple[int, Shown | None] | None = None
@@ -116,7 +116,7 @@ class MicrobatchState:
         return f"{self.name}: {'nothing has run' if self.latest is None else whereabouts(self.latest)}"
 
 
-class Microbatches(dict[tuple[int, int], MicrobatchState]):
+class MicrobatchStates(dict[tuple[int, int], MicrobatchState]):
     """The states of the microbatches that have something on a rank, by stage and microbatch, in the order in which they came.
 
     A state begins when it is first asked for.

@@ -14,7 +14,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.utils._pytree import tree_leaves
 
-from bpipe.engine.compute import Job, modules_of
+from bpipe.engine.compute import StepInputs, modules_of
 from bpipe.engine.run import Observer, Run
 from bpipe.errors import StageError
 from bpipe.logs import LOG
@@ -29,7 +29,7 @@ BACKWARDS = (Op.B, Op.I, Op.W)
 
 
 class OrderWatch(Observer):
-    """Looks at random numbers and at what the modules keep, before and after each computation of one rank.
+    """InputForms at random numbers and at what the modules keep, before and after each computation of one rank.
 
     Args:
         stages: on this rank, by index.
@@ -45,13 +45,13 @@ class OrderWatch(Observer):
     def __init__(
         self,
         stages: Mapping[int, PipelineStage],
-        job: Job,
+        step_inputs: StepInputs,
         device: torch.device,
         *,
         shares_random: bool,
         inner: Observer | None,
     ) -> None:
-        self._stages, self._job, self._device = stages, job, device
+        self._stages, self._step_inputs, self._device = stages, step_inputs, device
         self._shares_random, self._inner = shares_random, Observer() if inner is None else inner
         self._found = Found({}, {}, {})
         self._has_warned = False
@@ -109,12 +109,19 @@ class OrderWatch(Observer):
         stage = self._stages[index]
         yield from stage.submod.named_modules()
         if stage.is_last:
-            yield from ((f"loss_fn.{name}", part) for loss in modules_of(self._job.loss_fn) for name, part in loss.named_modules())
+            yield from (
+                (f"loss_fn.{name}", part) for loss in modules_of(self._step_inputs.loss_fn) for name, part in loss.named_modules()
+            )
 
     def _given(self, microbatch: int) -> Iterable[Any]:
         """Return what the microbatches get alike, because it is repeated and not cut."""
-        targets = () if self._job.targets is None else self._job.targets[microbatch]
-        given = [self._job.args[microbatch], self._job.kwargs[microbatch], targets, dict(self._job.loss_kwargs)]
+        targets = () if self._step_inputs.targets is None else self._step_inputs.targets[microbatch]
+        given = [
+            self._step_inputs.args[microbatch],
+            self._step_inputs.kwargs[microbatch],
+            targets,
+            dict(self._step_inputs.loss_kwargs),
+        ]
         return [leaf for leaf in tree_leaves(given) if not isinstance(leaf, torch.Tensor)]
 
 

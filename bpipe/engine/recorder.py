@@ -29,7 +29,7 @@ class Places:
         self.index = {action: i for i, action in enumerate((*plan.actions[rank], *plan.served[rank]))}
 
 
-class Record:
+class RecordedStep:
     """The record of one step: 24 bytes per compute-lane action, 8 more shared by steps alike, 16 per served one, and no tensor.
 
     Args:
@@ -37,7 +37,17 @@ class Record:
         step: the step's number.
     """
 
-    __slots__ = ("begin_ns", "device_ns", "end_ns", "live_bytes", "places", "room_bytes", "static_bytes", "step", "taken_bytes")
+    __slots__ = (
+        "begin_ns",
+        "device_ns",
+        "end_ns",
+        "live_bytes",
+        "places",
+        "remote_buffer_bytes",
+        "static_bytes",
+        "step",
+        "taken_bytes",
+    )
 
     def __init__(self, places: Places, step: int) -> None:
         self.places, self.step = places, step
@@ -47,7 +57,7 @@ class Record:
         self.live_bytes = array("q", bytes(8 * places.num_own))  # of the compute lane's: activations of its own microbatches
         self.taken_bytes = array("q")  # the same with messages, which are not counted as they come: shared by steps that are alike
         self.static_bytes = 0  # what stays: weights, gradients, buffers, optimizer states
-        self.room_bytes = 0  # reserved for guests, or saved by microbatches in common
+        self.remote_buffer_bytes = 0  # reserved for remote activations, or saved by microbatches in common
         self.device_ns = array("q")  # begin and end of each computation, on CUDA
 
 
@@ -59,7 +69,7 @@ class Recorder(Observer):
     """
 
     def __init__(self, device_times: DeviceTimes | None) -> None:
-        self.records: list[Record] = []  # complete ones
+        self.records: list[RecordedStep] = []  # complete ones
         self.device_times = device_times
         self._places: dict[int, Places] = {}  # by the identity of the plan, which they keep
         self._live_bytes = self._num_done = 0  # after the compute lane's last action; and how many of them were done
@@ -69,7 +79,7 @@ class Recorder(Observer):
         places = self._places.get(id(run.plan))
         if places is None:
             places = self._places[id(run.plan)] = Places(run.plan, run.rank)
-        self._record = Record(places, run.step)
+        self._record = RecordedStep(places, run.step)
         self._live_bytes = self._num_done = 0
         if self.device_times is not None:
             self.device_times.start()
@@ -101,7 +111,7 @@ class Recorder(Observer):
     def finished(self, run: Run, stats: Mapping[str, float]) -> None:
         record = self._record
         record.taken_bytes = self._taken(run)
-        record.room_bytes = int(stats["guest_bytes"] + stats["held_bytes"])
+        record.remote_buffer_bytes = int(stats["remote_buffer_bytes"] + stats["held_bytes"])
         record.static_bytes = int(stats["static_bytes"] - stats["held_bytes"])  # which are activations
         self.records.append(record)
         if self.device_times is not None:

@@ -1,4 +1,4 @@
-"""What a schedule remembers from step to step: what microbatches took, and the rooms for guests and for what goes to the host."""
+"""What a schedule remembers from step to step: what microbatches took, and buffers for remote activations and on the host."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from bpipe.device import Streams, guests, is_asynchronous, on_stream
+from bpipe.device import Streams, is_asynchronous, on_stream, serving
 from bpipe.device.waits import DeviceWaits
-from bpipe.memory.host_buffers import HostRooms
+from bpipe.memory.host_buffers import HostBuffers
 from bpipe.memory.ledger import Kind
-from bpipe.memory.remote_buffers import Rooms
+from bpipe.memory.remote_buffers import RemoteBuffers
 from bpipe.memory.saved.known import Known
 from bpipe.plan.meter import slot
-from bpipe.plan.rooms import reserve
+from bpipe.plan.reserved import reserve
 from bpipe.recomputation.state import Learned
 from bpipe.schedules import Action, Plan
 
@@ -25,51 +25,53 @@ REMEMBERED_KINDS = 1024  # of microbatches, by stage and shapes
 
 @dataclass
 class Memory:
-    """What a schedule remembers from step to step: measured footprints, the rooms for guests, and those in the host's memory."""
+    """What a schedule remembers from step to step: measured footprints, buffers for remote activations, and those on the host."""
 
     most_parts: Mapping[int, int] = field(default_factory=dict)  # in which a microbatch may move, by stage; default 1
     is_inside: bool = False  # whether parts come and go inside forwards and backwards
     grows: bool = False  # whether a microbatch may take more than is planned: then it is measured, and planned again
     planned: Callable[[Action], int] | None = None  # the most bytes that an eviction moves
     kinds: dict[Kind, Known] = field(default_factory=dict)  # the one used last stands last
-    rooms: dict[int, Rooms] = field(default_factory=dict)  # by evictor
-    host_rooms: HostRooms | None = None
+    remote_buffers: dict[int, RemoteBuffers] = field(default_factory=dict)  # by evictor
+    host_buffers: HostBuffers | None = None
     device_waits: DeviceWaits | None = None  # where only the device waits for transfers
     learned: dict[int, Learned] = field(default_factory=dict)  # of the stages whose forwards run twice
     silent: dict[int, frozenset[int]] = field(default_factory=dict)  # hooks on a stage's parameters that queue no callbacks
 
     def reserve(self, plan: Plan, rank: int, device: torch.device, streams: Streams) -> None:
-        """Make the rooms of a plan's guests on this rank and its host, in place of another plan's."""
+        """Make the buffers of a plan's remote activations on this rank and its host, in place of another plan's."""
         self.clear()
         in_bytes = plan.sizes is not None
         moved = slot if plan.sizes is None else plan.sizes.moved
         chains, of_host = plan.chains(rank), plan.host_chain(rank)
-        self.rooms = {peer: Rooms(reserve(chain, moved), device, in_bytes=in_bytes) for peer, chain in chains.items()}
-        self.host_rooms = None
+        self.remote_buffers = {
+            peer: RemoteBuffers(reserve(chain, moved), device, in_bytes=in_bytes) for peer, chain in chains.items()
+        }
+        self.host_buffers = None
         if of_host:
-            self.host_rooms = HostRooms(reserve(of_host, moved), device, streams.of(("host", rank), device), in_bytes=in_bytes)
+            self.host_buffers = HostBuffers(reserve(of_host, moved), device, streams.of(("host", rank), device), in_bytes=in_bytes)
         if is_asynchronous(device):
-            self._make_rooms(rank, device, streams)
+            self._make_buffers(rank, device, streams)
         self.planned = None if plan.sizes is None or self.grows else plan.sizes.moved
 
-    def _make_rooms(self, rank: int, device: torch.device, streams: Streams) -> None:
-        """Make those rooms whose sizes are known, each on the stream that uses it."""
-        for peer, rooms in self.rooms.items():
-            with on_stream(streams.of(guests(rank, peer), device)):
-                rooms.make()
-        if self.host_rooms is not None:
-            self.host_rooms.make()
+    def _make_buffers(self, rank: int, device: torch.device, streams: Streams) -> None:
+        """Make those buffers whose sizes are known, each on the stream that uses it."""
+        for peer, remote_buffers in self.remote_buffers.items():
+            with on_stream(streams.of(serving(rank, peer), device)):
+                remote_buffers.make()
+        if self.host_buffers is not None:
+            self.host_buffers.make()
 
     def clear(self) -> None:
-        """Free the memory of all rooms."""
-        for rooms in self.rooms.values():
-            rooms.clear()
-        if self.host_rooms is not None:
-            self.host_rooms.clear()
+        """Free the memory of all buffers."""
+        for remote_buffers in self.remote_buffers.values():
+            remote_buffers.clear()
+        if self.host_buffers is not None:
+            self.host_buffers.clear()
 
-    def host(self) -> HostRooms:
-        assert self.host_rooms is not None, "the plan evicts nothing to the host"
-        return self.host_rooms
+    def host(self) -> HostBuffers:
+        assert self.host_buffers is not None, "the plan evicts nothing to the host"
+        return self.host_buffers
 
     def kind(self, kind: Kind) -> Known | None:
         """Return what is known of a kind, and mark it as used last."""
@@ -83,9 +85,9 @@ class Memory:
             del self.kinds[kind]
 
     @property
-    def guest_bytes(self) -> int:
-        return sum(rooms.num_bytes for rooms in self.rooms.values())
+    def remote_buffer_bytes(self) -> int:
+        return sum(remote_buffers.num_bytes for remote_buffers in self.remote_buffers.values())
 
     @property
     def host_bytes(self) -> int:
-        return 0 if self.host_rooms is None else self.host_rooms.num_bytes
+        return 0 if self.host_buffers is None else self.host_buffers.num_bytes

@@ -14,14 +14,14 @@ from bpipe.cleanup import note
 from bpipe.comm.health.activity import place_of
 from bpipe.comm.transport.base import Transport
 from bpipe.engine.acceptor import Acceptor
-from bpipe.engine.compute import Compute, Job
+from bpipe.engine.compute import Compute, StepInputs
 from bpipe.engine.evictions import Evictions
-from bpipe.engine.messages import Layouts, Messages
-from bpipe.engine.microbatch_state import LAST, Microbatches, MicrobatchState
+from bpipe.engine.messages import Messages, MessageSpecs
+from bpipe.engine.microbatch_state import LAST, MicrobatchState, MicrobatchStates
 from bpipe.engine.piecewise import PiecesOf
 from bpipe.engine.remembered import Memory
 from bpipe.engine.traffic import Traffic
-from bpipe.model.stage import Parts, PipelineStage
+from bpipe.model.stage import ModuleSnapshot, PipelineStage
 from bpipe.parallel.fsdp import Sharding
 from bpipe.plan.action import COMPUTE, SERVED, SHARDING
 from bpipe.schedules import Action, Op, Plan
@@ -72,10 +72,10 @@ class Run:
         rank: int,
         step: int,
         stages: Mapping[int, PipelineStage],
-        parts: Mapping[int, Parts],
+        parts: Mapping[int, ModuleSnapshot],
         transport: Transport,
-        job: Job,
-        layouts: Layouts,
+        step_inputs: StepInputs,
+        specs: MessageSpecs,
         is_learning: bool,
         memory: Memory,
         name: str,
@@ -84,7 +84,7 @@ class Run:
         self.plan, self.rank, self.step, self.device, self._name = plan, rank, step, transport.device, name
         self._stages = tuple(stages)
         self.holds_last_stage = any(stage.is_last for stage in stages.values())
-        self.microbatches = Microbatches()
+        self.microbatches = MicrobatchStates()
         self.traffic = Traffic(transport, rank, step, self.microbatches, stages, memory.device_waits)
         self.sharding = Sharding(parts, plan.actions[rank])
         is_split = Op.I in map(itemgetter(0), plan.actions[rank])
@@ -92,7 +92,7 @@ class Run:
         self.compute = Compute(
             stages,
             parts,
-            job,
+            step_inputs,
             self.traffic,
             has_backward=plan.has_backward,
             undivided=self.sharding.undivided,
@@ -102,11 +102,12 @@ class Run:
         )
         num_parts = {stage: plan.num_parts(stage) for stage in stages}
         followed = {*plan.evicted(rank), *plan.interrupted(rank)}
-        self.evictions = Evictions(self.traffic, followed, memory, self.compute.foreign, self.compute.returned, num_parts)
+        self.evictions = Evictions(self.traffic, followed, memory, self.compute.non_activations, self.compute.returned, num_parts)
         trainable = {i for i, of in parts.items() if any(p.requires_grad for p in of.parameters)} if plan.has_backward else set()
-        self._messages = Messages(self.traffic, layouts, is_learning=is_learning, trainable=trainable)
+        self._messages = Messages(self.traffic, specs, is_learning=is_learning, trainable=trainable)
         self._acceptors = {
-            peer: Acceptor(Traffic(transport, rank, step, Microbatches()), rooms) for peer, rooms in memory.rooms.items()
+            peer: Acceptor(Traffic(transport, rank, step, MicrobatchStates()), buffers)
+            for peer, buffers in memory.remote_buffers.items()
         }
         self._advance: Callable[[Action], None] | None = None
         self._piece: Action | None = None  # the one that runs now
@@ -212,8 +213,8 @@ class Run:
 _METHODS: dict[Op, Callable[[Run, Action, MicrobatchState], None]] = {
     Op.F: lambda run, action, state: run._compute(action, state, run.compute.forward),
     Op.B: lambda run, action, state: run._backward(action, lambda: run._compute(action, state, run.compute.backward)),
-    Op.I: lambda run, action, state: run._backward(action, lambda: run.compute.input_half(action, state, run.evictions)),
-    Op.W: lambda run, action, state: run._backward(action, lambda: run.compute.weight_half(action, state, run.evictions)),
+    Op.I: lambda run, action, state: run._backward(action, lambda: run.compute.backward_input(action, state, run.evictions)),
+    Op.W: lambda run, action, state: run._backward(action, lambda: run.compute.backward_weight(action, state, run.evictions)),
     Op.R: lambda run, action, state: run.compute.recompute(action, state, run.evictions),
     Op.UNSHARD: lambda run, action, state: run.sharding.unshard(action),
     Op.RESHARD: lambda run, action, state: run.sharding.reshard(action),
@@ -232,6 +233,6 @@ _METHODS: dict[Op, Callable[[Run, Action, MicrobatchState], None]] = {
     Op.WAIT_LOAD: lambda run, action, state: run.evictions.complete_load(action, state),
     Op.ACCEPT: lambda run, action, state: run._acceptor(action).accept(action, state),
     Op.WAIT_ACCEPT: lambda run, action, state: run._acceptor(action).complete_accept(action, state),
-    Op.RETURN: lambda run, action, state: run._acceptor(action).give_back(action, state),
+    Op.RETURN: lambda run, action, state: run._acceptor(action).return_(action, state),
     Op.WAIT_RETURN: lambda run, action, state: run._acceptor(action).complete_return(action, state),
 }

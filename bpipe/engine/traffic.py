@@ -11,7 +11,7 @@ import torch
 
 from bpipe.comm.transport.base import Transport
 from bpipe.device.waits import DeviceWaits
-from bpipe.engine.microbatch_state import Microbatches, MicrobatchState
+from bpipe.engine.microbatch_state import MicrobatchState, MicrobatchStates
 from bpipe.plan.action import START_OF
 from bpipe.schedules import Action, Op
 
@@ -37,7 +37,7 @@ class Traffic:
         transport: Transport,
         rank: int,
         step: int,
-        microbatches: Microbatches,
+        microbatches: MicrobatchStates,
         stages: Container[int] = (),
         device_waits: DeviceWaits | None = None,
     ) -> None:

@@ -36,7 +36,7 @@ class Candidate:
         sequence_s: seconds of F and B of the slowest stage, for one sequence.
         stage_mfu: the share of the devices' peak that this stage reaches alone, without what it recomputes; None if measured.
         device_peak_bytes: predicted for each rank: everything that its device holds.
-        peak_bytes: of that, the most that is activations: what microbatches save, and guests.
+        peak_bytes: of that, the most that is activations: what microbatches save, and remote activations.
         working_bytes: what a backward that recomputes makes again, not counted in the peaks.
         fits: whether every rank has room.
         reason: why it fits or not, with the rank that needs most.

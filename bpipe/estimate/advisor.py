@@ -26,8 +26,8 @@ MOST_MICROBATCHES = 512  # simulating more takes longer than a few seconds
 ASSUMPTIONS = (
     "Ranked are 1f1b and gpipe, plain and, where that needs less memory, with whole microbatches evicted; `bpipe compare` "
     "simulates the other schedules, and parts of microbatches.",
-    "Memory is what stays, what microbatches save and the rooms for guests. What an action needs only while it runs (gradients of "
-    "activations, buffers of collectives) must fit in what is set aside.",
+    "Memory is what stays, what microbatches save and the buffers for remote activations. What an action needs only while it runs "
+    "(gradients of activations, buffers of collectives) must fit in what is set aside.",
     "Each direction between two ranks carries one transfer at a time, at full bandwidth and without latency, and does not slow "
     "computations down. Reducing gradients over replicas and the optimizer's step are not counted.",
     huang.ASSUMPTIONS,

@@ -80,10 +80,10 @@ def _saved(timeline: Timeline, stage: int) -> int:
 
 
 def _static(timeline: Timeline, rank: int, saved: Sequence[int]) -> int:
-    """Return a stage's share of what a rank holds besides its own microbatches, messages and the rooms for its guests."""
+    """Return a stage's share of what a rank holds besides its own microbatches, messages and its buffers for remote ones."""
     lane = timeline.actions[rank]
-    rooms = sum(map(sum, timeline.plan.rooms(rank, lambda action: saved[action.stage]).values()))
-    return max(0, lane.static_bytes + lane.room_bytes - rooms) // timeline.plan.stage_ranks.count(rank)
+    remote_buffers = sum(map(sum, timeline.plan.remote_buffers(rank, lambda action: saved[action.stage]).values()))
+    return max(0, lane.static_bytes + lane.remote_buffer_bytes - remote_buffers) // timeline.plan.stage_ranks.count(rank)
 
 
 def _series(taken: Taken, op: Op, stage: int, plan: Plan) -> list[float]:

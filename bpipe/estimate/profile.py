@@ -14,9 +14,9 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
-from bpipe.backward.autograd import Box, edges_of, enter, run_backward
+from bpipe.backward.autograd import InputGrads, edges_of, enter, run_backward
 from bpipe.cleanup import note
-from bpipe.comm.wire.message import dense, put_together, take_apart
+from bpipe.comm.wire.message import dense, flatten_message, unflatten_message
 from bpipe.device import name_of, synchronize
 from bpipe.errors import ConfigurationError, StageError
 from bpipe.estimate.checks import check_count
@@ -25,7 +25,7 @@ from bpipe.memory.saved.footprint import Footprint, footprint_of
 from bpipe.memory.saved.stash import Stash
 from bpipe.memory.saved.storages import keys_of, storages_of
 from bpipe.model.microbatch import tensors_in
-from bpipe.model.untouched import untouched
+from bpipe.model.preserve_state import preserved_state
 
 __all__ = ["profile"]
 
@@ -52,7 +52,7 @@ def profile(
     Args:
         stage_module: the partition, where it will run: parameters on the device, in the precision, trainable and in train mode
             as in training.
-        example: its input, or a tuple of positional arguments: a nest with tensors [rows, ...] whose rows are repeated to each
+        example: its input, or a tuple of positional arguments: a pytree with tensors [rows, ...] whose rows are repeated to each
             size, whatever their number, and anything else.
         microbatch_sizes: rows of a microbatch.
         loss_fn: for the last stage: `loss_fn(output, target)`, counted and timed with the stage.
@@ -84,7 +84,7 @@ def profile(
     if is_first is None:
         is_first = not any(map(_is_differentiable, tensors_in(args)))
     bench = _Bench(stage_module, args, target, loss_fn, device, is_first=is_first, has_backward=backward)
-    with untouched([stage_module], device), torch.enable_grad():
+    with preserved_state([stage_module], device), torch.enable_grad():
         measurements = tuple(_measured(bench, size, repeats) for size in sizes)
         gradient_bytes = sum(_bytes(parameter.grad) for parameter in stage_module.parameters() if parameter.grad is not None)
     parameters = list(stage_module.parameters())
@@ -146,7 +146,7 @@ class _Forward:
 
     edges: list[GradientEdge]
     gradients: list[torch.Tensor]
-    box: Box
+    box: InputGrads
     sent: list[torch.Tensor]  # to the next stage
     kept: list[torch.Tensor]  # for the user: the last stage's outputs and loss
 
@@ -171,9 +171,9 @@ class _Bench:
     def counted(self, size: int) -> tuple[Footprint, int, int]:
         """Return the footprint of a microbatch, and the bytes of its output and of its inputs' gradients."""
         args, target, box = self._inputs(size)
-        foreign = self._foreign(args if self._is_first else (), target)
-        stash = Stash(f"a microbatch of {size}", foreign, self._device) if self._has_backward else None
-        ran = self._forward(args, target, box, foreign, stash)
+        non_activations = self._non_activations(args if self._is_first else (), target)
+        stash = Stash(f"a microbatch of {size}", non_activations, self._device) if self._has_backward else None
+        ran = self._forward(args, target, box, non_activations, stash)
         del args
         footprint = Footprint(0, 0, 0) if stash is None else footprint_of(stash.contents(ran.kept, ran.sent))
         output_bytes = sum(map(_bytes, ran.sent))
@@ -183,9 +183,9 @@ class _Bench:
     def timed(self, size: int) -> tuple[float, float]:
         """Return the seconds of a forward and of its backward."""
         args, target, box = self._inputs(size)
-        foreign = self._foreign((), None)
+        non_activations = self._non_activations((), None)
         start = self._now()
-        ran = self._forward(args, target, box, foreign, None)
+        ran = self._forward(args, target, box, non_activations, None)
         del args
         middle = self._now()
         self._backward(ran)
@@ -195,18 +195,18 @@ class _Bench:
         synchronize(self._device)
         return time.perf_counter()
 
-    def _inputs(self, size: int) -> tuple[tuple[Any, ...], Any, Box]:
+    def _inputs(self, size: int) -> tuple[tuple[Any, ...], Any, InputGrads]:
         """Make the arguments in memory of their own and, except on the first stage, as if they had come from another stage."""
         target = _resized(self._target, size)
         if self._is_first:
-            return tuple(_resized(self._args, size)), target, Box(0)
-        nest, tensors = take_apart(_resized(self._args, size), "the example")
+            return tuple(_resized(self._args, size)), target, InputGrads(0)
+        tree, tensors = flatten_message(_resized(self._args, size), "the example")
         needed = [self._has_backward and _is_differentiable(tensor) for tensor in tensors]
         entered, box = enter(tensors, needed)
         del tensors
-        return tuple(put_together(nest, entered)), target, box
+        return tuple(unflatten_message(tree, entered)), target, box
 
-    def _foreign(self, args: Any, target: Any) -> dict[int, str]:
+    def _non_activations(self, args: Any, target: Any) -> dict[int, str]:
         """Return the storages that are not activations, by kind; buffers among them stay alive while the module is measured."""
         kinds: list[tuple[str, Iterable[torch.Tensor]]] = [
             ("the step's batch", tensors_in([args, target])),
@@ -215,19 +215,21 @@ class _Bench:
         ]
         return {storage._cdata: kind for kind, tensors in kinds for tensor in tensors for storage in storages_of(tensor)}
 
-    def _forward(self, args: tuple[Any, ...], target: Any, box: Box, foreign: dict[int, str], stash: Stash | None) -> _Forward:
+    def _forward(
+        self, args: tuple[Any, ...], target: Any, box: InputGrads, non_activations: dict[int, str], stash: Stash | None
+    ) -> _Forward:
         with torch.set_grad_enabled(self._has_backward), stash.capture() if stash is not None else nullcontext():
             output = self.module(*args)
             loss = None if self._loss_fn is None else self._loss_fn(output, target)
         if loss is not None:
             return self._lost(output, loss, box)
-        _, tensors = take_apart(output, type(self.module).__name__)
+        _, tensors = flatten_message(output, type(self.module).__name__)
         self._check_trainable(tensors)
-        sent = [dense(tensor.clone() if keys_of([tensor]) & foreign.keys() else tensor) for tensor in tensors]
+        sent = [dense(tensor.clone() if keys_of([tensor]) & non_activations.keys() else tensor) for tensor in tensors]
         gradients = [torch.ones_like(one) for one, tensor in zip(sent, tensors) if tensor.requires_grad]
         return _Forward(edges_of(tensors), gradients, box, sent, [])
 
-    def _lost(self, output: Any, loss: Any, box: Box) -> _Forward:
+    def _lost(self, output: Any, loss: Any, box: InputGrads) -> _Forward:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             raise StageError("loss_fn returned something else than one number: return a tensor, such as loss.mean()")
         self._check_trainable([loss])
@@ -248,7 +250,7 @@ class _Bench:
 
 
 def _resized(value: Any, size: int) -> Any:
-    """Copy a nest, with rows repeated or cut to a size."""
+    """Copy a pytree, with rows repeated or cut to a size."""
 
     def rows(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim == 0 or not len(tensor):

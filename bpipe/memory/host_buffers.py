@@ -7,21 +7,21 @@ from collections.abc import Sequence
 import torch
 
 from bpipe.device import Event, Stream, current_stream, on_stream
-from bpipe.device.pinned import give_back, pinned
-from bpipe.memory.remote_buffers import Rooms
+from bpipe.device.pinned import pinned, return_
+from bpipe.memory.remote_buffers import RemoteBuffers
 from bpipe.plan.action import PartKey
-from bpipe.plan.rooms import Reserved
+from bpipe.plan.reserved import Reserved
 
 __all__: list[str] = []
 
 
-class HostRooms:
-    """The microbatches that one rank keeps in its host's memory; the rooms stay for the next step.
+class HostBuffers:
+    """The microbatches that one rank keeps in its host's memory; the buffers stay for the next step.
 
     On CPU the device's memory is the host's: copies are synchronous and save no memory, and serve only for tests.
 
     Args:
-        reserved: the rooms, as `Rooms` takes them.
+        reserved: the buffers, as `Rooms` takes them.
         device: where the microbatches come from.
         stream: on which they are copied; None on CPU.
         in_bytes: as for `Rooms`.
@@ -30,7 +30,7 @@ class HostRooms:
     def __init__(self, reserved: Reserved, device: torch.device, stream: Stream | None, *, in_bytes: bool) -> None:
         self._device, self._stream = device, stream
         self._rooms = (
-            Rooms(reserved, device, in_bytes=in_bytes)
+            RemoteBuffers(reserved, device, in_bytes=in_bytes)
             if stream is None
             else _PinnedRooms(reserved, device, stream, in_bytes=in_bytes)
         )
@@ -38,21 +38,21 @@ class HostRooms:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all rooms."""
+        """The bytes of all buffers."""
         return self._rooms.num_bytes
 
     def make(self) -> None:
-        """Make the rooms now, if their sizes are known."""
+        """Make the buffers now, if their sizes are known."""
         self._rooms.make()
 
-    def store(self, guest: PartKey, messages: Sequence[torch.Tensor]) -> HostCopy:
+    def store(self, remote: PartKey, messages: Sequence[torch.Tensor]) -> HostCopy:
         """Copy messages, uint8 [size] each, to the host."""
-        kept = self._kept[guest] = self._rooms.take(guest, [message.numel() for message in messages])
+        kept = self._kept[remote] = self._rooms.take(remote, [message.numel() for message in messages])
         return self._copy(messages, kept)
 
-    def fetch(self, guest: PartKey, messages: Sequence[torch.Tensor]) -> HostCopy:
-        """Copy a guest's stored bytes back into messages, uint8 [size] each."""
-        return self._copy(self._kept.pop(guest), messages)
+    def fetch(self, remote: PartKey, messages: Sequence[torch.Tensor]) -> HostCopy:
+        """Copy a remote activation's stored bytes back into messages, uint8 [size] each."""
+        return self._copy(self._kept.pop(remote), messages)
 
     def _copy(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> HostCopy:
         if self._stream is not None:
@@ -69,8 +69,8 @@ class HostRooms:
         self._kept.clear()
 
 
-class _PinnedRooms(Rooms):
-    """Rooms in pinned memory, which the host must not free while a copy is under way.
+class _PinnedRooms(RemoteBuffers):
+    """Buffers in pinned memory, which the host must not free while a copy is under way.
 
     Args:
         reserved: as for `Rooms`; so is `in_bytes`.
@@ -86,7 +86,7 @@ class _PinnedRooms(Rooms):
         return pinned(num_bytes, self._device)
 
     def _give_back(self, memory: list[torch.Tensor]) -> None:
-        give_back(memory, self._stream)
+        return_(memory, self._stream)
 
 
 class HostCopy:

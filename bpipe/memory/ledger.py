@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bpipe.memory.saved.footprint import Footprint
-from bpipe.memory.saved.stash import Contents
+from bpipe.memory.saved.stash import StashContents
 from bpipe.memory.saved.storages import Held
 from bpipe.schedules import Action
 
@@ -64,7 +64,7 @@ class Ledger:
         self.loaded_bytes = 0
         self.accounts: dict[Key, Account] = {}
         self.held: list[Held] = []  # saved and not movable, of the microbatch followed last, with the reason
-        self.foreign: list[Held] = []  # saved and no activation: parameters, buffers, the user's batch
+        self.non_activations: list[Held] = []  # saved and no activation: parameters, buffers, the user's batch
         self._shared_bytes: dict[Kind, int] = {}
 
     def open(self, key: Key, kind: Kind) -> Account:
@@ -82,9 +82,9 @@ class Ledger:
         """Bytes of what microbatches share with each other or with the module, each kind of microbatch once."""
         return sum(self._shared_bytes.values())
 
-    def seen(self, contents: Contents) -> None:
+    def seen(self, contents: StashContents) -> None:
         """Note what a look at a followed microbatch found unmovable, shared or foreign."""
-        self.held, self.foreign = [*contents.unmovable, *contents.shared.values()], contents.foreign
+        self.held, self.non_activations = [*contents.unmovable, *contents.shared.values()], contents.non_activations
 
     def forward(self, account: Account, footprint: Footprint) -> None:
         """Enter a microbatch that ran forward, with its footprint."""
@@ -98,12 +98,12 @@ class Ledger:
         account.in_pieces += num_bytes
         self._change(num_bytes, 0)
 
-    def seen_again(self, account: Account, contents: Contents, parts: tuple[int, ...]) -> None:
+    def seen_again(self, account: Account, contents: StashContents, parts: tuple[int, ...]) -> None:
         """Update a footprint from another look: what the module held during the forward may be the microbatch's alone by now."""
         account.footprint = account.known_footprint.seen_again(contents, parts)
         self._takes(account, account.footprint.own_bytes)
 
-    def input_half(self, account: Account, between_bytes: int | None) -> None:
+    def backward_input(self, account: Account, between_bytes: int | None) -> None:
         """Note the bytes that the first half of a microbatch's backward left to the second one; None if they were not counted."""
         account.footprint = account.known_footprint._replace(between_bytes=between_bytes)
         if between_bytes is not None:

@@ -88,7 +88,7 @@ class States:
         if given is not None and not isinstance(getattr(given, "state", None), Mapping):
             raise ConfigurationError(
                 f"optimizer= is of {type(given).__qualname__}, which has no mapping `state` whose tensors could be counted: give a "
-                "torch.optim.Optimizer, or an object whose `state` has a nest of tensors for each parameter"
+                "torch.optim.Optimizer, or an object whose `state` has a pytree of tensors for each parameter"
             )
         self._device, self._given = device, given
         self._seen: list[tuple[int, int, int, object]] = []

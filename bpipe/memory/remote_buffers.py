@@ -1,4 +1,4 @@
-"""The acceptor's rooms: memory for the microbatches of one evictor, reserved once and reused."""
+"""The acceptor's buffers: memory for the microbatches of one evictor, reserved once and reused."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from collections.abc import Sequence
 import torch
 
 from bpipe.plan.action import PartKey
-from bpipe.plan.rooms import Reserved
+from bpipe.plan.reserved import Reserved
 
 __all__: list[str] = []
 
 
-class Rooms:
-    """Rooms for one evictor, as the plan reserves them.
+class RemoteBuffers:
+    """Buffers for one evictor, as the plan reserves them.
 
     They are allocated together, at the first arrival or before, and touched once, because fresh pages cost more than the transfer;
-    a room grows when a guest is larger than planned.
+    a room grows when a remote activation is larger than planned.
 
     Args:
-        reserved: which guest is in which room, and the size of each room.
+        reserved: which remote activation is in which room, and the size of each room.
         device: where they lie.
-        in_bytes: whether sizes are bytes; where the plan counts slots, all rooms are made as large as the first guest.
+        in_bytes: whether sizes are bytes; where the plan counts slots, all buffers are made as large as the first remote
+            activation.
     """
 
     def __init__(self, reserved: Reserved, device: torch.device, *, in_bytes: bool) -> None:
@@ -30,25 +31,25 @@ class Rooms:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all rooms, free ones too."""
+        """The bytes of all buffers, free ones too."""
         return sum(room.numel() for room in self._rooms)
 
-    def take(self, guest: PartKey, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Give a guest its room and return its parts, uint8 [size] each."""
-        room, total = self._reserved.room_of[guest], sum(sizes)
+    def take(self, remote: PartKey, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Give a remote activation its room and return its parts, uint8 [size] each."""
+        room, total = self._reserved.buffer_of[remote], sum(sizes)
         if not self.num_bytes:
             self._make(total)
         self._grow(room, total)
         return list(self._rooms[room][:total].split(list(sizes))) if sizes else []
 
     def make(self) -> None:
-        """Allocate the rooms now if their sizes are known: within a step, an allocation may make the host wait for the device."""
+        """Allocate the buffers now if their sizes are known: within a step, an allocation may make the host wait for the device."""
         if self._in_bytes:
             self._make(0)
 
-    def _make(self, guest_bytes: int) -> None:
+    def _make(self, remote_buffer_bytes: int) -> None:
         for index, planned in enumerate(self._reserved.sizes):
-            self._grow(index, planned if self._in_bytes else guest_bytes)
+            self._grow(index, planned if self._in_bytes else remote_buffer_bytes)
 
     def _grow(self, room: int, num_bytes: int) -> None:
         if self._rooms[room].numel() < num_bytes:
@@ -65,6 +66,6 @@ class Rooms:
         memory.clear()
 
     def clear(self) -> None:
-        """Free the memory of all rooms."""
+        """Free the memory of all buffers."""
         old, self._rooms = self._rooms, [self._new(0) for _ in self._rooms]
         self._give_back(old)

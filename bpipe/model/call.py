@@ -63,7 +63,7 @@ class Specs(NamedTuple):
         return cls(args, kwargs, output)
 
 
-class Microbatches(NamedTuple):
+class CutBatch(NamedTuple):
     """A call's inputs, by microbatch."""
 
     args: list[tuple[Any, ...]]
@@ -80,7 +80,7 @@ class Microbatches(NamedTuple):
         return [mb.describe(one, known) for one in each]
 
 
-def microbatches_of(call: Call, num_microbatches: int, specs: Specs, *, is_training: bool) -> Microbatches:
+def microbatches_of(call: Call, num_microbatches: int, specs: Specs, *, is_training: bool) -> CutBatch:
     """Cut a call's whole batches, or take the microbatches that the user cut.
 
     Raises:
@@ -108,7 +108,7 @@ def microbatches_of(call: Call, num_microbatches: int, specs: Specs, *, is_train
         targets = cutting.split(call.target, None, "the target")
     cutting.check()
     are_alike = call.arg_mbs is None and call.kwarg_mbs is None and call.target_mbs is None and cutting.are_alike
-    return Microbatches(args, kwargs, targets, are_alike)
+    return CutBatch(args, kwargs, targets, are_alike)
 
 
 def _presplit(given: list[Any] | None, whole: Any, m: int, name: str, entry: type) -> list[Any] | None:

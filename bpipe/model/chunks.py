@@ -13,7 +13,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from bpipe.comm.wire.dtensor import is_dtensor
-from bpipe.model.nest import is_block_mask
+from bpipe.model.pytree import is_block_mask
 
 __all__: list[str] = []
 
@@ -45,7 +45,7 @@ def cutter_of(value: Any, offsets: Offsets) -> Callable[[Any, int, int], Cut] | 
     """Return the function that cuts a value into m parts along a dimension; None if it holds no samples as far as we know.
 
     Args:
-        value: any leaf of a nest.
+        value: any leaf of a pytree.
         offsets: those that were cut before: tensors that share theirs must do so in each microbatch, for torch to combine them.
     """
     if isinstance(value, torch.Tensor):

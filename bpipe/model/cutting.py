@@ -17,7 +17,7 @@ import torch
 from bpipe.comm.wire.message import PLAIN
 from bpipe.errors import ConfigurationError
 from bpipe.model.chunks import CannotCutError, Offsets, cutter_of
-from bpipe.model.nest import inside, leaves_of
+from bpipe.model.pytree import inside, leaves_of
 from bpipe.model.specs import DEFAULT, is_repeating, misfit, specs_of
 
 __all__: list[str] = []
@@ -64,16 +64,16 @@ class Cutting:
         self._sharding: dict[Any, tuple[tuple[int, ...], str]] = {}  # by mesh: its dimensions that shard a batch, and which value's
 
     def split(self, value: Any, spec: Any, name: str) -> list[Any]:
-        """Cut everything in a nest that holds samples, along the dimension that its spec names (0 by default).
+        """Cut everything in a pytree that holds samples, along the dimension that its spec names (0 by default).
 
         Args:
-            value: a nest of tensors and anything else.
-            spec: None, or a nest like `value` with a `TensorChunkSpec` (anything with a `split_dim`) for what is cut, and None or
+            value: a pytree of tensors and anything else.
+            spec: None, or a pytree like `value` with a `TensorChunkSpec` (anything with a `split_dim`) for what is cut, and None or
                 torch's `_Replicate` for what is repeated, of any type.
             name: of the value, for messages.
 
         Returns:
-            m nests like `value`; of strided tensors views, no copies.
+            m pytrees like `value`; of strided tensors views, no copies.
 
         Raises:
             ConfigurationError: a size that is no positive multiple of m, a spec that does not fit, or something that may hold

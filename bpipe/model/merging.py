@@ -8,7 +8,7 @@ from typing import Any
 from bpipe.comm.wire.message import PLAIN
 from bpipe.errors import ConfigurationError, StageError
 from bpipe.model.chunks import cannot_join, join
-from bpipe.model.nest import inside
+from bpipe.model.pytree import inside
 from bpipe.model.specs import misfit, outline, specs_of
 
 __all__: list[str] = []

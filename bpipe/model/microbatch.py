@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from bpipe.comm.wire.dtensor import is_dtensor
 from bpipe.comm.wire.message import PLAIN
-from bpipe.model.nest import Inside, inside, is_block_mask, leaves_of, mapped
+from bpipe.model.pytree import Inside, inside, is_block_mask, leaves_of, mapped
 
 __all__: list[str] = []
 
@@ -29,12 +29,12 @@ _LONG = 4096  # characters: a longer text goes by its digest
 
 
 def detached(value: Any) -> Any:
-    """Return a nest like another one, with its tensors detached from the graph."""
+    """Return a pytree like another one, with its tensors detached from the graph."""
     return mapped(torch.Tensor.detach, value)
 
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> list[torch.Tensor]:
-    """Return the tensors in a nest, except those in objects whose parts are unknown.
+    """Return the tensors in a pytree, except those in objects whose parts are unknown.
 
     Args:
         value: any.
@@ -56,7 +56,7 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> list[torch.Tensor]:
 
 
 class Description(NamedTuple):
-    """A description of a nest: its shapes, dtypes and plain values, with # in place of whole numbers, which are kept beside it."""
+    """A description of a pytree: its shapes, dtypes and plain values, with # in place of whole numbers, kept beside it."""
 
     form: str
     numbers: tuple[int, ...] = ()
@@ -74,7 +74,7 @@ Known = dict[int, tuple[Any, Description]]  # by identity: a container, which li
 
 
 def describe(value: Any, known: Known | None = None) -> Description:
-    """Describe a nest by its shapes, dtypes and plain values: equal for two that need the same memory and messages.
+    """Describe a pytree by its shapes, dtypes and plain values: equal for two that need the same memory and messages.
 
     Args:
         value: any.
@@ -86,7 +86,7 @@ def describe(value: Any, known: Known | None = None) -> Description:
 
 
 def _form(value: Any, numbers: list[int], known: Known) -> str:
-    """Describe a nest without its whole numbers, and append these to `numbers`."""
+    """Describe a pytree without its whole numbers, and append these to `numbers`."""
     found = inside(value)
     if found is None and _is_number(value):
         numbers.append(int(value))
@@ -154,7 +154,7 @@ def _describe_special(tensor: torch.Tensor) -> str:
 
 
 def _describe_object(value: Any) -> str:
-    """Describe a value that is not a nest: its type, and what we know to be in it."""
+    """Describe a value that is not a pytree: its type, and what we know to be in it."""
     name = type(value).__qualname__
     if isinstance(value, np.ndarray):
         return f"{name}{value.dtype}{value.shape}"

@@ -23,7 +23,7 @@ Numbers = tuple[int, ...]
 Taken = object  # what a microbatch takes: compares equal where nothing differs
 
 
-class Looks(NamedTuple):
+class InputForms(NamedTuple):
     """The descriptions of the microbatches of a step, one by one.
 
     Args:
@@ -45,13 +45,13 @@ class CountedNumbers:
     def __init__(self) -> None:
         self._forms: OrderedDict[str, _Form] = OrderedDict()
 
-    def looks(self, mode: str, descriptions: Sequence[Description]) -> Looks:
+    def forms(self, mode: str, descriptions: Sequence[Description]) -> InputForms:
         """Describe some microbatches in a mode of the modules."""
         distinct = {one: i for i, one in reversed(list(enumerate(descriptions)))}  # mostly one
         exact = {one: f"{mode} {one}" for one in distinct}
         counted = {one: self._text(mode, one) or exact[one] for one in distinct}
         numbered = {i: (f"{mode} {one.form}", one.numbers) for one, i in reversed(distinct.items()) if one.numbers}
-        return Looks([exact[one] for one in descriptions], [counted[one] for one in descriptions], numbered, descriptions)
+        return InputForms([exact[one] for one in descriptions], [counted[one] for one in descriptions], numbered, descriptions)
 
     def _text(self, mode: str, description: Description) -> str | None:
         """Describe a microbatch with None in place of the numbers that do not count; return None if all of them do."""
@@ -72,9 +72,9 @@ class CountedNumbers:
             self._forms.popitem(last=False)
         return known.learn(numbers, taken)
 
-    def count_again(self, looks: Looks) -> None:
+    def count_again(self, forms: InputForms) -> None:
         """Make all numbers of a step count again, until they are seen not to, now more often than before."""
-        for form, _ in looks.numbered.values():
+        for form, _ in forms.numbered.values():
             if form in self._forms:
                 self._forms[form].count_again()
 

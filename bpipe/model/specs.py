@@ -1,4 +1,4 @@
-"""The specs of how a batch is cut and put together: nests of torch's `TensorChunkSpec`, of None and of reducers."""
+"""The specs of how a batch is cut and put together: pytrees of torch's `TensorChunkSpec`, of None and of reducers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from bpipe.errors import ConfigurationError
-from bpipe.model.nest import Inside, inside
+from bpipe.model.pytree import Inside, inside
 
 __all__: list[str] = []
 
@@ -51,7 +51,7 @@ def check_specs(spec: Any, name: str, *, may_reduce: bool = False) -> None:
     """Check the specs that a schedule is given, before there are any values.
 
     Args:
-        spec: a nest, or None.
+        spec: a pytree, or None.
         name: of the argument, for messages.
         may_reduce: whether it may have torch's reducers in it.
 

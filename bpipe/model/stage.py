@@ -18,7 +18,7 @@ from bpipe.model.cut import cut_of
 __all__ = ["PipelineStage"]
 
 
-class Parts(NamedTuple):
+class ModuleSnapshot(NamedTuple):
     """The modules and parameters in a module at some moment, each once. Keep it for a step only: it keeps replaced ones alive."""
 
     modules: list[torch.nn.Module]
@@ -26,7 +26,7 @@ class Parts(NamedTuple):
     makeup: int  # the number of what it consists of
 
     @classmethod
-    def of(cls, module: torch.nn.Module, makeups: Makeups) -> Parts:
+    def of(cls, module: torch.nn.Module, makeups: Makeups) -> ModuleSnapshot:
         """Collect what a module consists of now.
 
         Args:
@@ -152,11 +152,11 @@ class PipelineStage:
             )
         return mesh
 
-    def parts(self) -> Parts:
+    def parts(self) -> ModuleSnapshot:
         """Collect what the module consists of now."""
-        return Parts.of(self.submod, self._makeups)
+        return ModuleSnapshot.of(self.submod, self._makeups)
 
-    def mode(self, parts: Parts) -> str:
+    def mode(self, parts: ModuleSnapshot) -> str:
         """Describe what decides, besides inputs, what the stage returns and saves: its parts, what trains, its mode, autocast."""
         kind = self.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from bpipe.cleanup import noted_on
 from bpipe.engine.settings import changed
 from bpipe.errors import StageError
-from bpipe.model.stage import Parts
+from bpipe.model.stage import ModuleSnapshot
 from bpipe.schedules import Action, Op
 
 __all__: list[str] = []
@@ -38,7 +38,7 @@ class Replicated:
         lane: this rank's actions.
     """
 
-    def __init__(self, stages: Mapping[int, Parts], lane: Iterable[Action]) -> None:
+    def __init__(self, stages: Mapping[int, ModuleSnapshot], lane: Iterable[Action]) -> None:
         found = {index: replicas for index, parts in stages.items() if (replicas := _replicas(parts.modules))}
         self._last = last_of(lane, (Op.B, Op.I)) if found else {}  # weight halves are empty
         self.stages = {index: replicas for index, replicas in found.items() if index in self._last}

@@ -19,7 +19,7 @@ from torch import nn
 from bpipe.backward.new_gradients import apart
 from bpipe.cleanup import keeping, noted_on
 from bpipe.engine.settings import Setting, changed
-from bpipe.model.stage import Parts
+from bpipe.model.stage import ModuleSnapshot
 from bpipe.parallel.ddp import Replicated, last_of
 from bpipe.plan.action import SHARDING
 from bpipe.schedules import Action, Op
@@ -40,7 +40,7 @@ class Sharding:
         lane: this rank's actions.
     """
 
-    def __init__(self, stages: Mapping[int, Parts], lane: Sequence[Action]) -> None:
+    def __init__(self, stages: Mapping[int, ModuleSnapshot], lane: Sequence[Action]) -> None:
         units = {index: _units(parts.modules) for index, parts in stages.items()}
         planned = {action.stage for action in lane if action.op in SHARDING}
         self._last = last_of(lane, BACKWARDS) if any(units.values()) else {}

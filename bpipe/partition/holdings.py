@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from bpipe.plan.action import Action
 from bpipe.plan.meter import meter_of, occupancy
 from bpipe.plan.plan import Plan
-from bpipe.plan.rooms import reserve
+from bpipe.plan.reserved import reserve
 
 __all__: list[str] = []
 
@@ -15,7 +15,7 @@ Counts = tuple[int, ...]  # microbatches of each of a rank's stages that it hold
 
 
 class Holdings:
-    """The memory that the ranks of a plan hold: microbatches of their own stages, and rooms for guests."""
+    """The memory that the ranks of a plan hold: microbatches of their own stages, and buffers for remote activations."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -24,7 +24,7 @@ class Holdings:
         self._counts = [_largest(_counts(plan.actions[rank], self.stages[rank])) for rank in ranks]
         chains = [list(plan.chains(rank).values()) for rank in ranks]
         self._guests = [[chain for chain in of_rank if len(_stages_in(chain)) > 1] for of_rank in chains]
-        self._rooms = [  # of guests that are alike: the stage, and how many there are at once
+        self._rooms = [  # of remote activations that are alike: the stage, and how many there are at once
             [(chain[0].stage, len(reserve(chain).sizes)) for chain in of_rank if len(_stages_in(chain)) == 1] for of_rank in chains
         ]
 
@@ -41,9 +41,9 @@ class Holdings:
         """Return the most bytes that a rank holds, given what a microbatch keeps on each stage and what stays there."""
         stages = self.stages[rank]
         own = max(sum(count * saved[stage] for count, stage in zip(counts, stages)) for counts in self._counts[rank])
-        guests = sum(sum(reserve(chain, lambda action: saved[action.stage]).sizes) for chain in self._guests[rank])
-        rooms = sum(count * saved[stage] for stage, count in self._rooms[rank])
-        return sum(static[stage] for stage in stages) + own + guests + rooms
+        remotes = sum(sum(reserve(chain, lambda action: saved[action.stage]).sizes) for chain in self._guests[rank])
+        remote_buffers = sum(count * saved[stage] for stage, count in self._rooms[rank])
+        return sum(static[stage] for stage in stages) + own + remotes + remote_buffers
 
 
 def _stages_in(chain: Sequence[Action]) -> set[int]:

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bpipe.device import synchronize
 from bpipe.errors import ConfigurationError
 from bpipe.estimate.checks import check_count, check_positive
-from bpipe.model.untouched import untouched
+from bpipe.model.preserve_state import preserved_state
 from bpipe.partition.layers import LayerCost
 from bpipe.partition.name_lists import Names, is_container, is_series
 from bpipe.partition.observe import Loss, Seen, observed
@@ -80,7 +80,7 @@ def measure_layers(
     if is_meta:
         args, kwargs, target = tree_map_only(torch.Tensor, lambda one: one.to("meta"), (args, kwargs, target))
     clock = _Flops(flops_per_s) if is_meta else _Clock(repeats, _devices(model, args, kwargs))
-    with untouched([model]), torch.enable_grad():
+    with preserved_state([model]), torch.enable_grad():
         seen = observed(model, modules, args, kwargs or {}, loss_fn, target)
         times = {name: clock.timed(modules.get(name, loss_fn), one) for name, one in seen.items()}
     silent = [name for name in modules if name not in seen]

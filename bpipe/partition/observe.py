@@ -34,9 +34,9 @@ class Seen:
 class Observer:
     """Watches modules while a model runs."""
 
-    def __init__(self, modules: Mapping[str, nn.Module], foreign: set[int]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], non_activations: set[int]) -> None:
         self.seen: dict[str, Seen] = {}  # in the order in which they ran
-        self._modules, self._foreign = modules, foreign
+        self._modules, self._non_activations = modules, non_activations
         self._now: str | None = None
 
     @contextmanager
@@ -77,7 +77,7 @@ class Observer:
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._now is not None:
-            own = {storage._cdata: storage for storage in storages_of(tensor) if storage._cdata not in self._foreign}
+            own = {storage._cdata: storage for storage in storages_of(tensor) if storage._cdata not in self._non_activations}
             self.seen[self._now].saved.update(own)
         return tensor.detach()  # the tensor itself would keep itself alive
 
@@ -92,8 +92,8 @@ def observed(
 ) -> dict[str, Seen]:
     """Run a model once and return what was seen of some modules, in the order in which they ran, and of the loss, under ""."""
     given = [one for one in tree_leaves([args, kwargs, target]) if isinstance(one, torch.Tensor)]
-    foreign = {storage._cdata for one in (*model.parameters(), *model.buffers(), *given) for storage in storages_of(one)}
-    observer = Observer(modules, foreign)
+    non_activations = {storage._cdata for one in (*model.parameters(), *model.buffers(), *given) for storage in storages_of(one)}
+    observer = Observer(modules, non_activations)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
     with observer.watching(), _FusedAttention() if is_meta else nullcontext():
         output = model(*args, **kwargs)
@@ -116,6 +116,6 @@ def _unpack(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _detached(nest: Any) -> Any:
+def _detached(tree: Any) -> Any:
     """Detach tensors from their graph; those that required a gradient still do."""
-    return tree_map_only(torch.Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), nest)
+    return tree_map_only(torch.Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), tree)

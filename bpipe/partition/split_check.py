@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bpipe.errors import ConfigurationError, StageError, format_error
-from bpipe.model.untouched import untouched
+from bpipe.model.preserve_state import preserved_state
 
 __all__ = ["check_split"]
 
@@ -78,12 +78,12 @@ def difference(
     staged = {id(parameter) for part in parts for parameter in part.parameters()}
     shared = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in staged}
     with torch.enable_grad():
-        with untouched([model, *parts]):
+        with preserved_state([model, *parts]):
             expected = tree_leaves(_plain(model(*_copied(args), **_copied({**_without_cache(model), **kwargs}))))
             gradients = _gradients(expected, shared)
         if is_exact and not _is_telling(expected):
             raise ValueError("most of what it returns is not finite, which says nothing")
-        with untouched([model, *parts]):
+        with preserved_state([model, *parts]):
             try:
                 found = tree_leaves(_chained(parts, _copied(args), kwargs))
             except _CannotRunError as error:
@@ -179,8 +179,8 @@ def _described(value: Any) -> str:
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
-def _copied(nest: Any) -> Any:
-    return tree_map_only(torch.Tensor, torch.Tensor.clone, nest)
+def _copied(tree: Any) -> Any:
+    return tree_map_only(torch.Tensor, torch.Tensor.clone, tree)
 
 
 def _plain(output: Any) -> Any:

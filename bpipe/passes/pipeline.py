@@ -16,8 +16,8 @@ from bpipe.passes.balance.balance import balance, minimize_peak
 from bpipe.passes.balance.by_count import by_count
 from bpipe.passes.communicate import communicate, computations_only, forward_only
 from bpipe.passes.evict_or_recompute import evict_or_recompute
-from bpipe.passes.one_at_a_time import one_at_a_time
 from bpipe.passes.pieces import in_pieces
+from bpipe.passes.profiling_order import profiling_order
 from bpipe.passes.recompute import recompute, recompute_by_count
 from bpipe.plan.plan import Plan
 
@@ -38,7 +38,7 @@ class Phase(IntEnum):
 PHASES: Mapping[Callable[..., Plan], Phase] = {
     computations_only: Phase.COMPUTATIONS,
     forward_only: Phase.COMPUTATIONS,
-    one_at_a_time: Phase.COMPUTATIONS,
+    profiling_order: Phase.COMPUTATIONS,
     in_pieces: Phase.PIECES,
     balance: Phase.BUDGET,
     minimize_peak: Phase.BUDGET,

@@ -1,4 +1,4 @@
-"""The peers that may take a rank's guests, and the order in which they are asked."""
+"""The peers that may take a rank's remote activations, and the order in which they are asked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def mirror_pairs(num_ranks: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destinations:
-    """The peers that may take a rank's guests.
+    """The peers that may take a rank's remote activations.
 
     Args:
         pairs: the rank to which each rank evicts first; default: p-1-x.

@@ -5,8 +5,9 @@ of issue: where streams share a hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS`), 
 waits for its other end. A receive issued early would then hold up what its sender is waiting for.
 
 So both ends of each transfer are issued at one moment of a global order, when both ranks have reached it; a rank's actions for
-its guests are issued there too, by the same thread. Then the first unfinished transfer of that order is the next thing to do at
-both its ends, however few queues there are. All else, memory included, is as in the plan: no transfer starts earlier than there.
+its remote activations are issued there too, by the same thread. Then the first unfinished transfer of that order is the next thing
+to do at both its ends, however few queues there are. All else, memory included, is as in the plan: no transfer starts earlier than
+there.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _WITH_COMPUTATION = COMPUTE | SHARDING | {Op.WAIT_RECV_F, Op.WAIT_RECV_B}
 
 
 def issue_orders(plan: Plan) -> list[list[Action]]:
-    """Return each rank's actions, those for its guests included, in the order in which its host issues them to its device.
+    """Return each rank's actions, those of its acceptor included, in the order in which its host issues them to its device.
 
     Args:
         plan: a verified plan.
@@ -111,8 +112,8 @@ class _Lane:
 class _Issuing:
     """Runs all lanes in the order of the clock; a transfer is issued when both its ends have reached it.
 
-    The completion of a guest's transfer is issued only before the next transfer of its chain, because a device with few queues
-    can then do other things meanwhile.
+    The completion of a remote activation's transfer is issued only before the next transfer of its chain, because a device with few
+    queues can then do other things meanwhile.
     """
 
     def __init__(self, plan: Plan) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from bpipe.errors import PlanError
 from bpipe.plan.action import COMPUTE, HOST, MIRROR, POSTS, Action, Channel, MicrobatchKey, Op
 from bpipe.plan.meter import SLOTS, Amount, Meter, bytes_meter, occupancy, slot
-from bpipe.plan.rooms import reserve
+from bpipe.plan.reserved import reserve
 from bpipe.plan.sizes import Sizes
 
 __all__: list[str] = []
@@ -68,12 +68,12 @@ class PlanData:
         """Return what a rank's host would do if it were an acceptor with a lane of its own."""
         return tuple(a._replace(op=MIRROR[a.op]) for a in self.actions[rank] if a.peer == HOST)
 
-    def rooms(self, rank: int, size: Amount = slot) -> dict[int, tuple[int, ...]]:
-        """Return what a rank reserves for each evictor that it serves: a room for each guest that it keeps at once.
+    def remote_buffers(self, rank: int, size: Amount = slot) -> dict[int, tuple[int, ...]]:
+        """Return what a rank reserves for each evictor that it serves: a room for each remote activation that it keeps at once.
 
         Args:
             rank: the acceptor.
-            size: what a guest takes; default: a slot.
+            size: what a remote activation takes; default: a slot.
 
         Returns:
             By evictor, the size of each room.
@@ -95,17 +95,17 @@ class PlanData:
 
     @property
     def peak_slots(self) -> tuple[int, ...]:
-        """The most slots each rank occupies: its own microbatches and the rooms it reserves for guests.
+        """The most slots each rank occupies: its own microbatches and the buffers it reserves for remote activations.
 
         A forward takes its slot when it starts, a backward gives it back when it ends, and a transfer in flight counts
         at both ends.
         """
         own = (max(occupancy(actions), default=0) for actions in self.actions)
-        return tuple(peak + sum(map(len, self.rooms(rank).values())) for rank, peak in enumerate(own))
+        return tuple(peak + sum(map(len, self.remote_buffers(rank).values())) for rank, peak in enumerate(own))
 
     @property
     def device_peak_bytes(self) -> tuple[int, ...]:
-        """The peak bytes of each rank's device: static bytes, microbatches and messages, and its rooms for guests.
+        """The peak bytes of each rank's device: static bytes, microbatches and messages, and its buffers for remote activations.
 
         Raises:
             PlanError: the plan has no sizes, or not those of its stages, parts and ranks.
@@ -118,30 +118,30 @@ class PlanData:
 
     @property
     def activation_peak_bytes(self) -> tuple[int, ...]:
-        """The peak bytes of activations on each rank: saved by its microbatches, and its rooms for those of others.
+        """The peak bytes of activations on each rank: saved by its microbatches, and its buffers for those of others.
 
         Raises:
             PlanError: the plan has no sizes.
         """
         meter = self.activations_meter()
         own = (max(occupancy(actions, meter), default=0) for actions in self.actions)
-        return tuple(peak + self.room_bytes(rank) for rank, peak in enumerate(own))
+        return tuple(peak + self.remote_buffer_bytes(rank) for rank, peak in enumerate(own))
 
     def idle_bytes(self, rank: int) -> int:
-        """Return the bytes that a rank occupies without any microbatch of its own: static bytes, and its rooms for guests.
+        """Return the bytes that a rank occupies without microbatches of its own: static bytes, and buffers for remote activations.
 
         Raises:
             PlanError: the plan has no sizes.
         """
-        return self._sized().static[rank] + self.room_bytes(rank)
+        return self._sized().static[rank] + self.remote_buffer_bytes(rank)
 
-    def room_bytes(self, rank: int) -> int:
-        """Return the bytes of the rooms that a rank reserves for guests.
+    def remote_buffer_bytes(self, rank: int) -> int:
+        """Return the bytes of the buffers that a rank reserves for remote activations.
 
         Raises:
             PlanError: the plan has no sizes.
         """
-        return sum(map(sum, self.rooms(rank, self._sized().moved).values()))
+        return sum(map(sum, self.remote_buffers(rank, self._sized().moved).values()))
 
     def host_bytes(self, rank: int) -> int:
         """Return the most bytes that a rank's evictions keep in its host's memory.

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from bpipe.comm.wire.message import PLAIN
 from bpipe.memory.saved.storages import as_bytes
-from bpipe.model.nest import inside
+from bpipe.model.pytree import inside
 
 __all__: list[str] = []
 
@@ -20,7 +20,7 @@ _FEW = 16  # words, which are weighted one by one
 
 
 class Checksum(NamedTuple):
-    """The checksum of a nest of tensors and plain values.
+    """The checksum of a pytree of tensors and plain values.
 
     Args:
         outline: its structure, shapes, dtypes, and plain values.
@@ -32,7 +32,7 @@ class Checksum(NamedTuple):
 
 
 def checksum_of(value: Any) -> Checksum:
-    """Compute the checksum of a nest, in which each bit of each tensor counts, and its place too."""
+    """Compute the checksum of a pytree, in which each bit of each tensor counts, and its place too."""
     found = Checksum([], [])
     _read(value, found)
     return found

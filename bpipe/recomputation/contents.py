@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bpipe.model.nest import slots_of
+from bpipe.model.pytree import slots_of
 
 __all__: list[str] = []
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from bpipe.model.nest import slots_of
+from bpipe.model.pytree import slots_of
 from bpipe.recomputation.contents import ATOMS, DICT, SCRIPT, SLOTS, Content, Contents, Kind, kind_of
 from bpipe.recomputation.generators import Source, source_of
 

@@ -78,11 +78,11 @@ class Rerun:
         learned: Learned,
         reruns: Reruns,
         device: torch.device,
-        foreign: Mapping[int, str],
+        non_activations: Mapping[int, str],
     ) -> None:
         self._name = f"microbatch {microbatch} of stage {stage}"
         self._given = [(tensor, tensor._version) for tensor in given if not tensor.is_inference()]
-        self._state = State(self._name, learned, reruns.shared(stage, roots), device, foreign)
+        self._state = State(self._name, learned, reruns.shared(stage, roots), device, non_activations)
         self._differences = reruns.differences
         self._returned: dict[str, Checksum] = {}
         reruns.watch(stage, self._state)

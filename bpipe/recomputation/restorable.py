@@ -40,7 +40,7 @@ class Restorable:
         name: str,
         found: Reachable,
         written: Written | None,
-        foreign: Mapping[int, str],
+        non_activations: Mapping[int, str],
         copies_of: Callable[[Sequence[torch.Tensor]], Copies],
     ) -> None:
         self._found, self._written = found, written
@@ -56,7 +56,7 @@ class Restorable:
                 raise StageError(f"{name} cannot be recomputed: {where} is not initialised. Let the stage run once before")
             look = _look_of(tensor)
             self._looks += ((tensor, look),)
-            if BATCH in map(foreign.get, look[0]):
+            if BATCH in map(non_activations.get, look[0]):
                 continue
             if tensor.requires_grad or isinstance(tensor, nn.Parameter):  # it stands for itself: it gets its gradient there
                 self.uncopied += ((where, tensor),)

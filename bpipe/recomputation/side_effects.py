@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from bpipe.device import random_state as device_random_state
 from bpipe.memory.saved.storages import Storage, as_bytes, storages_of
-from bpipe.model.nest import attributes_of
+from bpipe.model.pytree import attributes_of
 
 __all__: list[str] = []
 

@@ -61,10 +61,10 @@ class Shared:
         if self._found is not None and not self._found.is_current():
             self._found = self._restorable = None
 
-    def restorable(self, name: str, found: Reachable, written: Written | None, foreign: Mapping[int, str]) -> Restorable:
+    def restorable(self, name: str, found: Reachable, written: Written | None, non_activations: Mapping[int, str]) -> Restorable:
         """Return the tensors of a search by what is done with them; the arguments are those of `Restorable`."""
         if self._restorable is None or not self._restorable.is_of(found, written):
-            self._restorable = Restorable(name, found, written, foreign, self._copies_of)
+            self._restorable = Restorable(name, found, written, non_activations, self._copies_of)
         return self._restorable
 
     def _copies_of(self, tensors: Sequence[torch.Tensor]) -> Copies:
@@ -96,12 +96,14 @@ class State:
         StageError: a buffer is not initialised yet.
     """
 
-    def __init__(self, name: str, learned: Learned, shared: Shared, device: torch.device, foreign: Mapping[int, str]) -> None:
+    def __init__(
+        self, name: str, learned: Learned, shared: Shared, device: torch.device, non_activations: Mapping[int, str]
+    ) -> None:
         found = shared.found()
         self._name, self._learned, self._shared = name, learned, shared
         self._contents, self._places, self._mode = found.contents, found.places, found.mode
         self._drawn = Drawn(device, [python(), learned.numpy, *found.sources])
-        tensors = shared.restorable(name, found, learned.written.get(found.mode), foreign)
+        tensors = shared.restorable(name, found, learned.written.get(found.mode), non_activations)
         self._odd, self._copied, self._copies = tensors.odd, tensors.copied, tensors.copies
         self._before, self._after = shared.values(self._copies), list[Sum]()
         self._odd_values = [tensor.detach().clone() for tensor in self._odd]

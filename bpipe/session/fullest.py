@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from bpipe.comm.health.agreement import Record
+from bpipe.comm.health.agreement import StepRecord
 from bpipe.engine.run import Run
 from bpipe.memory.peaks import Peaks
 from bpipe.passes.balance.outcome import unbalanced_peaks
@@ -47,7 +47,7 @@ class Fullest:
         """Return both peaks of this rank with the optimizer states that there are now; zeros if there is nothing to compare."""
         return (0, 0) if self._own is None else (self._own[0] + states, self._own[1] + states)
 
-    def check(self, records: Sequence[Record], names: Sequence[str], rule: str, warn: Callable[..., None]) -> None:
+    def check(self, records: Sequence[StepRecord], names: Sequence[str], rule: str, warn: Callable[..., None]) -> None:
         """Warn of what the records of all ranks show, after a step that was compared.
 
         Args:
@@ -70,7 +70,7 @@ class Fullest:
             self._has_said = True
             warn("%s: %s", rule, problem)
 
-    def _over_budget(self, records: Sequence[Record], names: Sequence[str]) -> Iterator[str]:
+    def _over_budget(self, records: Sequence[StepRecord], names: Sequence[str]) -> Iterator[str]:
         over = [(one.peak - most, rank) for rank, (one, most) in enumerate(zip(records, self._budgets or ())) if most is not None]
         excess, rank = max(over, default=(0, 0))
         if excess > 0:
@@ -90,7 +90,7 @@ def _raised(plain: Sequence[int], balanced: Sequence[int], names: Sequence[str])
     if after >= WORTH_SAYING * before and after > before:
         yield (
             f"balancing raises the memory of the fullest rank from {show_bytes(before)} ({names[-was]}) to {show_bytes(after)} "
-            f"({names[-now]}): weights, gradients, optimizer states, activations, messages and rooms together. Balance in bytes, "
+            f"({names[-now]}): weights, gradients, optimizer states, activations, messages and buffers together. Balance in bytes, "
             'bpipe.Balanced(schedule, budget="lowest"), send evictions to other ranks (to=), or train without balance'
         )
 

@@ -6,14 +6,14 @@ import hashlib
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
-from bpipe.comm.health.agreement import Record
+from bpipe.comm.health.agreement import StepRecord
 from bpipe.engine.remembered import Memory
 from bpipe.engine.run import Observer, Run
-from bpipe.model.plain_numbers import Looks
+from bpipe.model.plain_numbers import InputForms
 from bpipe.plan.plan import Plan
 from bpipe.schedules.by_name import forward_plan
 from bpipe.session.fullest import Fullest
-from bpipe.session.prepare import Inputs
+from bpipe.session.prepare import PreparedCall
 
 __all__: list[str] = []
 
@@ -63,11 +63,11 @@ class PlanSource:
             fingerprint = hashlib.sha256(f"{fingerprint} {self._asked}".encode()).hexdigest()[:32]
         return Proven(plan, fingerprint)
 
-    def completed(self, record: Record, looks: Looks) -> Record:
+    def completed(self, record: StepRecord, forms: InputForms) -> StepRecord:
         """Add to a step's record what ranks must know of each other before `plan_of` is called."""
         return record
 
-    def plan_of(self, inputs: Inputs, records: Sequence[Record], gather: Gather, *, is_training: bool) -> Plan:
+    def plan_of(self, inputs: PreparedCall, records: Sequence[StepRecord], gather: Gather, *, is_training: bool) -> Plan:
         """Return the plan of a step that all ranks have described. Collective where it calls `gather`.
 
         Args:
@@ -78,7 +78,7 @@ class PlanSource:
         """
         return self.announced(is_training=is_training).plan
 
-    def observer_of(self, inputs: Inputs, plan: Plan, observer: Observer | None) -> Observer | None:
+    def observer_of(self, inputs: PreparedCall, plan: Plan, observer: Observer | None) -> Observer | None:
         """Return the observer that follows a step: the given one, or one around it."""
         return observer
 

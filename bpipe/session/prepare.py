@@ -8,25 +8,25 @@ from typing import NamedTuple
 import torch
 
 from bpipe.device import is_capturing
-from bpipe.engine.compute import Job, modules_of
+from bpipe.engine.compute import StepInputs, modules_of
 from bpipe.engine.run import Run
 from bpipe.errors import ConfigurationError
 from bpipe.memory.makeup import Makeups
 from bpipe.model.call import Call, microbatches_of
-from bpipe.model.plain_numbers import Looks
-from bpipe.model.stage import Parts
+from bpipe.model.plain_numbers import InputForms
+from bpipe.model.stage import ModuleSnapshot
 from bpipe.session.context import RankContext
 
 __all__: list[str] = []
 
 
-class Inputs(NamedTuple):
+class PreparedCall(NamedTuple):
     """A call that is ready to run on this rank."""
 
-    job: Job
-    parts: Mapping[int, Parts]
+    step_inputs: StepInputs
+    parts: Mapping[int, ModuleSnapshot]
     losses: list[torch.Tensor] | None
-    looks: Looks
+    forms: InputForms
 
 
 class Preparation:
@@ -40,7 +40,7 @@ class Preparation:
         self._context = context
         self._loss_makeups = Makeups()
 
-    def inputs(self, call: Call, num_microbatches: int, *, is_training: bool) -> Inputs:
+    def inputs(self, call: Call, num_microbatches: int, *, is_training: bool) -> PreparedCall:
         """Cut a call into microbatches, and look at the modules that will run.
 
         Raises:
@@ -57,20 +57,20 @@ class Preparation:
         parts = {index: stage.parts() for index, stage in context.stages.items()}
         modes = [stage.mode(parts[index]) for index, stage in context.stages.items()]
         if holds_last_stage:
-            modes += [Parts.of(loss, self._loss_makeups).mode() for loss in modules_of(context.loss_fn)]
-        looks = self._context.numbers.looks(" ".join([*modes, str(keeps_outputs)]), given.descriptions())
-        job = Job(
+            modes += [ModuleSnapshot.of(loss, self._loss_makeups).mode() for loss in modules_of(context.loss_fn)]
+        forms = self._context.numbers.forms(" ".join([*modes, str(keeps_outputs)]), given.descriptions())
+        step_inputs = StepInputs(
             args=given.args,
             kwargs=given.kwargs,
             targets=given.targets,
-            descriptions=looks.counted,
+            descriptions=forms.counted,
             loss_fn=context.loss_fn,
             loss_kwargs=call.loss_kwargs or {},
             loss_scale=1.0 / num_microbatches if context.scale_grads else 1.0,
             keeps_outputs=keeps_outputs,
             merge_spec=context.specs.output,
         )
-        return Inputs(job, parts, call.losses, looks)
+        return PreparedCall(step_inputs, parts, call.losses, forms)
 
     def _check_context(self, *, is_training: bool) -> None:
         """Raise where a step cannot run."""
@@ -88,8 +88,8 @@ class Preparation:
                 f"memory changes from step to step. Call it outside of torch.{device.type}.graph()"
             )
 
-    def learn(self, looks: Looks, run: Run) -> bool:
+    def learn(self, forms: InputForms, run: Run) -> bool:
         """Learn which plain numbers among the inputs decide what microbatches take here; return whether some count again."""
-        news = [(microbatch, *one) for microbatch, one in looks.numbered.items() if self._context.numbers.is_news(*one)]
+        news = [(microbatch, *one) for microbatch, one in forms.numbered.items() if self._context.numbers.is_news(*one)]
         count_again = [self._context.numbers.learn(form, numbers, run.taken(microbatch)) for microbatch, form, numbers in news]
         return any(count_again)

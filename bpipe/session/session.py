@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from bpipe._version import __version__
 from bpipe.cleanup import noted_on
 from bpipe.comm.health.activity import State
-from bpipe.comm.health.agreement import UNKNOWN_CUT, Record, check
+from bpipe.comm.health.agreement import UNKNOWN_CUT, StepRecord, check
 from bpipe.comm.health.collective import Collective
 from bpipe.comm.transport.base import Transport
-from bpipe.engine.messages import Layouts
+from bpipe.engine.messages import MessageSpecs
 from bpipe.engine.remembered import Memory
 from bpipe.engine.run import Observer, Run
 from bpipe.errors import AgreementError, CommError, PlanError, format_error
@@ -31,7 +31,7 @@ from bpipe.model.merging import merge
 from bpipe.plan.plan import Plan
 from bpipe.session.context import RankContext
 from bpipe.session.plan_source import Gather, PlanSource
-from bpipe.session.prepare import Inputs, Preparation
+from bpipe.session.prepare import Preparation, PreparedCall
 from bpipe.session.stats import Stats
 
 __all__: list[str] = []
@@ -41,10 +41,10 @@ REMEMBERED_SHAPES = 64  # combinations of input shapes whose messages stay agree
 StepKey = tuple[bool, tuple[bytes, ...]]  # whether it trains, and what each rank's inputs look like
 
 
-class Step(NamedTuple):
+class PreparedStep(NamedTuple):
     """A step that this rank is ready for, and the record of it that the other ranks get."""
 
-    inputs: Inputs
+    inputs: PreparedCall
     is_training: bool
     record: bytes
 
@@ -67,7 +67,7 @@ class Session:
         self.stats: dict[str, float] = {}
         self.ledger = Ledger()
         self._preparation = Preparation(context)
-        self._learned: OrderedDict[StepKey, Layouts] = OrderedDict()
+        self._learned: OrderedDict[StepKey, MessageSpecs] = OrderedDict()
         self._connected: Plan | None = None
         self._counted = Stats(context.memory)
         self.adopt(source)
@@ -100,7 +100,7 @@ class Session:
         self.guard.leave()
         self._finalizer()
 
-    def run(self, begin: Callable[[], Step]) -> Any:
+    def run(self, begin: Callable[[], PreparedStep]) -> Any:
         """Run a step over a process group: collective, blocks the host. Return what the step returns."""
         transport, guard = self.context.transport, self.guard
         with guard.entered():
@@ -117,7 +117,7 @@ class Session:
                 self.finish(step, run, started)
             return result
 
-    def _begin_or_refuse(self, begin: Callable[[], Step]) -> Step:
+    def _begin_or_refuse(self, begin: Callable[[], PreparedStep]) -> PreparedStep:
         """Prepare a step; if this rank cannot, tell the others before raising, so that none of them waits."""
         try:
             return begin()
@@ -128,7 +128,7 @@ class Session:
 
     # The phases of a step
 
-    def begin(self, call: Call, *, is_training: bool) -> Step:
+    def begin(self, call: Call, *, is_training: bool) -> PreparedStep:
         """Get a call ready, without communication.
 
         Raises:
@@ -137,15 +137,15 @@ class Session:
         plan = self.source.announced(is_training=is_training).plan
         self.context.lanes.prepare(plan, self.context.plan_rank)
         inputs = self._preparation.inputs(call, plan.num_microbatches, is_training=is_training)
-        record = self.source.completed(self._record(inputs, is_training=is_training), inputs.looks)
-        return Step(inputs, is_training, record.pack())
+        record = self.source.completed(self._record(inputs, is_training=is_training), inputs.forms)
+        return PreparedStep(inputs, is_training, record.pack())
 
-    def _record(self, inputs: Inputs, *, is_training: bool) -> Record:
-        source, stages, looks = self.source, self.context.stages, inputs.looks
+    def _record(self, inputs: PreparedCall, *, is_training: bool) -> StepRecord:
+        source, stages, forms = self.source, self.context.stages, inputs.forms
         plan, fingerprint = source.announced(is_training=is_training)
         states = self.context.states.of(self.context.modules)
         peak, plain_peak = source.fullest.peaks(states)
-        return Record(
+        return StepRecord(
             version=__version__,
             schedule=source.rule,
             fingerprint=fingerprint,
@@ -155,16 +155,16 @@ class Session:
             num_ranks=plan.num_ranks,
             num_microbatches=plan.num_microbatches,
             pipeline=self.context.transport.identity,
-            signature=(signature := mb.digest(looks.exact)),
+            signature=(signature := mb.digest(forms.exact)),
             stages=tuple(sorted(stages)),
             cut=next((cut.digest for stage in stages.values() if (cut := cut_of(stage.submod)) is not None), UNKNOWN_CUT),
-            form=mb.digest(looks.counted) if looks.numbered else signature,
+            form=mb.digest(forms.counted) if forms.numbered else signature,
             states=states,
             peak=peak,
             plain_peak=plain_peak,
         )
 
-    def agree(self, step: Step, packed: Sequence[bytes], gather: Gather) -> Run:
+    def agree(self, step: PreparedStep, packed: Sequence[bytes], gather: Gather) -> Run:
         """Check that all ranks are about to run the same step, and make this rank ready for its first action.
 
         Args:
@@ -176,7 +176,7 @@ class Session:
             AgreementError: the ranks are about to run different things.
         """
         context, source = self.context, self.source
-        records = [Record.unpack(data) for data in packed]
+        records = [StepRecord.unpack(data) for data in packed]
         check(records)
         if not context.group_ranks:
             self._place(records, source.plan)
@@ -194,23 +194,23 @@ class Session:
             stages=context.stages,
             parts=step.inputs.parts,
             transport=context.transport,
-            job=step.inputs.job,
-            layouts=self._layouts(key),
+            step_inputs=step.inputs.step_inputs,
+            specs=self._specs(key),
             is_learning=is_learning,
             memory=context.memory,
             name=f"rank {context.group_rank}",
             observer=source.observer_of(step.inputs, plan, self.observer),
         )
 
-    def _layouts(self, key: StepKey) -> Layouts:
+    def _specs(self, key: StepKey) -> MessageSpecs:
         """Return the messages that are agreed for inputs of a form, or an empty mapping to learn them into."""
-        layouts = self._learned.setdefault(key, {})
+        specs = self._learned.setdefault(key, {})
         self._learned.move_to_end(key)
         while len(self._learned) > REMEMBERED_SHAPES:
             self._learned.popitem(last=False)
-        return layouts
+        return specs
 
-    def _place(self, records: Sequence[Record], plan: Plan) -> None:
+    def _place(self, records: Sequence[StepRecord], plan: Plan) -> None:
         """Learn which rank of the group holds which of the plan's ranks, and open the channels."""
         owner = {stage: rank for rank, record in enumerate(records) for stage in record.stages}
         stage_of = {rank: stage for stage, rank in enumerate(plan.stage_ranks)}
@@ -230,7 +230,7 @@ class Session:
         """Return what the step returns: the merged outputs; None if there are none."""
         return merge(run.compute.outputs, self.context.specs.output) if run.compute.outputs else None
 
-    def finish(self, step: Step, run: Run, started: float) -> None:
+    def finish(self, step: PreparedStep, run: Run, started: float) -> None:
         """Finish a step whose actions have all run: learn from it, count its bytes and times, and hand out its losses."""
         context, source = self.context, self.source
         run.compute.reruns.check()
@@ -238,7 +238,7 @@ class Session:
             source.learn(run)
         self.guard.num_steps += 1
         self.ledger = run.evictions.ledger
-        if step.is_training and self._preparation.learn(step.inputs.looks, run):
+        if step.is_training and self._preparation.learn(step.inputs.forms, run):
             source.measure_again("a plain number among the inputs has changed what a microbatch takes")
         static, states = self._static_bytes(step.inputs), context.states.of(context.modules)
         self.stats = self._counted.of(run, static + states, time.perf_counter() - started)
@@ -251,7 +251,7 @@ class Session:
         if step.is_training:
             source.counted(run)
 
-    def _static_bytes(self, inputs: Inputs) -> int:
+    def _static_bytes(self, inputs: PreparedCall) -> int:
         """Return the bytes that stay on this rank between steps, as at the end of this one, without optimizer states."""
         context = self.context
         seen = [(one.makeup, standing(one.modules, one.parameters)) for one in inputs.parts.values()]

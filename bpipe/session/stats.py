@@ -18,7 +18,7 @@ class Stats:
     """Counts what one rank uses, step by step.
 
     Args:
-        memory: its rooms for guests, and those on its host.
+        memory: its buffers for remote activations, and those on its host.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -37,16 +37,16 @@ class Stats:
 
         Returns:
             Bytes, of two kinds. All that the device holds at once: `device_peak_bytes`, which is `static_bytes` (parameters,
-            gradients, buffers, optimizer states, what modules hold besides, outputs and losses that are returned), `guest_bytes`
-            (rooms this schedule reserves for other ranks), saved activations and messages between stages. Activations:
-            `peak_bytes`, the saved ones and guests alone, with `held_bytes` (saved and not movable, each storage once). Beside
-            them `host_peak_bytes`, this rank's rooms in its host's memory; `evicted_bytes`, `loaded_bytes`. Microbatches:
+            gradients, buffers, optimizer states, what modules hold besides, outputs and losses that are returned),
+            `remote_buffer_bytes` (buffers kept for other ranks), saved activations and messages between stages.
+            Activations: `peak_bytes`, saved and remote ones alone, with `held_bytes` (saved and not movable, each storage once).
+            Beside them `host_peak_bytes`, this rank's buffers in its host's memory; `evicted_bytes`, `loaded_bytes`. Microbatches:
             `peak_slots`. Each peak is there a second time as `predicted_`, from the plan: with its sizes, or if it has none
             with what microbatches of each shape took before, the most of it where that varies.
 
             Optimizer states count once their optimizer has stepped while a schedule was open, those too that were loaded before.
-            Gradients count before they are there, rooms before their first guest comes, and in a step with new shapes messages as
-            if their shapes were known.
+            Gradients count before they are there, buffers before their first remote activation comes, and in a step with new shapes
+            messages as if their shapes were known.
 
             How peaks are known, in microbatches, each of which counts once on each stage of the rank: `microbatches_measured` were
             looked at in this step; `microbatches_assumed` count like a measured one of the same stage and shapes, because their
@@ -71,7 +71,7 @@ class Stats:
             "evicted_bytes": ledger.evicted_bytes,
             "loaded_bytes": ledger.loaded_bytes,
             "held_bytes": ledger.held_bytes,
-            "guest_bytes": self._memory.guest_bytes,
+            "remote_buffer_bytes": self._memory.remote_buffer_bytes,
             "wait_forward_s": waited[Op.WAIT_RECV_F],
             "wait_backward_s": waited[Op.WAIT_RECV_B],
             "wait_send_s": waited[Op.WAIT_SEND_F] + waited[Op.WAIT_SEND_B],
@@ -81,7 +81,7 @@ class Stats:
         }
 
     def _device_peaks(self, run: Run, static_bytes: int) -> dict[str, float]:
-        plan, rank, always, planned = run.plan, run.rank, static_bytes + self._memory.guest_bytes, self._plan(run)
+        plan, rank, always, planned = run.plan, run.rank, static_bytes + self._memory.remote_buffer_bytes, self._plan(run)
         used = always + self._device.of(plan, rank, run.evictions.ledger.footprints)
         predicted = planned.device_bytes
         if predicted is None:
@@ -95,12 +95,12 @@ class Stats:
 
     def _peaks(self, run: Run) -> dict[str, float]:
         ledger, plan, planned = run.evictions.ledger, run.plan, self._plan(run)
-        always = self._memory.guest_bytes + ledger.held_bytes
+        always = self._memory.remote_buffer_bytes + ledger.held_bytes
         return {
             "peak_bytes": ledger.peak_bytes + always,
             "predicted_peak_bytes": self._predicted.of(plan, run.rank, run.evictions.predicted()) + always,
-            "peak_slots": ledger.peak_slots + planned.rooms,
-            "predicted_peak_slots": planned.slots + planned.rooms if plan.has_backward else 0,
+            "peak_slots": ledger.peak_slots + planned.remote_buffers,
+            "predicted_peak_slots": planned.slots + planned.remote_buffers if plan.has_backward else 0,
         }
 
     def _plan(self, run: Run) -> _Planned:
@@ -111,11 +111,11 @@ class Stats:
 
 
 class _Planned(NamedTuple):
-    """The numbers of a plan for one rank: microbatches of its own at once, rooms for guests, and the peaks, if it counts bytes."""
+    """The numbers of a plan for one rank: its own microbatches at once, remote buffers, and the peaks, if it counts bytes."""
 
     plan: Plan
     slots: int
-    rooms: int
+    remote_buffers: int
     device_bytes: int | None
     host_bytes: int | None
 
@@ -124,7 +124,7 @@ class _Planned(NamedTuple):
         return cls(
             plan=plan,
             slots=max(occupancy(plan.actions[rank]), default=0),
-            rooms=sum(map(len, plan.rooms(rank).values())),
+            remote_buffers=sum(map(len, plan.remote_buffers(rank).values())),
             device_bytes=None if plan.sizes is None else plan.device_peak_bytes[rank],
             host_bytes=None if plan.sizes is None else plan.host_bytes(rank),
         )

@@ -78,8 +78,8 @@ def _meter(plan: Plan, costs: Costs, with_messages: bool) -> Meter:
 
 
 def idle_bytes(plan: Plan, costs: Costs, rank: int) -> int:
-    """Return the bytes that a rank holds without any microbatch of its own: its stages' static bytes, and its guests' rooms."""
-    return _static_bytes(plan, costs, rank) + room_bytes(plan, costs, rank)
+    """Return the bytes that a rank holds without microbatches of its own: static ones of its stages, and remote buffers."""
+    return _static_bytes(plan, costs, rank) + remote_buffer_bytes(plan, costs, rank)
 
 
 def _static_bytes(plan: Plan, costs: Costs, rank: int) -> int:
@@ -88,11 +88,11 @@ def _static_bytes(plan: Plan, costs: Costs, rank: int) -> int:
     return sum(costs.static(stage) for stage, owner in enumerate(plan.stage_ranks) if owner == rank)
 
 
-def room_bytes(plan: Plan, costs: Costs, rank: int) -> int:
-    """Return the bytes of a rank's rooms for guests."""
+def remote_buffer_bytes(plan: Plan, costs: Costs, rank: int) -> int:
+    """Return the bytes of a rank's buffers for remote activations."""
     if plan.sizes is not None:
-        return plan.room_bytes(rank)
-    return sum(map(sum, plan.rooms(rank, lambda action: costs.movable(action.stage)).values()))
+        return plan.remote_buffer_bytes(rank)
+    return sum(map(sum, plan.remote_buffers(rank, lambda action: costs.movable(action.stage)).values()))
 
 
 class _LaneRun:
@@ -244,7 +244,7 @@ def _recorded(plan: Plan, costs: Costs, rank: int, lane: _LaneRun) -> Lane:
         activation_bytes=saved,
         message_bytes=array("q", messages),
         static_bytes=_static_bytes(plan, costs, rank),
-        room_bytes=room_bytes(plan, costs, rank),
+        remote_buffer_bytes=remote_buffer_bytes(plan, costs, rank),
     )
 
 

@@ -37,7 +37,7 @@ class Lane:
     simulated, as far as this rank knows when measured. For a transfer's completion: when the lane waited for it.
 
     What a rank's device holds while an action runs is the sum of the four numbers of bytes; its activations are the sum of
-    `activation_bytes` and `room_bytes`. Served lanes have none: what they keep lies in the rooms.
+    `activation_bytes` and `remote_buffer_bytes`. Served lanes have none: what they keep lies in the buffers.
 
     Args:
         begin_s: seconds since the step began, an `array("d")`.
@@ -45,7 +45,8 @@ class Lane:
         activation_bytes: what the rank's own microbatches keep saved while each action runs, an `array("q")`.
         message_bytes: messages between stages on top of those, likewise; zeros for a simulated plan that counts slots.
         static_bytes: what stays throughout: weights, gradients, buffers, optimizer states.
-        room_bytes: activations that are counted throughout: the rooms for guests, and what microbatches save in common.
+        remote_buffer_bytes: activations that are counted throughout: the buffers for remote activations, and what microbatches save
+            in common.
     """
 
     begin_s: array[float]
@@ -53,7 +54,7 @@ class Lane:
     activation_bytes: array[int] = field(default_factory=lambda: array("q"))
     message_bytes: array[int] = field(default_factory=lambda: array("q"))
     static_bytes: int = 0
-    room_bytes: int = 0
+    remote_buffer_bytes: int = 0
 
 
 class Holding(NamedTuple):
@@ -61,7 +62,7 @@ class Holding(NamedTuple):
 
     Args:
         begin_s: seconds since the step began.
-        activation_bytes: saved activations: of the rank's own microbatches and of guests in its rooms.
+        activation_bytes: saved activations: of the rank's own microbatches and of remote activations in its buffers.
         device_bytes: all that its device holds: these, what stays, and messages between stages.
     """
 
@@ -110,7 +111,7 @@ class Timeline:
         return max(end for _, end in spans) - min(begin for begin, _ in spans) if spans else 0.0
 
     def computing_ranks(self) -> list[int]:
-        """Return the ranks that compute: all except those that only keep guests."""
+        """Return the ranks that compute: all except those that only keep remote activations."""
         return [rank for rank, lane in enumerate(self.plan.actions) if any(action.op in COMPUTE for action in lane)]
 
     def spans(self, rank: int) -> Iterator[Span]:
@@ -128,7 +129,7 @@ class Timeline:
         return (span for span in self.spans(rank) if span.action.op in COMPUTE)
 
     def transfers(self, rank: int) -> Iterator[Span]:
-        """Iterate over the transfers of a rank while they are under way, those for its guests included."""
+        """Iterate over the transfers of a rank while they are under way, those for its remote activations included."""
         both = (*self.spans(rank), *self.served_spans(rank))
         return (span for span in both if span.action.op in SENDS or span.action.op in RECEIVES)
 
@@ -184,10 +185,10 @@ class Timeline:
     def peak_bytes(self, rank: int) -> int:
         """Return the peak bytes of activations on a rank: `stats["peak_bytes"]` of the step, where it was measured.
 
-        They are what the rank's own microbatches keep saved, and the rooms for its guests.
+        They are what the rank's own microbatches keep saved, and the buffers for its remote activations.
         """
         lane = self.actions[rank]
-        return lane.room_bytes + max(lane.activation_bytes, default=0)
+        return lane.remote_buffer_bytes + max(lane.activation_bytes, default=0)
 
     def device_peak_bytes(self, rank: int) -> int:
         """Return the peak bytes of all that a rank's device holds: `stats["device_peak_bytes"]` of the step, where it was measured.
@@ -195,7 +196,7 @@ class Timeline:
         They are activations, what stays (weights, gradients, buffers, optimizer states) and messages between stages.
         """
         lane = self.actions[rank]
-        return lane.static_bytes + lane.room_bytes + max(map(add, lane.activation_bytes, lane.message_bytes), default=0)
+        return lane.static_bytes + lane.remote_buffer_bytes + max(map(add, lane.activation_bytes, lane.message_bytes), default=0)
 
     @property
     def fullest_rank(self) -> int:
@@ -228,5 +229,5 @@ class Timeline:
 
 
 def _holding(begin_s: float, lane: Lane, own: tuple[int, int]) -> Holding:
-    activations = lane.room_bytes + own[0]
+    activations = lane.remote_buffer_bytes + own[0]
     return Holding(begin_s, activations, lane.static_bytes + activations + own[1])

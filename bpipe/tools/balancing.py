@@ -25,7 +25,7 @@ def balanced(plan: Plan, costs: Costs, budget: Budget, *, num_parts: int = 1, is
         budget: the most bytes of each rank, static ones included, one number or one per rank; or "lowest".
         num_parts: into how many parts a microbatch may be cut.
         is_inside: whether parts also move inside forwards and backwards.
-        host: whether a rank's own host takes guests: "no", "last" or "only".
+        host: whether a rank's own host takes remote activations: "no", "last" or "only".
 
     Raises:
         ConfigurationError: the costs do not fit the plan, or do not say how many bytes a microbatch saves.

@@ -5,7 +5,7 @@
                        transfers       | 0SEND_F0 ----+|  ...
                        evictions    ...               | |0EVICT2 --+|   |+-> 0LOAD2 |
                        host         ...               evictions to this rank's own host, and loads from there
-                       guests       ...               |            +---+   accepted here for other ranks, and returned
+                       remote activations       ...               |            +---+   accepted here for other ranks, and returned
                        weights      gathered, given back, and their gradients added up
                        activations  bytes, a counter  |
                        device       bytes of all that it holds, a counter
@@ -50,8 +50,8 @@ COMPUTE_LANE, _, TRANSFERS, EVICTIONS, HOST_MOVES, GUESTS, GUEST_WAITS, WEIGHTS,
     "transfers",
     "evictions",
     "host",
-    "guests",
-    "waits for guests",
+    "remote activations",
+    "waits for remote activations",
     "weights",
     "waits that were over at once",  # of simulated steps mostly; among the computations they would be in the way
 )
@@ -138,7 +138,7 @@ def _header(timeline: Timeline, plan: int, start_ns: int) -> Event:
         "start_ns": start_ns,
         "ranks": _ranks(timeline),
         "static_bytes": [lane.static_bytes for lane in timeline.actions],
-        "room_bytes": [lane.room_bytes for lane in timeline.actions],
+        "remote_buffer_bytes": [lane.remote_buffer_bytes for lane in timeline.actions],
         "clock_error_s": errors,
     }
 

@@ -157,7 +157,7 @@ class _Filling:
             raise ConfigurationError("a damaged trace: the action is there twice")
         self.begin_s[index], self.end_s[index] = begin_ns / 1e9, end_ns / 1e9
 
-    def finish(self, static_bytes: int = 0, room_bytes: int = 0) -> Lane:
+    def finish(self, static_bytes: int = 0, remote_buffer_bytes: int = 0) -> Lane:
         if self.held_bytes and len(self.held_bytes) != len(self.begin_s):
             raise ConfigurationError("a damaged trace: only some actions say how many bytes were held")
         held = [self.held_bytes[index] for index in sorted(self.held_bytes)]
@@ -167,7 +167,7 @@ class _Filling:
             activation_bytes=array("q", [activations for activations, _ in held]),
             message_bytes=array("q", [messages for _, messages in held]),
             static_bytes=static_bytes,
-            room_bytes=room_bytes,
+            remote_buffer_bytes=remote_buffer_bytes,
         )
 
 
@@ -211,7 +211,7 @@ class _Draft:
         for rank, lanes in self._lanes.items():
             self._check_filled(rank, lanes)
         empty = _Filling(0), _Filling(0)
-        idle = list(zip(map(int, header["static_bytes"]), map(int, header["room_bytes"])))
+        idle = list(zip(map(int, header["static_bytes"]), map(int, header["remote_buffer_bytes"])))
         both = [(self._lanes.get(rank, empty), _item(idle, rank, "rank")) for rank in range(self._plan.num_ranks)]
         known: dict[str, Any] = {
             "plan": self._plan,

@@ -67,8 +67,8 @@ NAMES: dict[Role, str] = {
     Op.LOAD: "load",
     HOST_EVICT: "evict to the host",
     HOST_LOAD: "load from the host",
-    Op.ACCEPT: "accept a guest",
-    Op.RETURN: "return a guest",
+    Op.ACCEPT: "accept a remote activation",
+    Op.RETURN: "return a remote activation",
     Op.SEND_F: "send forward",
     Op.SEND_B: "send backward",
 }

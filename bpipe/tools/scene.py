@@ -25,7 +25,7 @@ __all__: list[str] = []
 MAX_BOXES = 200_000
 MAX_TRACKS = 4
 
-OUT = frozenset({Op.EVICT, Op.RETURN})  # saved bytes that leave a rank, its own or a guest's
+OUT = frozenset({Op.EVICT, Op.RETURN})  # saved bytes that leave a rank, its own or a remote activation's
 IN = frozenset({Op.ACCEPT, Op.LOAD})
 SENT = frozenset({Op.SEND_F, Op.SEND_B})
 
@@ -158,18 +158,24 @@ def counts_messages(timeline: Timeline) -> bool:
 
 
 def in_slots(timeline: Timeline) -> Timeline:
-    """Return the same timeline with its plan's slots in place of bytes: a rank's own and the rooms of its guests."""
+    """Return the same timeline with its plan's slots in place of bytes: a rank's own and the buffers of its remote activations."""
     plan = timeline.plan
     lanes = (_lane_in_slots(plan, rank, lane) for rank, lane in enumerate(timeline.actions))
     return replace(timeline, actions=tuple(lanes))
 
 
 def _lane_in_slots(plan: Plan, rank: int, lane: Lane) -> Lane:
-    """Return a lane that holds slots: its own microbatches' as activations, its guests' as rooms, and none of anything else."""
-    rooms = sum(map(len, plan.rooms(rank).values()))
+    """Return a lane that holds slots: its own microbatches' as activations, remote ones' as buffers, and none of anything else."""
+    remote_buffers = sum(map(len, plan.remote_buffers(rank).values()))
     # Without backwards nothing is kept: autograd saves nothing.
     own = array("q", (live * plan.has_backward for live in occupancy(plan.actions[rank])))
-    return replace(lane, activation_bytes=own, message_bytes=array("q", bytes(8 * len(own))), static_bytes=0, room_bytes=rooms)
+    return replace(
+        lane,
+        activation_bytes=own,
+        message_bytes=array("q", bytes(8 * len(own))),
+        static_bytes=0,
+        remote_buffer_bytes=remote_buffers,
+    )
 
 
 def _interval(timelines: Sequence[Timeline], window: Window | None) -> Window:

@@ -60,7 +60,7 @@ def _rank(timeline: Timeline, rank: int, makespan: float, peak_slots: int) -> di
         "device_peak_bytes": timeline.device_peak_bytes(rank),
         "peak_bytes": timeline.peak_bytes(rank),
         "static_bytes": timeline.actions[rank].static_bytes,
-        "room_bytes": timeline.actions[rank].room_bytes,
+        "remote_buffer_bytes": timeline.actions[rank].remote_buffer_bytes,
         "peak_slots": peak_slots,
         "num_evicted": len(timeline.plan.evicted(rank)),
         "host_bytes": None if timeline.plan.sizes is None else timeline.plan.host_bytes(rank),

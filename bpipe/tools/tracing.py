@@ -1,4 +1,4 @@
-"""Record when every action of a schedule's steps really ran, on all ranks and on one clock."""
+"""RecordedStep when every action of a schedule's steps really ran, on all ranks and on one clock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bpipe.comm.health.clocks import Clocks, Offset, align
 from bpipe.comm.health.collective import Collective
 from bpipe.device import is_asynchronous
 from bpipe.device.times import DeviceTimes
-from bpipe.engine.recorder import Record, Recorder
+from bpipe.engine.recorder import RecordedStep, Recorder
 from bpipe.errors import AgreementError, ConfigurationError
 from bpipe.plan.action import WAIT_OF
 from bpipe.simulator.timeline import Lane
@@ -29,14 +29,15 @@ __all__ = ["Trace", "trace"]
 
 
 def trace(schedule: Schedule | Sequence[Schedule], path: str | os.PathLike[str] | None = None) -> Trace:
-    """Record the steps of a schedule, both `step` and `eval`, for as long as the result is entered.
+    """RecordedStep the steps of a schedule, both `step` and `eval`, for as long as the result is entered.
 
     Entering is collective over the pipeline and blocks for some milliseconds, in which the ranks' clocks are compared (and a
     CUDA device is waited for). Nothing else communicates, and nothing waits for a device inside a step: leaving is not
     collective, not even after an error. A step that fails is not recorded; the ones before it are kept and written.
 
     `clock_error_s` of a timeline bounds how wrong a rank's clock was on entering. Clocks of different machines drift apart
-    afterwards, which nothing bounds: trace some steps, not hours. Memory: 24 bytes per action and step, 16 for a guest's.
+    afterwards, which nothing bounds: trace some steps, not hours. Memory: 24 bytes per action and step, 16 for a remote
+    activation's.
 
     Args:
         schedule: this rank's schedule, or all schedules of a `Loopback` in the order of its ranks.
@@ -198,7 +199,7 @@ def _check_together(schedules: Sequence[Schedule]) -> None:
             )
 
 
-def _timeline(record: Record, rank: int, zero_ns: int, errors: tuple[float, ...]) -> Measured:
+def _timeline(record: RecordedStep, rank: int, zero_ns: int, errors: tuple[float, ...]) -> Measured:
     """Return a record as a timeline on the trace's clock, whose zero is `zero_ns` on this rank's clock."""
     places = record.places
     plan, own = places.plan, slice(None, places.num_own)
@@ -222,7 +223,7 @@ def _timeline(record: Record, rank: int, zero_ns: int, errors: tuple[float, ...]
                 activation_bytes=record.live_bytes,
                 message_bytes=messages,
                 static_bytes=record.static_bytes,
-                room_bytes=record.room_bytes,
+                remote_buffer_bytes=record.remote_buffer_bytes,
             ),
         ),
         served=_only(rank, plan.num_ranks, Lane(begin_s=begin_s[served], end_s=end_s[served])),

@@ -88,7 +88,7 @@ def _named(peer: int | None) -> str:
 
 
 def complete(own: RankIndex) -> Iterator[Finding]:
-    """Check that every microbatch runs forward and backward on every stage, with all transfers, and that guests come and go."""
+    """Check that every microbatch runs forward and backward on every stage, with all transfers, and that evictions return."""
     sets = {stage: [mask(ops) for ops in _complete_sets(own.plan, stage)] for stage in own.stages}
     for stage, accepted in sets.items():
         for microbatch, found in enumerate(own.present[stage, 0]):

@@ -13,9 +13,9 @@ __all__: list[str] = []
 
 
 def affordable(own: RankIndex) -> Iterator[Finding]:
-    """Check that a rank never occupies more than its budgets of slots and of bytes, rooms for guests included."""
+    """Check that a rank never occupies more than its budgets of slots and of bytes, buffers for remote activations included."""
     plan, rank = own.plan, own.rank
-    yield from _within(own, SLOTS, sum(map(len, plan.rooms(rank).values())), plan.slots[rank], "slots")
+    yield from _within(own, SLOTS, sum(map(len, plan.remote_buffers(rank).values())), plan.slots[rank], "slots")
     if plan.sizes is not None and plan.budgets is not None:
         yield from _within(own, plan.meter(), plan.idle_bytes(rank), plan.budgets[rank], "bytes")
 
@@ -28,10 +28,11 @@ def _within(own: RankIndex, meter: Meter, idle: int, budget: int | None, unit: s
     if over is not None:
         yield (
             own.place(over[0]),
-            f"rank {rank} occupies {over[1]} {unit} of its own and {idle} for guests and what stays, of a budget of {budget}",
+            f"rank {rank} occupies {over[1]} {unit} of its own and {idle} for remote activations and what stays, of a budget of "
+            f"{budget}",
         )
     elif limit < 0:
-        yield None, f"rank {rank} reserves {idle} {unit} for guests and what stays, of a budget of {budget}"
+        yield None, f"rank {rank} reserves {idle} {unit} for remote activations and what stays, of a budget of {budget}"
 
 
 RULES_OF_A_RANK: dict[str, Rule] = {

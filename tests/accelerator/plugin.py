@@ -24,7 +24,7 @@ class Plugged(SimulatedNCCL, dist.ProcessGroupGloo):  # type: ignore[misc]
 
 
 def join_again() -> None:
-    """Register the backend, and make the default process group anew, with it for the device. Collective."""
+    """Register the backend, and make the default process group again, with it for the device. Collective."""
     store, rank, size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     dist.Backend.register_backend(NAME, Plugged, devices=[KIND])

@@ -1,4 +1,4 @@
-"""Random outputs of stages: nests of tensors of every dtype, in every order of strides."""
+"""Random outputs of stages: pytrees of tensors of every dtype, in every order of strides."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from hypothesis import strategies as st
 
 from bpipe.comm.wire.header import DTYPES
-from bpipe.comm.wire.message import Layout, TensorMeta, bytes_of
+from bpipe.comm.wire.message import MessageSpec, TensorMeta, bytes_of
 from bpipe.comm.wire.note import may_need_later
 
 SIZES = st.lists(st.integers(0, 4), max_size=4)
@@ -67,7 +67,7 @@ def wild_metas(draw: st.DrawFn) -> TensorMeta:
 
 
 WILD_LAYOUTS = st.builds(
-    lambda nest, tensors, is_open: Layout(nest, tuple(tensors), is_open and any(map(may_need_later, tensors))),
+    lambda tree, tensors, is_open: MessageSpec(tree, tuple(tensors), is_open and any(map(may_need_later, tensors))),
     st.text(max_size=20),
     st.lists(st.none() | wild_metas(), max_size=3),
     st.booleans(),

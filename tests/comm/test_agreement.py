@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpipe.comm.health.agreement import COMPARED, MOST_STAGES, Record, check
+from bpipe.comm.health.agreement import COMPARED, MOST_STAGES, StepRecord, check
 from bpipe.errors import AgreementError, BPipeError, CommError
 
 RECORDS = st.builds(
-    Record,
+    StepRecord,
     version=st.text("0123456789.abcdev+", max_size=16),
     schedule=st.text("0123456789_abcdef", max_size=32),
     fingerprint=st.text("0123456789abcdef", min_size=32, max_size=32),
@@ -33,34 +33,34 @@ RECORDS = st.builds(
     plain_peak=st.integers(0, 2**64 - 1),
     inputs=st.binary(min_size=16, max_size=16),
 )
-BASE = Record("1.0", "1f1b", "ab" * 16, True, 3, 3, 3, 8, 1, bytes(16), (0,))
+BASE = StepRecord("1.0", "1f1b", "ab" * 16, True, 3, 3, 3, 8, 1, bytes(16), (0,))
 
 
-def ranks(**changes: Any) -> list[Record]:
+def ranks(**changes: Any) -> list[StepRecord]:
     """Three ranks that agree, but for what the last one changes."""
     return [BASE, BASE._replace(stages=(1,)), BASE._replace(stages=(2,))._replace(**changes)]
 
 
 @given(RECORDS)
 @settings(max_examples=100)
-def test_round_trip(record: Record) -> None:
-    assert Record.unpack(record.pack()) == record
+def test_round_trip(record: StepRecord) -> None:
+    assert StepRecord.unpack(record.pack()) == record
 
 
-@given(st.binary(max_size=700) | st.binary(max_size=700).map(lambda data: b'["Record",' + data + b"]"))
+@given(st.binary(max_size=700) | st.binary(max_size=700).map(lambda data: b'["StepRecord",' + data + b"]"))
 @settings(max_examples=100)
 def test_random_bytes(data: bytes) -> None:
     with pytest.raises(CommError):
-        Record.unpack(data)
+        StepRecord.unpack(data)
 
 
 @given(RECORDS, st.binary(min_size=1, max_size=9))
-def test_a_record_with_more_behind_it(record: Record, more: bytes) -> None:
+def test_a_record_with_more_behind_it(record: StepRecord, more: bytes) -> None:
     with pytest.raises(CommError, match="are not a valid agreement record of this version"):
-        Record.unpack(record.pack() + more)
+        StepRecord.unpack(record.pack() + more)
 
 
-@pytest.mark.parametrize("field", Record._fields[: Record._fields.index("signature")])
+@pytest.mark.parametrize("field", StepRecord._fields[: StepRecord._fields.index("signature")])
 def test_what_all_ranks_have_alike(field: str) -> None:
     """Each field before the signature, so that ranks that agree in these need not be compared further."""
     value = getattr(BASE, field)
@@ -71,16 +71,16 @@ def test_what_all_ranks_have_alike(field: str) -> None:
 
 @given(RECORDS, st.integers(0, 10**6), st.integers(1, 255), st.booleans())
 @settings(max_examples=200)
-def test_damaged_records_are_records_or_errors(record: Record, place: int, flip: int, is_cut: bool) -> None:
+def test_damaged_records_are_records_or_errors(record: StepRecord, place: int, flip: int, is_cut: bool) -> None:
     data = bytearray(record.pack())
     place %= len(data)
     data[place] ^= flip
-    if place < len('["Record"') or is_cut:
+    if place < len('["StepRecord"') or is_cut:
         with pytest.raises(CommError):
-            Record.unpack(bytes(data[:place] if is_cut else data))
+            StepRecord.unpack(bytes(data[:place] if is_cut else data))
         return
     try:
-        seen = Record.unpack(bytes(data))
+        seen = StepRecord.unpack(bytes(data))
         check([seen])
     except BPipeError:
         return
@@ -88,9 +88,9 @@ def test_damaged_records_are_records_or_errors(record: Record, place: int, flip:
 
 
 def test_a_record_of_another_version_of_bpipe() -> None:
-    fewer = Record.unpack(BASE.pack())[:-1]
+    fewer = StepRecord.unpack(BASE.pack())[:-1]
     with pytest.raises(CommError, match="are not a valid agreement record of this version of bpipe"):
-        Record.unpack(json.dumps(["Record", *fewer], default=bytes.hex).encode())
+        StepRecord.unpack(json.dumps(["StepRecord", *fewer], default=bytes.hex).encode())
 
 
 def test_ranks_that_agree() -> None:

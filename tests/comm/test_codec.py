@@ -97,7 +97,7 @@ def test_random_bytes_are_refused(data: bytes) -> None:
 HOSTILE = {
     "nothing": b"",
     "an empty array": b"[]",
-    "a deep nest": b"[" * 100_000 + b"]" * 100_000,
+    "a deep pytree": b"[" * 100_000 + b"]" * 100_000,
     "too many bytes": encode(EXAMPLE._replace(text="x" * MAX_BYTES)),
     "a number of many digits": b'["Everything",' + b"9" * 200_000 + b"]",
     "another encoding": encode(EXAMPLE).decode().encode("utf-16"),

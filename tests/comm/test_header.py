@@ -15,31 +15,31 @@ from bpipe.comm.wire import header
 from bpipe.comm.wire.header import (
     EVICTION,
     FIXED,
-    LAYOUT,
     MAGIC,
     MAX_BODY,
     MOST_BYTES,
+    SPEC,
     VERSION,
     Subject,
     pack_eviction,
-    pack_layout,
+    pack_spec,
     unpack_eviction,
-    unpack_layout,
+    unpack_spec,
 )
-from bpipe.comm.wire.message import Layout, TensorMeta, dense, meta_of, take_apart
+from bpipe.comm.wire.message import MessageSpec, TensorMeta, dense, flatten_message, meta_of
 from bpipe.errors import CommError
 from tests.comm.strategies import NESTS, WILD_LAYOUTS
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 SUBJECT = Subject(step=5, stage=2, microbatch=7)
-UNPACK: list[Callable[[bytes, Subject], Any]] = [unpack_layout, lambda data, subject: unpack_eviction(data, subject, 2)]
+UNPACK: list[Callable[[bytes, Subject], Any]] = [unpack_spec, lambda data, subject: unpack_eviction(data, subject, 2)]
 LARGEST = st.integers(0, 2**32 - 1)
 
 
-def layout_of(value: Any) -> Layout:
-    nest, tensors = take_apart(value, "stage 2")
-    return Layout(nest, tuple(meta_of(dense(tensor), requires_grad=tensor.requires_grad) for tensor in tensors))
+def layout_of(value: Any) -> MessageSpec:
+    tree, tensors = flatten_message(value, "stage 2")
+    return MessageSpec(tree, tuple(meta_of(dense(tensor), requires_grad=tensor.requires_grad) for tensor in tensors))
 
 
 EXAMPLE = layout_of({"a": [torch.zeros(3, 4).t(), None, 2.5], "b": torch.zeros(2, dtype=torch.int64)})
@@ -48,15 +48,15 @@ EXAMPLE = layout_of({"a": [torch.zeros(3, 4).t(), None, 2.5], "b": torch.zeros(2
 @given(NESTS, st.builds(Subject, st.integers(0, 2**64 - 1), LARGEST, LARGEST))
 @settings(max_examples=100)
 def test_layouts_round_trip(value: Any, subject: Subject) -> None:
-    layout = layout_of(value)
-    data = pack_layout(subject, layout)
-    assert unpack_layout(data, subject) == layout
+    spec = layout_of(value)
+    data = pack_spec(subject, spec)
+    assert unpack_spec(data, subject) == spec
     assert len(data) <= MOST_BYTES
 
 
 def test_absent_tensors_round_trip() -> None:
-    layout = Layout("", (None, TensorMeta((), (), torch.bfloat16, False), None))
-    assert unpack_layout(pack_layout(SUBJECT, layout), SUBJECT) == layout
+    spec = MessageSpec("", (None, TensorMeta((), (), torch.bfloat16, False), None))
+    assert unpack_spec(pack_spec(SUBJECT, spec), SUBJECT) == spec
 
 
 @given(st.lists(st.integers(0, 2**40), max_size=200))
@@ -67,7 +67,7 @@ def test_evictions_round_trip(sizes: list[int]) -> None:
 
 # What arrives damaged
 
-SAMPLES = {LAYOUT: pack_layout(SUBJECT, EXAMPLE), EVICTION: pack_eviction(SUBJECT, 2, [4096, 0, 17])}
+SAMPLES = {SPEC: pack_spec(SUBJECT, EXAMPLE), EVICTION: pack_eviction(SUBJECT, 2, [4096, 0, 17])}
 
 
 @pytest.mark.parametrize("kind", SAMPLES)
@@ -106,10 +106,10 @@ def test_random_bytes(unpack: Callable[[bytes, Subject], Any], data: bytes) -> N
 
 
 def test_other_versions() -> None:
-    data = bytearray(SAMPLES[LAYOUT])
+    data = bytearray(SAMPLES[SPEC])
     struct.pack_into("<H", data, len(MAGIC), VERSION + 1)
     with pytest.raises(CommError, match=f"not a bpipe header of version {VERSION}: it starts"):
-        unpack_layout(bytes(data), SUBJECT)
+        unpack_spec(bytes(data), SUBJECT)
 
 
 # What is sound, and not what was expected
@@ -132,18 +132,18 @@ def test_other_kinds(kind: int) -> None:
 
 
 @given(WILD_LAYOUTS)
-@example(Layout('"T"', (TensorMeta((2**62, 4), (4, 1), torch.float32, False),)))
-@example(Layout('"T"', (TensorMeta((2, 2), (2, 2), torch.float32, False),)))
-@example(Layout('"T"', (TensorMeta((0, 2**62), (2**62, 1), torch.float32, False),)))
-@example(Layout('"T"', (TensorMeta((1,), (2**63 - 1,), torch.float32, False),)))
-@example(Layout('"T"', (TensorMeta((2**31, 2**33, 0), (0, 0, 1), torch.float32, False),)))
+@example(MessageSpec('"T"', (TensorMeta((2**62, 4), (4, 1), torch.float32, False),)))
+@example(MessageSpec('"T"', (TensorMeta((2, 2), (2, 2), torch.float32, False),)))
+@example(MessageSpec('"T"', (TensorMeta((0, 2**62), (2**62, 1), torch.float32, False),)))
+@example(MessageSpec('"T"', (TensorMeta((1,), (2**63 - 1,), torch.float32, False),)))
+@example(MessageSpec('"T"', (TensorMeta((2**31, 2**33, 0), (0, 0, 1), torch.float32, False),)))
 @settings(max_examples=150)
-def test_an_accepted_layout_is_one_that_can_be_made(layout: Layout) -> None:
+def test_an_accepted_layout_is_one_that_can_be_made(spec: MessageSpec) -> None:
     try:
-        accepted = unpack_layout(pack_layout(SUBJECT, layout), SUBJECT)
+        accepted = unpack_spec(pack_spec(SUBJECT, spec), SUBJECT)
     except CommError:
         return
-    assert accepted == layout
+    assert accepted == spec
     for meta in accepted.tensors:
         if meta is not None:
             tensor = meta.new(torch.device("meta"))
@@ -152,7 +152,7 @@ def test_an_accepted_layout_is_one_that_can_be_made(layout: Layout) -> None:
 
 
 @given(st.sampled_from(sorted(SAMPLES)), st.integers(0, 5), st.binary(max_size=60) | st.lists(st.integers(0, 8)).map(bytes))
-@example(LAYOUT, 1, bytes([254, 0, 0]))  # a dtype that there is not
+@example(SPEC, 1, bytes([254, 0, 0]))  # a dtype that there is not
 @settings(max_examples=300)
 def test_any_body(kind: int, count: int, body: bytes) -> None:
     data = header._pack(kind, SUBJECT, count, body)
@@ -160,7 +160,7 @@ def test_any_body(kind: int, count: int, body: bytes) -> None:
         result = UNPACK[kind - 1](data, SUBJECT)
     except CommError:
         return
-    assert len(result.tensors if kind == LAYOUT else result) == count
+    assert len(result.tensors if kind == SPEC else result) == count
 
 
 @pytest.mark.parametrize("sizes", [[-1], [5, -3], [2**48, 1], [2**63 - 1, 2**63 - 1]])
@@ -176,9 +176,9 @@ def test_too_much_to_pack() -> None:
     with pytest.raises(CommError, match=f"^{SUBJECT}: 65536 tensors"):
         pack_eviction(SUBJECT, 0, [0] * 65536)
     with pytest.raises(CommError, match="more than a message can carry"):
-        pack_layout(SUBJECT, Layout("x" * (MAX_BODY + 1), ()))
+        pack_spec(SUBJECT, MessageSpec("x" * (MAX_BODY + 1), ()))
 
 
 def test_unknown_dtype() -> None:
     with pytest.raises(CommError, match=r"step 5, stage 2, microbatch 7: a tensor of torch.quint8 cannot be sent"):
-        pack_layout(SUBJECT, Layout('"T"', (TensorMeta((1,), (1,), torch.quint8, False),)))
+        pack_spec(SUBJECT, MessageSpec('"T"', (TensorMeta((1,), (1,), torch.quint8, False),)))

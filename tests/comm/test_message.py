@@ -16,7 +16,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_leaves
 
-from bpipe.comm.wire.message import Layout, TensorMeta, bytes_of, dense, meta_of, put_together, take_apart
+from bpipe.comm.wire.message import MessageSpec, TensorMeta, bytes_of, dense, flatten_message, meta_of, unflatten_message
 from bpipe.errors import CommError, StageError
 from tests.comm.strategies import NESTS, tensors
 
@@ -51,13 +51,13 @@ def same(ones: Any, others: Any) -> bool:
 @given(NESTS)
 @settings(max_examples=150)
 def test_round_trip(value: Any) -> None:
-    nest, parts = take_apart(value, "stage 0")
-    assert same(put_together(nest, [carry(part) for part in parts]), value)
+    tree, parts = flatten_message(value, "stage 0")
+    assert same(unflatten_message(tree, [carry(part) for part in parts]), value)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.0, 10**30, "\ud800 ä \0", True, {1: "a", "1": "b"}, {}, (), [[]]])
 def test_unusual_plain_values(value: Any) -> None:
-    assert same(put_together(*take_apart(value, "stage 0")), value)
+    assert same(unflatten_message(*flatten_message(value, "stage 0")), value)
 
 
 @given(tensors())
@@ -119,7 +119,7 @@ def test_collectives_under_way_are_waited_for() -> None:
 )
 def test_what_cannot_be_sent_is_named_with_its_place(part: Any, seen: str) -> None:
     with pytest.raises(StageError) as raised:
-        take_apart((torch.zeros(1), {"mask": [1, part]}), "stage 3, microbatch 0")
+        flatten_message((torch.zeros(1), {"mask": [1, part]}), "stage 3, microbatch 0")
     message = str(raised.value)
     assert message.startswith("stage 3, microbatch 0 returned a")
     assert "at output[1]['mask'][1]" in message
@@ -129,14 +129,14 @@ def test_what_cannot_be_sent_is_named_with_its_place(part: Any, seen: str) -> No
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_quantized_tensors_cannot_be_sent() -> None:
     with pytest.raises(StageError, match="quantized"):
-        take_apart(torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.quint8), "stage 3")
+        flatten_message(torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.quint8), "stage 3")
 
 
 # What is no description of an output
 
 
 @pytest.mark.parametrize(
-    ("nest", "num_tensors"),
+    ("tree", "num_tensors"),
     [
         ('"T"', 0),
         ('"T"', 2),
@@ -158,9 +158,9 @@ def test_quantized_tensors_cannot_be_sent() -> None:
         ('{"value": ' + "9" * 5000 + "}", 0),
     ],
 )
-def test_hostile_nests(nest: str, num_tensors: int) -> None:
+def test_hostile_pytrees(tree: str, num_tensors: int) -> None:
     with pytest.raises(CommError) as raised:
-        put_together(nest, [torch.zeros(1)] * num_tensors)
+        unflatten_message(tree, [torch.zeros(1)] * num_tensors)
     assert len(str(raised.value)) < 300
 
 
@@ -175,14 +175,14 @@ JSON = st.recursive(
 
 @given(st.text(max_size=30) | JSON.map(json.dumps), st.integers(0, 3))
 @settings(max_examples=300)
-def test_any_nest_is_an_output_or_an_error(nest: str, num_tensors: int) -> None:
+def test_any_nest_is_an_output_or_an_error(tree: str, num_tensors: int) -> None:
     tensors = [torch.zeros(1) for _ in range(num_tensors)]
     with suppress(CommError):
-        found = [part for part in tree_leaves(put_together(nest, tensors)) if isinstance(part, torch.Tensor)]
+        found = [part for part in tree_leaves(unflatten_message(tree, tensors)) if isinstance(part, torch.Tensor)]
         assert list(map(id, found)) == list(map(id, tensors))
 
 
 def test_text() -> None:
     meta = TensorMeta((2, 3), (3, 1), torch.bfloat16, True)
-    assert str(Layout('"T"', (meta, None))) == '"T" of (bfloat16[2, 3], requires grad, None)'
+    assert str(MessageSpec('"T"', (meta, None))) == '"T" of (bfloat16[2, 3], requires grad, None)'
     assert meta.num_bytes == 12

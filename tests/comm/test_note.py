@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bpipe.comm.wire.header import FIXED, Subject
-from bpipe.comm.wire.message import Layout, TensorMeta, meta_of, on_the_wire
+from bpipe.comm.wire.message import MessageSpec, TensorMeta, meta_of, on_the_wire
 from bpipe.comm.wire.note import can_tell, needing, read_note, renewed, with_more, with_note
 from bpipe.errors import CommError
 
@@ -30,38 +30,38 @@ def gradient(index: int, order: str, value: int) -> T | None:
     return tensor if order == "contiguous" or tensor.ndim < 2 else tensor.transpose(0, -1).contiguous().transpose(0, -1)
 
 
-def layout_of(tensors: list[T | None]) -> Layout:
-    return Layout("", tuple(None if one is None else meta_of(one, requires_grad=False) for one in tensors))
+def layout_of(tensors: list[T | None]) -> MessageSpec:
+    return MessageSpec("", tuple(None if one is None else meta_of(one, requires_grad=False) for one in tensors))
 
 
 @given(st.lists(st.tuples(ORDERS, ORDERS), min_size=len(SHAPES), max_size=len(SHAPES)))
 def test_what_is_sent_arrives(orders: list[tuple[str, str]]) -> None:
     agreed = layout_of([gradient(i, order, 0) for i, (order, _) in enumerate(orders)])
     tensors = [gradient(i, order, 9) for i, (_, order) in enumerate(orders)]
-    layout = layout_of(tensors)
-    assert can_tell(agreed, layout)
-    sent, note = with_note(SUBJECT, agreed, layout, tensors, CPU)
+    spec = layout_of(tensors)
+    assert can_tell(agreed, spec)
+    sent, note = with_note(SUBJECT, agreed, spec, tensors, CPU)
     landed = [None if meta is None else meta.new(CPU) for meta in agreed.tensors]
     travelling = [on_the_wire(one) for one in sent if one is not None]
     for target, source in zip([on_the_wire(one) for one in landed if one is not None], travelling, strict=True):
         assert (target.dtype, target.shape) == (source.dtype, source.shape)  # as backends compare them
         target.copy_(source)
     seen, arrived = read_note(SUBJECT, agreed, note, landed, CPU)
-    assert seen == layout and layout_of(arrived) == layout
+    assert seen == spec and layout_of(arrived) == spec
     assert all(one is other or torch.equal(one, other) for one, other in zip(arrived, tensors, strict=True))  # type: ignore[arg-type]
-    again = renewed(agreed, layout)
-    assert can_tell(again, layout) and [meta is None for meta in again.tensors] == [orders[i] == ("absent",) * 2 for i in range(4)]
+    again = renewed(agreed, spec)
+    assert can_tell(again, spec) and [meta is None for meta in again.tensors] == [orders[i] == ("absent",) * 2 for i in range(4)]
 
 
 def test_what_cannot_be_told() -> None:
     one, other = (layout_of([torch.zeros(3, dtype=dtype)]) for dtype in (torch.float32, torch.float64))
-    assert not can_tell(one, other) and not can_tell(one, Layout("", ())) and not can_tell(one, layout_of([torch.zeros(4)]))
+    assert not can_tell(one, other) and not can_tell(one, MessageSpec("", ())) and not can_tell(one, layout_of([torch.zeros(4)]))
 
 
 def test_a_note_that_does_not_fit_is_an_error() -> None:
     tensors: list[T | None] = [torch.ones(3), torch.ones(2)]
-    agreed, layout = layout_of([None, torch.ones(2)]), layout_of(tensors)
-    _, note = with_note(SUBJECT, agreed, layout, tensors, CPU)
+    agreed, spec = layout_of([None, torch.ones(2)]), layout_of(tensors)
+    _, note = with_note(SUBJECT, agreed, spec, tensors, CPU)
     landed = [None, torch.zeros(2)]
     damaged = [b"", note[: FIXED.size - 1], note[:-1], note + b"\0", note[:40] + b"\1" + note[41:]]
     for data in damaged:
@@ -81,7 +81,9 @@ def metas_of(tensors: list[T], needs: list[bool]) -> tuple[TensorMeta, ...]:
 def test_what_is_agreed_when_more_outputs_need_a_gradient(needs: list[tuple[bool, bool, bool]]) -> None:
     """By output: whether it is a float, needed a gradient, and needs one now. Gradients stay agreed, others are absent."""
     outputs = [torch.zeros(i + 1, dtype=torch.float32 if is_float else torch.int64) for i, (is_float, *_) in enumerate(needs)]
-    before, now = (Layout("T", metas_of(outputs, [is_float and of[k] for is_float, *of in needs]), is_open=True) for k in (0, 1))
+    before, now = (
+        MessageSpec("T", metas_of(outputs, [is_float and of[k] for is_float, *of in needs]), is_open=True) for k in (0, 1)
+    )
     after = needing(before, now)
     flags = [meta is not None and meta.requires_grad for meta in after.tensors]
     assert flags == [is_float and (one or other) for is_float, one, other in needs]
@@ -103,6 +105,8 @@ def test_what_travels_in_a_note_is_copied_before_its_memory_is_given_back():
     tensor = torch.arange(4096.0)
     meta = meta_of(tensor, requires_grad=False)
     subject = Subject(1, 2, 3)
-    _, note = with_note(subject, Layout("", (None,)), Layout("", (meta,)), [tensor.as_subclass(OnADevice)], torch.device("cpu"))
-    _, (arrived,) = read_note(subject, Layout("", (None,)), note, [None], torch.device("cpu"))
+    _, note = with_note(
+        subject, MessageSpec("", (None,)), MessageSpec("", (meta,)), [tensor.as_subclass(OnADevice)], torch.device("cpu")
+    )
+    _, (arrived,) = read_note(subject, MessageSpec("", (None,)), note, [None], torch.device("cpu"))
     assert arrived is not None and torch.equal(arrived, tensor)

@@ -39,7 +39,7 @@ class Stage(nn.Module):
 
     Args:
         spec: of the block.
-        passes: what it returns: "x"; "pair", with its input beside; "nest", in a dict with a mask that needs no gradient.
+        passes: what it returns: "x"; "pair", with its input beside; "pytree", in a dict with a mask that needs no gradient.
         takes: when it uses what came beside: "always", or "sometimes", which the microbatch decides.
     """
 
@@ -58,7 +58,7 @@ class Stage(nn.Module):
             y = y + 0.5 * beside
         if self.passes == "pair":
             return y, x * 1.0
-        return {"x": y, "mask": x.detach()[..., :1] > -1, "beside": x * 0.5} if self.passes == "nest" else y
+        return {"x": y, "mask": x.detach()[..., :1] > -1, "beside": x * 0.5} if self.passes == "pytree" else y
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def loops(draw: st.DrawFn) -> Loop:
     schedule = draw(st.sampled_from(sorted(case.SCHEDULES)))
     without = {*(() if schedule in case.ONE_STAGE else RANDOM), *(KEEPING if schedule == "recompute" else ())}
     blocks = specs(without)
-    passes = [draw(st.sampled_from(["x", "x", "pair", "nest"])) for _ in range(NUM_STAGES - 1)]
+    passes = [draw(st.sampled_from(["x", "x", "pair", "pytree"])) for _ in range(NUM_STAGES - 1)]
     stages = tuple((draw(blocks), one, draw(st.sampled_from(["always", "sometimes"]))) for one in [*passes, "x"])
     steps = draw(st.integers(2, 4))
     return Loop(

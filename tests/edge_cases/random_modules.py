@@ -206,7 +206,7 @@ EXTRA: dict[str, Callable[[], nn.Module]] = {
 }
 RANDOM = {"dropout", "random"}  # whose stages must have a rank of their own
 WRITING = {"batch_norm", "statistics", "retained", "carried", "counted", "generator"}
-KEEPING = {"retained"}  # what a second forward makes anew
+KEEPING = {"retained"}  # what a second forward makes again
 CHECKPOINTS = {"checkpoint", "reentrant"}
 
 

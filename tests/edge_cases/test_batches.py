@@ -331,7 +331,7 @@ UNKNOWN: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
         Unknown,
         r" is a tests\.edge_cases\.test_batches\.Unknown, which bpipe does not know how to cut \(make it a dataclass",
     ),
-    "object in a nest": (lambda x: {"more": [x, Unknown(x)]}, r"\['more'\]\[1\] is a .*Unknown"),
+    "object in a pytree": (lambda x: {"more": [x, Unknown(x)]}, r"\['more'\]\[1\] is a .*Unknown"),
     "SimpleNamespace": (lambda x: SimpleNamespace(x=x), "types.SimpleNamespace"),
     "UserList": (UserList, "collections.UserList"),
     "ChainMap": (lambda x: ChainMap({"x": x}), "collections.ChainMap"),

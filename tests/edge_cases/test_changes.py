@@ -265,7 +265,7 @@ class Changing:
                 run(loopback, schedules, step)
                 assert_equal(state(modules), expected[step], f"{name}, step {step}")
                 check_static(modules, schedules, f"{name}, step {step}")
-                if schedules[0].plan is getattr(schedules[0].session.source, "_one_at_a_time", None):
+                if schedules[0].plan is getattr(schedules[0].session.source, "_profiling_plan", None):
                     measured.append(step)
             if name == "bytes":
                 assert tuple(measured) == self.measured
@@ -317,7 +317,7 @@ def check_static(modules: Modules, schedules: Sequence[bpipe.Schedule], where: s
         stats, held = schedule.stats, [modules[index] for index in schedule.session.context.stages]
         losses = 4 * M if NUM_STAGES - 1 in schedule.session.context.stages else 0
         assert stats["static_bytes"] == counted(held) + losses + stats["held_bytes"], where
-        assert stats["device_peak_bytes"] >= stats["static_bytes"] + stats["guest_bytes"], where
+        assert stats["device_peak_bytes"] >= stats["static_bytes"] + stats["remote_buffer_bytes"], where
 
 
 def counted(modules: Modules) -> int:
@@ -328,9 +328,9 @@ def counted(modules: Modules) -> int:
 
 
 def activations(schedules: Sequence[bpipe.Schedule]) -> list[tuple[float, ...]]:
-    """The peaks of each rank, without the rooms for guests, which do not shrink."""
+    """The peaks of each rank, without the buffers for remote activations, which do not shrink."""
     names = ("peak_bytes", "predicted_peak_bytes")
-    return [tuple(one.stats[name] - one.stats["guest_bytes"] for name in names) for one in schedules]
+    return [tuple(one.stats[name] - one.stats["remote_buffer_bytes"] for name in names) for one in schedules]
 
 
 CHANGES: dict[str, Changing] = {

@@ -1,4 +1,4 @@
-"""All that a device holds: weights, gradients, buffers, optimizer states, activations, messages and rooms, by another count."""
+"""All that a device holds: weights, gradients, buffers, optimizer states, activations, messages and buffers, by another count."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import bpipe
-from bpipe.comm.health.agreement import Record
+from bpipe.comm.health.agreement import StepRecord
 from bpipe.plan.amounts import show_bytes
 from bpipe.schedules import Destinations, Sizes, StageSizes, build
 from bpipe.session.fullest import Fullest, _raised
@@ -251,6 +251,6 @@ def test_budgets_of_ranks_that_hold_the_stages_in_another_order(budgets, is_over
 def test_raises_that_are_worth_a_warning():
     names = ["rank 0", "rank 1"]
     assert [len([*_raised([1000, 900], [after, 900], names)]) for after in (1000, 1009, 1011)] == [0, 0, 1]
-    record = Record("", "", "00" * 16, True, 0, 1, 1, 1, 0, bytes(16), (0,), peak=2**30 + 5)
+    record = StepRecord("", "", "00" * 16, True, 0, 1, 1, 1, 0, bytes(16), (0,), peak=2**30 + 5)
     (said,) = Fullest([2**30])._over_budget([record], names)
     assert "rank 0 holds 1.00 GiB, over its budget of 1.00 GiB by 5 B, because" in said

@@ -18,7 +18,7 @@ from bpipe.comm.health.driver import ConnectedControlPlane
 from bpipe.comm.health.failure import Failure
 from bpipe.engine.settings import changed
 from bpipe.errors import RankFailedError, format_error
-from bpipe.model.untouched import untouched
+from bpipe.model.preserve_state import preserved_state
 from bpipe.parallel.fsdp import Sharding
 from tests.edge_cases.case import SCHEDULES, pipeline
 from tests.models import WIDTH, Block, batch_of, held_by
@@ -102,7 +102,7 @@ def loss_of(fails: Fails) -> Callable[..., torch.Tensor]:
 
 
 class Rank:
-    """One rank of a pipeline, with the data parallelism of its stages, whose pipeline is made anew after each failure."""
+    """One rank of a pipeline, with the data parallelism of its stages, whose pipeline is made again after each failure."""
 
     def __init__(self, rank: int, how: str, schedule: Any, *, p: int, reshard: bool = True, policy: Any = None) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -137,7 +137,7 @@ class Rank:
         return [getattr(g, "full_tensor", lambda g=g: g)().clone() for g in gradients]
 
     def fail(self, stage: int, place: str, after: int, error: Callable[[], BaseException]) -> BaseException | None:
-        """What a step raises that fails in a stage, maybe another rank's; then the pipeline is made anew."""
+        """What a step raises that fails in a stage, maybe another rank's; then the pipeline is made again."""
         if stage in self.fails:
             self.fails[stage].place, self.fails[stage].after, self.fails[stage].error = place, after, error
         found = None
@@ -364,7 +364,7 @@ def test_a_module_that_cannot_be_put_back() -> None:
         module.other.zero_()  # type: ignore[operator, union-attr]
         raise KeyError("mine")
 
-    with pytest.raises(KeyError) as caught, untouched([module]):
+    with pytest.raises(KeyError) as caught, preserved_state([module]):
         forward()
     assert module.weight.grad is gradient and bool((module.other == 1).all()) and caught.value.__notes__  # type: ignore[operator]
 

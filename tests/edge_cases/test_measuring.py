@@ -46,7 +46,7 @@ def batch(step: int) -> Batch:
 
 
 def seeded(make: Callable[[], list[nn.Module]]) -> list[nn.Module]:
-    """Modules, made when Python's and NumPy's random numbers begin anew."""
+    """Modules, made when Python's and NumPy's random numbers begin again."""
     random.seed(0)
     np.random.seed(0)
     return make()

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 import bpipe
 from bpipe.errors import ConfigurationError, StageError
-from bpipe.model.nest import leaves_of
+from bpipe.model.pytree import leaves_of
 from tests.edge_cases.case import NUM_STAGES, SCHEDULES, M, pipeline
 from tests.edge_cases.test_batches import AttributeDict, Bag, Graph, Images, Layer, Pair, Unknown, jagged, rows_of
 
@@ -138,7 +138,7 @@ def with_attribute(y: torch.Tensor) -> Any:
 
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "object": (Unknown, "a Unknown cannot be put together"),
-    "object in a nest": (lambda y: {"logits": y, "cache": (y, Unknown(y))}, r"output\['cache'\]\[1\]: a Unknown cannot"),
+    "object in a pytree": (lambda y: {"logits": y, "cache": (y, Unknown(y))}, r"output\['cache'\]\[1\]: a Unknown cannot"),
     "object in a dataclass": (lambda y: Output(y, note=Unknown(y)), r"output\.note: a Unknown cannot"),  # type: ignore[arg-type]
     "object in an attribute": (with_attribute, r"output\.unknown: a Unknown cannot"),
     "complex": (lambda y: (y, 1j), r"output\[1\]: a complex cannot"),

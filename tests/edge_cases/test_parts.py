@@ -73,7 +73,7 @@ class Shrinking(Layers):
 
 
 class LargeThenSmall(Layers):
-    """Larger than planned in the second step; measured anew in the third, with fewer parts than the plan, which covers both."""
+    """Larger than planned in the second step; measured again in the third, with fewer parts than the plan, which covers both."""
 
     def depth(self, x: torch.Tensor) -> int:
         return (3, 6, 1, 1)[min(3, (self.calls - 1) // M)]

@@ -148,7 +148,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def assert_counted(
     found: list[tuple[int, dict[str, float]]], where: str, m: int = M, between: Sequence[tuple[int, int]] | None = None
 ) -> None:
-    """The count is the peak, or the statistics say that it is "at least"; rooms, made in the first step, count before that.
+    """The count is the peak, or the statistics say that it is "at least"; buffers, made in the first step, count before that.
 
     Args:
         found: counts and statistics of the ranks.
@@ -160,7 +160,7 @@ def assert_counted(
     for rank, ((counted, stats), (least, most)) in enumerate(zip(found, ends)):
         said = {name: value for name, value in stats.items() if name == "peak_bytes" or "microbatches" in name}
         is_more = counted > stats["peak_bytes"] and stats["microbatches_unknown"] > 0
-        has_late_rooms = stats["step"] == 0 and counted <= stats["peak_bytes"] <= counted + stats["guest_bytes"]
+        has_late_rooms = stats["step"] == 0 and counted <= stats["peak_bytes"] <= counted + stats["remote_buffer_bytes"]
         assert least <= stats["peak_bytes"] <= most or is_more or has_late_rooms, (
             f"{where}, rank {rank}: counted {counted}, said {said}"
         )

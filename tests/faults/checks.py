@@ -63,7 +63,7 @@ def check_next(case: Case, rank: int, report: Report) -> None:
         return
     assert found.kind is not None, "the call after the fault went through"
     if case.fate is Fate.ENDS and report.fault.kind is not None and issubclass(report.fault.kind, AgreementError):
-        assert issubclass(found.kind, BPipeError), found.traceback  # it was told that another rank gave up first, and meets anew
+        assert issubclass(found.kind, BPipeError), found.traceback  # it was told that another rank gave up first, and meets again
         return
     assert issubclass(found.kind, BPipeError if case.after is After.LEFT else PipelineBrokenError), found.traceback
     assert found.seconds < AT_ONCE_S

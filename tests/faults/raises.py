@@ -100,8 +100,8 @@ class UnprintableError(Exception):
 
 
 KINDS = [
-    raised("raise on the acceptor while it holds a guest", ValueError, raising(boom, after_s=0.3), **ON_ACCEPTOR),
-    raised("MemoryError on the acceptor while it holds a guest", MemoryError, raising(exhausted, after_s=0.3), **ON_ACCEPTOR),
+    raised("raise on the acceptor while it keeps an activation", ValueError, raising(boom, after_s=0.3), **ON_ACCEPTOR),
+    raised("MemoryError on the acceptor while it keeps an activation", MemoryError, raising(exhausted, after_s=0.3), **ON_ACCEPTOR),
     raised("raise on the evictor between evict and load", ValueError, raising(boom), **ON_EVICTOR),
     raised("raise in a step that measures", ValueError, raising(boom), step=0, num_ranks=4, setup=MEASURED),
     raised(

@@ -229,7 +229,7 @@ SHAPES = "shapes, dtypes, numbers of dimensions and batch sizes that change"
 
 CASES = [
     loop("uneven microbatches, cut by the user, in train and eval", plain, lambda: calls("ETET", UNEVEN())),
-    loop("None, numbers, dicts and nests as outputs", kind("nested"), lambda: calls("TET", nested_data())),
+    loop("None, numbers, dicts and pytrees as outputs", kind("nested"), lambda: calls("TET", nested_data())),
     loop(
         "outputs with gaps and transposed ones",
         lambda p: [*(Strided() for _ in range(p))],

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bpipe.backward.autograd import edges_of, enter, run_backward
-from bpipe.memory.saved.stash import Contents, Stash
+from bpipe.memory.saved.stash import Stash, StashContents
 from bpipe.memory.saved.storages import keys_of
 from tests.storages import StorageCount
 
@@ -29,14 +29,14 @@ class Captured:
         self,
         module: Callable[[Any], Any],
         make_input: Callable[[], torch.Tensor],
-        foreign: Mapping[int, str] = {},
+        non_activations: Mapping[int, str] = {},
         follows: bool = True,
     ) -> None:
         self.tensors = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else []
         mine = dict.fromkeys(keys_of(self.tensors), "a buffer")
         if isinstance(module, nn.Module):
             mine |= dict.fromkeys(keys_of(module.parameters()), "a parameter")
-        self.stash = Stash(NAME, {**mine, **foreign})
+        self.stash = Stash(NAME, {**mine, **non_activations})
         self.count = StorageCount()
         with self.count.mode():
             inputs, self.box = enter([make_input()], [make_input().is_floating_point()])
@@ -48,7 +48,7 @@ class Captured:
         self.shape, self.dtype = output.shape, output.dtype
         self.edges = edges_of([output])
 
-    def contents(self, ours: Iterable[torch.Tensor] = (), leaving: Iterable[torch.Tensor] = ()) -> Contents:
+    def contents(self, ours: Iterable[torch.Tensor] = (), leaving: Iterable[torch.Tensor] = ()) -> StashContents:
         return self.stash.contents(ours, leaving)
 
     def backward(self) -> list[torch.Tensor | None]:

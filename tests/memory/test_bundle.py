@@ -22,14 +22,14 @@ def saved(*sizes: int) -> tuple[list[torch.Tensor], list[tuple[Storage, int]]]:
 
 def travel(bundle: Bundle, messages: list[torch.Tensor]) -> None:
     """Send the messages away, empty the bundle, and bring them back."""
-    guests = [message.clone() for message in messages]
+    remotes = [message.clone() for message in messages]
     messages.clear()
     bundle.empty()
     assert all(storage.nbytes() == 0 for storage in (*bundle._small, *(storage for storage, _ in bundle._large)))
-    rooms = bundle.refill()
-    for room, guest in zip(rooms, guests, strict=True):
-        room.copy_(guest)
-    bundle.scatter(rooms)
+    remote_buffers = bundle.refill()
+    for room, remote in zip(remote_buffers, remotes, strict=True):
+        room.copy_(remote)
+    bundle.scatter(remote_buffers)
 
 
 @given(st.lists(st.sampled_from([1, 7, 4096, SMALL - 1, SMALL, SMALL + 1, 3 * SMALL]), max_size=6))

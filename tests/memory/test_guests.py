@@ -1,4 +1,4 @@
-"""Rooms are reserved once, used again and again, and no more than the plan says."""
+"""Buffers are reserved once, used again and again, and no more than the plan says."""
 
 from __future__ import annotations
 
@@ -7,87 +7,87 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bpipe.memory.host_buffers import HostRooms
-from bpipe.memory.remote_buffers import Rooms
+from bpipe.memory.host_buffers import HostBuffers
+from bpipe.memory.remote_buffers import RemoteBuffers
 from bpipe.plan.action import PartKey
-from bpipe.plan.rooms import Reserved, reserve
+from bpipe.plan.reserved import Reserved, reserve
 from bpipe.schedules import Action, Op
 
 CPU = torch.device("cpu")
-Event = tuple[bool, int]  # whether a guest arrives or leaves, and which
+Event = tuple[bool, int]  # whether a remote activation arrives or leaves, and which
 
 
-def rooms(sizes: list[int], room_of: dict[int, int], *, in_bytes: bool = True) -> Rooms:
-    """Rooms for microbatches of stage 0."""
-    reserved = Reserved(tuple(sizes), {(0, microbatch, 0): room for microbatch, room in room_of.items()})
-    return Rooms(reserved, CPU, in_bytes=in_bytes)
+def remote_buffers(sizes: list[int], buffer_of: dict[int, int], *, in_bytes: bool = True) -> RemoteBuffers:
+    """Buffers for microbatches of stage 0."""
+    reserved = Reserved(tuple(sizes), {(0, microbatch, 0): room for microbatch, room in buffer_of.items()})
+    return RemoteBuffers(reserved, CPU, in_bytes=in_bytes)
 
 
-def guest(microbatch: int) -> PartKey:
+def remote(microbatch: int) -> PartKey:
     return 0, microbatch, 0
 
 
 def test_nothing_is_reserved_before_the_first_guest() -> None:
-    assert rooms([64] * 3, {0: 0}).num_bytes == 0
+    assert remote_buffers([64] * 3, {0: 0}).num_bytes == 0
 
 
 def test_all_rooms_are_reserved_with_the_first_guest() -> None:
-    planned = rooms([70, 30, 100], {0: 2})
-    parts = planned.take(guest(0), [70, 30])
+    planned = remote_buffers([70, 30, 100], {0: 2})
+    parts = planned.take(remote(0), [70, 30])
     assert [(part.dtype, part.shape) for part in parts] == [(torch.uint8, (70,)), (torch.uint8, (30,))]
     assert planned.num_bytes == 200
 
 
 def test_where_slots_are_counted_rooms_are_as_large_as_the_first_guest() -> None:
-    planned = rooms([1] * 3, {0: 1, 1: 0}, in_bytes=False)
-    planned.take(guest(0), [70, 30])
+    planned = remote_buffers([1] * 3, {0: 1, 1: 0}, in_bytes=False)
+    planned.take(remote(0), [70, 30])
     assert planned.num_bytes == 300
-    planned.take(guest(1), [120])
+    planned.take(remote(1), [120])
     assert planned.num_bytes == 320
 
 
 def test_rooms_are_used_again() -> None:
-    planned = rooms([64] * 2, {microbatch: microbatch % 2 for microbatch in range(50)})
-    assert len({planned.take(guest(microbatch), [64])[0].data_ptr() for microbatch in range(50)}) == 2
+    planned = remote_buffers([64] * 2, {microbatch: microbatch % 2 for microbatch in range(50)})
+    assert len({planned.take(remote(microbatch), [64])[0].data_ptr() for microbatch in range(50)}) == 2
     assert planned.num_bytes == 128
 
 
 def test_a_room_grows_for_a_guest_larger_than_planned_and_stays_so() -> None:
-    planned = rooms([10, 10], {0: 0, 1: 1, 2: 1})
-    first = planned.take(guest(0), [10])[0].fill_(7)
-    place = planned.take(guest(1), [25])[0].data_ptr()
+    planned = remote_buffers([10, 10], {0: 0, 1: 1, 2: 1})
+    first = planned.take(remote(0), [10])[0].fill_(7)
+    place = planned.take(remote(1), [25])[0].data_ptr()
     assert planned.num_bytes == 35
     assert first.tolist() == [7] * 10
-    assert planned.take(guest(2), [5])[0].data_ptr() == place
+    assert planned.take(remote(2), [5])[0].data_ptr() == place
 
 
 def test_a_guest_of_no_bytes_has_a_room_too() -> None:
-    planned = rooms([0], {0: 0, 1: 0})
-    assert planned.take(guest(0), []) == []
-    assert [part.numel() for part in planned.take(guest(1), [3])] == [3]
+    planned = remote_buffers([0], {0: 0, 1: 0})
+    assert planned.take(remote(0), []) == []
+    assert [part.numel() for part in planned.take(remote(1), [3])] == [3]
 
 
 def test_clear() -> None:
-    planned = rooms([8, 8], {0: 0})
-    planned.take(guest(0), [8])
+    planned = remote_buffers([8, 8], {0: 0})
+    planned.take(remote(0), [8])
     planned.clear()
     assert planned.num_bytes == 0
-    planned.take(guest(0), [8])
+    planned.take(remote(0), [8])
     assert planned.num_bytes == 16
 
 
 @pytest.mark.parametrize("stranger", [(0, 1, 0), (1, 0, 0), (0, 0, 1)])
 def test_a_stranger_has_no_room(stranger: PartKey) -> None:
     with pytest.raises(KeyError):
-        rooms([8, 8], {0: 0}).take(stranger, [8])
+        remote_buffers([8, 8], {0: 0}).take(stranger, [8])
 
 
-# Which guest is in which room.
+# Which remote activation is in which room.
 
 
 @st.composite
 def visits(draw: st.DrawFn) -> tuple[list[Event], list[int]]:
-    """Guests that come and go, and their sizes."""
+    """Remote activations that come and go, and their sizes."""
     sizes = draw(st.lists(st.sampled_from([1, 2, 3, 5, 8]), min_size=1, max_size=12))
     events: list[Event] = []
     present: list[int] = []
@@ -109,12 +109,12 @@ def chain_of(events: list[Event]) -> list[Action]:
 def test_guests_have_rooms_of_their_own_and_no_step_needs_more(visit: tuple[list[Event], list[int]]) -> None:
     events, sizes = visit
     reserved = reserve(chain_of(events), lambda action: sizes[action.microbatch])
-    planned = Rooms(reserved, CPU, in_bytes=True)
+    planned = RemoteBuffers(reserved, CPU, in_bytes=True)
     for _ in range(3):
         present: dict[int, torch.Tensor] = {}
         for arrives, which in events:
             if arrives:
-                (present[which],) = planned.take(guest(which), [sizes[which]])
+                (present[which],) = planned.take(remote(which), [sizes[which]])
                 present[which].fill_(which)
             else:
                 assert (present.pop(which) == which).all()  # nobody wrote over it
@@ -135,17 +135,17 @@ def test_there_are_as_many_rooms_as_guests_at_once(visit: tuple[list[Event], lis
 
 
 def test_what_is_stored_on_the_host_comes_back() -> None:
-    host = HostRooms(Reserved((5, 9), {guest(0): 0, guest(1): 1}), CPU, None, in_bytes=True)
+    host = HostBuffers(Reserved((5, 9), {remote(0): 0, remote(1): 1}), CPU, None, in_bytes=True)
     messages = {
         0: [torch.arange(5, dtype=torch.uint8)],
         1: [torch.full((4,), 7, dtype=torch.uint8), torch.ones(5, dtype=torch.uint8)],
     }
     for microbatch, sent in messages.items():
-        host.store(guest(microbatch), [message.clone() for message in sent]).wait()
+        host.store(remote(microbatch), [message.clone() for message in sent]).wait()
     assert host.num_bytes == 14
     for microbatch, sent in messages.items():
         arrived = [torch.zeros_like(message) for message in sent]
-        host.fetch(guest(microbatch), arrived).wait()
+        host.fetch(remote(microbatch), arrived).wait()
         assert all(map(torch.equal, arrived, sent))
     host.clear()
     assert host.num_bytes == 0

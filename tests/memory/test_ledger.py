@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bpipe.memory.ledger import Ledger
 from bpipe.memory.peaks import Peaks
 from bpipe.memory.saved.footprint import Footprint, covering, footprint_of
-from bpipe.memory.saved.stash import Contents, Movable
+from bpipe.memory.saved.stash import Movable, StashContents
 from bpipe.memory.saved.storages import Held
 from bpipe.schedules import Action, Op, Plan, Sizes, build
 from tests.schedules.strategies import plans
@@ -41,7 +41,7 @@ def follow(ledger: Ledger, actions: tuple[Action, ...], footprints: Footprints) 
         if action.op is Op.F:
             ledger.forward(ledger.open(key, (action.stage, "")), footprints[key])
         elif action.op is Op.I:
-            ledger.input_half(ledger.accounts[key], footprints[key].between_bytes)
+            ledger.backward_input(ledger.accounts[key], footprints[key].between_bytes)
         elif action.op in (Op.B, Op.W):
             ledger.backward(ledger.accounts[key])
         elif action.op is Op.WAIT_EVICT:
@@ -80,7 +80,7 @@ def test_ledger_against_a_recount(plan: Plan, data: st.DataObject) -> None:
         assert (ledger.peak_bytes, ledger.peak_slots) == tuple(map(max, zip(*counts)))
         assert (ledger.live_bytes, ledger.slots) == (0, 0)
         assert Peaks(with_messages=False).of(plan, rank, own) == ledger.peak_bytes
-        assert ledger.peak_slots + sum(map(len, plan.rooms(rank).values())) == plan.peak_slots[rank]
+        assert ledger.peak_slots + sum(map(len, plan.remote_buffers(rank).values())) == plan.peak_slots[rank]
         assert ledger.evicted_bytes == ledger.loaded_bytes == sum(own[key].movable_bytes for key in plan.evicted(rank))
 
 
@@ -133,10 +133,10 @@ def test_footprint() -> None:
     assert footprint_of(contents_of(20, fixed=3)) == Footprint(own_bytes=23, movable_bytes=20, shared_bytes=8)
 
 
-def contents_of(movable: int, fixed: int) -> Contents:
+def contents_of(movable: int, fixed: int) -> StashContents:
     """A look that found so many bytes, and 8 that are shared."""
     storage = torch.empty(movable, dtype=torch.uint8).untyped_storage()
-    return Contents([Movable(storage, [], False)], fixed={5: fixed}, shared={7: Held((2,), torch.float32, 8, "a")})
+    return StashContents([Movable(storage, [], False)], fixed={5: fixed}, shared={7: Held((2,), torch.float32, 8, "a")})
 
 
 MESSAGES = {"received_bytes": 4, "sent_bytes": 6, "kept_received_bytes": 4, "kept_sent_bytes": 0}

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bpipe.memory.saved.stash import Contents, Movable, Saved, Stash, cuts_for
+from bpipe.memory.saved.stash import Movable, Saved, Stash, StashContents, cuts_for
 
 SIZES = st.lists(st.integers(1, 50), max_size=8)
 
@@ -38,5 +38,5 @@ def test_equal_storages_are_dealt_out_evenly() -> None:
 def test_a_microbatch_like_one_before_is_cut_in_the_same_places() -> None:
     """Although some of it may be away already."""
     stash = Stash("microbatch 1 of stage 0", {}, cuts=(1, 2))
-    stash.settle(Contents(movable([4, 4])[1:]), 3)
+    stash.settle(StashContents(movable([4, 4])[1:]), 3)
     assert tuple(stash.cuts) == (1, 2)

@@ -304,7 +304,7 @@ def test_adding_nothing_changes_no_bit() -> None:
 
 
 class ByPlace(nn.Module):
-    """Looks up by a layer's place what it does with it."""
+    """InputForms up by a layer's place what it does with it."""
 
     def __init__(self) -> None:
         super().__init__()

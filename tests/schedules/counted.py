@@ -25,24 +25,24 @@ class Store:
 
 
 @dataclass
-class Rooms:
-    """What is reserved for one evictor: a guest takes the smallest free room that it fits in, else the largest, which grows."""
+class RemoteBuffers:
+    """What is reserved for one evictor: each takes the smallest free buffer that it fits, else the largest, which grows."""
 
     sizes: list[int] = field(default_factory=list)
-    guests: dict[tuple[object, ...], int] = field(default_factory=dict)
+    remotes: dict[tuple[object, ...], int] = field(default_factory=dict)
 
-    def enter(self, guest: tuple[object, ...], size: int) -> None:
-        free = [room for room in range(len(self.sizes)) if room not in self.guests.values()]
+    def enter(self, remote: tuple[object, ...], size: int) -> None:
+        free = [room for room in range(len(self.sizes)) if room not in self.remotes.values()]
         if not free:
             free = [len(self.sizes)]
             self.sizes.append(0)
         fitting = [room for room in free if self.sizes[room] >= size]
         room = min(fitting, key=self.sizes.__getitem__) if fitting else max(free, key=self.sizes.__getitem__)
         self.sizes[room] = max(self.sizes[room], size)
-        self.guests[guest] = room
+        self.remotes[remote] = room
 
-    def leave(self, guest: tuple[object, ...]) -> None:
-        del self.guests[guest]
+    def leave(self, remote: tuple[object, ...]) -> None:
+        del self.remotes[remote]
 
 
 class Bytes:
@@ -139,7 +139,7 @@ class Bytes:
             taken.append((("result", stage, microbatch), self.size(stage, "received")))
         self.stores[rank].hold(*taken)
 
-    def after_input_half(self, rank: int, action: Action) -> None:
+    def after_backward_input(self, rank: int, action: Action) -> None:
         """The gradient of the output is used up; so is the output, where it was kept for no other rank.
 
         What of an output that is still under way was among the saved bytes stays when these go.

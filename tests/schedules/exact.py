@@ -1,9 +1,9 @@
 """The fewest bytes that any balance pass can move: a small exact search (mixed integer linear program, HiGHS).
 
 It has the pass's rules of time: forwards and backwards are whole, an eviction runs during the step before the one that needs its
-memory, a load during the step before its backward, both count at both ends, and acceptors keep rooms for guests whatever they
-compute. It is looser in what a link carries at once, and in rooms, where a small guest may not need one that a large one has
-left; so it is a lower bound, and not always one that can be reached.
+memory, a load during the step before its backward, both count at both ends, and acceptors keep buffers for remote activations
+whatever they compute. It is looser in what a link carries at once, and in buffers, where a small remote activation may not need one
+that a large one has left; so it is a lower bound, and not always one that can be reached.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def fewest_bytes(plan: Plan, sizes: Sizes, budgets: Sequence[int]) -> int:
 
 
 class _Search:
-    """A column for each choice, 1 if it is made; and for each pair of ranks, the room that one has for the other's guests."""
+    """A column for each choice, 1 if it is made; and for each pair of ranks, the room that one has for the other's activations."""
 
     def __init__(self, plan: Plan, budgets: Sequence[int]) -> None:
         assert plan.sizes is not None
@@ -76,7 +76,7 @@ class _Search:
             if not over[peer]
         ]
         pairs = sorted({(choice.rank, choice.peer) for choice in self.choices})
-        self.rooms = {pair: len(self.choices) + index for index, pair in enumerate(pairs)}
+        self.remote_buffers = {pair: len(self.choices) + index for index, pair in enumerate(pairs)}
 
     def size(self, which: tuple[int, int, int]) -> int:
         return self.sizes.stages[which[0]].moved(which[2])
@@ -84,8 +84,8 @@ class _Search:
     def solve(self) -> int:
         if not self.choices:
             return 0
-        is_choice = np.array([1] * len(self.choices) + [0] * len(self.rooms))
-        cost = [choice.size for choice in self.choices] + [0] * len(self.rooms)
+        is_choice = np.array([1] * len(self.choices) + [0] * len(self.remote_buffers))
+        cost = [choice.size for choice in self.choices] + [0] * len(self.remote_buffers)
         found = milp(
             cost,
             integrality=is_choice,
@@ -102,20 +102,20 @@ class _Search:
             self.keep_within(rows, rank)
         for terms in self.once():
             rows.add(terms, 1)
-        for pair, column in self.rooms.items():
-            for terms in self.guests(*pair):
+        for pair, column in self.remote_buffers.items():
+            for terms in self.remotes(*pair):
                 rows.add([*terms, (column, -1.0)], 0)
         return rows
 
     def keep_within(self, rows: Rows, rank: int) -> None:
-        """At each step: what is there, less what is away, and rooms for others, within the limit."""
+        """At each step: what is there, less what is away, and buffers for others, within the limit."""
         away: dict[int, list[Term]] = defaultdict(list)
         for column, choice in enumerate(self.choices):
             for step in range(choice.left, choice.needed - 1) if choice.rank == rank else ():
                 away[step].append((column, -choice.size))
-        guests = [(column, 1.0) for (_, acceptor), column in self.rooms.items() if acceptor == rank]
+        remotes = [(column, 1.0) for (_, acceptor), column in self.remote_buffers.items() if acceptor == rank]
         for step, occupied in enumerate(self.ranks[rank].occupied or [0]):
-            rows.add([*away[step], *guests], self.budgets[rank] - occupied)
+            rows.add([*away[step], *remotes], self.budgets[rank] - occupied)
 
     def once(self) -> Iterator[list[Term]]:
         """The choices for each part, of which one can be made."""
@@ -124,7 +124,7 @@ class _Search:
             of[choice.which].append((column, 1))
         yield from of.values()
 
-    def guests(self, evictor: int, acceptor: int) -> Iterator[list[Term]]:
+    def remotes(self, evictor: int, acceptor: int) -> Iterator[list[Term]]:
         """What one rank keeps for another at each step of that."""
         at: dict[int, list[Term]] = defaultdict(list)
         for column, choice in enumerate(self.choices):

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from bpipe.schedules import Action, Plan
-from tests.schedules.counted import Bytes, Rooms
+from tests.schedules.counted import Bytes, RemoteBuffers
 
 HOST = -1
 MOVES = ("EVICT", "WAIT_EVICT", "LOAD", "WAIT_LOAD")
@@ -37,14 +37,14 @@ def replay(plan: Plan) -> str | None:
 
 
 def occupied(plan: Plan) -> tuple[int, ...]:
-    """The most slots each rank of a sound plan occupies on the machine, rooms for guests included."""
+    """The most slots each rank of a sound plan occupies on the machine, buffers for remote activations included."""
     machine = _Machine(plan)
     machine.run()
     return tuple(map(machine.occupied, range(len(plan.actions))))
 
 
 def occupied_bytes(plan: Plan) -> tuple[int, ...]:
-    """The most bytes each rank of a sound plan occupies on the machine, static ones and rooms included."""
+    """The most bytes each rank of a sound plan occupies on the machine, static ones and buffers included."""
     machine = _Machine(plan)
     machine.run()
     return tuple(map(machine.occupied_bytes, range(len(plan.actions))))
@@ -89,7 +89,9 @@ class _Machine:
         self.slots: list[set[tuple[int, int, str]]] = [set() for _ in plan.actions]  # and why each is occupied
         self.peak = [0 for _ in plan.actions]
         self.bytes = Bytes(plan)
-        self.rooms: dict[tuple[int, object], Rooms] = defaultdict(Rooms)  # in bytes, by acceptor and evictor
+        self.remote_buffers: dict[tuple[int, object], RemoteBuffers] = defaultdict(
+            RemoteBuffers
+        )  # in bytes, by acceptor and evictor
         self.under_way: dict[int, tuple[object, ...]] = {}  # a rank's next piece of a computation in pieces
         self.again = {a[1:3] for lane in plan.actions for a in lane if a.op.value == "R"}  # microbatches that run forward twice
         self.sharded = {a.stage for lane in plan.actions for a in lane if a.op.value in SHARDING}
@@ -135,12 +137,14 @@ class _Machine:
         assert not left or not self.plan.has_backward, left  # else the machine's own count is wrong
 
     def occupied(self, rank: int) -> int:
-        return self.peak[rank] + sum(len(rooms.sizes) for (acceptor, _), rooms in self.rooms.items() if acceptor == rank)
+        return self.peak[rank] + sum(
+            len(buffers.sizes) for (acceptor, _), buffers in self.remote_buffers.items() if acceptor == rank
+        )
 
     def occupied_bytes(self, rank: int) -> int:
         assert self.plan.sizes is not None
-        rooms = sum(sum(rooms.sizes) for (acceptor, _), rooms in self.rooms.items() if acceptor == rank)
-        return self.plan.sizes.static[rank] + self.bytes.stores[rank].peak + rooms
+        remote_buffers = sum(sum(buffers.sizes) for (acceptor, _), buffers in self.remote_buffers.items() if acceptor == rank)
+        return self.plan.sizes.static[rank] + self.bytes.stores[rank].peak + remote_buffers
 
     # The two kinds of lane. Each returns False where it must wait.
 
@@ -237,7 +241,7 @@ class _Machine:
     def backward(self, rank: int, action: Action) -> None:
         self.bytes.before_backward(rank, action)
         if self.begins(rank, action, first=self.bytes.parts(action.stage)[-1], last=1):
-            self.input_half(rank, action)
+            self.backward_input(rank, action)
             self.in_order("weight gradient", action)
         self.free(rank, action)
         if rank not in self.under_way:
@@ -245,10 +249,10 @@ class _Machine:
 
     def whole_input_half(self, rank: int, action: Action) -> None:
         self.bytes.before_backward(rank, action)
-        self.input_half(rank, action)
+        self.backward_input(rank, action)
         self.made_gradient(rank, action)
 
-    def input_half(self, rank: int, action: Action) -> None:
+    def backward_input(self, rank: int, action: Action) -> None:
         _, stage, microbatch, *_ = action
         self.check_gathered(action)
         insist(self.plan.has_backward, "missing token: no graph for", action)
@@ -259,12 +263,12 @@ class _Machine:
             near = self.plan.stage_ranks[stage + 1] == rank
             where = (rank, "result", stage + 1, microbatch) if near else (rank, "gradient", stage, microbatch)
             self.use(where, ("gradient", stage + 1, microbatch), action)
-        self.bytes.after_input_half(rank, action)
+        self.bytes.after_backward_input(rank, action)
 
     def made_gradient(self, rank: int, action: Action) -> None:
         self.tokens[rank, "result", *action[1:3]] = ("gradient", *action[1:3])
 
-    def weight_half(self, rank: int, action: Action) -> None:
+    def backward_weight(self, rank: int, action: Action) -> None:
         self.check_gathered(action)
         self.in_order("weight gradient", action)
         insist(self.counts["input gradient", action.stage] > action.microbatch, "missing token: input half for", action)
@@ -441,28 +445,28 @@ class _Machine:
     def hosted(self, rank: int, action: Action) -> list[Place]:
         return self._elsewhere(rank, "hosted", self.saved(rank, action))
 
-    def guests(self, rank: int, action: Action) -> list[Place]:
-        return self._elsewhere(rank, f"guest of {action.peer}", self.saved(rank, action))
+    def remotes(self, rank: int, action: Action) -> list[Place]:
+        return self._elsewhere(rank, f"remote activation of {action.peer}", self.saved(rank, action))
 
     def accept(self, rank: int, action: Action) -> bool | None:
         queue = self.queues["evict", action.peer, rank]
         if queue.sent <= queue.received:
             return False  # the sizes arrive with the eviction
-        rooms = self.rooms[rank, action.peer]
-        insist(action[1:4] not in rooms.guests, "overwritten:", action, "has a guest already")
-        rooms.enter(action[1:4], self.bytes.movable(action))
-        self.start_receive("evict", rank, action, *self.guests(rank, action))
+        remote_buffers = self.remote_buffers[rank, action.peer]
+        insist(action[1:4] not in remote_buffers.remotes, "overwritten:", action, "has a remote activation already")
+        remote_buffers.enter(action[1:4], self.bytes.movable(action))
+        self.start_receive("evict", rank, action, *self.remotes(rank, action))
         return None
 
-    def give_back(self, rank: int, action: Action) -> None:
-        self.start_send("return", rank, action, *self.guests(rank, action))
+    def return_(self, rank: int, action: Action) -> None:
+        self.start_send("return", rank, action, *self.remotes(rank, action))
 
     def given_back(self, rank: int, action: Action) -> bool:
         done = self.complete_send(rank, action)
         if done:
-            for place in self.guests(rank, action):
+            for place in self.remotes(rank, action):
                 del self.tokens[place]
-            self.rooms[rank, action.peer].leave(action[1:4])
+            self.remote_buffers[rank, action.peer].leave(action[1:4])
         return done
 
 
@@ -471,7 +475,7 @@ COMPUTING: Dispatch = {
     "F": _Machine.forward,
     "B": _Machine.backward,
     "I": _Machine.whole_input_half,
-    "W": _Machine.weight_half,
+    "W": _Machine.backward_weight,
     "R": _Machine.second_forward,
     "SEND_F": _Machine.send_forward,
     "RECV_F": _Machine.receive_forward,
@@ -491,7 +495,7 @@ COMPUTING: Dispatch = {
 }
 SERVING: Dispatch = {
     "ACCEPT": _Machine.accept,
-    "RETURN": _Machine.give_back,
+    "RETURN": _Machine.return_,
     "WAIT_ACCEPT": _Machine.complete_receive,
     "WAIT_RETURN": _Machine.given_back,
 }

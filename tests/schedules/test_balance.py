@@ -146,7 +146,7 @@ def test_any_pairs(p: int, m: int, data: st.DataObject) -> None:
     assert replay(plan) is None
     for rank in range(p):
         assert {action.peer for action in plan.actions[rank] if action.op is Op.EVICT} <= {pairs[rank]}
-        assert set(plan.rooms(rank)) == {r for r in range(p) if plan.evicted(r) and pairs[r] == rank}
+        assert set(plan.remote_buffers(rank)) == {r for r in range(p) if plan.evicted(r) and pairs[r] == rank}
 
 
 def smallest(error: BudgetError) -> list[int | None]:

@@ -168,13 +168,21 @@ def test_a_budget_that_is_too_small_is_told_with_static_bytes(static: int, messa
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("budgets: 24 ", "budgets: 23 ", "rank 0 occupies 24 bytes of its own and 0 for guests and what stays, of a budget of 23"),
+        (
+            "budgets: 24 ",
+            "budgets: 23 ",
+            "rank 0 occupies 24 bytes of its own and 0 for remote activations and what stays, of a budget of 23",
+        ),
         (
             "size 0: 8 ",
             "size 0: 9 ",
-            "rank 0 occupies 27 bytes of its own .*\n.* rank 3 occupies 8 bytes of its own and 18 for guests",
+            "rank 0 occupies 27 bytes of its own .*\n.* rank 3 occupies 8 bytes of its own and 18 for remote activations",
         ),
-        ("static: 0 ", "static: 1 ", "rank 0 occupies 24 bytes of its own and 1 for guests and what stays, of a budget of 24"),
+        (
+            "static: 0 ",
+            "static: 1 ",
+            "rank 0 occupies 24 bytes of its own and 1 for remote activations and what stays, of a budget of 24",
+        ),
         ("0EVICT1@3", "0EVICT2@3", r"0EVICT1 is missing"),
         ("0EVICT1@3", "0EVICT1.2@3", r"0EVICT1\.2 names a part that there is not"),
         ("0EVICT1@3", "0EVICT1@host", "0WAIT_EVICT1 on rank 0 with peer 3: expected rank 0 and the host"),

@@ -10,9 +10,9 @@ import pytest
 from bpipe.errors import ConfigurationError
 from bpipe.passes.balance.balance import balance, minimize_peak
 from bpipe.passes.communicate import communicate, computations_only, forward_only
-from bpipe.passes.one_at_a_time import one_at_a_time
 from bpipe.passes.pieces import in_pieces
 from bpipe.passes.pipeline import PHASES, Pass, Phase, Pipeline
+from bpipe.passes.profiling_order import profiling_order
 from bpipe.passes.recompute import recompute
 from bpipe.schedules import Plan, Sizes, build, finish, verify
 
@@ -36,7 +36,7 @@ PIECES, LOWEST = Pass.of(in_pieces), Pass.of(minimize_peak, SIZES)
         ((START, EVICT, SEND), lambda plan: communicate(balance(computations_only(plan), slots=3))),
         ((START, RECOMPUTE, SEND), lambda plan: communicate(recompute(computations_only(plan), slots=3))),
         ((START, SIZED, PIECES, LOWEST), lambda plan: minimize_peak(in_pieces(with_sizes(computations_only(plan))), SIZES)),
-        ((Pass.of(one_at_a_time), SEND), lambda plan: communicate(one_at_a_time(plan))),
+        ((Pass.of(profiling_order), SEND), lambda plan: communicate(profiling_order(plan))),
         ((Pass.of(forward_only), SEND), lambda plan: communicate(forward_only(plan))),
         ((), lambda plan: plan),
     ],

@@ -114,21 +114,21 @@ def test_bytes_on_a_rank_are_counted_from_its_actions(pair: tuple[Plan, Costs]) 
     plan, costs = pair
     timeline = simulate(plan, costs)
     for rank in range(plan.num_ranks):
-        rooms = 0
+        remote_buffers = 0
         for peer in range(plan.num_ranks):
-            guests, most = 0, 0
+            remotes, most = 0, 0
             for action in plan.served[rank]:
                 if action.peer == peer:
-                    guests += {Op.ACCEPT: 1, Op.WAIT_RETURN: -1}.get(action.op, 0) * costs.movable_bytes[action.stage]
-                    most = max(most, guests)
-            rooms += most
+                    remotes += {Op.ACCEPT: 1, Op.WAIT_RETURN: -1}.get(action.op, 0) * costs.movable_bytes[action.stage]
+                    most = max(most, remotes)
+            remote_buffers += most
         own, most = 0, 0
         for op, stage, *_ in plan.actions[rank]:
             saved, movable = costs.saved_bytes[stage], costs.movable_bytes[stage]
             own += {Op.F: saved, Op.LOAD: movable}.get(op, 0)
             most = max(most, own)
             own -= {Op.B: saved, Op.W: saved, Op.WAIT_EVICT: movable}.get(op, 0)
-        assert timeline.peak_bytes(rank) == most + rooms
+        assert timeline.peak_bytes(rank) == most + remote_buffers
         moments = list(timeline.memory(rank))
         static = timeline.device_peak_bytes(rank) - timeline.peak_bytes(rank)
         assert static == sum(costs.static(stage) for stage, owner in enumerate(plan.stage_ranks) if owner == rank)
@@ -337,7 +337,7 @@ def test_a_rank_may_keep_guests_alone() -> None:
     plan = finish(balance(wider, slots=(3, None, None, None, None), to=Destinations(pairs=(4, 4, 4, 4, 0))))
     timeline = simulate(plan, Costs(saved_bytes=7, static_bytes=5))
     assert timeline.makespan_s == 33 and critical_path(timeline)
-    assert timeline.peak_bytes(4) == 7 * len(plan.rooms(4)[0])
+    assert timeline.peak_bytes(4) == 7 * len(plan.remote_buffers(4)[0])
     with pytest.raises(ConfigurationError, match="no times of rank 4"):
         timeline.span_s(4)
 

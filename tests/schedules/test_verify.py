@@ -134,7 +134,7 @@ def test_a_budget_lowered_by_one(rank: int) -> None:
     plan = build("balanced_1f1b", 4, 8)
     slots = tuple(peak - (r == rank) for r, peak in enumerate(plan.peak_slots))
     verify(replace(plan, slots=plan.peak_slots))
-    said = rf"rank {rank} occupies \d slots of its own and \d for guests and what stays, of a budget of {slots[rank]}"
+    said = rf"rank {rank} occupies \d slots of its own and \d for remote activations and what stays, of a budget of {slots[rank]}"
     with pytest.raises(PlanError, match=said):
         verify(replace(plan, slots=slots))
 

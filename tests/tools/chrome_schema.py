@@ -1,6 +1,6 @@
 """Check trace files by the rules of Google's "Trace Event Format", and by what Perfetto's importer needs to lose nothing.
 
-The document says which phases there are and what each needs, that the slices of a thread nest, and that a flow's ends bind to
+The document says which phases there are and what each needs, that the slices of a thread pytree, and that a flow's ends bind to
 slices. Perfetto drops a slice that partly overlaps another one of its thread, and binds a flow's end to the slice that began last
 on its thread, even at that very time.
 """

@@ -85,7 +85,7 @@ def assert_close(a: Timeline, b: Timeline) -> None:
     for lanes in both:
         for x, y in zip(*lanes, strict=True):
             assert (x.activation_bytes, x.message_bytes) == (y.activation_bytes, y.message_bytes)
-            assert (x.static_bytes, x.room_bytes) == (y.static_bytes, y.room_bytes)
+            assert (x.static_bytes, x.remote_buffer_bytes) == (y.static_bytes, y.remote_buffer_bytes)
             assert len(x.begin_s) == len(y.begin_s) and len(x.end_s) == len(y.end_s)
             times = zip((*x.begin_s, *x.end_s), (*y.begin_s, *y.end_s))
             assert all(abs(s - t) <= 1.001e-9 + 1e-15 * abs(s) for s, t in times)
@@ -137,13 +137,20 @@ def test_the_picture(path):
     save_trace(planned(static_bytes=2**22), path)
     names = {(e["pid"], e["args"]["name"]) for e in events_of(path, "M") if e["name"] in ("process_name", "thread_name")}
     assert {(rank + 1, f"rank {rank}") for rank in range(4)} <= names
-    assert {(1, "compute"), (1, "transfers"), (1, "evictions"), (4, "guests"), (4, "waits for guests")} <= names
-    assert not {(2, "evictions"), (1, "guests"), (1, "device")} & names
+    assert {
+        (1, "compute"),
+        (1, "transfers"),
+        (1, "evictions"),
+        (4, "remote activations"),
+        (4, "waits for remote activations"),
+    } <= names
+    assert not {(2, "evictions"), (1, "remote activations"), (1, "device")} & names
     slices = {(e["pid"], e["name"]): e for e in events_of(path, "X")}
     forward = slices[2, "1F0"]
     assert (forward["ts"], forward["dur"], forward["cat"]) == (1_010_000, 1_000_000, "compute")
     assert forward["args"] == {
-        "action": "1F0", "stage": 1, "microbatch": 0, "step": 0, "timeline": 0, "activation_bytes": 2**20, "message_bytes": 0
+        "action": "1F0", "stage": 1, "microbatch": 0, "then": "it has run forward, and its activations are here", "step": 0,
+        "timeline": 0, "activation_bytes": 2**20, "message_bytes": 0
     }  # fmt: skip
     counters = [(event["name"], event["args"]["bytes"]) for event in events_of(path, "C") if event["pid"] == 1]
     for name, stays in (("activations", 0), ("device", 2**22)):

@@ -103,7 +103,9 @@ def test_simulate_gives_the_numbers_of_the_timeline(capsys):
     assert found["makespan_s"] == pytest.approx(11 * 0.03)
     assert [rank["device_peak_bytes"] / 2**30 for rank in found["ranks"]] == [5, 5, 4, 5]
     assert [rank["peak_bytes"] / 2**30 for rank in found["ranks"]] == [3, 3, 2, 3]
-    assert [(rank["static_bytes"] / 2**30, rank["room_bytes"] / 2**30) for rank in found["ranks"]] == [(2, 0)] * 3 + [(2, 2)]
+    assert [(rank["static_bytes"] / 2**30, rank["remote_buffer_bytes"] / 2**30) for rank in found["ranks"]] == [(2, 0)] * 3 + [
+        (2, 2)
+    ]
     assert found["ranks"][0]["bubble_s"] == pytest.approx(3 * 0.03)
     assert sum(found["critical_path_s"].values()) == pytest.approx(found["makespan_s"])
     code, out, _ = run(capsys, "simulate", "balanced_1f1b", *SMALL, *costs)

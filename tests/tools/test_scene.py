@@ -114,7 +114,7 @@ def test_memory_strips_show_the_peak_and_what_every_computation_holds(costs: Cos
         lane = shown.actions[row.rank]
         assert max(held.device_bytes for held in row.memory) == row.device_peak == shown.device_peak_bytes(row.rank)
         assert max(held.activation_bytes for held in row.memory) == row.peak == row.device_peak - lane.static_bytes
-        idle = lane.static_bytes + lane.room_bytes
+        idle = lane.static_bytes + lane.remote_buffer_bytes
         for action, begin, end, own in zip(shown.plan.actions[row.rank], lane.begin_s, lane.end_s, lane.activation_bytes):
             if action.op in COMPUTE:
                 assert amount_at(row, (begin + end) / 2) == idle + own

@@ -98,7 +98,7 @@ def test_all_who_say_it_say_the_same(told: dict[str, Told], capsys: pytest.Captu
 
 
 def test_the_fullest_device_decides(told: dict[str, Told], capsys: pytest.CaptureFixture[str]) -> None:
-    """By count the rank with the head takes guests as well, so that the fullest device is fuller than plain."""
+    """By count the rank with the head takes remote activations as well, so that the fullest device is fuller than plain."""
     fullest = {name: max(device for device, _ in one.stats) for name, one in told.items()}
     assert fullest["by bytes"] <= fullest["plain"] < fullest["by count"]
     assert all(one.timeline.fullest_rank == P - 1 for one in told.values())

@@ -14,7 +14,7 @@ MOST_STAGES = 64  # on one rank
 UNKNOWN_CUT = bytes(16)  # of a module that nobody has cut from a model, or that is inside a wrapper
 
 
-class Record(NamedTuple):
+class StepRecord(NamedTuple):
     """What one rank is about to run."""
 
     version: str
@@ -40,7 +40,7 @@ class Record(NamedTuple):
         return encode(self)
 
     @classmethod
-    def unpack(cls, data: bytes) -> Record:
+    def unpack(cls, data: bytes) -> StepRecord:
         """Read what `pack` wrote.
 
         Raises:
@@ -52,11 +52,11 @@ class Record(NamedTuple):
         return record
 
 
-ALIKE = Record._fields.index("signature")  # the number of leading fields that are alike on all ranks
+ALIKE = StepRecord._fields.index("signature")  # the number of leading fields that are alike on all ranks
 
 
 # What is compared, in the order in which a difference explains the ones after it.
-COMPARED: dict[str, Callable[[Record], object]] = {
+COMPARED: dict[str, Callable[[StepRecord], object]] = {
     "bpipe's version": lambda record: record.version,
     "train or eval": lambda record: "train" if record.is_training else "eval",
     "which of the group's pipelines this is": lambda record: record.pipeline,
@@ -70,7 +70,7 @@ COMPARED: dict[str, Callable[[Record], object]] = {
 }
 
 
-def check(records: Sequence[Record]) -> None:
+def check(records: Sequence[StepRecord]) -> None:
     """Raise unless all ranks are about to run the same step, and together hold each stage exactly once.
 
     Raises:
@@ -97,7 +97,7 @@ def check(records: Sequence[Record]) -> None:
         raise AgreementError(f"no rank holds stage {missing} of {records[0].num_stages} ({held})")
 
 
-def _check_cut(records: Sequence[Record]) -> None:
+def _check_cut(records: Sequence[StepRecord]) -> None:
     """Raise if two ranks have stages of a model that was cut differently, because layers would run twice, or not at all."""
     known = [(rank, record.cut) for rank, record in enumerate(records) if record.cut != UNKNOWN_CUT]
     other = next((rank for rank, cut in known if cut != known[0][1]), None)

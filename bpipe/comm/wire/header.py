@@ -5,7 +5,7 @@ bytes  8..15   kind, number of tensors (uint16 each), length of the body (uint32
 bytes 16..31   step (uint64), stage, microbatch (uint32 each)
 bytes 32..35   CRC-32 of everything else
 then the body: kind 1, a layout: for each tensor its dtype, whether it needs a gradient (1) or may need one later
-(2), its number of dimensions, shape and strides; then the nest as UTF-8. Kind 2, an eviction: the part of the microbatch that
+(2), its number of dimensions, shape and strides; then the pytree as UTF-8. Kind 2, an eviction: the part of the microbatch that
 moves, 0 for all, then the size of each message, as int64.
 """
 
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from bpipe.comm.wire.message import Layout, TensorMeta
+from bpipe.comm.wire.message import MessageSpec, TensorMeta
 from bpipe.errors import CommError
 
 __all__: list[str] = []
@@ -29,7 +29,7 @@ FIXED = struct.Struct("<6sHHHIQIII")
 MAX_BODY = 16 * 1024**2
 MOST_BYTES = FIXED.size + MAX_BODY
 MAX_DIMS = 64
-LAYOUT, EVICTION = 1, 2
+SPEC, EVICTION = 1, 2
 ABSENT = 255
 NO_GRADIENT, GRADIENT, MAYBE_LATER = range(3)
 
@@ -74,28 +74,28 @@ class Subject(NamedTuple):
         return f"step {self.step}, stage {self.stage}, microbatch {self.microbatch}"
 
 
-def pack_layout(subject: Subject, layout: Layout) -> bytes:
+def pack_spec(subject: Subject, spec: MessageSpec) -> bytes:
     """Pack a layout into a header."""
     parts = []
-    for meta in layout.tensors:
+    for meta in spec.tensors:
         if meta is None:
             parts.append(struct.pack("<BBB", ABSENT, 0, 0))
             continue
         if meta.dtype not in CODES:
             raise CommError(f"{subject}: a tensor of {meta.dtype} cannot be sent; cast it in the stage")
-        needs = GRADIENT if meta.requires_grad else MAYBE_LATER if layout.is_open and meta.is_differentiable else NO_GRADIENT
+        needs = GRADIENT if meta.requires_grad else MAYBE_LATER if spec.is_open and meta.is_differentiable else NO_GRADIENT
         parts.append(struct.pack("<BBB", CODES[meta.dtype], needs, len(meta.shape)))
         parts.append(struct.pack(f"<{2 * len(meta.shape)}q", *meta.shape, *meta.stride))
-    return _pack(LAYOUT, subject, len(layout.tensors), b"".join(parts) + layout.nest.encode())
+    return _pack(SPEC, subject, len(spec.tensors), b"".join(parts) + spec.tree.encode())
 
 
-def unpack_layout(data: bytes, expected: Subject) -> Layout:
-    """Unpack the layout that `pack_layout` packed.
+def unpack_spec(data: bytes, expected: Subject) -> MessageSpec:
+    """Unpack the layout that `pack_spec` packed.
 
     Raises:
         CommError: the bytes are not a layout header, are damaged, or are about something other than expected.
     """
-    count, body = _unpack(data, LAYOUT, expected)
+    count, body = _unpack(data, SPEC, expected)
     metas: list[TensorMeta | None] = []
     try:
         offset, is_open = 0, False
@@ -109,7 +109,7 @@ def unpack_layout(data: bytes, expected: Subject) -> Layout:
             )
             is_open = is_open or needs == MAYBE_LATER
             offset += 3 + 16 * dims
-        return Layout(body[offset:].decode(), tuple(metas), is_open)
+        return MessageSpec(body[offset:].decode(), tuple(metas), is_open)
     except (struct.error, IndexError, ValueError) as error:
         raise CommError(f"{expected}: a header does not hold a layout of tensors: {error}") from error
 

@@ -1,4 +1,4 @@
-"""What a stage hands to the next one: a nest of tensors and plain values, taken apart and put together again."""
+"""What a stage hands to the next one: a pytree of tensors and plain values, taken apart and put together again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__: list[str] = []
 
 PLAIN = (bool, int, float, str, type(None))
 COMMON = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8})
-ONE_TENSOR = '"T"'  # the nest of a tensor alone
+ONE_TENSOR = '"T"'  # the pytree of a tensor alone
 WRITABLE = 0x200  # PyBUF_WRITE
 _VIEW = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
 _view = _VIEW(("PyMemoryView_FromMemory", ctypes.pythonapi))
@@ -55,14 +55,14 @@ class TensorMeta(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
 
-class Layout(NamedTuple):
-    """What is agreed about a message: its nest, as JSON with a "T" for each tensor, and its tensors; None for an absent one.
+class MessageSpec(NamedTuple):
+    """What is agreed about a message: its pytree, as JSON with a "T" for each tensor, and its tensors; None for an absent one.
 
     A DTensor is also a "T", for its shard, inside a description of the rest. A layout is open if outputs that need no gradient may
     need one later, which a note then says.
     """
 
-    nest: str
+    tree: str
     tensors: tuple[TensorMeta | None, ...]
     is_open: bool = False
 
@@ -76,12 +76,12 @@ class Layout(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _text_of(layout: Layout) -> str:
-    return f"{layout.nest} of ({', '.join(map(str, layout.tensors))})"
+def _text_of(spec: MessageSpec) -> str:
+    return f"{spec.tree} of ({', '.join(map(str, spec.tensors))})"
 
 
-def take_apart(value: Any, where: str) -> tuple[str, list[torch.Tensor]]:
-    """Split a stage's output into its nest and its tensors; a DTensor contributes this rank's shard.
+def flatten_message(value: Any, where: str) -> tuple[str, list[torch.Tensor]]:
+    """Split a stage's output into its pytree and its tensors; a DTensor contributes this rank's shard.
 
     Args:
         value: tensors, None, bool, int, float, str, and tuples, lists and dicts of these.
@@ -98,7 +98,7 @@ def take_apart(value: Any, where: str) -> tuple[str, list[torch.Tensor]]:
 
 
 def _describe(part: Any, path: str, where: str, tensors: list[torch.Tensor]) -> Any:
-    """Describe a part of a nest, and append its tensors. This is not a closure, because a recursive one would keep them alive."""
+    """Describe a part of a pytree, and append its tensors. This is not a closure, because a recursive one would keep them alive."""
     if isinstance(part, torch.Tensor) and is_dtensor(part):
         return {"dtensor": [describe(part, path, where), _describe(shard_of(part), path, where, tensors)]}
     if isinstance(part, torch.Tensor):
@@ -132,30 +132,30 @@ def _no_mesh(names: tuple[str, ...] | None, shape: tuple[int, ...]) -> Any:
     raise StageError(f"a DTensor on the mesh {names} of shape {shape} arrived where there is no mesh")
 
 
-def put_together(nest: str, tensors: Sequence[Any], find_mesh: FindMesh = _no_mesh) -> Any:
-    """Put together what `take_apart` split.
+def unflatten_message(tree: str, tensors: Sequence[Any], find_mesh: FindMesh = _no_mesh) -> Any:
+    """Put together what `flatten_message` split.
 
     Args:
-        nest: the nest that `take_apart` made.
+        pytree: the pytree that `flatten_message` made.
         tensors: its tensors, as they arrived.
         find_mesh: finds the mesh on which this rank has its shards of a DTensor.
 
     Raises:
-        CommError: the nest is invalid, or asks for a different number of tensors.
+        CommError: the pytree is invalid, or asks for a different number of tensors.
         StageError: there is no mesh for a DTensor.
     """
-    if nest == ONE_TENSOR and len(tensors) == 1:
+    if tree == ONE_TENSOR and len(tensors) == 1:
         return tensors[0]
     remaining = iter(tensors)
     try:
-        value = _build(json.loads(nest), remaining, find_mesh)
+        value = _build(json.loads(tree), remaining, find_mesh)
         rest = list(remaining)
     except StageError:
         raise
     except Exception as error:
-        raise CommError(f"a message describes no output of a stage: {nest[:200]}") from error
+        raise CommError(f"a message describes no output of a stage: {tree[:200]}") from error
     if rest:
-        raise CommError(f"a message has {len(rest)} tensors more than its description: {nest[:200]}")
+        raise CommError(f"a message has {len(rest)} tensors more than its description: {tree[:200]}")
     return value
 
 

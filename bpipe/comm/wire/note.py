@@ -18,7 +18,7 @@ import torch
 
 from bpipe.comm.wire import header
 from bpipe.comm.wire.header import Subject
-from bpipe.comm.wire.message import Layout, TensorMeta, bytes_of, memory_of
+from bpipe.comm.wire.message import MessageSpec, TensorMeta, bytes_of, memory_of
 from bpipe.errors import CommError
 
 __all__: list[str] = []
@@ -26,21 +26,21 @@ __all__: list[str] = []
 Tensors = Sequence[torch.Tensor | None]
 
 
-def can_tell(agreed: Layout, layout: Layout) -> bool:
+def can_tell(agreed: MessageSpec, spec: MessageSpec) -> bool:
     """Return whether a note can express the difference: tensors are absent, or new, or lie in another order of strides."""
-    if len(agreed.tensors) != len(layout.tensors):
+    if len(agreed.tensors) != len(spec.tensors):
         return False
-    pairs = zip(agreed.tensors, layout.tensors)
+    pairs = zip(agreed.tensors, spec.tensors)
     return all(one is None or other is None or (one.shape, one.dtype) == (other.shape, other.dtype) for one, other in pairs)
 
 
-def renewed(agreed: Layout, layout: Layout) -> Layout:
+def renewed(agreed: MessageSpec, spec: MessageSpec) -> MessageSpec:
     """Return what is agreed after a note: all tensors that have ever been there, as they were the last time."""
-    return Layout(agreed.nest, tuple(one if other is None else other for one, other in zip(agreed.tensors, layout.tensors)))
+    return MessageSpec(agreed.tree, tuple(one if other is None else other for one, other in zip(agreed.tensors, spec.tensors)))
 
 
 def with_note(
-    subject: Subject, agreed: Layout, layout: Layout, tensors: Tensors, device: torch.device
+    subject: Subject, agreed: MessageSpec, spec: MessageSpec, tensors: Tensors, device: torch.device
 ) -> tuple[list[torch.Tensor | None], bytes]:
     """Make a message as its receiver expects it, and the note that goes with it.
 
@@ -51,7 +51,7 @@ def with_note(
         tensors: its tensors, dense, or None.
         device: where they lie.
     """
-    note = [header.pack_layout(subject, layout)]
+    note = [header.pack_spec(subject, spec)]
     sent: list[torch.Tensor | None] = []
     for meta, tensor in zip(agreed.tensors, tensors, strict=True):
         if meta is not None:
@@ -63,8 +63,8 @@ def with_note(
 
 
 def read_note(
-    subject: Subject, agreed: Layout, note: bytes, landed: Tensors, device: torch.device
-) -> tuple[Layout, list[torch.Tensor | None]]:
+    subject: Subject, agreed: MessageSpec, note: bytes, landed: Tensors, device: torch.device
+) -> tuple[MessageSpec, list[torch.Tensor | None]]:
     """Return the layout and the tensors of a message that came with a note.
 
     Args:
@@ -78,20 +78,20 @@ def read_note(
         CommError: the note does not fit what was expected, or contradicts itself.
     """
     size = header.size_of(note, subject)
-    layout, unexpected = header.unpack_layout(note[:size], subject), note[size:]
-    new = [meta for meta, tensor in zip(layout.tensors, landed) if meta is not None and tensor is None]
-    if not can_tell(agreed, layout) or sum(meta.num_bytes for meta in new) != len(unexpected):
-        raise CommError(f"{subject}: a note of {len(note)} bytes says that {layout} arrived where {agreed} was expected")
+    spec, unexpected = header.unpack_spec(note[:size], subject), note[size:]
+    new = [meta for meta, tensor in zip(spec.tensors, landed) if meta is not None and tensor is None]
+    if not can_tell(agreed, spec) or sum(meta.num_bytes for meta in new) != len(unexpected):
+        raise CommError(f"{subject}: a note of {len(note)} bytes says that {spec} arrived where {agreed} was expected")
     arrived = _unpacked(new, unexpected, device)
-    return layout, [
+    return spec, [
         None if meta is None else next(arrived) if tensor is None else _lying_as(meta, tensor)
-        for meta, tensor in zip(layout.tensors, landed, strict=True)
+        for meta, tensor in zip(spec.tensors, landed, strict=True)
     ]
 
 
-def needing(agreed: Layout, layout: Layout) -> Layout:
+def needing(agreed: MessageSpec, spec: MessageSpec) -> MessageSpec:
     """Return what is agreed about a stage's outputs after some need a gradient that were agreed to need none."""
-    pairs = zip(agreed.tensors, layout.tensors, strict=True)
+    pairs = zip(agreed.tensors, spec.tensors, strict=True)
     tensors = tuple(one._replace(requires_grad=True) if one and other and other.requires_grad else one for one, other in pairs)
     return agreed._replace(tensors=tensors, is_open=agreed.is_open and any(map(may_need_later, tensors)))
 
@@ -101,11 +101,13 @@ def may_need_later(meta: TensorMeta | None) -> bool:
     return meta is not None and meta.is_differentiable and not meta.requires_grad
 
 
-def with_more(gradients: Layout, before: Layout, after: Layout) -> Layout:
+def with_more(gradients: MessageSpec, before: MessageSpec, after: MessageSpec) -> MessageSpec:
     """Return what is agreed about gradients when more outputs need one: the new ones are absent until they come in a note."""
     pairs = [(one, other) for one, other in zip(before.tensors, after.tensors, strict=True) if one and other]
     known = iter(gradients.tensors)
-    return Layout(gradients.nest, tuple(next(known) if one.requires_grad else None for one, other in pairs if other.requires_grad))
+    return MessageSpec(
+        gradients.tree, tuple(next(known) if one.requires_grad else None for one, other in pairs if other.requires_grad)
+    )
 
 
 def _unpacked(metas: Iterable[TensorMeta], data: bytes, device: torch.device) -> Iterator[torch.Tensor]:

@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 
 from bpipe.device import graph_maker
 from bpipe.errors import StageError
-from bpipe.model.nest import leaves_of
+from bpipe.model.pytree import leaves_of
 
 __all__: list[str] = []
 
@@ -54,6 +54,6 @@ def _attributes(node: Any, where: str) -> Iterator[Kept]:
 
 
 def tensors_kept_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in a nest and in its objects and functions, except in torch's own objects, such as a DeviceMesh."""
+    """Return the tensors in a pytree and in its objects and functions, except in torch's own objects, such as a DeviceMesh."""
     leaves = islice(leaves_of(value, without="torch"), MOST_LEAVES)
     return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from math import ceil
 from typing import NamedTuple
 
-from bpipe.memory.saved.stash import Contents
+from bpipe.memory.saved.stash import StashContents
 from bpipe.plan.sizes import StageSizes
 
 __all__: list[str] = []
@@ -27,7 +27,7 @@ class Footprint(NamedTuple):
     kept_sent_bytes: int = 0
     between_bytes: int | None = None  # what stays between the halves of its backward, once that is known
 
-    def seen_again(self, contents: Contents, parts: tuple[int, ...]) -> Footprint:
+    def seen_again(self, contents: StashContents, parts: tuple[int, ...]) -> Footprint:
         """Return the same microbatch's footprint, with the bytes that another look found."""
         own, movable, shared = footprint_of(contents)[:3]
         return self._replace(own_bytes=own, movable_bytes=movable, shared_bytes=shared, parts=parts)
@@ -72,7 +72,7 @@ class Footprint(NamedTuple):
         )
 
 
-def footprint_of(contents: Contents) -> Footprint:
+def footprint_of(contents: StashContents) -> Footprint:
     """Return the bytes that a look at a microbatch found, as a footprint."""
     shared = sum(held.num_bytes for held in contents.shared.values())
     return Footprint(contents.own_bytes, contents.movable_bytes, shared)

@@ -40,7 +40,7 @@ class Shown(NamedTuple):
     is_all: bool
 
 
-def shown_by(nodes: Sequence[Node], foreign: Container[int], where: str) -> Shown:
+def shown_by(nodes: Sequence[Node], non_activations: Container[int], where: str) -> Shown:
     """Add up what the nodes of a microbatch's graph have saved, and what custom Functions keep as attributes.
 
     Args:
@@ -59,7 +59,7 @@ def shown_by(nodes: Sequence[Node], foreign: Container[int], where: str) -> Show
             elif data is not None or not hasattr(saved, "data"):  # without which an older version of torch hides all
                 is_all = False
     found = {storage._cdata: storage.nbytes() for tensor in tensors for storage in storages_of(tensor)}
-    return Shown(sum(size for key, size in found.items() if key not in foreign), is_all)
+    return Shown(sum(size for key, size in found.items() if key not in non_activations), is_all)
 
 
 def _is_number(tensor: torch.Tensor) -> bool:

@@ -26,7 +26,7 @@ __all__: list[str] = []
 
 
 PACKED = "packed by a saved-tensor hook around the step, into something that is no tensor"
-FORGOTTEN = "a stage's graph is used a second time, after its backward. Compute what microbatches share anew in each forward."
+FORGOTTEN = "a stage's graph is used a second time, after its backward. Compute what microbatches share again in each forward."
 
 
 class Saved:
@@ -105,7 +105,7 @@ class Pieces(Protocol):
 
 
 @dataclass
-class Contents:
+class StashContents:
     """The storages of a microbatch: those that may move, in the order of their saving, and those that cannot."""
 
     movable: list[Movable] = field(default_factory=list, repr=False)
@@ -113,7 +113,7 @@ class Contents:
     unmovable: list[Held] = field(default_factory=list)  # those of them that its module could let move
     borrowed_bytes: int = 0  # bytes of the stage before, on this rank, which has saved them too
     shared: dict[int, Held] = field(default_factory=dict)  # owned by others too, by storage
-    foreign: list[Held] = field(default_factory=list)  # parameters, buffers and the user's batch: not activations
+    non_activations: list[Held] = field(default_factory=list)  # parameters, buffers and the user's batch: not activations
 
     def fix(self, storage: Storage) -> None:
         """Note that a storage is this microbatch's, and stays."""
@@ -139,7 +139,7 @@ class Contents:
 
     @property
     def held(self) -> list[Held]:
-        return [*self.unmovable, *self.shared.values(), *self.foreign]
+        return [*self.unmovable, *self.shared.values(), *self.non_activations]
 
 
 class Stash:
@@ -157,7 +157,7 @@ class Stash:
     def __init__(
         self,
         name: str,
-        foreign: Mapping[int, str],
+        non_activations: Mapping[int, str],
         device: torch.device | None = None,
         cuts: Sequence[int] | None = None,
         *,
@@ -166,7 +166,7 @@ class Stash:
         self.name, self.cuts, self._is_inside = name, () if cuts is None else cuts, is_inside
         self._is_cut = cuts is not None
         self._device = device
-        self._foreign = foreign
+        self._non_activations = non_activations
         self._apart: list[StorageWeakRef] = []  # which keep addresses from being used again
         self._saved: list[weakref.ref[Saved]] = []
         self._num_saved = 0
@@ -237,7 +237,7 @@ class Stash:
     def set_apart(self, tensors: Iterable[torch.Tensor], reason: str) -> None:
         """Treat tensors as foreign as long as they live: copies that stand in for what is known to be no activation."""
         apart = {storage._cdata: StorageWeakRef(storage) for tensor in tensors for storage in storages_of(tensor)}
-        self._foreign, self._apart = {**self._foreign, **dict.fromkeys(apart, reason)}, list(apart.values())
+        self._non_activations, self._apart = {**self._non_activations, **dict.fromkeys(apart, reason)}, list(apart.values())
 
     def borrow(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note tensors that belong to the stage before, on this rank, as long as it keeps them."""
@@ -251,7 +251,7 @@ class Stash:
     def _is_borrowed(self, key: int) -> bool:
         return key in self._borrowed and not self._borrowed[key].expired()
 
-    def contents(self, ours: Iterable[torch.Tensor] = (), leaving: Iterable[torch.Tensor] = ()) -> Contents:
+    def contents(self, ours: Iterable[torch.Tensor] = (), leaving: Iterable[torch.Tensor] = ()) -> StashContents:
         """Look at what is saved now.
 
         Args:
@@ -259,15 +259,15 @@ class Stash:
                 it stays this microbatch's.
             leaving: tensors that the pipeline holds for a send that completes before the storage is emptied.
         """
-        contents, by_functions, groups = Contents(), self._kept_by_functions(), self._groups()
+        contents, by_functions, groups = StashContents(), self._kept_by_functions(), self._groups()
         kept, sent = num_tensors(ours), num_tensors(leaving)
         for storage, held in by_functions.values():
             contents.fix(storage)
             contents.unmovable.append(held)
         for key, group in groups.items():
             others = group.num_others - kept[key] - sent[key]
-            if reason := self._foreign.get(key) or ("a parameter" if _has_parameter(group) else None):
-                contents.foreign.append(_held(group, reason))
+            if reason := self._non_activations.get(key) or ("a parameter" if _has_parameter(group) else None):
+                contents.non_activations.append(_held(group, reason))
             elif others and self._is_borrowed(key):
                 contents.borrowed_bytes += group.storage.nbytes()
             elif key in by_functions:
@@ -304,7 +304,7 @@ class Stash:
         found: dict[int, tuple[Storage, Held]] = {}
         for tensor, reason in [(tensor, one.reason) for one in (*self.kept, *self._packed) if (tensor := one.tensor()) is not None]:
             for storage in storages_of(tensor):
-                if storage.nbytes() and not (storage._cdata in self._foreign or self._is_borrowed(storage._cdata)):
+                if storage.nbytes() and not (storage._cdata in self._non_activations or self._is_borrowed(storage._cdata)):
                     found[storage._cdata] = (storage, Held(tuple(tensor.shape), tensor.dtype, storage.nbytes(), reason))
         return found
 
@@ -314,13 +314,13 @@ class Stash:
             device.type != ours.type or (None not in (device.index, ours.index) and device.index != ours.index)
         )
 
-    def settle(self, contents: Contents, num_parts: int) -> None:
+    def settle(self, contents: StashContents, num_parts: int) -> None:
         """Decide which storages are in which part, after a forward: what is sent to the next stage is in the last."""
         self._outputs = {entry.saved[0].order for entry in contents.movable if entry.is_output}
         if not self._is_cut:
             self.cuts = cuts_for(contents.movable, num_parts)
 
-    def send_away(self, contents: Contents, part: int) -> list[tuple[Storage, int]]:
+    def send_away(self, contents: StashContents, part: int) -> list[tuple[Storage, int]]:
         """Mark a part as away, and return its movable storages, each with the number of its owners."""
         entries = [entry for entry in contents.movable if part in (0, self._part_of(entry))]
         self._away[part] = [weakref.ref(saved.guard) for entry in entries for saved in entry.saved]
@@ -336,7 +336,7 @@ class Stash:
         for saved in [saved for ref in self._away[part] if (saved := ref()) is not None]:
             saved.is_away = is_away
 
-    def part_sizes(self, contents: Contents) -> tuple[int, ...]:
+    def part_sizes(self, contents: StashContents) -> tuple[int, ...]:
         """Return the movable bytes of each part."""
         sizes = [0] * (len(self.cuts) + 1)
         for entry in contents.movable:

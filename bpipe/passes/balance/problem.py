@@ -136,7 +136,7 @@ class Problem:
                 return f"rank {rank} {decided.text}"
             by_rank[rank] = decided
             peaks[rank] = decided.decision.peak
-            for peer, taken in decided.rooms.items():
+            for peer, taken in decided.remote_buffers.items():
                 peaks[peer] += taken
                 left = room[peer]
                 room[peer] = None if left is None else left - taken
@@ -148,7 +148,7 @@ class Problem:
         served = [list(lane) for lane in self.plan.served]
         for rank, solved in solution.by_rank.items():
             actions[rank] = solved.lane
-            for peer in solved.rooms:
+            for peer in solved.remote_buffers:
                 served[peer] += mirrored(solved.lane, rank, peer)
         in_bytes = self.plan.sizes is not None
         return replace(

@@ -14,7 +14,7 @@ from bpipe.passes.balance.remote_capacity import Capacity
 from bpipe.passes.balance.step_times import StepTimes
 from bpipe.plan.action import HOST, Action
 from bpipe.plan.meter import Amount
-from bpipe.plan.rooms import reserve
+from bpipe.plan.reserved import reserve
 
 __all__: list[str] = []
 
@@ -46,11 +46,11 @@ class SearchBudget:
 
 
 class RankSolution(NamedTuple):
-    """What a rank evicts, its list with these evictions, and the rooms that it needs, by acceptor."""
+    """What a rank evicts, its list with these evictions, and the buffers that it needs, by acceptor."""
 
     decision: Decision
     lane: tuple[Action, ...]
-    rooms: Mapping[int, int]
+    remote_buffers: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,10 @@ class RankPlanner:
         if isinstance(found, Shortage):
             return found
         solved = self._solved(found)
-        if capacity.room is not None and solved.rooms.get(capacity.peer, 0) > capacity.room:
-            return Shortage(f"needs {solved.rooms[capacity.peer]} rooms on rank {capacity.peer}, which has {capacity.room}")
+        if capacity.room is not None and solved.remote_buffers.get(capacity.peer, 0) > capacity.room:
+            return Shortage(
+                f"needs {solved.remote_buffers[capacity.peer]} buffers on rank {capacity.peer}, which has {capacity.room}"
+            )
         return solved
 
     def decide(
@@ -132,7 +134,7 @@ class RankPlanner:
             number = number // 2 if is_slow and number > 4 else number - 1
 
     def _attempted(self, attempt: GreedyEviction, search: SearchBudget) -> RankSolution | Shortage:
-        """Try again with less capacity until the remote activations fit into rooms.
+        """Try again with less capacity until the remote activations fit into buffers.
 
         A room that a larger one has left is larger than the next one needs.
         """
@@ -143,7 +145,7 @@ class RankPlanner:
             if isinstance(decision, Shortage):
                 return decision
             solved = self._solved(decision)
-            lacking = [0 if room is None else max(0, solved.rooms.get(peer, 0) - room) for peer, room in given]
+            lacking = [0 if room is None else max(0, solved.remote_buffers.get(peer, 0) - room) for peer, room in given]
             if not any(lacking):
                 return solved
             capacities = [capacity if not less else _smaller(capacity, less) for capacity, less in zip(attempt.capacities, lacking)]
@@ -152,10 +154,10 @@ class RankPlanner:
     def _solved(self, decision: Decision) -> RankSolution:
         lane = insert_evictions(self.steps, decision.evictions)
         peers = sorted({eviction.peer for eviction in decision.evictions} - {HOST})
-        rooms = {peer: sum(reserve(mirrored(lane, self.rank, peer), self.moved).sizes) for peer in peers}
-        return RankSolution(decision, lane, rooms)
+        remote_buffers = {peer: sum(reserve(mirrored(lane, self.rank, peer), self.moved).sizes) for peer in peers}
+        return RankSolution(decision, lane, remote_buffers)
 
 
 def _smaller(capacity: Capacity, less: int) -> Capacity:
-    """Reduce a capacity by `less`, the amount by which the rooms for its remote activations would exceed what the peer has."""
+    """Reduce a capacity by `less`, the amount by which the buffers for its remote activations would exceed what the peer has."""
     return capacity if capacity.room is None else capacity._replace(room=capacity.room - less)

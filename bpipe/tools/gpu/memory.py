@@ -167,7 +167,7 @@ def look(schedule: bpipe.Schedule, batch: torch.Tensor, outside: int, moment: in
     peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     stats = schedule.stats
     others = outside + batch.nbytes
-    beside = between - others - stats["static_bytes"] - stats["guest_bytes"]
+    beside = between - others - stats["static_bytes"] - stats["remote_buffer_bytes"]
     return Seen(
         said_bytes=int(stats["device_peak_bytes"]),
         allocated_bytes=int(peak - others - max(0, beside)),

@@ -100,8 +100,8 @@ def test_a_host_may_wait_for_its_device_anywhere(name: str, queues: int) -> None
 
 
 def allocated_in_steps(rank: int) -> list[int]:
-    """The bytes of rooms that a rank makes in its steps after the measuring one; before them, it has made all."""
-    from bpipe.memory.remote_buffers import Rooms
+    """The bytes of buffers that a rank makes in its steps after the measuring one; before them, it has made all."""
+    from bpipe.memory.remote_buffers import RemoteBuffers
     from tests.accelerator import nccl as transports
     from tests.accelerator.work import RULES, batch_of, modules_of
 
@@ -109,24 +109,24 @@ def allocated_in_steps(rank: int) -> list[int]:
     stage = bpipe.PipelineStage(modules_of(RANKS)[rank].to(KIND), rank, RANKS, KIND)
     schedule = RULES["bytes"](stage, 8, loss_fn=torch.nn.functional.mse_loss, timeout_s=20)
     made: list[int] = []
-    grow = Rooms._grow
+    grow = RemoteBuffers._grow
 
-    def growing(self: Rooms, room: int, num_bytes: int) -> None:
+    def growing(self: RemoteBuffers, room: int, num_bytes: int) -> None:
         before = self.num_bytes
         grow(self, room, num_bytes)
         if schedule.session.context.transport.control.activity.state is State.RUNNING:
             made.append(self.num_bytes - before)
 
-    Rooms._grow = growing  # type: ignore[method-assign]
+    RemoteBuffers._grow = growing  # type: ignore[method-assign]
     for step in range(3):
         x = batch_of(step, 8).to(KIND)
         schedule.step(x, target=x, return_outputs=False)
-    guest_bytes = int(schedule.stats["guest_bytes"])
+    remote_buffer_bytes = int(schedule.stats["remote_buffer_bytes"])
     schedule.close()
-    return [guest_bytes, sum(made)]
+    return [remote_buffer_bytes, sum(made)]
 
 
 def test_no_room_is_made_in_a_step_whose_plan_knows_its_size() -> None:
     found = run_ranks(allocated_in_steps, RANKS)
-    assert any(guest_bytes for guest_bytes, _ in found)
+    assert any(remote_buffer_bytes for remote_buffer_bytes, _ in found)
     assert all(made == 0 for _, made in found)

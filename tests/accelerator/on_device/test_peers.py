@@ -203,7 +203,7 @@ WRONG: list[Use] = [
 
 
 def everything(rank: int, seed: int) -> dict[str, list[str]]:
-    """Each use with rooms of its own; what the checker says of it on this rank."""
+    """Each use with buffers of its own; what the checker says of it on this rank."""
     simulator.configure(True, 500, 0.3, 2 * seed + rank)
     group, found = dist.group.WORLD, {}
     for use in [*RIGHT, *WRONG]:
@@ -344,7 +344,7 @@ def test_what_is_not_symmetric_is_refused() -> None:
 
 
 def killed(rank: int) -> bool:
-    """Rank 1 is killed while it holds rooms that rank 0 reaches, whose memory stays as long as rank 0 has it."""
+    """Rank 1 is killed while it holds buffers that rank 0 reaches, whose memory stays as long as rank 0 has it."""
     x = symmetric.empty(SIZE, device=KIND)
     peers = symmetric.rendezvous(x, dist.group.WORLD)
     written_and_read(rank, peers)

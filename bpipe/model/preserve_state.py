@@ -15,7 +15,7 @@ __all__: list[str] = []
 
 
 @contextmanager
-def untouched(modules: Sequence[nn.Module], device: torch.device | None = None) -> Iterator[None]:
+def preserved_state(modules: Sequence[nn.Module], device: torch.device | None = None) -> Iterator[None]:
     """Restore buffers, gradients and random numbers on exit, whatever happens inside; gradients start as None.
 
     Args:

@@ -1,6 +1,6 @@
 """Find the parts of a value that a user gives or returns, and make another one like it.
 
-Cutting, merging, describing and finding tensors share this one notion of a nest: tuples, lists and dicts, what is registered with
+Cutting, merging, describing and finding tensors share this one notion of a pytree: tuples, lists and dicts, what is registered with
 `torch.utils._pytree`, dataclasses, `UserDict` (such as transformers' BatchEncoding) and subclasses of dict and list.
 """
 
@@ -208,7 +208,7 @@ def is_block_mask(value: Any) -> bool:
 
 
 def leaves_of(value: Any, *, objects_deep: int = _OBJECTS_DEEP, without: str | None = None) -> Iterator[Any]:
-    """Yield the leaves of a nest, and what functions hold.
+    """Yield the leaves of a pytree, and what functions hold.
 
     Args:
         value: any.
@@ -256,7 +256,7 @@ def _closure(function: types.FunctionType) -> Iterator[Any]:
 
 
 def mapped(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Return a nest like another one, with each tensor changed; a value that is not a nest stays the same."""
+    """Return a pytree like another one, with each tensor changed; a value that is not a pytree stays the same."""
     if isinstance(value, torch.Tensor):
         return change(value)
     found = inside(value)

@@ -1,4 +1,4 @@
-"""The rooms that an acceptor reserves for one evictor's guests, and which guest is in which."""
+"""The buffers that an acceptor reserves for one evictor's remote activations, and which remote activation is in which."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ __all__: list[str] = []
 
 
 class Reserved(NamedTuple):
-    """Rooms for one evictor.
+    """Buffers for one evictor.
 
     Args:
         sizes: the size of each room.
-        room_of: the room of each guest; no two guests are in one at once.
+        buffer_of: the room of each remote activation; no two remote activations are in one at once.
     """
 
     sizes: tuple[int, ...]
-    room_of: Mapping[PartKey, int]
+    buffer_of: Mapping[PartKey, int]
 
 
 def reserve(chain: Iterable[Action], moved: Amount = slot) -> Reserved:
-    """Reserve the rooms that an acceptor needs for one evictor's guests in their order.
+    """Reserve the buffers that an acceptor needs for one evictor's remote activations in their order.
 
-    A guest takes the smallest free room that is large enough, else the largest free one, which grows, else a new one.
+    A remote activation takes the smallest free room that is large enough, else the largest free one, which grows, else a new one.
     """
     sizes: list[int] = []
     free: list[int] = []
-    room_of: dict[PartKey, int] = {}
+    buffer_of: dict[PartKey, int] = {}
     for action in chain:
-        guest = action.part_key
+        remote = action.part_key
         if action.op is Op.ACCEPT:
             size = moved(action)
             room = _choose(sizes, free, size)
@@ -42,14 +42,14 @@ def reserve(chain: Iterable[Action], moved: Amount = slot) -> Reserved:
             else:
                 free.remove(room)
             sizes[room] = max(sizes[room], size)
-            room_of[guest] = room
-        elif action.op is Op.WAIT_RETURN and guest in room_of:
-            free.append(room_of[guest])
-    return Reserved(tuple(sizes), room_of)
+            buffer_of[remote] = room
+        elif action.op is Op.WAIT_RETURN and remote in buffer_of:
+            free.append(buffer_of[remote])
+    return Reserved(tuple(sizes), buffer_of)
 
 
 def _choose(sizes: list[int], free: list[int], size: int) -> int | None:
-    """Choose the free room that a guest takes; return None if no room is free."""
+    """Choose the free room that a remote activation takes; return None if no room is free."""
     latest_first = free[::-1]  # its memory is warm
     fitting = [room for room in latest_first if sizes[room] >= size]
     if fitting:

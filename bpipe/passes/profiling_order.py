@@ -21,7 +21,7 @@ __all__: list[str] = []
 HALVES = (Op.I, Op.W)
 
 
-def one_at_a_time(plan: Plan) -> Plan:
+def profiling_order(plan: Plan) -> Plan:
     """Return a plan that runs the stages of another plan, on the same ranks, one microbatch after the other.
 
     Each stage takes its microbatches in the same order, so gradients add up to the same bits, as long as the stage depends
