@@ -214,8 +214,8 @@ def test_little_is_remembered():
 def test_a_number_counts_again_when_something_else_is_taken_and_longer_each_time():
     known, history = CountedNumbers(), ""
     for step in range(60):
-        looks = known.looks("train", [Description("form", (step,))])
-        history += "." if "None" in looks.counted[0] else "#"
+        forms = known.forms("train", [Description("form", (step,))])
+        history += "." if "None" in forms.counted[0] else "#"
         is_noticed = known.learn("train form", (step,), step // 20)
         assert is_noticed is (step in (20, 40))
     assert history == "###" + "." * 18 + "####" + "." * 16 + "########" + "." * 11
