@@ -48,13 +48,6 @@ class Moments:
             self._tables[result] = [self._unknown[:] for _ in range(self._num_stages)]
         return self._tables[result][stage]
 
-    def record(self, lanes: Sequence[Sequence[Action]], times: Sequence[Sequence[int]]) -> None:
-        """Take one moment for each computation of some lanes."""
-        tables = self.by_computation()
-        for lane, moments in zip(lanes, times):
-            for (op, stage, microbatch, *_), moment in zip(lane, moments):
-                tables[op, stage][microbatch] = moment
-
     def by_computation(self) -> dict[tuple[Op, int], array[int]]:
         """Return the moments of each kind of computation of each stage; those with one result share theirs."""
         return {(op, stage): self.of(result, stage) for op, result in RESULT.items() for stage in range(self._num_stages)}
@@ -67,13 +60,12 @@ def num_microbatches_of(lanes: Sequence[Sequence[Action]], num_stages: int) -> i
         PlanError: a stage does not exist, or a microbatch is so high that most of the others must be missing.
     """
     highest = 0
-    for lane in lanes:
-        for action in lane:
-            _, stage, microbatch, *_ = action
-            if not 0 <= stage < num_stages or microbatch < 0:
-                raise PlanError(f"{action} is outside a plan of stages 0 to {num_stages - 1} and microbatches from 0 on")
-            if microbatch > highest:
-                highest = microbatch
+    for lane in filter(None, lanes):
+        stages, microbatches = {action[1] for action in lane}, {action[2] for action in lane}
+        if min(stages) < 0 or max(stages) >= num_stages or min(microbatches) < 0:
+            wrong = next(a for a in lane if not 0 <= a.stage < num_stages or a.microbatch < 0)
+            raise PlanError(f"{wrong} is outside a plan of stages 0 to {num_stages - 1} and microbatches from 0 on")
+        highest = max(highest, *microbatches)
     count = sum(map(len, lanes))
     if 2 * count < num_stages * highest:
         raise PlanError(f"microbatch {highest} of {num_stages} stages in a plan of {count} computations: most are missing")
@@ -89,13 +81,23 @@ def clock(lanes: Sequence[Sequence[Action]], num_stages: int) -> list[array[int]
     Raises:
         PlanError: the lanes wait for each other in a cycle, or lack microbatches.
     """
+    return clock_by_result(lanes, num_stages)[0]
+
+
+def clock_by_result(lanes: Sequence[Sequence[Action]], num_stages: int) -> tuple[list[array[int]], Moments]:
+    """Return the start times of `clock`, and the same for each result: when the computation starts that makes it.
+
+    Raises:
+        PlanError: the lanes wait for each other in a cycle, or lack microbatches.
+    """
     num_microbatches = num_microbatches_of(lanes, num_stages)
-    ends, at_once = Moments(num_stages, num_microbatches), array("q", [0]) * num_microbatches
-    kinds = {}  # of computation: what it needs, when that has ended; its own result, when that has ended; its duration
+    begins, ends = Moments(num_stages, num_microbatches), Moments(num_stages, num_microbatches)
+    at_once = array("q", [0]) * num_microbatches
+    kinds = {}  # of computation: what it needs, when that has ended; its own result, when that begins, and has ended; its duration
     for (op, stage), ended in ends.by_computation().items():
         needed = needs(Action(op, stage, 0), num_stages - 1)
-        needs_ended = at_once if needed is None else ends.of(*needed[:2])
-        kinds[op, stage] = (needed and needed[:2], needs_ended, (RESULT[op], stage), ended, UNITS[op])
+        needs_ended, result = at_once if needed is None else ends.of(*needed[:2]), (RESULT[op], stage)
+        kinds[op, stage] = (needed and needed[:2], needs_ended, result, begins.of(*result), ended, UNITS[op])
     starts = [array("q") for _ in lanes]
     free = [0] * len(lanes)
     waiting: dict[tuple[tuple[Op, int] | None, int], list[int]] = defaultdict(list)
@@ -105,7 +107,7 @@ def clock(lanes: Sequence[Sequence[Action]], num_stages: int) -> list[array[int]
         now, lane = free[rank], lanes[rank]
         for index in range(len(starts[rank]), len(lane)):
             op, stage, microbatch, _, _ = lane[index]
-            need, needs_ended, result, ended, units = kinds[op, stage]
+            need, needs_ended, result, begun, ended, units = kinds[op, stage]
             ready = needs_ended[microbatch]
             if ready < 0:
                 waiting[need, microbatch].append(rank)
@@ -114,6 +116,7 @@ def clock(lanes: Sequence[Sequence[Action]], num_stages: int) -> list[array[int]
             if ready > now:
                 now = ready
             starts[rank].append(now)
+            begun[microbatch] = now
             now += units
             if ended[microbatch] == EXPECTED:
                 runnable.extend(waiting.pop((result, microbatch)))
@@ -124,7 +127,7 @@ def clock(lanes: Sequence[Sequence[Action]], num_stages: int) -> list[array[int]
     ]
     if stuck:
         raise PlanError(f"no order of the computations works: {', '.join(stuck)} wait for each other")
-    return starts
+    return starts, begins
 
 
 def _enablers() -> dict[Op, tuple[Op, int]]:
@@ -187,7 +190,7 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
         enabler, offset = ENABLED_BY.get(op, (None, 0))
         kinds[op] = (None if enabler is None else happened[enabler], offset, happened.get(op))
     waiting: dict[tuple[Op, int, int], list[int]] = defaultdict(list)
-    blocked: dict[int, Stuck] = {}
+    blocked: dict[int, Action] = {}
     runnable = deque(range(plan.num_ranks))
     acceptors = deque(range(plan.num_ranks, len(lanes)))
     inside: int | None = None
@@ -203,7 +206,7 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
                 enabling[stage + offset][which] = AWAITED
                 enabler = ENABLED_BY[op][0]
                 waiting[enabler, stage + offset, which].append(index)
-                blocked[index] = Stuck(rank, action, Action(enabler, stage + offset, microbatch, part))
+                blocked[index] = action
                 positions[index] = position
                 break
             if order is not None:
@@ -220,4 +223,10 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
                         runnable.appendleft(woken)
                     else:
                         runnable.append(woken)
-    return list(blocked.values())
+    return [Stuck(lanes[index][0], action, _missing(action)) for index, action in blocked.items()]
+
+
+def _missing(action: Action) -> Action:
+    """Return what must happen on the other end before an action can go on."""
+    enabler, offset = ENABLED_BY[action.op]
+    return action._replace(op=enabler, stage=action.stage + offset, peer=None)

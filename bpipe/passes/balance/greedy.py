@@ -99,6 +99,7 @@ class GreedyEviction:
         self._occupied = list(self.rank.occupied)
         self._live: dict[Part, int] = {}  # parts here that were never evicted, and their sizes
         self._num_away: defaultdict[Which, int] = defaultdict(int)  # parts evicted of each microbatch
+        self._full: set[Which] = set()  # microbatches of which no more parts may leave
         self._is_even = not are_uneven(self.sizes)
 
     def run(self) -> Decision | Shortage:
@@ -145,7 +146,10 @@ class GreedyEviction:
         remote.add(eviction.size, eviction.start, eviction.back - 1)
         self._relieve(-eviction.size, eviction)
         del self._live[eviction.which]
-        self._num_away[eviction.which[:2]] += 1
+        microbatch = eviction.which[:2]
+        self._num_away[microbatch] += 1
+        if self._num_away[microbatch] >= self.most_parts:
+            self._full.add(microbatch)
 
     def _relieve(self, change: int, eviction: Eviction) -> None:
         span = slice(eviction.left, eviction.load)
@@ -153,8 +157,7 @@ class GreedyEviction:
 
     def _ranked(self, t: int) -> list[Part]:
         """Return the parts that could leave before step t and be back in time, best first."""
-        stays, num_away = self.rank.stays, self._num_away
-        full = {which for which, number in num_away.items() if number >= self.most_parts}
+        stays, full = self.rank.stays, self._full
         needed = {
             which: stay.needed
             for which, stay in ((which, stays[which]) for which in self._live)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from bpipe.passes.communicate import communicate
 from bpipe.plan.action import BACKWARD, COMPUTE, Action, Op
 from bpipe.plan.meter import Meter, occupancy
-from bpipe.plan.order import Moments, clock, num_microbatches_of
+from bpipe.plan.order import Moments, clock_by_result
 from bpipe.plan.plan import Plan
 
 __all__: list[str] = []
@@ -54,23 +54,23 @@ class RankSteps:
         self.actions = plan.actions[rank]
         self.steps: list[Action | None] = []  # the computations in order; None for an idle step
         self.occupied: list[int] = []  # what the rank occupies during each step
-        self._plan, self._static, self._arrives = plan, static, arrives
+        self._plan, self._arrives = plan, arrives
         self._recomputed = plan.recomputed(rank)
         self._boundaries: list[int] = []  # the step at which the boundary before each whole computation begins
-        for action, bytes_or_slots in zip((action for action in self.actions if action.op in COMPUTE), occupied):
-            if not (action.part and plan.goes_on(action)):
+        follows_backward = False
+        for action, bytes_or_slots in zip((action for action in self.actions if action[0] in COMPUTE), occupied):
+            is_backward = action[0] in BACKWARD
+            if not (action[3] and plan.goes_on(action)):
                 self._boundaries.append(len(self.steps))
-                previous = self.steps[-1] if self.steps else None
-                if previous is not None and previous.op in BACKWARD and action.op in BACKWARD:
-                    self._append(None, bytes_or_slots)
-            self._append(action, bytes_or_slots)
+                if is_backward and follows_backward:
+                    self.steps.append(None)
+                    self.occupied.append(static + bytes_or_slots)
+            self.steps.append(action)
+            self.occupied.append(static + bytes_or_slots)
+            follows_backward = is_backward
         self._boundaries.append(len(self.steps))
-        self.is_in_pieces = any(action.part for action in self.actions if action.op in COMPUTE)
+        self.is_in_pieces = any(action[3] and action[0] in COMPUTE for action in self.actions)
         self.peak = max(self.occupied, default=static)
-
-    def _append(self, step: Action | None, occupied: int) -> None:
-        self.steps.append(step)
-        self.occupied.append(self._static + occupied)
 
     @cached_property
     def stays(self) -> dict[Part, Stay]:
@@ -113,10 +113,7 @@ def steps_of(plan: Plan) -> list[RankSteps]:
     Raises:
         PlanError: the computations wait for each other in a cycle.
     """
-    lanes = [plan.compute(rank) for rank in range(plan.num_ranks)]
-    begins = clock(lanes, plan.num_stages)
-    moments = Moments(plan.num_stages, num_microbatches_of(lanes, plan.num_stages))
-    moments.record(lanes, begins)
+    begins, moments = clock_by_result([plan.compute(rank) for rank in range(plan.num_ranks)], plan.num_stages)
     static = (0,) * plan.num_ranks if plan.sizes is None else plan.sizes.static
     with_messages = plan if plan.sizes is None else communicate(plan)
     return [
@@ -143,7 +140,7 @@ class _Arrivals:
 def _occupied_during(lane: Sequence[Action], meter: Meter) -> Iterator[int]:
     """Yield what is occupied from each computation to the next one; the first includes what comes before it."""
     occupied = list(occupancy(lane, meter))
-    starts = [index for index, action in enumerate(lane) if action.op in COMPUTE]
+    starts = [index for index, action in enumerate(lane) if action[0] in COMPUTE]
     for first, end in pairwise([0, *starts[1:], len(lane)] if starts else ()):
         left = occupied[end] - meter.taken(lane[end]) if end < len(lane) else 0  # half a backward may leave more than it needed
         yield max(left, *occupied[first:end])
