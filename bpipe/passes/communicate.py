@@ -204,14 +204,14 @@ class _Lane:
 def without_transfers(plan: Plan, *, keeps_recomputed: bool = False) -> Plan:
     """Return a plan without its transfers, recomputations and budgets, pieces of computations kept: where a balance pass starts."""
     kept = KEPT | {Op.R} if keeps_recomputed else KEPT
-    lanes = tuple(tuple(a for a in lane if a.op in kept) for lane in plan.actions)
+    lanes = tuple(tuple(a for a in lane if a[0] in kept) for lane in plan.actions)
     return replace(plan, actions=lanes, served=((),) * plan.num_ranks, slots=(None,) * plan.num_ranks, budgets=None)
 
 
 def computations_only(plan: Plan) -> Plan:
     """Return a plan without its transfers, recomputations, budgets and sizes, with all computations whole."""
     whole = tuple(
-        tuple(a._replace(part=0) if a.part else a for a in lane if a.op not in COMPUTE or not plan.goes_on(a))
+        tuple(a._replace(part=0) if a[3] else a for a in lane if not (a[3] and a[0] in COMPUTE and plan.goes_on(a)))
         for lane in plan.actions
     )
     return replace(without_transfers(replace(plan, actions=whole)), sizes=None)

@@ -104,7 +104,7 @@ def clock_by_result(lanes: Sequence[Sequence[Action]], num_stages: int) -> tuple
     runnable = deque(range(len(lanes)))
     while runnable:
         rank = runnable.popleft()
-        now, lane = free[rank], lanes[rank]
+        now, lane, start = free[rank], lanes[rank], starts[rank].append
         for index in range(len(starts[rank]), len(lane)):
             op, stage, microbatch, _, _ = lane[index]
             need, needs_ended, result, begun, ended, units = kinds[op, stage]
@@ -115,7 +115,7 @@ def clock_by_result(lanes: Sequence[Sequence[Action]], num_stages: int) -> tuple
                 break
             if ready > now:
                 now = ready
-            starts[rank].append(now)
+            start(now)
             begun[microbatch] = now
             now += units
             if ended[microbatch] == EXPECTED:
@@ -178,10 +178,10 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
     Returns:
         The lanes that got stuck: none in a sound plan.
     """
-    lanes = list(enumerate(plan.actions))
-    lanes += [(rank, chain) for rank in range(plan.num_ranks) for chain in plan.chains(rank).values()]
+    lanes, num_ranks = list(enumerate(plan.actions)), plan.num_ranks
+    lanes += [(rank, chain) for rank in range(num_ranks) for chain in plan.chains(rank).values()]
     if order is None:  # what stands alone holds nothing up; but for pieces, between which no other lane may compute
-        lanes = [(rank, tuple(a for a in lane if a[0] in LINKED or a[3])) for rank, lane in lanes]
+        lanes = [(rank, tuple([a for a in lane if a[0] in LINKED or a[3]])) for rank, lane in lanes]
     positions = [0] * len(lanes)
     width = 1 + max(map(plan.num_parts, range(plan.num_stages)))
     happened = {op: [bytearray(plan.num_microbatches * width) for _ in plan.stage_ranks] for op in ENABLERS}
@@ -191,8 +191,8 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
         kinds[op] = (None if enabler is None else happened[enabler], offset, happened.get(op))
     waiting: dict[tuple[Op, int, int], list[int]] = defaultdict(list)
     blocked: dict[int, Action] = {}
-    runnable = deque(range(plan.num_ranks))
-    acceptors = deque(range(plan.num_ranks, len(lanes)))
+    runnable = deque(range(num_ranks))
+    acceptors = deque(range(num_ranks, len(lanes)))
     inside: int | None = None
     while runnable or acceptors:
         index = acceptors.popleft() if acceptors else runnable.popleft()
@@ -213,16 +213,17 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
                 order.append((rank, action))
             if part and (op is Op.F or op is Op.B):
                 inside = None if plan.ends(action) else index
-            if happening is not None:
-                is_awaited = happening[stage][which] == AWAITED
-                happening[stage][which] = YES
-                for woken in waiting.pop((op, stage, which)) if is_awaited else ():
-                    if woken >= plan.num_ranks:
+            if happening is None:
+                continue
+            if happening[stage][which] == AWAITED:
+                for woken in waiting.pop((op, stage, which)):
+                    if woken >= num_ranks:
                         acceptors.append(woken)
                     elif woken == inside:
                         runnable.appendleft(woken)
                     else:
                         runnable.append(woken)
+            happening[stage][which] = YES
     return [Stuck(lanes[index][0], action, _missing(action)) for index, action in blocked.items()]
 
 

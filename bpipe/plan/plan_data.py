@@ -61,8 +61,8 @@ class PlanData:
 
     def chains(self, rank: int) -> dict[int, tuple[Action, ...]]:
         """Return the acceptor's lane of a rank as one chain for each evictor that it serves."""
-        peers = sorted({action.peer for action in self.served[rank] if action.peer is not None})
-        return {peer: tuple(a for a in self.served[rank] if a.peer == peer) for peer in peers}
+        peers = sorted({peer for *_, peer in self.served[rank] if peer is not None})
+        return {peer: tuple(a for a in self.served[rank] if a[4] == peer) for peer in peers}
 
     def host_chain(self, rank: int) -> tuple[Action, ...]:
         """Return what a rank's host would do if it were an acceptor with a lane of its own."""

@@ -32,8 +32,8 @@ def reserve(chain: Iterable[Action], moved: Amount = slot) -> Reserved:
     free: list[int] = []
     room_of: dict[PartKey, int] = {}
     for action in chain:
-        guest = action.part_key
-        if action.op is Op.ACCEPT:
+        guest = action[1:4]
+        if action[0] is Op.ACCEPT:
             size = moved(action)
             room = _choose(sizes, free, size)
             if room is None:
@@ -43,7 +43,7 @@ def reserve(chain: Iterable[Action], moved: Amount = slot) -> Reserved:
                 free.remove(room)
             sizes[room] = max(sizes[room], size)
             room_of[guest] = room
-        elif action.op is Op.WAIT_RETURN and guest in room_of:
+        elif action[0] is Op.WAIT_RETURN and guest in room_of:
             free.append(room_of[guest])
     return Reserved(tuple(sizes), room_of)
 

@@ -44,4 +44,4 @@ def insert_evictions(rank: RankSteps, evictions: Iterable[Eviction]) -> tuple[Ac
 
 def mirrored(actions: Iterable[Action], evictor: int, acceptor: int) -> tuple[Action, ...]:
     """Return the acceptor's end of an evictor's transfers: the same events in the same order, so no cycle of waits arises."""
-    return tuple(a._replace(op=MIRROR[a.op], peer=evictor) for a in actions if a.op in MIRROR and a.peer == acceptor)
+    return tuple(Action(MIRROR[a[0]], *a[1:4], evictor) for a in actions if a[4] == acceptor and a[0] in MIRROR)

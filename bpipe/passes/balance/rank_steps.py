@@ -96,15 +96,15 @@ class RankSteps:
 
         What is recomputed has none that could move: its first forward keeps the input alone.
         """
-        _, stage, microbatch, part, _ = action
+        op, stage, microbatch, part, _ = action
         if (stage, microbatch) in self._recomputed:
             return []
-        if part and action.op is not Op.F:
-            return [(stage, microbatch, part if self._plan.num_parts(stage) > 1 else 0)]
-        if action.op is Op.F and not self._plan.ends(action):
-            return []
         num_parts = self._plan.num_parts(stage)
-        return [(stage, microbatch, k) for k in range(1, num_parts + 1)] if num_parts > 1 else [(stage, microbatch, 0)]
+        if num_parts <= 1:
+            return [(stage, microbatch, 0)]
+        if part and op is not Op.F:
+            return [(stage, microbatch, part)]
+        return [(stage, microbatch, k) for k in range(1, num_parts + 1)] if op is not Op.F or self._plan.ends(action) else []
 
 
 def steps_of(plan: Plan) -> list[RankSteps]:
