@@ -13,6 +13,7 @@ projections of that order, so they cannot deadlock; `verify` proves it of the re
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -58,15 +59,19 @@ _action: Callable[[tuple[Op, int, int, int, int]], Action] = partial(tuple.__new
 Routes = dict[tuple[Op, int], _Route | None]  # of each computation of each stage
 
 
-def communicate(plan: Plan) -> Plan:
+def communicate(plan: Plan, times: tuple[Sequence[array[int]], Moments] | None = None) -> Plan:
     """Insert sends and receives into a plan of computations, with or without evictions.
 
     Neighbouring stages on one rank hand their tensors over without a transfer.
 
+    Args:
+        plan: its computations, and what moves.
+        times: when the computations start, if known, as `clock_by_result` returns it.
+
     Raises:
         PlanError: the computations wait for each other in a cycle.
     """
-    starts, begins = clock_by_result([plan.compute(rank) for rank in range(plan.num_ranks)], plan.num_stages)
+    starts, begins = times or clock_by_result([plan.compute(rank) for rank in range(plan.num_ranks)], plan.num_stages)
     sent, received = (_routes(plan, begins, find) for find in (sent_by, received_by))
     return replace(plan, actions=tuple(_Lane(plan, rank, times, sent, received).emit() for rank, times in enumerate(starts)))
 

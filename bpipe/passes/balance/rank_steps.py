@@ -77,11 +77,11 @@ class RankSteps:
         """The steps between which each part that can move by itself may be away."""
         saved: dict[Which, int] = {}
         stays: dict[Part, Stay] = {}
-        for step, action in enumerate(self.steps):
-            if action is not None and action.op is Op.F:
+        for step, (action, parts) in enumerate(zip(self.steps, self.parts)):
+            if action is not None and action[0] is Op.F:
                 saved[action[1:3]] = step
-            elif action is not None and action.op in BACKWARD:
-                for part in self.parts_of(action):
+            elif action is not None and action[0] in BACKWARD:
+                for part in parts:
                     stays[part] = self._stay(part, saved[action[1:3]], step)
         return stays
 
@@ -91,7 +91,12 @@ class RankSteps:
         arrived = self._boundaries[self._arrives((stage, microbatch))] if has_output else 0
         return Stay(saved, max(arrived, saved + 2), needed)
 
-    def parts_of(self, action: Action) -> list[Part]:
+    @cached_property
+    def parts(self) -> list[list[Part]]:
+        """The parts that each step saves or needs."""
+        return [[] if action is None else self._parts_of(action) for action in self.steps]
+
+    def _parts_of(self, action: Action) -> list[Part]:
         """Return the parts that a forward saves (none before its last piece), or that a backward needs (a piece only its own).
 
         What is recomputed has none that could move: its first forward keeps the input alone.
@@ -115,7 +120,7 @@ def steps_of(plan: Plan) -> list[RankSteps]:
     """
     begins, moments = clock_by_result([plan.compute(rank) for rank in range(plan.num_ranks)], plan.num_stages)
     static = (0,) * plan.num_ranks if plan.sizes is None else plan.sizes.static
-    with_messages = plan if plan.sizes is None else communicate(plan)
+    with_messages = plan if plan.sizes is None else communicate(plan, (begins, moments))
     return [
         RankSteps(plan, rank, static[rank], _occupied_during(lane, plan.meter()), _Arrivals(plan, rank, begins[rank], moments))
         for rank, lane in enumerate(with_messages.actions)
