@@ -148,4 +148,4 @@ def _occupied_during(lane: Sequence[Action], meter: Meter) -> Iterator[int]:
     starts = [index for index, action in enumerate(lane) if action[0] in COMPUTE]
     for first, end in pairwise([0, *starts[1:], len(lane)] if starts else ()):
         left = occupied[end] - meter.taken(lane[end]) if end < len(lane) else 0  # half a backward may leave more than it needed
-        yield max(left, *occupied[first:end])
+        yield max(left, occupied[first] if first + 1 == end else max(occupied[first:end]))
