@@ -9,7 +9,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from bpipe.passes.communicate import communicate
@@ -90,6 +90,21 @@ class RankSteps:
         has_output = part in (0, self._plan.num_parts(stage))
         arrived = self._boundaries[self._arrives((stage, microbatch))] if has_output else 0
         return Stay(saved, max(arrived, saved + 2), needed)
+
+    def least_moved(self, limit: int) -> int:
+        """Return how much has to move at least to keep the rank within a limit.
+
+        At each step at least the excess is away. Two excesses add up if no part can be away at both steps, because it leaves once.
+        """
+        until = [0] * (len(self.steps) + 1)  # the last step at which something may be away that may have left by now
+        for stay in self.stays.values():
+            until[stay.leaves] = max(until[stay.leaves], stay.needed - 2)
+        until = list(accumulate(until, max))
+        least = [0] * (len(self.steps) + 1)
+        for step in reversed(range(len(self.steps))):
+            excess = max(0, self.occupied[step] - limit)
+            least[step] = max(least[step + 1], excess + least[max(step, until[step]) + 1])
+        return least[0]
 
     @cached_property
     def parts(self) -> list[list[Part]]:
