@@ -13,6 +13,7 @@ projections of that order, so they cannot deadlock; `verify` proves it of the re
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 from bpipe.errors import PlanError
 from bpipe.plan.action import BACKWARD, COMPUTE, SHARDING, WAIT_OF, Action, Op
-from bpipe.plan.order import Moments, clock, num_microbatches_of
+from bpipe.plan.order import Moments, clock_by_result
 from bpipe.plan.plan import Plan
 
 __all__: list[str] = []
@@ -58,19 +59,19 @@ _action: Callable[[tuple[Op, int, int, int, int]], Action] = partial(tuple.__new
 Routes = dict[tuple[Op, int], _Route | None]  # of each computation of each stage
 
 
-def communicate(plan: Plan) -> Plan:
+def communicate(plan: Plan, times: tuple[Sequence[array[int]], Moments] | None = None) -> Plan:
     """Insert sends and receives into a plan of computations, with or without evictions.
 
     Neighbouring stages on one rank hand their tensors over without a transfer.
 
+    Args:
+        plan: its computations, and what moves.
+        times: when the computations start, if known, as `clock_by_result` returns it.
+
     Raises:
         PlanError: the computations wait for each other in a cycle.
     """
-    lanes = [plan.compute(rank) for rank in range(plan.num_ranks)]
-    starts = clock(lanes, plan.num_stages)
-    begins = Moments(plan.num_stages, num_microbatches_of(lanes, plan.num_stages))
-    begins.record(lanes, starts)
-    del lanes
+    starts, begins = times or clock_by_result([plan.compute(rank) for rank in range(plan.num_ranks)], plan.num_stages)
     sent, received = (_routes(plan, begins, find) for find in (sent_by, received_by))
     return replace(plan, actions=tuple(_Lane(plan, rank, times, sent, received).emit() for rank, times in enumerate(starts)))
 
@@ -121,13 +122,13 @@ class _Lane:
         self.before: list[list[Action]] = [[]]  # evictions and loads at each boundary
         self.inside: list[list[Action]] = []  # the first piece of each computation, with what stands between its pieces
         for action in plan.actions[rank]:
-            if action.op not in COMPUTE:
+            if action[0] not in COMPUTE:
                 self.before[-1].append(action)
-            elif action.part and plan.goes_on(action):
+            elif action[3] and plan.goes_on(action):
                 self.inside[-1] += [*self.before[-1], action]
                 self.before[-1] = []
             else:
-                self.steps.append(action._replace(part=0) if action.part else action)
+                self.steps.append(action._replace(part=0) if action[3] else action)
                 self.inside.append([action])
                 self.before.append([])
         self.sends = [sent[step[:2]] for step in self.steps]
@@ -136,33 +137,34 @@ class _Lane:
         self.completed = self._completions()
 
     def emit(self) -> tuple[Action, ...]:
-        lane: list[Action] = []
-        for index, moves in enumerate(self.before):
-            if index and (send := self.sends[index - 1]) is not None:
-                lane.append(_action((send[0], *self.steps[index - 1][1:3], 0, send[2])))
-            if index in self.posted:
-                lane += self.posted[index]
-            if index in self.completed:
-                lane += self.completed[index]
+        at_boundary = zip(self.posted, self.completed, self.before)
+        lane = [action for actions in next(at_boundary) for action in actions]
+        for step, inside, receive, send, (posted, completed, moves) in zip(
+            self.steps, self.inside, self.receives, self.sends, at_boundary
+        ):
+            _, stage, microbatch, _, _ = step
+            if receive is not None:
+                lane.append(_action((receive[1], stage, microbatch, 0, receive[2])))
+            lane += inside
+            if send is not None:
+                lane.append(_action((send[0], stage, microbatch, 0, send[2])))
+            lane += posted
+            lane += completed
             lane += moves
-            if index < len(self.steps):
-                if (receive := self.receives[index]) is not None:
-                    lane.append(_action((receive[1], *self.steps[index][1:3], 0, receive[2])))
-                lane += self.inside[index]
         return tuple(lane)
 
-    def _posts(self) -> dict[int, list[Action]]:
+    def _posts(self) -> list[list[Action]]:
         """Return the receives by boundary: one computation before the one that uses them, or earlier if the channel's order asks.
 
         A channel is first in, first out. Where several boundaries between stages share one, the message that arrives first may
         be used last; its receive is posted first all the same.
         """
         channels: dict[tuple[Op, int], list[tuple[int, int, Action]]] = defaultdict(list)
-        for index, (receive, (_, stage, microbatch, *_)) in enumerate(zip(self.receives, self.steps)):
+        for index, (receive, (_, stage, microbatch, _, _)) in enumerate(zip(self.receives, self.steps)):
             if receive is not None:
-                action = _action((receive[0], stage, microbatch, 0, receive[2]))
-                channels[receive[0], receive[2]].append((receive[3][microbatch], index, action))
-        posted: dict[int, list[Action]] = defaultdict(list)
+                op, _, peer, times = receive
+                channels[op, peer].append((times[microbatch], index, _action((op, stage, microbatch, 0, peer))))
+        posted: list[list[Action]] = [[] for _ in self.before]
         for arrivals in channels.values():
             turn = len(self.steps)
             for _, index, action in sorted(arrivals, reverse=True):
@@ -171,52 +173,50 @@ class _Lane:
                 posted[turn].insert(0, action)
         return posted
 
-    def _completions(self) -> dict[int, list[Action]]:
+    def _completions(self) -> list[list[Action]]:
         """Return the completions of sends by boundary: the first at which they are due and their receives have completed."""
-        completed: dict[int, list[Action]] = defaultdict(list)
-        for index, send, boundary in self._due():
-            _, stage, microbatch, *_ = self.steps[index]
-            received = send.times[microbatch]
+        completed: list[list[Action]] = [[] for _ in self.before]
+        begins, end = self.begins, len(self.begins)
+        for (_, stage, microbatch, _, _), (op, wait, peer, times), boundary in self._due():
+            received = times[microbatch]
             if received < 0:
-                user = OTHER_END[send.op](stage)[1]
-                raise PlanError(f"{Action(send.op, stage, microbatch)} carries what no computation of stage {user} uses")
-            received -= send.peer < self.rank  # of computations at one time, the one of the lower rank comes first
-            while boundary < len(self.begins) and self.begins[boundary] <= received:
+                user = OTHER_END[op](stage)[1]
+                raise PlanError(f"{Action(op, stage, microbatch)} carries what no computation of stage {user} uses")
+            received -= peer < self.rank  # of computations at one time, the one of the lower rank comes first
+            while boundary < end and begins[boundary] <= received:
                 boundary += 1
-            completed[boundary].append(_action((send[1], stage, microbatch, 0, send[2])))
+            completed[boundary].append(_action((wait, stage, microbatch, 0, peer)))
         return completed
 
-    def _due(self) -> Iterator[tuple[int, _Route, int]]:
+    def _due(self) -> Iterator[tuple[Action, _Route, int]]:
         """Yield for each send, the latest first: its computation, its route, and the boundary by which it should be complete."""
-        end = len(self.steps)
+        end, backward, evicted = len(self.steps), Op.SEND_B, Op.WAIT_EVICT
         inside = [(i, a) for i, pieces in enumerate(self.inside) if len(pieces) > 1 for a in pieces]
         moves = [(i, a) for i, before in enumerate(self.before) for a in before]
-        latest = {step[1:3]: i for i, step in enumerate(self.steps) if step.op in BACKWARD}  # for a forward's result
+        latest = {step[1:3]: i for i, step in enumerate(self.steps) if step[0] in BACKWARD}  # for a forward's result
         for index, action in (*moves, *inside):
-            if action.op is Op.WAIT_EVICT:
+            if action[0] is evicted:
                 latest[action[1:3]] = min(index, latest.get(action[1:3], end))
         following: dict[tuple[Op, int], int] = {}
-        backward = Op.SEND_B
-        for index in reversed(range(end)):
-            send = self.sends[index]
+        for index, step, send in zip(range(end, 0, -1), reversed(self.steps), reversed(self.sends)):
             if send is not None:
                 channel = send[0], send[2]
                 due = following.get(channel, end)
-                following[channel] = index + 1
-                yield index, send, due if send[0] is backward else min(due, latest.get(self.steps[index][1:3], end))
+                following[channel] = index
+                yield step, send, due if send[0] is backward else min(due, latest.get(step[1:3], end))
 
 
 def without_transfers(plan: Plan, *, keeps_recomputed: bool = False) -> Plan:
     """Return a plan without its transfers, recomputations and budgets, pieces of computations kept: where a balance pass starts."""
     kept = KEPT | {Op.R} if keeps_recomputed else KEPT
-    lanes = tuple(tuple(a for a in lane if a.op in kept) for lane in plan.actions)
+    lanes = tuple(tuple(a for a in lane if a[0] in kept) for lane in plan.actions)
     return replace(plan, actions=lanes, served=((),) * plan.num_ranks, slots=(None,) * plan.num_ranks, budgets=None)
 
 
 def computations_only(plan: Plan) -> Plan:
     """Return a plan without its transfers, recomputations, budgets and sizes, with all computations whole."""
     whole = tuple(
-        tuple(a._replace(part=0) if a.part else a for a in lane if a.op not in COMPUTE or not plan.goes_on(a))
+        tuple(a._replace(part=0) if a[3] else a for a in lane if not (a[3] and a[0] in COMPUTE and plan.goes_on(a)))
         for lane in plan.actions
     )
     return replace(without_transfers(replace(plan, actions=whole)), sizes=None)

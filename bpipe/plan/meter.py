@@ -35,7 +35,8 @@ class Meter(NamedTuple):
 
     def taken(self, action: Action) -> int:
         """Return what an action takes before it runs."""
-        return self.takes[action.op](action) if action.op in self.takes else 0
+        take = self.takes.get(action[0])
+        return 0 if take is None else take(action)
 
 
 def meter_of(saved: Amount, moved: Amount) -> Meter:
@@ -52,7 +53,8 @@ def meter_of(saved: Amount, moved: Amount) -> Meter:
 
 def slot(action: Action) -> int:
     """Count every microbatch as 1: its parts count as 0, except the first piece of a computation, which stands for all."""
-    return 1 if action.part == 0 or (action.part == 1 and action.op in COMPUTE) else 0
+    part = action[3]
+    return 1 if part == 0 or (part == 1 and action[0] in COMPUTE) else 0
 
 
 SLOTS = meter_of(slot, slot)
@@ -62,20 +64,22 @@ def occupancy(actions: Sequence[Action], meter: Meter = SLOTS) -> Iterator[int]:
     """Yield what is occupied while each action runs, in the meter's unit."""
     again = Op.R  # looked up once: a plan has millions of actions
     recomputed = {action.key for action in actions if action[0] is again}
-    usual, live = Amounts(meter.takes, meter.gives), 0
-    changes = frozenset().union(*usual, *meter.recomputed)  # the operations that change it
+    changing = {*meter.takes, *meter.gives, *meter.recomputed.takes, *meter.recomputed.gives}
+    usually, when_recomputed = (
+        {op: (amounts.takes.get(op), amounts.gives.get(op)) for op in changing} for amounts in (meter, meter.recomputed)
+    )
+    live = 0
     for action in actions:
-        if action[0] not in changes:
+        change = usually.get(action[0])
+        if change is None:
             yield live
             continue
-        takes, gives = meter.recomputed if recomputed and action.key in recomputed else usual
-        taken = takes.get(action[0])
-        if taken is not None:
-            live += taken(action)
+        take, give = when_recomputed[action[0]] if recomputed and action.key in recomputed else change
+        if take is not None:
+            live += take(action)
         yield live
-        given = gives.get(action[0])
-        if given is not None:
-            live -= given(action)
+        if give is not None:
+            live -= give(action)
 
 
 class _Messages(NamedTuple):

@@ -48,13 +48,6 @@ class Moments:
             self._tables[result] = [self._unknown[:] for _ in range(self._num_stages)]
         return self._tables[result][stage]
 
-    def record(self, lanes: Sequence[Sequence[Action]], times: Sequence[Sequence[int]]) -> None:
-        """Take one moment for each computation of some lanes."""
-        tables = self.by_computation()
-        for lane, moments in zip(lanes, times):
-            for (op, stage, microbatch, *_), moment in zip(lane, moments):
-                tables[op, stage][microbatch] = moment
-
     def by_computation(self) -> dict[tuple[Op, int], array[int]]:
         """Return the moments of each kind of computation of each stage; those with one result share theirs."""
         return {(op, stage): self.of(result, stage) for op, result in RESULT.items() for stage in range(self._num_stages)}
@@ -67,13 +60,12 @@ def num_microbatches_of(lanes: Sequence[Sequence[Action]], num_stages: int) -> i
         PlanError: a stage does not exist, or a microbatch is so high that most of the others must be missing.
     """
     highest = 0
-    for lane in lanes:
-        for action in lane:
-            _, stage, microbatch, *_ = action
-            if not 0 <= stage < num_stages or microbatch < 0:
-                raise PlanError(f"{action} is outside a plan of stages 0 to {num_stages - 1} and microbatches from 0 on")
-            if microbatch > highest:
-                highest = microbatch
+    for lane in filter(None, lanes):
+        stages, microbatches = {action[1] for action in lane}, {action[2] for action in lane}
+        if min(stages) < 0 or max(stages) >= num_stages or min(microbatches) < 0:
+            wrong = next(a for a in lane if not 0 <= a.stage < num_stages or a.microbatch < 0)
+            raise PlanError(f"{wrong} is outside a plan of stages 0 to {num_stages - 1} and microbatches from 0 on")
+        highest = max(highest, *microbatches)
     count = sum(map(len, lanes))
     if 2 * count < num_stages * highest:
         raise PlanError(f"microbatch {highest} of {num_stages} stages in a plan of {count} computations: most are missing")
@@ -89,23 +81,33 @@ def clock(lanes: Sequence[Sequence[Action]], num_stages: int) -> list[array[int]
     Raises:
         PlanError: the lanes wait for each other in a cycle, or lack microbatches.
     """
+    return clock_by_result(lanes, num_stages)[0]
+
+
+def clock_by_result(lanes: Sequence[Sequence[Action]], num_stages: int) -> tuple[list[array[int]], Moments]:
+    """Return the start times of `clock`, and the same for each result: when the computation starts that makes it.
+
+    Raises:
+        PlanError: the lanes wait for each other in a cycle, or lack microbatches.
+    """
     num_microbatches = num_microbatches_of(lanes, num_stages)
-    ends, at_once = Moments(num_stages, num_microbatches), array("q", [0]) * num_microbatches
-    kinds = {}  # of computation: what it needs, when that has ended; its own result, when that has ended; its duration
+    begins, ends = Moments(num_stages, num_microbatches), Moments(num_stages, num_microbatches)
+    at_once = array("q", [0]) * num_microbatches
+    kinds = {}  # of computation: what it needs, when that has ended; its own result, when that begins, and has ended; its duration
     for (op, stage), ended in ends.by_computation().items():
         needed = needs(Action(op, stage, 0), num_stages - 1)
-        needs_ended = at_once if needed is None else ends.of(*needed[:2])
-        kinds[op, stage] = (needed and needed[:2], needs_ended, (RESULT[op], stage), ended, UNITS[op])
+        needs_ended, result = at_once if needed is None else ends.of(*needed[:2]), (RESULT[op], stage)
+        kinds[op, stage] = (needed and needed[:2], needs_ended, result, begins.of(*result), ended, UNITS[op])
     starts = [array("q") for _ in lanes]
     free = [0] * len(lanes)
     waiting: dict[tuple[tuple[Op, int] | None, int], list[int]] = defaultdict(list)
     runnable = deque(range(len(lanes)))
     while runnable:
         rank = runnable.popleft()
-        now, lane = free[rank], lanes[rank]
+        now, lane, start = free[rank], lanes[rank], starts[rank].append
         for index in range(len(starts[rank]), len(lane)):
             op, stage, microbatch, _, _ = lane[index]
-            need, needs_ended, result, ended, units = kinds[op, stage]
+            need, needs_ended, result, begun, ended, units = kinds[op, stage]
             ready = needs_ended[microbatch]
             if ready < 0:
                 waiting[need, microbatch].append(rank)
@@ -113,7 +115,8 @@ def clock(lanes: Sequence[Sequence[Action]], num_stages: int) -> list[array[int]
                 break
             if ready > now:
                 now = ready
-            starts[rank].append(now)
+            start(now)
+            begun[microbatch] = now
             now += units
             if ended[microbatch] == EXPECTED:
                 runnable.extend(waiting.pop((result, microbatch)))
@@ -124,7 +127,7 @@ def clock(lanes: Sequence[Sequence[Action]], num_stages: int) -> list[array[int]
     ]
     if stuck:
         raise PlanError(f"no order of the computations works: {', '.join(stuck)} wait for each other")
-    return starts
+    return starts, begins
 
 
 def _enablers() -> dict[Op, tuple[Op, int]]:
@@ -175,10 +178,10 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
     Returns:
         The lanes that got stuck: none in a sound plan.
     """
-    lanes = list(enumerate(plan.actions))
-    lanes += [(rank, chain) for rank in range(plan.num_ranks) for chain in plan.chains(rank).values()]
+    lanes, num_ranks = list(enumerate(plan.actions)), plan.num_ranks
+    lanes += [(rank, chain) for rank in range(num_ranks) for chain in plan.chains(rank).values()]
     if order is None:  # what stands alone holds nothing up; but for pieces, between which no other lane may compute
-        lanes = [(rank, tuple(a for a in lane if a[0] in LINKED or a[3])) for rank, lane in lanes]
+        lanes = [(rank, tuple([a for a in lane if a[0] in LINKED or a[3]])) for rank, lane in lanes]
     positions = [0] * len(lanes)
     width = 1 + max(map(plan.num_parts, range(plan.num_stages)))
     happened = {op: [bytearray(plan.num_microbatches * width) for _ in plan.stage_ranks] for op in ENABLERS}
@@ -187,9 +190,9 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
         enabler, offset = ENABLED_BY.get(op, (None, 0))
         kinds[op] = (None if enabler is None else happened[enabler], offset, happened.get(op))
     waiting: dict[tuple[Op, int, int], list[int]] = defaultdict(list)
-    blocked: dict[int, Stuck] = {}
-    runnable = deque(range(plan.num_ranks))
-    acceptors = deque(range(plan.num_ranks, len(lanes)))
+    blocked: dict[int, Action] = {}
+    runnable = deque(range(num_ranks))
+    acceptors = deque(range(num_ranks, len(lanes)))
     inside: int | None = None
     while runnable or acceptors:
         index = acceptors.popleft() if acceptors else runnable.popleft()
@@ -203,21 +206,28 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
                 enabling[stage + offset][which] = AWAITED
                 enabler = ENABLED_BY[op][0]
                 waiting[enabler, stage + offset, which].append(index)
-                blocked[index] = Stuck(rank, action, Action(enabler, stage + offset, microbatch, part))
+                blocked[index] = action
                 positions[index] = position
                 break
             if order is not None:
                 order.append((rank, action))
             if part and (op is Op.F or op is Op.B):
                 inside = None if plan.ends(action) else index
-            if happening is not None:
-                is_awaited = happening[stage][which] == AWAITED
-                happening[stage][which] = YES
-                for woken in waiting.pop((op, stage, which)) if is_awaited else ():
-                    if woken >= plan.num_ranks:
+            if happening is None:
+                continue
+            if happening[stage][which] == AWAITED:
+                for woken in waiting.pop((op, stage, which)):
+                    if woken >= num_ranks:
                         acceptors.append(woken)
                     elif woken == inside:
                         runnable.appendleft(woken)
                     else:
                         runnable.append(woken)
-    return list(blocked.values())
+            happening[stage][which] = YES
+    return [Stuck(lanes[index][0], action, _missing(action)) for index, action in blocked.items()]
+
+
+def _missing(action: Action) -> Action:
+    """Return what must happen on the other end before an action can go on."""
+    enabler, offset = ENABLED_BY[action.op]
+    return action._replace(op=enabler, stage=action.stage + offset, peer=None)

@@ -48,8 +48,8 @@ class PlanData:
 
     def compute(self, rank: int) -> list[Action]:
         """Return the forwards and backwards of a rank in order, those in pieces as whole ones."""
-        found = (a for a in self.actions[rank] if a[0] in COMPUTE and not (a[3] and self.goes_on(a)))
-        return [a._replace(part=0) if a[3] else a for a in found]
+        lane = self.actions[rank]
+        return [a._replace(part=0) if a[3] else a for a in lane if a[0] in COMPUTE and not (a[3] and self.goes_on(a))]
 
     def goes_on(self, action: Action) -> bool:
         """Return whether a computation goes on with one that has begun: a forward begins with part 1, a backward with the last."""
@@ -61,8 +61,8 @@ class PlanData:
 
     def chains(self, rank: int) -> dict[int, tuple[Action, ...]]:
         """Return the acceptor's lane of a rank as one chain for each evictor that it serves."""
-        peers = sorted({action.peer for action in self.served[rank] if action.peer is not None})
-        return {peer: tuple(a for a in self.served[rank] if a.peer == peer) for peer in peers}
+        peers = sorted({peer for *_, peer in self.served[rank] if peer is not None})
+        return {peer: tuple(a for a in self.served[rank] if a[4] == peer) for peer in peers}
 
     def host_chain(self, rank: int) -> tuple[Action, ...]:
         """Return what a rank's host would do if it were an acceptor with a lane of its own."""

@@ -15,8 +15,8 @@ class Reserved(NamedTuple):
     """Buffers for one evictor.
 
     Args:
-        sizes: the size of each room.
-        buffer_of: the room of each remote activation; no two remote activations are in one at once.
+        sizes: the size of each place.
+        buffer_of: the place of each remote activation; no two remote activations are in one at once.
     """
 
     sizes: tuple[int, ...]
@@ -26,32 +26,32 @@ class Reserved(NamedTuple):
 def reserve(chain: Iterable[Action], moved: Amount = slot) -> Reserved:
     """Reserve the buffers that an acceptor needs for one evictor's remote activations in their order.
 
-    A remote activation takes the smallest free room that is large enough, else the largest free one, which grows, else a new one.
+    A remote activation takes the smallest free place that is large enough, else the largest free one, which grows, else a new one.
     """
     sizes: list[int] = []
     free: list[int] = []
     buffer_of: dict[PartKey, int] = {}
     for action in chain:
-        remote = action.part_key
-        if action.op is Op.ACCEPT:
+        remote = action[1:4]  # a tuple's slice: plans have millions of actions
+        if action[0] is Op.ACCEPT:
             size = moved(action)
-            room = _choose(sizes, free, size)
-            if room is None:
-                room = len(sizes)
+            place = _choose(sizes, free, size)
+            if place is None:
+                place = len(sizes)
                 sizes.append(0)
             else:
-                free.remove(room)
-            sizes[room] = max(sizes[room], size)
-            buffer_of[remote] = room
-        elif action.op is Op.WAIT_RETURN and remote in buffer_of:
+                free.remove(place)
+            sizes[place] = max(sizes[place], size)
+            buffer_of[remote] = place
+        elif action[0] is Op.WAIT_RETURN and remote in buffer_of:
             free.append(buffer_of[remote])
     return Reserved(tuple(sizes), buffer_of)
 
 
 def _choose(sizes: list[int], free: list[int], size: int) -> int | None:
-    """Choose the free room that a remote activation takes; return None if no room is free."""
+    """Choose the free place that a remote activation takes; return None if no place is free."""
     latest_first = free[::-1]  # its memory is warm
-    fitting = [room for room in latest_first if sizes[room] >= size]
+    fitting = [place for place in latest_first if sizes[place] >= size]
     if fitting:
         return min(fitting, key=sizes.__getitem__)
     return max(latest_first, key=sizes.__getitem__, default=None)

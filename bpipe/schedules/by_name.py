@@ -88,7 +88,7 @@ def _computations(rule: Rule, num_stages: int, num_microbatches: int, num_ranks:
     rule.check(num_stages, num_microbatches, num_ranks)
     stages_per_rank = num_stages // num_ranks
     lanes = rule.order(num_ranks, num_microbatches, stages_per_rank)
-    if len(lanes) != num_ranks or not all(isinstance(action, Action) for lane in lanes for action in lane):
+    if len(lanes) != num_ranks or not all(issubclass(kind, Action) for lane in lanes for kind in set(map(type, lane))):
         raise PlanError(
             f"rule {rule.name!r}: order() has to return a list of actions for each of {num_ranks} ranks, got {lanes!r:.80}"
         )

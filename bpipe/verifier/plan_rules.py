@@ -35,14 +35,16 @@ def _posted(plan: Plan, lane: tuple[Action, ...]) -> dict[tuple[Op, int | None],
     They name what crosses the boundary after a stage, or a stage's saved bytes.
     """
     posted: dict[tuple[Op, int | None], array[int]] = defaultdict(lambda: array("q"))
+    m = plan.num_microbatches
     for op, stage, microbatch, part, peer in lane:
-        if op in POSTS and peer != HOST:
-            stage -= op in _FROM_THE_STAGE_BEFORE
-            posted[op, peer].append((stage * plan.num_microbatches + microbatch) * _MOST_PARTS + part)
+        before = _STAGES_BEFORE.get(op)
+        if before is not None and peer != HOST:
+            posted[op, peer].append(((stage - before) * m + microbatch) * _MOST_PARTS + part)
     return posted
 
 
-_FROM_THE_STAGE_BEFORE = frozenset({Op.RECV_F, Op.SEND_B})
+# How many stages before the one that an action names the boundary lies that its message crosses.
+_STAGES_BEFORE = {op: int(op in (Op.RECV_F, Op.SEND_B)) for op in POSTS}
 _MOST_PARTS = 2**10
 
 

@@ -30,10 +30,10 @@ def belongs(own: RankIndex) -> Iterator[Finding]:
     peers = {(op, stage): _peer(plan, op, stage) for op in (*COMPUTE, *SHARDING, *NEIGHBOURS) for stage in own.stages}
     for index in own.repeated:
         yield own.place(index), f"{own.lane[index]} stands a second time"
-    kinds = set(map(_WITH_PEER, own.lane))
+    computing, serving = (set(map(_WITH_PEER, lanes[own.rank])) for lanes in (plan.actions, plan.served))
+    kinds = computing | serving
     odd = {kind for kind in kinds if kind[2] != peers.get(kind[:2], NOWHERE) and not _moves_as_one(own, kind, kinds)}
-    is_mixed = any(action[0] not in SERVED for action in own.plan.served[own.rank])
-    is_mixed |= any(op in SERVED for op in {action[0] for action in own.plan.actions[own.rank]})
+    is_mixed = any(op in SERVED for op, _, _ in computing) or any(op not in SERVED for op, _, _ in serving)
     for index, action in enumerate(own.lane if odd or is_mixed else ()):
         if own.is_served(index) is not (action[0] in SERVED):
             yield own.place(index), f"{action} stands in the wrong lane"

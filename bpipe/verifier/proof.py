@@ -52,21 +52,22 @@ def violations_of(plan: Plan) -> Iterator[Violation]:
 
     The rules that ranks keep together are checked only if each rank is complete by itself, and all only if the shape is sound.
     """
-    shape = [Violation("shape", None, text) for text in _shape(plan)] or [Violation("shape", *found) for found in _outside(plan)]
+    shape = [Violation("shape", None, text) for text in _shape(plan)]
     yield from shape
     if shape:
         return
-    is_whole = True
+    violations: list[Violation] = []
     held: list[list[int]] = [[] for _ in range(plan.num_ranks)]
     for stage, rank in enumerate(plan.stage_ranks):
         held[rank].append(stage)
     for rank, stages in enumerate(held):
         own = RankIndex(plan, rank, stages)
-        for name, rule in RULES_OF_A_RANK.items():
-            for place, text in rule(own):
-                is_whole &= name not in ("belongs", "complete")
-                yield Violation(name, place, text)
-    if is_whole:
+        if _names_others(own):
+            yield from (Violation("shape", place, text) for place, text in _outside(plan))
+            return
+        violations += (Violation(name, *found) for name, rule in RULES_OF_A_RANK.items() for found in rule(own))
+    yield from violations
+    if not any(violation.rule in ("belongs", "complete") for violation in violations):
         for name, whole in RULES_OF_ALL.items():
             yield from (Violation(name, place, text) for place, text in whole(plan))
 
@@ -93,6 +94,17 @@ def _shape(plan: Plan) -> Iterator[str]:
     for stage, rank in enumerate(plan.stage_ranks):
         if rank not in ranks:
             yield f"stage {stage} is on rank {rank}, and there are ranks 0 to {plan.num_ranks - 1}"
+
+
+def _names_others(own: RankIndex) -> bool:
+    """Return whether a rank names stages, microbatches or parts that do not exist, as `_outside` tells one by one."""
+    plan, microbatches = own.plan, set(range(own.plan.num_microbatches))
+    return any(
+        not (0 <= stage < plan.num_stages and found.keys() <= microbatches)
+        or (part and (op not in IN_PARTS or not 0 < part <= plan.num_parts(stage)))
+        or (op in SHARDING and any(found))
+        for (op, stage, part), found in own.at.items()
+    )
 
 
 def _outside(plan: Plan) -> Iterator[tuple[Place, str]]:

@@ -41,16 +41,24 @@ class RankIndex:
         self.lane = (*plan.actions[rank], *plan.served[rank])
         self.num_computing = len(plan.actions[rank])
         self.at: defaultdict[Kind, dict[int, int]] = defaultdict(dict)  # where each microbatch stands in `lane`
-        self.repeated: list[int] = []
+        self._repeated: list[int] = []
         for index, (op, stage, microbatch, part, _) in enumerate(self.lane):
             found = self.at[op, stage, part]
             if microbatch not in found:
                 found[microbatch] = index
             elif op not in SHARDING:
-                self.repeated.append(index)
+                self._repeated.append(index)
         self.pieces = sorted(index for kind, found in self.at.items() if kind[2] and kind[0] in COMPUTE for index in found.values())
-        self.begun = [index for index in self.pieces if not plan.goes_on(self.lane[index])]  # the first of each computation
-        self.repeated += [index for index in self.begun if self.lane[index][2] in self.at.get((*self.lane[index][:2], 0), ())]
+
+    @cached_property
+    def begun(self) -> list[int]:
+        """The first piece of each computation."""
+        return [index for index in self.pieces if not self.plan.goes_on(self.lane[index])]
+
+    @property
+    def repeated(self) -> list[int]:
+        """The actions that stand a second time, in pieces or as one."""
+        return self._repeated + [i for i in self.begun if self.lane[i][2] in self.at.get((*self.lane[i][:2], 0), ())]
 
     @cached_property
     def present(self) -> defaultdict[tuple[int, int], list[int]]:

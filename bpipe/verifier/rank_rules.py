@@ -24,8 +24,8 @@ def _within(own: RankIndex, meter: Meter, idle: int, budget: int | None, unit: s
     if budget is None:
         return
     rank, limit = own.rank, budget - idle
-    over = next(((i, live) for i, live in enumerate(occupancy(own.plan.actions[rank], meter)) if live > limit), None)
-    if over is not None:
+    if max(occupancy(own.plan.actions[rank], meter), default=limit) > limit:
+        over = next((i, live) for i, live in enumerate(occupancy(own.plan.actions[rank], meter)) if live > limit)
         yield (
             own.place(over[0]),
             f"rank {rank} occupies {over[1]} {unit} of its own and {idle} for remote activations and what stays, of a budget of "

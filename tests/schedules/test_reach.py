@@ -10,8 +10,10 @@ from random import Random
 import pytest
 
 from bpipe.passes.balance.balance import balance, minimize_peak
+from bpipe.passes.balance.problem import Problem, Solution
 from bpipe.passes.communicate import computations_only
 from bpipe.passes.pieces import in_pieces
+from bpipe.plan.destinations import Destinations
 from bpipe.schedules import Costs, Link, Op, Plan, Sizes, StageSizes, build, finish, simulate
 from tests.schedules.exact import fewest_bytes
 from tests.schedules.instances import Instance, some
@@ -147,6 +149,30 @@ def test_the_bound_by_hand() -> None:
     plan = plain("1f1b", 4, m=8)
     for parts, budget, fewest in ((1, 20, 0), (1, 19, 15), (5, 19, 3), (5, 15, 15)):
         assert fewest_bytes(plan, Sizes.of([5] * 4, num_parts=parts), [budget, 20, 20, 20]) == fewest, (parts, budget)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_solution_moves_less_than_the_bound(seed: int) -> None:
+    instance = some(Random(seed))
+    problem = Problem(instance.plan, instance.sizes, Destinations(), None, "fewest")
+    found = problem.solve(problem.checked(instance.budget), thorough=True)
+    assert isinstance(found, Solution)
+    for rank, solved in found.by_rank.items():
+        assert 0 < problem.ranks[rank].steps.least_moved(instance.budget) <= solved.decision.cost[1]
+
+
+@pytest.mark.parametrize(("budget", "moved", "is_searched"), [(60, 5, True), (59, 5, True), (56, 8, False)])
+def test_the_search_ends_where_no_less_can_move(
+    budget: int, moved: int, is_searched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank of GPipe holds eight microbatches of 3 and 5 bytes at once: what is above the budget leaves, in whole parts."""
+    searches: list[bool] = []
+    solve = Problem.solve
+    monkeypatch.setattr(Problem, "solve", lambda *args, **how: searches.append(how["thorough"]) or solve(*args, **how))
+    sizes = Sizes(stages=(StageSizes(parts=(3, 5)),) * 2, static=(0, 0))
+    plan = balance(plain("gpipe", 2, m=8), sizes=sizes, budgets=budget, to=Destinations(others=False, host="last"))
+    assert [sum(sizes.moved(a) for a in lane if a.op is Op.EVICT) for lane in plan.actions] == [moved] * 2
+    assert searches == [False, True][: 1 + is_searched]
 
 
 def test_uneven_parts_are_planned_in_seconds() -> None:

@@ -102,7 +102,8 @@ def _lowest(problem: Problem) -> Solution:
 
 def _cheaper(problem: Problem, budgets: Budgets, solution: Solution) -> Solution:
     """Return a cheaper solution within the same budgets if a thorough search finds one, else the given one."""
-    if not any(problem.ranks[rank].has_choice(solved.decision) for rank, solved in solution.by_rank.items()):
+    has_choice = any(problem.ranks[rank].has_choice(solved.decision) for rank, solved in solution.by_rank.items())
+    if not has_choice or problem.is_cheapest(solution, budgets):
         return solution
     other = problem.solve(budgets, thorough=True)
     return other if isinstance(other, Solution) and other.cost < solution.cost else solution

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from bpipe.passes.balance.rank_steps import Part, RankSteps, Stay, Which
 from bpipe.passes.balance.remote_capacity import Capacity, LinkOccupancy, RemoteCapacity
 from bpipe.passes.balance.step_times import StepTimes
-from bpipe.plan.action import BACKWARD, Action, Op
+from bpipe.plan.action import BACKWARD, Op
 
 __all__: list[str] = []
 
@@ -99,29 +99,25 @@ class GreedyEviction:
         self._occupied = list(self.rank.occupied)
         self._live: dict[Part, int] = {}  # parts here that were never evicted, and their sizes
         self._num_away: defaultdict[Which, int] = defaultdict(int)  # parts evicted of each microbatch
+        self._full: set[Which] = set()  # microbatches of which no more parts may leave
         self._is_even = not are_uneven(self.sizes)
 
     def run(self) -> Decision | Shortage:
         """Decide all evictions, or return why they cannot keep to the limit."""
-        for t, action in enumerate(self.rank.steps):
-            if action is not None and action.op is Op.F:
-                self._live |= self._saved_by(action)
+        for t, (action, parts) in enumerate(zip(self.rank.steps, self.rank.parts)):
+            if action is not None and action[0] is Op.F:
+                self._live.update((part, size) for part, size in zip(parts, self.sizes[action[1]]) if size)
             while self._occupied[t] > self.limit:
                 if not self._evict_before(t):
                     needed = f"{self._occupied[t]} of {self.limit}"
                     return Shortage(f"occupies {needed} at {action} and has nothing that it could evict in time")
-            if action is not None and action.op in BACKWARD:
-                for part in self.rank.parts_of(action):
+            if action is not None and action[0] in BACKWARD:
+                for part in parts:
                     self._live.pop(part, None)
         if not self._is_even:
             self._take_back()
         evictions = tuple(self._loaded_earlier())
         return Decision(evictions, max(self._occupied, default=0), self.was_refused)
-
-    def _saved_by(self, forward: Action) -> dict[Part, int]:
-        """Return the parts that can leave when a forward has ended, and their sizes."""
-        parts = zip(self.rank.parts_of(forward), self.sizes[forward.stage])
-        return {part: size for part, size in parts if size}
 
     def _evict_before(self, t: int) -> bool:
         """Evict the best candidate that can be hidden, else the best one; return False if there is none."""
@@ -145,7 +141,10 @@ class GreedyEviction:
         remote.add(eviction.size, eviction.start, eviction.back - 1)
         self._relieve(-eviction.size, eviction)
         del self._live[eviction.which]
-        self._num_away[eviction.which[:2]] += 1
+        microbatch = eviction.which[:2]
+        self._num_away[microbatch] += 1
+        if self._num_away[microbatch] >= self.most_parts:
+            self._full.add(microbatch)
 
     def _relieve(self, change: int, eviction: Eviction) -> None:
         span = slice(eviction.left, eviction.load)
@@ -153,12 +152,11 @@ class GreedyEviction:
 
     def _ranked(self, t: int) -> list[Part]:
         """Return the parts that could leave before step t and be back in time, best first."""
-        stays, num_away = self.rank.stays, self._num_away
-        full = {which for which, number in num_away.items() if number >= self.most_parts}
+        stays, full = self.rank.stays, self._full
         needed = {
-            which: stay.needed
-            for which, stay in ((which, stays[which]) for which in self._live)
-            if stay.leaves <= t < stay.needed - 1 and which[:2] not in full
+            which: needed
+            for which, (_, leaves, needed) in ((which, stays[which]) for which in self._live)
+            if leaves <= t < needed - 1 and which[:2] not in full
         }
         self.num_ranked += len(self._live)
         if self._is_even:

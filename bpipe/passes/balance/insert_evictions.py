@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 
 from bpipe.passes.balance.greedy import Eviction
 from bpipe.passes.balance.rank_steps import RankSteps
@@ -11,30 +12,30 @@ from bpipe.plan.action import COMPUTE, MIRROR, Action, Op
 
 __all__: list[str] = []
 
+# The steps of an eviction before which its transfers start and end, in their order at one boundary.
+_STEPS: dict[Op, Callable[[Eviction], int]] = {
+    Op.WAIT_EVICT: attrgetter("left"),
+    Op.LOAD: attrgetter("load"),
+    Op.WAIT_LOAD: attrgetter("back"),
+    Op.EVICT: attrgetter("start"),
+}
 
-def insert_evictions(rank: RankSteps, evictions: Iterable[Eviction]) -> tuple[Action, ...]:
+
+def insert_evictions(rank: RankSteps, evictions: Sequence[Eviction]) -> tuple[Action, ...]:
     """Return the rank's list with its evictions in it.
 
     At one boundary memory is given back before it is taken: on this rank by completed evictions, on the acceptor by completed
     loads.
     """
-    moves: dict[int, list[list[Action]]] = defaultdict(lambda: [[], [], [], []])
-    for eviction in evictions:
-        for order, (op, step) in enumerate(
-            (
-                (Op.WAIT_EVICT, eviction.left),
-                (Op.LOAD, eviction.load),
-                (Op.WAIT_LOAD, eviction.back),
-                (Op.EVICT, eviction.start),
-            )
-        ):
-            moves[step][order].append(Action(op, *eviction.which, eviction.peer))
+    moves: dict[int, list[Action]] = defaultdict(list)
+    for op, step_of in _STEPS.items():
+        for eviction in evictions:
+            moves[step_of(eviction)].append(Action(op, *eviction.which, eviction.peer))
     lane: list[Action] = []
     step = 0
     for action in rank.actions:
-        while action.op in COMPUTE and step < len(rank.steps):
-            for group in moves.get(step, ()):
-                lane += group
+        while action[0] in COMPUTE and step < len(rank.steps):
+            lane += moves.get(step, ())
             step += 1
             if rank.steps[step - 1] is not None:
                 break
@@ -44,4 +45,4 @@ def insert_evictions(rank: RankSteps, evictions: Iterable[Eviction]) -> tuple[Ac
 
 def mirrored(actions: Iterable[Action], evictor: int, acceptor: int) -> tuple[Action, ...]:
     """Return the acceptor's end of an evictor's transfers: the same events in the same order, so no cycle of waits arises."""
-    return tuple(a._replace(op=MIRROR[a.op], peer=evictor) for a in actions if a.op in MIRROR and a.peer == acceptor)
+    return tuple(Action(MIRROR[a[0]], *a[1:4], evictor) for a in actions if a[4] == acceptor and a[0] in MIRROR)

@@ -119,6 +119,12 @@ class Problem:
                 break
         return lacking if best is None else best
 
+    def is_cheapest(self, solution: Solution, budgets: Budgets) -> bool:
+        """Return whether a solution is known to be the cheapest: it hides everything, and moves no more than has to move."""
+        late, moved = solution.cost
+        limits = ((rank, budget) for rank, budget in enumerate(budgets) if budget is not None and rank in solution.by_rank)
+        return late == 0 and moved == sum(self.ranks[rank].steps.least_moved(limit) for rank, limit in limits)
+
     def _solve(self, budgets: Budgets, search: int, by_steps: bool, most_first: bool) -> Solution | str:
         """Let one rank decide after the other, those with the most to evict first or last."""
         peaks = list(self.peaks)

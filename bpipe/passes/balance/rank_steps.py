@@ -9,13 +9,13 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from bpipe.passes.communicate import communicate
 from bpipe.plan.action import BACKWARD, COMPUTE, Action, Op
 from bpipe.plan.meter import Meter, occupancy
-from bpipe.plan.order import Moments, clock, num_microbatches_of
+from bpipe.plan.order import Moments, clock_by_result
 from bpipe.plan.plan import Plan
 
 __all__: list[str] = []
@@ -54,34 +54,34 @@ class RankSteps:
         self.actions = plan.actions[rank]
         self.steps: list[Action | None] = []  # the computations in order; None for an idle step
         self.occupied: list[int] = []  # what the rank occupies during each step
-        self._plan, self._static, self._arrives = plan, static, arrives
+        self._plan, self._arrives = plan, arrives
         self._recomputed = plan.recomputed(rank)
         self._boundaries: list[int] = []  # the step at which the boundary before each whole computation begins
-        for action, bytes_or_slots in zip((action for action in self.actions if action.op in COMPUTE), occupied):
-            if not (action.part and plan.goes_on(action)):
+        follows_backward = False
+        for action, bytes_or_slots in zip((action for action in self.actions if action[0] in COMPUTE), occupied):
+            is_backward = action[0] in BACKWARD
+            if not (action[3] and plan.goes_on(action)):
                 self._boundaries.append(len(self.steps))
-                previous = self.steps[-1] if self.steps else None
-                if previous is not None and previous.op in BACKWARD and action.op in BACKWARD:
-                    self._append(None, bytes_or_slots)
-            self._append(action, bytes_or_slots)
+                if is_backward and follows_backward:
+                    self.steps.append(None)
+                    self.occupied.append(static + bytes_or_slots)
+            self.steps.append(action)
+            self.occupied.append(static + bytes_or_slots)
+            follows_backward = is_backward
         self._boundaries.append(len(self.steps))
-        self.is_in_pieces = any(action.part for action in self.actions if action.op in COMPUTE)
+        self.is_in_pieces = any(action[3] and action[0] in COMPUTE for action in self.actions)
         self.peak = max(self.occupied, default=static)
-
-    def _append(self, step: Action | None, occupied: int) -> None:
-        self.steps.append(step)
-        self.occupied.append(self._static + occupied)
 
     @cached_property
     def stays(self) -> dict[Part, Stay]:
         """The steps between which each part that can move by itself may be away."""
         saved: dict[Which, int] = {}
         stays: dict[Part, Stay] = {}
-        for step, action in enumerate(self.steps):
-            if action is not None and action.op is Op.F:
+        for step, (action, parts) in enumerate(zip(self.steps, self.parts)):
+            if action is not None and action[0] is Op.F:
                 saved[action[1:3]] = step
-            elif action is not None and action.op in BACKWARD:
-                for part in self.parts_of(action):
+            elif action is not None and action[0] in BACKWARD:
+                for part in parts:
                     stays[part] = self._stay(part, saved[action[1:3]], step)
         return stays
 
@@ -91,20 +91,40 @@ class RankSteps:
         arrived = self._boundaries[self._arrives((stage, microbatch))] if has_output else 0
         return Stay(saved, max(arrived, saved + 2), needed)
 
-    def parts_of(self, action: Action) -> list[Part]:
+    def least_moved(self, limit: int) -> int:
+        """Return how much has to move at least to keep the rank within a limit.
+
+        At each step at least the excess is away. Two excesses add up if no part can be away at both steps, because it leaves once.
+        """
+        until = [0] * (len(self.steps) + 1)  # the last step at which something may be away that may have left by now
+        for stay in self.stays.values():
+            until[stay.leaves] = max(until[stay.leaves], stay.needed - 2)
+        until = list(accumulate(until, max))
+        least = [0] * (len(self.steps) + 1)
+        for step in reversed(range(len(self.steps))):
+            excess = max(0, self.occupied[step] - limit)
+            least[step] = max(least[step + 1], excess + least[max(step, until[step]) + 1])
+        return least[0]
+
+    @cached_property
+    def parts(self) -> list[list[Part]]:
+        """The parts that each step saves or needs."""
+        return [[] if action is None else self._parts_of(action) for action in self.steps]
+
+    def _parts_of(self, action: Action) -> list[Part]:
         """Return the parts that a forward saves (none before its last piece), or that a backward needs (a piece only its own).
 
         What is recomputed has none that could move: its first forward keeps the input alone.
         """
-        _, stage, microbatch, part, _ = action
+        op, stage, microbatch, part, _ = action
         if (stage, microbatch) in self._recomputed:
             return []
-        if part and action.op is not Op.F:
-            return [(stage, microbatch, part if self._plan.num_parts(stage) > 1 else 0)]
-        if action.op is Op.F and not self._plan.ends(action):
-            return []
         num_parts = self._plan.num_parts(stage)
-        return [(stage, microbatch, k) for k in range(1, num_parts + 1)] if num_parts > 1 else [(stage, microbatch, 0)]
+        if num_parts <= 1:
+            return [(stage, microbatch, 0)]
+        if part and op is not Op.F:
+            return [(stage, microbatch, part)]
+        return [(stage, microbatch, k) for k in range(1, num_parts + 1)] if op is not Op.F or self._plan.ends(action) else []
 
 
 def steps_of(plan: Plan) -> list[RankSteps]:
@@ -113,12 +133,9 @@ def steps_of(plan: Plan) -> list[RankSteps]:
     Raises:
         PlanError: the computations wait for each other in a cycle.
     """
-    lanes = [plan.compute(rank) for rank in range(plan.num_ranks)]
-    begins = clock(lanes, plan.num_stages)
-    moments = Moments(plan.num_stages, num_microbatches_of(lanes, plan.num_stages))
-    moments.record(lanes, begins)
+    begins, moments = clock_by_result([plan.compute(rank) for rank in range(plan.num_ranks)], plan.num_stages)
     static = (0,) * plan.num_ranks if plan.sizes is None else plan.sizes.static
-    with_messages = plan if plan.sizes is None else communicate(plan)
+    with_messages = plan if plan.sizes is None else communicate(plan, (begins, moments))
     return [
         RankSteps(plan, rank, static[rank], _occupied_during(lane, plan.meter()), _Arrivals(plan, rank, begins[rank], moments))
         for rank, lane in enumerate(with_messages.actions)
@@ -143,7 +160,7 @@ class _Arrivals:
 def _occupied_during(lane: Sequence[Action], meter: Meter) -> Iterator[int]:
     """Yield what is occupied from each computation to the next one; the first includes what comes before it."""
     occupied = list(occupancy(lane, meter))
-    starts = [index for index, action in enumerate(lane) if action.op in COMPUTE]
+    starts = [index for index, action in enumerate(lane) if action[0] in COMPUTE]
     for first, end in pairwise([0, *starts[1:], len(lane)] if starts else ()):
         left = occupied[end] - meter.taken(lane[end]) if end < len(lane) else 0  # half a backward may leave more than it needed
-        yield max(left, *occupied[first:end])
+        yield max(left, occupied[first] if first + 1 == end else max(occupied[first:end]))
