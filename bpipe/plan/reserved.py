@@ -1,4 +1,4 @@
-"""The buffers that an acceptor reserves for one evictor's remote activations, and which remote activation is in which."""
+"""Assign an evictor's remote activations to the buffers that an acceptor reserves for them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Reserved(NamedTuple):
     """Buffers for one evictor.
 
     Args:
-        sizes: the size of each room.
-        buffer_of: the room of each remote activation; no two remote activations are in one at once.
+        sizes: the size of each buffer.
+        buffer_of: the buffer of each remote activation; no two remote activations are in one buffer at once.
     """
 
     sizes: tuple[int, ...]
@@ -26,7 +26,7 @@ class Reserved(NamedTuple):
 def reserve(chain: Iterable[Action], moved: Amount = slot) -> Reserved:
     """Reserve the buffers that an acceptor needs for one evictor's remote activations in their order.
 
-    A remote activation takes the smallest free room that is large enough, else the largest free one, which grows, else a new one.
+    A remote activation takes the smallest free buffer that is large enough, else the largest free one, which grows, else a new one.
     """
     sizes: list[int] = []
     free: list[int] = []
@@ -49,8 +49,8 @@ def reserve(chain: Iterable[Action], moved: Amount = slot) -> Reserved:
 
 
 def _choose(sizes: list[int], free: list[int], size: int) -> int | None:
-    """Choose the free room that a remote activation takes; return None if no room is free."""
-    latest_first = free[::-1]  # its memory is warm
+    """Choose the free buffer for a remote activation; return None if no buffer is free."""
+    latest_first = free[::-1]  # its memory is still in the cache
     fitting = [room for room in latest_first if sizes[room] >= size]
     if fitting:
         return min(fitting, key=sizes.__getitem__)
