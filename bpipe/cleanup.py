@@ -1,4 +1,4 @@
-"""Clean up after an error without replacing it: what goes wrong meanwhile becomes a note on the error."""
+"""Clean up after an error without replacing it: an error raised during the cleanup becomes a note on the first one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def note(error: BaseException, text: str) -> None:
-    """Add a note to an error; log it where the error takes none (one that is frozen, say)."""
+    """Add a note to an error, or log the text if the error accepts no notes (because it is frozen, for example)."""
     try:
         BaseException.add_note(error, text)
     except Exception:
@@ -23,14 +23,14 @@ def note(error: BaseException, text: str) -> None:
 
 
 class noted_on:  # noqa: N801  a context manager, as contextlib's are written
-    """A context for cleaning up after an error: whatever is raised inside, even an interrupt, becomes a note on that error.
+    """A context for cleaning up after an error: an exception raised inside, even an interrupt, becomes a note on that error.
 
     Args:
-        error: the one that is being raised; None if there is none, and then nothing is held back.
-        what: what a failure in here means, for the note.
+        error: the error that is being raised; None if there is none, and then exceptions pass through.
+        what: the text of the note, before the exception that was raised inside.
     """
 
-    def __init__(self, error: BaseException | None, what: str = "cleaning up after this error failed, too") -> None:
+    def __init__(self, error: BaseException | None, what: str = "cleaning up after this error failed as well") -> None:
         self._error, self._what = error, what
 
     def __enter__(self) -> None: ...
@@ -44,12 +44,12 @@ class noted_on:  # noqa: N801  a context manager, as contextlib's are written
 
 
 class keeping(Generic[T]):  # noqa: N801  likewise
-    """A context that enters another one, and keeps its exit from replacing an error raised inside.
+    """A context that enters another context, and keeps the other one's exit from replacing an error raised inside.
 
-    Around an `ExitStack`, each of its callbacks runs, whatever becomes of the others.
+    Around an `ExitStack`, each of its callbacks runs, even if another callback fails.
 
     Args:
-        context: what to enter.
+        context: the context to enter.
     """
 
     def __init__(self, context: AbstractContextManager[T]) -> None:

@@ -1,4 +1,4 @@
-"""All environment variables that bpipe reads; others set them, for torch."""
+"""Read the environment variables that bpipe uses; users and launchers set them for torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ def gloo_interface() -> str:
 
 
 def ranks_on_this_node() -> int | None:
-    """Return how many ranks torchrun has started on this node; None if something else started this one."""
+    """Return how many ranks torchrun has started on this node; None if torchrun did not start this process."""
     given = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(given) if given.isdecimal() else None

@@ -1,4 +1,4 @@
-"""The errors bpipe raises: one base class, and a subclass for each cause a caller would treat differently."""
+"""The errors that bpipe raises: one base class, and one subclass for each cause that a caller would treat differently."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ConfigurationError(BPipeError, ValueError):
 
 
 class PlanError(BPipeError, ValueError):
-    """A plan that breaks a rule, or text that is no plan."""
+    """A plan that breaks a rule, or text that does not describe a plan."""
 
 
 class BudgetError(PlanError):
@@ -36,7 +36,7 @@ class BudgetError(PlanError):
 
 
 class StageError(BPipeError, RuntimeError):
-    """The user's module or loss returned something a pipeline cannot carry on with."""
+    """The user's module or loss returned a value that a pipeline cannot use."""
 
 
 class SavedTensorError(StageError):
@@ -44,11 +44,11 @@ class SavedTensorError(StageError):
 
 
 class CommError(BPipeError, RuntimeError):
-    """A transfer failed, or a message is not the one that was agreed."""
+    """A transfer failed, or a message differs from the one that the ranks agreed on."""
 
 
 class TransferError(CommError):
-    """A backend ended a transfer. The cause is mostly on another rank, and its error is raised instead where it is known."""
+    """A backend ended a transfer. Usually another rank caused this, and bpipe raises that rank's error instead if it knows it."""
 
 
 class AgreementError(CommError):
@@ -59,9 +59,9 @@ class RankFailedError(CommError):
     """Another rank failed, so this one cannot go on. On that rank, the error keeps its own type.
 
     Attributes:
-        rank: of the pipeline's group, where it happened.
-        step: the number of that rank's step; -1 if it is unknown.
-        action: what it was doing, such as "1F2"; empty if unknown, or outside of any action.
+        rank: the rank of the pipeline's group on which the error happened.
+        step: that rank's step number; -1 if unknown.
+        action: the action that it was running, such as "1F2"; empty if unknown, or if it ran none.
         error: the type and text of its error.
     """
 
@@ -71,23 +71,23 @@ class RankFailedError(CommError):
 
 
 class RankLostError(RankFailedError):
-    """Another rank's process, or its machine, went down without reporting an error."""
+    """Another rank's process or machine ended without reporting an error."""
 
 
 class TransferTimeoutError(CommError, TimeoutError):
-    """A rank waited longer than the pipeline's timeout; the message says for whom, and what every rank was doing."""
+    """A rank waited longer than the pipeline's timeout; the message names that rank and shows what every rank was doing."""
 
 
 class PipelineBrokenError(BPipeError, RuntimeError):
-    """A call on a pipeline whose earlier step failed; build a new one over the same process group."""
+    """A call on a pipeline that an earlier error has broken; build a new one over the same process group."""
 
 
 def text_of(error: BaseException) -> str:
-    """Return an error's text, even if its class fails to make one, because otherwise nobody would be told of the error."""
+    """Return an error's text, even if its class fails to format it, so that the error is always reported."""
     try:
         return str(error)
     except BaseException as failure:
-        return f"its text cannot be made, {type(failure).__name__}"
+        return f"its text cannot be formatted, {type(failure).__name__}"
 
 
 def format_error(error: BaseException) -> str:

@@ -1,10 +1,10 @@
-"""What bpipe can use besides torch and numpy, and how to install it; setup.py reads this file, too, without importing bpipe."""
+"""The optional dependencies of bpipe besides torch and numpy; setup.py reads this file, too, without importing bpipe."""
 
 from __future__ import annotations
 
 __all__: list[str] = []
 
-DISTRIBUTION = "bpipe-torch"  # the package index has somebody else's package under the name of ours
+DISTRIBUTION = "bpipe-torch"  # on the package index, the name "bpipe" belongs to another project
 EXTRAS = {
     "cli": ["rich>=13"],
     "plot": ["matplotlib>=3.8"],
@@ -14,6 +14,6 @@ EXTRAS = {
 
 
 def how_to_install(extra: str) -> str:
-    """Return how to install an extra's packages, by their own names, which is right wherever bpipe comes from."""
+    """Return how to install an extra's packages, by their own names, so that it also works in a checkout of bpipe."""
     packages = " ".join(f"'{package}'" for package in EXTRAS[extra])
     return f"pip install {packages} (in a checkout of bpipe: pip install '.[{extra}]')"

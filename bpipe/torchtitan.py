@@ -31,20 +31,20 @@ def pipelining_fn(
 ) -> Callable[..., Pipeline]:
     """Make the `pipelining_fn` of a torchtitan (0.3.0) `ModelSpec`.
 
-    It cuts the model by `parallelism.module_fqns_per_model_part`, or as torchtitan does where that is not given, applies
-    `parallelize_fn` to each part (tensor parallelism, checkpointing, compile, FSDP2), and puts them under the schedule. The model
-    may be on the meta device; torchtitan initialises the parts afterwards. The rest of torchtitan's trainer, validation and
-    checkpoints included, is used unchanged. `parallelism.pipeline_parallel_schedule` is ignored in favour of `schedule`.
+    It cuts the model by `parallelism.module_fqns_per_model_part`, or as torchtitan does if that is not given, applies
+    `parallelize_fn` to each part (tensor parallelism, checkpointing, compile, FSDP2), and runs them in the schedule. The model
+    may be on the meta device; torchtitan initialises the parts afterwards. The rest of torchtitan's trainer, including validation
+    and checkpoints, is used unchanged. `parallelism.pipeline_parallel_schedule` is ignored in favour of `schedule`.
 
     Args:
-        schedule: a class of `bpipe`.
-        balanced: arguments of `bpipe.Balanced`, to balance the schedule in bytes; default: not.
+        schedule: a schedule class of `bpipe`.
+        balanced: arguments of `bpipe.Balanced`, to balance the schedule in bytes; default: do not balance.
         options: further arguments of the schedule, such as `slots` or `timeout_s`.
 
     Returns:
         The function; it returns the schedule, this rank's parts, and whether these have the first and the last stage. It is
-        collective over the pipeline's ranks where the schedule's construction is, and raises ConfigurationError where the model,
-        the numbers of stages or the batch do not fit the schedule.
+        collective over the pipeline's ranks if the schedule's construction is. It raises ConfigurationError if the model, the
+        numbers of stages or the batch do not fit the schedule.
 
     Example:
         >>> import bpipe
@@ -92,7 +92,7 @@ class _Pipelining:
             lists = _names(model, parallelism, _num_stages(model, parallelism, self._rule, num_ranks))
         per_rank, left = divmod(len(lists), num_ranks)
         if left or not per_rank:
-            raise ConfigurationError(f"{len(lists)} stages do not divide over {num_ranks} ranks: name as many for each")
+            raise ConfigurationError(f"{len(lists)} stages do not divide over {num_ranks} ranks: give each rank as many stages")
         parts = split_model(model, lists, missing="none")
         owners = self._rule.placement.stage_ranks(num_ranks, per_rank)
         get_mesh = _get_mesh(parallel_dims)
@@ -112,7 +112,7 @@ def _num_stages(model: nn.Module, parallelism: Any, rule: Rule, num_ranks: int) 
 
 
 def _num_weighed(model: nn.Module, parallelism: Any) -> int:
-    """Count the layers, and those that the modules before and after them stand for."""
+    """Count the layers, plus the layers that the modules before and after them count as."""
     less = parallelism.pipeline_parallel_first_stage_less_layers + parallelism.pipeline_parallel_last_stage_less_layers
     return int(len(_layers(model)) + less)
 
@@ -121,13 +121,13 @@ def _layers(model: nn.Module) -> list[str]:
     layers = getattr(model, "layers", None)
     if not isinstance(layers, (nn.ModuleDict, nn.ModuleList)):
         raise ConfigurationError(
-            f"{type(model).__name__} has no `layers` to cut at: say what each stage has in parallelism.module_fqns_per_model_part"
+            f"{type(model).__name__} has no `layers` to cut at: name each stage's modules in parallelism.module_fqns_per_model_part"
         )
     return [f"layers.{entry}" for entry in layers._modules]
 
 
 def _names(model: nn.Module, parallelism: Any, num_stages: int) -> list[list[str]]:
-    """Cut as torchtitan does: evenly, with one more layer on earlier stages, and fewer at the ends for their other modules.
+    """Cut as torchtitan does: evenly, with one more layer on earlier stages, and fewer on the stages that hold other modules.
 
     Raises:
         ConfigurationError: a stage would get nothing.
@@ -139,8 +139,8 @@ def _names(model: nn.Module, parallelism: Any, num_stages: int) -> list[list[str
     counts = [fewest + (index < num_larger) - less[index] for index in range(num_stages)]
     if min(counts) < 0 or min(counts[1:-1], default=1) < 1:
         raise ConfigurationError(
-            f"{len(layers)} layers do not fill {num_stages} stages whose ends stand for {less[0]} and {less[-1]} of them: take "
-            "fewer stages, or say what each has in parallelism.module_fqns_per_model_part"
+            f"{len(layers)} layers do not fill {num_stages} stages, whose ends count {less[0]} and {less[-1]} layers for their "
+            "other modules: use fewer stages, or list each stage's modules in parallelism.module_fqns_per_model_part"
         )
     lists = [layers[start:end] for start, end in pairwise(accumulate(counts, initial=0))]
     children = [name for name, module in model._modules.items() if module is not None]
@@ -151,13 +151,13 @@ def _names(model: nn.Module, parallelism: Any, num_stages: int) -> list[list[str
 
 
 def _num_microbatches(training: Any, parallelism: Any) -> int:
-    """Return m, from the batch of a rank and the size of a microbatch.
+    """Return m, from a rank's batch size and the microbatch size.
 
     Raises:
         ConfigurationError: the batch does not divide by the microbatch, or a schedule's file was given.
     """
     if getattr(parallelism, "pipeline_parallel_schedule_csv", None):
-        raise ConfigurationError("pipeline_parallel_schedule_csv is torch's format for torch's runtime: use bpipe.FromPlan")
+        raise ConfigurationError("bpipe does not read pipeline_parallel_schedule_csv, torch's format: use bpipe.FromPlan")
     batch, size = training.local_batch_size, parallelism.pipeline_parallel_microbatch_size
     if batch % size:
         raise ConfigurationError(f"local_batch_size={batch} does not divide by pipeline_parallel_microbatch_size={size}")
@@ -165,7 +165,7 @@ def _num_microbatches(training: Any, parallelism: Any) -> int:
 
 
 def _scalar(loss_fn: Callable[..., Any]) -> Callable[..., torch.Tensor]:
-    """Wrap one of torchtitan's losses, which return a number and metrics, so that it returns the number alone."""
+    """Wrap one of torchtitan's losses, which return a loss and metrics, so that it returns the loss alone."""
 
     def loss(*args: Any, **kwargs: Any) -> torch.Tensor:
         value: torch.Tensor = loss_fn(*args, **kwargs)[0]
@@ -175,7 +175,7 @@ def _scalar(loss_fn: Callable[..., Any]) -> Callable[..., torch.Tensor]:
 
 
 def _get_mesh(parallel_dims: Any) -> Callable[[tuple[str, ...], Any], Any]:
-    """Return the function with which a stage finds the mesh of DTensors that its neighbours send."""
+    """Return the function by which a stage finds the mesh of DTensors that its neighbours send."""
 
     def get_mesh(names: tuple[str, ...], layout: Any) -> Any:
         mesh = parallel_dims.get_mesh(list(names))

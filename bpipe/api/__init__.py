@@ -1,3 +1,3 @@
-"""The public face: schedules, the loopback, and what they say of a step."""
+"""The public interface: schedules, the loopback, and the numbers of a step."""
 
 __all__: list[str] = []

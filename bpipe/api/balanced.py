@@ -1,4 +1,4 @@
-"""Any schedule, balanced in bytes: sizes come from the first real step, and the plan is made again when they change."""
+"""Balance any schedule in bytes: sizes come from the first real step, and a new plan is made when they change."""
 
 from __future__ import annotations
 
@@ -22,68 +22,72 @@ __all__ = ["Balanced"]
 
 
 class Balanced(Schedule):
-    """A schedule whose ranks keep within a budget of bytes: what does not fit is evicted to ranks with room.
+    """A schedule whose ranks keep within a budget of bytes: activations over the budget are evicted to ranks with free memory.
 
     The order of computations is the schedule's, and so are the gradients, to the bit. The first step measures, and so does
     each first step with inputs of new shapes or with modules that have changed (docs/composing.md). It runs one microbatch at a
     time, which needs no more memory than the later steps: ranks take turns in it, so it may take p times as long. Before the second
-    step the ranks exchange what they measured, and all make and prove the same plan. Sizes that grow although shapes are the same
-    are noticed as `schedule.stats` counts them, and measured again; where they vary within a step, plans leave a `margin`.
+    step the ranks exchange their measurements, and all make and prove the same plan. bpipe notices sizes that grow although shapes
+    are the same when it computes `schedule.stats`, and measures again; if sizes vary within a step, plans leave a `margin`.
 
-    Where the order decides about results, a step that measures keeps the schedule's own, on all ranks: where stages of a rank
-    share a parameter or a buffer, or one of them has a Dropout, RReLU, RNN or MultiheadAttention that draws random numbers. What
-    only the step itself shows raises a StageError in the first microbatch that shows it, and `measure="in_order"` is the way
-    out: a backward that draws random numbers (torch's, Python's, NumPy's, a generator of the module), or that changes a
-    parameter or a buffer, which a later forward may read; with several stages on a rank, a forward that draws, or a tensor in
-    which gradients of two stages add up. A backward that changes another attribute of a module (a log, a bucket of gradients) is
-    named in a warning, because only its author knows whether a forward reads it. bpipe does not see what only a global or a
-    closure holds, nor a forward that reads gradients or a backward that reads what later forwards change: such modules need
+    If results depend on the order, a step that measures keeps the schedule's own order, on all ranks: this is so if stages of a
+    rank share a parameter or a buffer, or if one of them has a Dropout, RReLU, RNN or MultiheadAttention that draws random numbers.
+    Some dependences show only in the step itself: it then raises a StageError in the first microbatch that shows one, and
+    `measure="in_order"` is the remedy. These are a backward that draws random numbers (torch's, Python's, NumPy's, a generator of
+    the module), or that changes a parameter or a buffer, which a later forward may read; with several stages on a rank, a forward
+    that draws, or a tensor in which gradients of two stages add up. If a backward changes another attribute of a module (a log, a
+    bucket of gradients), a warning names it, because only its author knows whether a forward reads it. bpipe does not see values
+    held only by a global or a closure, nor a forward that reads gradients or a backward that reads values changed by later
+    forwards: such modules need `measure="in_order"` too.
     `measure="in_order"` too.
 
-    A whole number among the inputs (`step(x, it=step)`) counts as a part of their shapes until three of its values have taken
+    A whole number among the inputs (`step(x, it=step)`) counts as part of their shapes until three of its values have taken
     the same memory and messages; one that changes messages later, or lets evicted microbatches grow, counts again. True, text
     and members of an IntEnum always count, and so does a number that stages hand on with their outputs.
 
-    A rank's bytes are those of its parameters, gradients, buffers and optimizer states, of what its modules hold besides, of the
+    A rank's bytes are those of its parameters, gradients, buffers and optimizer states, of other tensors of its modules, of the
     outputs and losses that a step returns, of saved activations, messages between stages, and buffers for remote activations.
+
     Optimizers make their states in their first step, and only they know how large these are: the pipeline's next step counts them,
     makes a new plan without measuring again, and raises a BudgetError on all ranks if a budget has no room for them. Weights that
     FSDP gathers do not count, nor does memory that operations need only while they run.
 
     Args:
-        schedule: what to balance, of any class and not yet used; use the balanced one in its place. Its own `slots` are dropped.
+        schedule: the schedule to balance, of any class and not yet used; use the balanced one in its place. Its own `slots` are
+            dropped.
         budget: the most bytes that each rank may use, static ones included, one number or one for each rank of the plan (None:
-            no limit); "auto": on CUDA what the rank uses already and what is free when the plan is made, less `reserve_bytes`,
-            on CPU as low as possible; "lowest": as low as possible; None: count microbatches, as `BalancedOneFOneB` does.
+            no limit); "auto": on CUDA the bytes that the rank uses already plus those that are free when the plan is made, less
+            `reserve_bytes`, on CPU as low as possible; "lowest": as low as possible; None: count microbatches, as
+            `BalancedOneFOneB` does.
         parts: the most parts, up to 64, into which a microbatch may be cut, each of which can move by itself. Parts are whole
-            storages, so there are never more of them than it saves.
+            storages, so there are never more parts than saved storages.
         inside: whether parts also leave and return inside forwards and backwards, which reaches the mean of the ranks. Where a
             part is cut off, operations may hold up to one part and one message more than is planned.
-        to: who may take what a rank evicts; default: its pair p-1-x, then any rank with room. `Destinations(host="last")` lets
-            ranks use their host's memory where no rank has room.
-        costs: how long computations and transfers take, if known: what can be hidden is evicted first.
-        sizes: the bytes of a microbatch on each stage and of what stays on each rank, if known: then no step is measured.
-        reserve_bytes: with budget "auto", what stays free: room for what operations need while they run, such as the last
-            stage's softmax, and for fragments. Default: 1 GiB.
-        optimizer: whose states count as static bytes of this rank. A torch.optim.Optimizer is found without it when it has
-            stepped. Give one whose states were loaded, so that they count from the first step on, or an object of another kind
-            that has a mapping `state` with a pytree of tensors for each parameter. States that grow (LBFGS's do in its first steps)
-            make a new plan each time. The states of this rank's parameters count, or all of them if it has none of these, because
-            it works on copies.
+        to: the ranks that may store a rank's evicted activations; default: its pair p-1-x, then any rank with free memory.
+            `Destinations(host="last")` lets ranks use their host's memory if no rank has free memory.
+        costs: how long computations and transfers take, if known: transfers that can be hidden are evicted first.
+        sizes: the bytes of a microbatch on each stage and the static bytes of each rank, if known: then no step is measured.
+        reserve_bytes: with budget "auto", the bytes that stay free for memory that operations need while they run, such as the
+            last stage's softmax, and for fragmentation. Default: 1 GiB.
+        optimizer: the optimizer whose states count as static bytes of this rank. A torch.optim.Optimizer is found without it once
+            it has stepped. Give one whose states were loaded, so that they count from the first step on, or an object of another
+            kind that has a mapping `state` with a pytree of tensors for each parameter. States that grow (LBFGS's do in its first
+            steps) cause a new plan each time. The states of this rank's parameters count, or all of them if it has none of these,
+            because it works on copies.
         replicas: a process group of the ranks that hold the same stages in other pipelines: their sizes are compared, and
-            refused where they differ. Collective over it in the second training step with inputs of a form, so replicas change
+            refused if they differ. Collective over it in the second training step with inputs of a form, so replicas change
             the shapes and the plain values of their inputs in the same steps. Their modules may change in different ones.
-        by: "evict", or "recompute": what is over the budget keeps its input alone and runs forward once more ahead of its
+        by: "evict", or "recompute": a microbatch over the budget keeps only its input and runs forward once more before its
             backward, on its own rank, with the same random numbers, buffers and attributes of its modules. The two forwards are
-            compared: what cannot be restored is a `StageError` (docs/recomputation.md). It costs a forward a microbatch and no
-            transfer, and on CUDA one wait at the end of the step. Copies of buffers and attributes are not in the plan's bytes.
-            Stages next to each other on one rank, as in a V, keep theirs. "evict_or_recompute" evicts what transfers can hide by
-            `costs`, and recomputes the rest where a simulated step is then shorter, or where no rank has room; it needs `costs`
-            and a budget in bytes.
+            compared: state that cannot be restored raises a `StageError` (docs/recomputation.md). It costs one forward per
+            microbatch and no transfer, and on CUDA one wait at the end of the step. Copies of buffers and attributes are not in
+            the plan's bytes. Stages next to each other on one rank, as in a V, keep their activations. "evict_or_recompute"
+            evicts as long as transfers can be hidden according to `costs`, and recomputes the rest if a simulated step is then
+            shorter, or if no rank has free memory; it needs `costs` and a budget in bytes.
         measure: "auto", or "in_order": steps that measure keep the schedule's own order in any case. They are balanced by count
-            then, as with budget=None, and need the memory for that: on one stage a rank, at most ceil((p+2)/2) microbatches.
-        margin: of a stage whose microbatches took different memory in one step (stochastic depth, sizes that depend on data),
-            plan for the largest that was seen and this share of its saved bytes more, so that not each new largest one is
+            then, as with budget=None, and need the memory for that: with one stage per rank, at most ceil((p+2)/2) microbatches.
+        margin: for a stage whose microbatches took different memory in one step (stochastic depth, sizes that depend on data),
+            plan for the largest one seen plus this share of its saved bytes, so that not each new largest one is
             measured again; 0.1 is a tenth. Stages that never varied, and `sizes`, get no margin.
 
     Raises:
@@ -126,7 +130,7 @@ class Balanced(Schedule):
     ) -> None:
         _check_unused(schedule)
         if replicas is not None and not isinstance(replicas, torch.distributed.ProcessGroup):
-            raise ConfigurationError(f"replicas is a process group of torch.distributed, got {type(replicas).__qualname__}")
+            raise ConfigurationError(f"replicas must be a process group of torch.distributed, got {type(replicas).__qualname__}")
         to = Destinations() if to is None else to
         policy = Policy(
             budget=budget, parts=parts, inside=inside, to=to, costs=costs, sizes=sizes, by=by, measure=measure, margin=margin

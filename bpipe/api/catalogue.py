@@ -1,4 +1,4 @@
-"""The schedules people call: each binds a rule to what all schedules do. p ranks, m microbatches, v stages a rank."""
+"""The schedules that users construct: each binds a rule to `Schedule`. p ranks, m microbatches, v stages per rank."""
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ class BalancedOneFOneB(Schedule):
     """1F1B in which early ranks evict saved activations to late ones (BPipe, Kim et al., ICML 2023).
 
     Every rank holds at most `slots` microbatches, by default ceil((p+2)/2), remote activations and transfers in flight included.
-    The gradients are `OneFOneB`'s to the bit. Where a late stage has most, such as a large head, remote activations may make its
-    rank fuller than any rank was before: the logger "bpipe" warns of it after the first step, and `Balanced` counts bytes instead.
+    The gradients are `OneFOneB`'s to the bit. If a late stage needs the most memory, for example because of a large head, remote
+    activations may make its rank fuller than any rank was before: the logger "bpipe" warns of it after the first step, and
+    `Balanced` counts bytes instead.
 
     Arguments, methods and errors are `Schedule`'s.
     """
@@ -67,10 +68,10 @@ class BalancedOneFOneB(Schedule):
 class ZBH1(Schedule):
     """ZB-H1: 1F1B whose weight gradients wait until a rank would idle (Qi et al., arXiv 2401.10241).
 
-    Every rank holds at most min(p, m) microbatches. Gradients are `OneFOneB`'s to the bit, for any module: what cannot be
-    computed in two halves at no cost, such as custom autograd Functions, recomputed and compiled regions, is not. A hook on a
-    tensor inside a stage may run in both halves; what it returns counts once, and one that changes its gradient in place is
-    refused. `retain_grad()` on such a tensor may add its gradient up twice.
+    Every rank holds at most min(p, m) microbatches. Gradients are `OneFOneB`'s to the bit, for any module: operations that cannot
+    be split into gradients of inputs and of weights without extra work, such as custom autograd Functions, recomputed and compiled
+    regions, are not split. A hook on a tensor inside a stage may run in both passes; its result counts once, and a hook that
+    changes its gradient in place is refused. `retain_grad()` on such a tensor may add its gradient up twice.
     """
 
     rule = "zb_h1"
@@ -83,12 +84,12 @@ class ZBH2(Schedule):
 
 
 class FromPlan(Schedule):
-    """Any plan: one that you wrote or changed, or one from a file. It is proven here, before anything runs.
+    """Any plan: one that you wrote or changed, or one from a file. It is verified here, before anything runs.
 
     Args:
-        stage: as in `Schedule`; a list where the plan puts several stages on a rank.
+        stage: as in `Schedule`; a list if the plan puts several stages on a rank.
         plan: a finished plan, the same on all ranks, such as `Plan.from_text(path.read_text())` gives.
-        loss_fn: this and the others as in `Schedule`.
+        loss_fn: this and the other arguments as in `Schedule`.
 
     Raises:
         PlanError: the plan breaks a rule; the message lists every violation, and shows the first.
@@ -122,7 +123,7 @@ class FromPlan(Schedule):
     ) -> None:
         verify(plan)
         if not plan.has_backward:
-            raise ConfigurationError(f"plan {plan.name!r} only evaluates: give one with backwards, and call eval()")
+            raise ConfigurationError(f"plan {plan.name!r} has no backwards: give a plan that trains, and call eval() to evaluate")
         self._given, self.rule = plan, plan.name
         arguments = (loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads)
         super().__init__(
@@ -134,7 +135,7 @@ class FromPlan(Schedule):
         if (plan.num_stages, plan.num_ranks) != (num_stages, num_ranks):
             raise ConfigurationError(
                 f"plan {plan.name!r} is for {plan.num_stages} stages on {plan.num_ranks} ranks, "
-                f"and these are {num_stages} stages on {num_ranks}"
+                f"but these are {num_stages} stages on {num_ranks} ranks"
             )
         return plan
 
@@ -164,9 +165,9 @@ class _Stages(Schedule):
 
 
 class Interleaved1F1B(_Stages):
-    """Interleaved 1F1B: v >= 2 stages a rank in a loop, stage s on rank s mod p (Narayanan et al., arXiv 2104.04473).
+    """Interleaved 1F1B: v >= 2 stages per rank in a loop, stage s on rank s mod p (Narayanan et al., arXiv 2104.04473).
 
-    It takes a multiple of p microbatches. Arguments are `Schedule`'s, but for `stages`, this rank's list of them.
+    It takes a multiple of p microbatches. Arguments are `Schedule`'s, except `stages`, the list of this rank's stages.
 
     Example:
         >>> from torch import nn
@@ -184,18 +185,18 @@ class Interleaved1F1B(_Stages):
 class BreadthFirst(_Stages):
     """Breadth-first: each of a rank's v stages runs all its microbatches before the next (Lamy-Poirier, arXiv 2211.05953).
 
-    Stage s is on rank s mod p. Stages under FSDP2 (`fully_shard`) gather their weights at most twice a step and reduce their
-    gradients once, however many microbatches there are. Arguments are `Schedule`'s, but for `stages`, this rank's list of them.
+    Stage s is on rank s mod p. Stages under FSDP2 (`fully_shard`) gather their weights at most twice per step and reduce their
+    gradients once, for any number of microbatches. Arguments are `Schedule`'s, except `stages`, the list of this rank's stages.
     """
 
     rule = "breadth_first"
 
 
 class ZBV(_Stages):
-    """ZBV: two stages a rank in a V, and no idle time in between from 2p-1 microbatches on (Qi et al., arXiv 2401.10241).
+    """ZBV: two stages per rank in a V, and no idle time in between from 2p-1 microbatches on (Qi et al., arXiv 2401.10241).
 
     Rank x holds stages x and 2p-1-x, so rank 0 the first and the last: it takes the target, and returns losses and outputs.
-    Every rank holds at most min(p, m) microbatches. Arguments are `Schedule`'s, but for `stages`, this rank's two.
+    Every rank holds at most min(p, m) microbatches. Arguments are `Schedule`'s, except `stages`, this rank's two stages.
     """
 
     rule = "zbv"
@@ -216,7 +217,7 @@ class VMin(_Stages):
 class DualPipeV(_Stages):
     """DualPipeV: DeepSeek's DualPipe cut in half, placed as in `ZBV`; it takes at least 2p microbatches (arXiv 2412.19437).
 
-    Where the original overlaps a forward with a backward, this runs one after the other.
+    The original overlaps a forward with a backward; this one runs them one after the other.
     """
 
     rule = "dualpipe_v"

@@ -20,15 +20,15 @@ class GivenPlan(PlanSource):
     """A plan that `Balanced` makes without measuring anything.
 
     Args:
-        plan: what to balance.
+        plan: the plan to balance.
         rule: the name of its schedule.
-        policy: what the user asked for, with sizes or without a budget.
-        plan_rank: this rank, whose log tells what the plan shows if it is rank 0.
+        policy: the user's settings, with sizes or without a budget.
+        plan_rank: this rank; rank 0 logs the warnings about the plan.
         is_lowest: whether the budget is as low as possible.
 
     Raises:
         BudgetError: the budget cannot be met.
-        ConfigurationError: the budget depends on devices that are asked only when sizes are measured.
+        ConfigurationError: the budget depends on devices, whose memory is known only when sizes are measured.
     """
 
     def __init__(self, plan: Plan, rule: str, policy: Policy, plan_rank: int, *, is_lowest: bool, asked: str) -> None:
@@ -51,5 +51,5 @@ def _planned(plan: Plan, policy: Policy, *, is_lowest: bool) -> Plan:
     if sizes is None:
         return policy.plan_by_count(base)
     if policy.budget == "auto" and not is_lowest:
-        raise ConfigurationError("budget='auto' asks the devices when a plan is made: with sizes=, give bytes or 'lowest'")
+        raise ConfigurationError("budget='auto' needs measured sizes, but sizes= is given: give a budget in bytes, or 'lowest'")
     return policy.plan_in_bytes(base, sizes, None if is_lowest else policy.budgets(plan.num_ranks))

@@ -16,7 +16,7 @@ __all__: list[str] = []
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredSizes:
-    """The results of a step that measured, on this rank: the sizes of its stages, what modules hold, what the step returns."""
+    """The results of a step that measured, on this rank: its stages' sizes, its modules' static bytes, and the returned bytes."""
 
     stages: dict[int, StageSizes]
     held_bytes: int
@@ -25,15 +25,15 @@ class MeasuredSizes:
 
 @dataclass(slots=True)
 class Shapes:
-    """Everything known of steps whose inputs look alike.
+    """Everything known about steps whose inputs look alike.
 
     Args:
         revisions: how often each rank had asked to measure again when these were measured.
         measured: the results of the latest step that measured.
-        plan: the one made from them.
+        plan: the plan made from them.
         states: the bytes of each rank's optimizer states when the plan was made.
-        seen: the largest microbatch of each stage that outgrew its plan.
-        static_bytes: those of this rank's modules, the most that were planned with, or seen since.
+        seen: the largest microbatch of each stage that exceeded its plan.
+        static_bytes: those of this rank's modules: the most that were planned with, or seen since.
         varying: the stages whose microbatches took different memory in one step.
     """
 
@@ -46,7 +46,7 @@ class Shapes:
     varying: set[int] = field(default_factory=set)
 
     def revise(self, revisions: tuple[int, ...]) -> bool:
-        """Forget what was measured if a rank has asked for that; return whether there was something to forget."""
+        """Forget the measurements if a rank has asked for that; return whether there was something to forget."""
         if self.revisions == revisions:
             return False
         was_known = self.measured is not None
@@ -62,18 +62,18 @@ class Shapes:
         return was_known
 
     def stages(self, margin: float) -> dict[int, StageSizes]:
-        """Return sizes that cover what was measured and seen in other steps, with a margin on what stages that vary save."""
-        assert self.measured is not None, "a plan is made of what was measured"
+        """Return sizes that cover the measured step and later ones, with a margin on the saved bytes of stages that vary."""
+        assert self.measured is not None, "a plan is made from measurements"
         covered = {stage: self._covered(stage, sizes) for stage, sizes in self.measured.stages.items()}
         return {stage: with_margin(sizes, margin) if stage in self.varying else sizes for stage, sizes in covered.items()}
 
     def _covered(self, stage: int, sizes: StageSizes) -> StageSizes:
-        """Return sizes of a stage with room for what was seen; unchanged if that was no more, whatever parts it was cut into."""
+        """Return sizes of a stage that cover later microbatches; unchanged if these took no more, whatever parts they had."""
         seen = self.seen.get(stage, sizes)
         return sizes if seen.saved <= sizes.saved else largest_of([sizes, seen])
 
     def outgrown(self, sizes: Sizes, footprints: Mapping[Key, Footprint]) -> Iterable[int]:
-        """Yield stages whose microbatches take more than planned and than any of them before, and remember their sizes."""
+        """Yield stages whose microbatches take more than planned and than any before, and remember their sizes."""
         for stage in {stage for stage, _ in footprints}:
             found = largest_of(footprint.sizes() for (of, _), footprint in footprints.items() if of == stage)
             known = self.seen.get(stage, found)
@@ -83,7 +83,7 @@ class Shapes:
 
 
 class KnownShapes:
-    """The sizes known for the forms of inputs that were seen last."""
+    """The sizes known for the most recently used forms of inputs."""
 
     def __init__(self) -> None:
         self._shapes: OrderedDict[StepKey, Shapes] = OrderedDict()
@@ -92,7 +92,7 @@ class KnownShapes:
         return len(self._shapes)
 
     def of(self, key: StepKey) -> Shapes:
-        """Return what is known of a form, and mark it as the latest one."""
+        """Return the sizes known for a form, and mark it as the most recently used."""
         shapes = self._shapes.setdefault(key, Shapes())
         self._shapes.move_to_end(key)
         if len(self._shapes) > REMEMBERED_SHAPES:
@@ -109,7 +109,7 @@ class Comparison:
 
     Args:
         shapes: the sizes that the first of these steps has measured.
-        num_steps: how many there were.
+        num_steps: the number of these steps.
         difference: the result of the comparison; None before it.
     """
 
@@ -119,9 +119,9 @@ class Comparison:
 
 
 class Comparisons:
-    """Lets replicas compare what their microbatches take: in the second step with some inputs, as measured in the first one.
+    """Let replicas compare the memory of their microbatches: in the second step with some inputs, as measured in the first one.
 
-    When they do depends on the inputs alone. Modules may change in one replica in any step, and make that one measure again.
+    The step of the comparison depends on the inputs alone. A replica's modules may change in any step and make it measure again.
     """
 
     def __init__(self) -> None:

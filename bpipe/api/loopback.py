@@ -28,7 +28,7 @@ __all__ = ["Loopback", "LoopbackGroup"]
 
 
 class HasSession(Protocol):
-    """A schedule, as a loopback sees it."""
+    """A schedule, as the loopback uses it."""
 
     @property
     def session(self) -> Session: ...
@@ -42,7 +42,7 @@ class LoopbackGroup(NamedTuple):
 
 
 class _Lane(NamedTuple):
-    """A sequence of actions of a rank of the plan: its computations, or its work for an evictor whose activations it keeps."""
+    """A sequence of actions of a rank of the plan: its computations, or its work for one evictor whose activations it stores."""
 
     rank: int
     evictor: int | None
@@ -52,7 +52,7 @@ class _Lane(NamedTuple):
 class Loopback:
     """A pipeline's ranks, all in this process, run one action at a time.
 
-    Each rank has a random number state of its own, which starts where the global one stands when the `Loopback` is made:
+    Each rank has a random number state of its own, which starts from the global one when the `Loopback` is made:
     as if every process had called `torch.manual_seed` with the same seed. On a GPU each rank also has a stream of its own.
 
     Args:
@@ -83,7 +83,7 @@ class Loopback:
     def rank(self, rank: int) -> LoopbackGroup:
         """Return the `group` for the stages of one rank."""
         if not 0 <= rank < self.num_ranks:
-            raise ConfigurationError(f"rank {rank} of a loopback of {self.num_ranks}")
+            raise ConfigurationError(f"rank {rank} is not in a loopback of {self.num_ranks} ranks")
         return LoopbackGroup(self, rank)
 
     def manual_seed(self, seed: int, rank: int | None = None) -> None:
@@ -95,8 +95,8 @@ class Loopback:
         """Run one training step of all ranks: `schedules[r].step(*args, **kwargs)` on each rank r.
 
         Args:
-            schedules: one a rank, in the order of the ranks.
-            args: what every rank's `step` gets; positional arguments reach the first stage, as there.
+            schedules: one per rank, in the order of the ranks.
+            args: passed to every rank's `step`; positional arguments reach the first stage, as there.
             kwargs: likewise; `target` and `losses` are used by the last stage.
 
         Returns:
@@ -117,7 +117,7 @@ class Loopback:
         """
         if self.num_ranks > 1:
             raise ConfigurationError(
-                "on a Loopback, call loopback.step(schedules, ...) and loopback.eval(schedules, ...) for all ranks"
+                "a Loopback runs all ranks together: call loopback.step(schedules, ...) or loopback.eval(schedules, ...)"
             )
         return self._run([session], call, [is_training])
 
@@ -132,7 +132,7 @@ class Loopback:
     def _run(self, sessions: Sequence[Session], call: Call, is_training: Sequence[bool]) -> Any:
         self._check(sessions)
         if not self._running.acquire(blocking=False):
-            raise PipelineBrokenError("a step of this loopback was called from inside another one: one step at a time")
+            raise PipelineBrokenError("a step of this loopback was called inside another step: run one step at a time")
         with ExitStack() as guards:
             guards.callback(self._running.release)
             for session in sessions:
@@ -159,10 +159,10 @@ class Loopback:
     def _check(self, sessions: Sequence[Session]) -> None:
         """Raise unless there is one session for each rank, in order."""
         if len(sessions) != self.num_ranks:
-            raise ConfigurationError(f"{len(sessions)} schedules for {self.num_ranks} ranks: give one a rank")
+            raise ConfigurationError(f"got {len(sessions)} schedules for {self.num_ranks} ranks: give one per rank")
         for rank, session in enumerate(sessions):
             if session.context.group != LoopbackGroup(self, rank):
-                raise ConfigurationError(f"schedule {rank} is not on rank {rank} of this loopback")
+                raise ConfigurationError(f"schedule {rank} is not on rank {rank} of this loopback: give schedules in rank order")
 
     def _execute(self, runs: Sequence[Run]) -> None:
         self.wires.clear()
@@ -191,7 +191,7 @@ class Loopback:
 
     @contextmanager
     def _joined_streams(self, runs: Sequence[Run]) -> Iterator[None]:
-        """Let the ranks' streams start after what the caller has queued, and the caller's stream continue after theirs.
+        """Let the ranks' streams start after the work that the caller has queued, and the caller's stream continue after theirs.
 
         As in separate processes, a rank's work for each evictor has a stream of its own.
         """
@@ -203,7 +203,7 @@ class Loopback:
             yield
         except BaseException as error:
             with noted_on(error):
-                self.wires.streams.join()  # what the step has used may be freed now, and copies of it may still be queued
+                self.wires.streams.join()  # memory of the step may be freed now, while copies of it may still be queued
             raise
         for lane in lanes:
             current_stream(lane.device).wait_stream(self._stream(lane))
@@ -220,7 +220,7 @@ class Loopback:
 
 
 class _RandomState:
-    """A rank's own random number state, put in place while its actions run."""
+    """A rank's own random number state, set while its actions run."""
 
     def __init__(self) -> None:
         self._cpu = torch.get_rng_state()
@@ -250,7 +250,7 @@ class _RandomState:
         if device not in self._of_devices:
             seeded = None if self._seed is None else torch.Generator(device).manual_seed(self._seed).get_state()
             self._of_devices[device] = outside if seeded is None else seeded
-        with keeping(ExitStack()) as after:  # a device that failed has no state to ask for
+        with keeping(ExitStack()) as after:  # a device that failed cannot return its state
             after.callback(self._swap_back, outside, device)
             set_random_state(self._of_devices[device], device)
             yield

@@ -1,4 +1,4 @@
-"""Plans in bytes for a schedule that `Balanced` wraps: from sizes that are given, or that a step measures."""
+"""Plans in bytes for a schedule that `Balanced` wraps: from given sizes, or from sizes that a step measures."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ from bpipe.session.session import StepKey
 __all__: list[str] = []
 
 RESERVE_BYTES = 2**30
-REMOTE_CHANNELS = 4  # opened by a plan on a rank: its own remote activations go and come back, and so do another rank's
-LATEST, OFTEN = 20, 16  # steps: it warns when OFTEN of the LATEST ones have measured
+REMOTE_CHANNELS = 4  # channels that a plan opens on a rank: to and from its acceptor, and to and from its evictor
+LATEST, OFTEN = 20, 16  # steps: a warning is due if OFTEN of the LATEST ones have measured
 
 
 class MeasuredPlans(PlanSource):
-    """Plans in bytes, each made from the sizes that the first step with inputs of its shapes has measured.
+    """Plans in bytes, each made from sizes that the first step with inputs of its shapes has measured.
 
-    Ranks ask each other before they make a plan, and all make the same one. `Balanced` describes the rest.
+    Ranks exchange their sizes before they make a plan, and all make the same one. `Balanced` describes the rest.
 
     Args:
-        plan: what to balance.
+        plan: the plan to balance.
         rule: the name of its schedule.
-        policy: what the user asked for.
-        context: what this rank's steps share.
+        policy: the user's settings.
+        context: the state that this rank's steps share.
         replicas: a process group of the ranks that hold the same stages in other pipelines, or None.
-        reserve_bytes: what stays free on the device with budget "auto".
+        reserve_bytes: the bytes that stay free on the device with budget "auto".
         is_lowest: whether the budget is as low as possible.
     """
 
-    compares = False  # what was measured is planned in these bytes
+    compares = False  # plans count the measured bytes, so there is nothing to compare
 
     def __init__(
         self,
@@ -72,13 +72,13 @@ class MeasuredPlans(PlanSource):
         self._base = computations_only(plan)
         super().__init__(plan if _is_plain(plan) else finish(self._base), rule, asked)
         self._profiling_plan = finish(profiling_order(self._base))
-        self._in_order: Plan | None = None  # the other one that measures, where it was needed
+        self._in_order: Plan | None = None  # the plan that measures in the schedule's order, once it was needed
         self._policy, self._context, self._replicas = policy, context, replicas
         self._reserve_bytes, self._is_lowest = reserve_bytes, is_lowest
         self._shapes = KnownShapes()
         self._comparisons = Comparisons()
         self.revision = 0  # how often this rank has asked to measure again
-        self._revisions: tuple[int, ...] = ()  # of all ranks, in the latest step that trained
+        self._revisions: tuple[int, ...] = ()  # those of all ranks, in the latest training step
         self._recent: deque[bool] = deque(maxlen=LATEST)  # whether the latest steps measured
         self._has_warned = False
 
@@ -100,11 +100,11 @@ class MeasuredPlans(PlanSource):
         revisions = tuple(record.revision for record in records)
         if shapes.revise(revisions):
             self._context.memory.kinds.clear()
-        if revisions != self._revisions:  # some rank's microbatches take more, for whatever reason
+        if revisions != self._revisions:  # microbatches of a rank take more memory, for any reason
             self._revisions = revisions
             self._context.numbers.count_again(inputs.forms)
         if shapes.replan(tuple(record.states for record in records)):
-            self._say("optimizers have made other states, which this step's plan counts")
+            self._say("optimizers have made new states, so this step's plan counts them")
         self._warn_if_often(shapes.measured is None)
         if shapes.measured is None:
             self.plan = self._plan_to_measure(gather)
@@ -115,7 +115,7 @@ class MeasuredPlans(PlanSource):
     def _plan_to_measure(self, gather: Gather) -> Plan:
         """Return the plan of a step that measures: one microbatch at a time, if that gives the same results on all ranks."""
         if self._policy.measure == "in_order":
-            reasons = ["as it was asked for"]
+            reasons = ["as requested"]
         else:
             answers = gather(lambda source: _measured(source)._needs_order())
             reasons = [reason for reason in (data.decode() for data in answers) if reason]
@@ -129,7 +129,7 @@ class MeasuredPlans(PlanSource):
         return self._in_order
 
     def _needs_order(self) -> bytes:
-        """Return why this rank cannot measure one microbatch at a time; empty if it knows of no reason."""
+        """Return why this rank cannot measure one microbatch at a time; empty if it knows no reason."""
         context = self._context
         return why_in_order(context.stages, context.loss_fn, shares_random=self._shares_random()).encode()
 
@@ -147,13 +147,13 @@ class MeasuredPlans(PlanSource):
         return OrderWatch(self._context.stages, inputs.step_inputs, device, shares_random=shares_random, inner=observer)
 
     def _warn_if_often(self, measures: bool) -> None:
-        """Warn once when nearly all of the latest steps have measured."""
+        """Warn once if nearly all of the latest steps have measured."""
         self._recent.append(measures)
         if self._recent.count(True) == OFTEN and self._context.plan_rank == 0 and not self._has_warned:
             self._has_warned = True
             self._context.log().warning(
                 "%s: %d of the latest %d steps had inputs of new shapes, or modules that had changed, and ran one microbatch at "
-                "a time to measure them: pad inputs to a few shapes, or give Balanced the sizes",
+                "a time to measure them: pad inputs to a few shapes, or give Balanced sizes=",
                 self.rule,
                 OFTEN,
                 len(self._recent),
@@ -172,17 +172,17 @@ class MeasuredPlans(PlanSource):
         shapes.varying |= run.evictions.varying()
 
     def counted(self, run: Run) -> None:
-        """Measure again if more stays on this rank with the same modules, such as gradients of parameters that are frozen again."""
+        """Measure again if static bytes grow with the same modules, such as gradients of parameters that are frozen again."""
         shapes, static = self._shapes.latest(), self._context.static.num_bytes
         if run.plan.sizes is not None and shapes.static_bytes and static > shapes.static_bytes:
             shapes.static_bytes = static
-            self.measure_again("more stays on this rank than planned")
+            self.measure_again("the static bytes of this rank exceed the plan")
 
     def measure_again(self, why: str) -> None:
         self.revision += 1
         self._context.log().info("%s: %s, so that the next step measures again", self.rule, why)
 
-    # What replicas compare, when their inputs say so and before anything may fail in one of them alone
+    # The comparison of replicas, when their inputs require it and before anything may fail in one of them alone
 
     def _compare(self, inputs: tuple[bytes, ...], shapes: Shapes, gather: Gather) -> None:
         """Raise on all ranks if microbatches of one of them take different memory than on its replicas."""
@@ -204,18 +204,18 @@ class MeasuredPlans(PlanSource):
                 one.difference = f"rank {self._context.group_rank} cannot compare its memory with replicas: {format_error(error)}"
         return one.difference.encode()
 
-    # The plan for what was measured, which all ranks make from the same numbers
+    # The plan for the measured sizes, which all ranks make from the same numbers
 
     def _planned(self, key: StepKey, gather: Gather) -> Plan:
         packed = gather(lambda source: _measured(source)._report(key))
         reports = sorted((Report.unpack(data, sender) for sender, data in enumerate(packed)), key=lambda report: report.rank)
-        self._say("making the plan for what was measured")
+        self._say("making the plan for the measured sizes")
         refusal = next((report.refusal for report in reports if report.refusal), None)
         if refusal is not None:
             raise AgreementError(refusal)
         by_stage = {stage: sizes for report in reports for stage, sizes in report.stages.items()}
         if sorted(by_stage) != list(range(self._base.num_stages)):
-            raise CommError(f"the ranks sent sizes of stages {sorted(by_stage)}, of {self._base.num_stages}")
+            raise CommError(f"the ranks sent the sizes of stages {sorted(by_stage)}, but there are {self._base.num_stages} stages")
         stages = tuple(by_stage[stage] for stage in range(self._base.num_stages))
         sizes = Sizes(stages=stages, static=tuple(report.static for report in reports))
         budgets = None if self._is_lowest else [report.budget for report in reports]
@@ -233,7 +233,7 @@ class MeasuredPlans(PlanSource):
             with _naming(states):
                 plan = self._made_plan(sizes, budgets)
             outcome = plan.fingerprint()
-        except BaseException as failure:  # told before it is raised, so that no rank waits
+        except BaseException as failure:  # reported to all ranks before it is raised, so that none waits
             error, outcome = failure, format_error(failure)
         outcomes = [data.decode() for data in gather(lambda _: outcome.encode())]
         if error is not None:
@@ -241,7 +241,7 @@ class MeasuredPlans(PlanSource):
             raise error
         if len(set(outcomes)) > 1:
             raise AgreementError(
-                f"the ranks made different plans from the same sizes: {outcomes}. Run one version of bpipe on all."
+                f"the ranks made different plans from the same sizes: {outcomes}. Run the same version of bpipe on all ranks."
             )
         return plan
 
@@ -253,7 +253,7 @@ class MeasuredPlans(PlanSource):
         return self._context.once((self._policy, self._base, asked), make)
 
     def _report(self, key: StepKey) -> bytes:
-        """Return what this rank tells the others: its stages' sizes, its static bytes and its budget, or why it cannot go on."""
+        """Return this rank's report for the others: its stages' sizes, its static bytes and its budget, or why it cannot go on."""
         try:
             report = self._own_report(self._shapes.of(key))
         except Exception as error:
@@ -263,7 +263,7 @@ class MeasuredPlans(PlanSource):
 
     def _own_report(self, shapes: Shapes) -> Report:
         measured, context = shapes.measured, self._context
-        assert measured is not None, "a plan is made of what was measured"
+        assert measured is not None, "a plan is made from measurements"
         states = context.states.of(context.modules)
         shapes.static_bytes = max(shapes.static_bytes, static_bytes(context.modules(), context.transport.device))
         static = shapes.static_bytes + states + measured.held_bytes + measured.returned_bytes
@@ -307,13 +307,13 @@ def _naming(states: Sequence[int]) -> Iterator[None]:
         if not any(states):
             raise
         raise BudgetError(
-            f"{error} Of what each rank holds, {show_each(states)} are states that optimizers have made. Give such a budget, shard "
-            "the states over replicas (ZeroRedundancyOptimizer, FSDP2), or train with an optimizer that keeps less"
+            f"{error} Each rank's bytes include {show_each(states)} of optimizer states. Give such a budget, shard "
+            "the states over replicas (ZeroRedundancyOptimizer, FSDP2), or train with an optimizer that keeps less state"
         ) from error
 
 
 def _is_plain(plan: Plan) -> bool:
-    """Return whether a plan does nothing but compute and send: no budget, nothing evicted or recomputed, no pieces."""
+    """Return whether a plan only computes and sends: no budget, no eviction, no recomputation, no pieces."""
     if plan.sizes is not None or any(slots is not None for slots in plan.slots):
         return False
     return not any(action.op in (Op.EVICT, Op.R) or action.part for lane in plan.actions for action in lane)

@@ -1,4 +1,4 @@
-"""The settings of `Balanced`: a budget, where evicted memory may go, and what is known beforehand."""
+"""The settings of `Balanced`: a budget, the places for evicted memory, and sizes or costs that are known beforehand."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ NamedBudget = Literal["auto", "lowest"]
 Budget = int | Sequence[int | None] | NamedBudget | None
 Way = Literal["evict", "recompute", "evict_or_recompute"]
 Measure = Literal["auto", "in_order"]
-MARGIN = 0.1  # of what a stage saves whose microbatches vary
-MOST_PARTS = 64  # of a microbatch: more gain nothing more
+MARGIN = 0.1  # share of a stage's saved bytes, if its microbatches vary
+MOST_PARTS = 64  # parts of a microbatch: more parts save no more memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,18 +43,18 @@ class Policy:
         """Raise unless the settings fit together, and fit a plan.
 
         Raises:
-            ConfigurationError: they do not.
+            ConfigurationError: they do not fit.
         """
         if not _is_count(self.parts) or self.parts > MOST_PARTS:
             raise ConfigurationError(f"parts={self.parts!r}: give a whole number from 1 to {MOST_PARTS}")
         if self.inside and self.parts == 1:
-            raise ConfigurationError("inside=True moves parts of microbatches inside forwards and backwards: give parts=2 or more")
+            raise ConfigurationError("inside=True evicts and loads parts inside forwards and backwards: give parts=2 or more")
         if self.by not in get_args(Way):
             raise ConfigurationError(f"by={self.by!r}: choose 'evict', 'recompute' or 'evict_or_recompute'")
         if self.measure not in get_args(Measure):
             raise ConfigurationError(f"measure={self.measure!r}: choose 'auto' or 'in_order'")
         if isinstance(self.margin, bool) or not isinstance(self.margin, (int, float)) or not 0 <= self.margin < math.inf:
-            raise ConfigurationError(f"margin={self.margin!r}: give a share of what a stage saves, at least 0, such as 0.1")
+            raise ConfigurationError(f"margin={self.margin!r}: give a share of a stage's saved bytes, at least 0, such as 0.1")
         if self.by == "recompute":
             self._check_recomputing()
         if self.by == "evict_or_recompute":
@@ -85,22 +85,20 @@ class Policy:
         unused = [name for name, is_given in given.items() if is_given]
         if unused:
             raise ConfigurationError(
-                f"budget=None counts microbatches and has no use for {', '.join(unused)}: give a budget in bytes"
+                f"budget=None counts microbatches and does not use {', '.join(unused)}: give a budget in bytes"
             )
 
     def _check_recomputing(self) -> None:
         given = {"parts": self.parts > 1, "to": self.to != Destinations(), "costs": self.costs is not None}
         unused = [name for name, is_given in given.items() if is_given]
         if unused:
-            raise ConfigurationError(f"by='recompute' moves nothing and has no use for {', '.join(unused)}: leave them out")
+            raise ConfigurationError(f"by='recompute' evicts nothing and does not use {', '.join(unused)}: leave them out")
 
     def _check_both(self) -> None:
         if self.costs is None or self.budget is None or isinstance(self.budget, str):
-            raise ConfigurationError(
-                "by='evict_or_recompute' compares costs: give costs=, and a budget in bytes"
-            )
+            raise ConfigurationError("by='evict_or_recompute' compares costs: give costs=, and a budget in bytes")
         if self.inside:
-            raise ConfigurationError("by='evict_or_recompute' takes no inside=True: computations in pieces cannot be recomputed")
+            raise ConfigurationError("by='evict_or_recompute' cannot use inside=True, because it cannot recompute partial forwards")
 
     def _check_sizes(self, sizes: Sizes, plan: Plan) -> None:
         parts = max((len(stage.parts) for stage in sizes.stages), default=0)

@@ -1,4 +1,4 @@
-"""The report of a rank to the others before they make one plan: its stages' sizes, its static bytes and its budget."""
+"""A rank's report to the others before they make one plan: its stages' sizes, its static bytes and its budget."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Report(NamedTuple):
         static: bytes of the rank besides microbatches.
         budget: the bytes that it may use; None for no limit, or for as low as possible.
         refusal: why it cannot go on; empty if it can.
-        states: how many of the static bytes are optimizer states.
+        states: the bytes of optimizer states among the static bytes.
     """
 
     rank: int
@@ -51,7 +51,7 @@ class Report(NamedTuple):
                 raise ValueError(f"{numbers}")
             return report
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, BPipeError) as error:
-            raise CommError(f"rank {sender} sent no report of its sizes: {error}") from error
+            raise CommError(f"rank {sender} sent an unreadable report of its sizes: {error}") from error
 
 
 def _sizes(numbers: dict[str, Any]) -> StageSizes:

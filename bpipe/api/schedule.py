@@ -33,26 +33,26 @@ class Schedule:
     pipeline's ranks and block the host until this rank's part is done.
 
     Args:
-        stage: this rank's `PipelineStage`, ours or torch's, or a list of them where the rule puts several on a rank. Several
+        stage: this rank's `PipelineStage`, ours or torch's, or a list of them if the rule puts several on a rank. Several
             schedules may share it.
         n_microbatches: m, the number of microbatches that a batch is cut into.
         loss_fn: `loss_fn(output, target, **loss_kwargs)`, one number; without it `step` evaluates.
         args_chunk_spec: for each positional argument a `TensorChunkSpec`, None to repeat it whole, or a pytree of these; default:
             cut dimension 0 of every tensor and of anything else that holds samples, as docs/batches.md says.
         kwargs_chunk_spec: likewise for each keyword argument.
-        output_merge_spec: the dimensions along which the outputs are put together; default 0.
+        output_merge_spec: the dimensions along which the outputs are concatenated; default 0.
         scale_grads: scale the loss of each microbatch by 1/m, so that gradients are those of the mean and steps accumulate.
-        slots: the most microbatches a rank may hold, one number or one for each rank (None: no limit); ranks with more evict.
+        slots: the most microbatches per rank, one number or one for each rank (None: no limit); ranks with more evict.
             Default: no limit, but ceil((p+2)/2) for `BalancedOneFOneB`.
         timeout_s: seconds that a rank waits for another one, in a transfer or at the start of a step, before the pipeline fails
             on all ranks; default: the process group's timeout.
-        slow_s: seconds in one wait after which the logger "bpipe" shows, once a step, what every rank is doing; default 30.
-        transfers_at_once: over NCCL, how many transfers may be in flight on a device, where each takes some of its multiprocessors
-            until the other rank comes to it; any number from 1 on is free of deadlock.
+        slow_s: seconds in one wait after which the logger "bpipe" shows, once per step, what every rank is doing; default 30.
+        transfers_at_once: over NCCL, the most transfers that may be in flight on a device, each of which occupies some of its
+            multiprocessors until the other rank joins it; any number from 1 on is free of deadlock.
 
     Raises:
         ConfigurationError: the arguments cannot work together, or there is no process group.
-        BudgetError: `slots` cannot be met; the message names the smallest that can.
+        BudgetError: `slots` cannot be met; the message names the smallest number that can.
     """
 
     rule: str
@@ -110,7 +110,7 @@ class Schedule:
                 f"of {plan.num_stages} stages, ranks 0 to {plan.num_ranks - 1} hold {', '.join(map(str, held))}"
             )
 
-    # What users call
+    # The interface for users
 
     def step(
         self,
@@ -144,24 +144,24 @@ class Schedule:
             `return_outputs=False`.
 
         Raises:
-            ConfigurationError: a batch that does not divide into m or that bpipe cannot cut, a missing target.
+            ConfigurationError: a batch does not divide into m microbatches, bpipe cannot cut it, or a target is missing.
             AgreementError: the ranks are about to run different things; raised on all of them, nothing was sent.
-            StageError: the module or the loss returned something that cannot be used.
+            StageError: the module or the loss returned a value that cannot be used.
             RankFailedError: another rank failed in this step, or between steps. The pipeline is broken then, as after any error
-                inside a step; on the rank where it happened, the error is its own.
+                inside a step; the rank where the error happened raises it with its own type.
             RankLostError: another rank's process ended.
             TransferTimeoutError: this rank, or another one, waited longer than `timeout_s`.
-            CommError: a message is not what was agreed.
+            CommError: a message differs from the one that was agreed on.
             PipelineBrokenError: an earlier step failed, the schedule is closed, or a step of it is running.
         """
         call = Call(args, kwargs, target, losses, return_outputs, loss_kwargs, arg_mbs, kwarg_mbs, target_mbs)
         return self._run(call, is_training=self.session.context.loss_fn is not None)
 
     def eval(self, *args: Any, target: Any = None, losses: list[torch.Tensor] | None = None, **kwargs: Any) -> Any:
-        """Run the forwards alone, without a graph; the losses too where a target is given.
+        """Run the forwards alone, without a graph; also the losses if a target is given.
 
-        Takes what `step` takes, and returns what it returns. Collective over the pipeline; blocks the host. Modules stay
-        in the train or eval mode that they are in. The first evaluation makes and proves its plan.
+        It takes and returns the same as `step`. Collective over the pipeline; blocks the host. Modules stay
+        in their present train or eval mode. The first evaluation makes and verifies its plan.
         """
         call = call_of(*args, target=target, losses=losses, **kwargs)
         return self._run(call, is_training=False)
@@ -181,17 +181,17 @@ class Schedule:
             return self.group.loopback.run_alone(session, call, is_training=is_training)
         return session.run(lambda: session.begin(call, is_training=is_training))
 
-    # What others build on
+    # The interface for bpipe's other modules
 
     @property
     def session(self) -> Session:
-        """The steps of this rank: what a `Loopback`, a trace and `Balanced` use.
+        """The session of this rank, which a `Loopback`, a trace and `Balanced` use.
 
         Raises:
-            PipelineBrokenError: it was handed over to another schedule.
+            PipelineBrokenError: the session was handed over to another schedule.
         """
         if self._session is None:
-            raise PipelineBrokenError("this schedule was given to Balanced: call the one that Balanced returned")
+            raise PipelineBrokenError("this schedule was given to Balanced: call the schedule that Balanced returned")
         return self._session
 
     def hand_over(self) -> Session:

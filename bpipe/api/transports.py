@@ -20,7 +20,7 @@ def transport_for(
     """Make this rank's end of a pipeline over a process group, or over a loopback.
 
     Raises:
-        ConfigurationError: the group has another number of ranks, or there is none.
+        ConfigurationError: the group has a different number of ranks, or there is none.
     """
     if isinstance(group, LoopbackGroup):
         _check_size(group.loopback.num_ranks, num_ranks)

@@ -1,3 +1,3 @@
-"""A stage's backward: as a piece of one graph, in two halves, and with the user's hooks as torch would call them."""
+"""Run a stage's backward: as a piece of one graph, split into backward_input and backward_weight, with the user's hooks."""
 
 __all__: list[str] = []

@@ -1,8 +1,8 @@
-"""A stage's forward and backward as pieces of one graph, cut so that autograd alone owns what it saved.
+"""Run a stage's forward and backward as pieces of one graph, cut so that autograd alone owns the tensors that it saved.
 
 A leaf input would be owned by its AccumulateGrad node, and an output by the code that keeps it for the backward.
-So a stage is entered through a function that makes aliases and puts the incoming gradients into a box, and it is left with the
-edge of each output instead of the output.
+So a stage is entered through a function that makes aliases and puts the incoming gradients into `InputGrads`, and its output is
+replaced by the gradient edge of each tensor.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__: list[str] = []
 
 
 class InputGrads:
-    """The gradients of a stage's inputs, once its backward has run; None where an input was not used.
+    """The gradients of a stage's inputs, once its backward has run; None if an input was not used.
 
     Args:
-        size: how many inputs need a gradient.
+        size: the number of inputs that need a gradient.
         anchor: a leaf behind all these inputs, to which every path through them leads; None if there are none.
     """
 
@@ -55,11 +55,11 @@ def enter(tensors: Sequence[torch.Tensor], requires_grad: Sequence[bool]) -> tup
     """Make received tensors the inputs of a stage.
 
     Args:
-        tensors: what arrived; the caller drops them.
-        requires_grad: which of them need a gradient.
+        tensors: the received tensors; the caller drops them.
+        requires_grad: for each of them, whether it needs a gradient.
 
     Returns:
-        The inputs, and the box in which the gradients of those that need one will be.
+        The inputs, and the object that will hold the gradients of those that need one.
     """
     differentiable = [tensor for tensor, needed in zip(tensors, requires_grad) if needed]
     if not differentiable:
@@ -77,11 +77,11 @@ def edges_of(tensors: Sequence[torch.Tensor]) -> list[GradientEdge]:
 
 @dataclass
 class Graph:
-    """What is kept of a microbatch between its forward and its backward, besides what autograd saved.
+    """The part of a microbatch that is kept between its forward and its backward, besides the tensors that autograd saved.
 
     Args:
-        edges: where its backward begins.
-        box: for the gradients of the stage's inputs.
+        edges: the edges where its backward begins.
+        input_grads: collects the gradients of the stage's inputs.
         has_common_hooks: whether its forward has registered hooks that wait for the gradients of several tensors.
     """
 
@@ -97,9 +97,9 @@ class Graph:
         """
         edges = self.edges
         if self.has_common_hooks:
-            # By the nodes that a run of the engine has to do, such hooks know which gradients to wait for.
+            # Such hooks know which gradients to wait for from the nodes that a run of the engine will execute.
             # `_will_engine_execute_node` does not count the root of a run with a single root. A stage's output is such a root
-            # here, but not in a single process, and a loss is none where that divides it. So a second root is added.
+            # here, but not in a single process, nor is a loss that a single process divides by m. So a second root is added.
             beside = torch.empty(0, device="cpu", requires_grad=True)
             edges, gradients = [*edges, get_gradient_edge(beside)], [*gradients, torch.empty(0, device="cpu")]
         run_backward(edges, gradients)
@@ -115,10 +115,10 @@ def run_backward(
     """Run a backward from the edges that have a gradient.
 
     Args:
-        edges: where the backward starts.
+        edges: the edges where the backward starts.
         gradients: one for each edge, or None.
-        inputs: the edges at which it ends; default: all leaves.
-        retain_graph: keep what the graph saved, for another run.
+        inputs: the edges where it ends; default: all leaves.
+        retain_graph: keep the saved tensors of the graph, for another run.
     """
     pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if gradient is not None]
     if pairs:
@@ -130,7 +130,7 @@ def go_on(results: Iterable[tuple[GradientEdge, torch.Tensor | None]]) -> None:
     """Continue a backward past a node that was called alone, down to all leaves.
 
     Args:
-        results: what the node computed for each of its edges; autograd fits it to the edge as in a backward that runs the node.
+        results: the node's gradient for each of its edges; autograd fits it to the edge as in a backward that runs the node.
     """
     found = [(edge, result) for edge, result in results if result is not None]
     if found:
@@ -139,29 +139,29 @@ def go_on(results: Iterable[tuple[GradientEdge, torch.Tensor | None]]) -> None:
 
 
 class Alone:
-    """Calls nodes of a graph as a backward does, except that their hooks do not run."""
+    """Call nodes of a graph as a backward does, but without running their hooks."""
 
     def __init__(self) -> None:
         self._calls: list[Callable[[], None]] = []
 
     @cached_property
     def _start(self) -> tuple[GradientEdge, torch.Tensor]:
-        """The edge and the gradient that such a backward starts from, made at the first call because many halves call no node."""
+        """The edge and the gradient that such a backward starts from, made at the first call because many runs call no node."""
         calls = self._calls
-        gate = torch.empty(0, device="cpu", requires_grad=True)  # whose hook runs on the caller's thread and stream
+        gate = torch.empty(0, device="cpu", requires_grad=True)  # its hook runs on the caller's thread and stream
         gate.register_hook(lambda _: calls.pop()())
         return get_gradient_edge(gate), torch.empty(0, device="cpu")
 
     def call(self, node: Node, gradients: Sequence[torch.Tensor | None], edges: Iterable[GradientEdge]) -> Sequence[Any]:
         """Compute the gradients that a node gives to some of its edges.
 
-        What a node computes depends on the backward that it runs in. So this runs a backward that has all of these edges as
-        its ends, and calls the node from the only hook of that backward.
+        The result of a node depends on the backward that it runs in. So this runs a backward that ends at all of these edges,
+        and calls the node from the only hook of that backward.
 
         Args:
             node: the node to call.
-            gradients: those of its outputs.
-            edges: those of its own edges that need a result.
+            gradients: the gradients of its outputs.
+            edges: those of its edges that need a result.
 
         Returns:
             For each edge that the node has, its result or None.

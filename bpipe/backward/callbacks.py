@@ -1,10 +1,10 @@
-"""Callbacks that hooks queue for the end of a backward (`queue_callback`): if it is in two halves, they run after the second.
+"""Run callbacks that hooks queue for the end of a backward (`queue_callback`); if it is split, after `backward_weight`.
 
-Autograd's engine runs several times for a microbatch whose backward is in two halves, and calls back at the end of each run.
-Therefore this engine stands in front of torch's while a step with such backwards runs, and keeps what is queued in a half. What is
-queued in an input half makes the weight half follow at once, and then the callbacks: that backward is whole after all. What is
-queued in a weight half is called after it, but refused if another microbatch has had its input half since: the callback would find
-gradients that no single process has at that time.
+Autograd's engine runs several times for a microbatch whose backward is split, and runs callbacks at the end of each run.
+Therefore this engine replaces torch's while a step with such backwards runs, and keeps the callbacks that are queued during a
+split backward. If `backward_input` queues any, `backward_weight` follows at once, and then the callbacks: that backward runs as a
+whole after all. If `backward_weight` queues some, they run after it, but are refused if another microbatch has run its
+`backward_input` since: the callback would find gradients that no single process has at that time.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ Callback = Callable[[], None]
 
 
 class Callbacks(torch._C._ImperativeEngine):
-    """Torch's engine, except for what is queued while half of a backward runs; it is `Variable._execution_engine` during a step."""
+    """Torch's engine, except for callbacks queued during a split backward; it is `Variable._execution_engine` during a step."""
 
     def __init__(self) -> None:
-        self.is_ours: Callable[[], bool] | None = None  # while a half runs: whether that half queues, not a backward inside it
-        self.is_late: Callable[[], bool] | None = None  # while a weight half runs: whether another input half ran since its own
+        self.is_ours: Callable[[], bool] | None = None  # in a split backward: whether it queues, not a backward inside it
+        self.is_late: Callable[[], bool] | None = None  # in backward_weight: whether another backward_input ran since its own
         self.queued: list[Callback] = []
-        self.were_any = False  # in this step
-        self.behind = Variable._execution_engine  # the one before which this stands: torch's, or another rank's in this process
+        self.were_any = False  # whether callbacks were queued in this step
+        self.behind = Variable._execution_engine  # the engine that this one replaces: torch's, or another rank's in this process
 
     def queue_callback(self, callback: Callback) -> None:
         """Queue a callback for the end of the backward that runs.
 
         Raises:
-            StageError: it would not find the gradients that it finds in a single process.
+            StageError: the callback would not find the gradients that it finds in a single process.
         """
-        if _is_of_fsdp(callback):  # whose end of a backward `Sharding` looks after
+        if _is_of_fsdp(callback):  # `Sharding` handles the end of FSDP's backwards
             self.behind.queue_callback(callback)
             return
-        self.were_any, is_ours = True, self.is_ours  # another thread may set it, where the callback is of its pipeline
+        self.were_any, is_ours = True, self.is_ours  # another thread may set it, if the callback belongs to its pipeline
         if is_ours is None or not is_ours():
             self.behind.queue_callback(callback)
             return
         if self.is_late is not None and self.is_late():
             raise StageError(
-                f"a hook queues {_name_of(callback)} for the end of a backward (queue_callback) in the second half of that, and "
-                "another microbatch has had the first half of its own since: it would find gradients of that one, too. Use a "
-                "schedule with whole backwards, such as OneFOneB, or queue it in the first microbatch of the first step, too: "
-                "bpipe runs backwards as a whole where it has seen there that hooks on parameters queue callbacks"
+                f"a hook queues {_name_of(callback)} for the end of a backward (queue_callback) during backward_weight, but "
+                "another microbatch has run its backward_input since, so the callback would also find that one's gradients. Use a "
+                "schedule with whole backwards, such as OneFOneB, or queue the callback in the first microbatch of the first step "
+                "too: if hooks on parameters queue callbacks there, bpipe runs backwards as a whole"
             )
         self.queued.append(callback)
 
     def take(self) -> list[Callback]:
-        """Take what was queued; the caller has to call it."""
+        """Take the queued callbacks; the caller has to run them."""
         queued, self.queued = self.queued, []
         return queued
 
@@ -70,7 +70,7 @@ class Callbacks(torch._C._ImperativeEngine):
 
 
 def goes_to(leaf: torch.Tensor) -> bool:
-    """Return whether the backward that calls this, through a hook, leads to a leaf."""
+    """Return whether the backward that calls this function, through a hook, leads to a leaf."""
     return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
 
 
@@ -83,7 +83,7 @@ def _is_of_fsdp(callback: Any) -> bool:
 
 
 def _name_of(callback: Any) -> str:
-    """Return a callback's name, and where its code is."""
+    """Return a callback's name, and the location of its code."""
     function = getattr(callback, "func", callback)
     code = getattr(function, "__code__", None)
     name = getattr(function, "__qualname__", repr(function))

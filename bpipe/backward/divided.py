@@ -1,4 +1,4 @@
-"""Backwards in two halves, and which of them run as a whole in the input half, with nothing left for the weight half."""
+"""Split backwards into backward_input and backward_weight, and run some as a whole in backward_input."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ __all__: list[str] = []
 
 
 class Divided:
-    """The backwards of one rank during one step that the plan splits into two halves.
+    """The backwards of one rank during one step that the plan splits into backward_input and backward_weight.
 
     Args:
-        undivided: the stages whose backward runs as a whole, in its input half.
-        hooks: the user's, which may add to them.
-        separate: called with a stage whose parameters have got gradients.
+        undivided: the stages whose whole backward runs in `backward_input`.
+        hooks: the user's hooks, which may add to them.
+        separate: called with a stage whose parameters have new gradients.
     """
 
     def __init__(self, undivided: set[int], hooks: UserHooks, separate: Callable[[int], None]) -> None:
         self._waiting: dict[int, deque[tuple[int, DeferredWeightGrad]]] = defaultdict(deque)  # by stage, in order
         self.latest: dict[int, int] = {}  # by stage, the microbatch whose backward was the last to begin
-        self.is_whole = False  # whether the latest input half was all of its backward, for hooks that others need not have
+        self.is_whole = False  # whether the latest backward_input ran the whole backward, because of hooks others may not have
         self._undivided, self._hooks, self._separate = undivided, hooks, separate
 
     def backward_input(
@@ -40,17 +40,17 @@ class Divided:
         gradients: Sequence[torch.Tensor | None],
         builder: Callable[[], Callable[..., None]] | None,
     ) -> DeferredWeightGrad:
-        """Run the input half of a microbatch's backward, or all of it.
+        """Compute the input gradients of a microbatch's backward, or run all of it.
 
         Args:
-            stage: of the model.
+            stage: its index in the model.
             microbatch: its number.
-            graph: what its forward has left.
-            gradients: those of the stage's outputs.
-            builder: makes the other half, if the stage's module has one of its own.
+            graph: the graph of its forward.
+            gradients: the gradients of the stage's outputs.
+            builder: makes the deferred weight gradient, if the stage's module has a builder of its own.
 
         Returns:
-            The other half.
+            The deferred weight gradient.
         """
         has_come = any(gradient is not None for gradient in gradients)
         is_unheard = has_come and stage in self._hooks.unheard
@@ -58,7 +58,7 @@ class Divided:
         if graph.has_common_hooks and builder is None and has_come:
             self._finish(stage)
         if is_unheard:
-            self._hooks.callbacks.were_any = False  # by another stage, or another rank of a loopback
+            self._hooks.callbacks.were_any = False  # another stage, or another rank of a loopback, may have set it
         if builder is not None or stage in self._undivided or graph.has_common_hooks or is_unheard or _hooks_are_around():
             graph.run_backward(gradients)
             half = DeferredWeightGrad() if builder is None else GivenWeightGrad(builder())
@@ -75,26 +75,26 @@ class Divided:
         return half
 
     def backward_weight(self, stage: int, microbatch: int, half: DeferredWeightGrad) -> None:
-        """Run the weight half of a microbatch's backward, unless it has run already."""
+        """Compute the weight gradients of a microbatch, unless that has been done already."""
         waiting = self._waiting[stage]
         self._waiting[stage] = deque(one for one in waiting if one[1] is not half)
         self._run(stage, microbatch, half)
 
     def _whole(self, stage: int, microbatch: int, half: DeferredWeightGrad) -> DeferredWeightGrad:
-        """Run the weight half at once, because callbacks wait for the end of the backward."""
+        """Compute the weight gradients at once, because callbacks wait for the end of the backward."""
         self.is_whole, queued = True, self._hooks.callbacks.take()
         self._finish(stage)
         self._run(stage, microbatch, half, queued)
         return DeferredWeightGrad()
 
     def _finish(self, stage: int, leaves: Set[Node] | None = None) -> None:
-        """Run the weight halves of earlier microbatches, up to the last one that leads to leaves whose next gradients come now.
+        """Compute weight gradients of earlier microbatches, up to the last one that leads to leaves whose next gradients come now.
 
         Thus the gradients of each leaf add up in one order.
 
         Args:
-            stage: whose halves.
-            leaves: those; None for all.
+            stage: the stage of these microbatches.
+            leaves: these leaves; None for all.
         """
         waiting = self._waiting[stage]
         while any(leaves is None or half.leads_to(leaves) for _, half in waiting):
@@ -102,7 +102,7 @@ class Divided:
             self._separate(stage)
 
     def _run(self, stage: int, microbatch: int, half: DeferredWeightGrad, queued: Sequence[Callback] = ()) -> None:
-        """Run a weight half, and what was queued for the end of its microbatch's backward."""
+        """Compute weight gradients, and run the callbacks queued for the end of the microbatch's backward."""
         callbacks = self._hooks.callbacks
         outside = callbacks.is_ours, callbacks.is_late
         callbacks.is_ours, callbacks.is_late = half.is_running, lambda: self.latest[stage] != microbatch
@@ -113,5 +113,5 @@ class Divided:
 
 
 def _hooks_are_around() -> bool:
-    """Return whether the user's hooks follow what is saved: two halves of a backward would unpack some tensors twice."""
+    """Return whether the user's saved-tensor hooks are active: a split backward would unpack some tensors twice."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

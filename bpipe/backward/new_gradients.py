@@ -1,10 +1,10 @@
 """Give each first `.grad` its own memory: autograd may have aliased a tensor that is still being sent.
 
 Autograd stores a first gradient in `.grad` without a copy, even a view of memory that is also used elsewhere: by the gradient that
-is being sent to the stage before (`x + bias.unsqueeze(0)`), by one that waits for a weight half, or by another parameter's `.grad`.
-What is added to `.grad` later would change that, too. So where two parameters' gradients overlap, one is copied. Where the pipeline
-itself uses the memory, it copies its own tensor, and not `.grad`: hooks may have moved that to where an optimizer or a reducer
-looks for it.
+is being sent to the previous stage (`x + bias.unsqueeze(0)`), by one that waits for `backward_weight`, or by another parameter's
+`.grad`. A later addition to `.grad` would change that tensor, too. So if two parameters' gradients overlap, one is copied. If the
+pipeline itself uses the memory, it copies its own tensor, and not `.grad`: hooks may have moved that to where an optimizer or a
+reducer looks for it.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ def _extents(tensor: torch.Tensor | None) -> list[tuple[int, int, int]]:
 def owned(
     gradients: Sequence[torch.Tensor | None], others: Set[int] = frozenset(), beside: Iterable[torch.Tensor | None] = ()
 ) -> list[torch.Tensor | None]:
-    """Return gradients that the pipeline goes on using, in memory of which it is the only owner.
+    """Return gradients that the pipeline goes on using, in memory that only the pipeline owns.
 
     Args:
-        gradients: as a backward has left them.
-        others: the keys of storages that something else owns.
+        gradients: the results of a backward.
+        others: the keys of storages that have another owner.
         beside: more tensors that the pipeline owns.
 
     Returns:
-        The gradients, or a copy where another tensor owns the memory, such as a leaf's `.grad`.
+        The gradients, or a copy if another tensor owns the memory, such as a leaf's `.grad`.
     """
     together = [*gradients, *beside]
     places = shared_among(together, others)

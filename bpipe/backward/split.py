@@ -1,13 +1,14 @@
-"""A stage's backward in two halves: the gradients of its inputs first, those of its parameters when there is time.
+"""Split a stage's backward: compute the gradients of its inputs first, and those of its parameters when there is time.
 
 Nodes of the graph that lead to the stage's inputs are its trunk. A branch begins where the way to a parameter leaves the trunk:
 
-    outputs -> ... -> N -> ... -> N' -> ... -> inputs        the trunk: the input half
+    outputs -> ... -> N -> ... -> N' -> ... -> inputs        the trunk: backward_input
                       |           |
-                      +-> T -> w  +-> T' -> w'               the branches: the weight half, from the gradients N and N' got
+                      +-> T -> w  +-> T' -> w'               the branches: backward_weight, from the gradients of N and N'
 
-Autograd computes only what a run asks for: each half has one of the two products in the backward of a matrix product. The hooks
-of N run in the input half. The weight half calls N directly, which runs no hooks, and goes on from T: so each hook runs once.
+Autograd computes only the gradients that a run asks for: each of the two passes computes one of the two products in the backward of
+a matrix product. The hooks of N run in `backward_input`. `backward_weight` calls N directly, without hooks, and continues from T:
+so each hook runs once.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ from bpipe.memory.saved.stash import FORGOTTEN, Packed, Saved
 
 __all__: list[str] = []
 
-# These run a backward of their own (so do libraries' own checkpoints), or free what they saved: once, in a run of the whole graph.
+# These run a backward of their own (as libraries' own checkpoints do), or free saved tensors: they run once, in the whole graph.
 INDIVISIBLE = frozenset({"CompiledFunctionBackward"})
 LEAF = "AccumulateGrad"
 
 _FILE_OF_COMMON_HOOKS = register_multi_grad_hook.__code__.co_filename
 
 Gradients = Sequence[torch.Tensor | None]
-Graph = dict[Node, list[Node]]  # what each node leads to
-Trunk = dict[Node, list[Node]]  # what each node of the trunk leads to beside it; a node comes after those it leads to
+Graph = dict[Node, list[Node]]  # each node's successors
+Trunk = dict[Node, list[Node]]  # each trunk node's successors outside the trunk; a node comes after those it leads to
 
 
 class _Branch:
     """The paths from a node of the trunk to some leaves.
 
     Args:
-        node: of the trunk.
-        starts: the first nodes beside the trunk.
+        node: the node of the trunk.
+        starts: the first nodes outside the trunk.
     """
 
     def __init__(self, node: Node, starts: Sequence[Node]) -> None:
@@ -70,12 +71,12 @@ class _Branch:
     def _check_unchanged(self) -> None:
         if self._versions != _versions(self.gradients):
             raise StageError(
-                "a gradient was changed in place between the two halves of a backward, by a hook perhaps: "
-                "let the hook return a new tensor, as torch asks for, or use a schedule with whole backwards"
+                "a gradient was changed in place between backward_input and backward_weight, probably by a hook: "
+                "let the hook return a new tensor, as torch requires, or use a schedule with whole backwards"
             )
 
     def run(self, alone: Alone) -> None:
-        """Take the gradients on to the leaves, if any have arrived."""
+        """Continue with the gradients to the leaves, if any have arrived."""
         if not self.gradients:
             return
         self._check_unchanged()
@@ -111,7 +112,7 @@ class _Outside(_Branch):
 
 
 def _memory(gradients: list[torch.Tensor | None], versions: list[int]) -> Callable[[Gradients, Gradients], None]:
-    """Return a hook that keeps the gradients that a node gets, as its other hooks have left them."""
+    """Return a hook that stores the gradients that a node gets, as its other hooks have left them."""
 
     def hook(_: Gradients, arriving: Gradients) -> None:
         gradients[:] = arriving
@@ -125,14 +126,14 @@ def _versions(gradients: Gradients) -> list[int]:
 
 
 class DeferredWeightGrad:
-    """The rest of a backward whose input half has run. It owns the graph, and frees it branch by branch."""
+    """The part of a backward that remains after `backward_input`. It owns the graph, and frees it branch by branch."""
 
     def __init__(self, branches: Iterable[_Branch] = ()) -> None:
         self._branches = deque(branches)
         self._running: _Branch | None = None
 
     def gradients(self) -> list[torch.Tensor]:
-        """Return the gradients that it keeps until it runs."""
+        """Return the gradients that it stores until it runs."""
         return [gradient for branch in self._branches for gradient in branch.gradients if gradient is not None]
 
     def replace(self, gradients: Iterable[torch.Tensor | None]) -> None:
@@ -154,12 +155,12 @@ class DeferredWeightGrad:
         self._running = None
 
     def is_running(self) -> bool:
-        """Return whether the backward that calls this, through a hook, is this half's own, and not one started inside it."""
+        """Return whether the backward that calls this, through a hook, is this object's own, and not one started inside it."""
         return self._running is not None and torch._C._current_autograd_node() in self._running.nodes
 
 
 class GivenWeightGrad(DeferredWeightGrad):
-    """The weight half of a backward that a stage's module computes by itself.
+    """A weight gradient that a stage's module computes by itself.
 
     Args:
         runner: to be called once.
@@ -176,21 +177,21 @@ class GivenWeightGrad(DeferredWeightGrad):
 def run_backward_input(
     edges: Sequence[GradientEdge], gradients: Gradients, input_grads: InputGrads, before: Callable[[Set[Node]], None]
 ) -> DeferredWeightGrad:
-    """Compute the gradients of a stage's inputs into their box, and free memory that the other half does not need.
+    """Compute the gradients of a stage's inputs, and free memory that the weight gradients do not need.
 
-    Both halves together equal one backward to the bit. Therefore a leaf that several branches lead to gets its gradient now,
-    added up in the order of one backward. So does one behind an operation that would be done twice (a custom autograd
-    Function, or a recomputation), or that has a hook on all of its results; and so do vectors, such as a norm's weights, whose
-    gradients need less memory than waiting does.
+    `backward_input` and `backward_weight` together equal one backward to the bit. Therefore a leaf that several branches lead to
+    gets its gradient now, added up in the order of one backward. So does a leaf behind an operation that would run twice (a custom
+    autograd Function, or a recomputation), or that has a hook on all of its results; and so do vectors, such as a norm's weights,
+    whose gradients need less memory than waiting does.
 
     Args:
-        edges: those of the stage's outputs.
+        edges: the gradient edges of the stage's outputs.
         gradients: one for each edge, or None.
-        box: of the stage's inputs.
+        input_grads: collects the gradients of the stage's inputs.
         before: called with the leaves whose gradients are computed now, before they are.
 
     Returns:
-        The other half, to be run once.
+        The deferred weight gradient, to be run once.
     """
     if all(gradient is None for gradient in gradients):
         return DeferredWeightGrad()
@@ -232,7 +233,7 @@ def _explore(edges: Iterable[GradientEdge], anchor: Node) -> tuple[Graph, Trunk]
 
 
 def _is_indivisible(next_of: Graph) -> bool:
-    """Return whether a graph must run as a whole, because a part of it has to, or because something looks at all of it."""
+    """Return whether a graph must run as a whole, because a part of it must, or because code outside observes all of it."""
     names = {type(node).__name__ for node in next_of}
     if torch.is_anomaly_enabled() or not INDIVISIBLE.isdisjoint(names) or "Checkpoint" in " ".join(names):
         return True
@@ -260,7 +261,7 @@ def _branches(next_of: Graph, trunk: Trunk, edges: Sequence[GradientEdge], gradi
 
 
 def _claim(branch: _Branch, next_of: Graph, owners: dict[Node, _Branch]) -> None:
-    """Follow a branch to its leaves. Branches that meet are early: what they add up must be added up in one run."""
+    """Follow a branch to its leaves. Branches that meet are computed early: their sum must be formed in one run."""
     stack = list(branch.starts)
     while stack:
         node = stack.pop()
@@ -281,13 +282,13 @@ def _is_vector(leaf: Node) -> bool:
 
 
 def _is_recomputed(node: Node) -> bool:
-    """Return whether a node's backward reruns a forward first (activation checkpointing): all it has saved shows that, or none."""
+    """Return whether a node's backward first reruns a forward (activation checkpointing), as all or none of its tensors show."""
     data = next((data for _, data in saved_by(node) if data is not None), None)
     return type(data).__module__ == "torch.utils.checkpoint"
 
 
 def _forget(nodes: Iterable[Node]) -> None:
-    """Free the tensors that nodes have saved and that nobody will ask for again."""
+    """Free the tensors that nodes have saved and that no backward will read again."""
     for node in nodes:
         for saved, data in saved_by(node):
             if type(data) is Saved or type(data) is Packed:
@@ -296,11 +297,11 @@ def _forget(nodes: Iterable[Node]) -> None:
                 try:
                     saved.register_hooks(_nothing, _gone)
                 except RuntimeError:
-                    continue  # it has hooks that are somebody else's
+                    continue  # it has hooks that bpipe did not set
 
 
 def _nothing(_: torch.Tensor) -> None:
-    """Keep nothing of a tensor that nobody needs any more."""
+    """Keep nothing of a tensor that is no longer needed."""
 
 
 def _gone(_: None) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""What the user's hooks mean for backwards: some concern a backward as a whole, and torch has no list of them.
+"""Find user hooks that concern a backward as a whole; torch has no list of them.
 
 Hooks that wait for the gradients of several tensors (`register_multi_grad_hook`) are noticed when a forward registers them: torch
-makes a handle for each. Hooks on parameters run in weight halves, mostly, so whether they queue callbacks for the end of a backward
-is looked at in the first microbatch of a stage, whose backward is whole for that; see callbacks.py.
+makes a handle for each. Hooks on parameters mostly run in `backward_weight`, so the first microbatch of a stage, whose backward
+runs as a whole for this purpose, shows whether they queue callbacks for the end of a backward; see callbacks.py.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from bpipe.model.stage import ModuleSnapshot
 
 __all__: list[str] = []
 
-Silent = MutableMapping[int, frozenset[int]]  # the hooks on a stage's parameters of which it is known that they queue nothing
+Silent = MutableMapping[int, frozenset[int]]  # the hooks on a stage's parameters that are known to queue no callbacks
 
 
 class UserHooks:
     """The user's hooks on one rank's stages during one step.
 
     Args:
-        divided: the stages with backwards in halves, and what they consist of.
-        silent: what earlier steps have shown of them, and this one will.
+        divided: the stages with split backwards, and a snapshot of each.
+        silent: the hooks that earlier steps have shown to queue nothing; this step adds to them.
     """
 
     def __init__(self, divided: Mapping[int, ModuleSnapshot], silent: Silent) -> None:
-        self.num_common = 0  # hooks on several tensors, registered in this step so far
+        self.num_common = 0  # hooks on several tensors that were registered in this step so far
         self.callbacks = Callbacks()
         self._thread = get_ident()
         self.is_divided, self._silent = bool(divided), silent
@@ -63,7 +63,7 @@ class UserHooks:
         self.num_common += self._thread == get_ident()
 
     def heard(self, stage: int) -> bool:
-        """Return whether the other backwards of a stage are to be whole, too, after its first one has run as a whole."""
+        """Return whether the other backwards of a stage must run as a whole, too, after its first one has."""
         found = self.unheard.pop(stage)
         if not self.callbacks.were_any:
             self._silent[stage] = found
@@ -90,7 +90,7 @@ class _Watching:
             self._patch()
 
     def _patch(self) -> None:
-        """Let torch call those that watch: one behind the other, and itself behind them all."""
+        """Let torch call all watching objects in a chain, and its own function last."""
         handle, engine = self._torchs
         for hooks in self._active:
             if hooks.is_divided:
@@ -104,7 +104,7 @@ class _Watching:
         return make(handles)
 
 
-_WATCHING = _Watching()  # one for the process, as what it replaces in torch is
+_WATCHING = _Watching()  # one per process, because the function that it replaces in torch is
 
 
 def _are_on_nodes(parameters: Iterable[nn.Parameter]) -> bool:

@@ -1,6 +1,6 @@
-"""The device that a stage computes on: its streams, events, memory and random numbers, for any kind of device.
+"""The device of a stage: its streams, events, memory and random numbers, for any kind of device.
 
-Nothing else in bpipe knows kinds of devices. Each is reached through the module that torch has for it (`torch.get_device_module`):
+No other part of bpipe knows kinds of devices. Each is reached through the module that torch has for it (`torch.get_device_module`):
 `torch.cuda` for "cuda", `torch.xpu` for "xpu", or one that a package has registered.
 """
 
@@ -23,7 +23,7 @@ Event = Any
 
 
 def is_asynchronous(device: torch.device) -> bool:
-    """Return whether the host goes on while the device computes what was queued on its streams."""
+    """Return whether the host continues while the device runs work that was queued on its streams."""
     return device.type != "cpu" and hasattr(getattr(torch, device.type, None), "Stream")
 
 
@@ -42,34 +42,34 @@ def default_kind() -> str:
 
 
 def current_stream(device: torch.device) -> Stream:
-    """Return the stream on which the calling thread queues what it computes."""
+    """Return the stream on which the calling thread queues its work."""
     return torch.get_device_module(device).current_stream(device)
 
 
 def on_stream(stream: Stream | None) -> AbstractContextManager[Any]:
-    """Make a stream the current one, and its device too, inside a context; None changes nothing."""
+    """Make a stream, and its device, current inside a context; None changes nothing."""
     return nullcontext() if stream is None else torch.get_device_module(stream.device).stream(stream)
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a device the calling thread's current one: threads start on the first, where even pinned memory takes room."""
+    """Make a device the calling thread's current one: threads start on the first device, where even pinned memory takes memory."""
     return torch.get_device_module(device).device(device) if is_asynchronous(device) else nullcontext()
 
 
 def reached(device: torch.device) -> Event:
-    """Record an event that comes when everything queued on the current stream has run."""
+    """Record an event that completes when everything queued on the current stream has run."""
     return current_stream(device).record_event()
 
 
 def timed_moment(device: torch.device) -> Event:
-    """Record an event like that of `reached`, which also keeps its time."""
+    """Record an event like that of `reached`, which also stores its time."""
     event = torch.get_device_module(device).Event(enable_timing=True)
     event.record(current_stream(device))
     return event
 
 
 def has_come(event: Event, device: torch.device) -> bool:
-    """Return whether a device's event has come. The device is made current, because a query takes memory on the current one."""
+    """Return whether a device's event has completed. The device is made current: a query takes memory on the current one."""
     with current(device):
         return bool(event.query())
 
@@ -94,7 +94,7 @@ def graph_maker(function: type) -> str | None:
 
 
 def random_state(device: torch.device) -> torch.Tensor | None:
-    """Return the state of the device's random numbers, uint8; None where they are the CPU's."""
+    """Return the state of the device's random numbers, uint8; None if they are the CPU's."""
     return torch.get_device_module(device).get_rng_state(device) if is_asynchronous(device) else None
 
 
@@ -117,7 +117,7 @@ def fork_random_states(devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free bytes of an asynchronous device; what torch's allocator has cached there does not count as free."""
+    """Return the free bytes of an asynchronous device; memory cached by torch's allocator does not count as free."""
     return int(torch.get_device_module(device).mem_get_info(device)[0])
 
 
@@ -128,13 +128,13 @@ def give_back_unused(device: torch.device) -> None:
 
 
 def pin(address: int, num_bytes: int, device: torch.device) -> bool:
-    """Pin memory of the host, so that a device can copy to and from it by itself.
+    """Pin host memory, so that a device can copy to and from it without the host.
 
     Returns:
         False if this kind of device cannot pin memory that exists already.
 
     Raises:
-        ConfigurationError: the host cannot pin that much.
+        ConfigurationError: the host cannot pin so many bytes.
     """
     runtime = getattr(torch.get_device_module(device), "cudart", None)
     if runtime is None:
@@ -143,7 +143,7 @@ def pin(address: int, num_bytes: int, device: torch.device) -> bool:
         code = int(runtime().cudaHostRegister(address, num_bytes, 0))
     if code:
         raise ConfigurationError(
-            f"the host cannot pin {num_bytes:,} bytes for {device} (CUDA error {code}): let fewer bytes go to the host, "
+            f"the host cannot pin {num_bytes:,} bytes for {device} (CUDA error {code}): evict fewer bytes to the host, "
             "or raise the limit of locked memory (`ulimit -l`, or the container's)"
         )
     return True
@@ -156,7 +156,7 @@ def unpin(address: int, device: torch.device) -> None:
 
 
 def marks_only_its_own(device: torch.device) -> bool:
-    """Return whether torch's allocator ignores memory that it did not allocate when told to mark it as in use."""
+    """Return whether torch's allocator ignores `record_stream` for memory that it did not allocate."""
     backend = getattr(torch.get_device_module(device), "get_allocator_backend", None)
     return backend is None or backend() == "native"
 
@@ -172,10 +172,10 @@ def serving(rank: int, evictor: int) -> Hashable:
 
 
 class Streams:
-    """The streams on which a pipeline works beside its caller's.
+    """The streams that a pipeline uses besides its caller's.
 
-    In a step each stream waits for what it needs, where the plan says so. A step that fails leaves work that nobody waits for, and
-    frees the memory that this work uses: so `join` then makes all of them wait for each other.
+    In a step each stream waits for the work that it needs, where the plan says so. A step that fails leaves work that no stream
+    waits for, and frees the memory that this work uses: so `join` then makes all of them wait for each other.
     """
 
     def __init__(self) -> None:
@@ -197,7 +197,7 @@ class Streams:
         return stream
 
     def join(self) -> None:
-        """Make what is queued from now on, here or on the callers' current streams, run after everything queued until now."""
+        """Make work that is queued from now on, here or on the callers' current streams, run after everything queued until now."""
         ours = list(self._made.values())
         currents = [current_stream(device) for device in {stream.device for stream in ours}]
         for waiting, others in ((currents, ours), (ours, currents)):

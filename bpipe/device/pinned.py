@@ -14,7 +14,7 @@ __all__: list[str] = []
 
 
 class _Pages(mmap.mmap):
-    """Whole pages of host memory that a device copies to and from by itself, pinned as long as something holds them."""
+    """Whole pages of host memory that a device copies to and from without the host, pinned as long as they have an owner."""
 
     pinned: tuple[int, torch.device] | None = None  # the address, and the device
 
@@ -24,18 +24,18 @@ class _Pages(mmap.mmap):
 
 
 def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate host memory that a device copies to and from by itself, uint8 [num_bytes]. Blocks the host.
+    """Allocate host memory that a device copies to and from without the host, uint8 [num_bytes]. Blocks the host.
 
-    It must not be freed while a copy is under way: see `give_back`.
+    It must not be freed while a copy is in flight: see `return_`.
 
     Raises:
-        ConfigurationError: the host cannot pin that much.
+        ConfigurationError: the host cannot pin so many bytes.
     """
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     pages = _Pages(-1, num_bytes)
     if hasattr(mmap, "MADV_DONTFORK"):
-        pages.madvise(mmap.MADV_DONTFORK)  # a child, such as a data loader's worker, would keep it
+        pages.madvise(mmap.MADV_DONTFORK)  # otherwise a child, such as a data loader's worker, would keep it
     memory = torch.frombuffer(pages, dtype=torch.uint8)
     if pin(memory.data_ptr(), num_bytes, device):
         pages.pinned = memory.data_ptr(), device
@@ -45,14 +45,14 @@ def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 
 def return_(memory: list[torch.Tensor], stream: Stream) -> None:
-    """Empty the list, and free its pinned memory once a stream has run what is queued now. Does not block: a thread waits."""
+    """Empty the list, and free its pinned memory once a stream has run its queued work. Does not block: a thread waits."""
     held, memory[:] = [one for one in memory if one.numel()], []
     if not held:
         return
     done = stream.record_event()
     try:
         threading.Thread(target=_hold, args=(held, done, stream.device), name="bpipe-give-back", daemon=True).start()
-    except RuntimeError:  # the interpreter ends, and with it the process, which gives all back: until then nobody frees it
+    except RuntimeError:  # the interpreter ends, and with it the process, which frees all memory: do not free it before that
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
 

@@ -1,4 +1,4 @@
-"""When a device ran a rank's computations, on the host's clock and without waiting for the device inside a step."""
+"""Measure when a device ran a rank's computations, on the host's clock and without waiting for the device inside a step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__: list[str] = []
 class DeviceTimes:
     """Timing events around the computations of one rank.
 
-    The device's clock is tied to the host's once, here, where both are waited for. Each step's first event is then measured
-    from the one before it, because the device counts in single precision: short spans stay exact to a microsecond.
+    The device's clock is aligned with the host's once, here, which waits for both. Each step's first event is then measured
+    from the previous step's, because the device counts in single precision: short spans stay exact to a microsecond.
 
     Args:
         device: an asynchronous one.
@@ -28,7 +28,7 @@ class DeviceTimes:
         self._anchor = timed_moment(device)
         self._anchor.synchronize()
         self._anchor_ns = time.perf_counter_ns()
-        self._events: list[Event] = []  # of the step under way: begin, end, begin, end ...
+        self._events: list[Event] = []  # those of the present step: begin, end, begin, end ...
         self._finished: deque[tuple[list[Event], array[int]]] = deque()
 
     def start(self) -> None:
@@ -40,14 +40,14 @@ class DeviceTimes:
         self._events.append(timed_moment(self._device))
 
     def finish(self, into: array[int]) -> None:
-        """End a step that was queued: its marks go `into` an array, in nanoseconds of the host's clock, once the device is done."""
+        """End a queued step: its marks go `into` an array, in nanoseconds of the host's clock, once the device has run it."""
         if self._events:
             self._finished.append((self._events, into))
         self._events = []
         self.resolve(wait=False)
 
     def resolve(self, *, wait: bool) -> None:
-        """Read the times of the steps that the device is done with or, with `wait`, of all steps. Blocks only with `wait`."""
+        """Read the times of the steps that the device has run or, with `wait`, of all steps. Blocks only with `wait`."""
         while self._finished and (wait or has_come(self._finished[0][0][-1], self._device)):
             events, into = self._finished.popleft()
             events[-1].synchronize()

@@ -1,4 +1,4 @@
-"""How long a device waits for transfers. The host does not wait for these, so its clock does not show them."""
+"""Measure how long a device waits for transfers. The host does not wait for these, so its clock does not show them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Wait(NamedTuple):
 
 
 class DeviceWaits:
-    """The waits of the compute stream, each between two events that are read once they have completed: the host waits for none.
+    """The waits of the compute stream, each between two events that are read after they have completed, so the host never waits.
 
     Args:
         device: an asynchronous one.
@@ -37,11 +37,11 @@ class DeviceWaits:
         return timed_moment(self._device)
 
     def end(self, op: Op, begin: Event) -> None:
-        """Record that what was queued since `begin` was a wait for an operation."""
+        """Record that the work queued since `begin` was a wait for an operation."""
         self._waits.append(_Wait(op, begin, timed_moment(self._device)))
 
     def _are_over(self, waits: list[_Wait]) -> bool:
-        """Return whether waits are over: the last one tells, because they are all on one stream, in order."""
+        """Return whether waits are over: the last one decides, because they are all on one stream, in order."""
         return not waits or has_come(waits[-1].end, self._device)
 
     def finish(self, step: int) -> tuple[int, dict[Op, float]]:

@@ -1,3 +1,3 @@
-"""Run a rank's lists: a short method for each operation. What runs when, and when memory is given back, the plan says."""
+"""Run a rank's action lists: one short method per operation. The plan decides what runs when, and when memory is freed."""
 
 __all__: list[str] = []

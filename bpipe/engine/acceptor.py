@@ -1,4 +1,4 @@
-"""The acceptor's side: take microbatches in, keep them, and return them, whatever this rank computes meanwhile."""
+"""The acceptor's side: receive evicted microbatches, store them, and return them, independently of this rank's computations."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Acceptor:
     """The remote activations from one evictor during one step.
 
     Args:
-        traffic: the transfers with this evictor, apart from the rank's others because another thread may run them.
-        buffers: where its microbatches are kept.
+        traffic: the transfers with this evictor, separate from the rank's others because another thread may run them.
+        remote_buffers: the memory in which its microbatches are stored.
     """
 
     def __init__(self, traffic: Traffic, remote_buffers: RemoteBuffers) -> None:
@@ -50,13 +50,13 @@ class Acceptor:
 
 
 class AcceptorThread(threading.Thread):
-    """Serves one evictor during a step. Runs none of the user's code.
+    """A thread that serves one evictor during a step. It runs none of the user's code.
 
     Args:
-        execute: does one action.
+        execute: runs one action.
         chain: the actions for this evictor, in order.
         stream: on an asynchronous device, the stream of this evictor's buffers and transfers.
-        control: told of where it stands, and of what goes wrong.
+        control: gets this thread's position and its errors.
     """
 
     def __init__(

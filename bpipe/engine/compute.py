@@ -42,17 +42,17 @@ PARAMETER = "a parameter"
 
 @dataclass(frozen=True, kw_only=True)
 class StepInputs:
-    """What the user wants from one step.
+    """The inputs and options of one step.
 
     Args:
         args: the first stage's positional arguments, by microbatch.
         kwargs: the keyword arguments of each of this rank's stages, by microbatch.
         targets: by microbatch, or None.
-        descriptions: what each microbatch looks like.
+        descriptions: the input shapes of each microbatch, as text.
         loss_fn: called as `loss_fn(output, target, **loss_kwargs)` on the last stage, or None.
         loss_scale: the gradient with which the backward of each microbatch's loss starts.
         keeps_outputs: whether the last stage's outputs are returned.
-        merge_spec: how they are put together.
+        merge_spec: how the outputs are merged.
     """
 
     args: Sequence[tuple[Any, ...]]
@@ -71,11 +71,11 @@ class _Inputs(NamedTuple):
 
     Args:
         args: the positional arguments.
-        box: for their gradients.
-        shapes: what the microbatch looks like.
-        received: those of them that the stage before has sent: all, or none on the first stage.
-        borrowed: what the stage before, on this rank, handed over: its tensor, ours over the same memory, and our version.
-        fixed: storages of received inputs that never need a gradient.
+        input_grads: collects their gradients.
+        shapes: a description of the microbatch's inputs.
+        received: the inputs that the previous stage has sent: all, or none on the first stage.
+        borrowed: for each input handed over by the previous stage on this rank: its tensor, ours over the same memory, our version.
+        fixed: the storages of received inputs that never need a gradient.
     """
 
     args: tuple[Any, ...]
@@ -86,7 +86,7 @@ class _Inputs(NamedTuple):
     fixed: Collection[int] = ()
 
     def report_changes(self) -> None:
-        """Tell autograd what was changed in place, so that the backward of the stage before raises if it has saved that."""
+        """Report in-place changes to autograd, so that the previous stage's backward raises if it has saved a changed tensor."""
         for lent, entered, version in self.borrowed:
             if entered._version != version:
                 increment_version(lent)
@@ -96,14 +96,15 @@ class Compute:
     """The computations of one rank during one step.
 
     Args:
-        stages: the stages on this rank by index, and the `parts` that they consist of.
-        job: what the user wants.
+        stages: the stages on this rank, by index.
+        parts: a snapshot of each stage's modules, parameters and buffers.
+        step_inputs: the inputs and options of the step.
         traffic: where inputs arrive and results leave.
         has_backward: whether graphs are built.
-        undivided: the stages whose backward runs as a whole, in its input half.
-        hooks: the user's.
+        undivided: the stages whose whole backward runs in `backward_input`.
+        hooks: the user's hooks.
         recomputed: the microbatches whose forward runs twice.
-        learned: what is known of the stages whose forwards run twice.
+        learned: what is known about the stages whose forwards run twice.
     """
 
     def __init__(
@@ -121,7 +122,7 @@ class Compute:
     ) -> None:
         self.losses: list[torch.Tensor] = []
         self.outputs: list[Any] = []
-        self.returned: list[torch.Tensor] = []  # the tensors in both, which the step will return to the user
+        self.returned: list[torch.Tensor] = []  # the tensors of both, which the step will return to the user
         self._stages, self._step_inputs, self._traffic, self._has_backward = stages, step_inputs, traffic, has_backward
         self._last = {index for index, stage in stages.items() if stage.is_last}
         self._parts = parts
@@ -136,10 +137,10 @@ class Compute:
         self._non_activations_alive: list[StorageWeakRef] = []
 
     def non_activations(self) -> dict[int, str]:
-        """Return the storages that are no activations, and what they are; found when first asked for in a step.
+        """Return the storages that are not activations, with the kind of each; searched for when first needed in a step.
 
-        Weak references keep their addresses from being used again: a buffer that the stage replaces must not lend its name
-        to an activation.
+        Weak references keep their addresses from being reused: an activation must not get the kind of a buffer that the stage
+        has replaced.
         """
         if self._non_activations is None:
             modules = [module for parts in self._parts.values() for module in parts.modules]
@@ -181,7 +182,7 @@ class Compute:
             evictions.after_forward(state, stash, state.graph.edges)
 
     def _first_forward(self, action: Action, state: MicrobatchState) -> None:
-        """Run the first of a microbatch's two forwards: its results go on, and it keeps only its input."""
+        """Run the first of a microbatch's two forwards: its results are sent on, and only its input is kept."""
         stage, message, microbatch = self._stages[action.stage], _input(state), action.microbatch
         inputs = self._inputs(action, message)
         target = self._step_inputs.targets[microbatch] if stage.is_last and self._step_inputs.targets is not None else None
@@ -200,7 +201,7 @@ class Compute:
             self._hand_on(output, state, set(), inputs.fixed)
 
     def _known(self, stage: int) -> Learned:
-        """Return what is known of a stage whose forwards run twice: nothing yet, if its makeup has changed."""
+        """Return what is known about a stage whose forwards run twice: nothing yet, if its makeup has changed."""
         known, makeup = self._learned.get(stage), self._parts[stage].makeup
         if known is None or known.makeup != makeup:
             known = self._learned[stage] = Learned(makeup)
@@ -258,29 +259,29 @@ class Compute:
             raise StageError(f"loss_fn returned {seen} for microbatch {microbatch}: return one number, such as loss.mean()")
         if self._has_backward and not loss.requires_grad:
             raise StageError(
-                f"the loss of microbatch {microbatch} needs no gradient, so nothing would be trained: "
-                "return a loss that depends on the output, and keep something trainable"
+                f"the loss of microbatch {microbatch} needs no gradient, so the step would train nothing: "
+                "return a loss that depends on the output, and keep at least one parameter trainable"
             )
         return loss
 
     def _finish_microbatch(self, output: Any, loss: torch.Tensor | None) -> list[torch.Tensor]:
-        """Keep what the last stage returned; return where its backward begins."""
+        """Store what the last stage returned; return the tensors where its backward begins."""
         if loss is not None:
-            is_part = loss.untyped_storage().nbytes() > loss.element_size()  # of more, which would be kept with it
+            is_part = loss.untyped_storage().nbytes() > loss.element_size()  # part of a larger storage, which it would keep alive
             self.losses.append(loss.detach().clone() if is_part else loss.detach())
             self.returned.append(self.losses[-1])
         if self._step_inputs.keeps_outputs:
-            if not self.outputs:  # before any gradient is added
+            if not self.outputs:  # checked once, before any gradient is added
                 check_merge(output, self._step_inputs.merge_spec)
             self.outputs.append(mb.detached(output))
             self.returned += mb.tensors_in(self.outputs[-1])
         return [] if loss is None else [loss]
 
     def _hand_on(self, output: Any, state: MicrobatchState, borrowed: set[int], fixed: Collection[int]) -> list[torch.Tensor]:
-        """Take a stage's output apart for the next one; return its tensors, where its backward begins."""
+        """Flatten a stage's output for the next one; return its tensors, where its backward begins."""
         stage, microbatch = state.stage, state.microbatch
         tree, tensors = flatten_message(output, f"stage {stage}, microbatch {microbatch}")
-        non_activations = self.non_activations().keys()  # which the stage itself keeps, and may change while they are sent
+        non_activations = self.non_activations().keys()  # the stage keeps these, and may change them while they are sent
         sent = all_dense([tensor if non_activations.isdisjoint(keys_of([tensor])) else tensor.clone() for tensor in tensors])
         if stage + 1 in self._stages:
             sent = list(_apart(sent, borrowed))
@@ -295,15 +296,15 @@ class Compute:
         return tensors
 
     def _note_versions(self, state: MicrobatchState, message: Message) -> None:
-        """Note the versions of what waits to be sent, where other computations may run before it is."""
+        """Note the versions of tensors that wait to be sent, if other computations may run before the send."""
         if self._traffic.transport.waits_on_device:
             state.unsent_versions = versions_of(message.tensors)
 
     def _may_change(self, metas: Sequence[TensorMeta], tensors: Sequence[torch.Tensor], fixed: Collection[int]) -> bool:
-        """Return whether outputs that need no gradient now may need one another time.
+        """Return whether outputs that need no gradient now may need one in a later step.
 
-        Next to an output that needs one, those that are only handed on never do, such as a mask of the batch or a buffer. Where
-        no output needs one, all of the stage may have been skipped.
+        Next to an output that needs a gradient, outputs that are only passed through, such as a mask of the batch or a buffer,
+        never need one. If no output needs a gradient, the whole stage may have been skipped.
         """
         others = [tensor for meta, tensor in zip(metas, tensors) if not meta.requires_grad and may_need_later(meta)]
         if not others or not any(meta.requires_grad for meta in metas):
@@ -316,7 +317,7 @@ class Compute:
         graph, gradients = self._graph(state)
         graph.run_backward(gradients)
         builder = None if _are_absent(gradients) else self._stages[action.stage].dw_builder
-        del gradients  # freed before `builder` makes more; and `_hand_back` counts owners
+        del gradients  # freed before `builder` computes more; and `_hand_back` counts owners
         if builder is not None:
             builder()()
         self._divided.latest[action.stage] = action.microbatch
@@ -331,10 +332,10 @@ class Compute:
         graph, gradients = self._graph(state)
         is_idle = _are_absent(gradients)
         builder = None if is_idle else self._stages[action.stage].dw_builder
-        is_first_look = not is_idle and action.stage in self._hooks.unheard  # whose backward is whole, unlike others of its kind
+        is_first_look = not is_idle and action.stage in self._hooks.unheard  # runs as a whole, unlike others of its kind
         half = self._divided.backward_input(state.stage, state.microbatch, graph, gradients, builder)
         input_grads = graph.input_grads
-        # `owned` counts owners; and what the other half does not need of the graph is freed, with the attributes of its Functions.
+        # `owned` counts owners; and everything that the weight gradient does not need is freed, with attributes of Functions.
         del graph, gradients
         half.replace(owned(half.gradients(), beside=input_grads.gradients))
         state.half = half
@@ -343,15 +344,15 @@ class Compute:
         self._hand_back(input_grads, state)
 
     def backward_weight(self, action: Action, state: MicrobatchState, evictions: Evictions) -> None:
-        assert state.half is not None, "the weight half of a backward follows its input half"
+        assert state.half is not None, "backward_weight follows backward_input"
         half, state.half = state.half, None
         self._divided.backward_weight(state.stage, state.microbatch, half)
-        del half  # with what it has kept of the graph, before that memory is counted as free
+        del half  # frees its part of the graph, before that memory is counted as free
         self._new_gradients.separate(action.stage)
         evictions.after_backward(state)
 
     def _graph(self, state: MicrobatchState) -> tuple[Graph, list[torch.Tensor | None]]:
-        """Take what a backward needs: the graph of its microbatch, and the gradients of the stage's outputs."""
+        """Take the inputs of a backward: the graph of its microbatch, and the gradients of the stage's outputs."""
         assert state.graph is not None, "a backward follows its forward"
         graph, state.graph = state.graph, None
         if state.stage in self._last:
@@ -364,9 +365,9 @@ class Compute:
         stage, microbatch = state.stage, state.microbatch
         if stage == 0:
             return
-        waiting = set() if state.half is None else keys_of(state.half.gradients())  # and may become a `.grad`, too
+        waiting = set() if state.half is None else keys_of(state.half.gradients())  # these may become a `.grad`, too
         sent = [None if gradient is None else dense(gradient) for gradient in owned(input_grads.gradients, waiting)]
-        input_grads.gradients.clear()  # the graph keeps the box until a weight half has run
+        input_grads.gradients.clear()  # the graph keeps `input_grads` until the weight gradient has been computed
         spec = MessageSpec("", tuple(None if gradient is None else meta_of(gradient, requires_grad=False) for gradient in sent))
         message = Message(spec, sent)
         if stage - 1 in self._stages:
@@ -377,20 +378,20 @@ class Compute:
 
 
 def _input(state: MicrobatchState) -> Message | None:
-    """Take what the stage before has sent for a forward; None on the first stage."""
+    """Take the message that the previous stage has sent for a forward; None on the first stage."""
     message, state.input = state.input, None
     return message
 
 
 def modules_of(loss_fn: Any) -> Iterator[torch.nn.Module]:
-    """Yield the module that a loss function is, or is a method of, if there is one."""
+    """Yield the module that a loss function is, or whose method it is, if there is one."""
     owner = getattr(loss_fn, "__self__", loss_fn)
     if isinstance(owner, torch.nn.Module):
         yield owner
 
 
 def _are_absent(gradients: Sequence[torch.Tensor | None]) -> bool:
-    """Return whether nothing came back for a microbatch, so that its backward has nothing to do."""
+    """Return whether a microbatch got no gradient at all, so that its backward has nothing to do."""
     return bool(gradients) and all(gradient is None for gradient in gradients)
 
 
@@ -398,8 +399,8 @@ def _apart(tensors: Iterable[torch.Tensor], borrowed: Iterable[int]) -> Iterator
     """Yield tensors as the next stage on this rank gets them: no two share memory, as over a link, so it may change each in place.
 
     Args:
-        tensors: what a stage returned.
-        borrowed: the storages that it got in the same way.
+        tensors: the outputs of a stage.
+        borrowed: the storages that the stage got from its previous stage in the same way.
     """
     taken = set(borrowed)
     for tensor in tensors:
@@ -409,6 +410,6 @@ def _apart(tensors: Iterable[torch.Tensor], borrowed: Iterable[int]) -> Iterator
 
 
 def _storages(tensors: Iterable[torch.Tensor | None]) -> list[torch.UntypedStorage]:
-    """Return the storages under tensors that have any, each once."""
+    """Return the storages of those tensors that have one, each once."""
     found = (storage for tensor in tensors if tensor is not None and not is_lazy(tensor) for storage in storages_of(tensor))
     return list({storage._cdata: storage for storage in found}.values())

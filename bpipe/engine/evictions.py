@@ -1,4 +1,4 @@
-"""The evictor's side: follow what microbatches save, hand it to the acceptor, and get it back."""
+"""The evictor's side: follow the tensors that microbatches save, send them to the acceptor, and load them back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from bpipe.schedules import Action, Op
 __all__: list[str] = []
 
 NOTHING = Footprint(0, 0, 0)
-FOLLOWED = "only what was followed is evicted"
+FOLLOWED = "only microbatches with a stash are evicted"
 
 
 class Evictions:
@@ -41,10 +41,10 @@ class Evictions:
 
     Args:
         traffic: this rank's transfers.
-        followed: the microbatches that the plan evicts, or between whose pieces it does something.
-        memory: footprints measured so far; microbatches of a new kind add to them, and those that differ.
-        find_non_activations: finds storages that are no activations, and what they are.
-        returned: the tensors that the step will return to the user, as they come.
+        followed: the microbatches that the plan evicts, or that it interrupts between their pieces.
+        memory: the footprints measured so far; microbatches of a new or changed kind add to them.
+        find_non_activations: returns the storages that are not activations, with the kind of each.
+        returned: the tensors that the step will return to the user; it grows during the step.
         num_parts: how many parts the plan gives the microbatches of each stage; 0 if it does not say.
     """
 
@@ -61,8 +61,8 @@ class Evictions:
         self._traffic, self._followed, self._memory = traffic, set(followed), memory
         self._find_non_activations, self._returned, self._num_parts = find_non_activations, returned, num_parts
         memory.tidy()
-        self._new: set[Kind] = set()  # those that no step before has seen
-        self._latest: dict[int, MicrobatchState] = {}  # by stage, the one followed last whose backward has not begun
+        self._new: set[Kind] = set()  # kinds that no earlier step has measured
+        self._latest: dict[int, MicrobatchState] = {}  # by stage, the latest followed one whose backward has not begun
 
     def follow(self, action: Action, state: MicrobatchState, shapes: str, received: object, pieces: Pieces | None) -> Stash | None:
         """Return a stash for a microbatch that will be evicted, or whose kind is new or has varied; None for any other.
@@ -70,9 +70,9 @@ class Evictions:
         Args:
             action: its forward.
             state: the microbatch.
-            shapes: what it looks like.
-            received: the pytree of tensors that the stage before has sent.
-            pieces: those of its forward, if the plan does something between them.
+            shapes: a description of its inputs.
+            received: the pytree of tensors that the previous stage has sent.
+            pieces: the pieces of its forward, if the plan does something between them.
         """
         key = action.stage, action.microbatch
         account = state.account = self.ledger.open(key, (action.stage, shapes))
@@ -85,7 +85,7 @@ class Evictions:
         account.is_measured = True
         device = self._traffic.transport.device
         is_cut = known is not None and kind not in self._new
-        # No more parts than the plan knows, which may be of another measurement.
+        # No more parts than in the plan, which may come from an earlier measurement.
         cuts = known.cuts[: self._most_parts(action.stage) - 1] if known and is_cut else None
         state.received_bytes = MessageBytes.of(tensors_in(received) if received else ())
         stash = Stash(state.name, self._find_non_activations(), device, cuts, is_inside=self._memory.is_inside)
@@ -97,11 +97,11 @@ class Evictions:
         return stash
 
     def _most_parts(self, stage: int) -> int:
-        """Return in how many parts a microbatch may move: no more than the plan knows."""
+        """Return the most parts in which a microbatch may move: no more than the plan has."""
         return self._num_parts[stage] or self._memory.most_parts.get(stage, 1)
 
     def begin_piece(self, piece: Action, state: MicrobatchState) -> None:
-        """Count a piece in the ledger: a forward takes what it saves piece by piece, and a backward gives it back likewise."""
+        """Count a piece in the ledger: a forward allocates memory piece by piece, and a backward frees it likewise."""
         account = _account(state)
         known = self._memory.kinds.get(account.kind)
         if piece.op is Op.B:
@@ -110,22 +110,22 @@ class Evictions:
             self.ledger.piece(account, known.footprint.saved_by(piece.part))
 
     def after_forward(self, state: MicrobatchState, stash: Stash | None, edges: Iterable[GradientEdge]) -> None:
-        """Enter a microbatch in the ledger: as it was found, or as measured before.
+        """Enter a microbatch in the ledger, with its measured footprint or with one measured before.
 
         Args:
             state: the microbatch.
-            stash: what followed it, if anything did.
-            edges: those of the stage's outputs.
+            stash: the stash that followed it, or None.
+            edges: the gradient edges of the stage's outputs.
         """
         account = _account(state)
         found = self._unfollowed(state, account, edges) if stash is None else self._followed_now(state, account, stash, edges)
         self.ledger.forward(account, found)
 
     def _unfollowed(self, state: MicrobatchState, account: Account, edges: Iterable[GradientEdge]) -> Footprint:
-        """Return what a microbatch that nothing has followed takes: what earlier ones took whose graphs have as many nodes.
+        """Return the footprint of a microbatch that was not followed: that of earlier ones whose graphs have as many nodes.
 
-        If there are none, and now and then as a sample, its graph is looked at. Where there are none and the graph does not show
-        everything, nothing is counted: peaks are "at least".
+        If there are none, and now and then as a sample, its graph is measured. If there are none and the graph does not show
+        everything, nothing is counted: peaks are lower bounds then.
         """
         num_nodes, known = num_nodes_made() - state.num_nodes, self._memory.kinds[account.kind]
         is_known = known.is_like_latest(num_nodes)
@@ -142,7 +142,7 @@ class Evictions:
         return NOTHING
 
     def _followed_now(self, state: MicrobatchState, account: Account, stash: Stash, edges: Iterable[GradientEdge]) -> Footprint:
-        """Measure what a followed microbatch takes, through its stash."""
+        """Measure the footprint of a followed microbatch, through its stash."""
         kind, stage, most_parts = account.kind, state.stage, self._most_parts(state.stage)
         known, is_watched = self._memory.kinds.get(kind), self._is_watched(kind)
         num_nodes, shown = num_nodes_made() - state.num_nodes, None
@@ -162,11 +162,11 @@ class Evictions:
         contents = stash.contents(self._returned, self._traffic.microbatches.tensors())
         stash.settle(contents, most_parts)
         if self._memory.is_inside:
-            del contents  # whose references would count as owners
+            del contents  # its references would count as owners
             contents = stash.contents(self._returned, self._traffic.microbatches.tensors())  # the parts decide what can move
         footprint = self._footprint(state, stash, contents)
         self.ledger.seen(contents)
-        del contents  # before `_look_behind` counts the owners of what the microbatch before may share with this one
+        del contents  # `_look_behind` counts the owners of storages that the previous microbatch may share with this one
         has_kept = bool(stash.kept or stash.cached)
         if known is None:
             self._memory.kinds[kind] = Known.first(footprint, stash.cuts, has_kept=has_kept)
@@ -179,11 +179,11 @@ class Evictions:
         return footprint
 
     def _is_watched(self, kind: Kind) -> bool:
-        """Return whether microbatches of a kind are looked at as often as something could have changed."""
+        """Return whether microbatches of a kind are measured as often as something could have changed."""
         return kind in self._new or self._memory.kinds[kind].is_watched
 
     def _look_behind(self, state: MicrobatchState) -> None:
-        """Look again at the previous microbatch of a stage: what the module had kept hold of may be its alone by now."""
+        """Measure the previous microbatch of a stage again: the module may have released tensors that both owned."""
         before = self._latest.get(state.stage)
         self._latest[state.stage] = state
         if before is None or before.stash is None or before.evicted:
@@ -196,11 +196,11 @@ class Evictions:
         self.ledger.seen_again(_account(state), contents, stash.part_sizes(contents))
 
     def returned(self, state: MicrobatchState, result: object) -> None:
-        """Note what a followed microbatch returned that is not about to be sent: on the last stage, or from a second forward."""
+        """Note the result of a followed microbatch that will not be sent: on the last stage, or from a second forward."""
         state.returned_bytes = MessageBytes.of(tensors_in(result))
 
     def _footprint(self, state: MicrobatchState, stash: Stash, contents: StashContents) -> Footprint:
-        """Return what a microbatch takes, its messages included."""
+        """Return the footprint of a microbatch, including its messages."""
         received, sent = state.received_bytes, state.returned_bytes
         assert received is not None, "its input was counted when it began to be followed"
         sent = sent or MessageBytes.of(self._traffic.result_of(state.stage, state.microbatch))
@@ -215,11 +215,11 @@ class Evictions:
         )
 
     def predicted(self) -> dict[Key, Footprint]:
-        """Return the footprint of each microbatch, assuming that it is like those of its kind that were measured."""
+        """Return the footprint of each microbatch, assuming that it is like the measured ones of its kind."""
         return {key: self._memory.kinds[account.kind].expected for key, account in self.ledger.accounts.items()}
 
     def taken(self, key: Key) -> StageSizes | None:
-        """Return what a microbatch has taken; None if those of its kind took different amounts of memory in this step."""
+        """Return the sizes of a microbatch; None if those of its kind took different amounts of memory in this step."""
         kind = self.ledger.accounts[key].kind
         return None if kind in self._varying() else self._memory.kinds[kind].footprint.sizes()
 
@@ -242,10 +242,10 @@ class Evictions:
         return {stage: covering(self._memory.kinds[kind].expected for kind in kinds if kind[0] == stage) for stage in stages}
 
     def measured(self) -> dict[Key, Footprint]:
-        """Return the footprints of the microbatches that were looked at in this step.
+        """Return the footprints of the microbatches that were measured in this step.
 
-        If one was looked at only after its forward, nobody knows how much of it can move: it counts only if it is larger than all
-        that were followed on its stage.
+        If one was measured only after its forward, it is unknown how much of it can move: it counts only if it is larger than all
+        followed ones of its stage.
         """
         accounts = {key: account for key, account in self.ledger.accounts.items() if account.is_measured}
         most: dict[int, int] = {}
@@ -259,7 +259,7 @@ class Evictions:
         }
 
     def counts(self) -> dict[str, int]:
-        """Count this step's microbatches that were looked at, those whose memory was assumed, and those whose memory is unknown."""
+        """Count this step's microbatches that were measured, those whose memory was assumed, and those whose memory is unknown."""
         accounts = self.ledger.accounts.values()
         measured, unknown = sum(one.is_measured for one in accounts), sum(one.is_unknown for one in accounts)
         return {
@@ -269,16 +269,16 @@ class Evictions:
         }
 
     def before_backward(self, action: Action, state: MicrobatchState, pieces: Pieces | None) -> None:
-        """Look once more at a microbatch whose kind is watched: by now nobody but autograd should hold what it saved.
+        """Measure a microbatch whose kind is watched once more: by now only autograd should own its saved tensors.
 
         Args:
             action: the backward.
             state: the microbatch.
-            pieces: its own, if the plan does something between them.
+            pieces: the pieces of the backward, if the plan does something between them.
         """
         stash = state.stash
         if self._latest.get(action.stage) is state:
-            del self._latest[action.stage]  # its backward frees memory: another look would no longer show what it took
+            del self._latest[action.stage]  # its backward frees memory: a later look would not show its full footprint
         if stash is not None:
             stash.pieces = pieces
             if not action.part and self._is_watched(_account(state).kind):
@@ -287,13 +287,13 @@ class Evictions:
     def after_backward_input(
         self, state: MicrobatchState, gradients: Iterable[torch.Tensor], *, is_idle: bool, is_whole: bool = False
     ) -> None:
-        """Measure what a microbatch leaves between the halves of its backward, if its kind is watched.
+        """Measure the memory that a microbatch keeps between `backward_input` and `backward_weight`, if its kind is watched.
 
         Args:
             state: the microbatch.
-            gradients: those that wait for the weight half.
-            is_idle: no gradient came, so there is no more to do for it; or it does not show what others of its kind leave.
-            is_whole: its backward ran as a whole and leaves nothing, whatever others of its kind leave.
+            gradients: those that wait for `backward_weight`.
+            is_idle: no gradient came, so nothing remains to be done for it; or it does not show what others of its kind keep.
+            is_whole: its backward ran as a whole and keeps nothing, unlike others of its kind.
         """
         stash, account = state.stash, _account(state)
         known, own = self._memory.kinds[account.kind], account.known_footprint
@@ -310,7 +310,7 @@ class Evictions:
             between = left.own_bytes + left.borrowed_bytes + waiting
         elif is_whole:
             between = 0
-        elif stash is None and own.num_bytes != known.footprint.num_bytes:  # nobody knows
+        elif stash is None and own.num_bytes != known.footprint.num_bytes:  # the bytes in between are unknown
             account.is_measured, account.is_unknown = False, True
             between = 0
         self.ledger.backward_input(account, between)
@@ -345,15 +345,15 @@ class Evictions:
         state.transfers[action.op, action.part] = PostedTransfer(transfer)
 
     def _check_planned(self, action: Action, bundle: Bundle, planned: int) -> None:
-        """Raise if an eviction would move more than the plan has room for on the other side."""
+        """Raise if an eviction would move more bytes than the plan reserves on the acceptor."""
         if bundle.num_bytes > planned:
             raise StageError(
-                f"microbatch {action.microbatch} of stage {action.stage}: {action} would move {bundle.num_bytes} bytes, and "
-                f"the sizes that the plan was made of say {planned}. Give larger sizes, or let Balanced measure them."
+                f"microbatch {action.microbatch} of stage {action.stage}: {action} would move {bundle.num_bytes} bytes, but "
+                f"the sizes that the plan was made from give {planned}. Give larger sizes, or let Balanced measure them."
             )
 
     def complete_evict(self, action: Action, state: MicrobatchState) -> None:
-        self._traffic.wait(state, action)  # first: it lets go of the messages, which own the storages that `empty` checks
+        self._traffic.wait(state, action)  # first: it releases the messages, which own the storages that `empty` checks
         bundle = state.evicted[action.part]
         bundle.empty()
         self.ledger.evicted(action, bundle.num_bytes)
@@ -383,5 +383,5 @@ def _guest(action: Action) -> PartKey:
 
 
 def _account(state: MicrobatchState) -> Account:
-    assert state.account is not None, "a microbatch is in the ledger from the beginning of its forward"
+    assert state.account is not None, "a microbatch is entered in the ledger when its forward begins"
     return state.account

@@ -1,7 +1,7 @@
-"""A rank's lanes while a step runs: the computations in the caller's thread, and a thread for each rank whose activations it keeps.
+"""Run a rank's lanes during a step: computations in the caller's thread, and one thread per evictor that it serves.
 
-Where only the device waits for transfers, the caller's thread issues all actions, in an order that does not stall for lack of
-hardware queues.
+If only the device waits for transfers, the caller's thread issues all actions, in an order that does not stall when hardware
+queues run out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bpipe.schedules import Action, Plan
 
 __all__: list[str] = []
 
-MOST_PLANS = 8  # whose order is kept
+MOST_PLANS = 8  # plans whose issue order is kept
 
 
 class Lanes:
@@ -38,10 +38,10 @@ class Lanes:
         self._issued: deque[tuple[Plan, list[tuple[int, Action]]]] = deque(maxlen=MOST_PLANS)
 
     def drive(self, run: Run, control: ControlPlane, group_ranks: Sequence[int]) -> None:
-        """Do all actions of a step; `group_ranks` are those of the group, by rank of the plan.
+        """Run all actions of a step; `group_ranks` are the ranks of the group, by rank of the plan.
 
         Raises:
-            BaseException: whatever one of them raised, or the reason why another rank cannot go on.
+            BaseException: the error of one of the actions, or the reason why another rank cannot go on.
         """
         chains, activity = run.plan.chains(run.rank), control.activity
         activity.begin(run.plan, run.rank, run.step, group_ranks, chains)
@@ -70,22 +70,22 @@ class Lanes:
         control.check()
 
     def prepare(self, plan: Plan, rank: int) -> None:
-        """Compute the order in which actions are issued, if it is one of its own.
+        """Compute the order in which actions are issued, if it differs from the order of the lanes.
 
         Raises:
-            PlanError: not every device can carry out the plan.
+            PlanError: not every device can run the plan.
         """
         if self._is_issuing:
             self._issue_order(plan, rank)
 
     def _issue_order(self, plan: Plan, rank: int) -> list[tuple[int, Action]]:
-        """Return what the caller's thread issues, in order: each action with its place in the lane, or where the lane is then."""
+        """Return the actions that the caller's thread issues, in order, each with the position of the lane at that time."""
         for known, order in self._issued:
             if known is plan:
                 return order
         places: dict[Action, deque[int]] = defaultdict(deque)
         for place, action in enumerate(plan.actions[rank]):
-            places[action].append(place)  # gathers and reductions of weights come again
+            places[action].append(place)  # gathers and reductions of weights occur several times
         order, place = [], 0
         for action in issue_orders(plan)[rank]:
             place = places[action].popleft() if action.op not in SERVED else place
@@ -94,12 +94,12 @@ class Lanes:
         return order
 
     def _stand(self, run: Run, activity: Activity, action: Action) -> None:
-        """Note the action that is issued, because the place in the lane alone does not tell it."""
+        """Note the action that is issued, because the lane's position alone does not show it."""
         if self._is_issuing:
             activity.under_way, run.position = action, activity.position
 
     def _issue(self, run: Run, activity: Activity, action: Action) -> None:
-        """Do an action of the issue order; one for an evictor runs on that evictor's stream."""
+        """Run an action of the issue order; one for an evictor runs on that evictor's stream."""
         self._stand(run, activity, action)
         if action.op not in SERVED or action.peer is None:
             run.execute(action)
@@ -109,7 +109,7 @@ class Lanes:
         activity.serving[action.peer] += 1
 
     def join(self, most_s: float | None = None) -> None:
-        """Wait until nothing is served any more, or at most `most_s` seconds for each server."""
+        """Wait until all acceptor threads have ended, or at most `most_s` seconds for each of them."""
         for server in self._servers:
             server.join(most_s)
         self._servers = []

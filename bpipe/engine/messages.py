@@ -1,4 +1,4 @@
-"""Sends and receives between stages: what is agreed about each message, and what is checked before it leaves."""
+"""Sends and receives between stages: the spec agreed for each message, and the checks before it leaves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bpipe.schedules import Action, Channel, Op, Purpose
 
 __all__: list[str] = []
 
-BOUNDARY = {  # what crosses it, and how far the stage before it is from the one that acts
+BOUNDARY = {  # the purpose of the message, and the distance from the acting stage back to the stage before the boundary
     Op.SEND_F: (Purpose.FORWARD, 0),
     Op.RECV_F: (Purpose.FORWARD, 1),
     Op.SEND_B: (Purpose.BACKWARD, 1),
@@ -29,25 +29,26 @@ MessageSpecs = MutableMapping[tuple[Purpose, int, int], MessageSpec]  # by purpo
 
 
 def versions_of(tensors: Iterable[torch.Tensor | None]) -> Versions:
-    """Return the tensors that can tell whether they were changed, with their versions."""
+    """Return the tensors that record in-place changes, with their versions."""
     return [(tensor, tensor._version) for tensor in tensors if tensor is not None and not tensor.is_inference()]
 
 
 class Messages:
     """The messages between the stages of one rank and their neighbours, during one step.
 
-    The first step with new input shapes learns the layouts, from headers that travel before the tensors; from then on
+    The first step with new input shapes learns the specs, from headers that travel before the tensors; from then on
     receives are posted ahead, and senders check that nothing changed. Headers are read in the order of the plan's receives on
-    their channel, whichever is completed first; where only the device waits, at the receive.
+    their channel, in whatever order these complete; if only the device waits, they are read at the receive.
 
-    What may change without a new layout: an output that is agreed to need a gradient may need none, and what comes back for it
-    is dropped; one that is agreed to need none may need one, and a gradient may be absent, or there, or lie otherwise, of which
-    notes tell (`bpipe.comm.wire.note`).
+    Some changes need no new spec: an output that is agreed to need a gradient may need none, and the gradient that comes back
+    for it is dropped; one that is agreed to need none may need one; a gradient may be absent or present, or have other strides.
+    Notes report these changes (`bpipe.comm.wire.note`).
 
     Args:
         traffic: this rank's transfers.
-        layouts: what is agreed, or empty and to be filled when `is_learning`.
-        trainable: the stages on this rank that have something to train, if there is a backward.
+        specs: the agreed message specs, or an empty mapping to be filled when `is_learning`.
+        is_learning: whether this step learns the specs.
+        trainable: the stages on this rank that have trainable parameters, if there is a backward.
     """
 
     def __init__(self, traffic: Traffic, specs: MessageSpecs, *, is_learning: bool, trainable: Container[int] = ()) -> None:
@@ -55,7 +56,7 @@ class Messages:
         self._unlearned: dict[Channel, deque[Action]] = defaultdict(deque)
 
     def agreed(self, microbatch: int, stages: Iterable[int]) -> list[MessageSpec | None]:
-        """Return the agreed layouts of a microbatch's messages on either side of some stages, once it has run."""
+        """Return the agreed specs of a microbatch's messages before and behind some stages, once it has run."""
         sides = dict.fromkeys(side for stage in stages for side in (stage - 1, stage))
         return [self._specs.get((purpose, side, microbatch)) for side in sides for purpose in (Purpose.FORWARD, Purpose.BACKWARD)]
 
@@ -91,34 +92,34 @@ class Messages:
         state.transfers[action.op, action.part] = PostedTransfer(transfer, owners)
 
     def _announced(self, action: Action, spec: MessageSpec) -> MessageSpec:
-        """Return the layout to agree on for a message that is sent for the first time.
+        """Return the spec to agree on for a message that is sent for the first time.
 
-        If something trainable leads to an output that needs no gradient now, it may have been skipped, and may run the next time.
+        If trainable parameters lead to an output that needs no gradient now, they may have been skipped, and may run the next time.
         """
         return spec._replace(is_open=spec.is_open and self._could_need_gradient(action.stage, action.microbatch))
 
     def _could_need_gradient(self, stage: int, microbatch: int) -> bool:
-        """Return whether a stage's output could need a gradient: it has something to train, or gets what needs one."""
+        """Return whether a stage's output could need a gradient: the stage has trainable parameters, or gets such an input."""
         while stage >= 0:
             received = self._specs.get((Purpose.FORWARD, stage - 1, microbatch))
             if stage in self._trainable:
                 return True
             if received is not None:
                 return received.is_open or _needs_gradient(received)
-            stage -= 1  # which is on this rank, too
+            stage -= 1  # the previous stage is on this rank, too
         return False
 
     def _changed_needs(self, action: Action, state: MicrobatchState, agreed: MessageSpec, spec: MessageSpec) -> bytes | None:
         """Agree on outputs that need a gradient for the first time, and remember which gradients to drop; return the note of it.
 
         Raises:
-            StageError: the output differs in something else, or nothing that is known to be trained leads to it.
+            StageError: the output differs in something else, or no parameter that is known to be trained leads to it.
         """
         if not _is_alike(agreed, spec):
             raise _changed(action, agreed, spec)
         note, after = None, needing(agreed, spec)
         if after != agreed:
-            if not agreed.is_open:  # then the other end looks for no note
+            if not agreed.is_open:  # then the receiver does not look for a note
                 raise _needs_now(action)
             self._agree_on_more(action, agreed, after)
             note = header.pack_spec(Subject(self._traffic.step, action.stage, action.microbatch), after)
@@ -127,7 +128,7 @@ class Messages:
         return note
 
     def _agree_on_more(self, action: Action, agreed: MessageSpec, after: MessageSpec) -> None:
-        """Expect gradients of more of a stage's outputs, from now on."""
+        """Expect gradients of more of a stage's outputs from now on."""
         _, stage, microbatch = boundary = self._boundary(action)
         self._specs[boundary] = after
         gradients = Purpose.BACKWARD, stage, microbatch
@@ -141,7 +142,7 @@ class Messages:
 
     def receive(self, action: Action, state: MicrobatchState) -> None:
         if self._is_learning and self._traffic.transport.waits_on_device:
-            self._learn(action, state)  # which is sent at this place of the issue order
+            self._learn(action, state)  # the header is sent at this place of the issue order
         elif self._is_learning:
             self._unlearned[channel_of(action.op, self._traffic.rank, action.peer)].append(action)
         else:
@@ -175,7 +176,7 @@ class Messages:
         return Message(agreed, [None if meta is None else next(landed) for meta in agreed.tensors])
 
     def _needed(self, start: Action, note: bytes) -> MessageSpec:
-        """Agree that more of a stage's input needs a gradient, as a note says; return the new layout."""
+        """Agree that more of a stage's input needs a gradient, as a note says; return the new spec."""
         agreed = self._specs[self._boundary(start)]
         after = header.unpack_spec(note, subject := Subject(self._traffic.step, start.stage - 1, start.microbatch))
         if not _is_alike(agreed, after) or after != needing(agreed, after):
@@ -184,7 +185,7 @@ class Messages:
         return after
 
     def _noted(self, start: Action, message: Message, note: bytes) -> Message:
-        """Read what arrived, as its note describes it."""
+        """Read the arrived message as its note describes it."""
         agreed, landed = message
         subject = Subject(self._traffic.step, start.stage + 1, start.microbatch)
         spec, tensors = read_note(subject, agreed, note, landed, self._traffic.transport.device)
@@ -205,7 +206,7 @@ class Messages:
         state.transfers[action.op, action.part] = PostedTransfer(transfer)
 
     def _learn(self, start: Action, state: MicrobatchState) -> None:
-        """Read the header that says what is about to come, and post its receive."""
+        """Read the header of the next message, and post its receive."""
         channel = channel_of(start.op, self._traffic.rank, start.peer)
         data = self._traffic.timed(WAIT_OF[start.op], lambda: self._traffic.transport.receive_header(channel))
         sender = start.stage + (-1 if start.op is Op.RECV_F else 1)
@@ -215,19 +216,19 @@ class Messages:
 
 
 def _taken(state: MicrobatchState, op: Op) -> Message:
-    """Take what a microbatch has left for a send."""
+    """Take the message that a microbatch holds for a send."""
     if op is Op.SEND_F:
         message, state.output = state.output, None
     else:
         message, state.input_gradients = state.input_gradients, None
-    assert message is not None, "a send follows the computation that leaves it something"
+    assert message is not None, "a send follows the computation that makes its message"
     return message
 
 
 def _modified(action: Action, tensor: torch.Tensor) -> StageError:
     return StageError(
         f"stage {action.stage}, microbatch {action.microbatch}: an output of shape {list(tensor.shape)} was modified "
-        "in place while it was being sent. Return a clone of what the stage goes on changing."
+        "in place while it was being sent. Return a clone of a tensor that the stage modifies later."
     )
 
 
@@ -236,15 +237,15 @@ def _needs_gradient(spec: MessageSpec) -> bool:
 
 
 def _is_alike(one: MessageSpec, other: MessageSpec) -> bool:
-    """Return whether two layouts of outputs differ only in which of them need gradients, if at all."""
+    """Return whether two specs of outputs differ at most in which of them need gradients."""
     return one.tree == other.tree and [m and m.extent for m in one.tensors] == [m and m.extent for m in other.tensors]
 
 
 def _needs_now(action: Action) -> StageError:
     return StageError(
-        f"stage {action.stage}, microbatch {action.microbatch}: an output needs a gradient, and although this step's inputs look "
-        "like an earlier step's, there was nothing to train there, or it was an input or buffer that the stage handed on. Register "
-        "what is trained as a Parameter of the stage's module, and return a clone of what is handed on only now and then."
+        f"stage {action.stage}, microbatch {action.microbatch}: an output needs a gradient, but in an earlier step with the same "
+        "input shapes the stage had no trainable parameters, or the output was an input or buffer passed through. Register "
+        "trained tensors as Parameters of the stage's module, and return a clone of a tensor that is passed through in some steps."
     )
 
 
@@ -255,6 +256,6 @@ def _changed(action: Action, agreed: MessageSpec, spec: MessageSpec) -> StageErr
         texts = [f"{one}, strides {[meta.stride for meta in one.tensors if meta]}" for one in (agreed, spec)]
     return StageError(
         f"stage {action.stage}, microbatch {action.microbatch}: the {what} changed although this step's inputs look like "
-        f"an earlier step's: agreed {texts[0]}, got {texts[1]}. Shapes must follow from the shapes of the inputs; "
-        "send what varies as a tensor of fixed shape, with a mask or a length, and contiguous where strides vary."
+        f"an earlier step's: agreed {texts[0]}, got {texts[1]}. Shapes must depend only on the shapes of the inputs: "
+        "send data of varying size as a tensor of fixed shape with a mask or a length, and make it contiguous if strides vary."
     )

@@ -1,4 +1,4 @@
-"""Where each microbatch is now: one record for each microbatch of a stage, and one mapping that owns the records."""
+"""The state of each microbatch of a stage: one record for each, and one mapping that owns the records."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from bpipe.schedules import Action, Op
 
 __all__: list[str] = []
 
-LAST = frozenset({Op.F, Op.B, Op.W, Op.WAIT_SEND_F, Op.WAIT_SEND_B, Op.WAIT_RETURN})  # what may be done last for a microbatch
+LAST = frozenset({Op.F, Op.B, Op.W, Op.WAIT_SEND_F, Op.WAIT_SEND_B, Op.WAIT_RETURN})  # possible last actions of a microbatch
 
-Versions = list[tuple[torch.Tensor, int]]  # tensors that must not change, with the version that each had
+Versions = list[tuple[torch.Tensor, int]]  # tensors that must not change, each with its version at that time
 
 
 class Message(NamedTuple):
-    """What crosses the boundary between two stages: tensors, and how they are arranged."""
+    """A message across the boundary between two stages: tensors, and their spec."""
 
     spec: MessageSpec
     tensors: list[torch.Tensor | None]
 
 
 class PostedTransfer(NamedTuple):
-    """A transfer that was posted, and the tensors that it sends from where they lie."""
+    """A transfer that was posted, and the tensors that it reads in place."""
 
     transfer: Transfer
     tensors: Sequence[torch.Tensor] = ()
@@ -44,37 +44,37 @@ class PostedTransfer(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class MicrobatchState:
-    """Everything that a rank has of one microbatch of one of its stages now.
+    """Everything that a rank has of one microbatch of one of its stages.
 
-    Whoever takes a message, a graph or a stash out of here owns it from then on: saved memory can move only while nothing else
-    owns it, so each field is emptied by the action that uses it.
+    The code that takes a message, a graph or a stash out of here owns it from then on: saved memory can move only while it has
+    no other owner, so each action empties the field that it uses.
 
     Args:
-        stage: of the model.
+        stage: its index in the model.
         microbatch: its number.
-        latest: the action that was done last.
-        input: what the stage before has sent, until the forward.
-        output: what the forward has left for the stage behind, until it is sent.
-        output_gradients: what the stage behind has sent back, until the backward.
-        input_gradients: what the backward has left for the stage before, until it is sent.
-        unsent_versions: those of what waits to be sent, where other computations may run before that.
-        sent_versions: those of what is being sent, by the operation that sends it.
-        landing: what is being received, by the operation that receives it.
+        latest: the latest action that was run.
+        input: the message from the previous stage, until the forward.
+        output: the forward's message for the next stage, until it is sent.
+        output_gradients: the message that the next stage has sent back, until the backward.
+        input_gradients: the backward's message for the previous stage, until it is sent.
+        unsent_versions: the tensor versions of a message that waits to be sent, if other computations may run before that.
+        sent_versions: the tensor versions of a message that is being sent, by the operation that sends it.
+        landing: the message that is being received, by the operation that receives it.
         unused_gradients: for each gradient that is agreed to come back, whether the stage has no use for it.
-        transfers: those in flight, by operation and part.
-        graph: what the backward runs through.
-        rerun: the second forward that waits, with the input that it gets.
-        half: the part of the backward that computes gradients of weights, if it waits.
+        transfers: the transfers in flight, by operation and part.
+        graph: the autograd graph for the backward.
+        rerun: the second forward that waits, with its input.
+        half: the deferred weight gradient of the backward, if it waits.
         account: its entry in the ledger.
         num_nodes: how many nodes autograd had made when its forward began.
         followed: how many nodes its graph has and what they show, if it was followed.
         stash: its saved tensors, if it was followed.
-        evicted: what is on another rank or the host, or on its way, by part.
+        evicted: its parts that are on another rank or the host, or on the way there.
         refilled: the messages that are coming back, by part.
-        received_bytes: those of its input, if it is followed.
-        returned_bytes: those of what it returned that is not sent.
-        kept: what this rank keeps of it for the rank that has evicted it, by part.
-        name: for messages.
+        received_bytes: the bytes of its input, if it is followed.
+        returned_bytes: the bytes of its result that is not sent.
+        kept: its parts that this rank stores for their evictor.
+        name: its name in messages.
     """
 
     stage: int
@@ -108,18 +108,18 @@ class MicrobatchState:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it is left on this rank."""
+        """Whether this rank holds nothing of it any more."""
         messages = self.input or self.output or self.output_gradients or self.input_gradients or self.landing or self.transfers
         return not (messages or self.graph or self.rerun or self.half or self.stash or self.evicted or self.kept)
 
     def __str__(self) -> str:
-        return f"{self.name}: {'nothing has run' if self.latest is None else whereabouts(self.latest)}"
+        return f"{self.name}: {'no action has run' if self.latest is None else whereabouts(self.latest)}"
 
 
 class MicrobatchStates(dict[tuple[int, int], MicrobatchState]):
-    """The states of the microbatches that have something on a rank, by stage and microbatch, in the order in which they came.
+    """The states of the microbatches that a rank holds, by stage and microbatch, in the order in which they arrived.
 
-    A state begins when it is first asked for.
+    A state is created when it is first asked for.
     """
 
     def __missing__(self, key: tuple[int, int]) -> MicrobatchState:

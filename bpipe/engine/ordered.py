@@ -1,7 +1,7 @@
-"""A step in another order than the schedule's: raise where what the computations do depends on their order.
+"""Observe a step that runs in another order than the schedule's, and raise if results depend on the order.
 
-With one microbatch after the other, each stage still has its microbatches in the schedule's order, forwards and backwards
-separately. What a forward draws or reads is the same as long as no backward, and no other stage's forward, draws or writes it.
+When one microbatch runs after the other, each stage still has its microbatches in the schedule's order, forwards and backwards
+separately. A forward draws or reads the same values as long as no backward, and no other stage's forward, draws or writes them.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ BACKWARDS = (Op.B, Op.I, Op.W)
 
 
 class OrderWatch(Observer):
-    """InputForms at random numbers and at what the modules keep, before and after each computation of one rank.
+    """Look at random number states and at the modules' tensors before and after each computation of one rank.
 
     Args:
-        stages: on this rank, by index.
-        job: what the step is given.
-        device: where it computes.
+        stages: the stages on this rank, by index.
+        step_inputs: the inputs of the step.
+        device: the device on which it computes.
         shares_random: whether forwards of several stages draw from the same random numbers.
         inner: another observer of the step.
 
@@ -55,7 +55,7 @@ class OrderWatch(Observer):
         self._shares_random, self._inner = shares_random, Observer() if inner is None else inner
         self._found = Found({}, {}, {})
         self._has_warned = False
-        self._leaves: dict[int, int] = {}  # the stage whose graph leads to each
+        self._leaves: dict[int, int] = {}  # for each leaf, the stage whose graph leads to it
 
     def started(self, run: Run) -> None:
         self._inner.started(run)
@@ -83,10 +83,10 @@ class OrderWatch(Observer):
             self._warn_of(action, others)
 
     def _warn_of(self, action: Action, name: str) -> None:
-        """Say which attribute a backward changes: mostly a log, a bucket of gradients or work put off, which no forward reads."""
+        """Warn of an attribute that a backward changes: mostly a log, a gradient bucket or deferred work, unread by forwards."""
         LOG.warning(
             "stage %d: a backward changes %s. If a forward reads it, the results of this step, which measures one microbatch at a "
-            "time, are not those of the schedule's own order: give Balanced measure='in_order' then",
+            "time, differ from those of the schedule's own order: give Balanced measure='in_order' in that case",
             action.stage,
             name,
         )
@@ -102,7 +102,7 @@ class OrderWatch(Observer):
         return action.op in BACKWARDS or (action.op is Op.F and self._shares_random)
 
     def _look(self, action: Action) -> Found:
-        """Look at what an action's stage may leave changed."""
+        """Look at everything that an action's stage may change."""
         return look_at(self._device, self._modules(action.stage), self._given(action.microbatch))
 
     def _modules(self, index: int) -> Iterator[tuple[str, nn.Module]]:
@@ -114,7 +114,7 @@ class OrderWatch(Observer):
             )
 
     def _given(self, microbatch: int) -> Iterable[Any]:
-        """Return what the microbatches get alike, because it is repeated and not cut."""
+        """Return the inputs that all microbatches share, because they are repeated and not cut."""
         targets = () if self._step_inputs.targets is None else self._step_inputs.targets[microbatch]
         given = [
             self._step_inputs.args[microbatch],
@@ -126,9 +126,9 @@ class OrderWatch(Observer):
 
 
 def _refusal(action: Action, what: str) -> StageError:
-    half = {Op.F: "forward", Op.I: "backward, its input half,", Op.W: "backward, its weight half,"}.get(action.op, "backward")
+    half = {Op.F: "forward", Op.I: "backward for the input", Op.W: "backward for the weights"}.get(action.op, "backward")
     return StageError(
-        f"stage {action.stage}, microbatch {action.microbatch}: the {half} {what}, and this step, which measures, runs one "
-        "microbatch at a time: what it computes would not be what the schedule's own order does. "
+        f"stage {action.stage}, microbatch {action.microbatch}: the {half} {what}, but this step, which measures memory, runs one "
+        "microbatch at a time, so its results would differ from those of the schedule's own order. "
         "Give Balanced measure='in_order'"
     )

@@ -1,4 +1,4 @@
-"""A forward or a backward in pieces: what the plan puts between them runs when the computation reaches them."""
+"""Run a forward or a backward in pieces: the plan's actions between two pieces run when the computation reaches them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class PiecesOf:
 
     Args:
         first: the first piece; `last` is the part of the last one.
-        advance: does everything that the plan has up to a piece, and begins it.
+        advance: runs every action that the plan has before a piece, and begins the piece.
     """
 
     def __init__(self, first: Action, last: int, advance: Callable[[Action], None]) -> None:
@@ -23,11 +23,11 @@ class PiecesOf:
         self._error: BaseException | None = None
 
     def reach(self, part: int) -> None:
-        """Go on to the piece that saves or needs a part; those before it that autograd passed over are begun on the way.
+        """Advance to the piece that saves or needs a part; pieces before it that autograd has skipped are begun on the way.
 
-        What is saved behind the last piece belongs to it: a piece that the plan does not have would never be reached.
+        Tensors saved behind the last piece belong to it: a piece that is not in the plan would never be reached.
 
-        What this raises passes through the user's forward, which may catch it, so it is raised again until the computation ends.
+        An error raised here passes through the user's forward, which may catch it, so it is raised again until the end.
         """
         if self._error is not None:
             raise self._error
@@ -40,5 +40,5 @@ class PiecesOf:
                 raise
 
     def finish(self) -> None:
-        """Go on to the last piece, when the computation has ended."""
+        """Advance to the last piece, after the computation has ended."""
         self.reach(self._last)

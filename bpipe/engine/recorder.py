@@ -18,9 +18,9 @@ __all__: list[str] = []
 
 
 class Places:
-    """The places of a rank's actions in a record: its compute lane's, then its served lane's.
+    """The positions of a rank's actions in a record: its compute lane's, then its acceptor lanes'.
 
-    An action that concerns a whole stage may be there several times; `index` has the last of them.
+    An action that concerns a whole stage may occur several times; `index` has the last of them.
     """
 
     def __init__(self, plan: Plan, rank: int) -> None:
@@ -30,7 +30,7 @@ class Places:
 
 
 class RecordedStep:
-    """The record of one step: 24 bytes per compute-lane action, 8 more shared by steps alike, 16 per served one, and no tensor.
+    """The record of one step: 24 bytes per compute-lane action, 8 more shared by equal steps, 16 per acceptor action, no tensor.
 
     Args:
         places: where each action is in the arrays.
@@ -54,9 +54,9 @@ class RecordedStep:
         num_actions = places.num_own + places.num_served
         self.begin_ns = array("q", bytes(8 * num_actions))
         self.end_ns = array("q", bytes(8 * num_actions))
-        self.live_bytes = array("q", bytes(8 * places.num_own))  # of the compute lane's: activations of its own microbatches
-        self.taken_bytes = array("q")  # the same with messages, which are not counted as they come: shared by steps that are alike
-        self.static_bytes = 0  # what stays: weights, gradients, buffers, optimizer states
+        self.live_bytes = array("q", bytes(8 * places.num_own))  # during the compute lane's actions: its own activations
+        self.taken_bytes = array("q")  # the same with messages, which are not counted as they come: shared by equal steps
+        self.static_bytes = 0  # bytes that stay: weights, gradients, buffers, optimizer states
         self.remote_buffer_bytes = 0  # reserved for remote activations, or saved by microbatches in common
         self.device_ns = array("q")  # begin and end of each computation, on CUDA
 
@@ -71,8 +71,8 @@ class Recorder(Observer):
     def __init__(self, device_times: DeviceTimes | None) -> None:
         self.records: list[RecordedStep] = []  # complete ones
         self.device_times = device_times
-        self._places: dict[int, Places] = {}  # by the identity of the plan, which they keep
-        self._live_bytes = self._num_done = 0  # after the compute lane's last action; and how many of them were done
+        self._places: dict[int, Places] = {}  # by the identity of the plan, which they keep alive
+        self._live_bytes = self._num_done = 0  # after the compute lane's last action; and how many actions it has run
         self._scanned: tuple[Plan | None, Mapping[Key, Footprint], array[int]] = (None, {}, array("q"))
 
     def started(self, run: Run) -> None:
@@ -95,7 +95,7 @@ class Recorder(Observer):
         record.end_ns[index] = now
         if action.op not in SERVED:
             self._num_done += 1
-            # An action that takes memory takes it first, one that gives it back does so last: while it runs, the greater counts.
+            # An action allocates memory at its start and frees it at its end: while it runs, the larger amount counts.
             live = run.evictions.ledger.live_bytes
             record.live_bytes[index] = max(self._live_bytes, live)
             self._live_bytes = live
@@ -103,7 +103,7 @@ class Recorder(Observer):
                 self.device_times.mark()
 
     def _index(self, run: Run, action: Action) -> int:
-        """Return an action's place: the compute lane runs in order, unless the run has a position; served chains run beside it."""
+        """Return an action's place: the compute lane runs in order, unless the run has a position; acceptor lanes run beside it."""
         if action.op in SERVED:
             return self._record.places.index[action]
         return self._num_done if run.position is None else run.position
@@ -112,7 +112,7 @@ class Recorder(Observer):
         record = self._record
         record.taken_bytes = self._taken(run)
         record.remote_buffer_bytes = int(stats["remote_buffer_bytes"] + stats["held_bytes"])
-        record.static_bytes = int(stats["static_bytes"] - stats["held_bytes"])  # which are activations
+        record.static_bytes = int(stats["static_bytes"] - stats["held_bytes"])  # the held bytes are activations
         self.records.append(record)
         if self.device_times is not None:
             self.device_times.finish(record.device_ns)

@@ -1,4 +1,4 @@
-"""What a schedule remembers from step to step: what microbatches took, and buffers for remote activations and on the host."""
+"""Everything that a schedule remembers between steps: footprints of microbatches, remote buffers and host buffers."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ REMEMBERED_KINDS = 1024  # of microbatches, by stage and shapes
 class Memory:
     """What a schedule remembers from step to step: measured footprints, buffers for remote activations, and those on the host."""
 
-    most_parts: Mapping[int, int] = field(default_factory=dict)  # in which a microbatch may move, by stage; default 1
-    is_inside: bool = False  # whether parts come and go inside forwards and backwards
-    grows: bool = False  # whether a microbatch may take more than is planned: then it is measured, and planned again
+    most_parts: Mapping[int, int] = field(default_factory=dict)  # the most parts of a microbatch, by stage; default 1
+    is_inside: bool = False  # whether parts are evicted and loaded inside forwards and backwards
+    grows: bool = False  # whether a microbatch may take more than planned: then it is measured, and a new plan is made
     planned: Callable[[Action], int] | None = None  # the most bytes that an eviction moves
-    kinds: dict[Kind, Known] = field(default_factory=dict)  # the one used last stands last
+    kinds: dict[Kind, Known] = field(default_factory=dict)  # the most recently used one stands last
     remote_buffers: dict[int, RemoteBuffers] = field(default_factory=dict)  # by evictor
     host_buffers: HostBuffers | None = None
-    device_waits: DeviceWaits | None = None  # where only the device waits for transfers
-    learned: dict[int, Learned] = field(default_factory=dict)  # of the stages whose forwards run twice
+    device_waits: DeviceWaits | None = None  # set if only the device waits for transfers
+    learned: dict[int, Learned] = field(default_factory=dict)  # for the stages whose forwards run twice
     silent: dict[int, frozenset[int]] = field(default_factory=dict)  # hooks on a stage's parameters that queue no callbacks
 
     def reserve(self, plan: Plan, rank: int, device: torch.device, streams: Streams) -> None:
-        """Make the buffers of a plan's remote activations on this rank and its host, in place of another plan's."""
+        """Prepare the buffers of a plan's remote activations on this rank and its host, in place of another plan's."""
         self.clear()
         in_bytes = plan.sizes is not None
         moved = slot if plan.sizes is None else plan.sizes.moved
@@ -70,17 +70,17 @@ class Memory:
             self.host_buffers.clear()
 
     def host(self) -> HostBuffers:
-        assert self.host_buffers is not None, "the plan evicts nothing to the host"
+        assert self.host_buffers is not None, "the plan evicts something to the host"
         return self.host_buffers
 
     def kind(self, kind: Kind) -> Known | None:
-        """Return what is known of a kind, and mark it as used last."""
+        """Return what is known about a kind, and mark it as the most recently used."""
         if kind in self.kinds:
             self.kinds[kind] = self.kinds.pop(kind)
         return self.kinds.get(kind)
 
     def tidy(self) -> None:
-        """Forget the least recently used kinds, if there are too many; to be called between steps, when none is in flight."""
+        """Forget the least recently used kinds, if there are too many; call it between steps, when no microbatch is in flight."""
         for kind in list(self.kinds)[:-REMEMBERED_KINDS]:
             del self.kinds[kind]
 

@@ -41,28 +41,29 @@ class Observer:
         """Follow a step that is ready for its first action."""
 
     def before(self, run: Run, action: Action) -> None:
-        """Follow an action that is about to be done."""
+        """Follow an action that is about to run."""
 
     def after(self, run: Run, action: Action) -> None:
-        """Follow an action that was done without an error."""
+        """Follow an action that ran without an error."""
 
     def finished(self, run: Run, stats: Mapping[str, float]) -> None:
-        """Follow a step whose actions were all done; `stats` is what they used."""
+        """Follow a step whose actions have all run; `stats` are its numbers."""
 
 
 class Run:
     """One step of one rank of a plan.
 
     Args:
-        plan: what to run; `rank` is this rank's place in it.
+        plan: the plan to run; `rank` is this rank's place in it.
         step: its number.
-        stages: the stages on this rank by index, and the `parts` that they consist of when the step begins.
+        stages: the stages on this rank, by index.
+        parts: a snapshot of each stage's modules, parameters and buffers when the step begins.
         transport: carries the messages.
-        job: what the user wants of this step.
-        layouts: the agreed messages, or an empty mapping to learn them into when `is_learning`.
+        step_inputs: the inputs and options of this step.
+        specs: the agreed message specs, or an empty mapping to learn them into when `is_learning`.
         memory: what the schedule remembers from step to step.
-        name: of this rank, as its users know it.
-        observer: told of the step, and before and after each action on the thread that does it.
+        name: the name of this rank in messages.
+        observer: called at the start of the step, and before and after each action on the thread that runs it.
     """
 
     def __init__(
@@ -110,17 +111,17 @@ class Run:
             for peer, buffers in memory.remote_buffers.items()
         }
         self._advance: Callable[[Action], None] | None = None
-        self._piece: Action | None = None  # the one that runs now
-        self.position: int | None = None  # in the rank's lane, where its actions run in another order
+        self._piece: Action | None = None  # the piece that runs now
+        self.position: int | None = None  # in the rank's lane, if its actions run in another order
         self._observer = observer
         if observer is not None:
             observer.started(self)
 
     @contextmanager
     def advancing(self, advance: Callable[[Action], None]) -> Iterator[None]:
-        """Let `advance` do what stands before a piece of a computation in the lane, while the lane runs.
+        """Let `advance` run the actions that stand before a piece of a computation in the lane, while the lane runs.
 
-        `advance` refers to the run: left in place, that cycle would keep the step's tensors.
+        `advance` refers to the run: if it stayed set, that cycle would keep the step's tensors alive.
         """
         self._advance = advance
         try:
@@ -129,7 +130,7 @@ class Run:
             self._advance = None
 
     def taken(self, microbatch: int) -> object:
-        """Return what a microbatch has taken on this rank, its memory and its messages, to be compared with another's."""
+        """Return the memory and the messages of a microbatch on this rank, to compare them with another microbatch's."""
         sizes = [(stage, self.evictions.taken((stage, microbatch))) for stage in self._stages]
         return sizes, self._messages.agreed(microbatch, self._stages)
 
@@ -149,13 +150,13 @@ class Run:
         compute(action, state, self.evictions, self._pieces(action))
 
     def _begin_piece(self, piece: Action) -> None:
-        """Do what the plan has before a piece, and go on with the computation."""
+        """Run the actions that the plan has before a piece, and continue the computation."""
         assert self._advance is not None
         state = self.microbatches[piece.stage, piece.microbatch]
         with torch.no_grad():
             self._end_piece()
             if piece.op is Op.B:
-                self.evictions.begin_piece(piece, state)  # the piece before has given its memory back
+                self.evictions.begin_piece(piece, state)  # the previous piece has freed its memory by now
             self._advance(piece)
         self._piece = piece
         if piece.op is Op.F:
@@ -175,10 +176,10 @@ class Run:
             compute()
 
     def execute(self, action: Action) -> None:
-        """Do one action of the compute lane or the served lane.
+        """Run one action of the compute lane or of an acceptor lane.
 
         Raises:
-            BaseException: whatever the user's code or a transfer raises, with a note that says where.
+            BaseException: any error of the user's code or a transfer, with a note that says where it happened.
         """
         microbatches = self._acceptor(action).microbatches if action.op in SERVED else self.microbatches
         state = microbatches[action.stage, action.microbatch]
@@ -196,7 +197,7 @@ class Run:
                 del microbatches[action.stage, action.microbatch]
 
     def _execute_observed(self, action: Action, state: MicrobatchState) -> None:
-        """Do an action under its name in torch.profiler, if that is on, and tell the observer before and after."""
+        """Run an action under its name in torch.profiler, if that is on, and call the observer before and after."""
         with self._named(action):
             if self._observer is not None:
                 self._observer.before(self, action)
@@ -205,11 +206,11 @@ class Run:
                 self._observer.after(self, self._piece if action.part and action.op in COMPUTE and self._piece else action)
 
     def _named(self, action: Action) -> AbstractContextManager[object]:
-        # Only where the profiler is on: record_function takes microseconds where it is off, too.
+        # Only while the profiler is on: record_function takes microseconds even while it is off.
         return profiler.record_function(f"bpipe rank {self.rank} {action}") if profiler._is_profiler_enabled else nullcontext()
 
 
-# Beside the class, not bound methods in each run: those would be a cycle that keeps a step's tensors until it is collected.
+# Functions of the module, not bound methods in each run: those would form a cycle that keeps a step's tensors alive.
 _METHODS: dict[Op, Callable[[Run, Action, MicrobatchState], None]] = {
     Op.F: lambda run, action, state: run._compute(action, state, run.compute.forward),
     Op.B: lambda run, action, state: run._backward(action, lambda: run._compute(action, state, run.compute.backward)),

@@ -1,4 +1,4 @@
-"""Temporary changes to settings of objects that belong to others."""
+"""Temporary changes to settings of objects that bpipe does not own."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from bpipe.cleanup import keeping
 
 __all__: list[str] = []
 
-Setting = tuple[Any, str, Any]  # whose, its name, its value
+Setting = tuple[Any, str, Any]  # the object, the attribute's name, its value
 
 
 @contextmanager
 def changed(settings: Iterable[Setting]) -> Iterator[None]:
-    """Change settings, and restore them in the end."""
+    """Change settings, and restore them on exit."""
     settings = list(settings)
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in settings]
     with keeping(ExitStack()) as after:

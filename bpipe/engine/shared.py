@@ -1,4 +1,4 @@
-"""What is known before a step about stages of one rank whose results depend on the order in which they run."""
+"""Find out before a step whether the results of a rank's stages depend on the order in which they run."""
 
 from __future__ import annotations
 

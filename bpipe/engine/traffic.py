@@ -1,4 +1,4 @@
-"""The transfers under way on a rank, the tensors they carry, and the time spent waiting for them."""
+"""The transfers in flight on a rank, the tensors that they carry, and the time spent waiting for them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Traffic:
         transport: posts and waits.
         rank: this rank in the plan.
         step: the number of the step.
-        microbatches: the states of those whose transfers these are.
-        stages: those on this rank.
-        device_waits: on which streams wait, where the host does not.
+        microbatches: the states of the microbatches whose transfers these are.
+        stages: the stages on this rank.
+        device_waits: records on which streams the device waits, if the host does not.
     """
 
     def __init__(
@@ -46,25 +46,25 @@ class Traffic:
         self.waited_s: dict[Op, float] = defaultdict(float)
 
     def wait(self, state: MicrobatchState, completion: Action) -> bytes | None:
-        """Wait for the transfer that an action completes, and let go of its tensors; return the note that came with it, if any."""
+        """Wait for the transfer that an action completes, and release its tensors; return the note that came with it, if any."""
         transfers, start = state.transfers, (START_OF[completion.op], completion.part)
         waits = self._device_waits
         begin = None if waits is None else waits.begin()
         note = self.timed(completion.op, transfers[start].transfer.wait)
         if waits is not None:
             waits.end(completion.op, begin)
-        del transfers[start]  # not before: the transfer reads its tensors where they lie
+        del transfers[start]  # not earlier: the transfer reads its tensors in place
         return note
 
     def timed(self, op: Op, call: Callable[[], T]) -> T:
-        """Make a call that may block, and count its seconds for an operation."""
+        """Make a call that may block, and add its seconds to an operation's waiting time."""
         start = time.perf_counter()
         result = call()
         self.waited_s[op] += time.perf_counter() - start
         return result
 
     def result_of(self, stage: int, microbatch: int) -> list[torch.Tensor]:
-        """Return the tensors that a forward has just left for the next stage."""
+        """Return the tensors that a forward has just made for the next stage."""
         own, behind = self.microbatches.get((stage, microbatch)), self.microbatches.get((stage + 1, microbatch))
         message = own.output if own is not None and own.output is not None else behind.input if behind is not None else None
         return [] if message is None else [tensor for tensor in message.tensors if tensor is not None]

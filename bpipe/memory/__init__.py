@@ -1,3 +1,3 @@
-"""What stays on a device, what a rank holds, and the memory that it lends to others; `saved` is what microbatches keep."""
+"""Count and reserve a rank's memory: static bytes, activations, and buffers for others; `saved` handles the saved tensors."""
 
 __all__: list[str] = []

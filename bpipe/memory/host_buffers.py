@@ -1,4 +1,4 @@
-"""The host's memory as a place for evicted microbatches: pinned, and copied to and from on a stream of its own."""
+"""Store evicted microbatches in the host's memory: pinned, and copied to and from on a stream of its own."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class HostBuffers:
     On CPU the device's memory is the host's: copies are synchronous and save no memory, and serve only for tests.
 
     Args:
-        reserved: the buffers, as `Rooms` takes them.
-        device: where the microbatches come from.
-        stream: on which they are copied; None on CPU.
-        in_bytes: as for `Rooms`.
+        reserved: the buffers, as `RemoteBuffers` takes them.
+        device: the device of the microbatches.
+        stream: the stream on which they are copied; None on CPU.
+        in_bytes: as for `RemoteBuffers`.
     """
 
     def __init__(self, reserved: Reserved, device: torch.device, stream: Stream | None, *, in_bytes: bool) -> None:
@@ -64,18 +64,18 @@ class HostBuffers:
         return HostCopy(event, self._device, [*sources, *targets])
 
     def clear(self) -> None:
-        """Free all memory once the copies under way have ended. Does not block."""
+        """Free all memory once the copies in flight have ended. Does not block."""
         self._rooms.clear()
         self._kept.clear()
 
 
 class _PinnedRooms(RemoteBuffers):
-    """Buffers in pinned memory, which the host must not free while a copy is under way.
+    """Buffers in pinned memory, which the host must not free while a copy is in flight.
 
     Args:
-        reserved: as for `Rooms`; so is `in_bytes`.
-        device: which copies to them and from them.
-        stream: on which it does.
+        reserved: as for `RemoteBuffers`; so is `in_bytes`.
+        device: the device that copies to and from them.
+        stream: the stream of these copies.
     """
 
     def __init__(self, reserved: Reserved, device: torch.device, stream: Stream, *, in_bytes: bool) -> None:

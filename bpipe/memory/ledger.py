@@ -12,7 +12,7 @@ from bpipe.schedules import Action
 __all__: list[str] = []
 
 Key = tuple[int, int]  # stage, microbatch
-Kind = tuple[int, str]  # stage, and what its microbatch looks like
+Kind = tuple[int, str]  # stage, and a description of the microbatch's inputs
 
 
 @dataclass(slots=True)
@@ -20,13 +20,13 @@ class Account:
     """The entry of one microbatch of a stage in the ledger.
 
     Args:
-        kind: its stage, and what it looks like.
-        footprint: what it takes; None until its forward has run.
-        taken_bytes: what it gives back in the end.
-        in_pieces: what pieces of a forward or a backward that runs took, or gave back.
-        is_followed: whether its saved tensors were followed, not only looked at after its forward.
-        is_measured: whether it was looked at in this step.
-        is_unknown: whether it takes what no step has seen.
+        kind: its stage, and a description of its inputs.
+        footprint: its bytes; None until its forward has run.
+        taken_bytes: the bytes that it will free in the end.
+        in_pieces: the bytes that pieces of a running forward or backward allocated, or freed.
+        is_followed: whether a stash followed its saved tensors, instead of a look at the graph after its forward.
+        is_measured: whether it was measured in this step.
+        is_unknown: whether its memory is unknown, because no step has seen one like it.
         is_idle: whether no gradient came for it.
     """
 
@@ -41,30 +41,30 @@ class Account:
 
     @property
     def known_footprint(self) -> Footprint:
-        """What it takes, once its forward has run."""
-        assert self.footprint is not None, "a microbatch takes something from its forward on"
+        """Its footprint, once its forward has run."""
+        assert self.footprint is not None, "the footprint is known after the forward"
         return self.footprint
 
 
 class Ledger:
     """The bytes that one step keeps on one rank.
 
-    Microbatches that were looked at are entered with their own bytes; the others with the bytes of a measured one of their stage
+    Microbatches that were measured are entered with their own bytes; the others with the bytes of a measured one of their stage
     and shapes whose graph has as many nodes.
     """
 
     def __init__(self) -> None:
-        self.live_bytes = 0  # without what is held
+        self.live_bytes = 0  # without the held bytes
         self.peak_bytes = 0
         self.slots = 0
         self.peak_slots = 0
-        self.host_bytes = 0  # copies in the host's memory, in a column of their own: on CPU that is the device's
+        self.host_bytes = 0  # copies in the host's memory, counted separately: on CPU that is the device's memory
         self.peak_host_bytes = 0
         self.evicted_bytes = 0
         self.loaded_bytes = 0
         self.accounts: dict[Key, Account] = {}
         self.held: list[Held] = []  # saved and not movable, of the microbatch followed last, with the reason
-        self.non_activations: list[Held] = []  # saved and no activation: parameters, buffers, the user's batch
+        self.non_activations: list[Held] = []  # saved, but not activations: parameters, buffers, the user's batch
         self._shared_bytes: dict[Kind, int] = {}
 
     def open(self, key: Key, kind: Kind) -> Account:
@@ -74,16 +74,16 @@ class Ledger:
 
     @property
     def footprints(self) -> dict[Key, Footprint]:
-        """What each microbatch takes whose forward has run."""
+        """The footprint of each microbatch whose forward has run."""
         return {key: one.footprint for key, one in self.accounts.items() if one.footprint is not None}
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of what microbatches share with each other or with the module, each kind of microbatch once."""
+        """Bytes that microbatches share with each other or with the module, each kind of microbatch once."""
         return sum(self._shared_bytes.values())
 
     def seen(self, contents: StashContents) -> None:
-        """Note what a look at a followed microbatch found unmovable, shared or foreign."""
+        """Note which storages of a followed microbatch are immovable, shared or not activations."""
         self.held, self.non_activations = [*contents.unmovable, *contents.shared.values()], contents.non_activations
 
     def forward(self, account: Account, footprint: Footprint) -> None:
@@ -99,12 +99,12 @@ class Ledger:
         self._change(num_bytes, 0)
 
     def seen_again(self, account: Account, contents: StashContents, parts: tuple[int, ...]) -> None:
-        """Update a footprint from another look: what the module held during the forward may be the microbatch's alone by now."""
+        """Update a footprint from another look: tensors that the module held during the forward may have no other owner by now."""
         account.footprint = account.known_footprint.seen_again(contents, parts)
         self._takes(account, account.footprint.own_bytes)
 
     def backward_input(self, account: Account, between_bytes: int | None) -> None:
-        """Note the bytes that the first half of a microbatch's backward left to the second one; None if they were not counted."""
+        """Note the bytes that `backward_input` leaves for `backward_weight`; None if they were not counted."""
         account.footprint = account.known_footprint._replace(between_bytes=between_bytes)
         if between_bytes is not None:
             self._takes(account, between_bytes)
@@ -115,7 +115,7 @@ class Ledger:
         account.taken_bytes = num_bytes
 
     def backward(self, account: Account) -> None:
-        """Remove a microbatch whose backward, or the second half of it, ran and gave its memory back."""
+        """Remove a microbatch whose backward, or `backward_weight`, has run and freed its memory."""
         self._change(-account.taken_bytes - account.in_pieces, -1)
         account.taken_bytes = account.in_pieces = 0
 
@@ -125,7 +125,7 @@ class Ledger:
         self._change(-num_bytes, -(not action.part))
 
     def loading(self, action: Action, num_bytes: int) -> None:
-        """Add the bytes that were allocated for what returns."""
+        """Add the bytes that were allocated for a part that is loaded back."""
         self.loaded_bytes += num_bytes
         self._change(num_bytes, not action.part)
 

@@ -1,4 +1,4 @@
-"""Tell from step to step whether a stage's module is still what it was when its memory and its messages were learned."""
+"""Detect from step to step whether a stage's module is still the one whose memory and messages were learned."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torch import nn
 __all__: list[str] = []
 
 REMEMBERED = 64  # makeups that keep their number
-UNREADABLE = (RuntimeError, ValueError, TypeError, AttributeError)  # of a tensor without strides, or not initialised yet
+UNREADABLE = (RuntimeError, ValueError, TypeError, AttributeError)  # raised by a tensor without strides, or not yet initialised
 
 
 class Makeups:
-    """Numbers for what a module consists of, its makeup: the same makeup always has the same number.
+    """Numbers for the makeup of a module, its composition: the same makeup always has the same number.
 
     It is the same if it has the same modules, with hooks of the same names, and parameters and buffers of the same types, dtypes,
-    shapes, strides and devices. What they hold does not count; nor do train or eval mode and what is trainable, which a stage's
-    mode covers. So a module that was changed and changed back has its old number again.
+    shapes, strides and devices. Their values do not count; nor do train or eval mode and which parameters are trainable, which a
+    stage's mode covers. So a module that was changed and changed back has its old number again.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Makeups:
         self._names: dict[int, tuple[weakref.ref[nn.Module], int]] = {}  # of modules, by identity while they live
 
     def number(self, modules: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) -> int:
-        """Return the number of the current makeup; one that was not seen before gets a new number.
+        """Return the number of the current makeup; a makeup that was not seen before gets a new number.
 
         Args:
             modules: all of them, in their order.
@@ -49,7 +49,7 @@ class Makeups:
         return self._number
 
     def _are(self, modules: Sequence[nn.Module]) -> bool:
-        """Return whether these are the very modules of the last call: one at the address of a dead module is another one."""
+        """Return whether these are the modules of the last call; a new module at the address of a dead one is another one."""
         return all(map(is_, [module() for module in self._modules], modules))
 
     def _number_of(self, makeup: str) -> int:
@@ -61,7 +61,7 @@ class Makeups:
         return number
 
     def _named(self, modules: Sequence[nn.Module]) -> list[int]:
-        """Return a number for each module that no other module had or gets."""
+        """Return a unique number for each module, never used for another one."""
         self._names = {key: name for key, name in self._names.items() if name[0]() is not None}
         for module in modules:
             self._names.setdefault(id(module), (weakref.ref(module), next(self._numbers)))
@@ -69,7 +69,7 @@ class Makeups:
 
 
 def _seen_in(modules: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) -> tuple[object, ...]:
-    """Return what shows a change at little cost: the keys of hooks, which are never reused, and how the rest looks."""
+    """Return values that show a change cheaply: the keys of hooks, which are never reused, and how the rest looks."""
     hooks = [
         (*one._forward_pre_hooks, *one._forward_hooks, *one._backward_pre_hooks, *one._backward_hooks)
         for one in modules
@@ -84,7 +84,7 @@ def buffers_of(modules: Sequence[nn.Module]) -> list[torch.Tensor]:
 
 
 def looks_of(tensors: Sequence[torch.Tensor]) -> object:
-    """Return what tensors look like (class, dtype, shape, strides, device), whatever they hold."""
+    """Return how tensors look (class, dtype, shape, strides, device), regardless of their values."""
     try:
         looks = [(one.dtype, one.shape, one.device, one.__class__) for one in tensors]
         odd = [_sharding(one) for one in tensors if one.__class__ not in (nn.Parameter, torch.Tensor)]
@@ -94,7 +94,7 @@ def looks_of(tensors: Sequence[torch.Tensor]) -> object:
 
 
 def _look_of(tensor: torch.Tensor) -> object:
-    """Return what one tensor looks like; it may be sparse or not initialised."""
+    """Return how one tensor looks; it may be sparse or not yet initialised."""
     try:
         return tensor.dtype, tensor.layout, tensor.shape, tensor.device, tensor.__class__
     except UNREADABLE:

@@ -1,4 +1,4 @@
-"""The optimizers that have stepped in this process, and the bytes of their states that belong to a rank."""
+"""Count the bytes of optimizer states that belong to a rank, for the optimizers that have stepped in this process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__: list[str] = []
 
 
 class Stepped:
-    """Remembers, weakly, the torch optimizers that have stepped while a schedule was open.
+    """Remember, weakly, the torch optimizers that have stepped while a schedule was open.
 
     torch has one list of hooks for all optimizers of a process, so there is one hook for all schedules: the first one that opens
     registers it, and the last one that closes removes it.
@@ -53,7 +53,7 @@ class Stepped:
                 self._handle = None
 
     def _remember(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        # A write to a plain dict: torch.compile traces this along with the optimizer's step, and would break its graph at more.
+        # A write to a plain dict: torch.compile traces this along with the optimizer's step, and anything more breaks its graph.
         self._known[id(optimizer)] = weakref.ref(optimizer)
 
     def optimizers(self) -> list[Optimizer]:
@@ -67,18 +67,18 @@ class Stepped:
                 self._known.pop(key, None)
 
 
-STEPPED = Stepped()  # of the process, as torch's hooks are
+STEPPED = Stepped()  # one per process, because torch's hooks are
 
 
 class States:
-    """Counts the states that optimizers keep for one rank's parameters.
+    """Count the states that optimizers keep for one rank's parameters.
 
-    They are counted again when values have come or gone, or were cast or moved, and in each step if some may grow unseen, as lists
-    and dicts do.
+    They are counted again when values have come or gone, or were cast or moved, and in each step if some may grow undetected, as
+    lists and dicts do.
 
     Args:
         device: only states on it count.
-        given: what counts besides the optimizers that were seen to step; see `Balanced`.
+        given: an optimizer that counts besides those that have stepped; see `Balanced`.
 
     Raises:
         ConfigurationError: `given` has no mapping `state`.
@@ -87,8 +87,8 @@ class States:
     def __init__(self, device: torch.device, given: Any = None) -> None:
         if given is not None and not isinstance(getattr(given, "state", None), Mapping):
             raise ConfigurationError(
-                f"optimizer= is of {type(given).__qualname__}, which has no mapping `state` whose tensors could be counted: give a "
-                "torch.optim.Optimizer, or an object whose `state` has a pytree of tensors for each parameter"
+                f"optimizer= is of {type(given).__qualname__}, which has no mapping `state`, so bpipe cannot count its states: "
+                "give a torch.optim.Optimizer, or an object whose `state` has a pytree of tensors for each parameter"
             )
         self._device, self._given = device, given
         self._seen: list[tuple[int, int, int, object]] = []
@@ -121,9 +121,9 @@ class States:
         return bytes_under([*others, *states], self._device) - bytes_under(others, self._device)
 
     def _entries(self, optimizer: Any, own: Container[int], trains: bool) -> Iterator[Any]:
-        """Yield what an optimizer keeps for a rank's own parameters, by identity, and what it keeps for none in particular.
+        """Yield the states that an optimizer keeps for a rank's own parameters, by identity, and those that belong to none.
 
-        A given optimizer that has none of them has copies of them (as for mixed precision), so all of its state counts.
+        If a given optimizer has none of them, it works on copies of them (as for mixed precision), so all of its state counts.
         """
         state = optimizer.state
         if any(id(one) in own for one in chain(state, _parameters(optimizer))):
@@ -150,7 +150,7 @@ def _num_values(state: Mapping[Any, Any]) -> int:
 
 
 def _look(state: Mapping[Any, Any]) -> object:
-    """Return what the first tensor that is not a scalar looks like: all of them are cast or moved together."""
+    """Return how the first tensor that is not a scalar looks: all of them are cast or moved together."""
     entry = next(iter(state.values()), None)
     values = entry.values() if isinstance(entry, dict) else ()
     tensor = next((value for value in values if isinstance(value, torch.Tensor) and value.ndim), None)

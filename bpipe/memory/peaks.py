@@ -11,11 +11,11 @@ from bpipe.schedules import Plan, Sizes, StageSizes
 
 __all__: list[str] = []
 
-ELSEWHERE = StageSizes(parts=(0,))  # a stage of another rank
+ELSEWHERE = StageSizes(parts=(0,))  # for a stage of another rank
 
 
 class Peaks:
-    """The peaks of one rank's action lists, which are scanned again only when the plan or a footprint has changed.
+    """The peaks of one rank's action lists, which are computed again only when the plan or a footprint has changed.
 
     Args:
         with_messages: whether messages between stages count.
@@ -40,7 +40,7 @@ def taken(plan: Plan, rank: int, footprints: Mapping[Key, Footprint], *, with_me
 
 
 def _meter(plan: Plan, footprints: Mapping[Key, Footprint], with_messages: bool) -> Meter:
-    """Return a meter of bytes in which each microbatch has its own footprint."""
+    """Return a meter of bytes in which each microbatch counts its own footprint."""
     stages = range(plan.num_stages)
     alike: dict[tuple[Footprint | None, ...], Meter] = {}
     meters = []
@@ -57,7 +57,7 @@ def _meter(plan: Plan, footprints: Mapping[Key, Footprint], with_messages: bool)
 
 
 def _together(each: Sequence[Amounts]) -> Amounts:
-    """Combine the amounts of each microbatch into one, which looks up the microbatch of an action."""
+    """Combine the amounts of each microbatch into one lookup by the microbatch of an action."""
     takes = {op: _by_microbatch([one.takes[op] for one in each]) for op in each[0].takes}
     gives = {op: _by_microbatch([one.gives[op] for one in each]) for op in each[0].gives}
     return Amounts(takes, gives)

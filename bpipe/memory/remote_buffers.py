@@ -16,12 +16,12 @@ class RemoteBuffers:
     """Buffers for one evictor, as the plan reserves them.
 
     They are allocated together, at the first arrival or before, and touched once, because fresh pages cost more than the transfer;
-    a room grows when a remote activation is larger than planned.
+    a buffer grows if a remote activation is larger than planned.
 
     Args:
-        reserved: which remote activation is in which room, and the size of each room.
-        device: where they lie.
-        in_bytes: whether sizes are bytes; where the plan counts slots, all buffers are made as large as the first remote
+        reserved: which buffer holds which remote activation, and the size of each buffer.
+        device: the device that holds them.
+        in_bytes: whether sizes are bytes; if the plan counts slots, all buffers are made as large as the first remote
             activation.
     """
 
@@ -35,7 +35,7 @@ class RemoteBuffers:
         return sum(room.numel() for room in self._rooms)
 
     def take(self, remote: PartKey, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Give a remote activation its room and return its parts, uint8 [size] each."""
+        """Assign a buffer to a remote activation and return its chunks, uint8 [size] each."""
         room, total = self._reserved.buffer_of[remote], sum(sizes)
         if not self.num_bytes:
             self._make(total)
@@ -55,7 +55,7 @@ class RemoteBuffers:
         if self._rooms[room].numel() < num_bytes:
             old, self._rooms[room] = self._rooms[room], self._new(0)
             self._give_back([old])  # before the new one is allocated, so that the two never exist together
-            del old  # or this frame would still hold it
+            del old  # otherwise this frame would still own it
             self._rooms[room] = self._new(num_bytes).fill_(0)
 
     def _new(self, num_bytes: int) -> torch.Tensor:

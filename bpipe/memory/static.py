@@ -1,4 +1,4 @@
-"""What stays on a device besides activations, and what is free there."""
+"""Count the memory of a device besides activations, and its free memory."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ __all__: list[str] = []
 
 
 class StaticBytes:
-    """The static bytes of a rank, which are counted again when something has come, gone or changed.
+    """The static bytes of a rank, which are counted again when a tensor was added, removed or changed.
 
     Args:
-        device: where they lie.
+        device: the device of these tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._seen: object = None
-        self.num_bytes = 0  # counted last
+        self.num_bytes = 0  # the latest count
 
     def has_changed(self, modules: Sequence[torch.nn.Module], seen: object) -> bool:
         """Count again at the end of a step if something has changed, and return whether it has.
 
         Args:
-            modules: of the rank's stages.
-            seen: what differs after a change to what they consist of, as `standing` returns it.
+            modules: those of the rank's stages.
+            seen: a value that differs after a change to the modules' makeup, as `standing` returns it.
         """
         if seen == self._seen:
             return False
@@ -40,21 +40,21 @@ class StaticBytes:
 
 
 def standing(modules: Sequence[torch.nn.Module], parameters: Sequence[torch.nn.Parameter]) -> object:
-    """Return what a step may change while the modules stay the same: gradients, where parameters lie, and buffers."""
+    """Return values that a step may change while the modules stay the same: gradients, addresses of parameters, and buffers."""
     gradients = [(one.requires_grad, one.grad is None) for one in parameters]
     return gradients, _places(parameters), looks_of(buffers_of(modules))
 
 
 def _places(parameters: Sequence[torch.nn.Parameter]) -> object:
-    """Return where parameters lie, which shows when some begin or cease to share memory."""
+    """Return the addresses of parameters, which show when some begin or cease to share memory."""
     try:
         return [*map(torch.Tensor.data_ptr, parameters)]
     except UNREADABLE:
-        return object()  # like nothing that was seen
+        return object()  # equal to no earlier value
 
 
 def static_bytes(modules: Sequence[torch.nn.Module], device: torch.device) -> int:
-    """Return the bytes on a device of what is there and of gradients still to come; `memory/optimizers` adds the states."""
+    """Return the bytes on a device of present tensors and of gradients still to come; `memory/optimizers` adds the states."""
     return present_bytes(modules, device) + coming_bytes(modules, device)
 
 
@@ -73,13 +73,13 @@ def coming_bytes(modules: Sequence[torch.nn.Module], device: torch.device) -> in
 
 
 def available_bytes(device: torch.device, reserve_bytes: int) -> int:
-    """Give unused memory back to the device, and return the bytes that it has left for any stream, less a reserve."""
+    """Release torch's unused memory to the device, and return the device's free bytes, less a reserve."""
     give_back_unused(device)
     return max(0, free_bytes(device) - reserve_bytes)
 
 
 def bytes_under(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> int:
-    """Return the bytes of the storages under some tensors, each once: those on a device, or anywhere."""
+    """Return the bytes of the storages of some tensors, each once: those on a device, or anywhere."""
     storages = {storage._cdata: storage for tensor in tensors for storage in storages_of(tensor)}
     return sum(storage.nbytes() for storage in storages.values() if device is None or _is_on(storage.device, device))
 
@@ -89,6 +89,6 @@ def _is_on(one: torch.device, device: torch.device) -> bool:
 
 
 def _parameters(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
-    """Return each parameter once, tied ones too, except those without memory yet."""
+    """Return each parameter once, including tied ones, except those without memory yet."""
     found = [parameter for module in modules for parameter in module.parameters() if not is_lazy(parameter)]
     return list({id(parameter): parameter for parameter in found}.values())

@@ -1,3 +1,3 @@
-"""The user's module and inputs: stages, microbatches, and how batches are cut and put together again."""
+"""The user's module and inputs: stages, microbatches, and how batches are cut and merged again."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""The arguments of `step` and `eval`, and how they become microbatches."""
+"""The arguments of `step` and `eval`, and how they are cut into microbatches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def call_of(
 
 
 class Specs(NamedTuple):
-    """The dimensions along which tensors are cut and put together; None: dimension 0."""
+    """The dimensions along which tensors are cut and merged; None: dimension 0."""
 
     args: Any
     kwargs: Any
@@ -76,7 +76,7 @@ class CutBatch(NamedTuple):
         each = zip(self.args, self.kwargs, self.targets or [None] * len(self.args))
         if self.are_alike:
             return [mb.describe(next(each))] * len(self.args)
-        known: mb.Known = {}  # what all of them have is described once
+        known: mb.Known = {}  # objects that all of them share are described once
         return [mb.describe(one, known) for one in each]
 
 
@@ -89,11 +89,11 @@ def microbatches_of(call: Call, num_microbatches: int, specs: Specs, *, is_train
     """
     m = num_microbatches
     if call.losses is not None and not isinstance(call.losses, list):
-        raise ConfigurationError(f"losses is filled in place and must be a list, got {type(call.losses).__qualname__}")
+        raise ConfigurationError(f"losses= must be a list, which bpipe fills in place, got {type(call.losses).__qualname__}")
     for what, value in (("an argument", call.args), ("a keyword argument", call.kwargs), ("the target", call.target)):
         if is_training and any(tensor.requires_grad and not tensor.is_leaf for tensor in mb.tensors_in(value)):
             raise ConfigurationError(
-                f"{what} was computed with a graph, which the backward of the first microbatch would free: give the pipeline "
+                f"{what} is part of an autograd graph, which the backward of the first microbatch would free: give the pipeline "
                 "x.detach().requires_grad_(), and run x.backward(detached.grad) after the step"
             )
     args = _presplit(call.arg_mbs, call.args, m, "arg_mbs", tuple)
@@ -124,6 +124,6 @@ def _presplit(given: list[Any] | None, whole: Any, m: int, name: str, entry: typ
     if odd is not None:
         example = "(x,)" if entry is tuple else "{'x': x}"
         raise ConfigurationError(
-            f"{name} has a {entry.__name__} for each microbatch, such as {example}; got {type(odd).__qualname__}"
+            f"{name} needs one {entry.__name__} for each microbatch, such as {example}; got {type(odd).__qualname__}"
         )
     return list(given)

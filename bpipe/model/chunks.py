@@ -1,4 +1,4 @@
-"""Cut one value that holds samples along its batch, and put its parts together: tensors of all kinds, arrays, masks."""
+"""Cut one value that holds samples along its batch, and join its parts again: tensors of all kinds, arrays, masks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__: list[str] = []
 
 
 class CannotCutError(ValueError):
-    """A value cannot be cut in this way; the message is a text to put after its name."""
+    """A value cannot be cut in this way; the message follows the value's name."""
 
 
 class Cut(NamedTuple):
@@ -29,7 +29,7 @@ class Cut(NamedTuple):
         parts: one for each microbatch.
         rows: the size of the dimension that was cut; None if the value was repeated.
         are_alike: whether all parts need the same memory.
-        sharding: of a DTensor, its mesh and the dimensions of the mesh that its batch is sharded over.
+        sharding: for a DTensor, its mesh and the dimensions of the mesh over which its batch is sharded.
     """
 
     parts: Sequence[Any]
@@ -38,11 +38,11 @@ class Cut(NamedTuple):
     sharding: tuple[Any, tuple[int, ...]] | None = None
 
 
-Offsets = dict[int, tuple[torch.Tensor, list[torch.Tensor]]]  # of jagged tensors by identity: they, and those of the microbatches
+Offsets = dict[int, tuple[torch.Tensor, list[torch.Tensor]]]  # jagged tensors' offsets by identity, with those of the microbatches
 
 
 def cutter_of(value: Any, offsets: Offsets) -> Callable[[Any, int, int], Cut] | None:
-    """Return the function that cuts a value into m parts along a dimension; None if it holds no samples as far as we know.
+    """Return the function that cuts a value into m parts along a dimension; None if it is not known to hold samples.
 
     Args:
         value: any leaf of a pytree.
@@ -66,7 +66,7 @@ def _cut_tensor(tensor: torch.Tensor, m: int, dim: int) -> Cut:
     try:
         parts = tensor.tensor_split(m, dim=dim)
         shapes = set() if type(tensor) is torch.Tensor else {tuple(part.shape) for part in parts}
-    except Exception as error:  # of some subclasses, and of tensors quantized by channel
+    except Exception as error:  # raised by some subclasses, and by tensors quantized by channel
         raise CannotCutError(f" cannot be cut: {type(error).__qualname__}: {error}") from error
     expected = list(tensor.shape)
     expected[dim] = rows // m
@@ -86,9 +86,9 @@ def _divided(shape: Sequence[int], m: int, dim: int) -> int:
 
 
 def _samples(rows: int, m: int, dim: int) -> int:
-    """Return how many samples a microbatch gets of a value that is a row of samples."""
+    """Return how many samples each microbatch gets of a value that is a row of samples."""
     if dim != 0:
-        raise CannotCutError(f" is cut along its samples, dimension 0, and was to be cut along dimension {dim}")
+        raise CannotCutError(f" can be cut only along its samples, dimension 0, but its spec says dimension {dim}")
     if rows < m or rows % m:
         raise CannotCutError(f" of {rows} samples does not divide into {m} microbatches")
     return rows // m
@@ -125,7 +125,7 @@ def _cut_dtensor(tensor: Any, m: int, dim: int) -> Cut:
         shape=torch.Size(shape),
         stride=tensor.stride(),
     )
-    # Each from the tensor itself, so that no two microbatches share a node of the graph.
+    # Each is cut from the tensor itself, so that no two microbatches share a node of the graph.
     parts = [wrap(tensor.to_local().narrow(dim, i * size, size)) for i in range(m)]
     return Cut(parts, rows, sharding=(mesh, sharding))
 
@@ -172,7 +172,7 @@ def _check_no_gradient(tensor: torch.Tensor) -> None:
 
 
 def _cut_packed(packed: PackedSequence, m: int, dim: int) -> Cut:
-    """Cut packed sequences between sequences, by the places of each one's steps in the packed data."""
+    """Cut packed sequences between sequences, by the positions of each one's steps in the packed data."""
     places = packed._replace(data=torch.arange(packed.data.shape[0], device=packed.data.device))
     padded, lengths = pad_packed_sequence(places, batch_first=True)
     size = _samples(len(lengths), m, dim)
@@ -212,7 +212,7 @@ def _shifted(mask_mod: Callable[..., Any], start: torch.Tensor) -> Callable[...,
 
 
 def cannot_join(value: Any, dim: int) -> str | None:
-    """Return why values like this one cannot be put together along a dimension; None if we know of no reason."""
+    """Return why values like this one cannot be joined along a dimension; None if no reason is known."""
     if isinstance(value, torch.Tensor) and (value.is_nested or value.layout in (torch.strided, torch.sparse_coo)):
         if value.is_nested:
             return None if dim == 0 else f"nested tensors cannot be put together along dimension {dim}"
@@ -225,7 +225,7 @@ def cannot_join(value: Any, dim: int) -> str | None:
 
 
 def join(parts: Sequence[Any], dim: int) -> Any:
-    """Put tensors or arrays together along a dimension; those without dimensions are stacked."""
+    """Join tensors or arrays along a dimension; those without dimensions are stacked."""
     first = parts[0]
     if isinstance(first, np.ndarray):
         return np.stack(parts) if first.ndim == 0 else np.concatenate(parts, axis=dim)
@@ -237,12 +237,12 @@ def join(parts: Sequence[Any], dim: int) -> Any:
 
 
 def _join_dtensors(parts: Sequence[Any], dim: int) -> Any:
-    """Put the shards of each rank together, and keep the placements."""
+    """Join the shards of each rank, and keep the placements."""
     from torch.distributed.tensor import DTensor
 
     first = parts[0]
     if any(not is_dtensor(part) or part.placements != first.placements or part.device_mesh != first.device_mesh for part in parts):
-        raise TypeError("DTensors with other placements cannot be put together")
+        raise TypeError("DTensors with different placements cannot be put together")
     shape = list(first.shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
     local = torch.cat([part.to_local() for part in parts], dim=dim)

@@ -1,4 +1,4 @@
-"""Mark how bpipe cut a stage's module from a model, so that ranks notice when they cut differently."""
+"""Mark how bpipe cut a stage's module from a model, so that ranks detect that they cut differently."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Cut(NamedTuple):
 
     Args:
         digest: 16 bytes that stand for the names of all stages' modules.
-        stage: which of them it is.
-        num_stages: the stages in all.
+        stage: the index of this stage.
+        num_stages: the number of all stages.
     """
 
     digest: bytes
@@ -34,6 +34,6 @@ def mark(parts: Sequence[Any], names: Sequence[Sequence[str]]) -> None:
 
 
 def cut_of(module: Any) -> Cut | None:
-    """Return how a module was cut; None if that is unknown, as for a module that you wrote, or one inside a wrapper."""
+    """Return how a module was cut; None if unknown, as for a module that you wrote, or one inside a wrapper."""
     found = getattr(module, MARK, None)
     return found if isinstance(found, Cut) else None

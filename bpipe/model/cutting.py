@@ -1,4 +1,4 @@
-"""Cut the batches of a call into microbatches; refuse what may hold samples and cannot be cut."""
+"""Cut the batches of a call into microbatches; refuse values that may hold samples and cannot be cut."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from bpipe.model.specs import DEFAULT, is_repeating, misfit, specs_of
 
 __all__: list[str] = []
 
-# What holds no samples, so that every microbatch gets the same.
+# These hold no samples, so every microbatch gets the same.
 REPEATED = (
     *PLAIN,
     Number,
@@ -61,22 +61,22 @@ class Cutting:
         self._offsets: Offsets = {}
         self._rows: list[_Rows] = []
         self._lists: list[_List] = []
-        self._sharding: dict[Any, tuple[tuple[int, ...], str]] = {}  # by mesh: its dimensions that shard a batch, and which value's
+        self._sharding: dict[Any, tuple[tuple[int, ...], str]] = {}  # by mesh: its dims that shard a batch, and the value's name
 
     def split(self, value: Any, spec: Any, name: str) -> list[Any]:
         """Cut everything in a pytree that holds samples, along the dimension that its spec names (0 by default).
 
         Args:
             value: a pytree of tensors and anything else.
-            spec: None, or a pytree like `value` with a `TensorChunkSpec` (anything with a `split_dim`) for what is cut, and None or
-                torch's `_Replicate` for what is repeated, of any type.
+            spec: None, or a pytree like `value` with a `TensorChunkSpec` (anything with a `split_dim`) for each value that is cut,
+                and None or torch's `_Replicate` for each value that is repeated, of any type.
             name: of the value, for messages.
 
         Returns:
-            m pytrees like `value`; of strided tensors views, no copies.
+            m pytrees like `value`; strided tensors are views, not copies.
 
         Raises:
-            ConfigurationError: a size that is no positive multiple of m, a spec that does not fit, or something that may hold
+            ConfigurationError: a size that is not a positive multiple of m, a spec that does not fit, or a value that may hold
                 samples and cannot be cut.
         """
         try:
@@ -107,7 +107,7 @@ class Cutting:
         if spec is not DEFAULT and not hasattr(spec, "split_dim"):
             raise misfit(path, leaf, spec)
         cutter = cutter_of(leaf, self._offsets)
-        if spec is DEFAULT and getattr(leaf, "ndim", None) == 0:  # of which there are no samples
+        if spec is DEFAULT and getattr(leaf, "ndim", None) == 0:  # it holds no samples
             return [leaf] * self._m
         if cutter is None:
             if not is_repeatable(leaf):
@@ -128,7 +128,7 @@ class Cutting:
         return cut.parts
 
     def _beside(self, value: Any, rows: Sequence[_Rows], path: str) -> list[Any]:
-        """Repeat what an object has beside its parts, in a new container each time; cut the encodings of a BatchEncoding."""
+        """Repeat an object's content besides its parts, in a new container each time; cut the encodings of a BatchEncoding."""
         if path.endswith("._encodings") and isinstance(value, (list, tuple)):
             if not rows:
                 return [value] * self._m
@@ -140,7 +140,7 @@ class Cutting:
         before = len(self._rows)
         copies = self._split(value, DEFAULT, path)
         if len(self._rows) > before:
-            raise self._refusal(self._rows[before].path, " is a tensor or an array in an attribute that is no part of the batch")
+            raise self._refusal(self._rows[before].path, " is a tensor or an array in an attribute that is not part of the batch")
         return copies
 
     def _check_sharding(self, mesh: Any, dims: tuple[int, ...], path: str) -> None:
@@ -154,7 +154,7 @@ class Cutting:
         """Check that all batches fit together, once all of them are cut.
 
         Raises:
-            ConfigurationError: batches of different sizes, or a list that may be one of samples.
+            ConfigurationError: batches of different sizes, or a list that may be a list of samples.
         """
         if self._m == 1:
             return
@@ -169,8 +169,8 @@ class Cutting:
             if rows.size % first.size:
                 raise self._refusal(
                     rows.path,
-                    f" has {rows.size} rows and {first.path} {first.size}: a microbatch would get {rows.size // self._m} and "
-                    f"{first.size // self._m} of them, which need not belong together",
+                    f" has {rows.size} rows but {first.path} has {first.size}: a microbatch would get {rows.size // self._m} and "
+                    f"{first.size // self._m} of them, which may not belong together",
                 )
 
     def _refusal(self, path: str, reason: str) -> ConfigurationError:
@@ -197,12 +197,12 @@ class _List(NamedTuple):
 
 
 def _way_out(path: str) -> str:
-    """Return what to do about a value that cannot be cut, or not as it was given."""
+    """Return advice about a value that cannot be cut, or not in the given form."""
     for name in ("args", "kwargs"):
         if path.startswith(name):
             return (
-                f"say what is meant with {name}_chunk_spec=, nested like {name} (None for what each microbatch gets whole, such as "
-                "position ids or a mask with one row for all; TensorChunkSpec(dim) for what is cut), or cut it yourself: "
+                f"give {name}_chunk_spec=, nested like {name} (None for a value that each microbatch gets whole, such as "
+                "position ids or a mask with one row for all; TensorChunkSpec(dim) for a value to cut), or cut it yourself: "
                 f"step({name[:-1]}_mbs=...)"
             )
     return "cut it yourself: step(target_mbs=...)"

@@ -1,4 +1,4 @@
-"""Put the outputs of the microbatches together again."""
+"""Merge the outputs of the microbatches."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from bpipe.model.specs import misfit, outline, specs_of
 
 __all__: list[str] = []
 
-Join = Callable[[Sequence[Any], Any], Any]  # of values in the same place, and their spec
+Join = Callable[[Sequence[Any], Any], Any]  # joins values at the same place, given their spec
 
 
 def merge(outputs: Sequence[Any], spec: Any = None) -> Any:
-    """Put the outputs of the microbatches together: tensors along the dimension that the spec names (0 by default).
+    """Merge the outputs of the microbatches: concatenate tensors along the dimension that the spec names (0 by default).
 
     Tensors without dimensions are stacked. A spec with `reduce_fn` and `init_value` (torch's reducers) folds instead;
     plain values (None, bool, int, float, str) are those of the first microbatch. With a tuple, list or dict of one spec, a single
@@ -31,7 +31,7 @@ def merge(outputs: Sequence[Any], spec: Any = None) -> Any:
 
 
 def check_merge(output: Any, spec: Any = None) -> None:
-    """Check that `merge` can put together outputs like this one of a single microbatch.
+    """Check that `merge` can merge outputs like this one of a single microbatch.
 
     Raises:
         ConfigurationError, StageError: as `merge`.

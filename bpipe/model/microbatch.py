@@ -1,4 +1,4 @@
-"""Find the tensors in inputs and outputs of microbatches, and describe what these inputs and outputs look like."""
+"""Find the tensors in inputs and outputs of microbatches, and describe these inputs and outputs."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from bpipe.model.pytree import Inside, inside, is_block_mask, leaves_of, mapped
 
 __all__: list[str] = []
 
-# Values that may select a branch, and so other memory and messages; floats do not change shapes.
+# These values may select a branch, and so other memory and messages; floats do not change shapes.
 SELECTING = (
     *(bool, int, str, bytes, type(None), type, range, slice, Enum, np.bool_),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
 _PLAIN = frozenset(PLAIN)
-_FEW = 32  # entries: what is longer is looked at as a whole first, and once where many microbatches have it
-_LONG = 4096  # characters: a longer text goes by its digest
+_FEW = 32  # entries: a longer container is looked at as a whole first, and once if many microbatches share it
+_LONG = 4096  # characters: a longer text is replaced by its digest
 
 
 def detached(value: Any) -> Any:
@@ -56,7 +56,7 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> list[torch.Tensor]:
 
 
 class Description(NamedTuple):
-    """A description of a pytree: its shapes, dtypes and plain values, with # in place of whole numbers, kept beside it."""
+    """A description of a pytree: its shapes, dtypes and plain values, with # in place of whole numbers, stored separately."""
 
     form: str
     numbers: tuple[int, ...] = ()
@@ -70,7 +70,7 @@ def text_of(numbers: tuple[int | None, ...]) -> str:
     return _shortened(str(numbers))
 
 
-Known = dict[int, tuple[Any, Description]]  # by identity: a container, which lives on, and what it looks like
+Known = dict[int, tuple[Any, Description]]  # by identity: a container, which is kept alive, and its description
 
 
 def describe(value: Any, known: Known | None = None) -> Description:

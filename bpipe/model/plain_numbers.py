@@ -1,8 +1,8 @@
-"""Learn which plain numbers among the inputs decide what memory and messages a microbatch takes.
+"""Learn which plain numbers among the inputs affect the memory and messages of a microbatch.
 
-`step(x, it=step)` gives another number each time. Each new one may select another branch and so need other memory, until it is
-seen not to: a number stops counting when its values have changed and what microbatches take has not. Messages are agreed for the
-exact numbers all the same.
+`step(x, it=step)` gives another number each time. Each new number may select another branch and so need other memory, until
+observation shows that it does not: a number stops counting when its values have changed but the memory and messages of
+microbatches have not. Messages are still agreed for the exact numbers.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from bpipe.model.microbatch import Description, text_of
 __all__: list[str] = []
 
 REMEMBERED = 16  # microbatches of a form with other numbers, to compare with
-NEEDED, MOST_NEEDED = 2, 64  # other values that take the same before a number stops counting: at first, and if it counted again
+NEEDED, MOST_NEEDED = 2, 64  # values with equal memory before a number stops counting: at first, and if it counted again
 MOST_FORMS = 64
 
 Numbers = tuple[int, ...]
-Taken = object  # what a microbatch takes: compares equal where nothing differs
+Taken = object  # the memory and messages of a microbatch: compares equal if nothing differs
 
 
 class InputForms(NamedTuple):
     """The descriptions of the microbatches of a step, one by one.
 
     Args:
-        exact: in full.
-        counted: without the numbers that do not count.
+        exact: the full descriptions.
+        counted: those without the numbers that do not count.
         numbered: by microbatch, the form and the numbers of those that have some; of equal microbatches, only the first.
-        descriptions: without the mode of the modules.
+        descriptions: those without the mode of the modules.
     """
 
     exact: list[str]
@@ -40,7 +40,7 @@ class InputForms(NamedTuple):
 
 
 class CountedNumbers:
-    """The numbers that count, for the forms of inputs seen last. In a form that was not seen yet, all do."""
+    """The numbers that count, for the most recently used forms of inputs. In a new form, all of them count."""
 
     def __init__(self) -> None:
         self._forms: OrderedDict[str, _Form] = OrderedDict()
@@ -65,7 +65,7 @@ class CountedNumbers:
         return known is None or known.latest != numbers
 
     def learn(self, form: str, numbers: Numbers, taken: Taken) -> bool:
-        """Learn what a microbatch took, and return whether numbers that did not count do so again."""
+        """Learn the memory of a microbatch, and return whether numbers that did not count do so again."""
         known = self._forms.setdefault(form, _Form())
         self._forms.move_to_end(form)
         if len(self._forms) > MOST_FORMS:
@@ -73,20 +73,20 @@ class CountedNumbers:
         return known.learn(numbers, taken)
 
     def count_again(self, forms: InputForms) -> None:
-        """Make all numbers of a step count again, until they are seen not to, now more often than before."""
+        """Make all numbers of a step count again, until observation shows that they do not; this now takes more steps."""
         for form, _ in forms.numbered.values():
             if form in self._forms:
                 self._forms[form].count_again()
 
 
 class _Form:
-    """The observations of microbatches that are alike except for their numbers."""
+    """The observations of microbatches that are equal except for their numbers."""
 
     def __init__(self) -> None:
         self.latest: Numbers | None = None
         self._seen: OrderedDict[tuple[int | None, ...], tuple[Numbers, Taken]] = OrderedDict()  # by the numbers that count
         self._free: set[int] = set()  # places of numbers that do not count
-        self._shown: dict[int, int] = {}  # by place: how often another value took the same
+        self._shown: dict[int, int] = {}  # by place: how often another value took the same memory
         self._needed = NEEDED
 
     def counted(self, numbers: Numbers) -> tuple[int | None, ...]:
@@ -107,7 +107,7 @@ class _Form:
         return had_free and not self._free
 
     def _compare(self, numbers: Numbers, taken: Taken) -> None:
-        """Count values that took the same as in the most similar microbatch; start again for one that alone made a difference."""
+        """Count values with the same memory as in the most similar microbatch; restart for one that alone made a difference."""
         alike: list[int] = []
         for others, taken_before in self._seen.values():
             places = [i for i, number in enumerate(numbers) if i not in self._free and number != others[i]]
@@ -119,7 +119,7 @@ class _Form:
             self._shown[place] = self._shown.get(place, 0) + 1
 
     def _release(self) -> None:
-        """Stop counting numbers that were shown often enough not to matter."""
+        """Stop counting numbers that were shown often enough to have no effect."""
         released = {place for place, times in self._shown.items() if times >= self._needed}
         if released - self._free:
             self._free |= released

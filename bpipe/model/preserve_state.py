@@ -1,4 +1,4 @@
-"""Run a module without leaving a trace."""
+"""Run a module and restore its state afterwards."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def preserved_state(modules: Sequence[nn.Module], device: torch.device | None = 
     """Restore buffers, gradients and random numbers on exit, whatever happens inside; gradients start as None.
 
     Args:
-        modules: those that run.
-        device: one whose random numbers are drawn, besides the parameters' devices.
+        modules: the modules that run.
+        device: a device whose random numbers are drawn, besides the parameters' devices.
     """
     owners = [(one, dict(one._buffers)) for module in modules for one in module.modules()]  # a forward may assign new buffers
     buffers = {id(buffer): (buffer, buffer.clone()) for module in modules for buffer in module.buffers()}
@@ -32,7 +32,7 @@ def preserved_state(modules: Sequence[nn.Module], device: torch.device | None = 
             after.callback(_refill, buffer, value)
         for owner, its in owners:
             after.callback(owner._buffers.update, its)
-            after.callback(owner._buffers.clear)  # before that: the last one is called first
+            after.callback(owner._buffers.clear)  # runs before the line above: the last callback is called first
         for parameter, gradient in gradients:
             after.callback(setattr, parameter, "grad", gradient)
             parameter.grad = None

@@ -1,6 +1,6 @@
-"""Find the parts of a value that a user gives or returns, and make another one like it.
+"""Find the parts of a value that a user gives or returns, and make another value like it.
 
-Cutting, merging, describing and finding tensors share this one notion of a pytree: tuples, lists and dicts, what is registered with
+Cutting, merging, describing and finding tensors share this one notion of a pytree: tuples, lists and dicts, types registered with
 `torch.utils._pytree`, dataclasses, `UserDict` (such as transformers' BatchEncoding) and subclasses of dict and list.
 """
 
@@ -26,7 +26,7 @@ from bpipe.comm.wire.message import PLAIN
 __all__: list[str] = []
 
 _PLAIN = frozenset(PLAIN)
-# Values that are one thing for us, whatever they hold, and whatever they are registered as.
+# bpipe treats these values as single objects, whatever they hold, and even if they are registered as pytrees.
 _WHOLE = (
     torch.Tensor,
     np.ndarray,
@@ -51,7 +51,7 @@ _OPAQUE = (
     str,
     bytes,
 )
-_OBJECTS_DEEP = 3  # how far objects inside objects are searched for tensors
+_OBJECTS_DEEP = 3  # how many levels of nested objects are searched for tensors
 
 
 class Inside(NamedTuple):
@@ -63,7 +63,7 @@ class Inside(NamedTuple):
         make: makes another value like it from as many other parts.
         num_own: how many of the parts are the value's own; those after them are attributes beside them, such as a cached length.
         are_fields: whether its own parts are attributes, too.
-        context: what else describes the value, such as the structure of a registered pytree.
+        context: other properties of the value, such as the structure of a registered pytree.
     """
 
     keys: Sequence[Any]
@@ -80,7 +80,7 @@ class Inside(NamedTuple):
 
 
 def inside(value: Any) -> Inside | None:
-    """Return the parts of a value; None for a value that is one thing, or unknown."""
+    """Return the parts of a value; None for a single object, or an unknown one."""
     kind = type(value)
     if kind in _PLAIN or isinstance(value, torch.Tensor):
         return None
@@ -132,7 +132,7 @@ def _put_all(new: Any, keys: Sequence[Any], parts: Sequence[Any]) -> None:
 
 def _put_fields(new: Any, keys: Sequence[Any], parts: Sequence[Any]) -> None:
     for name, part in zip(keys, parts):
-        object.__setattr__(new, name, part)  # of frozen ones too
+        object.__setattr__(new, name, part)  # works for frozen classes too
 
 
 def _like(value: Any, keys: Sequence[Any], own: Sequence[Any], put: Callable[..., None], *, are_fields: bool) -> Inside:
@@ -143,7 +143,7 @@ def _like(value: Any, keys: Sequence[Any], own: Sequence[Any], put: Callable[...
     attributes = attributes_of(value)
     for name in keys if are_fields else ["data"] if isinstance(value, UserDict) else []:
         attributes.pop(name, None)
-    places = {id(part): i for i, part in enumerate(own) if type(part) not in _PLAIN}  # equal numbers are one by chance
+    places = {id(part): i for i, part in enumerate(own) if type(part) not in _PLAIN}  # equal numbers are the same object by chance
     twins = {name: places[id(part)] for name, part in attributes.items() if id(part) in places}
     beside = {name: part for name, part in attributes.items() if name not in twins}
     names = [*keys, *beside]
@@ -179,9 +179,9 @@ def _checked(make: Callable[[Sequence[Any]], Any], keys: Sequence[Any], parts: S
         new = make(parts)
         again = inside(new)
     except Exception as error:
-        raise TypeError(f"it cannot be made of other parts: {type(error).__qualname__}: {error}") from error
+        raise TypeError(f"it cannot be rebuilt from other parts: {type(error).__qualname__}: {error}") from error
     if again is None or list(again.keys) != list(keys) or not all(map(_is_same, again.parts, parts)):
-        raise TypeError("made of other parts, it does not hold what it was given")
+        raise TypeError("rebuilt from other parts, it does not hold the parts that it was given")
     return new
 
 
@@ -202,17 +202,17 @@ def slots_of(kind: type) -> list[str]:
 
 
 def is_block_mask(value: Any) -> bool:
-    """Return whether a value is flex attention's BlockMask, without importing flex attention, because few use it."""
+    """Return whether a value is flex attention's BlockMask, without importing flex attention, because few programs use it."""
     loaded = sys.modules.get("torch.nn.attention.flex_attention")
     return loaded is not None and isinstance(value, loaded.BlockMask)
 
 
 def leaves_of(value: Any, *, objects_deep: int = _OBJECTS_DEEP, without: str | None = None) -> Iterator[Any]:
-    """Yield the leaves of a pytree, and what functions hold.
+    """Yield the leaves of a pytree, and the values in functions' closures.
 
     Args:
         value: any.
-        objects_deep: how far objects whose parts are unknown are searched too.
+        objects_deep: how many levels of objects with unknown parts are searched too.
         without: a package whose own objects are not searched.
     """
     return _leaves(value, objects_deep, without, {})
@@ -232,7 +232,7 @@ def _leaves(value: Any, deep: int, without: str | None, seen: dict[int, Any]) ->
 
 
 def _seen_in(value: Any, deep: int, without: str | None) -> tuple[Sequence[Any], int]:
-    """Return what an object or a function holds, and how deep to search from there."""
+    """Return the values in an object or a function, and how deep to search from there."""
     if isinstance(value, torch.Tensor) or type(value) in _PLAIN or isinstance(value, _OPAQUE):
         return (), deep
     if isinstance(value, PackedSequence):

@@ -1,4 +1,4 @@
-"""The specs of how a batch is cut and put together: pytrees of torch's `TensorChunkSpec`, of None and of reducers."""
+"""The specs of how a batch is cut and merged: pytrees of torch's `TensorChunkSpec`, of None and of reducers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bpipe.model.pytree import Inside, inside
 
 __all__: list[str] = []
 
-DEFAULT = object()  # nothing was said: dimension 0 of whatever holds samples
+DEFAULT = object()  # no spec was given: dimension 0 of every value that holds samples
 
 
 def is_repeating(spec: Any) -> bool:
@@ -52,8 +52,8 @@ def check_specs(spec: Any, name: str, *, may_reduce: bool = False) -> None:
 
     Args:
         spec: a pytree, or None.
-        name: of the argument, for messages.
-        may_reduce: whether it may have torch's reducers in it.
+        name: the name of the argument, for messages.
+        may_reduce: whether it may contain torch's reducers.
 
     Raises:
         ConfigurationError: something in it is not a spec, such as a bare number.
@@ -63,8 +63,8 @@ def check_specs(spec: Any, name: str, *, may_reduce: bool = False) -> None:
         is_reducer = may_reduce and hasattr(leaf, "reduce_fn") and hasattr(leaf, "init_value")
         if not (leaf is None or is_cut or is_reducer or "_Replicate" in (getattr(leaf, "__name__", ""), type(leaf).__name__)):
             raise ConfigurationError(
-                f"{name} has a {type(leaf).__qualname__}, {leaf!r}, in it: give TensorChunkSpec(dim) for what is cut along a "
-                "dimension (TensorChunkSpec.from_tuple and from_dict make them of numbers), or None"
+                f"{name} contains a {type(leaf).__qualname__}, {leaf!r}: give TensorChunkSpec(dim) for a value that is cut along a "
+                "dimension (TensorChunkSpec.from_tuple and from_dict make them from numbers), or None"
             )
 
 

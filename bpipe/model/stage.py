@@ -19,19 +19,19 @@ __all__ = ["PipelineStage"]
 
 
 class ModuleSnapshot(NamedTuple):
-    """The modules and parameters in a module at some moment, each once. Keep it for a step only: it keeps replaced ones alive."""
+    """The modules and parameters of a module at some moment, each once. Keep it for a step only: it keeps replaced ones alive."""
 
     modules: list[torch.nn.Module]
     parameters: list[torch.nn.Parameter]
-    makeup: int  # the number of what it consists of
+    makeup: int  # the number of its makeup
 
     @classmethod
     def of(cls, module: torch.nn.Module, makeups: Makeups) -> ModuleSnapshot:
-        """Collect what a module consists of now.
+        """Collect the present modules and parameters of a module.
 
         Args:
             module: the whole module.
-            makeups: those that numbered it before.
+            makeups: numbers the makeup.
         """
         modules = list(module.modules())
         found = [one for module in modules if module._parameters for one in module._parameters.values() if one is not None]
@@ -39,7 +39,7 @@ class ModuleSnapshot(NamedTuple):
         return cls(modules, parameters, makeups.number(modules, parameters))
 
     def mode(self) -> str:
-        """Describe what the module consists of, which of its modules train, and which parameters."""
+        """Describe the makeup of the module, which of its modules train, and which parameters are trainable."""
         training = "".join(["t" if module.training else "e" for module in self.modules])
         trainable = "".join(["1" if parameter.requires_grad else "0" for parameter in self.parameters])
         return f"{self.makeup} {training} {trainable}"
@@ -59,18 +59,18 @@ class PipelineStage:
         submod: the partition.
         stage_index: its place, 0 to num_stages - 1.
         num_stages: stages in the pipeline.
-        device: where it computes and receives; by default where its parameters are.
+        device: where it computes and receives; default: the device of its parameters.
         group: the process group of the pipeline's ranks (None: the default group), a `DeviceMesh` of one dimension such as
             `mesh["pp"]`, or a rank of a `Loopback`.
-        dw_builder: for a module that puts the gradients of some of its weights off by itself, as torch's: the stage's backwards
-            then run as a whole, `dw_builder()` is called behind each, and what it returns is called in that microbatch's weight
-            half, or at once where the schedule has none.
+        dw_builder: for a module that defers the gradients of some of its weights itself, as torch's: the stage's backwards
+            then run as a whole, `dw_builder()` is called behind each, and its result is called in that microbatch's W action,
+            or at once if the schedule has none.
         get_mesh: `get_mesh(mesh_dim_names, mesh_layout)` gives the mesh of this rank for DTensors that the neighbouring stages
             send, as torch's does (the layout is None here); default: that of the stage's own parameters.
 
     Raises:
-        ConfigurationError: an index outside the pipeline, no module, a module that `split_model` made for another stage, or a
-            mesh of several dimensions.
+        ConfigurationError: an index outside the pipeline, an argument that is not a module, a module that `split_model` made for
+            another stage, or a mesh of several dimensions.
 
     Example:
         >>> from torch import nn
@@ -91,7 +91,7 @@ class PipelineStage:
         get_mesh: Callable[[tuple[str, ...], Any], Any] | None = None,
     ) -> None:
         if not isinstance(submod, torch.nn.Module):
-            raise ConfigurationError(f"a stage wraps an nn.Module, got {type(submod).__qualname__}")
+            raise ConfigurationError(f"a stage needs an nn.Module, got {type(submod).__qualname__}")
         if not isinstance(num_stages, int) or num_stages < 1:
             raise ConfigurationError(f"num_stages={num_stages!r}: give a whole number of at least 1")
         if not isinstance(stage_index, int) or not 0 <= stage_index < num_stages:
@@ -100,7 +100,7 @@ class PipelineStage:
         if cut is not None and cut[1:] != (stage_index, num_stages):
             raise ConfigurationError(
                 f"the module is stage {cut.stage} of {cut.num_stages} of the model that it was cut from, "
-                f"and was given as stage {stage_index} of {num_stages}"
+                f"but it was given as stage {stage_index} of {num_stages}"
             )
         self.submod = submod
         self.stage_index = stage_index
@@ -123,41 +123,41 @@ class PipelineStage:
         try:
             return _AdoptedStage(stage)
         except AttributeError as error:
-            raise ConfigurationError(f"a schedule runs a PipelineStage, got {type(stage).__qualname__}") from error
+            raise ConfigurationError(f"a schedule needs a PipelineStage, got {type(stage).__qualname__}") from error
 
     @property
     def is_first(self) -> bool:
-        """Whether the pipeline's inputs come here."""
+        """Whether this stage gets the pipeline's inputs."""
         return self.stage_index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the pipeline's outputs leave here."""
+        """Whether this stage returns the pipeline's outputs."""
         return self.stage_index == self.num_stages - 1
 
     def find_mesh(self, names: tuple[str, ...] | None, shape: tuple[int, ...]) -> Any:
         """Return the mesh for this stage's shards of DTensors that come from a device mesh with these names and this shape.
 
         Raises:
-            StageError: there is none.
+            StageError: none is known.
         """
         mesh = mesh_among([*self.submod.parameters(), *self.submod.buffers()], names, shape)
         if mesh is None and self._get_mesh is not None and names is not None:
             mesh = self._get_mesh(names, None)
         if mesh is None or tuple(mesh.shape) != shape:
             raise StageError(
-                f"stage {self.stage_index} gets a DTensor on a mesh {names} of shape {shape}, and knows "
+                f"stage {self.stage_index} gets a DTensor on a mesh {names} of shape {shape}, but it knows "
                 f"{'no such mesh' if mesh is None else f'only {mesh}'}: none of its parameters lies on one. Give PipelineStage "
                 "get_mesh=lambda names, layout: your_mesh[names]"
             )
         return mesh
 
     def parts(self) -> ModuleSnapshot:
-        """Collect what the module consists of now."""
+        """Collect the present modules and parameters of the stage's module."""
         return ModuleSnapshot.of(self.submod, self._makeups)
 
     def mode(self, parts: ModuleSnapshot) -> str:
-        """Describe what decides, besides inputs, what the stage returns and saves: its parts, what trains, its mode, autocast."""
+        """Describe everything besides inputs that affects results and saved bytes: makeup, trainable parameters, mode, autocast."""
         kind = self.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return f"{parts.mode()} {autocast}"
@@ -167,7 +167,7 @@ class PipelineStage:
 
 
 class _AdoptedStage(PipelineStage):
-    """Another library's stage as one of ours; its module and its `dw_builder` stay its own to replace."""
+    """Another library's stage as one of ours; its module and its `dw_builder` may still be replaced on the original."""
 
     def __init__(self, stage: Any) -> None:
         get_mesh = getattr(getattr(stage, "_mesh_cache", None), "_get_mesh_cb", None)
@@ -192,14 +192,14 @@ def stages_of(given: Any) -> dict[int, PipelineStage]:
     for name in ("num_stages", "device", "group"):
         values = [getattr(one, name) for one in stages]
         if any(value != values[0] for value in values):
-            raise ConfigurationError(f"the stages of a rank have one {name}, got {', '.join(map(str, values))}")
+            raise ConfigurationError(f"the stages of a rank must have the same {name}, got {', '.join(map(str, values))}")
     if len({cut.digest for one in stages if (cut := cut_of(one.submod)) is not None}) > 1:
         raise ConfigurationError("the stages of a rank were cut by different lists of names: cut the model once")
     by_index = {one.stage_index: one for one in stages}
     if len(by_index) < len(stages) or stages[0].num_stages % len(stages):
         raise ConfigurationError(
             f"a rank got stages {[one.stage_index for one in stages]} of {stages[0].num_stages}: "
-            "each stage is on one rank, and every rank holds as many"
+            "put each stage on one rank, and equally many on every rank"
         )
     return by_index
 
@@ -207,5 +207,5 @@ def stages_of(given: Any) -> dict[int, PipelineStage]:
 def _device_of(module: torch.nn.Module) -> torch.device:
     parameter = next(module.parameters(), None)
     if parameter is not None and parameter.device.type == "meta":
-        raise ConfigurationError("the module's parameters are on the meta device: say with device= where the stage will run")
+        raise ConfigurationError("the module's parameters are on the meta device: give device=, where the stage will run")
     return torch.device("cpu") if parameter is None else parameter.device

@@ -16,17 +16,17 @@ from bpipe.schedules import Action, Op
 
 __all__: list[str] = []
 
-# What cannot work with several microbatches under way, and why.
+# Options that cannot work with several microbatches in flight, and why.
 REFUSED = {
-    "find_unused_parameters": "it looks for unused parameters from each forward's outputs, which a pipeline has sent away",
-    "static_graph": "it counts one backward a step, and a pipeline runs one for each microbatch",
-    "mixed_precision": "it frees its low precision weights after each backward, and other microbatches still need them",
-    "_delay_all_reduce_all_params": "it sums all gradients after one backward, and a pipeline runs one for each microbatch",
+    "find_unused_parameters": "it searches unused parameters from each forward's outputs, which a pipeline has already sent",
+    "static_graph": "it expects one backward per step, but a pipeline runs one for each microbatch",
+    "mixed_precision": "it frees its low precision weights after each backward, but other microbatches still need them",
+    "_delay_all_reduce_all_params": "it sums all gradients after one backward, but a pipeline runs one for each microbatch",
 }
 
 
 def last_of(lane: Iterable[Action], ops: Collection[Op]) -> dict[int, tuple[Op, int, int]]:
-    """Return the operation, stage and microbatch of each stage's last action that is one of some operations."""
+    """Return each stage's last action among some operations, as its operation, stage and microbatch."""
     return {action.stage: action[:3] for action in lane if action.op in ops}
 
 
@@ -34,19 +34,19 @@ class Replicated:
     """The modules of one rank's stages that are under DDP, during one step. Their backwards run as a whole.
 
     Args:
-        stages: what the stages on this rank consist of, by index.
+        stages: a snapshot of each stage on this rank, by index.
         lane: this rank's actions.
     """
 
     def __init__(self, stages: Mapping[int, ModuleSnapshot], lane: Iterable[Action]) -> None:
         found = {index: replicas for index, parts in stages.items() if (replicas := _replicas(parts.modules))}
-        self._last = last_of(lane, (Op.B, Op.I)) if found else {}  # weight halves are empty
+        self._last = last_of(lane, (Op.B, Op.I)) if found else {}  # W actions do nothing here
         self.stages = {index: replicas for index, replicas in found.items() if index in self._last}
         self._reducing: dict[int, list[DistributedDataParallel]] = {}
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Keep backwards from reducing by themselves; in the end the modules are as the user left them.
+        """Keep backwards from reducing by themselves, and restore the user's setting of the modules in the end.
 
         Raises:
             StageError: a module's options cannot work in a pipeline.
@@ -79,11 +79,11 @@ class Replicated:
                     _abandon(replica)
             raise
         for replica in reducing:
-            replica.require_forward_param_sync = True  # buffers are made equal before the next forward, as without a pipeline
+            replica.require_forward_param_sync = True  # buffers are synchronised before the next forward, as without a pipeline
 
 
 def equalise_buffers(modules: Iterable[nn.Module]) -> None:
-    """Make the buffers of replicas equal as the next forward would: one that runs twice has to find the same ones both times."""
+    """Make the buffers of replicas equal as the next forward would: a forward that runs twice must find the same values."""
     for replica in _replicas(modules):
         if replica._check_sync_bufs_pre_fwd():
             replica._sync_buffers()
@@ -105,7 +105,7 @@ def _check(replica: DistributedDataParallel, stage: int) -> None:
 
 
 def _abandon(replica: DistributedDataParallel) -> None:
-    """Drop the averages that a backward has begun and will not finish: the next forward would refuse to run."""
+    """Cancel the averages that a backward has begun and will not finish: otherwise the next forward would refuse to run."""
     if hasattr(replica.reducer, "_reset_state"):
         replica.reducer._reset_state()
 
@@ -116,6 +116,6 @@ def _check_reduced(replica: DistributedDataParallel, action: Action) -> None:
     except RuntimeError as error:
         raise StageError(
             f"stage {action.stage}: some parameters under DistributedDataParallel got no gradient in the last microbatch's "
-            f"backward ({action}), so the gradients of this step are not all averaged. Freeze parameters that are not used, or "
-            "use fully_shard, which reduces those of all microbatches"
+            f"backward ({action}), so this step has not averaged all gradients. Freeze parameters that are not used, or "
+            "use fully_shard, which reduces the gradients of all microbatches"
         ) from error

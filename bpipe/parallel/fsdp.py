@@ -1,9 +1,9 @@
-"""Stages under data parallelism: gathered, freed and reduced where the plan says, and reduced once a step whatever it says.
+"""Gather, free and reduce stages under data parallelism where the plan says so, and reduce gradients once per step otherwise.
 
-Under FSDP2 (`fully_shard`) a plan may say when a stage's weights are gathered and freed, and when its gradients are reduced. For
-a stage of which it says nothing, FSDP gathers and frees by itself, and its gradients add up over the microbatches, unsharded,
-until the stage's last backward has run. Weights that FSDP keeps between a forward and its backward stay until then, too: with
-several microbatches under way they would be freed only to be gathered again. Where no backward follows, they are freed in the end.
+Under FSDP2 (`fully_shard`) a plan may say when a stage's weights are gathered and freed, and when its gradients are reduced. If it
+does not for a stage, FSDP gathers and frees by itself, and the stage's gradients add up over the microbatches, unsharded, until its
+last backward has run. Weights that FSDP keeps between a forward and its backward also stay until then: with several microbatches in
+flight they would be freed only to be gathered again. If no backward follows, they are freed in the end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bpipe.schedules import Action, Op
 __all__: list[str] = []
 
 REDUCING = ("reduce_grads", "all_reduce_grads")
-# Of a parameter group: FSDP frees no weights by itself after a forward or a backward.
+# The attributes of a parameter group that keep FSDP from freeing weights by itself after a forward or a backward.
 KEEPING = {"post_forward_mesh_info": None, "reshard_after_backward": False}
 BACKWARDS = (Op.B, Op.I, Op.W)
 
@@ -36,7 +36,7 @@ class Sharding:
     """The data parallelism of one rank's stages during one step.
 
     Args:
-        stages: what the stages on this rank consist of, by index.
+        stages: a snapshot of each stage on this rank, by index.
         lane: this rank's actions.
     """
 
@@ -56,7 +56,7 @@ class Sharding:
 
     @contextmanager
     def in_charge(self) -> Iterator[None]:
-        """Keep stages from reducing by themselves, or freeing where the plan says when; in the end all is as the user left it."""
+        """Keep stages from reducing by themselves, or freeing if the plan says when; restore the user's settings in the end."""
         with keeping(ExitStack()) as stack:
             stack.enter_context(_freed(self._without_backward))
             stack.enter_context(self._replicated.silent())
@@ -76,7 +76,7 @@ class Sharding:
         self._stages[action.stage].reduce()
 
     def around(self, action: Action) -> AbstractContextManager[None]:
-        """Wrap a backward or half of one, and do what its end means for the gradients of its stage."""
+        """Wrap a backward (or I, or W), and update the gradients of its stage when it ends."""
         is_parallel = action.stage in self._stages or action.stage in self._replicated.stages
         return self._around(action) if is_parallel else nullcontext()
 
@@ -101,7 +101,7 @@ class _ShardedStage:
     """A stage's modules under FSDP: none if it is not sharded.
 
     Args:
-        units: these modules, from the outermost in.
+        units: the modules under FSDP, outermost first.
         is_planned: whether the plan says when to gather, free and reduce.
     """
 
@@ -190,7 +190,7 @@ class _ShardedStage:
             self.collect()
 
     def collect(self) -> None:
-        """Do what FSDP does when a backward has ended, because it does not see a weight half by itself.
+        """Do what FSDP does when a backward has ended, because FSDP does not detect a `backward_weight` by itself.
 
         It adds up each backward's gradients in the precision of its reduction.
         """
@@ -201,7 +201,7 @@ class _ShardedStage:
     def pass_over(self) -> None:
         """Let the end of a backward pass over parameters that were never gathered.
 
-        Even where it does not reduce, FSDP looks for their gradients, for which there is no place yet.
+        FSDP looks for their gradients even if it does not reduce, but there is no place for them yet.
         """
         self._never_gathered = [group for group in self._never_gathered if not _was_gathered(group)]
         for group in self._never_gathered:
@@ -210,10 +210,10 @@ class _ShardedStage:
 
 @contextmanager
 def _freed(units: Sequence[Any]) -> Iterator[None]:
-    """Free in the end what an evaluation has gathered: FSDP keeps it for a backward that does not come.
+    """Free in the end the weights that an evaluation has gathered: FSDP keeps them for a backward that does not come.
 
-    It would stand in the module instead of the parameters that have gradients, and, after the optimizer's next step, have the
-    old values. What the user has gathered stays.
+    They would stay in the module instead of the parameters that have gradients, and, after the optimizer's next step, have the
+    old values. Weights that the user has gathered stay.
     """
     sharded = [group for unit in units for group in _groups(unit._get_fsdp_state()) if group.is_sharded]
     try:

@@ -43,7 +43,7 @@ def pair_adjacent(num_stages: int, ranks_per_node: int) -> list[int]:
         return list(range(num_stages))
     if ranks_per_node % 2:
         raise ConfigurationError(
-            f"a node of {ranks_per_node} ranks would split a pair of stages: choose an even number of ranks a node"
+            f"a node of {ranks_per_node} ranks would split a pair of stages: choose an even number of ranks per node"
         )
     q = ranks_per_node // 2
     order: list[int] = []
@@ -55,13 +55,13 @@ def pair_adjacent(num_stages: int, ranks_per_node: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a process is in its pipeline.
+    """The position of a process in its pipeline.
 
     Args:
         group: the process group of the pipeline's ranks, for `PipelineStage`.
-        index: which of the pipeline's ranks it is, in the order of the stages: 0 has the first stage.
+        index: this process among the pipeline's ranks, in the order of the stages: 0 has the first stage.
         num_ranks: p.
-        stages: the stages it holds.
+        stages: the stages that it holds.
         num_stages: the number of stages in the whole pipeline.
     """
 
@@ -80,7 +80,7 @@ def place(mesh: Any, *, rule: str = "1f1b", stages_per_rank: int | None = None, 
     Args:
         mesh: a mesh of one dimension, such as `init_device_mesh("cuda", (2, 4, 2), mesh_dim_names=("dp", "pp", "tp"))["pp"]`.
         rule: the schedule's name, one of `bpipe.schedules.names()`; it decides which stages share a rank.
-        stages_per_rank: v; default: 1 or 2, whichever the rule takes.
+        stages_per_rank: v; default: 1 or 2, as the rule requires.
         ranks_per_node: processes on each node, numbered consecutively; default: as many as torchrun has started here, or all.
 
     Raises:
@@ -91,7 +91,7 @@ def place(mesh: Any, *, rule: str = "1f1b", stages_per_rank: int | None = None, 
         >>> stage = bpipe.PipelineStage(parts[place.index], place.index, place.num_stages, device, place.group)  # doctest: +SKIP
     """
     if mesh.ndim != 1:
-        raise ConfigurationError(f"a pipeline lies along one dimension of a mesh, got {mesh}: choose one, such as mesh['pp']")
+        raise ConfigurationError(f"a pipeline needs a mesh of one dimension, got {mesh}: choose a dimension, such as mesh['pp']")
     ranks, here = mesh.mesh.flatten().tolist(), mesh.get_local_rank()
     nodes = [rank // (ranks_per_node or ranks_on_this_node() or max(ranks) + 1) for rank in ranks]
     order = _pairs_together(nodes)
@@ -108,7 +108,7 @@ def place(mesh: Any, *, rule: str = "1f1b", stages_per_rank: int | None = None, 
 
 
 def _pairs_together(nodes: Sequence[int]) -> list[int] | None:
-    """Return the pipeline's rank of each of its processes, so that x and p-1-x are on one node; None if the nodes forbid it."""
+    """Return the pipeline's rank of each process, so that x and p-1-x are on one node; None if the nodes do not allow it."""
     num_ranks, counts = len(nodes), set(Counter(nodes).values())
     if len(counts) > 1 or list(nodes) != sorted(nodes):
         return None
@@ -118,8 +118,8 @@ def _pairs_together(nodes: Sequence[int]) -> list[int] | None:
 
 def _warn(ranks: Sequence[int], nodes: Sequence[int]) -> None:
     LOG.warning(
-        "rank %s: processes %s of a pipeline lie on nodes %s: pairs of ranks x and p-1-x cannot share them, and evictions cross "
-        "nodes. An even number of the pipeline's ranks on each node, in a row, would keep them inside.",
+        "rank %s: processes %s of a pipeline lie on nodes %s, where pairs of ranks x and p-1-x cannot share a node, so evictions "
+        "cross nodes. To avoid this, put an even number of consecutive ranks of the pipeline on each node.",
         ranks[0],
         ranks,
         nodes,

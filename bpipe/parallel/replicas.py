@@ -19,9 +19,9 @@ VARIES = -2
 
 
 def difference(group: dist.ProcessGroup, stages: Mapping[int, StageSizes], varying: Container[int], device: torch.device) -> str:
-    """Say where the sizes of ranks with the same stages differ; empty if nowhere. Collective over their group; blocks.
+    """Describe how the sizes of ranks with the same stages differ; empty if they are equal. Collective over their group; blocks.
 
-    What a stage saves is not compared where it varies in one of the replicas.
+    A stage's saved bytes are not compared if they vary in one of the replicas.
     """
     mine = torch.full((MOST_STAGES, 1 + len(COMPARED)), -1, dtype=torch.int64)
     for row, (stage, sizes) in enumerate(sorted(stages.items())):
@@ -35,7 +35,7 @@ def difference(group: dist.ProcessGroup, stages: Mapping[int, StageSizes], varyi
 
 
 def _row_difference(group: dist.ProcessGroup, rows: torch.Tensor) -> str:
-    """Say where the ranks' numbers of one stage, [ranks, numbers], differ from the first rank's; empty if nowhere."""
+    """Describe how ranks' numbers of one stage, [ranks, numbers], differ from the first rank's; empty if they do not."""
     differing = ((rows != rows[0]) & ~(rows == VARIES).any(0)).nonzero()
     if not len(differing):
         return ""
@@ -45,6 +45,6 @@ def _row_difference(group: dist.ProcessGroup, rows: torch.Tensor) -> str:
         return f"replicas differ: rank {ranks[0]} holds stage {int(rows[0, 0])} and rank {ranks[1]} stage {int(rows[other, 0])}"
     here, there = int(rows[0, column]), int(rows[other, column])
     return (
-        f"replicas differ: of a microbatch of stage {int(rows[0, 0])}, rank {ranks[0]} has {here} {COMPARED[column - 1]} bytes and "
-        f"rank {ranks[1]} has {there}. Give all replicas microbatches of the same shapes."
+        f"replicas differ: for a microbatch of stage {int(rows[0, 0])}, rank {ranks[0]} has {here} {COMPARED[column - 1]} bytes "
+        f"and rank {ranks[1]} has {there}. Give all replicas microbatches of the same shapes."
     )

@@ -1,3 +1,3 @@
-"""Passes over a plan: each takes a valid plan, and returns one that does more."""
+"""Passes over a plan: each takes a valid plan, and returns a valid plan with more in it."""
 
 __all__: list[str] = []

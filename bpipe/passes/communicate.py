@@ -1,14 +1,14 @@
 """The communicate pass: give every computation the transfers that bring its inputs and carry its outputs away.
 
-At the boundary before each computation, in this order: send what the last one made; post the receive of the computation
-after this one, so that it arrives while this one runs (earlier where its channel's order asks for it); complete older sends;
+At the boundary before each computation, in this order: send the previous result; post the receive of the computation
+after this one, so that it arrives while this one runs (earlier if its channel's order requires it); complete older sends;
 complete and start evictions and loads; and complete this computation's own receive.
 
     SEND_F2  RECV_B1  WAIT_SEND_F1  WAIT_EVICT0 ... EVICT1  WAIT_RECV_B0  B0
 
 A send is completed once the next one of its channel has started, before its microbatch has been evicted or runs backward,
 but not before its receive has completed in one global order of the computations (`order.clock`). All lists are
-projections of that order, so they cannot deadlock; `verify` proves it of the result all the same.
+projections of that order, so they cannot deadlock; `verify` nevertheless proves it for the result.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from bpipe.plan.plan import Plan
 
 __all__: list[str] = []
 
-KEPT = (COMPUTE - {Op.R}) | SHARDING  # by a pass that decides again what moves and what is recomputed
+KEPT = (COMPUTE - {Op.R}) | SHARDING  # kept by a pass that makes new evictions and recomputations
 
 
 class _Route(NamedTuple):
-    """Where the input of each microbatch of a computation comes from, or its result goes to.
+    """The source of each microbatch's input of a computation, or the destination of its result.
 
     Args:
         op, wait: the transfer and its completion.
@@ -53,10 +53,10 @@ OTHER_END: dict[Op, Callable[[int], tuple[Op, int]]] = {
     Op.RECV_B: lambda stage: (Op.B, stage + 1),
 }
 
-# Makes an action of its fields in half the time of `Action(...)`, because plans have millions of them.
+# Makes an action from its fields in half the time of `Action(...)`, because plans have millions of them.
 _action: Callable[[tuple[Op, int, int, int, int]], Action] = partial(tuple.__new__, Action)
 
-Routes = dict[tuple[Op, int], _Route | None]  # of each computation of each stage
+Routes = dict[tuple[Op, int], _Route | None]  # for each computation of each stage
 
 
 def communicate(plan: Plan, times: tuple[Sequence[array[int]], Moments] | None = None) -> Plan:
@@ -120,7 +120,7 @@ class _Lane:
         self.rank, self.begins = rank, begins
         self.steps: list[Action] = []
         self.before: list[list[Action]] = [[]]  # evictions and loads at each boundary
-        self.inside: list[list[Action]] = []  # the first piece of each computation, with what stands between its pieces
+        self.inside: list[list[Action]] = []  # the first piece of each computation, with the actions between its pieces
         for action in plan.actions[rank]:
             if action[0] not in COMPUTE:
                 self.before[-1].append(action)
@@ -154,10 +154,10 @@ class _Lane:
         return tuple(lane)
 
     def _posts(self) -> list[list[Action]]:
-        """Return the receives by boundary: one computation before the one that uses them, or earlier if the channel's order asks.
+        """Return the receives by boundary: one computation before the one that uses them, or earlier if the channel requires it.
 
-        A channel is first in, first out. Where several boundaries between stages share one, the message that arrives first may
-        be used last; its receive is posted first all the same.
+        A channel is first in, first out. If several boundaries between stages share one, the message that arrives first may
+        be used last; its receive is still posted first.
         """
         channels: dict[tuple[Op, int], list[tuple[int, int, Action]]] = defaultdict(list)
         for index, (receive, (_, stage, microbatch, _, _)) in enumerate(zip(self.receives, self.steps)):
@@ -181,7 +181,7 @@ class _Lane:
             received = times[microbatch]
             if received < 0:
                 user = OTHER_END[op](stage)[1]
-                raise PlanError(f"{Action(op, stage, microbatch)} carries what no computation of stage {user} uses")
+                raise PlanError(f"{Action(op, stage, microbatch)} sends a message that no computation of stage {user} uses")
             received -= peer < self.rank  # of computations at one time, the one of the lower rank comes first
             while boundary < end and begins[boundary] <= received:
                 boundary += 1
@@ -207,7 +207,7 @@ class _Lane:
 
 
 def without_transfers(plan: Plan, *, keeps_recomputed: bool = False) -> Plan:
-    """Return a plan without its transfers, recomputations and budgets, pieces of computations kept: where a balance pass starts."""
+    """Return a plan without its transfers, recomputations and budgets, but with its pieces: the input of a balance pass."""
     kept = KEPT | {Op.R} if keeps_recomputed else KEPT
     lanes = tuple(tuple(a for a in lane if a[0] in kept) for lane in plan.actions)
     return replace(plan, actions=lanes, served=((),) * plan.num_ranks, slots=(None,) * plan.num_ranks, budgets=None)

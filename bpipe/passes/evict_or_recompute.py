@@ -1,8 +1,8 @@
-"""The pass that evicts what links can hide, and recomputes what they cannot or what no rank has room for.
+"""The pass that evicts microbatches if links can hide the transfers, and recomputes the others.
 
-First it recomputes as little as lets the balance pass find room for the rest. Then it recomputes evictions that no computation
-hides, as long as a simulated step gets shorter. Recomputing all that is over the budget is tried as well, so the result is
-never slower than the better one of the two passes alone.
+First it recomputes as little as possible so that the balance pass can place the rest. Then it recomputes evictions that no
+computation hides, as long as a simulated step gets shorter. Recomputing everything over the budget is tried as well, so the
+result is never slower than the better one of the two passes alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from bpipe.simulator.simulation import simulate
 
 __all__ = ["evict_or_recompute"]
 
-ROUNDS = 8  # in which more is recomputed
+ROUNDS = 8  # of trying to recompute more
 
 
 class _Mixed(NamedTuple):
@@ -34,7 +34,7 @@ class _Mixed(NamedTuple):
     Args:
         plan: the plan, without transfers between stages.
         recomputed: the microbatches that it recomputes, by rank.
-        exposed: those whose transfers are not hidden, the largest first, by rank.
+        exposed: the microbatches whose transfers are not hidden, the largest first, by rank.
         step_s: the simulated seconds of a step.
     """
 
@@ -52,16 +52,16 @@ def evict_or_recompute(
     costs: Costs,
     to: Destinations | None = None,
 ) -> Plan:
-    """Keep every rank within its budget in bytes: evict what transfers can hide, recompute the rest where that is faster.
+    """Keep every rank within its budget in bytes: evict if computations hide the transfers, recompute if that is faster.
 
     A microbatch is evicted or recomputed, never both. A stage next to another one of its rank is not recomputed.
 
     Args:
         plan: any with backwards and whole computations; its transfers, evictions and recomputations are dropped.
-        sizes: the bytes that a microbatch takes.
-        budgets: the budget in bytes, static bytes included, one number or one a rank (None: unlimited).
+        sizes: the bytes of a microbatch on each stage.
+        budgets: the budget in bytes, static bytes included, one number or one per rank (None: unlimited).
         costs: how long computations and transfers take.
-        to: who may take evicted activations; default: the pair p-1-x, then any rank with room.
+        to: the ranks that may store evicted activations; default: the pair p-1-x, then any rank with free memory.
 
     Returns:
         The plan; `finish` adds the transfers between stages.
@@ -78,7 +78,7 @@ def evict_or_recompute(
         24
     """
     if not plan.has_backward:
-        raise ConfigurationError(f"{plan.name} has no backward, so nothing is kept that could be evicted or recomputed")
+        raise ConfigurationError(f"{plan.name} has no backward, so it saves no activations to evict or recompute")
     if any(action.part and action.op in (Op.F, Op.B) for lane in plan.actions for action in lane):
         raise ConfigurationError(f"{plan.name} computes in pieces, which cannot be recomputed: use balance, or whole computations")
     sizes.check(plan.num_stages, plan.num_ranks)
@@ -117,7 +117,7 @@ class _Search:
         return None if found is None else self._of(found, ((),) * found.num_ranks)
 
     def _enough(self, budgets: Budgets, alone: _Mixed | None) -> _Mixed | None:
-        """Recompute as little as lets the balance pass keep the budgets."""
+        """Recompute as little as possible so that the balance pass can keep the budgets."""
         first = self._attempt(budgets, (frozenset(),) * self._plan.num_ranks)
         if first is not None:
             return first
@@ -172,6 +172,6 @@ class _Search:
             return None if found is None else (more, found)
 
         enough = attempt(self._highest)
-        assert enough is not None, "with its own peak for a budget, a plan needs nothing"
+        assert enough is not None, "with its own peak as the budget, a plan needs no eviction"
         more, _ = smallest(attempt, 1, enough, self._highest)
-        return refusal(self._plan, given, "evicting and recomputing all that it would take is not enough", raised(given, more))
+        return refusal(self._plan, given, "evicting and recomputing as much as possible is not enough", raised(given, more))

@@ -1,4 +1,4 @@
-"""Find the smallest budget that works, and refuse one that is too small by naming it."""
+"""Find the smallest budget that works, and name it in the error for a budget that is too small."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bpipe.plan.plan import Plan
 
 __all__: list[str] = []
 
-FINENESS = 1024  # a peak is found to within this part of it
+FINENESS = 1024  # a peak is found to within this fraction of it
 
 Budgets = tuple[int | None, ...]
 T = TypeVar("T")
@@ -21,13 +21,13 @@ def smallest(attempt: Callable[[int], tuple[int, T] | None], least: int, found: 
     """Find the smallest amount that works by bisection, because an amount that works is rare below one that does not.
 
     Args:
-        attempt: returns what an amount leads to, and the amount that this needs, or None if the amount does not work.
+        attempt: returns the result for an amount, and the amount that the result needs, or None if the amount does not work.
         least: no smaller amount is tried.
-        found: an amount that works, and what it leads to.
-        highest: the highest peak, of which the result is exact to within 1/1024.
+        found: an amount that works, and its result.
+        highest: the highest peak; the result is exact to within 1/1024 of it.
 
     Returns:
-        The amount that is needed, and what it leads to.
+        The amount that is needed, and its result.
     """
     while found[0] - least >= max(1, highest // FINENESS):
         middle = (least + found[0]) // 2
@@ -57,7 +57,7 @@ def raised(budgets: Budgets, more: int) -> Budgets:
 
 
 def refusal(plan: Plan, given: Budgets, lacking: str, smallest: Budgets) -> BudgetError:
-    """Return the error for budgets that cannot be met; it names the smallest that can."""
+    """Return the error for budgets that cannot be met; it names the smallest ones that can."""
     is_slots = plan.sizes is None
     named = f"slots={shown(smallest)}" if is_slots else f"budgets={shown(smallest)} ({show_each(smallest)})"
     return BudgetError(
@@ -68,5 +68,5 @@ def refusal(plan: Plan, given: Budgets, lacking: str, smallest: Budgets) -> Budg
 
 
 def shown(budgets: Budgets) -> str:
-    """Format the budgets, as one number where all are the same."""
+    """Format the budgets, as one number if all are the same."""
     return str(budgets[0]) if len(set(budgets)) == 1 else str(budgets)

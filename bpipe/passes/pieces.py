@@ -1,4 +1,4 @@
-"""Forwards and backwards in pieces, so that memory is taken and given back inside them."""
+"""Cut forwards and backwards into pieces, so that memory is allocated and freed inside them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__: list[str] = []
 def in_pieces(plan: Plan) -> Plan:
     """Cut forwards and backwards into pieces, one for each part that a plan's sizes give a microbatch.
 
-    Then memory is taken and given back inside them, and evictions start and end there: `0F3.1`, `0F3.2` ... save one part
-    each, `0B3.2`, `0B3.1` need one part each. Halves of a backward stay whole.
+    Then memory is allocated and freed inside them, and evictions start and end there: `0F3.1`, `0F3.2` ... save one part
+    each, `0B3.2`, `0B3.1` need one part each. I and W stay whole.
 
     Raises:
         PlanError: the plan has no sizes.
         ConfigurationError: the sizes do not fit this plan.
     """
     if plan.sizes is None:
-        raise PlanError(f"plan {plan.name!r} has no sizes, which say how many parts a microbatch has")
+        raise PlanError(f"plan {plan.name!r} has no sizes: give it sizes, which define the parts of a microbatch")
     plan.sizes.check(plan.num_stages, plan.num_ranks)
     return replace(plan, actions=tuple(tuple(piece for a in lane for piece in _pieces(plan, a)) for lane in plan.actions))
 

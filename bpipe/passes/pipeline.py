@@ -27,9 +27,9 @@ P = ParamSpec("P")
 
 
 class Phase(IntEnum):
-    """The work that a pass does, in the order in which a pipeline does it."""
+    """The purpose of a pass, in the order in which a pipeline runs passes."""
 
-    COMPUTATIONS = 0  # say which computations there are, and in which order
+    COMPUTATIONS = 0  # choose the computations and their order
     PIECES = 1  # cut them into pieces
     BUDGET = 2  # evict or recompute to keep to a budget
     TRANSFERS = 3  # add the transfers between stages
@@ -48,7 +48,7 @@ PHASES: Mapping[Callable[..., Plan], Phase] = {
     evict_or_recompute: Phase.BUDGET,
     communicate: Phase.TRANSFERS,
 }
-WHOLE = frozenset({"recompute", "recompute_by_count", "evict_or_recompute"})  # passes that take no computations in pieces
+WHOLE = frozenset({"recompute", "recompute_by_count", "evict_or_recompute"})  # passes that need whole computations
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +56,8 @@ class Pass:
     """A named step from a valid plan to a valid plan.
 
     Args:
-        name: how messages call it.
-        phase: what it does, which decides what may come before and after it.
+        name: its name in messages.
+        phase: its purpose, which decides the passes that may come before and after it.
         apply: takes a plan and returns a new one.
     """
 
@@ -91,7 +91,7 @@ class Pipeline:
         passes: in the order in which they run.
 
     Raises:
-        ConfigurationError: a pass would undo what an earlier one did, or find nothing to do.
+        ConfigurationError: a pass would undo the work of an earlier one, or find nothing to do.
 
     Example:
         >>> from bpipe.schedules import build, verify
@@ -111,7 +111,7 @@ class Pipeline:
                 raise ConfigurationError(f"{second.name} after {first.name} makes no sense: {why}")
 
     def apply(self, plan: Plan) -> Plan:
-        """Return what the passes make of a plan."""
+        """Run the passes on a plan, and return the result."""
         for one in self.passes:
             plan = one.apply(plan)
         return plan

@@ -6,7 +6,7 @@ rank 0 | F0 .. .. .. .. .. .. B0 b0 F1 .. .. .. .. .. .. B1 b1
 rank 1 | .. F0 .. .. .. B0 b0 .. .. .. F1 .. .. .. B1 b1 .. ..
 rank 2 | .. .. F0 B0 b0 .. .. .. .. .. .. F1 B1 b1 .. .. .. ..
 
-A stage whose plan has backwards in halves has them here too, one right after the other.
+A stage whose plan splits its backwards splits them here too, with W right after I.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def profiling_order(plan: Plan) -> Plan:
 
     Each stage takes its microbatches in the same order, so gradients add up to the same bits, as long as the stage depends
     neither on the other stages of its rank nor on whether a backward comes before the next forward (`engine/ordered.py` checks).
-    Where the plan gathers weights, they are gathered for each computation, and gradients are reduced once.
+    If the plan gathers weights, they are gathered for each computation, and gradients are reduced once.
     """
     is_sharded = any(action.op in SHARDING for lane in plan.actions for action in lane)
     halved = {action.stage for lane in plan.actions for action in lane if action.op is Op.I}

@@ -1,10 +1,10 @@
-"""The recompute pass: run what is over the budget forward again ahead of its backward, instead of keeping or moving it.
+"""The recompute pass: run microbatches over the budget forward again before their backward, instead of keeping or moving them.
 
     occupied      at the first action over the limit:
-    F0 F1 F2 F3   the microbatch whose backward comes last keeps its input alone,
+    F0 F1 F2 F3   the microbatch whose backward comes last keeps only its input,
     1  2  3  4    and runs forward again, R, before its backward: F0 F1 F2 F3 B0 F4 B1 F5 B2 F6 R3 B3
 
-It costs a forward for each microbatch over the budget, and no transfer, which makes it the fair rival of eviction.
+It costs one forward for each microbatch over the budget, and no transfer, so it is the baseline to compare eviction with.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from bpipe.plan.sizes import Sizes
 
 __all__ = ["recompute"]
 
-TRIES = 4  # attempts to make room for messages that R lets arrive earlier
+TRIES = 4  # attempts to free memory for messages that R lets arrive earlier
 
 Which = tuple[int, int]  # stage, microbatch
 
@@ -40,12 +40,12 @@ def recompute(
 ) -> Plan:
     """Run just enough microbatches forward twice to keep every rank within its budget.
 
-    A stage next to another one of its rank is left alone, because they share the memory of what one hands to the other.
+    A stage next to another one of its rank is not recomputed, because they share the memory of the tensors between them.
 
     Args:
-        plan: any; its computations are kept as whole ones, and its transfers are dropped: `finish` adds them again.
-        slots: the budget in microbatches, one number or one a rank (None: unlimited).
-        sizes: the bytes that a microbatch takes, to count bytes instead of slots. The input of what runs again stays.
+        plan: any; its computations are kept as whole ones, and its transfers are dropped: `finish` adds new ones.
+        slots: the budget in microbatches, one number or one per rank (None: unlimited).
+        sizes: the bytes of a microbatch, to count bytes instead of slots. The input of a recomputed microbatch stays.
         budgets: with `sizes`, the budget in bytes, static bytes included; None: as low as possible.
 
     Raises:
@@ -74,9 +74,9 @@ def recompute(
 
 
 def recompute_by_count(plan: Plan) -> Plan:
-    """Recompute to at most ceil((p+2)/2) microbatches a rank, as `by_count` does with evictions, or else to as few as possible.
+    """Recompute to at most ceil((p+2)/2) microbatches per rank, as `by_count` does with evictions, or else to as few as possible.
 
-    The former is for plans with one stage a rank that can meet it.
+    The former is for plans with one stage per rank that can meet it.
     """
     if plan.num_stages == plan.num_ranks:
         with suppress(BudgetError):
@@ -107,7 +107,7 @@ class RecomputeSearch:
         return None
 
     def chosen(self, limits: Sequence[int | None]) -> list[set[Which]] | None:
-        """Choose what to recompute on each rank so that its own list keeps a limit, or return None if that is not enough."""
+        """Choose the microbatches to recompute on each rank so that its own list keeps a limit; None if that is not enough."""
         chosen = [rank.chosen(limit) for rank, limit in zip(self._ranks, limits)]
         found = [one for one in chosen if one is not None]
         return found if len(found) == len(chosen) else None
@@ -120,7 +120,7 @@ class RecomputeSearch:
         """Return the plan within the lowest budgets that can be met: these, all raised by the same amount."""
         highest = max(_peaks(self.plan))
         enough = self.within(raised(budgets, highest))
-        assert enough is not None, "with its own peak for a budget, a plan needs nothing"
+        assert enough is not None, "with its own peak as the budget, a plan needs no recomputation"
 
         def attempt(more: int) -> tuple[int, Plan] | None:
             found = self.within(raised(budgets, more))
@@ -132,7 +132,7 @@ class RecomputeSearch:
         """Return the error for budgets that cannot be met."""
         lowest = self.lowest(given)
         smallest = (lowest.slots if self.plan.sizes is None else lowest.budgets) or ()
-        return refusal(self.plan, given, "recomputing all that it would take is not enough", smallest)
+        return refusal(self.plan, given, "recomputing as much as possible is not enough", smallest)
 
 
 def _peaks(plan: Plan) -> tuple[int, ...]:
@@ -161,7 +161,7 @@ class _Rank:
         self._backward = {action[1:3]: index for index, action in enumerate(lane) if action.op in BACKWARD}
 
     def chosen(self, limit: int | None) -> set[Which] | None:
-        """Choose what to recompute: whenever the limit is exceeded, what is needed last. Return None if that is not enough."""
+        """Choose the microbatch needed last whenever the limit is exceeded, and return all; None if that is not enough."""
         greedy = _GreedyRecompute(self._meter, self._static, limit)
         for action in self._lane:
             if action.op is Op.F and action.stage in self.able and action[1:3] in self._backward:
@@ -179,9 +179,9 @@ class _GreedyRecompute:
         self.chosen: set[Which] = set()
         self._usual, self._again, self._limit = Amounts(meter.takes, meter.gives), meter.recomputed, limit
         self._live = static
-        self._spared: defaultdict[Which, int] = defaultdict(int)  # what recomputing each microbatch would free
-        self._offered: list[tuple[int, Which]] = []  # the one needed last stands first
-        self._ended: set[Which] = set()  # whose backward has begun
+        self._spared: defaultdict[Which, int] = defaultdict(int)  # the memory that recomputing each microbatch would free
+        self._offered: list[tuple[int, Which]] = []  # the microbatch needed last stands first
+        self._ended: set[Which] = set()  # microbatches whose backward has begun
 
     def offer(self, which: Which, backward: int) -> None:
         """Note that a microbatch that could be recomputed runs forward."""
@@ -205,7 +205,7 @@ class _GreedyRecompute:
         self._spared[which] += usual - again
 
     def _choose(self) -> bool:
-        """Choose what is needed last among what would free something; return whether there is any."""
+        """Choose the microbatch needed last among those that would free memory; return whether there is one."""
         while self._offered:
             _, which = heappop(self._offered)
             if which not in self._ended and self._spared[which] > 0:

@@ -1,3 +1,3 @@
-"""The plan of a pipeline's steps, and what it is made of: actions, memory, sizes, orders. Pure Python, without torch."""
+"""The plan of a pipeline's steps, and its components: actions, memory, sizes, orders. Pure Python, without torch."""
 
 __all__: list[str] = []

@@ -15,24 +15,24 @@ __all__ = ["Action", "Channel", "Op", "Purpose"]
 
 
 class Op(StrEnum):
-    """An operation. Transfers start with their own name and complete with their `WAIT_` twin."""
+    """An operation. Each transfer is started by one operation and completed by the one with the prefix `WAIT_`."""
 
     F = "F"  # forward
     B = "B"  # full backward
     I = "I"  # noqa: E741  input half of the backward, the field's name for it
-    W = "W"  # weight half of the backward
+    W = "W"  # backward for the weights
     R = "R"  # recomputation: the forward again, because the first one saved no activations
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
-    EVICT = "EVICT"  # hand saved bytes to the acceptor
-    LOAD = "LOAD"  # get them back
+    EVICT = "EVICT"  # send saved bytes to the acceptor
+    LOAD = "LOAD"  # receive them back
     ACCEPT = "ACCEPT"  # the acceptor's end of an EVICT
     RETURN = "RETURN"  # the acceptor's end of a LOAD
-    UNSHARD = "UNSHARD"  # gather a stage's weights (fully sharded data parallelism); of a stage, not of a microbatch
-    RESHARD = "RESHARD"  # give the gathered weights back
-    REDUCE_GRAD = "REDUCE_GRAD"  # add a stage's gradients up over the data-parallel replicas
+    UNSHARD = "UNSHARD"  # gather a stage's weights (fully sharded data parallelism); for a stage, not for a microbatch
+    RESHARD = "RESHARD"  # free the gathered weights
+    REDUCE_GRAD = "REDUCE_GRAD"  # reduce a stage's gradients over the data-parallel replicas
     WAIT_SEND_F = "WAIT_SEND_F"
     WAIT_RECV_F = "WAIT_RECV_F"
     WAIT_SEND_B = "WAIT_SEND_B"
@@ -47,7 +47,7 @@ class Op(StrEnum):
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W, Op.R})
 SHARDING = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
-BACKWARD = frozenset({Op.B, Op.I})  # what needs the gradient of a stage's outputs
+BACKWARD = frozenset({Op.B, Op.I})  # operations that need the gradient of a stage's outputs
 SERVED = frozenset({Op.ACCEPT, Op.WAIT_ACCEPT, Op.RETURN, Op.WAIT_RETURN})
 
 HOST = -1  # as the peer of an eviction: this rank's own host memory
@@ -88,12 +88,12 @@ RECEIVES = {
     Op.LOAD: Purpose.RETURN,
 }
 
-POSTS = frozenset({*SENDS, *RECEIVES})  # what starts a transfer, and does not wait for its end
+POSTS = frozenset({*SENDS, *RECEIVES})  # operations that start a transfer, without waiting for its end
 
-# A message is named on each end after the stage that handles it there: stage 1 sends `1SEND_F0`, stage 2 gets `2RECV_F0`.
+# Each end names a message after its own stage: stage 1 sends `1SEND_F0`, stage 2 receives it as `2RECV_F0`.
 RECEIVER_OF = {Op.SEND_F: (Op.RECV_F, 1), Op.SEND_B: (Op.RECV_B, -1), Op.EVICT: (Op.ACCEPT, 0), Op.RETURN: (Op.LOAD, 0)}
 
-# What an acceptor does while the evictor does its own part.
+# The acceptor's operation for each operation of the evictor.
 MIRROR = {
     Op.EVICT: Op.ACCEPT,
     Op.WAIT_EVICT: Op.WAIT_ACCEPT,
@@ -117,9 +117,9 @@ class Action(NamedTuple):
     Args:
         op: the operation.
         stage: the stage's index.
-        microbatch: its number; 0 where the operation concerns the whole stage.
-        part: of an eviction, which part of the microbatch's saved bytes moves, from 1 on; 0 for all of them.
-        peer: the rank at the other end of a transfer, HOST for this rank's own host memory.
+        microbatch: its number; 0 if the operation concerns the whole stage.
+        part: for an eviction, the part of the microbatch's saved bytes that moves, from 1 on; 0 for all of them.
+        peer: the rank at the other end of a transfer, or HOST for this rank's own host memory.
 
     Example:
         >>> str(Action(Op.EVICT, 0, 3, part=2, peer=7))

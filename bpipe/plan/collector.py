@@ -11,7 +11,7 @@ __all__: list[str] = []
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the cycle collector, which would spend half of the time walking a plan's millions of tuples, all without cycles."""
+    """Pause the cycle collector, which would take half of the time to walk a plan's millions of tuples, all without cycles."""
     enabled = gc.isenabled()
     gc.disable()
     try:

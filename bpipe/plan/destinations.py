@@ -1,4 +1,4 @@
-"""The peers that may take a rank's remote activations, and the order in which they are asked."""
+"""The peers that may store a rank's remote activations, and the order in which they are tried."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def mirror_pairs(num_ranks: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destinations:
-    """The peers that may take a rank's remote activations.
+    """The peers that may store a rank's remote activations.
 
     Args:
         pairs: the rank to which each rank evicts first; default: p-1-x.
-        others: whether any other rank with room may take what the pair cannot.
-        nodes: the node of each rank; the others of one's own node come first. Default: all on one.
-        host: whether a rank may evict to its own host's memory: "no", "last" (where no rank has room) or "only".
+        others: whether any other rank with free memory may store activations that the pair cannot.
+        nodes: the node of each rank; the others on the rank's own node come first. Default: all on one.
+        host: whether a rank may evict to its own host's memory: "no", "last" (if no rank has free memory) or "only".
 
     Example:
         >>> Destinations(nodes=(0, 0, 1, 1)).of(0, room=[0, 2, 5, None])
@@ -43,7 +43,7 @@ class Destinations:
         """Raise unless the destinations fit a number of ranks.
 
         Raises:
-            ConfigurationError: they do not.
+            ConfigurationError: they do not fit.
         """
         ranks = range(num_ranks)
         if self.pairs is not None and (len(self.pairs) != num_ranks or any(pair not in ranks for pair in self.pairs)):
@@ -56,7 +56,7 @@ class Destinations:
             raise ConfigurationError(f"host={self.host!r}: choose 'no', 'last' or 'only'")
 
     def of(self, rank: int, room: Sequence[int | None]) -> list[int]:
-        """Return the acceptors of a rank, best first: its pair, its node, then the roomiest; None is room for any amount."""
+        """Return the acceptors of a rank, best first: its pair, its node, then by free memory; None means unlimited."""
         pair = (mirror_pairs(len(room)) if self.pairs is None else self.pairs)[rank]
         others = [other for other in range(len(room)) if self.others or other == pair]
         node = None if self.nodes is None else self.nodes[rank]

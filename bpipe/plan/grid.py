@@ -22,8 +22,8 @@ Row = tuple[str, list[str]]  # its label and its cells
 def rows(plan: PlanData, columns: slice = slice(None)) -> list[str]:
     """Draw one line per rank, one column per forward's time: `F0`, `B0 b0` for the two units of a backward, `..` for idle.
 
-    With several stages on a rank the stage is written too (`4F0`). Under a rank that evicts, `>3` stands where the eviction
-    of microbatch 3, or of parts of it, starts and `<3` where its load does; `^3` and `v3` where these go to the host.
+    With several stages on a rank, the stage is written too (`4F0`). Below a rank that evicts, `>3` stands where the eviction
+    of microbatch 3, or of parts of it, starts and `<3` where its load does; `^3` and `v3` if these go to the host.
     """
     return _lines(_grid(plan, columns))
 
@@ -34,7 +34,7 @@ def _lines(grid: Sequence[Row]) -> list[str]:
 
 
 def num_fitting(plan: PlanData, first: int, width: int) -> int:
-    """Return how many columns from the first one on fit into lines of some width; at least one."""
+    """Return how many columns, from the first one on, fit into lines of a given width; at least one."""
     grid = _grid(plan, slice(first, first + width))
     fitting = 1
     for columns in range(2, 1 + len(grid[0][1])):
@@ -46,7 +46,7 @@ def num_fitting(plan: PlanData, first: int, width: int) -> int:
 
 
 def where(plan: PlanData, positions: Mapping[int, int], names: Sequence[str]) -> list[str]:
-    """Draw the grid around where some ranks are, with `>` and `<` around the cell of each: the computation it runs or waits for.
+    """Draw the grid around some ranks' positions, with `>` and `<` around the computation that each runs or waits for.
 
     Args:
         positions: the position of an action in the lane of each of these ranks, by rank of the plan.
@@ -96,7 +96,7 @@ def _widths(grid: Sequence[Row]) -> tuple[int, int]:
 
 
 def _cells(plan: PlanData, lane: Sequence[Action], starts: Sequence[int], window: range) -> list[str]:
-    """Return what a rank computes in each column of a window."""
+    """Return the computation of a rank in each column of a window."""
     cells = [".."] * len(window)
     several = plan.num_stages > plan.num_ranks
     for action, start in zip(lane, starts):
@@ -121,13 +121,13 @@ def _moves(plan: PlanData, rank: int, starts: Sequence[int], length: int) -> dic
 
 
 def head(plan: PlanData) -> str:
-    """Return a line that names the plan and its peaks: of all that a device holds and of activations, or in slots."""
+    """Return a line with the plan's name and peaks: total and activation bytes of each device, or slots."""
     ranks = "" if plan.num_ranks == plan.num_stages else f" on {plan.num_ranks} ranks"
     return f"{plan.name}: {plan.num_stages} stages, {plan.num_microbatches} microbatches{ranks}, {_memory(plan)}"
 
 
 def _memory(plan: PlanData) -> str:
-    """Describe the peaks and the budgets, in bytes where the plan counts them."""
+    """Describe the peaks and the budgets, in bytes if the plan counts them."""
     if plan.sizes is not None:
         budget = "" if plan.budgets is None else f"; budget {show_each(plan.budgets)}"
         return f"planned: device {show_each(plan.device_peak_bytes)}; activations {show_each(plan.activation_peak_bytes)}{budget}"

@@ -1,13 +1,13 @@
-"""The order in which one thread issues all that a rank's device does, so that devices can never deadlock.
+"""Compute the order in which one thread issues all work of a rank's device, so that devices can never deadlock.
 
-On NCCL a wait holds up the device and not the host, which issues far ahead. At worst the device then does everything in the order
-of issue: where streams share a hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS`), or where no second transfer fits beside one that
-waits for its other end. A receive issued early would then hold up what its sender is waiting for.
+On NCCL a wait blocks the device and not the host, which issues far ahead. In the worst case the device then runs everything in the
+order of issue: if streams share a hardware queue (`CUDA_DEVICE_MAX_CONNECTIONS`), or if no second transfer fits beside one that
+waits for its other end. A receive that is issued early would then block the work that its sender is waiting for.
 
 So both ends of each transfer are issued at one moment of a global order, when both ranks have reached it; a rank's actions for
-its remote activations are issued there too, by the same thread. Then the first unfinished transfer of that order is the next thing
-to do at both its ends, however few queues there are. All else, memory included, is as in the plan: no transfer starts earlier than
-there.
+its remote activations are issued there too, by the same thread. Then the first unfinished transfer of that order is the next work
+at both its ends, even if there are few queues. Everything else, including memory, is as in the plan: no transfer starts earlier
+than there.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from bpipe.plan.plan import Plan
 
 __all__ = ["check_issue_orders", "issue_orders"]
 
-Transfer = tuple[Op, int, int, int]  # what its sender starts: operation, stage, microbatch and part
+Transfer = tuple[Op, int, int, int]  # the action that its sender starts: operation, stage, microbatch and part
 
 _SENDER_OF = {receive: (send, -offset) for send, (receive, offset) in RECEIVER_OF.items()}
 _WITH_COMPUTATION = COMPUTE | SHARDING | {Op.WAIT_RECV_F, Op.WAIT_RECV_B}
 
 
 def issue_orders(plan: Plan) -> list[list[Action]]:
-    """Return each rank's actions, those of its acceptor included, in the order in which its host issues them to its device.
+    """Return each rank's actions, including its acceptor actions, in the order in which its host issues them to its device.
 
     Args:
         plan: a verified plan.
@@ -51,18 +51,18 @@ def check_issue_orders(plan: Plan, orders: Sequence[Sequence[Action]]) -> None:
         orders: for each rank, its actions in the order in which they are issued.
 
     Raises:
-        PlanError: they do not, or an action is missing, or one comes before what it completes.
+        PlanError: they do not finish, an action is missing, or one is issued before the action that it completes.
     """
     for rank, order in enumerate(orders):
         if sorted(order) != sorted((*plan.actions[rank], *plan.served[rank])):
-            raise PlanError(f"plan {plan.name!r}: what rank {rank} issues are not its actions")
+            raise PlanError(f"plan {plan.name!r}: the issue order of rank {rank} does not consist of its actions")
         started: set[tuple[Op, int, int, int]] = set()
         for action in order:
             started.add(action.identity)
             if action.op in START_OF and action.start_identity not in started:
-                raise PlanError(f"plan {plan.name!r}: rank {rank} issues {action} before what it completes")
+                raise PlanError(f"plan {plan.name!r}: rank {rank} issues {action} before the transfer that it completes")
     positions = [0] * plan.num_ranks
-    there: dict[Transfer | None, int] = {}  # the rank that stands at a transfer
+    there: dict[Transfer | None, int] = {}  # the rank that has reached a transfer
     runnable = list(range(plan.num_ranks))
     while runnable:
         rank = runnable.pop()
@@ -78,7 +78,7 @@ def check_issue_orders(plan: Plan, orders: Sequence[Sequence[Action]]) -> None:
             positions[rank] += 1
     stuck = [f"rank {r} at {orders[r][at]}" for r, at in enumerate(positions) if at < len(orders[r])]
     if stuck:
-        raise PlanError(f"plan {plan.name!r}: with one hardware queue a device, {', '.join(stuck)} wait for each other for ever")
+        raise PlanError(f"plan {plan.name!r}: with one hardware queue per device, {', '.join(stuck)} wait for each other forever")
 
 
 class _Lane:
@@ -92,14 +92,14 @@ class _Lane:
     def __init__(self, actions: Sequence[Action], ends: Iterator[int]) -> None:
         self.actions, self._ends = actions, ends
         self.position = 0
-        self._now, self._end = 0, next(ends, 0)  # when the computation before ended, and when the next one does
-        self.is_inside = False  # a computation in pieces
+        self._now, self._end = 0, next(ends, 0)  # the end times of the previous computation and of the next one
+        self.is_inside = False  # whether it is inside a computation that runs in pieces
 
     def is_done(self) -> bool:
         return self.position == len(self.actions)
 
     def moment(self) -> int:
-        """Return when the next action is issued: a computation when it ends, so that what arrives meanwhile is issued before it."""
+        """Return when the next action is issued: a computation when it ends, so that transfers before that are issued first."""
         return self._end if self.actions[self.position].op in _WITH_COMPUTATION else self._now
 
     def computed(self, is_over: bool) -> None:
@@ -112,8 +112,8 @@ class _Lane:
 class _Issuing:
     """Runs all lanes in the order of the clock; a transfer is issued when both its ends have reached it.
 
-    The completion of a remote activation's transfer is issued only before the next transfer of its chain, because a device with few
-    queues can then do other things meanwhile.
+    The completion of a remote activation's transfer is issued only before the next transfer with its peer, because a device with
+    few queues can then run other work in between.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -125,7 +125,7 @@ class _Issuing:
             _Lane(plan.actions[r], (start + UNITS[one.op] for start, one in zip(starts[r], computed[r]))) for r in self._ranks
         ]
         self._chains = {(rank, peer): iter(chain) for rank in self._ranks for peer, chain in plan.chains(rank).items()}
-        self._reached: dict[Transfer | None, tuple[int, Action]] = {}  # by one end so far
+        self._reached: dict[Transfer | None, tuple[int, Action]] = {}  # transfers that one end has reached so far
         self._issued: set[Transfer | None] = set()
         self._waiting: dict[Transfer | None, list[int]] = defaultdict(list)
 
@@ -138,7 +138,7 @@ class _Issuing:
                     heappush(ready, (self._lanes[each].moment(), each))
         stuck = [f"rank {r} at {lane.actions[lane.position]}" for r, lane in enumerate(self._lanes) if not lane.is_done()]
         if stuck:
-            raise PlanError(f"plan {self._plan.name!r}: {', '.join(stuck)} wait for each other for ever")
+            raise PlanError(f"plan {self._plan.name!r}: {', '.join(stuck)} wait for each other forever")
         for (rank, _), chain in self._chains.items():
             self._orders[rank] += chain
         return self._orders
@@ -159,7 +159,7 @@ class _Issuing:
                 return able
 
     def _issue(self, rank: int, action: Action) -> list[int] | None:
-        """Issue an action, or note that a rank has reached it; return the ranks that waited for that, or None if it must wait."""
+        """Issue an action, or note that a rank has reached it; return the ranks that waited for it, or None if it must wait."""
         is_own, transfer = action.peer is None or action.peer == HOST, _transfer(action)
         if action.op in START_OF and not is_own and transfer not in self._issued:
             self._waiting[transfer].append(rank)
@@ -183,7 +183,7 @@ class _Issuing:
         return self._waiting.pop(transfer, [])
 
     def _serve(self, evictor: int, action: Action) -> None:
-        """Issue an acceptor's end, and what comes before it in its chain."""
+        """Issue an acceptor's end, and the actions before it in its chain."""
         assert action.peer is not None
         served = (MIRROR[action.op], *action.part_key)
         for each in self._chains[action.peer, evictor]:

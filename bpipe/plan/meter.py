@@ -1,4 +1,4 @@
-"""The memory that actions take and give back, in slots or in bytes."""
+"""Count the memory that actions allocate and free, in slots or in bytes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ Amount = Callable[[Action], int]
 
 
 class Amounts(NamedTuple):
-    """The memory that actions take before they run and give back after they ran, by operation."""
+    """The memory that actions allocate before they run and free after they ran, by operation."""
 
     takes: Mapping[Op, Amount]
     gives: Mapping[Op, Amount]
 
 
 class Meter(NamedTuple):
-    """The memory that actions take before they run and give back after they ran, by operation.
+    """The memory that actions allocate before they run and free after they ran, by operation.
 
     Args:
         takes, gives: for a microbatch that stays or is evicted.
-        recomputed: for one whose forward runs again: the first forward keeps only its input.
+        recomputed: for a microbatch whose forward runs again: the first forward keeps only its input.
     """
 
     takes: Mapping[Op, Amount]
@@ -34,15 +34,15 @@ class Meter(NamedTuple):
     recomputed: Amounts
 
     def taken(self, action: Action) -> int:
-        """Return what an action takes before it runs."""
+        """Return the memory that an action allocates before it runs."""
         take = self.takes.get(action[0])
         return 0 if take is None else take(action)
 
 
 def meter_of(saved: Amount, moved: Amount) -> Meter:
-    """Return a meter where a forward takes what it saves until its backward ends; what moves counts at both ends while it moves.
+    """Return a meter where a forward's saved memory counts until its backward ends, and moving memory counts at both ends.
 
-    Each piece of a forward or a backward takes or gives back what that piece saves.
+    Each piece of a forward or a backward allocates or frees the memory that the piece saves.
     """
     return Meter(
         takes={Op.F: saved, Op.LOAD: moved, Op.ACCEPT: moved},
@@ -61,7 +61,7 @@ SLOTS = meter_of(slot, slot)
 
 
 def occupancy(actions: Sequence[Action], meter: Meter = SLOTS) -> Iterator[int]:
-    """Yield what is occupied while each action runs, in the meter's unit."""
+    """Yield the memory that is occupied while each action runs, in the meter's unit."""
     again = Op.R  # looked up once: a plan has millions of actions
     recomputed = {action.key for action in actions if action[0] is again}
     changing = {*meter.takes, *meter.gives, *meter.recomputed.takes, *meter.recomputed.gives}
@@ -86,13 +86,13 @@ class _Messages(NamedTuple):
     """The bytes that a microbatch takes on one stage besides its saved ones.
 
     Args:
-        handed: of the input, what counts already when the forward begins.
-        kept: of these, what the forward saves, so that it counts once.
-        made: of the output, what is not among the saved bytes: counts until it has arrived where it is used.
-        result: the gradient for the stage before.
+        handed: the part of the input that counts already when the forward begins.
+        kept: the part of that which the forward saves, so that it counts once.
+        made: the part of the output that is not among the saved bytes: it counts until it has arrived where it is used.
+        result: the gradient for the previous stage.
         used: the gradient of the output, which the backward uses up.
-        ended: of `made`, what is gone when the forward has run: the last stage's output, once the loss is there.
-        begun: of `used`, what the backward makes itself: the gradient of that output.
+        ended: the part of `made` that is freed when the forward has run: the last stage's output, once the loss exists.
+        begun: the part of `used` that the backward makes itself: the gradient of that output.
     """
 
     handed: int
@@ -105,7 +105,7 @@ class _Messages(NamedTuple):
 
 
 def _messages(sizes: Sizes, stage_ranks: tuple[int, ...], stage: int) -> _Messages:
-    """Compute what a stage's messages take; between stages of one rank nothing is received: one's output is the other's input."""
+    """Compute the bytes of a stage's messages; stages of one rank receive nothing: one's output is the other's input."""
     own = sizes.stages[stage]
     is_first, is_last = stage == 0, stage + 1 == len(stage_ranks)
     made = own.sent - own.kept_sent
@@ -135,7 +135,7 @@ def bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...]) -> Meter:
     messages = [_messages(sizes, stage_ranks, stage) for stage in range(len(stage_ranks))]
 
     def amounts(of: Callable[[int, int, int], int]) -> Amount:
-        """Tabulate what an action counts, by its stage, its part and its stage's number of parts; part 0 stands for all."""
+        """Tabulate the amount of an action, by its stage, its part and its stage's number of parts; part 0 stands for all."""
         table = [[of(s, part, len(stage.parts)) for part in range(len(stage.parts) + 1)] for s, stage in enumerate(sizes.stages)]
         return lambda action: table[action[1]][action[3]]
 

@@ -1,4 +1,4 @@
-"""Orders of events: the clock of the computations, and one global order of everything a plan does."""
+"""Orders of events: the clock of the computations, and one global order of all actions of a plan."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from bpipe.plan.plan_data import PlanData
 __all__ = ["Moments", "Stuck", "clock", "linearise", "run_greedily"]
 
 
-UNKNOWN, EXPECTED = -1, -2  # the moment of a result that is not there yet, and of one for which a rank waits
+UNKNOWN, EXPECTED = -1, -2  # the moment of a result that does not exist yet, and of one for which a rank waits
 UNITS = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1, Op.R: 1}
 
 
-# What others wait for: the input half stands for the whole backward.
+# The results that others wait for: I stands for the whole backward.
 RESULT = {Op.F: Op.F, Op.B: Op.B, Op.I: Op.B, Op.W: Op.W, Op.R: Op.R}
 
 
 def needs(action: Action, last_stage: int) -> OpKey | None:
-    """Return the computation whose result a computation waits for, besides what its own rank did before."""
+    """Return the computation whose result a computation waits for, besides the earlier ones of its own rank."""
     op, stage, microbatch, *_ = action
     if op is Op.F:
         return (Op.F, stage - 1, microbatch) if stage else None
@@ -73,10 +73,10 @@ def num_microbatches_of(lanes: Sequence[Sequence[Action]], num_stages: int) -> i
 
 
 def clock(lanes: Sequence[Sequence[Action]], num_stages: int) -> list[array[int]]:
-    """Compute when each computation starts if a forward takes one unit, a backward two, each of its halves one, transfers none.
+    """Compute when each computation starts, if F, I and W take one unit each, B takes two, and transfers take none.
 
     Returns:
-        One list of start times a rank, as long as its lane.
+        One list of start times per rank, as long as its lane.
 
     Raises:
         PlanError: the lanes wait for each other in a cycle, or lack microbatches.
@@ -131,7 +131,7 @@ def clock_by_result(lanes: Sequence[Sequence[Action]], num_stages: int) -> tuple
 
 
 def _enablers() -> dict[Op, tuple[Op, int]]:
-    """Return what must have happened on the other end before an action can go on, as (operation, offset of the stage).
+    """Return the event at the other end that must happen before an action can go on, as (operation, offset of the stage).
 
     Every transfer is an unbuffered rendezvous: a receive completes once its send has started, a send once its receive has
     completed. An ACCEPT starts once its EVICT has, because the sizes arrive with it.
@@ -150,7 +150,7 @@ YES, AWAITED = 1, 2  # whether something has happened; 0: it has not, and no lan
 
 
 class Stuck(NamedTuple):
-    """A lane that can never go on: the action that comes next, and what it waits for."""
+    """A lane that can never go on: its next action, and the action that it waits for."""
 
     rank: int
     action: Action
@@ -169,7 +169,7 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
     """Run the plan with unbuffered transfers, every lane as far as it can go.
 
     No rank ever has a choice, so this one greedy run decides for all interleavings: if it ends, every execution ends. Acceptors
-    go first, then a rank inside a computation in pieces, so that nothing else is computed between its pieces.
+    run first, then a rank inside a computation in pieces, so that nothing else is computed between its pieces.
 
     Args:
         plan: its actions must name its stages and microbatches, and no others.
@@ -185,7 +185,7 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
     positions = [0] * len(lanes)
     width = 1 + max(map(plan.num_parts, range(plan.num_stages)))
     happened = {op: [bytearray(plan.num_microbatches * width) for _ in plan.stage_ranks] for op in ENABLERS}
-    kinds = {}  # of action: what must have happened first, and what happens
+    kinds = {}  # of action: the event that must have happened first, and the event that it causes
     for op in Op:
         enabler, offset = ENABLED_BY.get(op, (None, 0))
         kinds[op] = (None if enabler is None else happened[enabler], offset, happened.get(op))

@@ -1,4 +1,4 @@
-"""The plan: what every rank does, in which order, and within which memory. The one description of a schedule."""
+"""The plan: the actions of every rank, their order, and their memory. The only description of a schedule."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Plan(PlanData):
         num_microbatches: m, the microbatches of a step.
         stage_ranks: the rank that holds each stage.
         actions: one list per rank, the compute lane: forwards, backwards, transfers and their completions.
-        served: one list per rank, the acceptor's lane: the actions for one peer are a chain, served whatever the rank computes.
-        slots: the budget of each rank in microbatches of one stage; None where there is none.
-        sizes: what a microbatch takes in bytes; None where only slots are counted.
-        budgets: the budget of each rank in bytes, static ones included; None where there is none. Needs `sizes`.
+        served: one list per rank, the acceptor's lane: the actions for one peer form a chain, independent of the computations.
+        slots: the budget of each rank in microbatches of one stage; None for no budget.
+        sizes: the bytes of a microbatch; None if only slots are counted.
+        budgets: the budget of each rank in bytes, static ones included; None for no budget. Needs `sizes`.
         has_backward: False for evaluation, where only forwards run.
 
     Example:
@@ -33,7 +33,7 @@ class Plan(PlanData):
     """
 
     def fingerprint(self) -> str:
-        """Return a short hash of everything the plan says, equal on two ranks exactly when they will run the same plan."""
+        """Return a short hash of everything in the plan, equal on two ranks exactly when they will run the same plan."""
         return hashlib.sha256(self.to_text().encode()).hexdigest()[:32]
 
     def to_text(self) -> str:
@@ -42,10 +42,10 @@ class Plan(PlanData):
 
     @classmethod
     def from_text(cls, lines: str) -> Plan:
-        """Read what `to_text` wrote.
+        """Read the text of `to_text`.
 
         Raises:
-            PlanError: the text is not a plan. Whether the plan is sound is for `verify` to say.
+            PlanError: the text is not a plan. Call `verify` to check whether the plan is sound.
         """
         return text.from_text(lines, cls)
 

@@ -1,4 +1,4 @@
-"""The fields of a plan and what follows from them: its peaks of memory, its channels, and what it evicts and recomputes."""
+"""The fields of a plan and properties that follow from them: memory peaks, channels, evictions and recomputations."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__: list[str] = []
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanData:
-    """The fields of a `Plan`, whose docstring explains them, and what can be read off them.
+    """The fields of a `Plan`, whose docstring explains them, and properties that follow from them.
 
-    A plan is written and drawn by functions of this class, so that `Plan` can have them as methods without a circle of imports.
+    Functions of this class write and draw a plan, so that `Plan` can have them as methods without an import cycle.
     """
 
     name: str
@@ -52,7 +52,7 @@ class PlanData:
         return [a._replace(part=0) if a[3] else a for a in lane if a[0] in COMPUTE and not (a[3] and self.goes_on(a))]
 
     def goes_on(self, action: Action) -> bool:
-        """Return whether a computation goes on with one that has begun: a forward begins with part 1, a backward with the last."""
+        """Return whether a computation continues one that has begun: a forward begins with part 1, a backward with the last."""
         return action.part > 1 if action.op is Op.F else action.part not in (0, self.num_parts(action.stage))
 
     def ends(self, action: Action) -> bool:
@@ -65,18 +65,18 @@ class PlanData:
         return {peer: tuple(a for a in self.served[rank] if a[4] == peer) for peer in peers}
 
     def host_chain(self, rank: int) -> tuple[Action, ...]:
-        """Return what a rank's host would do if it were an acceptor with a lane of its own."""
+        """Return the actions that a rank's host would run if it were an acceptor with a lane of its own."""
         return tuple(a._replace(op=MIRROR[a.op]) for a in self.actions[rank] if a.peer == HOST)
 
     def remote_buffers(self, rank: int, size: Amount = slot) -> dict[int, tuple[int, ...]]:
-        """Return what a rank reserves for each evictor that it serves: a room for each remote activation that it keeps at once.
+        """Return a rank's buffers for each evictor that it serves: one buffer for each remote activation stored at once.
 
         Args:
             rank: the acceptor.
-            size: what a remote activation takes; default: a slot.
+            size: the size of a remote activation; default: a slot.
 
         Returns:
-            By evictor, the size of each room.
+            By evictor, the size of each buffer.
         """
         return {peer: reserve(chain, size).sizes for peer, chain in self.chains(rank).items()}
 
@@ -85,7 +85,7 @@ class PlanData:
         return SLOTS if self.sizes is None else bytes_meter(self.sizes, self.stage_ranks)
 
     def activations_meter(self) -> Meter:
-        """Return the meter that counts only what microbatches save, without messages, in bytes.
+        """Return the meter that counts only saved bytes, without messages.
 
         Raises:
             PlanError: the plan has no sizes.
@@ -97,7 +97,7 @@ class PlanData:
     def peak_slots(self) -> tuple[int, ...]:
         """The most slots each rank occupies: its own microbatches and the buffers it reserves for remote activations.
 
-        A forward takes its slot when it starts, a backward gives it back when it ends, and a transfer in flight counts
+        A forward takes its slot when it starts, a backward frees it when it ends, and a transfer in flight counts
         at both ends.
         """
         own = (max(occupancy(actions), default=0) for actions in self.actions)
@@ -118,7 +118,7 @@ class PlanData:
 
     @property
     def activation_peak_bytes(self) -> tuple[int, ...]:
-        """The peak bytes of activations on each rank: saved by its microbatches, and its buffers for those of others.
+        """The peak bytes of activations on each rank: those saved by its microbatches, and its buffers for remote activations.
 
         Raises:
             PlanError: the plan has no sizes.
@@ -154,7 +154,7 @@ class PlanData:
 
     def _sized(self) -> Sizes:
         if self.sizes is None:
-            raise PlanError(f"plan {self.name!r} has no sizes: it counts slots")
+            raise PlanError(f"plan {self.name!r} counts slots and has no sizes: give it sizes to count bytes")
         return self.sizes
 
     def channels(self) -> list[Channel]:
@@ -184,8 +184,8 @@ class PlanData:
 
 @contextmanager
 def looking_up(plan: PlanData) -> Iterator[None]:
-    """Raise a PlanError where an unverified plan names something that cannot be found."""
+    """Raise a PlanError if an unverified plan names something that it does not have."""
     try:
         yield
     except LookupError as error:
-        raise PlanError(f"plan {plan.name!r} names what it does not have, and verify() says where: {error}") from error
+        raise PlanError(f"plan {plan.name!r} names something that it does not have; verify() shows where: {error}") from error

@@ -1,4 +1,4 @@
-"""The buffers that an acceptor reserves for one evictor's remote activations, and which remote activation is in which."""
+"""Assign an evictor's remote activations to the buffers that an acceptor reserves for them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Reserved(NamedTuple):
     """Buffers for one evictor.
 
     Args:
-        sizes: the size of each place.
-        buffer_of: the place of each remote activation; no two remote activations are in one at once.
+        sizes: the size of each buffer.
+        buffer_of: the index of the buffer of each remote activation; no two remote activations are in one at once.
     """
 
     sizes: tuple[int, ...]

@@ -20,14 +20,14 @@ class StageSizes:
         parts: its saved bytes that can move: one number, or one for each part that can move by itself, in the order in
             which the forward saves them.
         fixed: its saved bytes that cannot move.
-        received: the message from the stage before; the gradient sent back is as large.
-        sent: the message to the stage after, or what the last stage and the loss return; its gradient is as large.
-        kept_received: how much of `received` the saved bytes contain.
-        kept_sent: how much of `sent` they contain.
-        between: what it takes between the halves of its backward, gradients for the weight half included; None: all it saved.
+        received: the message from the previous stage; the gradient sent back is as large.
+        sent: the message to the next stage, or the results of the last stage and the loss; its gradient is as large.
+        kept_received: the bytes of `received` that are among the saved bytes.
+        kept_sent: the bytes of `sent` that are among the saved bytes.
+        between: its bytes between I and W, including gradients that wait for W; None: all its saved bytes.
 
     Raises:
-        ConfigurationError: a negative number, no part, or more kept than there is.
+        ConfigurationError: a negative number, no part, or a kept size larger than its message.
     """
 
     parts: tuple[int, ...]
@@ -41,7 +41,7 @@ class StageSizes:
     def __post_init__(self) -> None:
         numbers = (*self.parts, self.fixed, self.received, self.sent, self.kept_received, self.kept_sent, self.between or 0)
         if not self.parts or not all(isinstance(n, int) and n >= 0 for n in numbers):
-            raise ConfigurationError(f"sizes are whole numbers of at least 0, and at least one part: {self}")
+            raise ConfigurationError(f"sizes must be whole numbers of at least 0, with at least one part: {self}")
         if self.kept_received > min(self.received, self.saved) or self.kept_sent > min(self.sent, self.saved):
             raise ConfigurationError(f"a stage cannot keep more of a message than it has: {self}")
 
@@ -57,11 +57,11 @@ class StageSizes:
 
     @property
     def late(self) -> int:
-        """The bytes that it takes between the halves of its backward."""
+        """The bytes that it takes between I and W."""
         return self.saved if self.between is None else self.between
 
     def without_messages(self) -> StageSizes:
-        """Return these sizes with only what is saved."""
+        """Return these sizes with only the saved bytes."""
         return replace(self, received=0, sent=0, kept_received=0, kept_sent=0)
 
     def moved(self, part: int) -> int:
@@ -71,11 +71,11 @@ class StageSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The bytes of one microbatch on each stage, and of what stays on each rank.
+    """The bytes of one microbatch on each stage, and the static bytes of each rank.
 
     Args:
-        stages: one entry a stage.
-        static: for each rank, what stays: parameters, gradients, optimizer states.
+        stages: one entry per stage.
+        static: the static bytes of each rank: parameters, gradients, optimizer states.
 
     Raises:
         ConfigurationError: a negative number of static bytes.
@@ -90,7 +90,7 @@ class Sizes:
 
     def __post_init__(self) -> None:
         if not all(isinstance(n, int) and n >= 0 for n in self.static):
-            raise ConfigurationError(f"static bytes are whole numbers of at least 0: {self.static}")
+            raise ConfigurationError(f"static bytes must be whole numbers of at least 0: {self.static}")
 
     @classmethod
     def of(cls, saved: Iterable[int], *, num_ranks: int | None = None, num_parts: int = 1) -> Sizes:
@@ -102,7 +102,7 @@ class Sizes:
         """Raise unless these sizes fit a plan.
 
         Raises:
-            ConfigurationError: they have other numbers of stages or ranks.
+            ConfigurationError: they have different numbers of stages or ranks.
         """
         if (len(self.stages), len(self.static)) != (num_stages, num_ranks):
             raise ConfigurationError(

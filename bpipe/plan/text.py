@@ -1,4 +1,4 @@
-"""Write plans to files and read them: our own text, which says everything, and the CSV that torch.distributed.pipelining reads."""
+"""Write and read plans: bpipe's own text, which is complete, and the CSV that torch.distributed.pipelining reads."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _read_sizes(lines: list[str]) -> tuple[Sizes | None, tuple[int | None, ...] 
 def _write(action: Action, stage_ranks: tuple[int, ...]) -> str:
     if action.peer == _implied_peer(action, stage_ranks):
         return str(action)
-    return action.full_text if action.peer is not None else f"{action}@none"  # which no plan has, and `parse` refuses
+    return action.full_text if action.peer is not None else f"{action}@none"  # a valid plan never has it, and `parse` refuses it
 
 
 def _read(word: str, stage_ranks: tuple[int, ...]) -> Action:
@@ -135,7 +135,7 @@ def _implied_peer(action: Action, stage_ranks: tuple[int, ...]) -> int | None:
 
 
 def to_csv(plan: PlanData) -> str:
-    """Write one row per rank, with only the starts of transfers, since torch waits where it needs to."""
+    """Write one row per rank, with only the starts of transfers, because torch adds the waits itself."""
     actions = [action for lane in plan.actions for action in lane]
     for what, is_so in (
         ("evicts", any(action.op is Op.EVICT for action in actions)),
@@ -143,7 +143,7 @@ def to_csv(plan: PlanData) -> str:
         ("computes in pieces", any(action.part for action in actions)),
     ):
         if is_so:
-            raise PlanError(f"{plan.name} {what}, which torch.distributed.pipelining's CSV cannot say: use to_text()")
+            raise PlanError(f"{plan.name} {what}, which torch.distributed.pipelining's CSV cannot express: use to_text()")
     rows = [[str(action) for action in lane if action.op not in START_OF] for lane in plan.actions]
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(rows)

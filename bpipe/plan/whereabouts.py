@@ -1,4 +1,4 @@
-"""Where a microbatch of a stage is once an action is done, in words."""
+"""Describe in words where a microbatch of a stage is after an action."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ AFTER = {
 
 
 def whereabouts(action: Action) -> str:
-    """Return where an action's microbatch is, on the action's rank, once it is done; empty if the action has none.
+    """Return where an action's microbatch is, on the action's rank, after it; empty if the action has none.
 
     Example:
         >>> from bpipe.schedules import Action, Op

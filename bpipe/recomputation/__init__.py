@@ -1,3 +1,3 @@
-"""Forwards that run twice: what they read and change is found, put back and compared."""
+"""Run forwards twice: find the state that they read and change, restore it, and compare the results."""
 
 __all__: list[str] = []

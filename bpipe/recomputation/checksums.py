@@ -1,4 +1,4 @@
-"""What a forward returned, as a few numbers, which are equal for two forwards that returned the same bits."""
+"""Reduce a forward's result to a few numbers, which are equal for two forwards that returned the same bits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bpipe.model.pytree import inside
 
 __all__: list[str] = []
 
-Sum = int | torch.Tensor  # on a device a tensor, so that nobody waits for it
+Sum = int | torch.Tensor  # on a device a tensor, so that the host does not wait for it
 _FEW = 16  # words, which are weighted one by one
 
 
@@ -32,7 +32,7 @@ class Checksum(NamedTuple):
 
 
 def checksum_of(value: Any) -> Checksum:
-    """Compute the checksum of a pytree, in which each bit of each tensor counts, and its place too."""
+    """Compute the checksum of a pytree; it depends on each bit of each tensor, and on the bit's position."""
     found = Checksum([], [])
     _read(value, found)
     return found
@@ -74,7 +74,7 @@ def _sums(tensor: torch.Tensor) -> list[Sum]:
 
 
 def sum_of_bits(tensor: torch.Tensor) -> Sum:
-    """Compute one number from the bits of a strided tensor; values that change places change it too.
+    """Compute one number from the bits of a strided tensor; swapping two values changes it, too.
 
     The words are added in rows and in columns of a square, and both with weights.
     """
@@ -91,7 +91,7 @@ def sum_of_memory(tensor: torch.Tensor) -> Sum:
 
 
 def is_awaited(device: torch.device) -> bool:
-    """Return whether the host waits for a device when it looks at a value."""
+    """Return whether the host waits for a device when it reads a value."""
     return device.type != "cpu"
 
 
@@ -107,7 +107,7 @@ def _sum(of_bytes: torch.Tensor) -> torch.Tensor:
     in_square = width * (num_words // width) if num_words > _FEW else 0
     totals = [_weighted(of_bytes[in_square * 4 : num_words * 4].view(torch.int32))] if in_square < num_words else []
     if num_bytes % 4:
-        totals.append(5 * _weighted(_last_word(of_bytes[num_words * 4 :])))  # a weight that no word next to it has
+        totals.append(5 * _weighted(_last_word(of_bytes[num_words * 4 :])))  # a weight that the neighbouring words do not have
     if in_square:
         square = of_bytes[: in_square * 4].view(torch.int32).view(-1, width)
         totals += [_weighted(square.sum(1)), 3 * _weighted(square.sum(0))]

@@ -17,17 +17,17 @@ from bpipe.model.pytree import slots_of
 __all__: list[str] = []
 
 ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, type, slice, range})
-SMALL_BYTES = 2**16  # what is no larger is copied for each microbatch
+SMALL_BYTES = 2**16  # containers up to this size are copied for each microbatch
 
 
 class Kind(NamedTuple):
-    """What can be done with a kind of container.
+    """The operations on a kind of container.
 
     Args:
-        copy: returns what is in it: a mapping from place to value, a list of values, or an array.
-        is_same: returns whether that is still in it, each object itself.
-        fill: puts that in again, in place of what is there.
-        put: sets what is at one place; None: its values have no places.
+        copy: returns its content: a mapping from place to value, a list of values, or an array.
+        is_same: returns whether that content is still in it, each object itself.
+        fill: restores that content, in place of the present one.
+        put: sets the value at one place; None: its values have no places.
     """
 
     copy: Callable[[Any], Any]
@@ -145,7 +145,7 @@ SCRIPT = Kind(_copy_script, _is_same_script, _fill_script, lambda script, name, 
 
 
 class Content(NamedTuple):
-    """A container and what was in it."""
+    """A container and its content at some time."""
 
     kind: Kind
     container: Any
@@ -156,17 +156,17 @@ class Content(NamedTuple):
         return self.kind.is_same(self.container, self.before)
 
     def now(self) -> Content:
-        """Return the container with what is in it now."""
+        """Return the container with its present content."""
         return self._replace(before=self.kind.copy(self.container))
 
 
 class Contents:
-    """Containers, and what is in them when this is made.
+    """Containers, and their contents when this is made.
 
-    Nearly all are dicts, of modules, and nearly always nothing has changed in any: they are compared in one go.
+    Nearly all are dicts of modules, and nearly always none of them has changed: they are compared all at once.
 
     Args:
-        dicts: no instances of subclasses.
+        dicts: not instances of subclasses of dict.
         others: containers of any kind.
     """
 
@@ -184,13 +184,13 @@ class Contents:
         return self._lengths == [*map(len, self._dicts)] and all(map(is_, self._keys, _keys_of(self._dicts)))
 
     def now(self) -> Contents:
-        """Return the containers with what is in them now; this same object if nothing has changed."""
+        """Return the containers with their present contents; this same object if nothing has changed."""
         if self.are_same():
             return self
         return Contents(self._dicts, [one if one.is_same() else one.now() for one in self._others])
 
     def fill(self) -> None:
-        """Restore what was in the containers wherever it has changed."""
+        """Restore the contents that have changed."""
         if self.are_same():
             return
         for i in self._changed():

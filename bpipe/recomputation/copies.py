@@ -1,4 +1,4 @@
-"""Copies of storages, many at a time: the values that a forward finds in buffers, whatever operation changes them."""
+"""Copy storages, many at a time: the values that a forward finds in buffers, whichever operation changes them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Values = list[torch.Tensor]  # those of each group, one after the other
 
 
 class _Spot(NamedTuple):
-    """Where a storage's bytes are among the values."""
+    """The position of a storage's bytes among the values."""
 
     group: int
     start: int  # in words of the group
     length: int
-    width: int  # the bytes to a multiple of which it is aligned
+    width: int  # it is aligned to a multiple of this number of bytes
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -61,11 +61,11 @@ class Copies:
             ends[of_group] = index, start + length
 
     def is_whole(self) -> bool:
-        """Return whether no storage has been given up or resized since."""
+        """Return whether no storage has been freed or resized since."""
         return all(storage.nbytes() == size for storage, size in self._storages)
 
     def take(self) -> Values:
-        """Copy what is in the storages now."""
+        """Copy the present values of the storages."""
         return [torch.cat(members) for members in self._groups.values()]
 
     def differing(self, one: Values, other: Values) -> set[int]:

@@ -1,4 +1,4 @@
-"""Comparisons of what should be equal, made when they cost no wait: at once on the CPU, at the end of the step on a device."""
+"""Compare values that should be equal, when it costs no wait: at once on the CPU, at the end of the step on a device."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Differences:
     """The comparisons of one step."""
 
     def __init__(self) -> None:
-        self._found: list[tuple[torch.Tensor, str]] = []  # whether something differs, and what to say then
+        self._found: list[tuple[torch.Tensor, str]] = []  # whether something differs, and the message for that case
 
     def compare(self, one: Iterable[Sum], other: Iterable[Sum], message: str) -> None:
-        """Compare numbers or tensors, or have them compared by the device that they are on.
+        """Compare numbers or tensors; the device that holds them does it later, if there is one.
 
         Raises:
             StageError: they differ, as far as that is known at once.
@@ -33,7 +33,7 @@ class Differences:
                 raise StageError(message)
 
     def check(self) -> None:
-        """Wait for what devices have compared.
+        """Wait for the comparisons on devices.
 
         Raises:
             StageError: something differs; the first message, and how many others there are.
@@ -58,7 +58,7 @@ class _Constant(NamedTuple):
 
 
 class Constants:
-    """The large tensors of a stage that no forward has written so far, and its frozen parameters: read twice a step.
+    """The large tensors of a stage that no forward has written so far, and its frozen parameters: read twice per step.
 
     Args:
         tensors: strided ones, with their names and versions.
@@ -74,7 +74,7 @@ class Constants:
                 self._constants.append(_Constant(name, weakref.ref(tensor), version, num_bytes, sum_of_memory(tensor.detach())))
 
     def compare(self, differences: Differences, stage: str) -> None:
-        """Compare the tensors that are left with what they were, except those that were written in a way that torch counts."""
+        """Compare the tensors that are left with their first values, except those written in a way that torch counts."""
         for name, reference, version, num_bytes, total in self._constants:
             tensor = reference()
             if tensor is None or tensor._version != version or tensor.untyped_storage().nbytes() != num_bytes:
@@ -83,6 +83,6 @@ class Constants:
                 [total],
                 [sum_of_memory(tensor.detach())],
                 f"{stage} cannot be recomputed: its forwards write {name} in a way that torch does not count (through .data, or "
-                "a fused kernel), and those before this step did not, so that it may have been written twice. Evict instead "
+                "a fused kernel), and earlier steps' forwards did not, so it may have been written twice. Evict instead "
                 "(by='evict')",
             )

@@ -1,4 +1,4 @@
-"""The random numbers that a forward draws: the generators' states are kept, so that a second forward draws the same ones."""
+"""Save the states of the generators that a forward draws from, so that a second forward draws the same random numbers."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from bpipe.device import fork_random_states, random_state, set_random_state
 
 __all__: list[str] = []
 
-_MT19937_BYTES = 625 * 4  # its words, and its place among them
+_MT19937_BYTES = 625 * 4  # its words, and the position among them
 
 
 class Source(Protocol):
-    """Something that draws random numbers."""
+    """A source of random numbers."""
 
     def get(self) -> Any:
         """Return its state; two equal ones compare equal, except tensors."""
 
     def set(self, state: Any) -> None:
-        """Go back to a state."""
+        """Restore a state."""
 
 
 class _Python(NamedTuple):
@@ -73,7 +73,7 @@ class _LegacyNumPy(NamedTuple):
 
 
 class GlobalNumPy:
-    """NumPy's global state. Its words are read as bytes (0.6 us), and as a state (34 us) only where they have changed."""
+    """NumPy's global state. Its words are read as bytes (0.6 us), and as a state (34 us) only if they have changed."""
 
     def __init__(self) -> None:
         self._words: bytes | None = None
@@ -82,9 +82,9 @@ class GlobalNumPy:
     def get(self) -> Any:
         numpy = sys.modules.get("numpy.random")
         if numpy is None:
-            return None  # nobody has used it
+            return None  # it has not been used
         words = _words_of(numpy)
-        if words is None or words != self._words or self._state[3]:  # half of a pair that is used up changes no word
+        if words is None or words != self._words or self._state[3]:  # using up half of a pair changes no word
             self._words, self._state = words, numpy.get_state()
         return self._state
 
@@ -121,11 +121,11 @@ def source_of(value: Any) -> Source | None:
 
 
 class Drawn:
-    """The states that a forward finds: torch's, on the CPU and its device, and those of other sources.
+    """The generator states that a forward finds: torch's, on the CPU and its device, and those of other sources.
 
     Args:
-        device: where it computes.
-        sources: what else it may draw from.
+        device: the device of the forward.
+        sources: the other sources that it may draw from.
     """
 
     def __init__(self, device: torch.device, sources: Iterable[Source]) -> None:
@@ -135,7 +135,7 @@ class Drawn:
         self._states = [(source, source.get()) for source in sources]
 
     def forget_unused(self) -> None:
-        """Forget the generators from which the forward, which has run, drew nothing: they do not matter to another one."""
+        """Forget the generators that the forward, which has run, did not use: they do not affect another forward."""
         self._states = [(source, state) for source, state in self._states if not _are_equal(source.get(), state)]
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Find what a forward may read and change besides its arguments: the state of its modules, wherever they keep it."""
+"""Find the state that a forward may read and change besides its arguments, wherever its modules keep it."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ from bpipe.recomputation.generators import Source, source_of
 
 __all__: list[str] = []
 
-# What every module has in its dict, but what a forward may change: whether it trains.
+# These entries are in every module's dict; a forward may change one of them: whether the module trains.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"training"}
-_FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "bpipe", "triton"}  # whose objects keep no state of a forward
+_FOREIGN = sys.stdlib_module_names | {"torch", "numpy", "bpipe", "triton"}  # objects of these packages keep no forward's state
 _HOLDERS = (SimpleNamespace, UserDict, UserList)  # but these do
 _MOST_OBJECTS = 1000  # besides modules, in one search
 _DEEPEST = 5  # containers in containers, from a module
-_LONGEST = 1000  # a longer container is copied, and not searched
+_LONGEST = 1000  # a longer container is copied, but not searched
 _SPECIAL = (torch.jit.ScriptModule, LazyModuleMixin)
 
 
 class Place(NamedTuple):
-    """Where a tensor is to be found; `put` is None where it cannot be replaced."""
+    """The place of a tensor; `put` is None if it cannot be replaced."""
 
     container: Any
     key: Any
     put: Any
 
 
-# An object that the search has come to, how many containers lie between it and a module, and whether it is what a module keeps.
+# An object that the search has reached, how many containers lie between it and a module, and whether it is a module's state.
 _Step = tuple[Any, int, bool]
 
 
 class Reachable:
-    """What is reached from some roots now: modules, a loss function, and whatever their attributes lead to.
+    """The objects reachable from some roots now: modules, a loss function, and everything that their attributes lead to.
 
-    Containers and tensors count where attributes of modules lead to them. Behind functions, hooks and bound methods, whose
-    objects may also belong to others, only modules and generators do.
+    Containers and tensors count if attributes of modules lead to them. Only modules and generators count behind functions, hooks
+    and bound methods, because other objects there may also belong to other code.
 
     Args:
         roots: the modules that run and, if any, the loss function.
@@ -59,19 +59,19 @@ class Reachable:
         self.sources: list[Source] = []
         self.parameters: list[tuple[str, torch.Tensor]] = []
         self.mode: tuple[bool, ...] = ()  # train or eval, module by module
-        self._dicts: list[dict[Any, Any]] = []  # in which modules keep something
-        self._others: list[Content] = []  # likewise what is no dict
-        self._dicts_beside: list[dict[Any, Any]] = []  # what else was looked into
+        self._dicts: list[dict[Any, Any]] = []  # dicts in which modules keep state
+        self._others: list[Content] = []  # likewise other containers
+        self._dicts_beside: list[dict[Any, Any]] = []  # other dicts that were searched
         self._others_beside: list[Content] = []
         self._functions: list[tuple[Any, Sequence[Any]]] = []  # with what they use
         self._owners: list[Any] = []  # modules and other objects with attributes
         self._attributes: list[Any] = []  # the dicts of these
-        self._is_steady = True  # whether `is_current` would look at all that another search would look at
+        self._is_steady = True  # whether `is_current` looks at everything that another search would look at
         self._seen: dict[int, Any] = {}  # by identity, and kept alive: another object must not get its identity
-        self._holders: dict[int, tuple[int, Any]] = {}  # of what is in a container: that, and the key there
+        self._holders: dict[int, tuple[int, Any]] = {}  # for an object in a container: the container, and the key there
         self._num_objects = 0
         self._todo: list[_Step] = [(root, 0, True) for root in roots]
-        self._later: list[_Step] = []  # what is state and is also reached in other ways is state
+        self._later: list[_Step] = []  # searched last: state that is also reached in other ways counts as state
         while self._todo or self._later:
             self._visit(*(self._todo or self._later).pop())
         self._is_steady &= {*map(type, self._dicts_beside)} <= {dict, OrderedDict}
@@ -81,7 +81,7 @@ class Reachable:
         self._kinds = [*map(type, self._seen.values())]
 
     def is_current(self) -> bool:
-        """Return whether another search would find the same: nothing that this one has looked at has changed."""
+        """Return whether another search would find the same: no object that this search has looked at has changed."""
         is_same = self._is_steady and self._kinds == [*map(type, self._seen.values())]
         is_same = is_same and all(map(is_, self._attributes, map(vars, self._owners)))
         is_same = is_same and self.contents.are_same() and self._searched.are_same()
@@ -190,7 +190,7 @@ class Reachable:
             self._values(container, content.items() if isinstance(content, dict) else enumerate(content), kind.put, depth, is_state)
 
     def _note(self, kind: Kind, container: Any, is_state: bool) -> Any:
-        """Note a container; return what is in it."""
+        """Note a container; return its content."""
         if type(container) is dict:
             (self._dicts if is_state else self._dicts_beside).append(container)
             return container
@@ -211,7 +211,7 @@ class Reachable:
 
 
 def _used_by(function: Any) -> Sequence[Any]:
-    """Return what a function, a bound method or a partial uses besides its arguments, globals left out."""
+    """Return the objects that a function, a bound method or a partial uses besides its arguments and globals."""
     if isinstance(function, MethodType):
         return [function.__self__, function.__func__]
     if isinstance(function, partial):

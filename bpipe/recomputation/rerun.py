@@ -1,4 +1,4 @@
-"""A forward that runs twice: the first time nothing is saved, the second time all is as it was the first time."""
+"""Run a forward twice: the first run saves nothing, the second one finds the same state as the first."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ class Reruns:
         self._constants: dict[int, Constants] = {}
 
     def shared(self, stage: int, roots: Sequence[Any]) -> Shared:
-        """Return what the microbatches of a stage share.
+        """Return the state that the microbatches of a stage share.
 
         Args:
             stage: its index.
-            roots: what runs there: modules and, on the last stage, the loss function.
+            roots: the objects that run there: modules and, on the last stage, the loss function.
         """
         if stage not in self._shared:
             self._shared[stage] = Shared(roots)
         return self._shared[stage]
 
     def watch(self, stage: int, state: State) -> None:
-        """Note what no forward of a stage should write, in the first one of the step."""
+        """Note tensors that no forward of the stage should write, in the first forward of the step."""
         if stage not in self._constants:
             self._constants[stage] = state.constants()
 
     def check(self) -> None:
-        """Check, after all forwards have run twice, that both did the same.
+        """Check, after all forwards have run twice, that both runs did the same.
 
         Raises:
-            StageError: some differ that were compared on a device, or something was written that is not restored.
+            StageError: results that were compared on a device differ, or a tensor was written that is not restored.
         """
-        self._shared.clear()  # a module may reach an object that knows this step: that cycle would keep it
+        self._shared.clear()  # a module may reach an object that knows this step: that cycle would keep it alive
         for stage, constants in self._constants.items():
             constants.compare(self.differences, f"stage {stage}")
         self.differences.check()
@@ -60,13 +60,13 @@ class Rerun:
 
     Args:
         stage: its index.
-        microbatch: likewise.
+        microbatch: its number.
         given: the tensors that the forward gets.
-        roots: what runs: the module and, on the last stage, the loss function.
-        learned: what is known of the stage.
+        roots: the objects that run: the module and, on the last stage, the loss function.
+        learned: what is known about the stage.
         reruns: those of the step.
-        device: where it computes.
-        foreign: storages that are no activations, and what they are.
+        device: the device of the forward.
+        non_activations: storages that are not activations, with the kind of each.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Rerun:
         """Run a forward that saves nothing.
 
         Raises:
-            StageError: the forward changes its input, or something else that cannot be restored, so that it could not be run again.
+            StageError: the forward changes its input, or other state that cannot be restored, so that it could not be run again.
         """
         with following(self._name), saved_tensors_hooks(_drop, _missing):
             yield
@@ -104,14 +104,14 @@ class Rerun:
         """Run a forward with the random numbers, buffers and attributes that the first one found, then restore the current ones.
 
         Raises:
-            StageError: the input was changed since, or something cannot be restored.
+            StageError: the input was changed since, or state cannot be restored.
         """
         self._check_input()
         with keeping(self._state.again(self._differences)):
             yield
 
     def returned(self, output: Any, loss: Any) -> None:
-        """Note what the first forward returned, or compare what the second one did.
+        """Store the result of the first forward, or compare it with the second one's.
 
         Raises:
             StageError: they differ, as far as that is known without waiting for a device.
@@ -119,7 +119,7 @@ class Rerun:
         for what, value in (("output", output), ("loss", loss)):
             checksum = checksum_of(value)
             first = self._returned.setdefault(what, checksum)
-            message = f"{self._name} cannot be recomputed: its two forwards returned another {what}. {WAY_OUT}"
+            message = f"{self._name} cannot be recomputed: its two forwards returned a different {what}. {WAY_OUT}"
             if first.outline != checksum.outline:
                 raise StageError(f"{message}. The first: {' '.join(first.outline)}; the second: {' '.join(checksum.outline)}")
             self._differences.compare(first.sums, checksum.sums, message)
@@ -127,7 +127,7 @@ class Rerun:
     def _check_input(self) -> None:
         if any(tensor._version != version for tensor, version in self._given):
             raise StageError(
-                f"{self._name} cannot be recomputed: its input was changed in place. Let the stage work on a clone of it"
+                f"{self._name} cannot be recomputed: its input was changed in place. Let the stage work on a clone of its input"
             )
 
 

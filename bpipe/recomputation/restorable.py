@@ -1,4 +1,4 @@
-"""Which of the tensors that a search has found are copied for another forward, and which are only looked at."""
+"""Decide which of the tensors found by a search are copied for another forward, and which are only compared."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _Look = tuple[tuple[int, ...], int, torch.dtype, bool]  # a tensor's storages, t
 
 
 class Restorable:
-    """The tensors of a search, by what is done with them.
+    """The tensors of a search, grouped by how they are restored.
 
     Args:
         name: the microbatch, for messages.
-        found: by the search.
-        written: the places of large tensors that are copied, because forwards write them; None: of all.
-        foreign: storages that are no activations, and what they are: the batch is left alone.
+        found: the result of the search.
+        written: the places of large tensors that are copied, because forwards write them; None: all of them.
+        non_activations: storages that are not activations, with the kind of each: the batch is left alone.
         copies_of: copies the storages of some tensors.
 
     Raises:
@@ -45,20 +45,20 @@ class Restorable:
     ) -> None:
         self._found, self._written = found, written
         self._looks: list[tuple[torch.Tensor, _Look]] = []
-        self.odd: list[torch.Tensor] = []  # each is copied by itself
-        self.uncopied: list[tuple[str, torch.Tensor]] = []  # only looked at
+        self.odd: list[torch.Tensor] = []  # each is copied separately
+        self.uncopied: list[tuple[str, torch.Tensor]] = []  # only compared
         plain: list[tuple[str, torch.Tensor, _Look]] = []
         for key, tensor in found.tensors.items():
             if tensor.device.type == "meta":
                 continue
             where = found.name(key)
             if is_lazy(tensor):
-                raise StageError(f"{name} cannot be recomputed: {where} is not initialised. Let the stage run once before")
+                raise StageError(f"{name} cannot be recomputed: {where} is not initialised. Run the stage once before training")
             look = _look_of(tensor)
             self._looks += ((tensor, look),)
             if BATCH in map(non_activations.get, look[0]):
                 continue
-            if tensor.requires_grad or isinstance(tensor, nn.Parameter):  # it stands for itself: it gets its gradient there
+            if tensor.requires_grad or isinstance(tensor, nn.Parameter):  # never replaced by a copy: its `.grad` belongs to it
                 self.uncopied += ((where, tensor),)
             elif is_plain(tensor):
                 plain += ((where, tensor, look),)
@@ -76,13 +76,13 @@ class Restorable:
         return any((id(place.container), place.key) in self._written for place in self._found.places[id(tensor)])
 
     def is_of(self, found: Reachable, written: Written | None) -> bool:
-        """Return whether the same would be made of these now: no tensor was changed into another one."""
+        """Return whether these tensors would be grouped in the same way now: no tensor was changed into another one."""
         is_same = found is self._found and written is self._written
         return is_same and [_look_of(one) for one, _ in self._looks] == [look for _, look in self._looks]
 
 
 def _look_of(tensor: torch.Tensor) -> _Look:
-    """Return what decides what is done with a tensor, and may change (`.data = ...`, `requires_grad_`)."""
+    """Return the properties that decide how a tensor is restored, and that may change (`.data = ...`, `requires_grad_`)."""
     if type(tensor) is torch.Tensor and tensor.layout is torch.strided:
         storage = tensor.untyped_storage()
         return (storage._cdata,), storage.nbytes(), tensor.dtype, tensor.requires_grad

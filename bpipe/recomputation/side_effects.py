@@ -1,4 +1,4 @@
-"""What a computation can leave behind besides its results: drawn random numbers, and changes to what its module keeps."""
+"""Detect a computation's side effects: random numbers that it draws, and changes to its module's state."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ EXACT_BYTES = 2**20  # storages up to this size are compared byte by byte, large
 OWN = frozenset(vars(nn.Module()))  # the attributes that every module has
 PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 CONTAINERS = (list, tuple, set, frozenset, deque)
-NOBODYS = frozenset({"torch", *sys.stdlib_module_names})  # packages whose objects, such as loggers, keep nothing of a model
+NOBODYS = frozenset({"torch", *sys.stdlib_module_names})  # packages whose objects, such as loggers, keep no state of a model
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
-# By the name of what is kept, and for a parameter its identity: something that compares equal where that is unchanged.
+# By the name of the state, and for a parameter its identity: a value that compares equal while the state is unchanged.
 State = dict[tuple[str, int], object]
 
 
@@ -46,12 +46,12 @@ def random_state(device: torch.device) -> State:
 
 
 class Found(NamedTuple):
-    """What a look found.
+    """The findings of one look.
 
     Args:
         random: the states of random numbers.
         tensors: the parameters and buffers.
-        others: the attributes of modules, and what a computation gets besides tensors.
+        others: the attributes of modules, and the arguments of the computation that are not tensors.
     """
 
     random: State
@@ -60,12 +60,12 @@ class Found(NamedTuple):
 
 
 def look_at(device: torch.device, modules: Iterable[tuple[str, nn.Module]], others: Iterable[Any]) -> Found:
-    """Look at all that a computation may leave changed.
+    """Look at everything that a computation may change.
 
     Args:
-        device: where it computes.
-        modules: with their names; those inside them are not looked for.
-        others: what the computation gets besides tensors.
+        device: the device of the computation.
+        modules: with their names; submodules are not searched.
+        others: the arguments of the computation that are not tensors.
     """
     look = _Look()
     for name, module in modules:
@@ -76,20 +76,20 @@ def look_at(device: torch.device, modules: Iterable[tuple[str, nn.Module]], othe
 
 
 def changed(before: State, after: State) -> str | None:
-    """Name something that has changed; None if nothing has. Parameters that were replaced, as under FSDP, do not count."""
+    """Name one thing that has changed; None if nothing has. Parameters that were replaced, as under FSDP, do not count."""
     replaced = {key for key in before.keys() ^ after.keys() if key[1]}
     return next((key[0] for key in {**before, **after} if key not in replaced and before.get(key) != after.get(key)), None)
 
 
 class _Look:
-    """One look at all that is kept. What it finds refers to no tensor, because bpipe counts the owners of storages."""
+    """One look at a model's state. Its findings refer to no tensor, because bpipe counts the owners of storages."""
 
     def __init__(self) -> None:
         self.random: State = {}
         self.tensors: State = {}
         self.others: State = {}
-        self._seen: dict[int, object] = {}  # alive, so that no other one gets its id
-        self._storages: dict[int, object] = {}  # what is in them, for tensors that share one
+        self._seen: dict[int, object] = {}  # kept alive, so that no other object gets its id
+        self._storages: dict[int, object] = {}  # their contents, for tensors that share one
 
     def module(self, name: str, module: nn.Module) -> None:
         for key, parameter in module._parameters.items():
@@ -104,7 +104,7 @@ class _Look:
                     self.value(f"the attribute {_path(name, key)}", value, 0)
 
     def value(self, name: str, value: Any, depth: int) -> None:
-        """Enter something, and what is in it."""
+        """Enter a value, and the values inside it."""
         if isinstance(value, PLAIN):
             self.others[name, 0] = repr(value)
         elif isinstance(value, GENERATORS):
@@ -138,7 +138,7 @@ def _compared(data: torch.Tensor) -> object:
 
 
 def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what is in a container or an object of the user's, with how it is reached."""
+    """Yield the values inside a container or an object of the user's, each with its path."""
     if isinstance(value, dict):  # no other Mapping: those may make what is asked for
         yield "'s length", len(value)
         yield from ((f"[{key!r}]" if isinstance(key, PLAIN) else f"[{i}]", part) for i, (key, part) in enumerate(dict.items(value)))
@@ -150,7 +150,7 @@ def _parts_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_torchs(kind: type) -> bool:
-    """Return whether a class is torch's own, such as DistributedDataParallel: what it keeps is no state of the model."""
+    """Return whether a class is torch's own, such as DistributedDataParallel: its attributes are not state of the model."""
     return all(_package(base) in NOBODYS for base in kind.__mro__)  # some bases are Python's
 
 
@@ -160,7 +160,7 @@ def _package(kind: type) -> str:
 
 def _state_of(generator: Any) -> object:
     if isinstance(generator, random.SystemRandom):
-        return None  # it has none
+        return None  # it has no state
     return _bytes_of_state(generator.get_state()) if isinstance(generator, torch.Generator) else pickle.dumps(generator)
 
 

@@ -1,4 +1,4 @@
-"""What a forward finds in its modules, so that another one can find the same: attributes, containers, buffers, generators."""
+"""Save the state that a forward finds, so that another forward finds the same: attributes, containers, buffers, generators."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ Named = tuple[str, torch.Tensor]
 
 
 class Learned:
-    """What is known of a stage whose forwards run twice, from microbatch to microbatch and from step to step.
+    """Everything known about a stage whose forwards run twice, kept between microbatches and steps.
 
     Args:
-        makeup: the number of what the stage consists of.
+        makeup: the number of the stage's makeup.
     """
 
     def __init__(self, makeup: int) -> None:
@@ -38,10 +38,10 @@ class Learned:
 
 
 class Shared:
-    """What the microbatches of a stage share during a step: what they find, as long as nothing of it changes.
+    """The state that the microbatches of a stage share during a step, as long as none of it changes.
 
     Args:
-        roots: what runs.
+        roots: the objects that run.
     """
 
     def __init__(self, roots: Sequence[Any]) -> None:
@@ -51,18 +51,18 @@ class Shared:
         self._copies, self._values = Copies(()), list[torch.Tensor]()
 
     def found(self) -> Reachable:
-        """Return what is reached now."""
+        """Return the objects that are reachable now."""
         self.forget_outdated()
         self._found = self._found or Reachable(self._roots)
         return self._found
 
     def forget_outdated(self) -> None:
-        """Forget the last search if it is outdated, so that it keeps nothing alive that has been replaced."""
+        """Forget the last search if it is outdated, so that it keeps no replaced objects alive."""
         if self._found is not None and not self._found.is_current():
             self._found = self._restorable = None
 
     def restorable(self, name: str, found: Reachable, written: Written | None, non_activations: Mapping[int, str]) -> Restorable:
-        """Return the tensors of a search by what is done with them; the arguments are those of `Restorable`."""
+        """Return the tensors of a search, grouped by how they are restored; the arguments are those of `Restorable`."""
         if self._restorable is None or not self._restorable.is_of(found, written):
             self._restorable = Restorable(name, found, written, non_activations, self._copies_of)
         return self._restorable
@@ -73,7 +73,7 @@ class Shared:
         return self._copies
 
     def values(self, copies: Copies) -> Values:
-        """Return what is in storages now: another copy only if that has changed, if comparing waits for no device."""
+        """Return the present values of storages: a new copy only if they have changed, if comparing needs no wait for a device."""
         values = copies.take()
         if any(is_awaited(group.device) for group in values):
             return values
@@ -83,14 +83,14 @@ class Shared:
 
 
 class State:
-    """What one forward finds; made before it runs.
+    """The state that one forward finds; made before it runs.
 
     Args:
         name: the microbatch, for messages.
-        learned: what is known of its stage.
-        shared: with the other microbatches of the step.
-        device: where it computes.
-        foreign: storages that are no activations, and what they are: the batch is left alone.
+        learned: what is known about its stage.
+        shared: the state shared with the other microbatches of the step.
+        device: the device of the forward.
+        non_activations: storages that are not activations, with the kind of each: the batch is left alone.
 
     Raises:
         StageError: a buffer is not initialised yet.
@@ -111,15 +111,15 @@ class State:
         self._written: set[int] = set()
 
     def constants(self) -> Constants:
-        """Return what no forward of this stage should write, with what is in it now."""
+        """Return the tensors that no forward of this stage should write, with their present values."""
         watched = [*self._uncopied.watched(), *self._parameters.watched()]
         return Constants([one for one in watched if not one[1].requires_grad and _is_dense(one[1])])
 
     def has_run(self) -> None:
-        """Note what the forward wrote, once it has run.
+        """Note which tensors the forward wrote, once it has run.
 
         Raises:
-            StageError: it wrote something that another forward cannot find as it was.
+            StageError: it wrote a tensor that cannot be restored for another forward.
         """
         self._parameters.check(f"{self._name} cannot be recomputed: its forward writes {{}}")
         self._uncopied.check(f"{self._name} cannot be recomputed: its forward writes {{}}, which earlier ones did not")
@@ -140,14 +140,14 @@ class State:
 
     @contextmanager
     def again(self, differences: Differences) -> Iterator[None]:
-        """Let another forward find the same, and restore in the end what is there now.
+        """Let another forward find the same state, and restore the present state in the end.
 
         Raises:
-            StageError: something cannot be as it was, or the other forward did something else.
+            StageError: some state cannot be restored, or the other forward behaved differently.
         """
         self._uncopied.check(f"{self._name} cannot be recomputed: a forward after its first one has written {{}}")
         if not self._copies.is_whole():
-            raise StageError(f"{self._name} cannot be recomputed: the memory of a buffer or attribute was given up since")
+            raise StageError(f"{self._name} cannot be recomputed: the memory of a buffer or attribute was freed or resized since")
         now = self._copies.take()
         awaited = any(is_awaited(group.device) for group in now)
         swapped = self._copies.all() if awaited else self._written | self._copies.differing(self._before, now)
@@ -158,8 +158,8 @@ class State:
         differences.compare(
             now,
             self._copies.take(),
-            f"{what} wrote a buffer or tensor attribute that is also reached in a way that bpipe does not see (a closure, a "
-            "global, a tuple). Reach it through the module's attribute, or evict instead (by='evict')",
+            f"{what} wrote a buffer or tensor attribute that is also reachable in a way that bpipe does not see (a closure, a "
+            "global, a tuple). Access it only through the module's attribute, or evict instead (by='evict')",
         )
         self._uncopied.check(f"{what} writes {{}}, which the first did not")
         if self._written:
@@ -168,7 +168,7 @@ class State:
 
     @contextmanager
     def _filled(self, swapped: set[int], values: Values) -> Iterator[None]:
-        """Put back what the forward found and, in the end, what is there now."""
+        """Restore the state that the forward found and, in the end, the present state."""
         now = self._contents.now()
         try:
             if now is not self._contents:
@@ -192,7 +192,7 @@ class State:
 
 
 WAY_OUT = (
-    "It reads something that is not restored (docs/recomputation.md): a generator, counter or state that no attribute of the "
+    "It reads state that is not restored (docs/recomputation.md): a generator, counter or other state that no attribute of the "
     "stage's modules holds, or an operation that is not deterministic (torch.use_deterministic_algorithms). Make it a buffer or an "
     "attribute of the module, or evict instead (by='evict')"
 )
@@ -202,7 +202,7 @@ class Versions:
     """The versions of tensors when this is made.
 
     Args:
-        kind: what they are, for messages.
+        kind: the kind of tensors, for messages.
         tensors: with their names; all have versions.
     """
 
@@ -218,12 +218,12 @@ class Versions:
         """Check that nothing has written the tensors.
 
         Raises:
-            StageError: something has.
+            StageError: a tensor was written.
         """
         if self._versions != [one._version for _, one in self._tensors]:
             name = next(name for name, one, version in self.watched() if one._version != version)
             raise StageError(
-                f"{problem.format(name)}. Let it write the same buffers each time, and no parameter, or evict instead (by='evict')"
+                f"{problem.format(name)}. Let it write the same buffers each time, and no parameters, or evict instead (by='evict')"
             )
 
 

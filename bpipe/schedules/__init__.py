@@ -1,4 +1,4 @@
-"""Plans of what runs when, made, proven and simulated in pure Python, without torch.
+"""Plans of what runs when: made, verified and simulated in pure Python, without torch.
 
 Example:
     >>> from bpipe.schedules import build

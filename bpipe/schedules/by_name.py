@@ -35,7 +35,7 @@ def build(
         name: one of `names()`; `rules()` describes each.
         num_stages: the stages of all ranks together, at least 1.
         num_microbatches: m, at least 1; some schedules take only certain numbers.
-        num_ranks: p; default: `num_stages` where the schedule takes one stage per rank, half of that where it takes several.
+        num_ranks: p; default: `num_stages` if the schedule takes one stage per rank, half of that if it takes several.
         slots: the budget in microbatches of one stage, one number or one for each rank (None: no limit); any schedule can be
             balanced. Default: ceil((p+2)/2) for "balanced_1f1b", none for the others.
         pairs: the rank to which each rank evicts; default p-1-x.
@@ -90,7 +90,7 @@ def _computations(rule: Rule, num_stages: int, num_microbatches: int, num_ranks:
     lanes = rule.order(num_ranks, num_microbatches, stages_per_rank)
     if len(lanes) != num_ranks or not all(issubclass(kind, Action) for lane in lanes for kind in set(map(type, lane))):
         raise PlanError(
-            f"rule {rule.name!r}: order() has to return a list of actions for each of {num_ranks} ranks, got {lanes!r:.80}"
+            f"rule {rule.name!r}: order() must return a list of actions for each of {num_ranks} ranks, got {lanes!r:.80}"
         )
     return Plan(
         name=rule.name,

@@ -1,8 +1,8 @@
 """DualPipeV (DeepSeek's DualPipe, arXiv 2412.19437, cut in half): two stages per rank in a V, forwards paired with backwards.
 
-Where the original overlaps a forward with a backward of the other stage, this schedule runs them one after the other.
+The original overlaps a forward with a backward of the other stage; this schedule runs them one after the other.
 
-p = 2 ranks, m = 4 microbatches, one column per forward of a stage; a backward takes two, its halves `I` and `W` one each:
+p = 2 ranks, m = 4 microbatches, one column per forward of a stage; a backward takes two, its passes `I` and `W` one each:
 
 rank 0 | 0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3b1 3F2 0B0 0b0 3B2 3b2 3F3 ..  0B1 0b1 3B3 3b3 0I2 0W2 0I3 0W3
 rank 1 | ..  1F0 2F0 1F1 2F1 1F2 2B0 2b0 2F2 1B0 1b0 1F3 2B1 2b1 2F3 1B1 1b1 2B2 2b2 1B2 1b2 2I3 1I3 2W3 1W3
@@ -20,12 +20,12 @@ __all__: list[str] = []
 
 
 def order(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> list[list[Action]]:
-    """Return each rank's computations: backwards are whole, but in halves where the pipeline fills and drains; peak p + 1/2."""
+    """Return each rank's computations: backwards are whole, but split where the pipeline fills and drains; peak p + 1/2."""
     return [list(numbered(_steps(num_ranks, num_microbatches, x))) for x in range(num_ranks)]
 
 
 def _steps(p: int, m: int, x: int) -> list[Step]:
-    """Return DualPipe's eight phases on rank x; the weight half that a step runs is the oldest one due."""
+    """Return DualPipe's eight phases on rank x; each W runs for the oldest microbatch that waits for one."""
     down, up = x, 2 * p - 1 - x
     later = p - 1 - x  # ranks
     f0, b0, i0, f1, b1, i1 = ((op, stage) for stage in (down, up) for op in (Op.F, Op.B, Op.I))

@@ -1,4 +1,4 @@
-"""Compare what a rule says of its memory and its bubble with its plans."""
+"""Compare a rule's formulas for its memory and its bubble with its plans."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ TOLERANCE = 1e-9
 
 
 def check_rule(rule: Rule, num_ranks: int, num_microbatches: int) -> Plan:
-    """Build a rule's plan, prove it, and compare its memory and its bubble with the rule's `peak` and `bubble`.
+    """Build a rule's plan, verify it, and compare its memory and its bubble with the rule's `peak` and `bubble`.
 
-    The peak has to be exact on the fullest rank, and enough on the others; the bubble has to be exact where a stage's forward and
-    each half of its backward take the same time, or enough if `bubble_text` says "at most".
+    The peak must be exact on the fullest rank, and an upper bound on the others; the bubble must be exact if F, I and W of a stage
+    take the same time, or an upper bound if `bubble_text` says "at most".
 
     Args:
         rule: registered or not.
@@ -42,12 +42,12 @@ def check_rule(rule: Rule, num_ranks: int, num_microbatches: int) -> Plan:
     if rule.peak is not None:
         said = [rule.peak(*sizes, rank) * stages_per_rank for rank in range(num_ranks)]
         if max(plan.peak_slots) != max(said) or any(found > most for found, most in zip(plan.peak_slots, said)):
-            raise PlanError(f"{at}: its peaks are {_numbers(plan.peak_slots)} slots, and its formula says {_numbers(said)}")
+            raise PlanError(f"{at}: its peaks are {_numbers(plan.peak_slots)} slots, but its formula gives {_numbers(said)}")
     if rule.bubble is not None:
         given = rule.bubble(*sizes, *[float(stages_per_rank)] * 3)
         found = simulate(plan, Costs(forward_s=1.0, backward_s=2.0)).bubble_s(0)
         if found > given + TOLERANCE or (found < given - TOLERANCE and "at most" not in rule.bubble_text):
-            raise PlanError(f"{at}: its bubble is {found:g} forwards of a stage, and its formula says {given:g}")
+            raise PlanError(f"{at}: its bubble is {found:g} forwards of a stage, but its formula gives {given:g}")
     return plan
 
 

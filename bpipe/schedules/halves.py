@@ -1,4 +1,4 @@
-"""Backwards in halves: orders of steps with their microbatches, and weight halves that run where a rank would wait."""
+"""Split backwards: number the steps of an order by microbatch, and place W where a rank would wait."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Step = tuple[Op, int]
 def numbered(steps: Sequence[Step]) -> Iterator[Action]:
     """Yield (operation, stage) steps with their microbatches, which ascend in each stage's forwards and backwards.
 
-    A weight half belongs to the oldest input half that lacks one, on any stage.
+    A W belongs to the oldest I that has none yet, on any stage.
     """
     numbers: defaultdict[Step, count[int]] = defaultdict(count)
     due: deque[Action] = deque()
@@ -32,7 +32,7 @@ def numbered(steps: Sequence[Step]) -> Iterator[Action]:
 
 
 class _Rank:
-    """A rank that computes: what is left of its order, the weight halves that are due, and its free slots."""
+    """A rank that computes: the rest of its order, the W actions that are due, and its free slots."""
 
     def __init__(self, order: Sequence[Action], slots: int, last_stage: int) -> None:
         self.order, self.due = deque(order), deque[Action]()
@@ -40,7 +40,7 @@ class _Rank:
         self.lane: list[Action] = []
 
     def compute(self, arrived: set[OpKey]) -> Action | None:
-        """Run the next computation; if that is a backward that cannot run yet, the one after it; else a weight half, or nothing."""
+        """Run the next computation; if that is a backward that cannot run yet, the one after it; else a W, or nothing."""
         order = self.order
         if order and self._can(order[0], arrived):
             action = order.popleft()
@@ -63,10 +63,10 @@ class _Rank:
 
 
 def with_weights(orders: Sequence[Sequence[Action]], slots: int) -> list[list[Action]]:
-    """Run orders of forwards and input halves in unit time on ranks of `slots` slots, with weight halves where a rank waits.
+    """Run orders of F and I in unit time on ranks of `slots` slots, and insert W where a rank waits.
 
     A computation may overtake one backward whose input has not arrived. It takes the slot that it would have taken after it,
-    only sooner: an order that keeps to `slots` with each weight half right after its input half still does, and still ends.
+    only sooner: an order that keeps to `slots` with each W right after its I still does, and still ends.
     """
     last_stage = 2 * len(orders) - 1
     ranks = [_Rank(order, slots, last_stage) for order in orders]

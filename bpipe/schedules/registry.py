@@ -1,4 +1,4 @@
-"""The schedules by name: bpipe's own, those that a program registers, and those that installed packages bring."""
+"""The schedules by name: bpipe's own, those that a program registers, and those of installed packages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bpipe.schedules.rule import Rule
 
 __all__ = ["names", "register", "rules", "unregister"]
 
-GROUP = "bpipe.schedules"  # the entry points of packages that bring a rule
+GROUP = "bpipe.schedules"  # the entry points of packages that provide a rule
 
 OWN_RULES = (
     gpipe.RULE,
@@ -36,11 +36,11 @@ _RULES = {rule.name: rule for rule in OWN_RULES}  # the one module-level state o
 def register(rule: Rule) -> Rule:
     """Add a schedule of your own to those that `build`, `Schedule`, the command line and `advise` know by name.
 
-    Every process of a pipeline has to register it. A package that is installed can bring a rule without being imported, by an
+    Every process of a pipeline has to register it. An installed package can provide a rule without being imported, by an
     entry point of the group `bpipe.schedules`, such as `eager_1f1b = "my_package.schedules:RULE"`; its name is the rule's.
 
     Args:
-        rule: the schedule; whether its order is sound is proven when a plan of it is built.
+        rule: the schedule; its order is verified when a plan of it is built.
 
     Returns:
         The rule.
@@ -69,7 +69,7 @@ def unregister(name: str) -> Rule:
     """
     rule = rule_named(name)
     if rule in OWN_RULES:
-        raise ConfigurationError(f"{name!r} is a schedule of bpipe's own: only what register() added can be removed")
+        raise ConfigurationError(f"{name!r} is one of bpipe's own schedules: only schedules added with register() can be removed")
     return _RULES.pop(name)
 
 
@@ -101,16 +101,16 @@ def rule_named(name: str) -> Rule:
         return _RULES[name]
     near = get_close_matches(str(name), names(), n=1)
     raise ConfigurationError(
-        f"no schedule is called {name!r}{f', did you mean {near[0]!r}?' if near else ''}; there are {', '.join(names())}"
+        f"no schedule is called {name!r}{f', did you mean {near[0]!r}?' if near else ''}; choose one of {', '.join(names())}"
     )
 
 
 @cache
 def _register_installed() -> None:
-    """Register the rules of installed packages; warn of one that cannot be used, which must not take the others along."""
+    """Register the rules of installed packages; warn of a rule that cannot be loaded, and continue with the others."""
     for entry in entry_points(group=GROUP):
         try:
             register(entry.load())
-        except Exception as error:  # whatever a package raises when it is imported
+        except Exception as error:  # importing a package may raise any exception
             package = "an installed package" if entry.dist is None else entry.dist.name
             LOG.warning("the schedule %r of %s was left out: %s: %s", entry.name, package, type(error).__name__, error)

@@ -1,4 +1,4 @@
-"""The rule of a schedule: where its stages live, in which order a rank computes, and what that costs."""
+"""The rule of a schedule: the placement of its stages, the order of each rank's computations, and their cost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Bubble = Callable[[int, int, int, float, float, float], float]
 
 
 class Placement(Enum):
-    """The rank on which each stage lives."""
+    """The rank of each stage."""
 
     ONE = "one stage per rank"
     LOOPED = "two or more stages per rank, in a loop"
@@ -43,12 +43,12 @@ class Rule:
     """A schedule before it is built for p ranks, m microbatches and v stages per rank.
 
     Args:
-        name: what `build` calls it.
-        order: `order(p, m, v)`: each rank's computations, and the gathering and giving back of weights where the rule says when.
-        placement: on which rank each stage lives; default: one stage per rank.
+        name: its name for `build`.
+        order: `order(p, m, v)`: each rank's computations, and the gathering and freeing of weights if the rule controls it.
+        placement: the rank of each stage; default: one stage per rank.
         runs_as: the class of `bpipe` that runs it; default: a subclass of `Schedule` that you write, with `rule = "its name"`.
-        title: what others call it, and where it was published.
-        peak: `peak(p, m, v, rank)`: the most that a rank holds, in microbatches of all of its stages; exact for the fullest rank.
+        title: its published name, and its source.
+        peak: `peak(p, m, v, rank)`: the peak of a rank, in microbatches of all of its stages; exact for the fullest rank.
         bubble: `bubble(p, m, v, forward_s, input_s, weight_s)`: seconds of the makespan in which a rank does not compute,
             given those that all stages of a rank take for a microbatch; `bubble_text` says when it is exact.
         peak_text: the formula of `peak`, for people, with x for the rank.

@@ -14,11 +14,11 @@ from bpipe.plan.text import wrong_with_name
 
 __all__ = ["from_csv"]
 
-SHARDING = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)")  # torch writes it; FSDP does it by itself where nothing says when
+SHARDING = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)")  # torch writes it; FSDP shards by itself if the plan does not
 
 
 def from_csv(text: str, name: str = "csv") -> Plan:
-    """Read the CSV of a schedule: keep the order of its computations, and place transfers and their completions again.
+    """Read the CSV of a schedule: keep the order of its computations, and add new transfers and completions.
 
     Raises:
         PlanError: the text is not such a CSV, or its order of computations is not a pipeline schedule.

@@ -1,9 +1,9 @@
 """V-Half and V-Min (Qi et al., arXiv 2405.15362): two stages per rank in a V, a half or a third of 1F1B's memory.
 
 A microbatch passes down the ranks and up again, forwards and then backwards, at fixed moments; the next one follows six
-units later, in which each rank has its six computations. The slower it passes down, the more microbatches are under way.
+units later, in which each rank has its six computations. The slower it passes down, the more microbatches are in flight.
 
-p = 4 ranks, m = 3 microbatches, one column per forward of a stage, as long as an input half `I` and a weight half `W`. V-Half:
+p = 4 ranks, m = 3 microbatches, one column per forward of a stage, as long as `I` and `W`. V-Half:
 
 rank 0 | 0F0 0F1 0F2 ..  ..  ..  ..  7F0 7I0 7W0 ..  7F1 7I1 7F2 7I2 0I0 7W1 7W2 0W0 0I1 0W1 0I2 0W2
 rank 1 | ..  1F0 1F1 ..  ..  ..  6F0 1F2 ..  6I0 6F1 6W0 6F2 6I1 1I0 6I2 6W1 1W0 1I1 6W2 1I2 1W1 1W2
@@ -54,9 +54,9 @@ def _order(p: int, m: int, share: int) -> list[list[Action]]:
 
 
 def _moments(p: int, share: int) -> list[int]:
-    """Return when a microbatch runs forward on each stage, and then backward on each in reverse.
+    """Return the times at which a microbatch runs forward on each stage, and then backward on each in reverse.
 
-    It passes down in steps of 6/share - 1 and up in steps of 1. The steps next to the last rank are longer where a rank's
+    It passes down in steps of 6/share - 1 and up in steps of 1. The steps next to the last rank are longer if a rank's
     computations would otherwise fall together within the period.
     """
     longer = (1 - p) % share

@@ -1,8 +1,8 @@
 """ZBV (Qi et al., arXiv 2401.10241, 6): two stages per rank in a V, so that no rank waits between its first and last computation.
 
-It takes 2p-1 microbatches to get there.
+This needs 2p-1 microbatches.
 
-p = 4 ranks, m = 4 microbatches, one column per forward of a stage, as long as an input half `I` and a weight half `W`:
+p = 4 ranks, m = 4 microbatches, one column per forward of a stage, as long as `I` and `W`:
 
 rank 0 | 0F0 0F1 0F2 0F3 ..  ..  ..  7F0 7I0 7F1 7I1 7F2 7I2 7F3 7I3 0I0 7W0 0I1 7W1 0I2 7W2 0I3 7W3 0W0 0W1 0W2 0W3
 rank 1 | ..  1F0 1F1 1F2 1F3 ..  6F0 ..  6F1 6I0 6F2 6I1 6F3 6I2 1I0 6I3 1I1 6W0 1I2 6W1 1I3 6W2 1W0 6W3 1W1 1W2 1W3
@@ -20,13 +20,13 @@ __all__: list[str] = []
 
 
 def order(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> list[list[Action]]:
-    """Return each rank's forwards and input halves in a fixed order, with weight halves where it would wait: peak min(p, m)."""
+    """Return each rank's F and I in a fixed order, with W where it would wait: peak min(p, m)."""
     lanes = [_lane(num_ranks, num_microbatches, x) for x in range(num_ranks)]
     return with_weights(lanes, slots=2 * num_ranks)
 
 
 def _lane(p: int, m: int, x: int) -> list[Action]:
-    """Return rank x's forwards and input halves: those of its longest warm-up, without the microbatches that do not exist."""
+    """Return rank x's F and I: those of its longest warm-up, without the microbatches that do not exist."""
     down, up = x, 2 * p - 1 - x
     f0, f1, i1, i0 = (Op.F, down), (Op.F, up), (Op.I, up), (Op.I, down)
     warmup = [f0] * (up - x) + [f1, f0] * x + [f1, i1] * (p - x)

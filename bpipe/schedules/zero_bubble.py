@@ -1,13 +1,13 @@
-"""ZB-H1 and ZB-H2 (Qi et al., arXiv 2401.10241): backwards in halves, and the weight halves run where a rank would wait.
+"""ZB-H1 and ZB-H2 (Qi et al., arXiv 2401.10241): backwards are split into I and W, and W runs where a rank would wait.
 
-p = 4 stages, m = 7 microbatches, one column per forward's time, as long as an input half `I` and a weight half `W`. ZB-H1:
+p = 4 stages, m = 7 microbatches, one column per forward's time, as long as `I` and `W`. ZB-H1:
 
 rank 0 | F0 F1 F2 F3 .. .. .. I0 W0 F4 I1 W1 F5 I2 W2 F6 I3 W3 I4 W4 I5 W5 I6 W6
 rank 1 | .. F0 F1 F2 .. .. I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 F6 I4 W3 I5 W4 I6 W5 W6
 rank 2 | .. .. F0 F1 .. I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 F6 I5 W3 I6 W4 W5 W6
 rank 3 | .. .. .. F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 W4 W5 W6
 
-ZB-H2 warms up with up to twice as many forwards; no rank waits between its first and its last computation where m >= 2p-1:
+ZB-H2 warms up with up to twice as many forwards; no rank waits between its first and its last computation if m >= 2p-1:
 
 rank 0 | F0 F1 F2 F3 F4 F5 F6 I0 W0 I1 W1 I2 W2 I3 W3 I4 W4 I5 W5 I6 W6 .. .. ..
 rank 1 | .. F0 F1 F2 F3 F4 I0 F5 I1 F6 I2 W0 I3 W1 I4 W2 I5 W3 I6 W4 W5 W6 .. ..
@@ -24,7 +24,7 @@ __all__: list[str] = []
 
 
 def order_h1(num_ranks: int, num_microbatches: int, stages_per_rank: int = 1) -> list[list[Action]]:
-    """Return 1F1B with weight halves that lag x microbatches behind on rank x: every rank holds min(p, m)."""
+    """Return 1F1B with W actions that lag x microbatches behind on rank x: every rank holds min(p, m)."""
     return [_lane(num_microbatches, x, warmup=num_ranks - 1 - x, lag=x) for x in range(num_ranks)]
 
 

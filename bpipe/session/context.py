@@ -1,4 +1,4 @@
-"""What the steps of one rank share: its stages, its transport, and what it remembers from step to step."""
+"""The state that the steps of one rank share: its stages, its transport, and everything it remembers between steps."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ from bpipe.session.guard import Guard
 
 __all__: list[str] = []
 
-Once = Callable[[object, Callable[[], Plan]], Plan]  # makes a plan, once for all ranks of a process that ask for the same
+Once = Callable[[object, Callable[[], Plan]], Plan]  # makes a plan once for all ranks of this process that ask for the same one
 
 
 @dataclass(slots=True, kw_only=True)
 class RankContext:
-    """What the steps of one rank share.
+    """The state that the steps of one rank share.
 
     Args:
-        stages: those on this rank, by index.
+        stages: the stages on this rank, by index.
         loss_fn: called on the last stage, or None.
         specs: how batches are cut and outputs merged.
         scale_grads: whether the loss of each of m microbatches is scaled by 1/m.
         group: the process group, or the rank's place in a loopback.
         transport: carries the rank's messages.
         plan_rank: this rank's number in the plan.
-        once: makes a plan once for all ranks that are in this process.
+        once: makes a plan once for all ranks in this process.
         group_ranks: the ranks of the group by rank of the plan; empty before the first step.
         memory: the sizes and buffers of its microbatches.
-        numbers: the plain numbers among its inputs, and which of them count.
-        lanes: drive its actions.
-        guard: lets its steps run one at a time, and none after an error.
-        states: the bytes of optimizer states.
-        static: the bytes that stay between steps, without those.
+        numbers: the plain numbers among its inputs, and which of them affect memory or messages.
+        lanes: run its actions.
+        guard: lets its steps run one at a time, and refuses steps after an error.
+        states: counts the bytes of optimizer states.
+        static: counts the bytes that stay between steps, without optimizer states.
     """
 
     stages: Mapping[int, PipelineStage]
@@ -73,7 +73,7 @@ class RankContext:
         self.guard = Guard(self.transport, self.lanes)
 
     def modules(self) -> list[torch.nn.Module]:
-        """Return the modules of the stages, as they are now."""
+        """Return the current modules of the stages."""
         return [stage.submod for stage in self.stages.values()]
 
     @property

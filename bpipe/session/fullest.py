@@ -1,4 +1,4 @@
-"""Check whether plans from microbatch counts or given sizes, which do not know all that devices hold, keep their promise."""
+"""Check plans made from microbatch counts or given sizes against the memory that devices really hold, and warn if they fail."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from bpipe.session.context import Once
 
 __all__: list[str] = []
 
-WORTH_SAYING = 1.01  # a warning: so many times the memory without balance
+WORTH_SAYING = 1.01  # warn from this multiple of the memory without balancing
 
 
 class Fullest:
-    """Compares what the fullest rank holds with its peak without evictions and recomputation, and ranks with their budgets.
+    """Compare the fullest rank's peak with its peak without evictions and recomputation, and each rank's peak with its budget.
 
-    After the first step of a plan each rank knows its own two peaks, the second one from the footprints of the same microbatches.
+    After the first step of a plan each rank knows both of its peaks, the second one from the footprints of the same microbatches.
     They travel with the record of the next step, in which the first rank warns, once.
 
     Args:
-        budgets: of each rank in bytes, where a plan was made for them from sizes that nobody has measured.
+        budgets: each rank's budget in bytes, if a plan was made for them from given (not measured) sizes.
     """
 
     def __init__(self, budgets: Sequence[int | None] | None = None) -> None:
         self._budgets = budgets
-        self.plan: Plan | None = None  # whose first step was compared
-        self.is_open = False  # whether records are still to be looked at
+        self.plan: Plan | None = None  # the plan whose first step was compared
+        self.is_open = False  # whether the next records are to be checked
         self._own: tuple[int, int] | None = None  # both peaks of this rank, without optimizer states
         self._has_said = False
 
@@ -44,11 +44,11 @@ class Fullest:
             self._own = int(stats["device_peak_bytes"]) - states, int(stats["static_bytes"]) - states + plain
 
     def peaks(self, states: int) -> tuple[int, int]:
-        """Return both peaks of this rank with the optimizer states that there are now; zeros if there is nothing to compare."""
+        """Return both peaks of this rank including the present optimizer states; zeros if there is nothing to compare."""
         return (0, 0) if self._own is None else (self._own[0] + states, self._own[1] + states)
 
     def check(self, records: Sequence[StepRecord], names: Sequence[str], rule: str, warn: Callable[..., None]) -> None:
-        """Warn of what the records of all ranks show, after a step that was compared.
+        """Warn if the records of all ranks show a problem, after a step that was compared.
 
         Args:
             records: in the order of the plan's ranks.
@@ -61,7 +61,7 @@ class Fullest:
         self._say((*raised, *self._over_budget(records, names)), rule, warn)
 
     def check_plan(self, plan: Plan, names: Sequence[str], rule: str, warn: Callable[..., None]) -> None:
-        """Warn if a plan's sizes show that, within budgets that differ, a rank gets fuller than any rank without balance."""
+        """Warn if a plan's sizes show that, within different budgets, a rank gets fuller than any rank without balancing."""
         if not self._has_said and plan.sizes is not None and len(set(plan.budgets or ())) > 1:
             self._say(_raised(unbalanced_peaks(plan), plan.device_peak_bytes, names), rule, warn)
 
@@ -76,25 +76,25 @@ class Fullest:
         if excess > 0:
             peak, states = records[rank].peak, records[rank].states
             holds, budget = show_bytes(peak), show_bytes(peak - excess)
-            among = f", {show_bytes(states)} of optimizer states among it" * bool(states)
+            among = f", including {show_bytes(states)} of optimizer states" * bool(states)
             yield (
                 f"{names[rank]} holds {holds}, over its budget of {budget}" + f" by {show_bytes(excess)}" * (holds == budget) + ", "
-                f"because sizes= says less than there is{among}. Give what stats['static_bytes'] says stays there, or leave sizes= "
-                "out, so that it is measured"
+                f"because sizes= gives fewer bytes than the rank uses{among}. Give stats['static_bytes'] as its static bytes, or "
+                "leave sizes= out, so that bpipe measures them"
             )
 
 
 def _raised(plain: Sequence[int], balanced: Sequence[int], names: Sequence[str]) -> Iterator[str]:
-    """Yield a warning if balance raises the highest peak of the ranks."""
+    """Yield a warning if balancing raises the highest peak of the ranks."""
     (before, was), (after, now) = (max((peak, -rank) for rank, peak in enumerate(peaks)) for peaks in (plain, balanced))
     if after >= WORTH_SAYING * before and after > before:
         yield (
             f"balancing raises the memory of the fullest rank from {show_bytes(before)} ({names[-was]}) to {show_bytes(after)} "
-            f"({names[-now]}): weights, gradients, optimizer states, activations, messages and buffers together. Balance in bytes, "
-            'bpipe.Balanced(schedule, budget="lowest"), send evictions to other ranks (to=), or train without balance'
+            f"({names[-now]}): weights, gradients, optimizer states, activations, messages and buffers together. Balance in bytes "
+            'with bpipe.Balanced(schedule, budget="lowest"), send evictions to other ranks (to=), or train without balancing'
         )
 
 
 def _plain(plan: Plan, once: Once) -> Plan:
-    """Return a plan's computations with their messages alone."""
+    """Return a plan's computations with only the messages between stages."""
     return once(("plain", plan), lambda: communicate(computations_only(plan)))

@@ -1,4 +1,4 @@
-"""Who may step, and what an error does: one step at a time, none after an error, and all ranks fail together."""
+"""Let one step run at a time and none after an error, and make all ranks fail together."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from bpipe.errors import PipelineBrokenError, format_error
 
 __all__: list[str] = []
 
-RELEASED_S = 5.0  # for threads that wait in a transfer to return once it was ended
+RELEASED_S = 5.0  # how long to wait for threads to return from a transfer that was ended
 
 
 class Guard:
-    """Lets the steps of one rank run one at a time, and none after an error.
+    """Let the steps of one rank run one at a time, and refuse steps after an error.
 
     Args:
-        transport: its control plane tells the other ranks of errors.
+        transport: its control plane reports errors to the other ranks.
         lanes: their threads end before an error is raised.
     """
 
@@ -28,19 +28,19 @@ class Guard:
         self._transport, self._lanes = transport, lanes
         self._running = threading.Lock()
         self.num_steps = 0
-        self.broken: BaseException | str | None = None  # why no step may run any more
+        self.broken: BaseException | str | None = None  # why no further step may run
         self.known_to_all: BaseException | None = None  # an error that all ranks raise, before anything was sent
         self.is_closed = False
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Allow one step at a time, and none after an error.
+        """Allow one step at a time, and refuse steps after an error.
 
         Raises:
-            PipelineBrokenError: a step runs, an earlier one failed, or the pipeline is closed.
+            PipelineBrokenError: a step is running, an earlier one failed, or the pipeline is closed.
         """
         if self._running.locked():
-            raise PipelineBrokenError("step() was called from inside a step, or from a second thread: one step at a time")
+            raise PipelineBrokenError("step() was called inside another step, or from a second thread: run one step at a time")
         with self._running:
             self._check_whole()
             yield
@@ -60,10 +60,10 @@ class Guard:
 
     @contextmanager
     def failing_together(self, *harmless: type[Exception]) -> Iterator[None]:
-        """Tell all ranks of an error raised inside, and raise its cause: the pipeline is broken.
+        """Report an error raised inside to all ranks, and raise its cause; the pipeline is broken then.
 
         Args:
-            harmless: errors that all ranks raise alike, before anything is sent: they break nothing.
+            harmless: errors that all ranks raise alike, before anything is sent; they do not break the pipeline.
         """
         try:
             yield
@@ -94,13 +94,13 @@ class Guard:
             raise
 
     def leave(self) -> None:
-        """Let no further step begin.
+        """Prevent any further step from starting.
 
         Raises:
-            PipelineBrokenError: a step runs.
+            PipelineBrokenError: a step is running.
         """
         if self._running.locked():
-            raise PipelineBrokenError("close() was called inside a step: close a schedule when its step has returned or raised")
+            raise PipelineBrokenError("close() was called inside a step: close the schedule after its step has returned or raised")
         if isinstance(self.broken, BaseException):
             self.broken = format_error(self.broken)  # the error's frames keep the step's tensors alive
         self.is_closed = True

@@ -1,4 +1,4 @@
-"""From the arguments of a call to what a step needs: its microbatches, the modules as they are now, and how all that looks."""
+"""Prepare a call for a step: its microbatches, the present modules, and a description of both."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class PreparedCall(NamedTuple):
 
 
 class Preparation:
-    """Gets the calls of one rank ready.
+    """Prepare the calls of one rank.
 
     Args:
-        context: what its steps share.
+        context: the state that its steps share.
     """
 
     def __init__(self, context: RankContext) -> None:
@@ -44,14 +44,14 @@ class Preparation:
         """Cut a call into microbatches, and look at the modules that will run.
 
         Raises:
-            ConfigurationError: the call cannot be cut, has no target, or is made where none can run.
+            ConfigurationError: the call cannot be cut, has no target, or is made in a context where no step can run.
         """
         self._check_context(is_training=is_training)
         context, holds_last_stage = self._context, any(stage.is_last for stage in self._context.stages.values())
         given = microbatches_of(call, num_microbatches, context.specs, is_training=is_training)
         if is_training and holds_last_stage and given.targets is None:
             raise ConfigurationError(
-                "the last stage has a loss_fn and got no target: pass target= (or target_mbs=) to step() there"
+                "the last stage has a loss_fn but step() got no target: pass target= (or target_mbs=) on the last stage's rank"
             )
         keeps_outputs = call.return_outputs and holds_last_stage
         parts = {index: stage.parts() for index, stage in context.stages.items()}
@@ -73,23 +73,23 @@ class Preparation:
         return PreparedCall(step_inputs, parts, call.losses, forms)
 
     def _check_context(self, *, is_training: bool) -> None:
-        """Raise where a step cannot run."""
+        """Raise if a step cannot run in the present context."""
         if is_training and not torch.is_grad_enabled():
-            raise ConfigurationError("step() trains, and gradients are off here (torch.no_grad): use eval()")
+            raise ConfigurationError("step() trains, but gradients are disabled (torch.no_grad): call eval() instead")
         disabled = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
         if is_training and disabled is not None:
             raise ConfigurationError(
-                "saved-tensor hooks are disabled here (torch.autograd.graph.disable_saved_tensors_hooks), and bpipe follows with "
-                f"them what microbatches save. Call step() outside of that context, whose message is: {disabled}"
+                "saved-tensor hooks are disabled here (torch.autograd.graph.disable_saved_tensors_hooks), but bpipe needs them to "
+                f"track saved tensors. Call step() outside of that context, whose message is: {disabled}"
             )
         if is_capturing(device := self._context.transport.device):
             raise ConfigurationError(
-                "a graph of the device is being captured, and a step of a pipeline cannot be: it waits for other ranks, and its "
+                "a pipeline step cannot be captured in a device graph, because it waits for other ranks and its "
                 f"memory changes from step to step. Call it outside of torch.{device.type}.graph()"
             )
 
     def learn(self, forms: InputForms, run: Run) -> bool:
-        """Learn which plain numbers among the inputs decide what microbatches take here; return whether some count again."""
+        """Learn which plain numbers among the inputs affect memory or messages; return whether some affect them again."""
         news = [(microbatch, *one) for microbatch, one in forms.numbered.items() if self._context.numbers.is_news(*one)]
         count_again = [self._context.numbers.learn(form, numbers, run.taken(microbatch)) for microbatch, form, numbers in news]
         return any(count_again)

@@ -1,4 +1,4 @@
-"""The life of the steps of one rank: it gets a call ready, agrees on it with the other ranks, runs it and counts it."""
+"""Run the steps of one rank: prepare a call, agree on it with the other ranks, run it and count its memory."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from bpipe.session.stats import Stats
 
 __all__: list[str] = []
 
-REMEMBERED_SHAPES = 64  # combinations of input shapes whose messages stay agreed
+REMEMBERED_SHAPES = 64  # combinations of input shapes whose message specs are kept
 
-StepKey = tuple[bool, tuple[bytes, ...]]  # whether it trains, and what each rank's inputs look like
+StepKey = tuple[bool, tuple[bytes, ...]]  # whether it trains, and a description of each rank's inputs
 
 
 class PreparedStep(NamedTuple):
-    """A step that this rank is ready for, and the record of it that the other ranks get."""
+    """A step that this rank is ready for, and the record of it that is sent to the other ranks."""
 
     inputs: PreparedCall
     is_training: bool
@@ -53,11 +53,11 @@ class Session:
     """The steps of one rank of a pipeline.
 
     `run` drives one step over a process group. A `Loopback` calls its phases for all ranks side by side: `begin`, `agree`, the
-    actions of the runs, `result` and `finish`. Whoever steps, or works between steps as a trace does, enters `guard` first.
+    actions of the runs, `result` and `finish`. A caller that steps, or works between steps as a trace does, enters `guard` first.
 
     Args:
-        context: what the steps share.
-        source: where their plans come from.
+        context: the state that the steps share.
+        source: provides their plans.
     """
 
     def __init__(self, context: RankContext, source: PlanSource) -> None:
@@ -79,7 +79,7 @@ class Session:
         """Take plans from another source, before the first step.
 
         Raises:
-            PlanError: this rank's device cannot carry out its plan.
+            PlanError: this rank's device cannot run its plan.
         """
         context = self.context
         context.lanes.prepare(source.plan, context.plan_rank)
@@ -88,20 +88,20 @@ class Session:
 
     @property
     def is_unused(self) -> bool:
-        """Whether no step has run, none has failed, and the pipeline is open."""
+        """Whether no step has run or failed, and the pipeline is open."""
         return not self.guard.num_steps and self.guard.broken is None and not self.guard.is_closed
 
     def close(self) -> None:
-        """Release groups, threads and the memory that is kept for other ranks.
+        """Release groups, threads and the buffers that are kept for other ranks.
 
         Raises:
-            PipelineBrokenError: a step runs.
+            PipelineBrokenError: a step is running.
         """
         self.guard.leave()
         self._finalizer()
 
     def run(self, begin: Callable[[], PreparedStep]) -> Any:
-        """Run a step over a process group: collective, blocks the host. Return what the step returns."""
+        """Run a step over a process group, and return its result. Collective; blocks the host."""
         transport, guard = self.context.transport, self.guard
         with guard.entered():
             started = time.perf_counter()
@@ -118,7 +118,7 @@ class Session:
             return result
 
     def _begin_or_refuse(self, begin: Callable[[], PreparedStep]) -> PreparedStep:
-        """Prepare a step; if this rank cannot, tell the others before raising, so that none of them waits."""
+        """Prepare a step; if this rank cannot, notify the others before raising, so that none of them waits."""
         try:
             return begin()
         except BaseException as error:
@@ -129,7 +129,7 @@ class Session:
     # The phases of a step
 
     def begin(self, call: Call, *, is_training: bool) -> PreparedStep:
-        """Get a call ready, without communication.
+        """Prepare a call, without communication.
 
         Raises:
             ConfigurationError: the call cannot run here.
@@ -165,10 +165,10 @@ class Session:
         )
 
     def agree(self, step: PreparedStep, packed: Sequence[bytes], gather: Gather) -> Run:
-        """Check that all ranks are about to run the same step, and make this rank ready for its first action.
+        """Check that all ranks are about to run the same step, and prepare this rank's first action.
 
         Args:
-            step: this rank's.
+            step: this rank's step.
             packed: the record of each rank's step, by rank of the group.
             gather: asks the plan sources of all ranks.
 
@@ -203,7 +203,7 @@ class Session:
         )
 
     def _specs(self, key: StepKey) -> MessageSpecs:
-        """Return the messages that are agreed for inputs of a form, or an empty mapping to learn them into."""
+        """Return the message specs agreed for inputs of this form, or an empty mapping to learn them into."""
         specs = self._learned.setdefault(key, {})
         self._learned.move_to_end(key)
         while len(self._learned) > REMEMBERED_SHAPES:
@@ -211,14 +211,14 @@ class Session:
         return specs
 
     def _place(self, records: Sequence[StepRecord], plan: Plan) -> None:
-        """Learn which rank of the group holds which of the plan's ranks, and open the channels."""
+        """Learn which rank of the group runs which rank of the plan, and open the channels."""
         owner = {stage: rank for rank, record in enumerate(records) for stage in record.stages}
         stage_of = {rank: stage for stage, rank in enumerate(plan.stage_ranks)}
         self.context.group_ranks[:] = [owner[stage_of[rank]] for rank in range(plan.num_ranks)]
         self._connect(plan)
 
     def _connect(self, plan: Plan) -> None:
-        """Open a plan's channels, and reserve buffers for the activations that it sends to this rank."""
+        """Open a plan's channels, and reserve buffers for the activations that it evicts to this rank."""
         if plan is self._connected or (self._connected is not None and not plan.has_backward):
             return
         context, transport = self.context, self.context.transport
@@ -227,7 +227,7 @@ class Session:
         self._connected = plan
 
     def result(self, run: Run) -> Any:
-        """Return what the step returns: the merged outputs; None if there are none."""
+        """Return the result of the step: the merged outputs; None if there are none."""
         return merge(run.compute.outputs, self.context.specs.output) if run.compute.outputs else None
 
     def finish(self, step: PreparedStep, run: Run, started: float) -> None:
@@ -239,7 +239,7 @@ class Session:
         self.guard.num_steps += 1
         self.ledger = run.evictions.ledger
         if step.is_training and self._preparation.learn(step.inputs.forms, run):
-            source.measure_again("a plain number among the inputs has changed what a microbatch takes")
+            source.measure_again("a plain number among the inputs has changed the memory of a microbatch")
         static, states = self._static_bytes(step.inputs), context.states.of(context.modules)
         self.stats = self._counted.of(run, static + states, time.perf_counter() - started)
         if step.is_training and run.plan is not source.fullest.plan and source.compares:
@@ -261,7 +261,7 @@ class Session:
 
 
 def _close(transport: Transport, memory: Memory, process: int, opened: object) -> None:
-    if os.getpid() == process:  # a forked child has no part in it
+    if os.getpid() == process:  # a forked child must not release its parent's resources
         STEPPED.close(opened)
         transport.close()
         memory.clear()

@@ -15,10 +15,10 @@ __all__: list[str] = []
 
 
 class Stats:
-    """Counts what one rank uses, step by step.
+    """Count what one rank uses, step by step.
 
     Args:
-        memory: its buffers for remote activations, and those on its host.
+        memory: the rank's buffers for remote activations, and those on its host.
     """
 
     def __init__(self, memory: Memory) -> None:
@@ -28,34 +28,34 @@ class Stats:
         self._device, self._predicted_device = Peaks(with_messages=True), Peaks(with_messages=True)
 
     def of(self, run: Run, static_bytes: int, seconds: float) -> dict[str, float]:
-        """Compute the numbers of a step: what the rank used, and how long it waited.
+        """Compute the numbers of a step: the memory that the rank used, and how long it waited.
 
         Args:
             run: the step.
             static_bytes: its parameters, their gradients, its buffers, and the states that optimizers have made for them.
-            seconds: how long it took.
+            seconds: the duration of the step.
 
         Returns:
-            Bytes, of two kinds. All that the device holds at once: `device_peak_bytes`, which is `static_bytes` (parameters,
-            gradients, buffers, optimizer states, what modules hold besides, outputs and losses that are returned),
+            Bytes, of two kinds. All that the device holds at once: `device_peak_bytes`, the sum of `static_bytes` (parameters,
+            gradients, buffers, optimizer states, other tensors of the modules, outputs and losses that are returned),
             `remote_buffer_bytes` (buffers kept for other ranks), saved activations and messages between stages.
             Activations: `peak_bytes`, saved and remote ones alone, with `held_bytes` (saved and not movable, each storage once).
-            Beside them `host_peak_bytes`, this rank's buffers in its host's memory; `evicted_bytes`, `loaded_bytes`. Microbatches:
-            `peak_slots`. Each peak is there a second time as `predicted_`, from the plan: with its sizes, or if it has none
-            with what microbatches of each shape took before, the most of it where that varies.
+            Also `host_peak_bytes`, this rank's buffers in its host's memory; `evicted_bytes`, `loaded_bytes`. Microbatches:
+            `peak_slots`. Each peak has a second entry with the prefix `predicted_`, computed from the plan: with the plan's sizes,
+            or if it has none with the largest memory that microbatches of each shape took before.
 
-            Optimizer states count once their optimizer has stepped while a schedule was open, those too that were loaded before.
-            Gradients count before they are there, buffers before their first remote activation comes, and in a step with new shapes
-            messages as if their shapes were known.
+            Optimizer states count once their optimizer has stepped while a schedule was open, including states that were loaded
+            before. Gradients count before they exist, buffers before their first remote activation arrives, and in a step with
+            new shapes messages count as if their shapes were known.
 
             How peaks are known, in microbatches, each of which counts once on each stage of the rank: `microbatches_measured` were
-            looked at in this step; `microbatches_assumed` count like a measured one of the same stage and shapes, because their
-            graphs have as many nodes; of `microbatches_unknown`, whose graphs have a number of nodes that was not seen before and
-            do not show all that they save, nothing is counted: where there are any, the true peaks may be higher.
+            measured in this step; `microbatches_assumed` count like a measured one of the same stage and shapes, because their
+            graphs have as many nodes; `microbatches_unknown` are not counted, because their graphs have a new number of nodes
+            and do not show everything that they save: if there are any, the true peaks may be higher.
 
-            Seconds: `step_s`, and those in which this rank's compute lane waited, by kind of transfer. Where its device waits and
-            its host does not, as over NCCL, the host runs ahead: these are the latest known, of step `wait_step` (-1: of none yet),
-            and `step_s` is the host's.
+            Seconds: `step_s`, and those during which this rank's compute lane waited, by kind of transfer. If the device waits and
+            the host does not, as over NCCL, the host runs ahead: these are the latest known ones, of step `wait_step` (-1: none
+            yet), and `step_s` is the host's.
         """
         ledger, waited, of_step = run.evictions.ledger, run.traffic.waited_s, run.step
         if (waits := self._memory.device_waits) is not None:
@@ -104,14 +104,14 @@ class Stats:
         }
 
     def _plan(self, run: Run) -> _Planned:
-        """Return the plan's own numbers for this rank, made once because they are the same in every step."""
+        """Return the plan's own numbers for this rank, computed once because they are the same in every step."""
         if self._planned is None or self._planned.plan is not run.plan:
             self._planned = _Planned.of(run.plan, run.rank)
         return self._planned
 
 
 class _Planned(NamedTuple):
-    """The numbers of a plan for one rank: its own microbatches at once, remote buffers, and the peaks, if it counts bytes."""
+    """The numbers of a plan for one rank: its own microbatches at once, remote buffers, and the peaks, if the plan counts bytes."""
 
     plan: Plan
     slots: int

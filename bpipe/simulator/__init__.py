@@ -1,3 +1,3 @@
-"""Run a plan on a cost model: when each action runs, and which chain of them decides. Pure Python."""
+"""Run a plan on a cost model: when each action runs, and the critical path. Pure Python."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""The cost model of a plan's actions: seconds of computations, bytes that are saved and sent, and the links that carry them."""
+"""The cost model of a plan's actions: seconds of computations, saved and sent bytes, and the links between ranks."""
 
 from __future__ import annotations
 
@@ -43,26 +43,26 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """A cost model. What is not given costs nothing, except that a forward takes 1 second and a backward twice a forward.
+    """A cost model. Costs that are not given are zero, except that a forward takes 1 second and a backward twice a forward.
 
     Times may be one number, one for each stage, or for each stage a series with one for each microbatch. Bytes are one number
-    or one for each stage, of one microbatch; a plan that has sizes of its own takes those instead.
+    or one for each stage, for one microbatch; a plan that has sizes of its own uses those instead.
 
     Args:
         forward_s: seconds of F, and of R.
         backward_s: seconds of B; default: twice those of F.
-        input_s: seconds of I, the input half of a split backward; default: half of B.
-        weight_s: seconds of W, its weight half; default: what I leaves of B.
+        input_s: seconds of I, the backward for the input in a split backward; default: half of B.
+        weight_s: seconds of W, the backward for the weights; default: B less I.
         saved_bytes: bytes that a microbatch keeps on a stage from its forward to its backward.
         movable_bytes: how many of them an eviction moves; default: all.
         output_bytes: bytes that a stage's forward sends to the next stage.
         gradient_bytes: bytes that the next stage's backward sends back across the same boundary; default: `output_bytes`.
         static_bytes: bytes that a stage keeps throughout: parameters, gradients, optimizer states, buffers.
-        link: between ranks of one node.
-        cross_link: between ranks of different nodes, where `nodes` says which; default: `link`.
-        host_link: between a rank and its own host's memory, in each direction; default: `link`.
+        link: the link between ranks of one node.
+        cross_link: the link between ranks of different nodes, as given by `nodes`; default: `link`.
+        host_link: the link between a rank and its own host's memory, in each direction; default: `link`.
         nodes: the node of each rank; default: all on one.
-        slowdown: how many times longer a computation takes while a transfer of its rank is under way; 1: no slowdown.
+        slowdown: how many times longer a computation takes while a transfer of its rank is in flight; 1: no slowdown.
 
     Raises:
         ConfigurationError: a negative number, or a slowdown below 1.
@@ -114,7 +114,7 @@ class Costs:
         for stage in range(plan.num_stages):
             if self.movable(stage) > self.saved(stage):
                 raise ConfigurationError(
-                    f"movable_bytes: stage {stage} would move {self.movable(stage)} bytes and saves {self.saved(stage)}"
+                    f"movable_bytes: stage {stage} would move {self.movable(stage)} bytes but saves only {self.saved(stage)}"
                 )
 
     def seconds(self, op: Op, stage: int, microbatch: int) -> float:
@@ -183,7 +183,7 @@ def _checked(name: str, value: Any, kind: type[int] | type[float], levels: int) 
     """Return a number, or tuples of numbers nested up to `levels` deep; arrays count as sequences.
 
     Raises:
-        ConfigurationError: it is neither, or a number is negative, infinite, or not whole where bytes are counted.
+        ConfigurationError: it is neither, or a number is negative, infinite, or a number of bytes that is not whole.
     """
     if value is None and name not in ("forward_s", "saved_bytes", "output_bytes", "static_bytes"):
         return None

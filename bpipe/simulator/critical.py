@@ -1,4 +1,4 @@
-"""The critical path: the chain of actions that decides how long a step takes."""
+"""The critical path: the chain of actions that determines the duration of a step."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _INDEXES_KEPT = 16  # lanes whose index is cached, so that a plan of thousands o
 
 
 class Step(NamedTuple):
-    """One step of the chain: what ran on a rank, or was under way from it."""
+    """One step of the chain: an action that ran on a rank, or a transfer in flight from it."""
 
     rank: int
     span: Span
 
 
 def critical_path(timeline: Timeline) -> list[Step]:
-    """Walk back from the end of the last computation to what each action waited for last.
+    """Walk back from the end of the last computation to the event that each action waited for last.
 
     Returns:
         Computations and transfers in time order, each of which began when the one before it ended, or on a busy link
-        when it had departed. So a simulated path covers the makespan; gaps in a measured one are what the host did between
+        when it had departed. So a simulated path covers the makespan; gaps in a measured one are the host's work between
         actions.
 
     Example:
@@ -84,7 +84,7 @@ class _Walk:
                 place = self._before(place)
 
     def _before(self, place: _Place) -> _Place | None:
-        """Return the action that had to end before a lane reached a place; posting a transfer holds nothing up."""
+        """Return the action that had to end before a lane reached a place; posting a transfer does not block."""
         actions, _ = self._lane(place.rank, place.served)
         peer = actions[place.position].peer if place.served else None
         for position in range(place.position - 1, -1, -1):
@@ -99,7 +99,7 @@ class _Walk:
         return here if start[0] in SENDS or completion.peer == HOST else self._other_end(here)
 
     def _ends(self, send: _Place) -> tuple[_Place, ...]:
-        """Return where a transfer is posted: at both ends, or only at the rank's own if the other is a host."""
+        """Return the places where a transfer is posted: at both ends, or only at the rank's own if the other is a host."""
         return (send,) if self._span(send).action.peer == HOST else (send, self._other_end(send))
 
     def _other_end(self, place: _Place) -> _Place:
@@ -110,9 +110,9 @@ class _Walk:
         return _Place(action.peer, served, self.positions(action.peer, served)[op, action.stage + offset, *action[2:4]])
 
     def _through(self, send: _Place, arrival_s: float) -> Generator[Step, None, _Place | None]:
-        """Follow transfers back to the lane that posted its end last, or kept the link busy until then.
+        """Follow transfers back to the lane that posted its end last, or that kept the link busy until then.
 
-        Which transfer kept a link busy is known only in a simulated timeline.
+        The transfer that kept a link busy is known only in a simulated timeline.
         """
         while True:
             ends = self._ends(send)

@@ -1,9 +1,9 @@
 """Run a plan on a cost model: the discrete events of its lanes and links, in the order of time.
 
 A lane runs its actions one after the other. A transfer starts when both of its ends are posted and its link is free, and
-overlaps whatever the lanes compute; each direction between two ranks is a link, which carries one transfer at a time, in the
+overlaps all computations of the lanes; each direction between two ranks is a link, which carries one transfer at a time, in the
 order in which they became ready. A host is always ready, and each direction between a rank and its host is a link too. Gathering
-weights and giving them back takes no time here.
+and freeing weights takes no time here.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ Ends = tuple[Purpose, int, int, bool]  # a channel, and whether its sends or its
 
 
 def simulate(plan: Plan, costs: Costs) -> Timeline:
-    """Predict when each action of a plan runs and what each rank holds.
+    """Predict when each action of a plan runs and the bytes of each rank.
 
-    If the plan has sizes, all bytes, those of messages too, are its own, and the costs' bytes are ignored; what microbatches
-    save in common is static there. If the plan counts slots, all bytes are the costs': then messages take time but no memory,
+    If the plan has sizes, all bytes, including those of messages, are its own, and the costs' bytes are ignored; bytes that
+    microbatches share are static there. If the plan counts slots, all bytes are the costs': then messages take time but no memory,
     and static bytes are known only if `static_bytes` was given.
 
-    Takes a few microseconds and 32 bytes per action.
+    It takes a few microseconds and 32 bytes per action.
 
     Args:
         plan: a verified plan.
-        costs: what its actions cost.
+        costs: the costs of its actions.
 
     Raises:
         ConfigurationError: a series of costs does not fit the plan.
@@ -71,7 +71,7 @@ def own_bytes(plan: Plan, costs: Costs, rank: int, *, with_messages: bool = True
 
 
 def _meter(plan: Plan, costs: Costs, with_messages: bool) -> Meter:
-    """Return the meter of the plan's own sizes, or of the costs where it counts slots."""
+    """Return the meter of the plan's own sizes, or of the costs if it counts slots."""
     if plan.sizes is None:
         return meter_of(lambda action: costs.saved(action.stage), lambda action: costs.movable(action.stage))
     return plan.meter() if with_messages else plan.activations_meter()
@@ -96,13 +96,13 @@ def remote_buffer_bytes(plan: Plan, costs: Costs, rank: int) -> int:
 
 
 class _LaneRun:
-    """A lane while it runs: its place and its record."""
+    """A lane while it runs: its position and its record."""
 
     __slots__ = ("actions", "begin_s", "end_s", "has_begun", "position", "rank")
 
     def __init__(self, rank: int, actions: tuple[Action, ...]) -> None:
         self.rank, self.actions, self.position = rank, actions, 0
-        self.has_begun = False  # the action at its position
+        self.has_begun = False  # whether the action at its position has begun
         self.begin_s = array("d", bytes(8 * len(actions)))
         self.end_s = array("d", bytes(8 * len(actions)))
 
@@ -124,12 +124,12 @@ class _Events:
         self.compute = [_LaneRun(rank, lane) for rank, lane in enumerate(plan.actions)]
         self.chains = [{peer: _LaneRun(rank, chain) for peer, chain in plan.chains(rank).items()} for rank in range(plan.num_ranks)]
         self.lanes = [*self.compute, *(lane for chains in self.chains for lane in chains.values())]
-        self.agenda = [(0.0, index) for index in range(len(self.lanes))]  # a heap: when each lane that can go on does
+        self.agenda = [(0.0, index) for index in range(len(self.lanes))]  # a heap: the time at which each ready lane goes on
         self.lonely: dict[Ends, deque[_End]] = defaultdict(deque)  # posted ends whose other end is missing
         self.free_s: dict[tuple[int, int], float] = defaultdict(float)  # when each link is free again
         self.arrival_s: dict[Identity, float] = {}  # of transfers that their lane has not waited for yet
         self.blocked: dict[Identity, int] = {}  # lanes that wait for a transfer whose other end is missing
-        self.busy_s: list[list[tuple[float, float]]] = [[] for _ in self.compute]  # when transfers of a rank are under way
+        self.busy_s: list[list[tuple[float, float]]] = [[] for _ in self.compute]  # when transfers of a rank are in flight
 
     def run(self) -> None:
         """Advance the lane that is furthest behind, again and again, so that transfers become ready in time order."""
@@ -138,7 +138,7 @@ class _Events:
             self._advance(index, now)
         stuck = [f"rank {lane.rank} at {lane.actions[lane.position]}" for lane in self.lanes if lane.position < len(lane.actions)]
         if stuck:
-            raise PlanError(f"the plan never ends, and verify() says why: {', '.join(stuck[:4])} wait for ever")
+            raise PlanError(f"the plan never ends ({', '.join(stuck[:4])} wait forever): call verify() to see why")
 
     def _advance(self, index: int, now: float) -> None:
         """Run a lane until it is blocked, or another lane's turn comes first."""
@@ -164,7 +164,7 @@ class _Events:
             lane.position += 1
 
     def _end_s(self, index: int, action: Action) -> float | None:
-        """Return when an action that has begun ends; None while that is not known."""
+        """Return when an action that has begun ends; None while that is unknown."""
         lane = self.lanes[index]
         if action.op in SHARDING:
             return lane.begin_s[lane.position]
@@ -218,7 +218,7 @@ class _Events:
 
 
 def _slowed_end(begin: float, work_s: float, busy: Sequence[tuple[float, float]], slowdown: float) -> float:
-    """Return when work ends that takes `slowdown` times as long within the busy intervals, which are sorted and may overlap."""
+    """Return the end time of work that takes `slowdown` times as long within the busy intervals (sorted, may overlap)."""
     now = begin
     for start, end in busy:
         if now + work_s <= start:
@@ -234,7 +234,7 @@ def _slowed_end(begin: float, work_s: float, busy: Sequence[tuple[float, float]]
 
 
 def _recorded(plan: Plan, costs: Costs, rank: int, lane: _LaneRun) -> Lane:
-    """Return the record of a rank's compute lane, with what the rank holds."""
+    """Return the record of a rank's compute lane, with the rank's bytes."""
     saved = array("q", own_bytes(plan, costs, rank, with_messages=False))
     is_sized = plan.sizes is not None  # messages take memory only then
     messages = map(sub, own_bytes(plan, costs, rank), saved) if is_sized else repeat(0, len(saved))

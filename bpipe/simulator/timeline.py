@@ -33,20 +33,20 @@ class Span(NamedTuple):
 class Lane:
     """The times of one lane of a rank, with one entry for each of its actions.
 
-    For a computation: when it ran. For a transfer's start: from when to when the transfer was under way, on the link when
-    simulated, as far as this rank knows when measured. For a transfer's completion: when the lane waited for it.
+    For a computation: when it ran. For a transfer's start: from when to when the transfer was in flight, on the link if
+    simulated, as far as this rank knows if measured. For a transfer's completion: when the lane waited for it.
 
-    What a rank's device holds while an action runs is the sum of the four numbers of bytes; its activations are the sum of
-    `activation_bytes` and `remote_buffer_bytes`. Served lanes have none: what they keep lies in the buffers.
+    The total bytes of a rank's device while an action runs are the sum of the four numbers of bytes; its activations are the sum
+    of `activation_bytes` and `remote_buffer_bytes`. Served lanes have none: the buffers already count what they store.
 
     Args:
         begin_s: seconds since the step began, an `array("d")`.
         end_s: likewise.
-        activation_bytes: what the rank's own microbatches keep saved while each action runs, an `array("q")`.
+        activation_bytes: the saved bytes of the rank's own microbatches while each action runs, an `array("q")`.
         message_bytes: messages between stages on top of those, likewise; zeros for a simulated plan that counts slots.
-        static_bytes: what stays throughout: weights, gradients, buffers, optimizer states.
-        remote_buffer_bytes: activations that are counted throughout: the buffers for remote activations, and what microbatches save
-            in common.
+        static_bytes: the bytes that stay throughout: weights, gradients, buffers, optimizer states.
+        remote_buffer_bytes: activations that are counted throughout: the buffers for remote activations, and bytes that
+            microbatches share.
     """
 
     begin_s: array[float]
@@ -63,7 +63,7 @@ class Holding(NamedTuple):
     Args:
         begin_s: seconds since the step began.
         activation_bytes: saved activations: of the rank's own microbatches and of remote activations in its buffers.
-        device_bytes: all that its device holds: these, what stays, and messages between stages.
+        device_bytes: the total of its device: these, static bytes, and messages between stages.
     """
 
     begin_s: float
@@ -76,7 +76,7 @@ class Timeline:
     """The times of one step of a plan.
 
     Args:
-        plan: what ran or will run.
+        plan: the plan that ran or will run.
         actions: a `Lane` for each rank's `plan.actions`.
         served: a `Lane` for each rank's `plan.served`.
         source: "simulated" or "measured".
@@ -111,7 +111,7 @@ class Timeline:
         return max(end for _, end in spans) - min(begin for begin, _ in spans) if spans else 0.0
 
     def computing_ranks(self) -> list[int]:
-        """Return the ranks that compute: all except those that only keep remote activations."""
+        """Return the ranks that compute: all except those that only store remote activations."""
         return [rank for rank, lane in enumerate(self.plan.actions) if any(action.op in COMPUTE for action in lane)]
 
     def spans(self, rank: int) -> Iterator[Span]:
@@ -129,7 +129,7 @@ class Timeline:
         return (span for span in self.spans(rank) if span.action.op in COMPUTE)
 
     def transfers(self, rank: int) -> Iterator[Span]:
-        """Iterate over the transfers of a rank while they are under way, those for its remote activations included."""
+        """Iterate over the transfers of a rank while they are in flight, including those for its remote activations."""
         both = (*self.spans(rank), *self.served_spans(rank))
         return (span for span in both if span.action.op in SENDS or span.action.op in RECEIVES)
 
@@ -146,7 +146,7 @@ class Timeline:
         lane, actions = self.actions[rank], self.plan.actions[rank]
         if not lane.begin_s or not any(action.op in COMPUTE for action in actions):
             raise ConfigurationError(
-                f"no times of rank {rank} here: `gather()` of a trace, or bpipe.load_trace of its folder, has those of all ranks"
+                f"no times of rank {rank} here: call `gather()` of a trace, or bpipe.load_trace on its folder, to get all ranks'"
             )
         first = next(i for i, action in enumerate(actions) if action.op in COMPUTE)
         last = next(i for i in range(len(actions) - 1, -1, -1) if actions[i].op in COMPUTE)
@@ -157,7 +157,7 @@ class Timeline:
         return sum(span.seconds for span in self.computations(rank))
 
     def bubble_s(self, rank: int) -> float:
-        """Return the seconds of the makespan in which a rank computed nothing: what a synchronous optimizer pays."""
+        """Return the seconds of the makespan in which a rank computed nothing: the cost of a synchronous optimizer step."""
         return self.makespan_s - self.work_s(rank)
 
     def span_bubble_s(self, rank: int) -> float:
@@ -166,10 +166,10 @@ class Timeline:
         return end - begin - self.work_s(rank)
 
     def exposed_s(self, rank: int) -> dict[Op, float]:
-        """Return the seconds in which a rank's compute lane waited for a transfer under way, by what was waited for.
+        """Return the seconds in which a rank's compute lane waited for a transfer in flight, by the operation it waited for.
 
         Waiting before the transfer begins belongs to the bubble, not to the transfer. As far as one rank knows, a measured
-        transfer is under way from when it was posted, so these numbers are then upper bounds.
+        transfer is in flight from when it was posted, so these numbers are then upper bounds.
         """
         starts: dict[tuple[Op, int, int, int], float] = {}
         exposed: dict[Op, float] = defaultdict(float)
@@ -183,17 +183,17 @@ class Timeline:
         return dict(exposed)
 
     def peak_bytes(self, rank: int) -> int:
-        """Return the peak bytes of activations on a rank: `stats["peak_bytes"]` of the step, where it was measured.
+        """Return the peak bytes of activations on a rank: `stats["peak_bytes"]` of the step, if it was measured.
 
-        They are what the rank's own microbatches keep saved, and the buffers for its remote activations.
+        They are the saved bytes of the rank's own microbatches, and the buffers for its remote activations.
         """
         lane = self.actions[rank]
         return lane.remote_buffer_bytes + max(lane.activation_bytes, default=0)
 
     def device_peak_bytes(self, rank: int) -> int:
-        """Return the peak bytes of all that a rank's device holds: `stats["device_peak_bytes"]` of the step, where it was measured.
+        """Return the peak of a rank's total device bytes: `stats["device_peak_bytes"]` of the step, if it was measured.
 
-        They are activations, what stays (weights, gradients, buffers, optimizer states) and messages between stages.
+        They are activations, static bytes (weights, gradients, buffers, optimizer states) and messages between stages.
         """
         lane = self.actions[rank]
         return lane.static_bytes + lane.remote_buffer_bytes + max(map(add, lane.activation_bytes, lane.message_bytes), default=0)
@@ -204,12 +204,12 @@ class Timeline:
         return max(range(self.num_ranks), key=self.device_peak_bytes)
 
     def memory(self, rank: int) -> Iterator[Holding]:
-        """Yield when the bytes that a rank holds change, and to what, in order."""
+        """Yield the times at which a rank's bytes change, with the new bytes, in order."""
         lane = self.actions[rank]
         now = lane.begin_s[0] if self.source == "measured" and lane.begin_s else 0.0
         idle = (0, 0)
         previous: tuple[int, int] | None = None
-        if now > 0:  # what stays was there before
+        if now > 0:  # static bytes existed before
             previous = idle
             yield _holding(0.0, lane, idle)
         for action, *times, own, messages in self._moments(rank):
@@ -223,7 +223,7 @@ class Timeline:
             yield _holding(now, lane, idle)
 
     def _moments(self, rank: int) -> Iterator[tuple[Action, float, float, int, int]]:
-        """Iterate over a rank's actions with when each ran, and the bytes of the rank's own microbatches and messages meanwhile."""
+        """Iterate over a rank's actions with their times, and the bytes of the rank's own microbatches and messages meanwhile."""
         lane = self.actions[rank]
         return zip(self.plan.actions[rank], lane.begin_s, lane.end_s, lane.activation_bytes, lane.message_bytes)
 

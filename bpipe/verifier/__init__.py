@@ -1,3 +1,3 @@
-"""The proof of a plan before its first transfer: a table of rules, every violation reported at once."""
+"""Verify a plan before its first transfer: a table of rules, and one error with every violation."""
 
 __all__: list[str] = []

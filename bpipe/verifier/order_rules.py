@@ -1,4 +1,4 @@
-"""The rules of what must come before what in one rank's list."""
+"""The rules of the order of actions in one rank's list."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from bpipe.verifier.rank_index import BITS, Finding, RankIndex, mask, ops_in
 
 __all__: list[str] = []
 
-# Of one microbatch of one stage.
+# For one microbatch of one stage.
 PRECEDENCE = (
     (Op.RECV_F, Op.WAIT_RECV_F),
     (Op.WAIT_RECV_F, Op.F),
     (Op.F, Op.SEND_F),
     (Op.SEND_F, Op.WAIT_SEND_F),
-    (Op.WAIT_SEND_F, Op.B),  # an output on its way keeps its slot, and its bytes
+    (Op.WAIT_SEND_F, Op.B),  # an output in flight keeps its slot, and its bytes
     (Op.WAIT_SEND_F, Op.I),
     (Op.WAIT_SEND_F, Op.W),
     (Op.RECV_B, Op.WAIT_RECV_B),
@@ -36,7 +36,7 @@ PRECEDENCE = (
     (Op.F, Op.EVICT),
     (Op.WAIT_SEND_F, Op.WAIT_EVICT),
 )
-# Of one part of it, or of all of it.
+# For one part of it, or for all of it.
 PRECEDENCE_OF_PARTS = (
     (Op.EVICT, Op.WAIT_EVICT),
     (Op.WAIT_EVICT, Op.LOAD),
@@ -50,13 +50,13 @@ PRECEDENCE_OF_PARTS = (
 EARLIER = {op: mask(earlier for earlier, later in PRECEDENCE if later is op) for op in Op}
 EARLIER_OF_PART = {op: mask(earlier for earlier, later in PRECEDENCE_OF_PARTS if later is op) for op in Op}
 
-# Operations that take a stage's microbatches in one order together: a whole backward is both of its halves. R may take any order.
+# Operations that take a stage's microbatches in the same order: a whole backward counts as I and W. R may take any order.
 KIN = {Op.F: mask({Op.F}), Op.B: mask({Op.B, Op.I, Op.W}), Op.I: mask({Op.I, Op.B}), Op.W: mask({Op.W, Op.B})}
 BACKWARDS = mask(BACKWARD)
 
 
 def ordered(own: RankIndex) -> Iterator[Finding]:
-    """Check that nothing runs before what it needs, and that each stage takes its microbatches in ascending order.
+    """Check that each action runs after the actions it depends on, and that each stage takes its microbatches in ascending order.
 
     The order matters because the sum of gradients, dropout and BatchNorm depend on it.
     """
@@ -77,7 +77,7 @@ def ordered(own: RankIndex) -> Iterator[Finding]:
 
 
 def _simply_ordered(own: RankIndex, stage: int) -> Iterator[Finding]:
-    """Check the order of a stage whose microbatches have no parts, and which hands nothing over on its rank: nearly all stages."""
+    """Check the order of a stage whose microbatches have no parts, and whose neighbours are on other ranks: nearly all stages."""
     pairs = [(earlier, later, 0) for earlier, later in (*PRECEDENCE, *PRECEDENCE_OF_PARTS)]
     pairs += [(kin, op, 1) for op, kins in KIN.items() for kin in ops_in(kins)]
     for earlier, later, distance in pairs:
@@ -93,20 +93,20 @@ def _early(own: RankIndex, index: int, which: PartKey, unseen: int) -> Iterator[
 
 
 def _neighbours(own: RankIndex, stage: int) -> list[int]:
-    """Return the stages before and after one that are on this rank as well: they hand over without a message."""
+    """Return the previous and next stage if they are on this rank as well: they exchange tensors without a message."""
     return [near for near in (stage - 1, stage + 1) if stage in own.stages and near in own.stages]
 
 
 def _needs(own: RankIndex, action: Action) -> Iterator[tuple[PartKey, int]]:
-    """Yield what must come before an action if it is there at all, by microbatch and part."""
+    """Yield the actions that must come before an action if they exist at all, by microbatch and part."""
     op, stage, microbatch, part, _ = action
     num_parts = own.plan.num_parts(stage)
-    has_output = part in (0, num_parts)  # which lies in the last part
+    has_output = part in (0, num_parts)  # the output lies in the last part
     yield (stage, microbatch, 0), EARLIER[op] & ~(0 if has_output else BITS[Op.WAIT_SEND_F] * (op is Op.WAIT_EVICT))
     yield (stage, microbatch, part), EARLIER_OF_PART[op]
     if op in COMPUTE:
         yield (stage, microbatch - 1, 0), KIN.get(op, 0)
-        for other in (0,) if part else range(1, num_parts + 1):  # what moved with the whole, or by itself
+        for other in (0,) if part else range(1, num_parts + 1):  # moves of the whole, or of the part by itself
             yield (stage, microbatch, other), EARLIER_OF_PART[op]
     for near in _neighbours(own, stage):
         handed_over = (op is Op.F and near < stage) or (op is Op.WAIT_EVICT and near > stage and has_output)
@@ -127,18 +127,18 @@ def in_pieces(own: RankIndex) -> Iterator[Finding]:
             yield own.place(index), text
     for index in own.pieces:
         if own.lane[index] not in due:
-            yield own.place(index), f"{own.lane[index]} goes on with what never began"
+            yield own.place(index), f"{own.lane[index]} continues a computation that never began"
 
 
 def recomputed(own: RankIndex) -> Iterator[Finding]:
-    """Check that what is recomputed runs in one piece, on a stage that sends to, and receives from, other ranks only."""
+    """Check that recomputed microbatches run in one piece, on a stage whose neighbours are on other ranks."""
     begun = {own.lane[index][1:3] for index in own.begun}
     for index in sorted(index for kind, found in own.at.items() if kind[0] is Op.R for index in found.values()):
         action = own.lane[index]
         if _neighbours(own, action.stage):
             yield own.place(index), f"{action} recomputes a stage that shares memory with another one of rank {own.rank}"
         elif action.key in begun:
-            yield own.place(index), f"{action} recomputes what runs in pieces"
+            yield own.place(index), f"{action} recomputes a microbatch that runs in pieces"
 
 
 def sharded(own: RankIndex) -> Iterator[Finding]:

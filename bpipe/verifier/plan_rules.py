@@ -1,4 +1,4 @@
-"""The rules that the ranks of a plan keep together, once each is complete by itself."""
+"""The rules that involve several ranks of a plan, checked once each rank is complete by itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__: list[str] = []
 
 
 def _matched(plan: Plan) -> Iterator[Finding]:
-    """Check that the k-th send of a channel names what its k-th receive names."""
+    """Check that the k-th send of a channel names the same message as its k-th receive."""
     sent: dict[Channel, array[int]] = {}
     received: dict[Channel, array[int]] = {}
     for rank, lane in (*enumerate(plan.actions), *enumerate(plan.served)):
@@ -30,9 +30,9 @@ def _matched(plan: Plan) -> Iterator[Finding]:
 
 
 def _posted(plan: Plan, lane: tuple[Action, ...]) -> dict[tuple[Op, int | None], array[int]]:
-    """Return what a lane sends and receives, in order, by operation and peer, as numbers that are the same on both ends.
+    """Return the sends and receives of a lane, in order, by operation and peer, as numbers that are the same on both ends.
 
-    They name what crosses the boundary after a stage, or a stage's saved bytes.
+    They name the message at the boundary after a stage, or a stage's saved bytes.
     """
     posted: dict[tuple[Op, int | None], array[int]] = defaultdict(lambda: array("q"))
     m = plan.num_microbatches
@@ -49,7 +49,7 @@ _MOST_PARTS = 2**10
 
 
 def _differing(plan: Plan, channel: Channel, sent: array[int], received: array[int]) -> Iterator[Finding]:
-    """Yield where the two ends of a channel first disagree."""
+    """Yield the first message at which the two ends of a channel disagree."""
     name = f"{channel.purpose.value} channel {channel.src} -> {channel.dst}"
     if len(sent) != len(received):
         yield None, f"{name} sends {len(sent)} messages and receives {len(received)}"
@@ -78,7 +78,7 @@ def _progresses(plan: Plan) -> Iterator[Finding]:
     for rank, action, missing in run_greedily(plan):
         served = action.op in SERVED
         place = (rank, served, (plan.served if served else plan.actions)[rank].index(action))
-        yield place, f"rank {rank} waits for ever at {action}, for {missing}"
+        yield place, f"rank {rank} waits forever at {action}, for {missing}"
 
 
 RULES_OF_ALL: dict[str, Callable[[Plan], Iterator[Finding]]] = {"matched": _matched, "progresses": _progresses}

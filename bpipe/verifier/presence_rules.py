@@ -1,4 +1,4 @@
-"""The rules of what must be there: each action on its rank, and a complete set of actions for each microbatch."""
+"""The rules of completeness: each action on its rank, and a complete set of actions for each microbatch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _moves_as_one(own: RankIndex, kind: WithPeer, kinds: set[WithPeer]) -> bool:
 
 
 def _peer(plan: Plan, op: Op, stage: int) -> int | None:
-    """Return the rank at the other end of a message between stages; None if there is none, or `op` is not a message."""
+    """Return the rank at the other end of a message between stages; None if there is none, or if `op` is not a message."""
     neighbour = stage + NEIGHBOURS.get(op, plan.num_stages)
     return plan.stage_ranks[neighbour] if 0 <= neighbour < plan.num_stages else None
 
@@ -124,7 +124,7 @@ def _required(plan: Plan, stage: int, backward: frozenset[Op]) -> frozenset[Op]:
 
 
 def _lacking(own: RankIndex, which: PartKey, complete: list[int]) -> Iterator[Finding]:
-    """Yield what a microbatch lacks or has too much of, compared with the complete set that fits it best."""
+    """Yield the actions that a microbatch lacks or has in excess, compared with the complete set that fits it best."""
     there = own.there(which) & ~(mask(COMPUTE) if which[2] else 0)
     nearest = min(complete, key=lambda ops: (ops ^ there).bit_count())
     here = own.find(Op.F, (*which[:2], 0))

@@ -1,4 +1,4 @@
-"""The proof before the first transfer: a table of rules, every violation reported at once."""
+"""Verify a plan before the first transfer: a table of rules, and one error with every violation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_SHOWN = 20
 
 
 class Violation(NamedTuple):
-    """A rule that a plan breaks, where, and how."""
+    """A violation of a rule by a plan: the rule, the place, and a description."""
 
     rule: str
     place: Place | None
@@ -31,7 +31,7 @@ class Violation(NamedTuple):
 def verify(plan: Plan) -> None:
     """Prove that a plan is complete, in order and free of deadlock, with its messages matched and its memory within budget.
 
-    Takes a few microseconds an action: the plan of 64 stages and 1024 microbatches with evictions has 750,000 of them.
+    It takes a few microseconds per action: the plan of 64 stages and 1024 microbatches with evictions has 750,000 of them.
 
     Raises:
         PlanError: every violation of every rule (the first 20 in full), with the place of the first one.
@@ -50,7 +50,7 @@ def verify(plan: Plan) -> None:
 def violations_of(plan: Plan) -> Iterator[Violation]:
     """Yield every violation of every rule.
 
-    The rules that ranks keep together are checked only if each rank is complete by itself, and all only if the shape is sound.
+    The rules that involve several ranks are checked only if each rank is complete by itself, and all only if the shape is sound.
     """
     shape = [Violation("shape", None, text) for text in _shape(plan)]
     yield from shape
@@ -93,7 +93,7 @@ def _shape(plan: Plan) -> Iterator[str]:
         yield f"{len(plan.budgets)} budgets in bytes need sizes, and one for each of {plan.num_ranks} ranks"
     for stage, rank in enumerate(plan.stage_ranks):
         if rank not in ranks:
-            yield f"stage {stage} is on rank {rank}, and there are ranks 0 to {plan.num_ranks - 1}"
+            yield f"stage {stage} is on rank {rank}, but the ranks are 0 to {plan.num_ranks - 1}"
 
 
 def _names_others(own: RankIndex) -> bool:
@@ -118,9 +118,9 @@ def _outside(plan: Plan) -> Iterator[tuple[Place, str]]:
                     yield (rank, served, position), f"{lane[position]} is outside {p} stages and {m} microbatches"
                 elif part and (op not in IN_PARTS or not 0 < part <= num_parts[stage]):
                     parts = f"a microbatch of this stage has {num_parts[stage]}"
-                    yield (rank, served, position), f"{lane[position]} names a part that there is not: {parts}"
+                    yield (rank, served, position), f"{lane[position]} names a part that does not exist: {parts}"
                 elif microbatch and op in SHARDING:
-                    yield (rank, served, position), f"{lane[position]} is of a whole stage and names microbatch {microbatch}"
+                    yield (rank, served, position), f"{lane[position]} concerns a whole stage but names microbatch {microbatch}"
 
 
 _TURN = {rule: turn for turn, rule in enumerate(("shape", *RULES_OF_A_RANK, *RULES_OF_ALL))}

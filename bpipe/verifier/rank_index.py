@@ -1,4 +1,4 @@
-"""An index of one rank's actions, made once for all the rules that the rank keeps by itself."""
+"""An index of one rank's actions, made once for all rules that concern a single rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ops_in(bits: int) -> list[Op]:
 
 
 class RankIndex:
-    """An index of what one rank does with each part of each microbatch, made once for all rules and dropped before the next rank's.
+    """An index of one rank's actions on each part of each microbatch, made once for all rules and freed before the next rank's.
 
     Args:
         plan: the plan.
@@ -62,7 +62,7 @@ class RankIndex:
 
     @cached_property
     def present(self) -> defaultdict[tuple[int, int], list[int]]:
-        """The operations on each microbatch, by stage and part; a computation in pieces is one of the whole microbatch, too."""
+        """The operations on each microbatch, by stage and part; a computation in pieces also counts for the whole microbatch."""
         present: defaultdict[tuple[int, int], list[int]] = defaultdict(lambda: [0] * self.plan.num_microbatches)
         for (op, stage, part), found in self.at.items():
             bits, bit = present[stage, part], 0 if op in SHARDING else BITS[op]
@@ -95,7 +95,7 @@ class RankIndex:
         return self.rank, served, index - self.num_computing * served
 
     def find(self, op: Op, which: PartKey) -> int | None:
-        """Return the index of an action in `lane`, whatever its part if the whole is asked for; None if it is missing."""
+        """Return the index of an action in `lane`, with any part if the whole is asked for; None if it is missing."""
         whole = None if which[2] else which[:2]
         found = (i for i, a in enumerate(self.lane) if a.op is op and (a.part_key == which or a.key == whole))
         return next(found, None)

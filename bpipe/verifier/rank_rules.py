@@ -1,4 +1,4 @@
-"""The rules that each rank of a plan keeps by itself."""
+"""The rules that concern a single rank of a plan."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def _within(own: RankIndex, meter: Meter, idle: int, budget: int | None, unit: s
         over = next((i, live) for i, live in enumerate(occupancy(own.plan.actions[rank], meter)) if live > limit)
         yield (
             own.place(over[0]),
-            f"rank {rank} occupies {over[1]} {unit} of its own and {idle} for remote activations and what stays, of a budget of "
-            f"{budget}",
+            f"rank {rank} occupies {over[1]} {unit} of its own and {idle} for remote activations and static bytes, over its "
+            f"budget of {budget}",
         )
     elif limit < 0:
-        yield None, f"rank {rank} reserves {idle} {unit} for remote activations and what stays, of a budget of {budget}"
+        yield None, f"rank {rank} reserves {idle} {unit} for remote activations and static bytes, over its budget of {budget}"
 
 
 RULES_OF_A_RANK: dict[str, Rule] = {

@@ -1,3 +1,3 @@
-"""What a microbatch saves for its backward: followed, counted, and moved."""
+"""Follow, count and move the tensors that a microbatch saves for its backward."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""Tensors that custom autograd Functions keep as attributes of their `ctx`: no hook sees them, but the graph's nodes hold them."""
+"""Find tensors that custom autograd Functions keep as attributes of their `ctx`: no hook sees them, but the graph's nodes do."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from bpipe.model.pytree import leaves_of
 
 __all__: list[str] = []
 
-MOST_LEAVES = 10_000  # to search in what one Function keeps: one that keeps more keeps a whole program
+MOST_LEAVES = 10_000  # to search in one Function's attributes: one with more keeps a whole program
 
 
 class Kept(NamedTuple):
-    """A tensor that something other than autograd keeps, and why it cannot move."""
+    """A tensor that has an owner other than autograd, and why it cannot move."""
 
     tensor: weakref.ref[torch.Tensor]
     reason: str
 
 
 def kept_by_functions(nodes: Iterable[Node], where: str) -> list[Kept]:
-    """Find what the Functions of a microbatch's graph keep as attributes.
+    """Find the tensors that the Functions of a microbatch's graph keep as attributes.
 
     Args:
         nodes: the graph's nodes.
@@ -44,9 +44,9 @@ def _attributes(node: Any, where: str) -> Iterator[Kept]:
     function = type(node)._forward_cls
     if (made_by := graph_maker(function)) is not None:
         raise StageError(
-            f"{where}: the stage replays a graph of its device ({made_by}), whose activations lie in one place for all "
-            "microbatches: with several under way, a backward would use another microbatch's. Use torch.compile without "
-            'mode="reduce-overhead" instead.'
+            f"{where}: the stage replays a graph of its device ({made_by}), whose activations have the same addresses for all "
+            "microbatches: with several in flight, a backward would use another microbatch's activations. Use torch.compile "
+            'without mode="reduce-overhead" instead.'
         )
     reason = f"kept by {function.__name__} as an attribute of its ctx; with ctx.save_for_backward it could move"
     for tensor in tensors_kept_in(vars(node)):

@@ -1,4 +1,4 @@
-"""The storages of an evicted microbatch: handed out as messages, emptied, and refilled in place."""
+"""The storages of an evicted microbatch: sent as messages, emptied, and refilled in place."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from bpipe.memory.saved.storages import Storage, as_bytes, owners
 
 __all__: list[str] = []
 
-SMALL = 64 * 1024  # bytes: below this, one message of copies is cheaper than a message each
+SMALL = 64 * 1024  # bytes: below this, copying storages into one message is cheaper than one message per storage
 
 
 class Bundle:
     """Storages that leave together and come back together.
 
-    A large storage is a message of its own, sent from where it lies. The small ones move into one shared message, and out of
+    A large storage is a message of its own, sent in place. The small ones move into one shared message, and out of
     it again, so that between actions they take their memory once.
 
     Args:
-        storages: each with the number of its owners, all of them saved tensors. One that has more, because a send that
-            ends before `empty` still reads it, is sent from where it lies too.
+        storages: each with the number of its owners, all of them saved tensors. A storage with one more owner, because a send
+            that ends before `empty` still reads it, is sent in place too.
         name: the microbatch, for messages, such as "microbatch 3 of stage 0".
 
     Example:
@@ -60,13 +60,13 @@ class Bundle:
         """Free the large storages too; the bytes must have arrived.
 
         Raises:
-            SavedTensorError: something took hold of a storage after its eviction began.
+            SavedTensorError: a storage got another owner after its eviction began.
         """
         for storage, expected in self._large:  # all before any is emptied, so that a refusal leaves every storage whole
             if owners(storage) > expected:
                 raise SavedTensorError(
-                    f"something took hold of saved memory of {self._name} while it was being evicted: {owners(storage)} owners, "
-                    f"expected {expected}. Keep no tensor of a stage's forward elsewhere once that forward has ended."
+                    f"a saved storage of {self._name} got another owner while it was being evicted: {owners(storage)} owners, "
+                    f"expected {expected}. Keep no tensor of a stage's forward elsewhere after that forward has ended."
                 )
         for storage, _ in self._large:
             storage.resize_(0)

@@ -15,17 +15,17 @@ __all__: list[str] = []
 
 
 class Footprint(NamedTuple):
-    """The bytes one microbatch takes on one stage."""
+    """The bytes that one microbatch takes on one stage."""
 
-    own_bytes: int  # given back by its backward
-    movable_bytes: int  # of these, what an eviction frees
-    shared_bytes: int  # saved, and owned by others too: counted once for all microbatches of the kind
-    parts: tuple[int, ...] = ()  # what of the movable ones each part has, if it moves in parts
-    received_bytes: int = 0  # the message from the stage before
-    sent_bytes: int = 0  # the message to the stage after
-    kept_received_bytes: int = 0  # what of the messages is among its own
+    own_bytes: int  # freed by its backward
+    movable_bytes: int  # of these, the bytes that an eviction frees
+    shared_bytes: int  # saved, but with other owners too: counted once for all microbatches of the kind
+    parts: tuple[int, ...] = ()  # the movable bytes of each part, if it moves in parts
+    received_bytes: int = 0  # the message from the previous stage
+    sent_bytes: int = 0  # the message to the next stage
+    kept_received_bytes: int = 0  # the bytes of the messages that are also own bytes
     kept_sent_bytes: int = 0
-    between_bytes: int | None = None  # what stays between the halves of its backward, once that is known
+    between_bytes: int | None = None  # the bytes kept between backward_input and backward_weight, once known
 
     def seen_again(self, contents: StashContents, parts: tuple[int, ...]) -> Footprint:
         """Return the same microbatch's footprint, with the bytes that another look found."""
@@ -34,7 +34,7 @@ class Footprint(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """All bytes that it saved, whoever else owns them: the same for microbatches alike, wherever they are in a step."""
+        """All bytes that it saved, including shared ones: equal for equal microbatches, at any position in a step."""
         return self.own_bytes + self.shared_bytes
 
     def with_between_of(self, other: Footprint) -> Footprint:
@@ -49,7 +49,7 @@ class Footprint(NamedTuple):
         return self._replace(own_bytes=own, movable_bytes=movable, parts=(movable,), between_bytes=None)
 
     def saved_by(self, part: int) -> int:
-        """Return the bytes that a piece of its forward saves: its part, if there is one, and in the first what cannot move."""
+        """Return the bytes that a piece of its forward saves: its part, if there is one; the first adds the immovable bytes."""
         return sum(self.parts[part - 1 : part]) + (self.own_bytes - self.movable_bytes) * (part == 1)
 
     def sizes(self, num_parts: int = 0) -> StageSizes:
@@ -73,7 +73,7 @@ class Footprint(NamedTuple):
 
 
 def footprint_of(contents: StashContents) -> Footprint:
-    """Return the bytes that a look at a microbatch found, as a footprint."""
+    """Return the bytes found in a look at a microbatch, as a footprint."""
     shared = sum(held.num_bytes for held in contents.shared.values())
     return Footprint(contents.own_bytes, contents.movable_bytes, shared)
 

@@ -1,4 +1,4 @@
-"""What is known of the microbatches of a kind: the bytes they took, and how to tell that one takes a different amount."""
+"""The bytes that microbatches of a kind have taken, and the signs that one takes a different amount."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from bpipe.memory.saved.shown import Shown
 
 __all__: list[str] = []
 
-MOST_IDLE = 8  # microbatches of a kind without a gradient, after which all of them are believed to have none
-SAMPLED = 401  # one in 401 that look like a measured one is looked at anyway; a prime, so that its place in a step rotates
-WATCHED = 64  # microbatches in a row that have to be alike before the others are first believed to be
+MOST_IDLE = 8  # after this many microbatches of a kind without a gradient, all are assumed to have none
+SAMPLED = 401  # one in 401 that look like a measured one is measured anyway; a prime, so that its place in a step rotates
+WATCHED = 64  # microbatches in a row that must be equal before later ones are first assumed to be equal too
 
 
 @dataclass
 class Known:
-    """What the followed microbatches of a kind took.
+    """Everything known about the followed microbatches of a kind.
 
     Args:
-        footprint: of those that were seen last; they are alike.
-        largest: what covers all that were seen since they began to differ.
-        cuts: where the parts begin.
-        has_kept: whether custom Functions or checkpointed regions keep something by themselves.
+        footprint: that of the latest ones; they are equal.
+        largest: a footprint that covers all since they began to differ.
+        cuts: the positions where parts begin.
+        has_kept: whether custom Functions or checkpointed regions keep tensors themselves.
         varies: whether they differ.
-        is_settled: whether one was seen until its backward.
-        num_idle: how many that were followed had no gradients, and so did not show what stays between the halves of a backward.
-        shown: what their graphs show, by the number of nodes.
-        took: what they took, likewise.
+        is_settled: whether one was followed until its backward.
+        num_idle: how many followed ones had no gradients, and so did not show the bytes between the two passes of a split backward.
+        shown: the bytes that their graphs show, by the number of nodes.
+        took: their footprints, likewise.
     """
 
     footprint: Footprint
@@ -41,12 +41,12 @@ class Known:
     shown: dict[int, int] = field(default_factory=dict)
     took: dict[int, int] = field(default_factory=dict)
     _patience: int = WATCHED // 2
-    _num_watched: int = 0  # how many more have to be followed and be alike
+    _num_watched: int = 0  # how many more must be followed and be equal
     _num_assumed: int = 0
 
     @classmethod
     def first(cls, footprint: Footprint, cuts: Sequence[int], *, has_kept: bool) -> Known:
-        """Start from what the first microbatch of a kind shows after its forward."""
+        """Start from the footprint that the first microbatch of a kind shows after its forward."""
         return cls(footprint, footprint, tuple(cuts), has_kept)
 
     @property
@@ -56,11 +56,11 @@ class Known:
 
     @property
     def expected(self) -> Footprint:
-        """What the next microbatch takes, or takes at most, as far as is known."""
+        """The footprint of the next microbatch, or an upper bound, as far as is known."""
         return self.largest if self.varies else self.footprint
 
     def is_sample(self) -> bool:
-        """Count a microbatch that seems to be like those before, and return whether to look at it anyway."""
+        """Count a microbatch that seems to be like those before, and return whether to measure it anyway."""
         self._num_assumed += 1
         return self._num_assumed % SAMPLED == 0
 
@@ -68,9 +68,9 @@ class Known:
         """Learn from a followed microbatch whose backward has ended.
 
         Args:
-            footprint: as it was seen last.
-            num_nodes: of its graph.
-            shown: what that showed, if it was looked at.
+            footprint: its latest footprint.
+            num_nodes: the number of nodes of its graph.
+            shown: the bytes that the graph showed, if it was looked at.
         """
         differs = self.is_settled and footprint.num_bytes != self.footprint.num_bytes
         if differs:
@@ -79,15 +79,15 @@ class Known:
             self.largest = spanning(self.largest, footprint)
         if self._num_watched and not differs and shown is not None:
             self._num_watched -= 1
-            self.varies &= self._num_watched > 0  # or else what differed was long ago
+            self.varies &= self._num_watched > 0  # otherwise the difference was long ago
         if differs or not self.is_settled or footprint.own_bytes >= self.footprint.own_bytes:
-            self.footprint = footprint.with_between_of(self.footprint)  # of those alike, the one that owned most of what it saved
+            self.footprint = footprint.with_between_of(self.footprint)  # of the equal ones, that with the most own bytes
         self.is_settled = True
         if shown is not None:
             self.shown[num_nodes], self.took[num_nodes] = shown.num_bytes, footprint.num_bytes
 
     def is_like_latest(self, num_nodes: int) -> bool:
-        """Return whether microbatches with `num_nodes` graph nodes took what the ones seen last took."""
+        """Return whether microbatches with `num_nodes` graph nodes had the footprint of the latest ones."""
         return self.took.get(num_nodes) == self.footprint.num_bytes
 
     def found(self, num_nodes: int, shown: Shown) -> Footprint:
@@ -100,7 +100,7 @@ class Known:
         return footprint
 
     def differed(self) -> None:
-        """Watch the microbatches that follow, for longer each time that watching ended too early."""
+        """Watch the following microbatches, and longer each time that watching ended too early."""
         if not self._num_watched:
             self._patience *= 2
         if not self.varies:

@@ -25,7 +25,7 @@ def nodes_behind(edges: Iterable[GradientEdge]) -> list[Node]:
 
 
 def saved_by(node: Node) -> list[tuple[Any, Any]]:
-    """Return the raw saved tensors of a node, each with its data: what a hook packed, or else the tensor; None if there is none."""
+    """Return the raw saved tensors of a node, each with its data: the packed value of a hook, or the tensor; None if none."""
     found: list[tuple[Any, Any]] = []
     for name in _saved_names(BackwardCFunction if isinstance(node, BackwardCFunction) else type(node)):
         value = getattr(node, name)

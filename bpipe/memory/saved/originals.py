@@ -1,8 +1,8 @@
-"""Let the backwards of custom autograd Functions find the very tensors that they saved.
+"""Give the backwards of custom autograd Functions the original tensors that they saved.
 
-Under saved-tensor hooks torch makes a new tensor of what the unpack hook returns, unless that needs no gradient. It has the same
-values, but what a Function's backward sets on it, such as `weight.grad` or `weight.main_grad`, would be lost, and what was set on
-the saved one would not be found. So the nodes of such Functions give what was saved, as they do without hooks.
+Under saved-tensor hooks torch makes a new tensor from the result of the unpack hook, unless that needs no gradient. It has the same
+values, but attributes that a Function's backward sets on it, such as `weight.grad` or `weight.main_grad`, would be lost, and those
+set on the saved tensor would not be found. So the nodes of such Functions return the saved tensor, as they do without hooks.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ APPLY = torch.autograd.Function.__dict__["apply"].__func__.__code__
 
 
 class Original:
-    """A tensor that a Function has saved, as long as something holds it, and the attributes that were set on it."""
+    """A tensor that a Function has saved, as long as it has an owner, and the attributes that were set on it."""
 
     __slots__ = ("_attributes", "_tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = weakref.ref(tensor)
-        self._attributes = tensor.__dict__ if type(tensor) is torch.Tensor else {}  # others keep their own parts there
+        self._attributes = tensor.__dict__ if type(tensor) is torch.Tensor else {}  # subclasses keep their own parts there
 
     def in_place_of(self, unpacked: torch.Tensor) -> torch.Tensor:
         """Return the tensor or, if it is gone, the one that torch unpacked, with the attributes that were set on the tensor."""
@@ -41,10 +41,10 @@ class Original:
 
 
 def give_originals(nodes: Iterable[Node]) -> None:
-    """Let the nodes of custom Functions return the very tensors that they saved.
+    """Let the nodes of custom Functions return the original tensors that they saved.
 
     Args:
-        nodes: those of a graph whose saved tensors our hooks follow.
+        nodes: the nodes of a graph whose saved tensors our hooks follow.
     """
     for node in nodes:
         if isinstance(node, BackwardCFunction) and any(_original(data) is not None for _, data in saved_by(node)):

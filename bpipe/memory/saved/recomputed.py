@@ -1,8 +1,8 @@
-"""What regions under `torch.utils.checkpoint` (use_reentrant=False) keep besides their inputs: no saved-tensor hook sees it.
+"""Find what regions under `torch.utils.checkpoint` (use_reentrant=False) keep besides their inputs: no saved-tensor hook sees it.
 
 Selective checkpointing keeps the outputs of chosen operations in a Python dict, from which only the recomputation takes
-them, and each region keeps its keyword arguments and random number states. All of it hangs on the frame of the region, to
-which the hooks of what autograd saved inside lead.
+them, and each region keeps its keyword arguments and random number states. The frame of the region owns all of this, and the
+hooks of tensors that autograd saved inside the region lead to the frame.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ OF_A_REGION = "kept by a region under torch.utils.checkpoint: a keyword, integer
 
 
 def kept_by_checkpoints(nodes: Iterable[Node]) -> tuple[list[Cached], list[Kept]]:
-    """Find what the checkpointed regions of a microbatch's graph keep: outputs of chosen operations, and what cannot move.
+    """Find the values that the checkpointed regions of a graph keep: outputs of chosen operations, and immovable tensors.
 
-    A recomputation asks for the positional inputs of its region first, through our hooks, which thus guard its outputs. The
+    A recomputation first asks for the positional inputs of its region, through our hooks, which thus guard its outputs. The
     outputs of a region without such inputs stay.
     """
     cached: list[Cached] = []
@@ -47,7 +47,7 @@ def _frames(nodes: Iterable[Node]) -> Iterable[Any]:
     """Return the frames of the regions, each once; a region inside another one leads to that one."""
     found: dict[int, Any] = {}
     todo = [frame for node in nodes if (frame := _frame_of(saved for saved, _ in saved_by(node))) is not None]
-    for frame in todo:  # which grows
+    for frame in todo:  # the list grows during the loop
         if id(frame) not in found:
             found[id(frame)] = frame
             outer = _frame_of(_inputs(frame))
@@ -56,7 +56,7 @@ def _frames(nodes: Iterable[Node]) -> Iterable[Any]:
 
 
 def _frame_of(saved: Iterable[Any]) -> Any:
-    """Return the region in which some tensors were saved, if it is recomputed: all that is saved there leads to it."""
+    """Return the region in which some tensors were saved, if it is recomputed: every tensor saved there leads to it."""
     hook = next((hook for one in saved if (hook := getattr(one, "unpack_hook", None)) is not None), None)
     return _cells(hook).get("frame") if getattr(hook, "__module__", "") == "torch.utils.checkpoint" else None
 
@@ -67,7 +67,7 @@ def _inputs(frame: Any) -> list[Any]:
 
 
 def _cells(function: Any) -> dict[str, Any]:
-    """Return what a function's closure holds, by name."""
+    """Return the values in a function's closure, by name."""
     names, cells = getattr(getattr(function, "__code__", None), "co_freevars", ()), getattr(function, "__closure__", None)
     return {name: value for name, cell in zip(names, cells or ()) for value in _content(cell)}
 
@@ -80,7 +80,7 @@ def _content(cell: Any) -> list[Any]:
 
 
 def _outputs(context: Any) -> Iterator[torch.Tensor]:
-    """Yield what selective checkpointing keeps, in the order in which it was computed, operation by operation."""
+    """Yield the tensors that selective checkpointing keeps, in the order of their computation, operation by operation."""
     storage: object = getattr(context, "storage", None)
     for entries in storage.values() if isinstance(storage, dict) else ():
         for leaf in tree_leaves(list(entries.values()) if isinstance(entries, dict) else entries):
@@ -90,7 +90,7 @@ def _outputs(context: Any) -> Iterator[torch.Tensor]:
 
 
 def _is_alias(output: torch.Tensor) -> bool:
-    """Return whether a kept output is surely a tensor of its own: before torch 2.12, indices are the stage's own tensors."""
+    """Return whether a kept output is surely a separate tensor object: before torch 2.12, indices are the stage's own tensors."""
     return output.is_floating_point() or output.is_complex()
 
 
@@ -101,7 +101,7 @@ def _guard_of(frame: Any) -> Saved | None:
 
 
 def _arguments(frame: Any) -> list[Any]:
-    """Return what a region got besides its positional tensors; since torch 2.13, named arguments are in its function's cells."""
+    """Return a region's arguments besides its positional tensors; since torch 2.13, named ones are in its function's cells."""
     return [*getattr(frame, "saved_args", ()), _cells(getattr(_input_node(frame), "get_args", None)).get("args")]
 
 

@@ -1,4 +1,4 @@
-"""The bytes that a graph shows to be saved, after a forward that no hook has followed."""
+"""Count the saved bytes that a graph shows, after a forward that no hook has followed."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ def _without_numbers() -> int:
     return 0
 
 
-# How many nodes of graphs this thread has made. Where torch does not say, all microbatches of a kind count as alike.
+# How many graph nodes this thread has made. If torch does not say, all microbatches of a kind count as equal.
 num_nodes_made: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", _without_numbers)
 
 
-# What a graph keeps of a plain number, as in `x * 0.5`, is 8 bytes that no hook and no count of storages sees.
+# For a plain number, as in `x * 0.5`, a graph keeps 8 bytes that no hook and no count of storages sees.
 _OF_NUMBERS = (torch.float64, torch.int64, torch.complex128, torch.bool)
 
 
 class Shown(NamedTuple):
-    """The bytes of all storages that the nodes of a graph have saved, whoever else owns them.
+    """The bytes of all storages that the nodes of a graph have saved, including those with other owners.
 
     Args:
         num_bytes: each storage counts once.
-        is_all: whether there is nothing more, such as what other hooks (those of `torch.utils.checkpoint`, or the user's) hide.
+        is_all: whether there is nothing more, such as tensors hidden by other hooks (`torch.utils.checkpoint`'s, or the user's).
     """
 
     num_bytes: int
@@ -41,11 +41,11 @@ class Shown(NamedTuple):
 
 
 def shown_by(nodes: Sequence[Node], non_activations: Container[int], where: str) -> Shown:
-    """Add up what the nodes of a microbatch's graph have saved, and what custom Functions keep as attributes.
+    """Add up the bytes that the nodes of a microbatch's graph have saved, and those that custom Functions keep as attributes.
 
     Args:
         nodes: the graph's nodes.
-        foreign: storages that are no activations, such as parameters, of which a deeper graph uses more.
+        non_activations: storages that are not activations, such as parameters; a deeper graph uses more of them.
         where: the stage and microbatch, for messages.
     """
     is_all = _SHOWS_TENSORS
@@ -56,21 +56,21 @@ def shown_by(nodes: Sequence[Node], non_activations: Container[int], where: str)
             if isinstance(tensor, torch.Tensor):
                 if not _is_number(tensor):
                     tensors.append(tensor)
-            elif data is not None or not hasattr(saved, "data"):  # without which an older version of torch hides all
+            elif data is not None or not hasattr(saved, "data"):  # without `data` an older version of torch hides all
                 is_all = False
     found = {storage._cdata: storage.nbytes() for tensor in tensors for storage in storages_of(tensor)}
     return Shown(sum(size for key, size in found.items() if key not in non_activations), is_all)
 
 
 def _is_number(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is just a plain number: a view of one element keeps a storage that holds others."""
+    """Return whether a tensor is a plain number by itself: a view of one element keeps a storage that holds others."""
     if tensor.ndim or tensor.dtype not in _OF_NUMBERS:
         return False
     return sum(storage.nbytes() for storage in storages_of(tensor)) == tensor.itemsize
 
 
 def _shows_tensors() -> bool:
-    """Return whether this version of torch lets us see a saved tensor that no hook has packed."""
+    """Return whether this version of torch shows a saved tensor that no hook has packed."""
     node = torch.ones((), requires_grad=True).sin().grad_fn
     assert node is not None
     return any(isinstance(data, torch.Tensor) for _, data in saved_by(node))

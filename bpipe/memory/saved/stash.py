@@ -1,7 +1,7 @@
-"""Follow what autograd saves for one microbatch of one stage, and say what of it may move.
+"""Follow the tensors that autograd saves for one microbatch of one stage, and find out which of them may move.
 
-The graph owns what it saves; the stash only looks on, through weak references, so that a backward still frees memory as it
-goes. A storage may move if the saved tensors are its only owners: then nobody can touch it while it is empty.
+The graph owns the saved tensors; the stash only observes them, through weak references, so that a backward still frees memory as
+it goes. A storage may move if the saved tensors are its only owners: then no code can access it while it is empty.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from bpipe.memory.saved.storages import Group, Held, Storage, grouped, keys_of, 
 __all__: list[str] = []
 
 
-PACKED = "packed by a saved-tensor hook around the step, into something that is no tensor"
-FORGOTTEN = "a stage's graph is used a second time, after its backward. Compute what microbatches share again in each forward."
+PACKED = "packed by a saved-tensor hook around the step, into an object that is not a tensor"
+FORGOTTEN = "a stage's graph is used a second time, after its backward. Compute shared values again in each forward."
 
 
 class Saved:
-    """What a saved-tensor hook hands to autograd: an alias of the tensor, its version, and its place in the order of saving.
+    """The object that a saved-tensor hook hands to autograd: an alias of the tensor, its version, and its place in saving order.
 
-    Where a custom Function saves it, its original is noted.
+    If a custom Function saves it, its original is noted.
     """
 
     __slots__ = ("__weakref__", "is_away", "is_forgotten", "is_no_alias", "order", "original", "tensor", "version")
@@ -50,12 +50,12 @@ class Saved:
         return self
 
     def forget(self) -> None:
-        """Give up the memory: no backward will ask for it again."""
+        """Release the memory: no backward will ask for it again."""
         self.tensor, self.is_forgotten = torch.empty(0, device="cpu"), True
 
 
 class Packed:
-    """What the user's own hook has made of a tensor, if that is not a tensor: it does not move."""
+    """The result of the user's own pack hook, if that is not a tensor: it does not move."""
 
     __slots__ = ("is_forgotten", "order", "value")
 
@@ -63,12 +63,12 @@ class Packed:
         self.value, self.order, self.is_forgotten = value, order, False
 
     def forget(self) -> None:
-        """Give up the value: no backward will ask for it again."""
+        """Release the value: no backward will ask for it again."""
         self.value, self.is_forgotten = None, True
 
 
 class Cached(NamedTuple):
-    """A tensor that a recomputation will take from where it is kept, after it has asked for a saved one, its guard."""
+    """A tensor that a recomputation will take from its cache, after it has asked for a saved one, its guard."""
 
     tensor: weakref.ref[torch.Tensor]
     version: int
@@ -76,7 +76,7 @@ class Cached(NamedTuple):
 
 
 class _Taken(Saved):
-    """A cached tensor in place of a saved one. It comes and goes with its guard, whose use is refused while it is away."""
+    """A cached tensor in place of a saved one. It is evicted and loaded with its guard, whose use is refused while it is away."""
 
     __slots__ = ("_guard",)
 
@@ -94,29 +94,29 @@ class Movable(NamedTuple):
 
     storage: Storage
     saved: list[Saved]  # its owners, in the order of saving
-    is_output: bool  # held for a send, too
+    is_output: bool  # also owned by a send
 
 
 class Pieces(Protocol):
-    """The pieces of a forward or a backward that runs: what the plan puts between them is done when they are reached."""
+    """The pieces of a running forward or backward: the plan's actions between them run when they are reached."""
 
     def reach(self, part: int) -> None:
-        """Go on to the piece that saves or needs a part."""
+        """Advance to the piece that saves or needs a part."""
 
 
 @dataclass
 class StashContents:
-    """The storages of a microbatch: those that may move, in the order of their saving, and those that cannot."""
+    """The storages of a microbatch: those that may move, in the order of saving, and those that cannot."""
 
     movable: list[Movable] = field(default_factory=list, repr=False)
-    fixed: dict[int, int] = field(default_factory=dict)  # this microbatch's, and yet not movable: bytes by storage
-    unmovable: list[Held] = field(default_factory=list)  # those of them that its module could let move
-    borrowed_bytes: int = 0  # bytes of the stage before, on this rank, which has saved them too
-    shared: dict[int, Held] = field(default_factory=dict)  # owned by others too, by storage
+    fixed: dict[int, int] = field(default_factory=dict)  # this microbatch's own but not movable: bytes by storage
+    unmovable: list[Held] = field(default_factory=list)  # those of them that its module could make movable
+    borrowed_bytes: int = 0  # bytes of the previous stage, on this rank, which has saved them too
+    shared: dict[int, Held] = field(default_factory=dict)  # with other owners too, by storage
     non_activations: list[Held] = field(default_factory=list)  # parameters, buffers and the user's batch: not activations
 
     def fix(self, storage: Storage) -> None:
-        """Note that a storage is this microbatch's, and stays."""
+        """Note that a storage is this microbatch's own, and stays."""
         self.fixed[storage._cdata] = storage.nbytes()
 
     @property
@@ -134,7 +134,7 @@ class StashContents:
 
     @property
     def own_bytes(self) -> int:
-        """The bytes that this microbatch takes, and its backward gives back."""
+        """The bytes that this microbatch takes, and that its backward frees."""
         return self.movable_bytes + self.fixed_bytes
 
     @property
@@ -147,11 +147,11 @@ class Stash:
 
     Args:
         name: the microbatch, for messages, such as "microbatch 3 of stage 0".
-        foreign: storages that are nobody's activations, and what they are.
-        device: only what lies there can move; None for any.
-        cuts: where each part but the first begins, in the order of saving; none where a microbatch moves as a whole, None where
-            that is to be decided after its forward.
-        is_inside: whether parts come and go inside the forward and the backward.
+        non_activations: storages that are not activations, with the kind of each.
+        device: only tensors on this device can move; None for any.
+        cuts: the positions where each part but the first begins, in the order of saving; empty if a microbatch moves as a whole,
+            None if that is to be decided after its forward.
+        is_inside: whether parts are evicted and loaded inside the forward and the backward.
     """
 
     def __init__(
@@ -167,26 +167,26 @@ class Stash:
         self._is_cut = cuts is not None
         self._device = device
         self._non_activations = non_activations
-        self._apart: list[StorageWeakRef] = []  # which keep addresses from being used again
+        self._apart: list[StorageWeakRef] = []  # these keep addresses from being reused
         self._saved: list[weakref.ref[Saved]] = []
         self._num_saved = 0
         self._outputs: set[int] = set()  # first savings of storages that are sent to the next stage
         self._lent: set[int] = set()  # likewise of those that the next stage, on this rank, got without a transfer
-        self._borrowed: dict[int, StorageWeakRef] = {}  # what this one got so from the stage before
+        self._borrowed: dict[int, StorageWeakRef] = {}  # those that this one got so from the previous stage
         self._away: dict[int, list[weakref.ref[Saved]]] = {}  # by part; 0 stands for all
         self.has_functions = False  # whether custom Functions have saved something
-        self.kept: list[Kept] = []  # what no hook has seen
-        self._packed: list[Kept] = []  # what the user's own hook has made
+        self.kept: list[Kept] = []  # tensors that no hook has seen
+        self._packed: list[Kept] = []  # results of the user's own pack hook
         self._users: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = None
-        self.cached: list[Cached] = []  # nor these, which may move all the same
-        self.pieces: Pieces | None = None  # of the forward or backward that runs now, if it is cut into some
+        self.cached: list[Cached] = []  # not seen by hooks either, but movable
+        self.pieces: Pieces | None = None  # of the forward or backward that runs now, if it runs in pieces
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Follow everything that autograd saves inside this context, as the user's own hooks around it pack it, if there are any.
+        """Follow all tensors that autograd saves inside this context, as packed by the user's own hooks around it, if any.
 
         Raises:
-            StageError: a transform was used that refuses saved-tensor hooks.
+            StageError: the forward used a transform that refuses saved-tensor hooks.
         """
         self._users = torch._C._autograd._top_saved_tensors_default_hooks(True)
         with following(self.name), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
@@ -235,12 +235,12 @@ class Stash:
             )
 
     def set_apart(self, tensors: Iterable[torch.Tensor], reason: str) -> None:
-        """Treat tensors as foreign as long as they live: copies that stand in for what is known to be no activation."""
+        """Treat tensors as non-activations as long as they live: copies that stand in for tensors known to be none."""
         apart = {storage._cdata: StorageWeakRef(storage) for tensor in tensors for storage in storages_of(tensor)}
         self._non_activations, self._apart = {**self._non_activations, **dict.fromkeys(apart, reason)}, list(apart.values())
 
     def borrow(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note tensors that belong to the stage before, on this rank, as long as it keeps them."""
+        """Note tensors that belong to the previous stage, on this rank, as long as it keeps them."""
         self._borrowed = {storage._cdata: StorageWeakRef(storage) for tensor in tensors for storage in storages_of(tensor)}
 
     def lend(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -252,7 +252,7 @@ class Stash:
         return key in self._borrowed and not self._borrowed[key].expired()
 
     def contents(self, ours: Iterable[torch.Tensor] = (), leaving: Iterable[torch.Tensor] = ()) -> StashContents:
-        """Look at what is saved now.
+        """Look at the tensors that are saved now.
 
         Args:
             ours: tensors that the pipeline itself still holds, and returns to the user: they make a storage immovable, but
@@ -289,18 +289,18 @@ class Stash:
         return contents
 
     def _groups(self) -> dict[int, Group[Saved]]:
-        """Group what is saved and not yet freed by storage, in the order of saving."""
+        """Group saved and not yet freed tensors by storage, in the order of saving."""
         return grouped(self._alive())
 
     def _alive(self) -> list[Saved]:
-        """Return what is saved or cached and not yet freed, in the order of saving."""
+        """Return saved or cached and not yet freed tensors, in the order of saving."""
         alive = [saved for ref in self._saved if (saved := ref()) is not None]
         pairs = [(one.tensor(), one.version, one.guard()) for one in self.cached]
         alive += [_Taken(tensor, version, guard) for tensor, version, guard in pairs if tensor is not None and guard is not None]
         return sorted(alive, key=lambda saved: saved.order) if self.cached else alive
 
     def _kept_by_functions(self) -> dict[int, tuple[Storage, Held]]:
-        """Return what custom Functions, checkpointed regions or the user's hooks keep and have not yet given up, by storage."""
+        """Return tensors that custom Functions, checkpointed regions or the user's hooks still keep, by storage."""
         found: dict[int, tuple[Storage, Held]] = {}
         for tensor, reason in [(tensor, one.reason) for one in (*self.kept, *self._packed) if (tensor := one.tensor()) is not None]:
             for storage in storages_of(tensor):
@@ -315,7 +315,7 @@ class Stash:
         )
 
     def settle(self, contents: StashContents, num_parts: int) -> None:
-        """Decide which storages are in which part, after a forward: what is sent to the next stage is in the last."""
+        """Assign storages to parts, after a forward: those that are sent to the next stage are in the last part."""
         self._outputs = {entry.saved[0].order for entry in contents.movable if entry.is_output}
         if not self._is_cut:
             self.cuts = cuts_for(contents.movable, num_parts)
@@ -360,7 +360,7 @@ def following(name: str) -> Iterator[None]:
     """Raise an error that says what to do if a forward uses a transform that refuses our saved-tensor hooks.
 
     Raises:
-        StageError: a transform was used that refuses saved-tensor hooks.
+        StageError: the forward used a transform that refuses saved-tensor hooks.
     """
     try:
         yield
@@ -369,7 +369,7 @@ def following(name: str) -> Iterator[None]:
         if "torch.func" not in text or "saved tensor hooks" not in text:
             raise
         raise StageError(
-            f"{name} uses a transform of torch.func that refuses saved-tensor hooks, by which bpipe follows what a "
+            f"{name} uses a transform of torch.func that refuses saved-tensor hooks, by which bpipe tracks the tensors that a "
             "microbatch saves: grad, vjp, jacrev or hessian. Use torch.autograd.grad(..., create_graph=True) or "
             "torch.autograd.functional in the stage; vmap, jvp and functional_call work."
         ) from error
@@ -385,9 +385,9 @@ def _has_parameter(group: Group[Saved]) -> bool:
 
 
 def cuts_for(movable: Sequence[Movable], num_parts: int) -> tuple[int, ...]:
-    """Return where each part but the first begins, in the order of saving, so that all have about the same number of bytes.
+    """Return the position where each part but the first begins, in the order of saving, so that all have about equally many bytes.
 
-    There are fewer parts where a storage has the bytes of several.
+    There are fewer parts if a storage has the bytes of several.
     """
     total = sum(entry.storage.nbytes() for entry in movable)
     cuts: list[int] = []

@@ -1,4 +1,4 @@
-"""Storages under tensors: who owns them, their bytes, and which of them may move."""
+"""Storages under tensors: their owners, their bytes, and which of them may move."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def shares_parts(alias: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def settle(tensor: torch.Tensor) -> None:
-    """Wait until a tensor's bytes are there, if a collective operation still writes and owns them (AsyncCollectiveTensor)."""
+    """Wait until a tensor's bytes have arrived, if a collective operation still writes and owns them (AsyncCollectiveTensor)."""
     if hasattr(tensor, "trigger_wait"):
         tensor.trigger_wait()
     elif hasattr(tensor, "__tensor_flatten__"):
@@ -54,7 +54,7 @@ def as_bytes(storage: Storage, start: int = 0, length: int | None = None) -> tor
 
 
 def owners(storage: Storage) -> int:
-    """Return how many tensors own a storage; the Python object through which we ask does not count."""
+    """Return how many tensors own a storage; the Python object by which bpipe asks does not count."""
     return int(torch._C._storage_Use_Count(storage._cdata)) - _WRAPPER
 
 
@@ -75,7 +75,7 @@ def shared_among(tensors: Iterable[torch.Tensor | None], others: Container[int] 
 
     Args:
         tensors: some may be None.
-        others: the keys of storages that something else owns.
+        others: the keys of storages that have another owner.
     """
     places = []
     for place, one in enumerate(tensors):
@@ -95,7 +95,7 @@ def num_tensors(tensors: Iterable[torch.Tensor]) -> Counter[int]:
 
 
 class HasTensor(Protocol):
-    """Something that stands for a saved tensor."""
+    """An object that stands for a saved tensor."""
 
     @property
     def tensor(self) -> torch.Tensor: ...
@@ -105,7 +105,7 @@ T = TypeVar("T", bound=HasTensor)
 
 
 class Group(Generic[T]):
-    """The saved tensors of one storage, and how many owners it has besides them."""
+    """The saved tensors of one storage, and the number of its other owners."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
@@ -114,7 +114,7 @@ class Group(Generic[T]):
 
     @property
     def python_references(self) -> int:
-        """References to the Python object of the storage, of which torch makes only one: ours, and any of the user's."""
+        """References to the Python object of the storage; torch makes only one such object: ours, and any of the user's."""
         return sys.getrefcount(self.storage)
 
     def count_others(self) -> None:
@@ -123,14 +123,14 @@ class Group(Generic[T]):
 
 
 def grouped(saved: Iterable[T]) -> dict[int, Group[T]]:
-    """Group saved tensors by storage, and count the owners of each that are none of them."""
+    """Group saved tensors by storage, and count the other owners of each."""
     groups: dict[int, Group[T]] = {}
     for one in saved:
-        settle(one.tensor)  # before anything counts owners: a collective that still writes it is one, too
+        settle(one.tensor)  # before anything counts owners: a collective that still writes it is an owner, too
         for storage in storages_of(one.tensor):
             if storage.nbytes():
                 groups.setdefault(storage._cdata, Group(storage)).saved.append(one)
-            del storage  # the group alone has a reference when it counts
+            del storage  # only the group may hold a reference when it counts
     for group in groups.values():
         group.count_others()
     return groups
@@ -145,7 +145,7 @@ _ONLY_OURS = _calibrate_references()  # with a tensor that owns the storage too:
 
 
 class MessageBytes(NamedTuple):
-    """The bytes of what a stage gets or returns, and those of each storage, with a weak reference that identifies it."""
+    """The bytes of a stage's input or result, and those of each storage, with a weak reference that identifies it."""
 
     num_bytes: int
     storages: dict[int, tuple[StorageWeakRef, int]]

@@ -1,3 +1,3 @@
-"""The balance pass: evict what is not needed soon to a rank with room, and load it back in time."""
+"""The balance pass: evict activations that are not needed soon to a rank with free memory, and load them back in time."""
 
 __all__: list[str] = []

@@ -1,8 +1,8 @@
-"""The balance pass: evict what is not needed soon to a rank with room, and load it back in time.
+"""The balance pass: evict activations that are not needed soon to a rank with free memory, and load them back in time.
 
 Any plan of computations can be balanced (BPipe, Kim et al., ICML 2023, does it to 1F1B). For each rank over its budget, the
-pass decides from that rank's own list of computations; what it evicts goes to ranks with room: the rank it is paired with
-first, then ranks of the same node, then others, then its host. README.md beside this file leads through one example.
+pass decides from that rank's own list of computations; its evicted activations go to ranks with free memory: first its pair,
+then ranks of the same node, then others, then its host. README.md beside this file explains one example.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ def balance(
     """Insert evictions and loads so that no rank occupies more than its budget; the order of computations does not change.
 
     Args:
-        plan: any; its computations are kept, whole or in pieces, and its transfers are dropped: `finish` adds them again.
-        slots: the budget in microbatches, one number or one a rank (None: unlimited).
-        sizes: the bytes that a microbatch takes, to count bytes instead of slots.
-        budgets: with `sizes`, the budget in bytes, static bytes included, one number or one a rank.
-        to: who may take evicted activations; default: the pair p-1-x, then any rank with room.
+        plan: any; its computations are kept, whole or in pieces, and its transfers are dropped: `finish` adds new ones.
+        slots: the budget in microbatches, one number or one per rank (None: unlimited).
+        sizes: the bytes of a microbatch, to count bytes instead of slots.
+        budgets: with `sizes`, the budget in bytes, static bytes included, one number or one per rank.
+        to: the ranks that may store evicted activations; default: the pair p-1-x, then any rank with free memory.
         costs: how long computations and transfers take; evictions that computations can hide are chosen first. Each rank
             decides by itself, so transfers that share a link may still add a few percent.
-        rule: "fewest" moves as little as the budget allows, and prefers what is needed again last;
+        rule: "fewest" moves as little as the budget allows, and prefers microbatches that are needed again last;
             "eager" evicts one microbatch with each forward and loads one with each backward (the paper's steady state).
 
     Raises:
@@ -60,7 +60,7 @@ def balance(
     if (slots is None) == (sizes is None) or (sizes is None) != (budgets is None):
         raise ConfigurationError("give slots=, or sizes= and budgets=")
     if rule not in get_args(Choice) or (rule == "eager" and sizes is not None):
-        raise ConfigurationError(f"rule={rule!r}: choose one of 'fewest', 'eager' (the latter where slots are counted)")
+        raise ConfigurationError(f"rule={rule!r}: choose one of 'fewest', 'eager' (the latter only with slots=)")
     problem = Problem(plan, sizes, Destinations() if to is None else to, costs, rule)
     given = problem.checked(slots if sizes is None else budgets)
     solution = problem.solve(given, thorough=False)
@@ -75,8 +75,8 @@ def minimize_peak(plan: Plan, sizes: Sizes, *, to: Destinations | None = None, c
     """Balance a plan to the lowest maximum peak in bytes that the pass reaches, moving as few bytes as possible.
 
     Returns:
-        The balanced plan, with its highest peak as every rank's budget; if nothing is gained, the computations of the plan
-        without evictions, with their sizes.
+        The balanced plan, with its highest peak as every rank's budget; if evictions do not lower the peak, the computations of
+        the plan without evictions, with their sizes.
 
     Raises:
         ConfigurationError: sizes or destinations are invalid.
@@ -115,7 +115,7 @@ def _missing(solution: Solution, budgets: Budgets) -> int:
 
 
 def _refusal(problem: Problem, given: Budgets, lacking: str, lowest: Solution) -> BudgetError:
-    """Return the error for budgets that cannot be met; it names the smallest that can."""
+    """Return the error for budgets that cannot be met; it names the smallest ones that can."""
 
     def attempt(more: int) -> tuple[int, Solution] | None:
         found = problem.solve(raised(given, more), thorough=False)

@@ -30,11 +30,11 @@ def by_bytes(
 
     Args:
         plan: any; its transfers and budgets are dropped.
-        sizes: the bytes that a microbatch takes.
-        budgets: the budget in bytes, static bytes included, one number or one a rank; None: as low as possible.
+        sizes: the bytes of a microbatch on each stage.
+        budgets: the budget in bytes, static bytes included, one number or one per rank; None: as low as possible.
         is_inside: whether parts also move inside forwards and backwards.
-        to: who may take evicted activations.
-        costs: how long computations and transfers take, if known: what can be hidden is evicted first, if the budgets allow it.
+        to: the ranks that may store evicted activations.
+        costs: how long computations and transfers take, if known: hidden evictions come first, if the budgets allow it.
 
     Raises:
         BudgetError: the budgets cannot be met; the message names the smallest that can.

@@ -14,9 +14,9 @@ __all__: list[str] = []
 
 
 def by_count(plan: Plan, to: Destinations | None = None) -> Plan:
-    """Balance a plan of computations to at most ceil((p+2)/2) microbatches a rank, or else to as few as the pass reaches.
+    """Balance a plan of computations to at most ceil((p+2)/2) microbatches per rank, or else to as few as the pass reaches.
 
-    The former (Kim et al., ICML 2023) is for plans with one stage a rank that can meet it.
+    The former (Kim et al., ICML 2023) is for plans with one stage per rank that can meet it.
     """
     if plan.num_stages == plan.num_ranks:
         try:

@@ -1,7 +1,7 @@
-"""Decide what one rank evicts, when and to whom: as little as keeps it within its limit.
+"""Decide the evictions of one rank, their times and their peers: the fewest that keep it within its limit.
 
     occupied      before the first step t that has more than the limit:
-    F0 F1 F2 F3   evict what is needed again last: start before t-1, wait before t,
+    F0 F1 F2 F3   evict the microbatch needed again last: start before t-1, wait before t,
     1  2  3  4    load it from before the step ahead of its backward, wait before its backward.
 
 If parts differ in size, evict the one that most relieves the steps over the limit, relative to its size. With the times of a
@@ -42,8 +42,8 @@ class Decision(NamedTuple):
 
     Args:
         evictions: all of them.
-        peak: the most it occupies then.
-        was_refused: whether a peer had no room for what it would have evicted.
+        peak: the rank's peak with these evictions.
+        was_refused: whether a peer had too little memory for one of its evictions.
     """
 
     evictions: Sequence[Eviction]
@@ -73,12 +73,12 @@ class GreedyEviction:
 
     Args:
         rank: its steps.
-        times: when they begin, and how long transfers take.
-        limit: the most it may occupy.
+        times: the begin times of its steps, and the durations of transfers.
+        limit: the most that it may occupy.
         sizes: for each of its stages, the size of each part of a microbatch that can move.
-        capacities: who may take them, best first.
-        most_parts: how many parts of one microbatch may be away, so that loads come evenly.
-        size_exponent: how much a candidate's size counts against it.
+        capacities: the peers that may store them, best first.
+        most_parts: the most parts of one microbatch that may be away, so that loads come evenly.
+        size_exponent: the exponent of a candidate's size, which counts against it.
     """
 
     rank: RankSteps
@@ -88,7 +88,7 @@ class GreedyEviction:
     capacities: Sequence[Capacity]
     most_parts: int
     size_exponent: float = 1.0
-    num_ranked: int = field(default=0, init=False)  # how often a candidate was looked at: for the search budget
+    num_ranked: int = field(default=0, init=False)  # how many candidates were examined: for the search budget
     evictions: list[tuple[Eviction, RemoteCapacity]] = field(default_factory=list, init=False)
     was_refused: bool = field(default=False, init=False)
 
@@ -110,7 +110,7 @@ class GreedyEviction:
             while self._occupied[t] > self.limit:
                 if not self._evict_before(t):
                     needed = f"{self._occupied[t]} of {self.limit}"
-                    return Shortage(f"occupies {needed} at {action} and has nothing that it could evict in time")
+                    return Shortage(f"occupies {needed} at {action} and can evict nothing in time")
             if action is not None and action[0] in BACKWARD:
                 for part in parts:
                     self._live.pop(part, None)
@@ -173,7 +173,7 @@ class GreedyEviction:
         return {which: (relief[sizes[which]][end - 2 - t] / weight[sizes[which]], end) for which, end in needed.items()}
 
     def _candidate(self, which: Part, t: int) -> tuple[Eviction, RemoteCapacity] | None:
-        """Return an eviction to the first peer that has room and lets it be hidden, else to the first that has room."""
+        """Return an eviction to the first peer with free memory that hides it, else to the first peer with free memory."""
         found: tuple[Eviction, RemoteCapacity] | None = None
         for remote in self._remotes:
             eviction = self._planned(which, self.rank.stays[which], t, remote)
@@ -203,7 +203,7 @@ class GreedyEviction:
         return Eviction(which, size, remote.peer, start, t, load, stay.needed, fits and self.times.hides)
 
     def _take_back(self) -> None:
-        """Give up evictions that later ones have made unnecessary, the largest first."""
+        """Drop evictions that later ones have made unnecessary, the largest first."""
         for eviction, remote in sorted(self.evictions, key=lambda pair: pair[0].size, reverse=True):
             if max(self._occupied[eviction.left : eviction.load]) + eviction.size <= self.limit:
                 self._relieve(eviction.size, eviction)
@@ -211,9 +211,9 @@ class GreedyEviction:
                 self.evictions.remove((eviction, remote))
 
     def _loaded_earlier(self) -> Iterator[Eviction]:
-        """Yield the evictions, with loads that would run in an idle step started one backward earlier where the limit has room.
+        """Yield the evictions; a load in an idle step starts one backward earlier if the limit allows it.
 
-        A rank that never waits has no idle time at its end, and the whole transfer would show.
+        A rank that never waits has no idle time at its end, so the whole transfer would be exposed.
         """
         for eviction, _ in sorted(self.evictions, key=lambda pair: pair[0].load):
             before = eviction.load - 1

@@ -1,4 +1,4 @@
-"""Evictions as actions: in the evictor's list, and mirrored in the acceptor's."""
+"""Insert evictions as actions into the evictor's list, and mirror them in the acceptor's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STEPS: dict[Op, Callable[[Eviction], int]] = {
 def insert_evictions(rank: RankSteps, evictions: Sequence[Eviction]) -> tuple[Action, ...]:
     """Return the rank's list with its evictions in it.
 
-    At one boundary memory is given back before it is taken: on this rank by completed evictions, on the acceptor by completed
+    At one boundary memory is freed before it is allocated: on this rank by completed evictions, on the acceptor by completed
     loads.
     """
     moves: dict[int, list[Action]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""A description in words of what balancing in bytes did to a plan."""
+"""Describe in words how balancing in bytes changed a plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__: list[str] = []
 
 
 def outcome(plan: Plan) -> str:
-    """Describe what moves in a finished plan with sizes, from which peaks to which, or why nothing does."""
+    """Describe the moves in a finished plan with sizes, and the peaks before and after, or why nothing moves."""
     assert plan.sizes is not None, "a plan in bytes"
     before = unbalanced_peaks(plan)
     moved = sum(len(plan.evicted(rank)) for rank in range(plan.num_ranks))

@@ -1,4 +1,4 @@
-"""A plan to be balanced: which ranks need to evict, in which order they decide, and what the others still have room for."""
+"""A plan to be balanced: the ranks that need to evict, the order in which they decide, and the free memory of the others."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from bpipe.simulator.costs import Costs
 
 __all__: list[str] = []
 
-SEARCH_BUDGET = 500_000  # candidates that a thorough search may look at: about a second
+SEARCH_BUDGET = 500_000  # candidates that a thorough search may examine: about a second
 
 Choice = Literal["fewest", "eager"]  # of evictions
 
 
 class Solution(NamedTuple):
-    """The evictions of each rank that needs any, and the most that each rank then occupies."""
+    """The evictions of each rank that needs any, and the peak of each such rank with them."""
 
     by_rank: Mapping[int, RankSolution]
     peaks: Sequence[int]
@@ -47,11 +47,11 @@ class Problem:
 
     Args:
         plan: the plan of the computations; its transfers are dropped.
-        sizes: the bytes that a microbatch takes; None to count slots.
-        to: who may take evicted activations.
+        sizes: the bytes of a microbatch; None to count slots.
+        to: the ranks that may store evicted activations.
         costs: how long computations and transfers take, if known.
         rule: "fewest" or "eager".
-        keeps_recomputed: whether what the plan recomputes stays so; default: the pass decides again, and recomputes nothing.
+        keeps_recomputed: whether the plan's recomputations stay; default: the pass decides again, and recomputes nothing.
 
     Raises:
         ConfigurationError: sizes, destinations or costs do not fit the plan.
@@ -98,14 +98,14 @@ class Problem:
         return checked(given, self.plan.num_ranks, "slots" if self.plan.sizes is None else "budgets")
 
     def solve(self, budgets: Budgets, *, thorough: bool) -> Solution | str:
-        """Return what each rank evicts, or in words what the budgets lack.
+        """Return the evictions of each rank, or a description of the shortage.
 
-        Cost-model timing may need more room than the budgets have; then fall back to step-based timing. The order in which
-        ranks decide matters, because one may take the room that another cannot do without, so both orders are tried.
+        Cost-model timing may need more memory than the budgets have; then fall back to step-based timing. The order in which
+        ranks decide matters, because one may take the memory that another rank depends on, so both orders are tried.
 
         Args:
             budgets: one per rank.
-            thorough: whether to look for something cheaper where something has been found.
+            thorough: whether to search for a cheaper solution after one has been found.
         """
         best: Solution | None = None
         lacking = ""

@@ -1,4 +1,4 @@
-"""The search for what one rank evicts: greedy attempts with different settings, of which the cheapest wins."""
+"""Search the evictions of one rank: greedy attempts with different settings, of which the cheapest wins."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from bpipe.plan.reserved import reserve
 
 __all__: list[str] = []
 
-SIZE_EXPONENTS = (1.0, 0.5, 1.5, 0.0, 0.75, 2.0, 3.0)  # what a candidate's size counts against it; each finds what others miss
-PATIENCE = 1_000_000  # candidates to look at in vain before a rank gives up
+SIZE_EXPONENTS = (1.0, 0.5, 1.5, 0.0, 0.75, 2.0, 3.0)  # of a candidate's size, which counts against it; each finds other solutions
+PATIENCE = 1_000_000  # candidates to examine without success before a rank gives up
 
 
 class SearchBudget:
-    """A limit on the candidates that a search looks at to find something cheaper than what it found first.
+    """A limit on the candidates that a search examines to find a cheaper solution than its first one.
 
     Args:
-        allowance: how many candidates; a number and not a time, so that all ranks find the same.
+        allowance: the number of candidates; not a time, so that all ranks find the same solution.
     """
 
     def __init__(self, allowance: int) -> None:
@@ -46,7 +46,7 @@ class SearchBudget:
 
 
 class RankSolution(NamedTuple):
-    """What a rank evicts, its list with these evictions, and the buffers that it needs, by acceptor."""
+    """The evictions of a rank, its list with these evictions, and the buffers that it needs, by acceptor."""
 
     decision: Decision
     lane: tuple[Action, ...]
@@ -55,14 +55,14 @@ class RankSolution(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankPlanner:
-    """Decides what one rank evicts to whom, and where its list has the transfers.
+    """Decide the evictions of one rank and their peers, and place the transfers in its list.
 
     Args:
         rank: its number.
         steps: its steps.
         timings: the times of its steps, the best first.
         sizes: for each of its stages, the size of each part of a microbatch that can move.
-        moved: what an eviction moves.
+        moved: the amount that an eviction moves.
     """
 
     rank: int
@@ -72,31 +72,31 @@ class RankPlanner:
     moved: Amount
 
     def has_choice(self, decision: Decision) -> bool:
-        """Return whether a thorough search may find something cheaper than a decision."""
+        """Return whether a thorough search may find a cheaper solution than a decision."""
         is_simple = not are_uneven(self.sizes) and max(map(len, self.sizes.values())) == 1
         return not is_simple or decision.was_refused or decision.cost[0] > 0
 
     def decide_eagerly(self, limit: int, capacity: Capacity) -> RankSolution | Shortage:
-        """Decide what to evict by the paper's rule."""
+        """Decide the evictions by the paper's rule."""
         found = evict_eagerly(self.steps, limit, capacity.peer)
         if isinstance(found, Shortage):
             return found
         solved = self._solved(found)
         if capacity.room is not None and solved.remote_buffers.get(capacity.peer, 0) > capacity.room:
             return Shortage(
-                f"needs {solved.remote_buffers[capacity.peer]} buffers on rank {capacity.peer}, which has {capacity.room}"
+                f"needs {solved.remote_buffers[capacity.peer]} buffers on rank {capacity.peer}, which has only {capacity.room}"
             )
         return solved
 
     def decide(
         self, limit: int, capacities: Sequence[Capacity], search: SearchBudget, *, by_steps: bool
     ) -> RankSolution | Shortage:
-        """Decide what to evict to keep the rank within its limit.
+        """Decide the evictions that keep the rank within its limit.
 
         Args:
-            limit: the most it may occupy.
-            capacities: who may take what, best first.
-            search: how much to look for something cheaper where something has been found.
+            limit: the most that it may occupy.
+            capacities: the peers and their free memory, best first.
+            search: the budget for finding a cheaper solution after one has been found.
             by_steps: whether to place transfers step by step even if a cost model says how long they take.
         """
         best: RankSolution | None = None
@@ -113,7 +113,7 @@ class RankPlanner:
     def _tried(
         self, limit: int, capacities: Sequence[Capacity], timings: Sequence[StepTimes], search: SearchBudget
     ) -> Iterator[RankSolution | Shortage]:
-        """Yield what attempts find with the first peer alone, then with all; with whole microbatches, then fewer parts of each.
+        """Yield results of attempts with the first peer alone, then all peers; with whole microbatches, then fewer parts of each.
 
         With fewer parts of each, loads are spread more evenly.
         """
@@ -127,7 +127,7 @@ class RankPlanner:
                         )
 
     def _numbers_of_parts(self) -> Iterator[int]:
-        """Yield how many parts of a microbatch may be away at most: all, then ever fewer, halving where attempts are slow."""
+        """Yield the most parts of a microbatch that may be away: all, then fewer and fewer, halving if attempts are slow."""
         number, is_slow = max(map(len, self.sizes.values())), are_uneven(self.sizes) and not self.steps.is_in_pieces
         while number:
             yield number
@@ -136,7 +136,7 @@ class RankPlanner:
     def _attempted(self, attempt: GreedyEviction, search: SearchBudget) -> RankSolution | Shortage:
         """Try again with less capacity until the remote activations fit into buffers.
 
-        A room that a larger one has left is larger than the next one needs.
+        A buffer that a larger activation has left is larger than the next one needs.
         """
         given = attempt.capacities
         while True:
@@ -159,5 +159,5 @@ class RankPlanner:
 
 
 def _smaller(capacity: Capacity, less: int) -> Capacity:
-    """Reduce a capacity by `less`, the amount by which the buffers for its remote activations would exceed what the peer has."""
+    """Reduce a capacity by `less`, the excess of the buffers for its remote activations over the peer's free memory."""
     return capacity if capacity.room is None else capacity._replace(room=capacity.room - less)

@@ -1,4 +1,4 @@
-"""One rank's list as the balance pass sees it: what it holds at each step, and when each microbatch is saved and must be back.
+"""One rank's list as the balance pass sees it: the memory at each step, and when each microbatch is saved and needed again.
 
 There is an idle step between two consecutive backwards, because that is where a real pipeline waits and a transfer fits.
 """
@@ -21,7 +21,7 @@ from bpipe.plan.plan import Plan
 __all__: list[str] = []
 
 Which = tuple[int, int]  # stage, microbatch
-Part = tuple[int, int, int]  # and the part of it; 0 for all
+Part = tuple[int, int, int]  # stage, microbatch, and the part of it; 0 for all
 
 
 class Stay(NamedTuple):
@@ -45,8 +45,8 @@ class RankSteps:
     Args:
         plan: a plan of computations.
         rank: the rank.
-        static: what the rank always occupies.
-        occupied: what it occupies besides, during each of its computations and the transfers after it.
+        static: the amount that the rank always occupies.
+        occupied: the amount that it occupies besides, during each of its computations and the transfers after it.
         arrives: the first computation of the rank, by its index, that comes after a microbatch's output has arrived.
     """
 
@@ -114,7 +114,7 @@ class RankSteps:
     def _parts_of(self, action: Action) -> list[Part]:
         """Return the parts that a forward saves (none before its last piece), or that a backward needs (a piece only its own).
 
-        What is recomputed has none that could move: its first forward keeps the input alone.
+        A recomputed microbatch has no parts that could move: its first forward keeps only the input.
         """
         op, stage, microbatch, part, _ = action
         if (stage, microbatch) in self._recomputed:
@@ -158,7 +158,7 @@ class _Arrivals:
 
 
 def _occupied_during(lane: Sequence[Action], meter: Meter) -> Iterator[int]:
-    """Yield what is occupied from each computation to the next one; the first includes what comes before it."""
+    """Yield the amount occupied from each computation to the next one; the first includes the actions before it."""
     occupied = list(occupancy(lane, meter))
     starts = [index for index, action in enumerate(lane) if action[0] in COMPUTE]
     for first, end in pairwise([0, *starts[1:], len(lane)] if starts else ()):

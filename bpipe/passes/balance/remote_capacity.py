@@ -1,4 +1,4 @@
-"""The peers that keep a rank's evicted activations: their room at each step, and when the links to and from them are busy."""
+"""The peers that store a rank's evicted activations: their free memory at each step, and the busy times of their links."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__: list[str] = []
 
 
 class Capacity(NamedTuple):
-    """The room that a peer has for one evictor.
+    """The free memory that a peer has for one evictor.
 
     Args:
         peer: the acceptor, or HOST.
-        room: what it can take at once; None for any amount.
+        room: the amount that it can store at once; None for any amount.
     """
 
     peer: int
@@ -46,7 +46,7 @@ class RemoteCapacity:
     """The activations of one evictor at one peer, and the links between them.
 
     Args:
-        capacity: the peer's.
+        capacity: the free memory of the peer.
         num_steps: the number of the evictor's steps.
         out: the link to the peer.
         back: the link from it.
@@ -61,6 +61,6 @@ class RemoteCapacity:
         return self._room is None or max(self._used[first : last + 1]) + size <= self._room
 
     def add(self, size: int, first: int, last: int) -> None:
-        """Keep an activation from step `first` through step `last`; a negative size takes one back."""
+        """Store an activation from step `first` through step `last`; a negative size removes one."""
         if self._room is not None:
             self._used[first : last + 1] = [used + size for used in self._used[first : last + 1]]

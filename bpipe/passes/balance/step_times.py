@@ -1,4 +1,4 @@
-"""The times at which a rank's steps begin, and how long transfers take: from a cost model, or step by step."""
+"""The begin times of a rank's steps, and the durations of transfers: from a cost model, or step by step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class StepTimes(NamedTuple):
     Args:
         begins: when each step begins, and the last one ends, in any unit.
         duration: how long a transfer with a peer takes, by the peer and the number of bytes.
-        is_simulated: whether these come from a cost model. Else a transfer may take one step, and all peers share one link.
+        is_simulated: whether these come from a cost model. If not, a transfer may take one step, and all peers share one link.
         hides: whether a transfer that fits is known to be hidden behind computations.
     """
 
