@@ -175,7 +175,7 @@ def _scalar(loss_fn: Callable[..., Any]) -> Callable[..., torch.Tensor]:
 
 
 def _get_mesh(parallel_dims: Any) -> Callable[[tuple[str, ...], Any], Any]:
-    """Return the function by which a stage finds the mesh of DTensors that its neighbours send."""
+    """Return the function that a stage uses to find the mesh of DTensors that its neighbours send."""
 
     def get_mesh(names: tuple[str, ...], layout: Any) -> Any:
         mesh = parallel_dims.get_mesh(list(names))

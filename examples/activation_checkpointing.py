@@ -1,10 +1,10 @@
-"""Activation checkpointing next to balance: less is saved, so less is evicted; some stages can do without it.
+"""Activation checkpointing with a balanced schedule: less is saved, so less is evicted; some stages do not need checkpointing.
 
     torchrun --nproc-per-node 4 examples/activation_checkpointing.py
 
 Runs the same steps three times: without checkpointing, with selective checkpointing on all stages (matrix products are kept, the
-rest is computed again), and with full checkpointing on the first half of the stages, which have the most microbatches under way.
-Losses and gradients are the same; what a rank holds and moves is not.
+rest is computed again), and with full checkpointing on the first half of the stages, which have the most microbatches in flight.
+Losses and gradients are the same; the bytes that a rank holds and moves are not.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def train(title: str, recompute: partial[Tensor] | None) -> None:
         optimizer.step()
     peak, evicted = (schedule.stats[name] / 1024 for name in ("peak_bytes", "evicted_bytes"))
     loss = f", loss {torch.stack(losses).mean():.6f}" if losses else ""
-    print(f"{title}, rank {rank}: at most {peak:.0f} KiB of activations, {evicted:.0f} KiB a step evicted{loss}", flush=True)
+    print(f"{title}, rank {rank}: at most {peak:.0f} KiB of activations, {evicted:.0f} KiB evicted per step{loss}", flush=True)
     schedule.close()
 
 

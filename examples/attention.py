@@ -1,8 +1,8 @@
-"""Causal attention by the fastest kernel there is: flash-attn's where it imports and can run, else PyTorch's own.
+"""Causal attention by the fastest available kernel: flash-attn's if it imports and can run, else PyTorch's own.
 
-`pip install '.[flash]'` in a checkout brings flash-attn. PyTorch's scaled_dot_product_attention has flash kernels of its own for
-CPU and CUDA, and needs nothing. Either saves its log-sum-exp, and its random state for dropout, beside queries, keys, values and
-output: bpipe evicts them all.
+`pip install '.[flash]'` in a checkout installs flash-attn. PyTorch's scaled_dot_product_attention has its own flash
+kernels for CPU and CUDA, and needs no installation. Both save their log-sum-exp, and their random state for dropout, beside
+queries, keys, values and output: bpipe evicts them all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attend to what came before: (batch, heads, sequence, head width) each, and so is the result."""
+    """Attend to earlier positions: (batch, heads, sequence, head width) each, and so is the result."""
     flash = flash_kernel()
     if flash is None or not query.is_cuda or query.dtype not in HALF:
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)

@@ -28,7 +28,7 @@ __all__ = ["load", "save"]
 
 
 def save(folder: Path, module: nn.Module, optimizer: Optimizer, about: dict[str, Any]) -> None:
-    """Write a checkpoint and what there is to say `about` it, a dict for JSON. Collective."""
+    """Write a checkpoint and `about`, a dict for JSON that describes it. Collective."""
     target = "b" if _latest(folder).get("folder") == "a" else "a"
     if dist.get_rank() == 0:
         shutil.rmtree(folder / target, ignore_errors=True)  # of the last checkpoint but one, perhaps of more ranks
@@ -40,7 +40,7 @@ def save(folder: Path, module: nn.Module, optimizer: Optimizer, about: dict[str,
 
 
 def load(folder: Path, module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Fill this rank's module and optimizer from the latest checkpoint and return what was said about it. Collective.
+    """Fill this rank's module and optimizer from the latest checkpoint and return its description. Collective.
 
     Raises:
         FileNotFoundError: there is no whole checkpoint.

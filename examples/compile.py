@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 4 examples/compile.py
 
-The first rank evicts what compiled regions have saved, and gets it back before their backward. It takes a C++ compiler on CPU;
-`--backend aot_eager` traces as well, and takes none.
+The first rank evicts the tensors that compiled regions have saved, and gets them back before their backward. On CPU this needs a
+C++ compiler; `--backend aot_eager` traces too, and does not need one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
 
     graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
     evicted_kib = schedule.stats["evicted_bytes"] / 1024
-    print(f"rank {rank}: {graphs} graph(s), {breaks} breaks, {evicted_kib:.0f} KiB a step evicted", flush=True)
+    print(f"rank {rank}: {graphs} graph(s), {breaks} breaks, {evicted_kib:.0f} KiB evicted per step", flush=True)
     schedule.close()
     dist.destroy_process_group()
 

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 examples/fsdp.py
 
 Two pipelines of two stages train side by side, each on its half of the batch. Each block of a stage is sharded over the two
-pipelines by itself, and the stage's gradients are reduced once a step. With 8 processes the pipelines have four stages, of
-which the first evicts: activations move, gathered weights never do.
+pipelines separately, and the stage's gradients are reduced once per step. With 8 processes the pipelines have four stages, and
+the first of them evicts: activations move, gathered weights never do.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
     for block in (*module, module):
         # In a pipeline, weights that are freed after a forward are gathered again for each microbatch. Those that stay are
-        # gathered once a step.
+        # gathered once per step.
         fully_shard(block, mesh=mesh["data"], mp_policy=precision, reshard_after_forward=False)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
 
@@ -54,7 +54,7 @@ def main() -> None:
     evicted_kib = schedule.stats["evicted_bytes"] / 1024
     shards = sum(parameter.to_local().numel() for parameter in module.parameters())
     where = f"pipeline {mesh.get_local_rank('data')}, stage {index}"
-    print(f"{where}: {shards} of {2 * shards} weights here, {evicted_kib:.0f} KiB a step evicted", flush=True)
+    print(f"{where}: {shards} of {2 * shards} weights here, {evicted_kib:.0f} KiB evicted per step", flush=True)
     schedule.close()
     dist.destroy_process_group()
 

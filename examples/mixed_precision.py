@@ -39,7 +39,7 @@ def main() -> None:
             schedule.step(x, target=x.norm(dim=1, keepdim=True), losses=losses, return_outputs=False)
         loss = bpipe.share_loss(losses) / scaler.get_scale()
 
-        # On every rank: divide by the scale, clip what is left, and take the step, or all skip it.
+        # On every rank: divide by the scale, clip the gradients, and take the step, or all skip it.
         scaler.unscale_(optimizer)
         norm = bpipe.clip_grad_norm_(module.parameters(), 10.0)
         scaler.step(optimizer)

@@ -46,7 +46,7 @@ def main() -> None:
 
 
 class Experts(nn.Module):
-    """A stage: some experts, of which each token takes the best, and the router that says which."""
+    """A stage: some experts, and the router that sends each token to the best one."""
 
     def __init__(self, rank: int, num_ranks: int) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def loss_fn(output: tuple[Tensor, Tensor], target: Tensor, *, num_tokens: Tensor
 
 
 def batch_of(step: int) -> tuple[Tensor, Tensor]:
-    """Return words and what follows each; sequences end early, and there is nothing to say behind their end."""
+    """Return words and the word after each; sequences end early, with padding after their end."""
     generator = torch.Generator().manual_seed(step)
     words = torch.randint(NUM_WORDS, (32, LENGTH), generator=generator)
     lengths = torch.randint(LENGTH // 4, LENGTH + 1, (32, 1), generator=generator)

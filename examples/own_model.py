@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/own_model.py
 
-Balance has something to move from 4 stages on; with fewer, balanced and plain 1F1B are the same.
+Balancing has an effect with four or more stages; with fewer, balanced and plain 1F1B are the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(mine.parameters(), lr=1e-3)
 
     stage = bpipe.PipelineStage(mine, rank, num_ranks, torch.device("cpu"))
-    # The one line: bpipe.OneFOneB here is plain 1F1B, with the same losses and gradients to the bit.
+    # Only this line differs: bpipe.OneFOneB here is plain 1F1B, with bitwise identical losses and gradients.
     schedule = bpipe.BalancedOneFOneB(stage, n_microbatches=8, loss_fn=nn.functional.mse_loss)
 
     for step in range(1, NUM_STEPS + 1):

@@ -1,7 +1,7 @@
-"""The picture of a run: the most that each rank's device holds, plain beside balanced, and what the plan predicted.
+"""Draw a run's memory: the peak of each rank's device, plain beside balanced, and the plan's prediction.
 
-A bar is all that the device holds at most. Its top is what of that is activations at most; below are weights, gradients, buffers,
-optimizer states and messages between stages.
+A bar is the peak of all that the device holds. Its top is the peak of activations; below are weights, gradients, buffers, optimizer
+states and messages between stages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BAR_WIDTH = 0.36
 # Okabe and Ito's palette, apart for every kind of colour vision; light and hatched beside dark, so apart in grey too.
 COLORS = {"plain": "#E69F00", "balanced": "#0072B2"}
 HATCHES = {"plain": "///", "balanced": ""}
-BELOW = "#b0b0b0"  # what stays, whatever the schedule
+BELOW = "#b0b0b0"  # static memory, the same under every schedule
 
 Summaries = Sequence[dict[str, dict[str, float]]]  # of each rank, those of each schedule
 

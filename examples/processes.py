@@ -1,4 +1,4 @@
-"""The processes of a run: how they start, what they agree on after each step, and how they stop together."""
+"""Start the processes of a run, add numbers over them after each step, and stop them together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def start_processes() -> torch.device:
     A GPU for each process of this machine and NCCL where there are as many, else the CPU and gloo.
     """
     if "LOCAL_RANK" not in os.environ:
-        sys.exit(f"start it with torchrun, a process for each stage: torchrun --nproc-per-node 4 {sys.argv[0]}")
+        sys.exit(f"start it with torchrun, one process per stage: torchrun --nproc-per-node 4 {sys.argv[0]}")
     local_rank, num_local = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if torch.cuda.device_count() < num_local:
         dist.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, a line every few steps in a log, nothing on ranks that only listen."""
+"""Show a run's progress: a bar on a terminal, a line every few steps in a log, nothing on ranks that print nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Journal:
     """Show steps, losses in nats per byte, and the time that is left.
 
     Args:
-        history: what the run adds to: "step", the steps done; "losses", one a step; "validation_losses", by step.
+        history: the run adds to it: "step", the steps done; "losses", one per step; "validation_losses", by step.
         num_steps: steps in all.
         is_shown: False on all ranks but one.
     """

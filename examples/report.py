@@ -90,10 +90,10 @@ class Measurements:
 
 
 def summarise(steps: list[dict[str, float]], num_compared: int) -> list[float]:
-    """Reduce the steps of one schedule to one number a key: the highest of all steps, or the median.
+    """Reduce the steps of one schedule to one number per key: the highest of all steps, or the median.
 
-    Medians are over the steps in which both schedules took turns, so that neither had the quieter machine, and leave
-    out the first, which also agrees on shapes.
+    Medians are over the steps that both schedules took in turns, so that neither had the quieter machine. They leave
+    out the first step, because it also agrees on shapes.
     """
     compared = steps[1:num_compared] or steps
     return [reduce([step[key] for step in (steps if reduce is max else compared)]) for key, reduce in REDUCED.items()]
@@ -110,12 +110,12 @@ def write_report(folder: Path, ranks: list[Summary], about: dict[str, Any]) -> N
         print(f"picture     {folder / 'memory.png'}")
     write_json(folder / "report.json", {**about, "ranks": ranks, "machine": machine()})
     print(f"numbers     {folder / 'report.json'}")
-    print(f"checkpoint  {folder / 'checkpoint'}, to go on from with --resume", flush=True)
+    print(f"checkpoint  {folder / 'checkpoint'}, continue from it with --resume", flush=True)
 
 
 def memory_table(ranks: list[Summary]) -> Table:
     """Lay out the most memory of each rank, measured and predicted, and its step time, plain beside balanced."""
-    title = "The most that each device holds, of all and of activations, in MiB,\nand a step's seconds: plain and balanced 1F1B"
+    title = "Peak memory of each device, of all and of activations, in MiB,\nand seconds per step: plain and balanced 1F1B"
     table = Table(box=box.SIMPLE_HEAD, padding=0, title=title)
     for heading in HEADINGS:
         table.add_column(heading, justify="right")
@@ -137,17 +137,17 @@ def cells(plain: dict[str, float], balanced: dict[str, float]) -> list[str]:
 
 
 def told_of_fullest(ranks: list[Summary]) -> str:
-    """Say which rank is the fullest by all that its device holds, which is what decides, plain and balanced."""
+    """Name the rank with the fullest device, plain and balanced, because that device runs out of memory first."""
     fullest = {name: fullest_of(ranks, name) for name in ("plain", "balanced")}
     peaks = {name: ranks[rank][name]["device_peak_bytes"] for name, rank in fullest.items()}
     told = ", ".join(f"{name} rank {rank} with {peaks[name] / MIB:.1f} MiB" for name, rank in fullest.items())
     if peaks["balanced"] <= peaks["plain"]:
         return f"fullest     {told}"
-    return f"fullest     {told}: more than plain. bpipe.Balanced(schedule, budget='lowest') counts all that stays, too"
+    return f"fullest     {told}: more than plain. bpipe.Balanced(schedule, budget='lowest') counts static memory, too"
 
 
 def machine() -> dict[str, Any]:
-    """Name what the numbers depend on."""
+    """Describe the machine and the versions, because the numbers depend on them."""
     return {
         "platform": platform.platform(),
         "cores": os.cpu_count(),

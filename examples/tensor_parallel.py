@@ -56,7 +56,7 @@ def main() -> None:
             print(f"step {step}/{STEPS}  loss {torch.stack(losses).mean().item():.4f}", flush=True)
     peak, evicted = (schedule.stats[name] / 1024 for name in ("peak_bytes", "evicted_bytes"))
     where = f"stage {place.index}, tensor rank {mesh.get_local_rank('tp')}"
-    print(f"{where}: at most {peak:.0f} KiB of activations, {evicted:.0f} KiB a step evicted", flush=True)
+    print(f"{where}: at most {peak:.0f} KiB of activations, {evicted:.0f} KiB evicted per step", flush=True)
     schedule.close()
     dist.destroy_process_group()
 

@@ -97,7 +97,7 @@ def prepare_text(folder: Path, sequence_length: int) -> Text:
 
 
 def new_history(config: GPTConfig) -> dict[str, Any]:
-    """Return what a run tells of itself before its first step; the checkpoint keeps it too."""
+    """Return a run's record of itself before its first step; the checkpoint keeps it too."""
     return {"step": 0, "losses": [], "validation_losses": {}, "config": asdict(config)}
 
 

@@ -19,7 +19,7 @@ class Turns:
     Args:
         plain: the schedule to compare with.
         balanced: the one that trains.
-        steps: those in which they take turns.
+        steps: the steps that they take in turns.
         folder: where the trace goes.
     """
 

@@ -49,7 +49,7 @@ def main() -> None:
     if schedule.stats["evicted_bytes"]:
         to = sorted({action.peer for action in schedule.plan.actions[place.index] if action.op.name == "EVICT"})
         kib = schedule.stats["evicted_bytes"] / 1024
-        print(f"node {node}, stage {place.index}: {kib:.0f} KiB a step evicted to stage {to[0]}", flush=True)
+        print(f"node {node}, stage {place.index}: {kib:.0f} KiB evicted per step to stage {to[0]}", flush=True)
     schedule.close()
     dist.destroy_process_group()
 

@@ -39,7 +39,7 @@ RUNS: dict[str, tuple[int, str]] = {
     "own_model": (2, r"rank 1: \d+ layers, at most \d+ KiB of activations"),
     "resume": (4, r"step 20 over 4 stages  loss [\d.]+"),
     "split_model": (4, r"rank 0: embedding.weight to blocks\.\d+\.[\w.]+, [\d.]+ MiB of activations"),
-    "tensor_parallel": (8, r"stage 0, tensor rank 1: at most \d+ KiB of activations, [1-9]\d* KiB a step evicted"),
+    "tensor_parallel": (8, r"stage 0, tensor rank 1: at most \d+ KiB of activations, [1-9]\d* KiB evicted per step"),
     "tied_embeddings": (4, r"rank 0: the matrix sums to (-?[\d.]+)(?s:.*)rank 3: the matrix sums to \1"),
 }
 COSTLY = {"huggingface", "tensor_parallel"}  # what transformers imports in four processes, and eight processes: for `make test-all`
@@ -128,5 +128,5 @@ def test_two_agents_keep_each_pair_on_one_node() -> None:
     node_of = {int(stage): node for node, stage in found}
     assert len(node_of) == 4 and len({*node_of.values()}) == 2, printed
     assert node_of[0] == node_of[3] and node_of[1] == node_of[2]
-    assert re.search(rf"node {node_of[0]}, stage 0: [1-9]\d* KiB a step evicted to stage 3", printed), printed
+    assert re.search(rf"node {node_of[0]}, stage 0: [1-9]\d* KiB evicted per step to stage 3", printed), printed
     assert "cannot share them" not in printed

@@ -1,3 +1,3 @@
-"""Messages between the ranks of a pipeline: what they say, how they travel, and what is agreed beforehand."""
+"""Messages between the ranks of a pipeline: their format, their transport, and the agreement that comes before them."""
 
 __all__: list[str] = []

@@ -25,7 +25,7 @@ class Candidate:
     Args:
         schedule: its name for `bpipe.schedules.build`.
         destination: where evicted activations go: "pair", or "" where none are evicted.
-        slots: the budget in microbatches with which to build it, if it is balanced.
+        slots: the budget in microbatches to build it with, if it is balanced.
         num_stages: p.
         microbatch_size: b, in sequences.
         num_microbatches: m.
@@ -38,9 +38,9 @@ class Candidate:
         device_peak_bytes: predicted for each rank: everything that its device holds.
         peak_bytes: of that, the most that is activations: what microbatches save, and remote activations.
         working_bytes: what a backward that recomputes makes again, not counted in the peaks.
-        fits: whether every rank has room.
+        fits: whether every rank has enough memory.
         reason: why it fits or not, with the rank that needs most.
-        exposed_s: seconds for which the worst rank waits for evictions and loads.
+        exposed_s: seconds that the worst rank waits for evictions and loads.
         hides_at_bytes_per_s: the link that moves every evicted microbatch within one forward of its stage; None without evictions.
     """
 
@@ -102,7 +102,7 @@ class Advice:
         decision: "balance", "don't", "no need" (nothing fits only balanced), "nothing to balance" (no plan differs) or
             "nothing fits".
         verdict: the same in words; the first line stands alone.
-        breaks_even_bytes_per_s: the link between the ranks of a pair with which balancing starts to be faster; None if no link
+        breaks_even_bytes_per_s: the link between the ranks of a pair from where balancing starts to be faster; None if no link
             makes it more than 1% faster, or nothing fits plain.
         candidates: those that fit first, each group sorted by predicted time for the same number of sequences.
         estimate: Huang et al.'s estimate, if there is something to compare.

@@ -26,7 +26,7 @@ MOST_MICROBATCHES = 512  # simulating more takes longer than a few seconds
 ASSUMPTIONS = (
     "Ranked are 1f1b and gpipe, plain and, where that needs less memory, with whole microbatches evicted; `bpipe compare` "
     "simulates the other schedules, and parts of microbatches.",
-    "Memory is what stays, what microbatches save and the buffers for remote activations. What an action needs only while it runs "
+    "Memory is static memory, saved activations and the buffers for remote activations. What an action needs only while it runs "
     "(gradients of activations, buffers of collectives) must fit in what is set aside.",
     "Each direction between two ranks carries one transfer at a time, at full bandwidth and without latency, and does not slow "
     "computations down. Reducing gradients over replicas and the optimizer's step are not counted.",
@@ -71,7 +71,7 @@ def advise(
         device: a name, or a `Device`. Profiles need none where `memory_bytes` is given.
         memory_bytes: the memory of a device; default: that of `device`.
         reserved_bytes: of these, set aside for what is not counted; default: 5%, which is 4 of 80 GiB.
-        num_devices: over which pipelines are repeated, each with its share of the batch; default: one pipeline of the most
+        num_devices: of all pipelines together, each with its share of the batch; default: one pipeline of the most
             stages. It makes different numbers of stages comparable.
         tensor_parallel: t, devices of a stage.
         sequence_parallel: whether norms and dropout are cut over them too.
@@ -81,7 +81,7 @@ def advise(
         recomputations: the ones to try, of "none", "selective" and "full".
         microbatch_sizes: the ones to try; default: all that something is known about, or else those that divide the batch into 2
             microbatches or more. Of these, sizes that make more than 512 take long and gain no more than a bubble of p - 1 in
-            512, so they are tried only with recomputations with which no larger size fits plain.
+            512, so they are tried only with recomputations that let no larger size fit plain.
         efficiency: the share of the device's peak that one stage reaches, a number or one for each microbatch size; it decides
             whether a larger microbatch pays. Default: 0.45, an assumption that the verdict mentions.
         bytes_per_parameter: see `bpipe.estimate.state_bytes`; default: 18, or what was measured and Adam's states.

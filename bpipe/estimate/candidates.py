@@ -22,7 +22,7 @@ SCHEDULES = ("1f1b", "gpipe", "balanced_1f1b")  # the first's name is kept where
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A schedule, and where it puts activations that a rank has no room for.
+    """A schedule, and where it moves activations for which a rank has no memory.
 
     Args:
         schedule: its name for `build`.

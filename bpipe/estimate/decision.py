@@ -99,7 +99,7 @@ def _fastest(evaluator: Evaluator, candidates: Sequence[Candidate], bytes_per_s:
 
 
 def _breaks_even(evaluator: Evaluator, plain: Sequence[Candidate], balanced: Sequence[Candidate]) -> float | None:
-    """Find the least bandwidth at which one of the balanced candidates takes no longer than any plain one, over the same link."""
+    """Find the least bandwidth that makes one of the balanced candidates take no longer than any plain one, over the same link."""
 
     def pays(bytes_per_s: float) -> bool:
         return _fastest(evaluator, balanced, bytes_per_s)[1] <= _fastest(evaluator, plain, bytes_per_s)[1]

@@ -22,7 +22,7 @@ class Execution:
         attention: "materialised" keeps the [s, s] attention maps, "flash" (any fused kernel) does not.
         recomputation: "none"; "selective": materialised attention's core is not kept and its forward runs again in the
             backward; "full": only each layer's input is kept, and the layer's whole forward runs again.
-        tensor_parallel: t, devices over which each layer is cut.
+        tensor_parallel: t, the number of devices that share each layer.
         sequence_parallel: whether what tensor parallelism would keep whole on each device (norms, their outputs, dropout)
             is cut along the sequence (Korthikanti et al., arXiv 2205.05198).
         precision: of activations: "bf16", "fp16" or "fp32".

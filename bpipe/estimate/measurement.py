@@ -96,7 +96,7 @@ class Profile:
         if not isinstance(measured, tuple) or not measured or not all(isinstance(one, Measurement) for one in measured):
             raise ConfigurationError("measurements: give a tuple of one Measurement or more")
         if any(before >= after for before, after in pairwise(self.microbatch_sizes)):
-            raise ConfigurationError(f"measurements of sizes {self.microbatch_sizes}: give one a size, in increasing order")
+            raise ConfigurationError(f"measurements of sizes {self.microbatch_sizes}: give one per size, in increasing order")
 
     @property
     def microbatch_sizes(self) -> tuple[int, ...]:

@@ -47,13 +47,13 @@ def profile(
 
     Bytes are counted with the code that a pipeline uses, so that they equal what a run's ledger shows for the same stage. The
     module is left as it was: gradients, buffers, random numbers and modes; only what else it does to itself (attributes that its
-    forward sets) stays. Blocks the host; runs in the modes and under the autocast in which it is called.
+    forward sets) stays. Blocks the host; runs in the caller's modes and autocast.
 
     Args:
         stage_module: the partition, where it will run: parameters on the device, in the precision, trainable and in train mode
             as in training.
         example: its input, or a tuple of positional arguments: a pytree with tensors [rows, ...] whose rows are repeated to each
-            size, whatever their number, and anything else.
+            size, for any number of rows, and anything else.
         microbatch_sizes: rows of a microbatch.
         loss_fn: for the last stage: `loss_fn(output, target)`, counted and timed with the stage.
         target: what `loss_fn` gets, with rows repeated likewise.

@@ -26,7 +26,7 @@ class Transformer:
         hidden: h, a multiple of `num_heads`.
         num_heads: a.
         sequence: s, tokens of a sequence.
-        vocabulary: v, with whatever padding the model has.
+        vocabulary: v, including the model's padding.
         num_kv_heads: heads of keys and values (grouped queries); default: all.
         ffn: f, the MLP's inner width; default: 4h; required if gated.
         is_gated: whether the MLP has a gate (SwiGLU).

@@ -14,11 +14,11 @@ EQUAL = 0.0005  # what is shown as "0.0%" or "1.000 times"
 
 
 def nothing_fits(candidates: Sequence[Candidate]) -> str:
-    """Say that no candidate fits, and what would need less memory."""
+    """Say that no candidate fits, and how to need less memory."""
     least = min(candidates, key=lambda one: max(one.device_peak_bytes) + one.working_bytes)
     return (
         f"Nothing fits: {least.name} needs least, and {least.reason}.\n"
-        "What makes it less: more stages or tensor parallelism; recomputation (selective, then full) or fused attention, where it "
+        "To need less memory: more stages or tensor parallelism; recomputation (selective, then full) or fused attention, if it "
         "is not among the candidates; an optimizer sharded over replicas (fewer bytes per parameter); shorter sequences."
     )
 
@@ -32,7 +32,7 @@ def nothing_to_balance(candidates: Sequence[Candidate], plain: Candidate) -> str
 
 def only_balanced(balanced: Candidate, link_bytes_per_s: float) -> str:
     """Say that no plain candidate fits."""
-    first = f"Balance: only so does anything fit. The best is {balanced.name}: {_numbers(balanced)}."
+    first = f"Balance: nothing fits without it. The best is {balanced.name}: {_numbers(balanced)}."
     return f"{first}\n{link(balanced, link_bytes_per_s)}"
 
 
@@ -41,8 +41,8 @@ def not_needed(plain: Sequence[Candidate]) -> str:
     largest = max(one.microbatch_size for one in plain if _way(one) == _way(plain[0]))
     recomputation = "" if plain[0].recomputation == "as measured" else f" with recomputation {plain[0].recomputation}"
     return (
-        f"Don't balance, there is no need: microbatch {largest} fits plain{recomputation}, and of all that was tried nothing fits "
-        f"only balanced.\nThe best is {plain[0].name}: {_numbers(plain[0])}."
+        f"Don't balance, there is no need: microbatch {largest} fits plain{recomputation}, and every candidate that fits balanced "
+        f"also fits plain.\nThe best is {plain[0].name}: {_numbers(plain[0])}."
     )
 
 

@@ -77,7 +77,7 @@ class Workload(Protocol):
 
     @property
     def microbatch_sizes(self) -> Sequence[int] | None:
-        """The sizes that something is known about; None for any."""
+        """The microbatch sizes with known costs; None for any."""
 
     @property
     def assumptions(self) -> Sequence[str]:
@@ -85,7 +85,7 @@ class Workload(Protocol):
 
     @property
     def caveat(self) -> str:
-        """A caveat that has to stand beside the verdict; "" if there is none."""
+        """A caveat to print beside the verdict; "" if there is none."""
 
     def load(self, num_stages: int, microbatch_size: int, recomputation: str) -> Load:
         """Return what a microbatch costs."""
@@ -99,7 +99,7 @@ class ModelWorkload:
         model: its dimensions.
         execution: how it runs; its recomputation is replaced.
         recomputations: the ones to try.
-        device: the device on which it runs.
+        device: the device that it runs on.
         efficiency: the share of the device's peak that a stage reaches, by microbatch size or for all; None if unknown.
         bytes_per_parameter: what stays for each parameter.
         links: between ranks.

@@ -85,7 +85,7 @@ def measure_layers(
         times = {name: clock.timed(modules.get(name, loss_fn), one) for name, one in seen.items()}
     silent = [name for name in modules if name not in seen]
     if silent:
-        raise ConfigurationError(f"{', '.join(silent[:8])} did not run in the model's forward: name in layers= what does")
+        raise ConfigurationError(f"{', '.join(silent[:8])} did not run in the model's forward: in layers=, name modules that run")
     _check_order(groups or [], list(seen))
     return tuple(_costs(names, groups or list(_found(names, seen)), seen, times, bytes_per_parameter))
 
@@ -113,7 +113,7 @@ def _modules(names: Names, groups: list[tuple[str, ...]] | None) -> dict[str, nn
 
 
 def _check_order(groups: Sequence[tuple[str, ...]], order: Sequence[str]) -> None:
-    """Raise unless layers are given in the order in which they run, because stages are made of neighbours."""
+    """Raise unless layers are given in the order that they run in, because stages are made of neighbours."""
     first = {group: min(map(order.index, ran)) for group in groups if (ran := set(group) & set(order))}
     for before, after in pairwise(first):
         if first[after] < first[before]:

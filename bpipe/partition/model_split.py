@@ -69,7 +69,7 @@ def split_model(
         skeleton(model, names, kept, lambda name: kinds.get(name, kinds[""]), claimed=claimed, keep_positions=keep_positions)
         for kept in lists
     ]
-    mark(parts, [sorted(kept) for kept in lists])  # in which order a stage's modules are named changes nothing
+    mark(parts, [sorted(kept) for kept in lists])  # the order of a stage's names changes nothing
     return parts
 
 

@@ -1,4 +1,4 @@
-"""Watch one forward of a whole model: which of its modules ran, in which order, on what inputs, and what each of them saved."""
+"""Watch one forward of a whole model: record which modules ran, their order, their inputs, and what each of them saved."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Observer:
     """Watches modules while a model runs."""
 
     def __init__(self, modules: Mapping[str, nn.Module], non_activations: set[int]) -> None:
-        self.seen: dict[str, Seen] = {}  # in the order in which they ran
+        self.seen: dict[str, Seen] = {}  # in the order that they ran in
         self._modules, self._non_activations = modules, non_activations
         self._now: str | None = None
 
@@ -90,7 +90,7 @@ def observed(
     loss_fn: Loss | None,
     target: Any,
 ) -> dict[str, Seen]:
-    """Run a model once and return what was seen of some modules, in the order in which they ran, and of the loss, under ""."""
+    """Run a model once; return the observations of some modules, in the order that they ran in, and of the loss, under ""."""
     given = [one for one in tree_leaves([args, kwargs, target]) if isinstance(one, torch.Tensor)]
     non_activations = {storage._cdata for one in (*model.parameters(), *model.buffers(), *given) for storage in storages_of(one)}
     observer = Observer(modules, non_activations)

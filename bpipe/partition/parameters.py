@@ -1,4 +1,4 @@
-"""Lists and dicts of parameters of which a stage has only some entries, in step with the layers that it has."""
+"""Lists and dicts of parameters: a stage keeps only some entries, those of the layers that it has."""
 
 from __future__ import annotations
 

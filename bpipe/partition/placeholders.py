@@ -23,7 +23,7 @@ class PassThrough(torch.nn.Module):
 
 
 class AddsNothing(torch.nn.Module):
-    """Returns a zero that changes no bit of what it is added to, in place of position embeddings that the first stage has added."""
+    """Returns a zero in place of position embeddings that the first stage has added; adding it changes no bit."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return torch.tensor(-0.0)  # x + 0.0 would turn -0.0 into 0.0; and a number of no dimension leaves the dtype alone

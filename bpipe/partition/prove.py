@@ -64,7 +64,7 @@ def difference_when_cut(model: nn.Module, cut: Cut, cut_small: Cut) -> Differenc
 
 @contextmanager
 def _on_cpu() -> Iterator[None]:
-    """Run on the CPU, from a fixed seed and without warnings, whatever device and random state the caller has chosen."""
+    """Run on the CPU, from a fixed seed and without warnings, independent of the caller's device and random state."""
     with torch.device("cpu"), torch.random.fork_rng([]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a small configuration lacks is nothing that a user should hear of
         torch.default_generator.manual_seed(SEED)  # and not those of GPUs

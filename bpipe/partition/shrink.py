@@ -1,6 +1,6 @@
 """Make a small configuration of the same kind as a Transformers configuration: the same switches and factors, other sizes.
 
-Sizes are recognised by the names of their fields, of which Transformers has several for each idea. Factors, switches, the kinds
+Sizes are recognised by the names of their fields; Transformers has several names for each idea. Factors, switches, the kinds
 of layers, and numbers that are small already keep their values.
 """
 

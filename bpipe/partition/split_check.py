@@ -82,7 +82,7 @@ def difference(
             expected = tree_leaves(_plain(model(*_copied(args), **_copied({**_without_cache(model), **kwargs}))))
             gradients = _gradients(expected, shared)
         if is_exact and not _is_telling(expected):
-            raise ValueError("most of what it returns is not finite, which says nothing")
+            raise ValueError("most of its output is not finite, so the comparison proves nothing")
         with preserved_state([model, *parts]):
             try:
                 found = tree_leaves(_chained(parts, _copied(args), kwargs))

@@ -55,11 +55,11 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
         ("latency", seconds_of, "TIME", "of a link, such as 5us"),
     ):
         group.add_argument(f"--{name}", type=single(read), metavar=metavar, help=text)
-    group.add_argument("--per-rank", action="store_true", help="costs are of a rank: each of its V stages has 1/V of them")
+    group.add_argument("--per-rank", action="store_true", help="costs are of a whole rank: each of its V stages has 1/V of them")
     group.add_argument("--ranks-per-node", type=whole, metavar="N", help="ranks on a node; stages x and p-1-x share one")
-    group.add_argument("--slowdown", type=float, metavar="X", help="of computations while a transfer runs")
+    group.add_argument("--slowdown", type=float, metavar="X", help="factor by which a running transfer slows computations down")
     group.add_argument("--measured", type=Path, metavar="TRACE", help="take times and bytes from a trace instead")
-    group.add_argument("--step", type=int, metavar="N", help="of a trace: its number (default: the step of median length)")
+    group.add_argument("--step", type=int, metavar="N", help="the trace's step to use (default: the step of median length)")
 
 
 BY_STAGE: dict[str, tuple[str, Callable[[str], float], str, str]] = {
@@ -75,13 +75,13 @@ BY_STAGE: dict[str, tuple[str, Callable[[str], float], str, str]] = {
 
 def add_budget(parser: argparse.ArgumentParser) -> None:
     """Add the options for a budget in bytes, and for how it is kept."""
-    group = parser.add_argument_group("budget", "in bytes, static ones included: what does not fit is evicted to ranks with room")
+    group = parser.add_argument_group("budget", "in bytes, static memory included: the rest is evicted to ranks with free memory")
     group.add_argument(
         "--budget", type=budget, metavar="BYTES", help="one number, one per rank, with commas ('-': no limit), or 'lowest'"
     )
-    group.add_argument("--parts", type=parts, metavar="N", help="parts of a microbatch that can move by themselves (default: 1)")
+    group.add_argument("--parts", type=parts, metavar="N", help="parts of a microbatch that can move separately (default: 1)")
     group.add_argument("--inside", action="store_true", help="parts also move inside forwards and backwards")
-    group.add_argument("--host", choices=("no", "last", "only"), help="whether a rank's own host takes what is evicted")
+    group.add_argument("--host", choices=("no", "last", "only"), help="whether a rank may offload to its own host's memory")
 
 
 def budget(text: str) -> Budget:
@@ -215,7 +215,7 @@ def timeline_of(schedule: str, args: argparse.Namespace) -> Timeline:
         return chosen_step(read_trace(Path(schedule)), args.step)
     plan = plan_of(schedule, args)
     if args.step is not None and args.measured is None:
-        raise ConfigurationError("--step is of a trace, and there is none")
+        raise ConfigurationError("--step selects a step of a trace, and no trace was given")
     costs = costs_of(args, plan)
     plan = within_budget(plan, costs, args)
     with sign_of_life(f"Simulating {sum(map(len, plan.actions))} actions"):

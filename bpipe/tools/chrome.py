@@ -16,7 +16,7 @@ disjoint. A part of a microbatch that moves, and a piece of a computation, is a 
 send to its receive, from an eviction to its acceptor and to its load, and from a return to its load.
 
 A file has everything that the timelines have: `otherData` names the plans in their own text, and each slice says which action
-of which timeline it is. Reading gives back the times to the nanosecond.
+to which timeline it belongs. Reading gives back the times to the nanosecond.
 """
 
 from __future__ import annotations

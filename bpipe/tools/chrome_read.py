@@ -100,7 +100,7 @@ def _read(trace: Any, name: str) -> TraceFile:
     about = trace.get("otherData") if isinstance(trace, dict) else None
     if isinstance(about, dict) and about.get("format") == EARLIER:
         raise ConfigurationError(
-            f"a trace of an earlier bpipe, {EARLIER!r}: its bytes contain what stays on a device in some plans and not in others, "
+            f"a trace of an earlier bpipe, {EARLIER!r}: its bytes include static memory in some plans and not in others, "
             "so that they cannot be compared: trace the steps again"
         )
     if not isinstance(about, dict) or about.get("format") != FORMAT:
@@ -125,7 +125,7 @@ def _item(items: Sequence[Any], index: int, what: str) -> Any:
 
 
 class _Places:
-    """The places of each action of a plan, by its text: in its rank's compute lane (0) or served lane (1), and at which index.
+    """The places of each action of a plan, by its text: its rank's compute lane (0) or served lane (1), and its index there.
 
     An action that concerns a whole stage may be in several places.
     """

@@ -48,7 +48,7 @@ def draw(
     target = Path(path)
     suffix = target.suffix.lower()
     if suffix not in SUFFIXES:
-        raise ConfigurationError(f"{str(path)!r} ends in no format there is: end it in {', '.join(SUFFIXES)}")
+        raise ConfigurationError(f"{str(path)!r} does not end in a known format: end it in {', '.join(SUFFIXES)}")
     scene = compose([timeline] if other is None else [timeline, other], title=title, window=window)
     data = _page(scene) if suffix == ".html" else _picture(scene, suffix)
     try:

@@ -61,7 +61,7 @@ def typical(timelines: Sequence[Timeline]) -> Timeline:
     """
     steps = [timeline for timeline in timelines if timeline.plan.has_backward] or timelines
     if not steps:
-        raise ConfigurationError("the trace has no steps: run some while it is entered")
+        raise ConfigurationError("the trace has no steps: run some inside the `with` block")
     return sorted(steps, key=lambda timeline: timeline.makespan_s)[(len(steps) - 1) // 2]
 
 

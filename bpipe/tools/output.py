@@ -26,7 +26,7 @@ def check_out(path: Path | None, suffixes: Sequence[str] = (*SUFFIXES, ".json"))
     if path is None:
         return
     if path.suffix.lower() not in suffixes:
-        raise ConfigurationError(f"{str(path)!r} ends in no format there is here: end it in {', '.join(suffixes)}")
+        raise ConfigurationError(f"{str(path)!r} does not end in a format of this command: end it in {', '.join(suffixes)}")
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigurationError(f"{path}: {'a folder' if path.is_dir() else f'there is no folder {path.parent}'}")
 

@@ -23,7 +23,7 @@ TALLEST_ROWS, TALLEST = 11.0, 190.0  # beyond the first, rows shrink to half at 
 
 
 class Band(NamedTuple):
-    """The positions at which a row's parts begin, from its top down: its computations, moves, sends and memory."""
+    """The positions where a row's parts begin, from its top down: its computations, moves, sends and memory."""
 
     top: float
     moves: float

@@ -1,4 +1,4 @@
-"""Turn timelines into what a picture of them shows, for any backend: rows of boxes in time, and steps of memory.
+"""Turn timelines into the contents of a picture, for any backend: rows of boxes in time, and steps of memory.
 
 A scene has a panel for each timeline, one under the other on one time axis, and a panel has a row for each rank. A box is the
 timeline's own `Span`.
@@ -41,7 +41,7 @@ class Row:
         stages: the stages it holds.
         computations: F, B, I and W, one after the other; those in pieces as one, from the first to the last.
         waits: when its compute lane waited, between pieces too.
-        moves: evictions, loads and their other ends, in tracks within which none overlap: those that leave, then those that
+        moves: evictions, loads and their other ends, in tracks without overlaps: those that leave, then those that
             arrive.
         num_out: how many of the tracks are of those that leave.
         sends: what it sends along the pipeline, as far as that takes time.

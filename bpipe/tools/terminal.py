@@ -1,4 +1,4 @@
-"""Print to the terminal by way of rich: tables, colours where it has any, and a sign of life while something takes long."""
+"""Print to the terminal through rich: tables, colours if the terminal has them, and a progress display for long work."""
 
 from __future__ import annotations
 

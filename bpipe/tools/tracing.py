@@ -1,4 +1,4 @@
-"""RecordedStep when every action of a schedule's steps really ran, on all ranks and on one clock."""
+"""Record when every action of a schedule's steps really ran, on all ranks and on one clock."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ __all__ = ["Trace", "trace"]
 
 
 def trace(schedule: Schedule | Sequence[Schedule], path: str | os.PathLike[str] | None = None) -> Trace:
-    """RecordedStep the steps of a schedule, both `step` and `eval`, for as long as the result is entered.
+    """Record the steps of a schedule, both `step` and `eval`, for as long as the result is entered.
 
-    Entering is collective over the pipeline and blocks for some milliseconds, in which the ranks' clocks are compared (and a
+    Entering is collective over the pipeline and blocks for some milliseconds while the ranks' clocks are compared (and a
     CUDA device is waited for). Nothing else communicates, and nothing waits for a device inside a step: leaving is not
     collective, not even after an error. A step that fails is not recorded; the ones before it are kept and written.
 

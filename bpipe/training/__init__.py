@@ -1,3 +1,3 @@
-"""The work of a training loop between two steps of a pipeline, in small objects that each say what they communicate."""
+"""Work between two steps of a pipeline (clipping, loss scaling, checkpoints); each object documents its communication."""
 
 __all__: list[str] = []

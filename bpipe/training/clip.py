@@ -47,7 +47,7 @@ def clip_grad_norm_(
 
     Args:
         parameters: this rank's; where it holds several stages, a dict of them by stage index, so that norms are in the model's
-            order whatever the placement. They may have no gradient; one that several of the stages share counts once.
+            order for any placement. They may have no gradient; one that several of the stages share counts once.
         max_norm: the norm that the gradients have at most afterwards; infinity to learn the norm alone.
         norm_type: p of the p-norm, infinity or "inf". An empty gradient has no influence on the largest.
         error_if_nonfinite: raise if the total is infinite or NaN, on all ranks, and leave the gradients unchanged then.
@@ -100,7 +100,7 @@ def clip_grad_norm_(
 
 
 def _settings(max_norm: Any, norm_type: Any, error_if_nonfinite: bool) -> tuple[tuple[float, float, bool], str]:
-    """Return the highest norm, its order and whether to raise if it is not finite, and a text of what is wrong with them."""
+    """Return the highest norm, its order and whether to raise if it is not finite, and a text that describes errors in them."""
     try:
         highest, order = float(max_norm), float(norm_type)
     except (TypeError, ValueError):
@@ -189,7 +189,7 @@ def _total(
     if any(len(set(values)) > 1 for values in hows):
         seen = ", ".join(f"rank {rank} {values}" for rank, values in enumerate(zip(*hows)))
         raise AgreementError(
-            f"the ranks clip by other (max_norm, norm_type, error_if_nonfinite): {seen}. Give the same on all of them."
+            f"the ranks clip by different (max_norm, norm_type, error_if_nonfinite): {seen}. Give the same on all of them."
         )
     if not any(lengths):
         return torch.tensor(0.0)
@@ -200,7 +200,7 @@ def _total(
 
 
 def _rows(norms: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
-    """Stack places and norms side by side, in a dtype in which both are exact."""
+    """Stack places and norms side by side, in a dtype that represents both exactly."""
     if not norms:
         return torch.zeros(0, 2, dtype=torch.float64)
     device = norms[0][1].device

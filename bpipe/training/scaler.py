@@ -31,8 +31,8 @@ class GradScaler(torch.amp.GradScaler):
     Args:
         device: the type of the device; by default that of the accelerator here.
         init_scale: likewise, as are the following.
-        growth_factor: by which the scale grows after `growth_interval` steps without an overflow.
-        backoff_factor: by which it shrinks after an overflow.
+        growth_factor: the scale is multiplied by it after `growth_interval` steps without an overflow.
+        backoff_factor: the scale is multiplied by it after an overflow.
         growth_interval: in steps.
         enabled: False to do nothing.
         group: the process group of the pipeline's ranks, a DeviceMesh of one dimension, or None for the default group.
@@ -92,7 +92,7 @@ class GradScaler(torch.amp.GradScaler):
         return None if optimizer is None else super().step(optimizer, *args, **kwargs)
 
     def _agreed(self, found: dict[torch.device, torch.Tensor]) -> dict[torch.device, torch.Tensor]:
-        """Return whether any rank found an overflow, for each device on which this rank has gradients, or else its scale."""
+        """Return whether any rank found an overflow, for each device that has gradients of this rank, or else for its scale's."""
         own = torch.stack([flag.to(self._ranks.device) for flag in found.values()]).amax(0) if found else torch.zeros(())
         agreed = self._greatest(own)
         if agreed == REFUSED:

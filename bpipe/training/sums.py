@@ -72,7 +72,7 @@ def problem_with_sums(parameters: Sequence[torch.Tensor], elsewhere: set[int], r
     Args:
         parameters: those with gradients.
         elsewhere: the ids of those that the user says other ranks count.
-        ranks: over which gradients are counted.
+        ranks: the ranks of the pipeline whose gradients are counted.
     """
     for parameter in parameters:
         mark = getattr(parameter, MARK, None)

@@ -142,7 +142,7 @@ def _check_gradients(name: str, holders: Sequence[int], kinds: Sequence[int], *,
     """Raise if the gradients of a weight's copies cannot be summed."""
     if not is_equal:
         raise StageError(
-            f"the copies of {name!r} on ranks {holders} of the group have other values: call broadcast() before the first "
+            f"the copies of {name!r} on ranks {holders} of the group have different values: call broadcast() before the first "
             "step, sum_grads() in each, clip by one norm, and give all of them the same optimizer and settings"
         )
     if SPARSE in kinds:
@@ -180,7 +180,7 @@ def _looks(weight: nn.Parameter) -> str:
 def _check_alike(reports: Sequence[Mapping[str, str | None]]) -> None:
     if any(names.keys() != reports[0].keys() for names in reports):
         seen = ", ".join(f"rank {rank} {sorted(names)}" for rank, names in enumerate(reports))
-        raise AgreementError(f"the ranks give other names: {seen}. Give the same ones on all, with None where a rank has no copy.")
+        raise AgreementError(f"the ranks give different names: {seen}. Give the same on all, with None if a rank has no copy.")
     for name in reports[0]:
         looks = {rank: names[name] for rank, names in enumerate(reports) if names[name] is not None}
         if ON_META in looks.values():

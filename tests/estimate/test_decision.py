@@ -36,15 +36,15 @@ def test_a_gain_counts_from_1_percent() -> None:
 def test_balancing_that_is_not_needed() -> None:
     advice = advise(MODEL, memory_bytes=1000 * GIB, **SETUP)
     assert first_line(advice).startswith(
-        "Don't balance, there is no need: microbatch 16 fits plain with recomputation none, and of all that was tried nothing fits "
-        "only balanced."
+        "Don't balance, there is no need: microbatch 16 fits plain with recomputation none, and every candidate that fits balanced "
+        "also fits plain."
     )
     assert advice.decision == "no need" and advice.best is advice.best_plain
 
 
 def test_only_balanced_fits() -> None:
     advice = advise(MODEL, recomputations=["none"], microbatch_sizes=[2], memory_bytes=between(1), **SETUP)
-    assert first_line(advice).startswith("Balance: only so does anything fit. The best is 1f1b balanced, 5 slots")
+    assert first_line(advice).startswith("Balance: nothing fits without it. The best is 1f1b balanced, 5 slots")
     assert advice.best_plain is None and advice.estimate is None
 
 

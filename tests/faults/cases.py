@@ -10,7 +10,7 @@ GROUPS: dict[str, list[Case]] = {
     "Processes that end, stop or are slow": processes.CASES,
     "Ranks that disagree": disagreements.CASES,
     "Calls that do not fit together": misuse.CASES,
-    "What looks like trouble and is none": works.CASES,
+    "What looks like a fault and works": works.CASES,
 }
 
 CASES = {case.name: case for cases in GROUPS.values() for case in cases}

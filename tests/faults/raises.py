@@ -19,7 +19,7 @@ from tests.faults.effects import Effect, boom, changing, raising, send, signalli
 from tests.faults.scene import Scene
 
 BALANCED = Setup(schedule=bpipe.BalancedOneFOneB, m=8)
-TOLD = "the others are told"
+TOLD = "the others raise too"
 
 
 def raised(
@@ -35,7 +35,7 @@ def raised(
     outcome: str = "",
     **more: Any,
 ) -> Case:
-    """A strike that ends in an error on its rank, of which the others are told."""
+    """A strike that ends in an error on its rank, of which the others raise too."""
     case = Case(
         name=name,
         outcome=f"{outcome or f'{kind.__name__} there'}; {TOLD}",
@@ -68,7 +68,7 @@ def places() -> Iterator[Case]:
     yield raised("raise in a rank's second stage", ValueError, raising(boom), **second, **boomed)
     evaluated: dict[str, Any] = {"step": 0, "play": lambda scene: scene.open().eval(), **boomed}
     yield raised("raise in eval, first stage", ValueError, raising(boom), stage=0, **evaluated)
-    early = "ValueError there; if the first rank has returned, it is told in its next call"
+    early = "ValueError there; if the first rank has returned, it raises in its next call"
     yield raised("raise in eval, middle stage", ValueError, raising(boom), early=frozenset({0}), outcome=early, **evaluated)
 
 
@@ -225,7 +225,7 @@ def interrupt_all(scene: Scene, value: Any) -> Any:
 INTERRUPTS = [
     Case(
         name="KeyboardInterrupt while waiting for a slow peer",
-        outcome="KeyboardInterrupt there; the slow rank is told when its own code returns",
+        outcome="KeyboardInterrupt there; the slow rank raises when its own code returns",
         strike=Strike(stage=1, microbatch=0, step=1, effect=sleeping(SLOW_S)),
         play=interrupted,
         culprits=frozenset({0}),
@@ -236,7 +236,7 @@ INTERRUPTS = [
     ),
     Case(
         name="KeyboardInterrupt while the others have not come to the step",
-        outcome="KeyboardInterrupt there; the others are told when they come",
+        outcome="KeyboardInterrupt there; the others raise when they come",
         play=lambda scene: interrupted(scene, SLOW_S),
         culprits=frozenset({0}),
         here=KeyboardInterrupt,

@@ -134,7 +134,7 @@ class Scene:
 
 
 def until_the_strike(scene: Scene) -> None:
-    """Train, one step further than to the strike: ranks whose part of that step was done are told in the next one."""
+    """Train, one step further than to the strike: ranks whose part of that step was done raise in the next one."""
     assert scene.case.strike is not None
     pipeline = scene.open()
     for _ in range(scene.case.strike.step + 2):

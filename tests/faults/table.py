@@ -12,16 +12,16 @@ PATH = Path(__file__).resolve().parents[2] / "docs" / "faults.md"
 
 HEAD = f"""# When something goes wrong
 
-Each row is a fault in a small pipeline of 2 to 4 processes, and what bpipe does about it.
+Each row is a fault in a small pipeline of 2 to 4 processes, and bpipe's reaction to it.
 
-- *There* is the rank where it happens. *The others are told*: they raise RankFailedError, whose text has that rank, the stage,
-  microbatch, action and step, and the error. A rank that has done its part of the step is told in its next call.
+- *There* is the rank where it happens. *The others raise too*: they raise RankFailedError, with that rank, the stage, microbatch,
+  action and step, and the error in its text. A rank that has done its part of the step raises in its next call.
 - *Works* means that losses, outputs and gradients are those of a single process, to the bit.
-- After an error the pipeline's next call is refused as broken, on every rank at once, or is exact where the table says so. Then
-  the schedule is closed, and a step of a new one over the same process group has the gradients of a single process, to the bit.
-  So nearly all rows run in the same processes, one after the other.
-- Seconds are from the fault to the error of the last rank; one that runs its own code raises when that returns. Less than
-  {BOUND_S:g} pass, and where a rank waits until timeout_s ({FROZEN_S:g} here, once 1) less than {BOUND_S:g} more.
+- After an error every rank refuses the pipeline's next call as broken, at once, or the next call is exact if the table says so.
+  Then the test closes the schedule, and a step of a new one over the same process group has the gradients of a single process, to
+  the bit. So nearly all rows run in the same processes, one after the other.
+- Seconds are from the fault to the error of the last rank; a rank that runs user code raises when that code returns. Less than
+  {BOUND_S:g} pass; if a rank waits until timeout_s ({FROZEN_S:g} here, once 1) less than {BOUND_S:g} more.
 
 Measured on one machine with 2 shared CPU cores, with gloo over the loopback address. The suite writes this page:
 

@@ -1,4 +1,4 @@
-"""What looks like trouble and is none: it equals a single process to the bit."""
+"""What looks like a fault and works: it equals a single process to the bit."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ def test_dtypes(seen: dict[str, list[Any]]) -> None:
 
 
 def test_refusals_and_overflows_are_every_rank_s(seen: dict[str, list[Any]]) -> None:
-    text = "AgreementError: the ranks clip by other (max_norm, norm_type, error_if_nonfinite): rank 0 (1.0, 2.0, 0.0), rank 1 "
+    text = "AgreementError: the ranks clip by different (max_norm, norm_type, error_if_nonfinite): rank 0 (1.0, 2.0, 0.0), rank 1 "
     assert all(error.startswith(f"{text}(1.0, 2.0, 0.0), rank 2 (2.0, 2.0, 0.0)") for error in seen["unlike bounds"])
     assert all(error.startswith(f"{text}(1.0, 2.0, 1.0), rank 2 (1.0, 2.0, 0.0)") for error in seen["one raises"])
     assert seen["sparse"][2].startswith("ConfigurationError: a gradient is sparse, and torch has no norm of it")

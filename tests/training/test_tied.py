@@ -217,14 +217,14 @@ def told(rank: int, make: Callable[[int], bpipe.TiedWeights]) -> str:
 
 TWICE = "StageError: the gradient of 'w' on one of the ranks [0, 3] is the sum that it was made before, or has it in it: call"
 TOLD = {
-    "other names": "AgreementError: the ranks give other names: rank 0 ['w'], rank 1 ['w'], rank 2 ['v']",
+    "other names": "AgreementError: the ranks give different names: rank 0 ['w'], rank 1 ['w'], rank 2 ['v']",
     "other shapes": "AgreementError: the copies of 'w' differ: rank 0: [2] torch.float32",
     "nowhere": "AgreementError: no rank has a copy of 'w'",
     "meta": "ConfigurationError: 'w' is on the meta device",
-    "drifted": "StageError: the copies of 'w' on ranks [0, 3] of the group have other values: call broadcast()",
+    "drifted": "StageError: the copies of 'w' on ranks [0, 3] of the group have different values: call broadcast()",
     "without gradient": "StageError: 'w' has no gradient on any of its ranks [0, 3]: call sum_grads() between",
     "sparse": "StageError: the gradient of 'w' is sparse on one of the ranks [0, 3]",
-    "swapped": "StageError: the copies of 'w' on ranks [0, 3] of the group have other values",
+    "swapped": "StageError: the copies of 'w' on ranks [0, 3] of the group have different values",
     "twice": TWICE,
     "gradients set to zero": TWICE,  # which nobody can tell from gradients that were added to
     "gradients set to none": "nothing",

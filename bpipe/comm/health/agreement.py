@@ -1,4 +1,4 @@
-"""What all ranks must agree on before a step's first transfer: one record from each."""
+"""Compare what all ranks are about to run before a step's first transfer: each rank sends one record."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bpipe.errors import AgreementError, CommError
 __all__: list[str] = []
 
 MOST_STAGES = 64  # on one rank
-UNKNOWN_CUT = bytes(16)  # of a module that nobody has cut from a model, or that is inside a wrapper
+UNKNOWN_CUT = bytes(16)  # of a module that was not cut from a model by bpipe, or that is inside a wrapper
 
 
 class StepRecord(NamedTuple):
@@ -34,7 +34,7 @@ class StepRecord(NamedTuple):
     states: int = 0  # bytes of optimizer states on this rank
     peak: int = 0  # the most bytes that its device has held, where its plan has to show that this is less
     plain_peak: int = 0  # than this, which it would have held without evictions or recomputation
-    inputs: bytes = bytes(16)  # 16 bytes, where replicas compare: what this rank's inputs look like, whatever its modules are
+    inputs: bytes = bytes(16)  # 16 bytes, where replicas compare: what this rank's inputs look like, apart from its modules
 
     def pack(self) -> bytes:
         return encode(self)
@@ -55,7 +55,7 @@ class StepRecord(NamedTuple):
 ALIKE = StepRecord._fields.index("signature")  # the number of leading fields that are alike on all ranks
 
 
-# What is compared, in the order in which a difference explains the ones after it.
+# The fields to compare, in this order because a difference in one field explains differences in later ones.
 COMPARED: dict[str, Callable[[StepRecord], object]] = {
     "bpipe's version": lambda record: record.version,
     "train or eval": lambda record: "train" if record.is_training else "eval",

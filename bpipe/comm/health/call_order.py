@@ -18,7 +18,7 @@ class Peer(Protocol):
 
 
 class OpenPipeline(Protocol):
-    """The control plane of a pipeline of this process, as far as it is looked at here: `driver.ConnectedControlPlane`."""
+    """The part of a pipeline's control plane that this module reads: `driver.ConnectedControlPlane` has it."""
 
     @property
     def peers(self) -> Mapping[int, Peer]:

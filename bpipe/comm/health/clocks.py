@@ -1,4 +1,4 @@
-"""One clock for all ranks: what the ranks' readings prove about how far apart their clocks are.
+"""Put all ranks on one clock: bound the difference between two ranks' clocks by what their readings prove.
 
 In every round each rank reads its clock, all exchange their readings, and each reads its clock again. No rank has
 everybody's reading before everybody has read, so any rank's first reading happened before any other's second one. With
@@ -7,7 +7,7 @@ rank 0's clock as the true one, and r's clock ahead of it by o_r (readings a_r b
     a_0 < b_r - o_r    so  o_r < b_r - a_0
     a_r - o_r < b_0    so  o_r > a_r - b_0
 
-The bounds of all rounds hold together, whatever the network's delays. They hold for the time at which they were taken:
+The bounds of all rounds hold together, for any delays of the network. They hold for the time when they were taken:
 afterwards the clocks of different machines drift apart.
 """
 
@@ -46,7 +46,7 @@ class Clocks(NamedTuple):
         token: 16 bytes, the same on all ranks and never used again.
         plan_ranks: each one's rank in the plan.
         offsets: the offset of each rank's clock.
-        zero_ns: an early reading of rank 0's clock, from which all times count.
+        zero_ns: an early reading of rank 0's clock; all times count from it.
     """
 
     token: bytes
@@ -56,7 +56,7 @@ class Clocks(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What a rank sends in a round."""
+    """The frame that a rank sends in a round."""
 
     token: bytes
     fingerprint: str
@@ -79,7 +79,7 @@ def align(exchange: Exchange, fingerprint: str, plan_rank: int) -> Clocks:
     """
     token, previous = os.urandom(TOKEN_BYTES), 0
     rounds: list[list[Reading]] = []
-    for _ in range(NUM_ROUNDS + 1):  # the last one only tells what the clocks read after the one before
+    for _ in range(NUM_ROUNDS + 1):  # the last one only reports what the clocks read after the one before
         reading = Reading(token, fingerprint, plan_rank, time.perf_counter_ns(), previous)
         packed = exchange(Collective.TRACE, encode(reading))
         previous = time.perf_counter_ns()

@@ -38,7 +38,7 @@ CANNOT = {
 
 
 def frame_of(call: Collective, number: int, data: bytes) -> Frame:
-    """Return the frame by which a rank takes part in a call."""
+    """Return the frame that a rank sends to take part in a call."""
     return Frame(Kind.CALL, number, bytes([call]) + data)
 
 

@@ -74,7 +74,7 @@ class ControlPlane(ABC):
 
 
 class NullControlPlane(ControlPlane):
-    """The control plane of a rank that has no others to tell and to wait for: it does nothing."""
+    """The no-op control plane of a single-rank pipeline."""
 
     failure = None
 

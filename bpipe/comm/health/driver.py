@@ -1,7 +1,7 @@
 """The control plane over connections: a thread that lets events in to the rules, and does what they ask.
 
-The thread reads whatever the caller's thread computes or waits for. It runs none of the user's code. When it learns of a failure,
-it acts at once: it tells the others, releases every thread that waits in a transfer, and wakes every thread that waits here.
+The thread keeps reading while the caller's thread computes or waits. It runs none of the user's code. When it learns of a failure,
+it acts at once: it informs the others, releases every thread that waits in a transfer, and wakes every thread that waits here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__: list[str] = []
 
 TICK_S = 0.25  # between two looks at whether something takes too long
 LOOK_S = 0.5  # between two looks at what keeps the others
-SETTLE_S = 1.0  # in which a failed transfer's reason arrives, if it is another rank's
+SETTLE_S = 1.0  # to wait for the reason of a failed transfer, if another rank caused it
 
 
 class ConnectedControlPlane(ControlPlane):
@@ -118,7 +118,7 @@ class ConnectedControlPlane(ControlPlane):
         return self._members.error_for(error)
 
     def _wait_until_settled(self) -> None:
-        """Wait briefly until the first failure, if there is one, is known everywhere and nobody waits any longer."""
+        """Wait briefly until all ranks know the first failure, if there is one, and no thread waits any longer."""
         with self._changed:
             self._changed.wait_for(lambda: self._members.is_settled, SETTLE_S)
 
@@ -141,7 +141,7 @@ class ConnectedControlPlane(ControlPlane):
     # In any thread
 
     def fail(self, failure: Failure) -> None:
-        """Break the pipeline, unless it is broken already: the control thread then tells all ranks, and ends all waits."""
+        """Break the pipeline, unless it is broken already: the control thread then informs all ranks, and ends all waits."""
         with self._changed:
             self._let_in(self._members.fail(failure))
 
@@ -169,7 +169,7 @@ class ConnectedControlPlane(ControlPlane):
         self._members.original = None  # its frames keep the step's tensors alive
 
     def abandon(self) -> None:
-        """Close the connections without telling the peers, because this process is a forked child of the one that owns them."""
+        """Close the connections without a message to the peers, because this process is a fork of the one that owns them."""
         for one in [self._woken, self._waker, *(peer.connection for peer in self.peers.values()), *self.channel_sockets]:
             one.close()
 
@@ -209,7 +209,7 @@ class ConnectedControlPlane(ControlPlane):
         try:
             with selectors.DefaultSelector() as selector:
                 self._listen(selector)
-        except Exception as error:  # without this, nobody would hear of anything any more
+        except Exception as error:  # without this, the control plane would stop silently
             with self._changed:
                 self._let_in(self._members.raised(error, "in its control thread"))
         self._do_due()

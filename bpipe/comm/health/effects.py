@@ -1,4 +1,4 @@
-"""What the rules of a pipeline's membership ask their driver to do."""
+"""The effects that the rules of a pipeline's membership ask their driver to carry out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What broke a pipeline, as every rank is told: where it happened, why, and which error to raise for it."""
+"""The failure that broke a pipeline, as ranks report it to each other: where it happened, why, and which error each rank raises."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Cause(IntEnum):
 
 
 class Failure(NamedTuple):
-    """The first thing that went wrong, as far as a rank knows.
+    """The first failure that a rank knows of.
 
     Args:
         cause: its kind.

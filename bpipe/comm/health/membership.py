@@ -1,4 +1,4 @@
-"""The rules of a pipeline's control plane: who is there, who makes which call, what failed first, and who must hear of it.
+"""The rules of a pipeline's control plane: which ranks are connected, which call each makes, and which failure came first.
 
 There are no sockets, threads, locks or clocks in here. Each event is a method, and returns what the driver has to do about it, in
 order. The driver lets in one event at a time. In `driver.py` events come from connections and threads; in a test, in any order.
@@ -25,7 +25,7 @@ Effects = list[Effect]
 
 
 class Membership:
-    """What one rank knows of a pipeline's ranks.
+    """One rank's knowledge of a pipeline's ranks.
 
     Args:
         rank: this rank in the pipeline's group, which has `size` ranks.
@@ -38,7 +38,7 @@ class Membership:
         original: the error behind it, if it is this rank's own.
         is_settled: whether the failure was sent to all ranks, and nothing waits for a transfer any more.
         has_left: whether this rank has closed the pipeline.
-        waits_for: the ranks for which this one waits in a call.
+        waits_for: the ranks that this one waits for in a call.
     """
 
     def __init__(self, rank: int, size: int, activity: Activity, timeouts: Timeouts, now: float) -> None:
@@ -55,7 +55,7 @@ class Membership:
     # This rank's calls
 
     def begin_call(self, call: Collective, data: bytes) -> Effects:
-        """Take part in the next call; `end_call` must follow, whatever happens in between."""
+        """Take part in the next call; `end_call` must follow, also after an error."""
         self.activity.state = State.MEETING
         return [self._next_call(frame_of(call, self.activity.call + 1, data))]
 
@@ -168,7 +168,7 @@ class Membership:
         Args:
             failure: what happened.
             original: this rank's own error.
-            reported_by_peer: whether another rank reported it, which then tells all ranks.
+            reported_by_peer: whether another rank reported it; that rank then informs all ranks.
         """
         if self.failure is not None or self.has_left:
             return []

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline are doing, in words and as a grid, for someone who looks at a pipeline that is stuck."""
+"""Report what the ranks of a pipeline are doing, in words and as a grid, so that a user can find out why it is stuck."""
 
 from __future__ import annotations
 

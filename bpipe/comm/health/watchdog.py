@@ -1,4 +1,4 @@
-"""A watchdog for a rank that waits too long: it asks all ranks what they are doing, logs that once, and finally gives up."""
+"""A watchdog for a rank that waits too long: it asks all ranks for a heartbeat with their status, logs it once, then gives up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bpipe.comm.wire.frames import Frame, Kind
 __all__: list[str] = []
 
 SLOW_S = 30.0
-ANSWERS_S = 1.0  # within which a process that runs at all answers
+ANSWERS_S = 1.0  # a process that runs answers a heartbeat within this time
 
 Finding = Send | Warn | Failure  # a question to the others, a warning, or the end of the wait
 
@@ -38,7 +38,7 @@ class Watchdog:
         rank: its rank in the pipeline's group, which has `size` ranks.
         activity: what this rank is doing.
         timeouts: how long a wait may take.
-        now: seconds of the clock by which it is driven.
+        now: the time in seconds, by the clock that drives it.
     """
 
     def __init__(self, rank: int, size: int, activity: Activity, timeouts: Timeouts, now: float) -> None:
@@ -51,14 +51,14 @@ class Watchdog:
         self._answers: dict[int, Status] = {}
         self._heard: set[int] = set()  # from whom anything has come since
         self._others: set[int] = set()  # who ask as well, since this rank's own latest question or the start of the step
-        self._shown_step = -1  # the latest for which this rank, or another one, has shown what all are doing
+        self._shown_step = -1  # the latest step in which this rank or another one has logged a report
 
     def tick(self, now: float, missing: Collection[int]) -> list[Finding]:
         """Check how long this rank has waited, and ask the others, warn or fail if that is too long.
 
         Args:
             now: seconds of the clock.
-            missing: the ranks for which this rank waits in a collective call.
+            missing: the ranks that this rank waits for in a collective call.
         """
         status, self._time_s = self._activity.status(), now
         here = self._place()
@@ -85,7 +85,7 @@ class Watchdog:
         return self._activity.is_waiting() or self._shown_step >= self._activity.step
 
     def answer(self, asking: int) -> Status:
-        """Return what this rank tells a rank that asks."""
+        """Return this rank's status for a rank that asks."""
         self._others.add(asking)
         if self._asked_s is None:  # that rank will show it; between steps, the number here is already the next one's
             self._shown_step = max(self._shown_step, self._activity.step - (self._activity.state is State.OUTSIDE))
@@ -113,7 +113,7 @@ class Watchdog:
         return self._activity.status()._replace(seconds=self._time_s - self._since)
 
     def _show(self, status: Status, waiting: str) -> list[Warn]:
-        """Warn of what all ranks are doing, once per step, and only on the lowest of the ranks that ask."""
+        """Log what all ranks are doing as a warning, once per step, and only on the lowest of the ranks that ask."""
         shows = self._shown_step < status.step and self._rank < min(self._others, default=self._rank + 1)
         self._shown_step = status.step
         return [Warn(f"{waiting}.\n{self._report()}")] if shows else []

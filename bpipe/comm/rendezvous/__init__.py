@@ -1,3 +1,3 @@
-"""How ranks meet: addresses, connections, and the group that a user means."""
+"""Rendezvous: find the other ranks' addresses and connect to all of them."""
 
 __all__: list[str] = []

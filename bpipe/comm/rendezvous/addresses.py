@@ -1,4 +1,4 @@
-"""The address at which the other ranks reach this machine."""
+"""Find the address that the other ranks can use to reach this machine."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Endpoint(NamedTuple):
 
 
 def own_address(store: Any) -> Address:
-    """Return the address of the interface that gloo is told to use, else the one from which this machine reaches the store's host.
+    """Return the address of the interface in GLOO_SOCKET_IFNAME, else of the one that this machine uses to reach the store's host.
 
     Args:
         store: a store of torch.distributed.
@@ -45,7 +45,7 @@ def own_address(store: Any) -> Address:
 
 
 def _of_interface(name: str) -> Address | None:
-    """Return the IPv4 address of a network interface, where the platform can tell."""
+    """Return the IPv4 address of a network interface, if the platform has a call for it."""
     if not name:
         return None
     try:

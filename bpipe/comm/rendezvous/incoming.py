@@ -1,4 +1,4 @@
-"""Incoming connections, which are not waited for in turn: one that says nothing holds up no other.
+"""Incoming connections, read in any order so that a silent one does not delay the others.
 
 The first frame on a connection, a hello, says who opened it. A stranger that sends something else, perhaps a port scanner, is
 disconnected. One that sends nothing stays until there are too many.
@@ -26,10 +26,10 @@ class IncomingConnections:
 
     Args:
         listener: the socket.
-        selector: tells when something has arrived; `serve` it.
+        selector: becomes ready when data has arrived; then call `serve`.
         num_expected: how many connections are expected.
         on_hello: called with each connection whose hello has arrived, and with the hello. It owns the connection, which does not
-            block, and from which nothing behind the hello was read.
+            block, and nothing behind the hello was read from them.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A meeting of a pipeline's ranks: each connects to every other one.
+"""The rendezvous of a pipeline's ranks: each connects to every other one.
 
 The ranks find each other through the store of their process group, once. After that no store is needed: a process that ends
 closes its connections, and its peers see that at once, no matter which rank hosts the store. Each rank connects to those before
@@ -28,7 +28,7 @@ from bpipe.errors import AgreementError, CommError, text_of
 
 __all__: list[str] = []
 
-RETURN_S = 5.0  # in which a rank whose connection has ended connects again, if its process lives
+RETURN_S = 5.0  # a rank whose connection has ended connects again within this time, if its process lives
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.001, 0.02  # between two looks at who has come
 MOST_SEND_S = 30.0  # without progress: a peer's reader is a thread that does nothing else
 LOST_MACHINE_S = 15  # without an answer of its kernel
@@ -44,11 +44,11 @@ class OtherPipelineError(AgreementError):
 
 
 class Hello(NamedTuple):
-    """The first message in both directions: who speaks, and to whom.
+    """The first message in both directions: the sender's rank, and the receiver's.
 
     Args:
         name: the speaker's name in this meeting.
-        to: the name of the rank that is spoken to, which only its endpoint in the store tells.
+        to: the name of the receiving rank; it is known only from that rank's endpoint in the store.
         process: distinguishes the speaker's process from all others.
     """
 
@@ -64,7 +64,7 @@ def meet_peers(store: Any, key: str, rank: int, size: int, check: Callable[[str]
 
     Args:
         store: a store of torch.distributed that all ranks reach.
-        key: the key under which they find each other there.
+        key: the store's key that they use to find each other.
         check: called repeatedly with what is waited for; raises to give up.
         pipeline: which of the group's pipelines this is.
 

@@ -16,7 +16,7 @@ from bpipe.errors import CommError
 
 __all__: list[str] = []
 
-CONNECT_S = 5.0  # in which a machine that is there accepts a connection
+CONNECT_S = 5.0  # a reachable machine accepts a connection within this time
 LOOK_S = 0.25  # between two looks at whether a rank that does not answer has another endpoint by now
 
 
@@ -34,7 +34,7 @@ class OutgoingConnections:
     """The connections to other ranks whose answers have not arrived yet.
 
     Args:
-        selector: tells when something has arrived; `serve` it.
+        selector: becomes ready when data has arrived; then call `serve`.
         find: returns where a rank listens; None if that is not known yet.
         hello: makes the hello to an endpoint.
         on_answer: called with each connection that was answered, its rank, the endpoint and the answer, a hello too. It owns the
@@ -50,7 +50,7 @@ class OutgoingConnections:
     ) -> None:
         self._selector, self._find, self._hello, self._on_answer = selector, find, hello, on_answer
         self._attempts: dict[int, _Attempt] = {}
-        self.endpoints: dict[int, Endpoint] = {}  # of all ranks to which a connection was opened
+        self.endpoints: dict[int, Endpoint] = {}  # of all ranks that a connection was opened to
 
     def open(self, ranks: Iterable[int]) -> None:
         """Open connections to the ranks that have none, as far as it is known where they listen."""

@@ -1,4 +1,4 @@
-"""The connections of a rank to all others, for what must get through when transfers do not."""
+"""The connections of a rank to all others, for control messages that must arrive even if transfers are stuck."""
 
 from __future__ import annotations
 

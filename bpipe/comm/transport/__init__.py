@@ -1,3 +1,3 @@
-"""How messages travel: over torch.distributed, between threads of one process, or by a device itself."""
+"""Transports for messages: over torch.distributed, between ranks of one process, or by a device itself."""
 
 __all__: list[str] = []

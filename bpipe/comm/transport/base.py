@@ -1,4 +1,4 @@
-"""What the runtime asks of a transport: post and wait. The runtime knows no backend."""
+"""The interface of a transport: post a transfer and wait for it. The runtime does not depend on a backend."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Transport(ABC):
     """One rank's end of the channels of a pipeline.
 
     Attributes:
-        device: the device on which the rank's stages compute.
+        device: the device of the rank's stages.
         control: its control plane, beside the channels.
         streams: the streams on which it works, besides the caller's.
         identity: the number of the pipeline among those of its group.
@@ -104,7 +104,7 @@ class Transport(ABC):
         """Make the current stream wait for what was posted, and wait for threads that queue more. Called after a failure.
 
         Args:
-            most_s: seconds for which to wait for the threads, at most.
+            most_s: the longest time to wait for the threads, in seconds.
         """
 
     @abstractmethod

@@ -48,7 +48,7 @@ GROUP_OF = {Purpose.FORWARD: "forward", Purpose.BACKWARD: "backward", Purpose.EV
 NO_TAG = len(Purpose) + 1  # that no message has
 AT_ONCE = timedelta(milliseconds=1)
 POLL_S = 0.001
-MARGIN_S = 60.0  # by which gloo's own timeout is later than ours, which says more
+MARGIN_S = 60.0  # gloo's own timeout is this much later than ours, because our error says more
 DEVICE_MARGIN = 10  # NCCL counts from when the host, maybe steps ahead, issued a transfer; and it ends the process
 LEAST_DEVICE_S = 3600.0
 
@@ -62,7 +62,7 @@ class C10dTransport(Transport):
 
     Args:
         group: the pipeline's process group; None for the default one.
-        device: the device on which the stage computes.
+        device: the device of the stage.
         timeout_s: seconds after which a single wait fails; default: the group's timeout.
         slow_s: seconds in a single wait after which the rank logs what all ranks are doing.
         transfers_at_once: how many transfers may be in flight on a device, over NCCL.

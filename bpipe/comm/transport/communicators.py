@@ -2,8 +2,8 @@
 
 torch marks each tensor that it sends or receives as in use on the communicator's stream (`record_stream`). Its allocator then
 reuses the memory only once the host has seen that stream come to its end, which is much later than the rank has freed it, because a
-host runs ahead of its device. bpipe needs no such mark: it frees or uses a tensor only after `wait`, on the stream on which it was
-allocated. So torch is given an alias of the memory, in a storage that its allocator does not own, for which it marks nothing
+host runs ahead of its device. bpipe does not need this mark: it frees or uses a tensor only after `wait`, on the stream that it was
+allocated on. So torch gets an alias of the memory, in a storage that its allocator does not own and therefore does not mark
 (except with `backend:cudaMallocAsync`, which gets the tensors themselves).
 """
 
@@ -116,9 +116,9 @@ def lend(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _posted(made: Any, tensors: Sequence[torch.Tensor], *, sends: bool) -> Any:
-    """Post one transfer, as a group even if it is one tensor, for which torch would otherwise make another communicator.
+    """Post one transfer, as a group even if it is one tensor, because torch would otherwise make another communicator for it.
 
-    A group that is begun must be ended, whatever happens, because everything that the thread gives to NCCL waits for that end.
+    A group that is begun must be ended, also after an error, because everything that the thread gives to NCCL waits for that end.
     """
     made._start_coalescing()
     try:

@@ -32,7 +32,7 @@ def open_connections(
     Args:
         ends: for each connection the ranks that send and receive on it, the same on all ranks.
         rank: this rank.
-        address: the address at which the others reach it.
+        address: the address that the others connect to.
         token: 16 bytes that only these ranks know.
         control: their control plane.
 
@@ -51,7 +51,7 @@ def open_connections(
                 opened[index] = unless_done.enter_context(
                     _connected(endpoints[receiver], receiver, Frame(Kind.HELLO, index, token))
                 )
-        control.exchange(Collective.CONNECT, b"")  # now all have connected, and nobody has to be waited for
+        control.exchange(Collective.CONNECT, b"")  # now all have connected, so no later wait is needed
         for index, connection in _arrived(listener, token, missing, control).items():
             opened[index] = unless_done.enter_context(connection)
         for connection in opened.values():
@@ -74,7 +74,7 @@ def _connected(to: Endpoint, receiver: int, hello: Frame) -> socket.socket:
 
 
 def _arrived(listener: socket.socket, token: bytes, missing: Collection[int], control: ControlPlane) -> dict[int, socket.socket]:
-    """Accept the connections that others have made, by index. Strangers are disconnected, and nobody waits for what they send."""
+    """Accept the connections of the other ranks, by index. Other clients are disconnected without waiting for their data."""
     found: dict[int, socket.socket] = {}
 
     def on_hello(connection: socket.socket, hello: Frame) -> None:

@@ -44,7 +44,7 @@ class DeviceWatchdog:
         """Check how long the device has waited, and warn or fail if that is too long."""
         try:
             waiting = None if self._is_over else self._in_flight.first(now)
-        except RuntimeError:  # a failed device tells the thread that computes; none may be queried while a graph is captured
+        except RuntimeError:  # the computing thread gets a device's error; no query is allowed while a graph is captured
             return
         if waiting is None or waiting.seconds < min(self._timeouts):
             return

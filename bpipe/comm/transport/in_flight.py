@@ -45,7 +45,7 @@ class InFlight:
     of a global order (`schedules.issue_order`), the first one that is not over has room at both its ends.
 
     Args:
-        device: the device on which they run.
+        device: the device that they run on.
         at_once: how many may be in flight.
         streams: the streams of the pipeline.
     """
@@ -58,7 +58,7 @@ class InFlight:
 
     @contextmanager
     def next(self, what: Callable[[], str]) -> Iterator[Callable[[Any], None]]:
-        """Open a context in which to post one transfer, on a stream that waits for room; yield the function that takes its work.
+        """Open a context to post one transfer in, on a stream that waits for room; yield the function that takes its work.
 
         Args:
             what: describes the transfer.

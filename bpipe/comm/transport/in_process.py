@@ -107,7 +107,7 @@ class LoopbackTransport(Transport):
         raise CommError("the ranks of a loopback agree inside Loopback.step")
 
     def refuse(self, why: str) -> None:
-        """Do nothing, because nobody waits: the error itself reaches the caller that drives the loopback."""
+        """Do nothing, because no thread waits: the error itself reaches the caller that drives the loopback."""
 
     def enlist(self) -> None:
         """Do nothing, because the caller that drives a loopback names its schedules, so that none can be mistaken for another."""

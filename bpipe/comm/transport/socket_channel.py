@@ -24,7 +24,7 @@ from bpipe.errors import CommError, TransferError
 
 __all__: list[str] = []
 
-SMALL = 256 * 1024  # bytes of a message up to which it is sent here
+SMALL = 256 * 1024  # bytes: messages up to this size are sent here
 LENGTH = struct.Struct("<Q")
 NOTED = 1 << 63  # in a message's length: a note follows
 MOST_NOTE_BYTES = 2**40
@@ -118,7 +118,7 @@ class Receiver(SocketChannel):
     def __init__(self, connection: socket.socket, name: str) -> None:
         super().__init__(connection, name)
         self._posted: deque[_Receipt] = deque()
-        self._error: CommError | None = None  # after which nobody knows where a message begins
+        self._error: CommError | None = None  # after it, the start of the next message is unknown
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> Transfer:
         """Post a receive of one message into contiguous tensors. Messages arrive in posting order, whichever is waited for."""
@@ -166,7 +166,7 @@ class Receiver(SocketChannel):
         """Read a message into the given memory, and return the note that came with it, if one did."""
         expected, length = sum(map(len, parts)), bytearray(LENGTH.size)
         rest = [memoryview(length), *parts]
-        while rest and len(rest) > len(parts):  # the length first, with whatever has come after it
+        while rest and len(rest) > len(parts):  # the length first, with the data that has come after it
             rest = _behind(rest, self._taken(rest, 0))
         (size,) = LENGTH.unpack(length)
         if size & ~NOTED != expected:

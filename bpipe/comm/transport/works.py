@@ -53,7 +53,7 @@ class Works:
 
 
 class Noted:
-    """A receive of tensors with which a note may come, on a connection of its own.
+    """A receive of tensors that may come with a note, on a separate connection.
 
     Args:
         tensors: the transfer of the tensors.

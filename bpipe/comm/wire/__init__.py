@@ -1,3 +1,3 @@
-"""What ranks say to each other: messages, their headers and frames."""
+"""The wire format: messages, their headers and frames."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""Encode the records that ranks send each other, but for headers, which are many and have a format of their own.
+"""Encode the records that ranks send each other, except headers, which are frequent and have a separate format.
 
 A record is a NamedTuple. It travels as a JSON array of its type's name and its fields, bytes in hexadecimal digits. What arrives is
 checked against the types of the fields once, in `decode`, so that nothing else has to doubt it. Nothing is unpickled.

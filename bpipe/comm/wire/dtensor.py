@@ -21,7 +21,7 @@ FindMesh = Callable[[tuple[str, ...] | None, tuple[int, ...]], Any]
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a DTensor, without an import that takes a second where nobody uses them."""
+    """Return whether a tensor is a DTensor, without an import that takes a second in programs that do not use DTensors."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and isinstance(tensor, loaded.DTensor)
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other beside the transfers: frames of a fixed binary format. Nothing in them is executed.
+"""Frames: the control messages of ranks, beside the transfers, in a fixed binary format. Nothing in them is executed.
 
 bytes 0..7    b"bpctl\\0" and the version of this format (uint16)
 bytes 8..23   kind, length of the body (uint32 each), number (uint64): of a call, or of steps
@@ -22,7 +22,7 @@ HEAD = struct.Struct("<6sHIIQ")
 
 
 class Kind(IntEnum):
-    """What a frame says."""
+    """The purpose of a frame."""
 
     CALL = 1  # this rank makes its next collective call
     REFUSAL = 2  # it cannot make that call; the body says why

@@ -64,7 +64,7 @@ CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
 
 class Subject(NamedTuple):
-    """What a header is about; the receiver expects exactly this."""
+    """The message that a header describes; the receiver expects exactly this one."""
 
     step: int
     stage: int
@@ -150,7 +150,7 @@ def unpack_eviction(data: bytes, expected: Subject, expected_part: int) -> list[
 
 
 def size_of(data: bytes, expected: Subject) -> int:
-    """Return the size in bytes of the header with which the data begins.
+    """Return the size in bytes of the header at the start of the data.
 
     Raises:
         CommError: the data is too short for a header.

@@ -1,4 +1,4 @@
-"""What a stage hands to the next one: a pytree of tensors and plain values, taken apart and put together again."""
+"""Flatten and unflatten the messages from a stage to the next one: pytrees of tensors and plain values."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TensorMeta(NamedTuple):
 
 
 class MessageSpec(NamedTuple):
-    """What is agreed about a message: its pytree, as JSON with a "T" for each tensor, and its tensors; None for an absent one.
+    """The agreed layout of a message: its pytree, as JSON with a "T" for each tensor, and its tensors; None for an absent one.
 
     A DTensor is also a "T", for its shard, inside a description of the rest. A layout is open if outputs that need no gradient may
     need one later, which a note then says.
@@ -138,7 +138,7 @@ def unflatten_message(tree: str, tensors: Sequence[Any], find_mesh: FindMesh = _
     Args:
         pytree: the pytree that `flatten_message` made.
         tensors: its tensors, as they arrived.
-        find_mesh: finds the mesh on which this rank has its shards of a DTensor.
+        find_mesh: finds the mesh of this rank's shards of a DTensor.
 
     Raises:
         CommError: the pytree is invalid, or asks for a different number of tensors.
@@ -209,7 +209,7 @@ def all_dense(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def metas_of(sent: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]) -> tuple[TensorMeta, ...]:
-    """Return the metas of what is sent for some outputs, which say whether the outputs need gradients."""
+    """Return the metas of the tensors sent for some outputs; the metas say whether the outputs need gradients."""
     return tuple(meta_of(tensor, requires_grad=output.requires_grad) for tensor, output in zip(sent, outputs))
 
 

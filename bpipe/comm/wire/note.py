@@ -1,8 +1,8 @@
-"""Gradients that are not all as agreed: a message of the agreed sizes, and a note with it.
+"""Notes on gradient messages: say which gradients differ from the agreement, while the message keeps its agreed sizes.
 
 What is agreed about a message of gradients is what an earlier step had, because its receive is posted before anybody can know more.
 In this step a stage may leave an input unused, so that its gradient is absent, or use one that it had not used before. Then a note
-says what each gradient really is. In place of an absent gradient, zeros are sent, which nobody reads; a gradient that was agreed to
+says what each gradient really is. For an absent gradient, zeros are sent, which the receiver ignores; a gradient that was agreed to
 be absent is sent in the note, and both ends expect it from then on.
 
     the note: a header with the actual layout, then the bytes of each tensor that was agreed to be absent

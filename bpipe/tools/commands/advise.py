@@ -49,25 +49,25 @@ def add(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--gated", action="store_true", help="the MLP has a gate (SwiGLU); say its width with --ffn")
     machine = parser.add_argument_group("machine")
     machine.add_argument("--device", help="a100-80gb, h100, ...: memory, speed and links")
-    machine.add_argument("--memory", type=single(bytes_of), metavar="BYTES", help="of a device (default: the device's)")
-    machine.add_argument("--reserved", type=single(bytes_of), metavar="BYTES", help="of these, set aside (default: 5%%)")
-    machine.add_argument("--link", type=link, metavar="RATE", help="within a node: nvlink3, pcie4 or such as 25GB/s")
-    machine.add_argument("--cross-link", type=link, metavar="RATE", help="between nodes")
+    machine.add_argument("--memory", type=single(bytes_of), metavar="BYTES", help="of a device (default: that of --device)")
+    machine.add_argument("--reserved", type=single(bytes_of), metavar="BYTES", help="memory to set aside of that (default: 5%%)")
+    machine.add_argument("--link", type=link, metavar="RATE", help="link within a node: nvlink3, pcie4 or such as 25GB/s")
+    machine.add_argument("--cross-link", type=link, metavar="RATE", help="link between nodes")
     machine.add_argument("--ranks-per-node", type=whole, metavar="N", help="stages on a node; stages x and p-1-x share one")
-    machine.add_argument("--num-devices", type=whole, metavar="N", help="over which pipelines are repeated")
+    machine.add_argument("--num-devices", type=whole, metavar="N", help="devices of all pipelines together")
     run = parser.add_argument_group("run")
     run.add_argument("--batch", type=whole, required=True, metavar="N", help="sequences per step")
     run.add_argument("--stages", type=several(whole), metavar="P", help="one or several to compare, such as 4,8")
     run.add_argument("--tensor-parallel", type=whole, default=1, metavar="T", help="devices of a stage (default: 1)")
-    run.add_argument("--no-sequence-parallel", action="store_true", help="norms and dropout are not cut over them")
+    run.add_argument("--no-sequence-parallel", action="store_true", help="norms and dropout are not cut over these devices")
     run.add_argument("--sequence", type=whole, metavar="N", help="tokens of a sequence (default: the model's)")
     run.add_argument("--attention", default="flash", help="flash or materialised (default: flash)")
-    run.add_argument("--precision", default="bf16", help="of activations (default: bf16)")
-    run.add_argument("--recomputations", type=several(str), metavar="HOW", help="to try, of none,selective,full (default: all)")
-    run.add_argument("--layers-by-stage", type=several(whole), metavar="N", help="such as 9,10,10,9 (default: even)")
-    run.add_argument("--microbatch-sizes", type=several(whole), metavar="N", help="to try (default: all that divide)")
-    run.add_argument("--efficiency", type=efficiency, metavar="X", help="of one stage: 0.45, or by size: 1=0.33,2=0.47")
-    run.add_argument("--bytes-per-parameter", type=float, metavar="N", help="weights, gradients, optimizer (default: 18)")
+    run.add_argument("--precision", default="bf16", help="precision of activations (default: bf16)")
+    run.add_argument("--recomputations", type=several(str), metavar="HOW", help="which to try: none,selective,full (default: all)")
+    run.add_argument("--layers-by-stage", type=several(whole), metavar="N", help="of each stage, such as 9,10,10,9 (default: even)")
+    run.add_argument("--microbatch-sizes", type=several(whole), metavar="N", help="to try (default: all that divide the batch)")
+    run.add_argument("--efficiency", type=efficiency, metavar="X", help="of one stage: 0.45, or by microbatch size: 1=0.33,2=0.47")
+    run.add_argument("--bytes-per-parameter", type=float, metavar="N", help="of weights, gradients and optimizer (default: 18)")
 
 
 def several(read: Callable[[str], Any]) -> Callable[[str], list[Any]]:
@@ -120,7 +120,7 @@ def _check_what_is_needed(args: argparse.Namespace, model: Transformer | list[Pr
     if args.stages is None and not (isinstance(model, list) and len(model) > 1):
         raise ConfigurationError("into how many stages? --stages 8, or several to compare: --stages 4,8")
     if args.device is None and (args.memory is None or isinstance(model, Transformer)):
-        raise ConfigurationError("on which device? --device a100-80gb; a model that was profiled also does with --memory 80GiB")
+        raise ConfigurationError("on which device? --device a100-80gb; for a profiled model --memory 80GiB is enough")
 
 
 def _model(args: argparse.Namespace) -> Transformer | list[Profile]:

@@ -71,7 +71,7 @@ def _gpus() -> str:
         raise ConfigurationError(f"torch cannot be imported: {error}") from error
     if not torch.cuda.is_available():
         raise ConfigurationError(
-            f"no GPU: torch {torch.__version__} finds none on this machine, and all that this command checks takes one. Run it "
+            f"no GPU: torch {torch.__version__} finds none on this machine, and all checks of this command need one. Run it "
             "where nvidia-smi lists a GPU, with a torch that was built for CUDA"
         )
     names = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
@@ -79,7 +79,7 @@ def _gpus() -> str:
 
 
 def data_of(ran: list[Ran], about: str, took_s: float) -> dict[str, Any]:
-    """Return what the JSON holds, from which the page is written."""
+    """Return the contents of the JSON; the page is written from them."""
     counts = {outcome.value: number for outcome, number in count(ran).items()}
     return {
         "summary": summary(counts, about, took_s),

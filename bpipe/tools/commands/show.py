@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> Result:
     if args.budget is not None:
         plan = within_budget(plan, costs_of(args, plan), args)
     elif given := costs_given(args):
-        raise ConfigurationError(f"{', '.join(given)}: a grid shows no costs but with --budget; simulate does")
+        raise ConfigurationError(f"{', '.join(given)}: a grid shows costs only with --budget; `bpipe simulate` shows them")
     return Result(data=_data(plan) if args.json else None, shown=lambda: _shown(plan, args))
 
 

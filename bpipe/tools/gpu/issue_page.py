@@ -1,4 +1,4 @@
-"""The page that is pasted into an issue: one line that says it all, and a table."""
+"""The page to paste into an issue: a one-line summary, and a table."""
 
 from __future__ import annotations
 

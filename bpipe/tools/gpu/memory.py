@@ -19,14 +19,14 @@ from bpipe.tools.gpu.verdict import Verdict, judged
 __all__: list[str] = []
 
 STEPS = 3  # before the one that is looked at: it allocates nothing for the first time
-TOLERANCE = 0.02  # of what bpipe says
+TOLERANCE = 0.02  # of bpipe's figure
 BESIDE = 256 * 2**20  # bytes that libraries such as cuBLAS keep for themselves, a workspace for each stream
 SMALL = 2**14  # bytes, where all is small
 PEAK = (
     f"The allocator's peak is what `stats['device_peak_bytes']` says, to {TOLERANCE:.0%}, and on top of that at most what one "
     "microbatch's operations need for a moment, which bpipe does not count."
 )
-FREED = "The memory of what is evicted is free for other tensors at once, by the allocator's own count."
+FREED = "The memory of evicted tensors is free for other tensors at once, by the allocator's own count."
 
 
 class Seen(NamedTuple):
@@ -38,7 +38,7 @@ class Seen(NamedTuple):
         moment_bytes: what one microbatch's operations need for a moment beside what they save, measured by itself.
         rounded_bytes: the part of the allocator's peak that was not asked for: it rounds each tensor up.
         beside_bytes: what is allocated between steps and is neither bpipe's nor the model's.
-        unused_bytes: the peak of what the allocator reserved less the peak of what it allocated: fragments.
+        unused_bytes: the allocator's peak of reserved bytes minus its peak of allocated bytes: fragments.
     """
 
     said_bytes: int
@@ -86,7 +86,7 @@ class Moments(NamedTuple):
     Args:
         saving_bytes: of a forward and its backward, beside what the forward saves.
         forward_bytes: of a forward that saves nothing, as the first one of a microbatch that is recomputed.
-        part_bytes: of a part of what a forward saves, and a message: this much more may be held where parts leave inside forwards.
+        part_bytes: of a part of a forward's saved bytes, and a message: this much more may be held if parts leave inside forwards.
     """
 
     saving_bytes: int

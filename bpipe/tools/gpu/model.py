@@ -42,7 +42,7 @@ class Size:
 
 
 class Block(nn.Module):
-    """A pre-norm block: causal attention by whatever kernel torch chooses, dropout, and an MLP."""
+    """A pre-norm block: causal attention by the kernel that torch chooses, dropout, and an MLP."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ LIMITS_S: dict[str, float] = {"environment": 40, "equality": 80, "memory": 60, "
 MOST_S = 600.0
 LAUNCH = (sys.executable, "-m", "bpipe.tools.gpu")
 ENDING_S = 5.0
-TOLD_BYTES = 400  # of what a process said before it died
+TOLD_BYTES = 400  # of a process's last output before it died
 SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # without it, cuBLAS adds in another order on each stream
 
 

@@ -12,15 +12,16 @@ PATH = Path(__file__).resolve().parents[3] / "docs" / "transformers.md"
 
 HEAD = """# Hugging Face Transformers, class by class
 
-What `bpipe.split_transformer` does with every class of transformers {version} that an `AutoModel` knows, found by a sweep: a small
-random model of each is built, cut into 2 stages and into as many as it has layers, and compared with the whole one, in train mode,
-with and without padding. *Right* means that outputs and the gradients of all parameters are equal to the bit; *refused*, that the
-split raises ConfigurationError, so that there is no stage; *not built*, that the sweep knows no small model of the class. Pictures
-and sound are not given: these models are cut for words alone. Sizes are small, factors are not 1, and the other switches are those
-of a default configuration; each split is proven with your switches, so that DeBERTa-v2 with `relative_attention` is refused.
+This page lists how `bpipe.split_transformer` handles every class of transformers {version} that an `AutoModel` knows. A sweep
+wrote it: it builds a small random model of each class, cuts it into 2 stages and into as many as it has layers, and compares the
+stages with the whole model, in train mode, with and without padding. *Right* means that outputs and the gradients of all parameters
+are equal to the bit; *refused*, that the split raises ConfigurationError and makes no stage; *not built*, that the sweep cannot
+build a small model of the class. The sweep gives text only, no images or sound, because these models are cut as language models.
+Sizes are small, factors are not 1, and the other switches are those of a default configuration; each split is proven with your
+switches, so that DeBERTa-v2 with `relative_attention` is refused.
 
 {num_right} classes are right, {num_refused} are refused, and {num_not_built} could not be built by the sweep. {num_others} more
-take no `inputs_embeds`, so that no stage could begin with hidden states; they are refused for it.
+take no `inputs_embeds`, so a stage could not begin with hidden states; they are refused for that reason.
 
 The sweep writes this page:
 
