@@ -1,4 +1,4 @@
-"""What a run measured: every rank's numbers gathered, then a table, a picture and a JSON file."""
+"""Report a run's measurements: gather every rank's numbers, then write a table, a picture and a JSON file."""
 
 from __future__ import annotations
 

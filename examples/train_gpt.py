@@ -1,10 +1,10 @@
-"""Train a byte-level GPT in stages, one a process, with their activation memory balanced.
+"""Train a byte-level GPT in stages, one per process, with their activation memory balanced.
 
     torchrun --nproc-per-node 4 examples/train_gpt.py
     torchrun --nproc-per-node 2 examples/train_gpt.py --resume --steps 200
 
 The text is Python's own standard library. The first steps alternate between plain and balanced 1F1B, to compare their
-memory and time; both give the same gradients, to the bit, so all of them train. Whatever a run makes is under
+memory and time; both give the same gradients, to the bit, so all of them train. All files of a run are under
 runs/NAME. Ctrl-C ends it after the step it is in, with a checkpoint and the report.
 """
 

@@ -140,7 +140,7 @@ class Advice:
 
     @property
     def gain(self) -> float | None:
-        """How much faster the best balanced one is than the best plain one, 0.35 for 1.35 times; None where one is missing."""
+        """The speed-up of the best balanced candidate over the best plain one, 0.35 for 1.35 times; None if one is missing."""
         plain, balanced = self.best_plain, self.best_balanced
         return plain.step_s / balanced.step_s - 1 if plain and balanced else None
 

@@ -37,7 +37,7 @@ def transformer_of(model: object) -> Transformer:
     if isinstance(model, str):
         return model_named(model)
     raise ConfigurationError(
-        f"no model is a {type(model).__qualname__}: give a model's name, a bpipe.estimate.Transformer, or what profile returned"
+        f"model= is of type {type(model).__qualname__}: give a name, a bpipe.estimate.Transformer, or a result of bpipe.profile"
     )
 
 

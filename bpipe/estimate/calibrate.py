@@ -80,7 +80,7 @@ def _saved(timeline: Timeline, stage: int) -> int:
 
 
 def _static(timeline: Timeline, rank: int, saved: Sequence[int]) -> int:
-    """Return a stage's share of what a rank holds besides its own microbatches, messages and its buffers for remote ones."""
+    """Return a stage's share of a rank's bytes other than its own microbatches, messages and its buffers for remote ones."""
     lane = timeline.actions[rank]
     remote_buffers = sum(map(sum, timeline.plan.remote_buffers(rank, lambda action: saved[action.stage]).values()))
     return max(0, lane.static_bytes + lane.remote_buffer_bytes - remote_buffers) // timeline.plan.stage_ranks.count(rank)

@@ -106,7 +106,7 @@ def _stays(schedule: str, plain: Plan) -> Plan | None:
 def _to_pairs(schedule: str, plain: Plan) -> Plan | None:
     """Return the plan with the smallest budget that works, if it is below what the plain schedule occupies.
 
-    A pair cannot get below half of what its ranks occupy together, plus one slot for the transfer in flight.
+    A pair cannot get below half of the slots that its ranks occupy together, plus one slot for the transfer in flight.
     """
     peaks = plain.peak_slots
     least = max((peaks[rank] + peaks[pair] + 2) // 2 for rank, pair in enumerate(mirror_pairs(len(peaks))))

@@ -1,4 +1,4 @@
-"""How a transformer is run: what its layers keep and recompute, and over how many devices each layer is cut."""
+"""The execution of a transformer: which tensors its layers keep and recompute, and how many devices share each layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VALUE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """How the layers of a stage run.
+    """The execution of a stage's layers.
 
     Args:
         attention: "materialised" keeps the [s, s] attention maps, "flash" (any fused kernel) does not.

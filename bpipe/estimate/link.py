@@ -1,4 +1,4 @@
-"""How fast a link must be to hide an eviction."""
+"""Compute how fast a link must be to hide an eviction."""
 
 from __future__ import annotations
 

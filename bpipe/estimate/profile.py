@@ -66,7 +66,7 @@ def profile(
         A `Profile`, which `bpipe.advise` takes, alone or as one for each stage.
 
     Raises:
-        ConfigurationError: no module, an example without tensors or rows, sizes that make no microbatch, parameters that are not
+        ConfigurationError: not a module, an example without tensors or rows, sizes that make no microbatch, parameters that are not
             there yet, or hooks that would change the parameters during a backward.
         StageError: nothing in the output needs a gradient; or the module returned something that cannot be sent.
 

@@ -176,7 +176,7 @@ class ModelWorkload:
     def _efficiency_text(self) -> str:
         if isinstance(self.efficiency, Mapping):
             return ", ".join(f"{100 * share:.3g}% at microbatch {size}" for size, share in sorted(self.efficiency.items()))
-        return f"{100 * self.share(1):.3g}%, whatever the microbatch" + " (an assumption)," * (self.efficiency is None)
+        return f"{100 * self.share(1):.3g}% for any microbatch size" + " (an assumption)," * (self.efficiency is None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,7 +62,7 @@ def measure_layers(
         flops_per_s: on the meta device, the operations per second that convert operations to seconds.
 
     Raises:
-        ConfigurationError: no module, unknown names, layers inside of others or out of order, or one that runs twice or not at all.
+        ConfigurationError: not a module, unknown names, layers inside others or out of order, or one that runs twice or not at all.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))

@@ -73,7 +73,7 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _shared(names: Names, kept: Sequence[str]) -> dict[int, Any]:
-    """Return the memo of what deepcopy shares: kept modules, all parameters and buffers, and copied modules' plain tensors."""
+    """Return deepcopy's memo of shared objects: kept modules, all parameters and buffers, and copied modules' plain tensors."""
     memo: dict[int, Any] = {id(tensor): tensor for tensor in names.tensors.values()}
     for name, module in names.modules.items():
         if names.is_kept(name, kept):

@@ -57,7 +57,7 @@ def add_costs(parser: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{name}", type=single(read), metavar=metavar, help=text)
     group.add_argument("--per-rank", action="store_true", help="costs are of a whole rank: each of its V stages has 1/V of them")
     group.add_argument("--ranks-per-node", type=whole, metavar="N", help="ranks on a node; stages x and p-1-x share one")
-    group.add_argument("--slowdown", type=float, metavar="X", help="factor by which a running transfer slows computations down")
+    group.add_argument("--slowdown", type=float, metavar="X", help="a running transfer slows computations down by this factor")
     group.add_argument("--measured", type=Path, metavar="TRACE", help="take times and bytes from a trace instead")
     group.add_argument("--step", type=int, metavar="N", help="the trace's step to use (default: the step of median length)")
 

@@ -28,7 +28,7 @@ def draw(
     Args:
         timeline: what to draw, simulated or measured.
         path: where to write it. Its suffix decides: .png, .svg and .pdf need matplotlib; .html is one page that needs
-            nothing, in which you can zoom, hover and follow a microbatch.
+            nothing, where you can zoom, hover and follow a microbatch.
         other: a second timeline below the first, on the same axis of time and with the same scale of memory.
         title: a line above the picture.
         window: from when to when, in seconds; default: all.

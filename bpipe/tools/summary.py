@@ -17,7 +17,7 @@ __all__: list[str] = []
 
 EVICTIONS = (Op.WAIT_EVICT, Op.WAIT_LOAD)
 HOLDS = ("device", "activations")
-NOTHING_STAYS = "device has nothing of what stays (weights, gradients, optimizer states)"
+NOTHING_STAYS = "device leaves out static memory (weights, gradients, optimizer states)"
 
 
 def data_of(timeline: Timeline) -> dict[str, Any]:
@@ -126,14 +126,14 @@ def unknown(found: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def unknown_of(plan: Plan, *, is_balanced_here: bool) -> list[str]:
-    """Return the line that says so of a plan whose sizes count nothing of what stays."""
+    """Return the line that says that a plan's sizes count no static memory."""
     if plan.sizes is None or any(plan.sizes.static):
         return []
     return [f"{plan.name}: {NOTHING_STAYS}: {'give --static' if is_balanced_here else 'its plan has none'}"]
 
 
 def lacks_static(data: dict[str, Any]) -> bool:
-    """Return whether nothing is known of what stays."""
+    """Return whether a rank's static memory is unknown."""
     return data["source"] != "measured" and not any(rank["static_bytes"] for rank in data["ranks"])
 
 

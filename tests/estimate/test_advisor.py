@@ -151,8 +151,8 @@ def test_measured_stages_of_unequal_length() -> None:
     ("changes", "message"),
     [
         ({"model": "gpt3-96"}, "did you mean 'gpt3-96b'"),
-        ({"model": 5}, "no model is a int"),
-        ({"model": []}, "no model is a list"),
+        ({"model": 5}, "model= is of type int"),
+        ({"model": []}, "model= is of type list"),
         ({"device": "a100-80g"}, "did you mean 'a100-80gb'"),
         ({"device": 5}, "no device is called 5"),
         ({"device": None}, "how much memory"),
@@ -204,7 +204,7 @@ def test_measured_stages_of_unequal_length() -> None:
         ({"model": STAGE, "attention": "materialised"}, "attention= says how to calculate"),
         ({"model": STAGE, "batch": 3}, r"none of the microbatch sizes \[2\] divides"),
         ({"model": [STAGE, STAGE]}, "2 profiles for 8 stages"),
-        ({"model": [STAGE, 5]}, "no model is a list"),
+        ({"model": [STAGE, 5]}, "model= is of type list"),
     ],
 )
 def test_bad_input(changes: dict[str, Any], message: str) -> None:

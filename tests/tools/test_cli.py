@@ -214,7 +214,7 @@ def test_static_bytes_alone_do_not_say_what_activations_are(capsys):
 def test_a_balanced_plan_without_static_bytes_says_so(capsys, tmp_path: Path):
     _, without, _ = run(capsys, "show", *SIZED, "--budget", "lowest")
     _, with_static, _ = run(capsys, "show", *SIZED, "--budget", "lowest", "--static", "1GiB")
-    assert "optimizer states): give --static\n" in without and "what stays" not in with_static
+    assert "optimizer states): give --static\n" in without and "static memory" not in with_static
 
 
 def test_what_is_level_is_said_to_be(capsys):

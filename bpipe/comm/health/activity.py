@@ -19,7 +19,7 @@ MAX_SERVED = 2**12
 
 
 class State(IntEnum):
-    """What a rank is doing with a pipeline."""
+    """The state of a rank in a pipeline."""
 
     OUTSIDE = 0  # nothing: the user's code between steps
     MEETING = 1  # it waits for the others in a collective call
@@ -28,7 +28,7 @@ class State(IntEnum):
 
 
 class Status(NamedTuple):
-    """What a rank reports about itself.
+    """A rank's report about itself.
 
     Args:
         rank: its rank in the plan.
@@ -125,7 +125,7 @@ class Activity:
 
 
 def action_at(plan: Plan | None, status: Status) -> Action | None:
-    """Return the action that a rank's status points at; None if it runs no plan, or has reached the end of its lane."""
+    """Return the action at the position in a rank's status; None if it does not run a plan or has reached the end of its lane."""
     if plan is None or status.state is not State.RUNNING or not status.rank < plan.num_ranks:
         return None
     lane = plan.actions[status.rank]

@@ -15,7 +15,7 @@ UNKNOWN_CUT = bytes(16)  # of a module that was not cut from a model by bpipe, o
 
 
 class StepRecord(NamedTuple):
-    """What one rank is about to run."""
+    """The step that one rank is about to run."""
 
     version: str
     schedule: str

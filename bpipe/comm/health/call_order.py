@@ -28,7 +28,7 @@ class OpenPipeline(Protocol):
         """Return the processes that wait in a call of this pipeline that the current thread usually makes, and is not making."""
 
     def abandon(self) -> None:
-        """Give up its connections without a word."""
+        """Close its connections without a message to the peers."""
 
 
 _OPEN: weakref.WeakSet[OpenPipeline] = weakref.WeakSet()  # of this process: the only place where its pipelines know of each other

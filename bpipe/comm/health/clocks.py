@@ -33,7 +33,7 @@ Exchange = Callable[[Collective, bytes], list[bytes]]
 
 
 class Offset(NamedTuple):
-    """How far a rank's clock is ahead of rank 0's, and how wrong that can be."""
+    """The lead of a rank's clock over rank 0's, and its largest possible error."""
 
     offset_ns: int
     error_ns: int

@@ -20,7 +20,7 @@ Finding = Send | Warn | Failure  # a question to the others, a warning, or the e
 
 
 class Timeouts(NamedTuple):
-    """How long a rank waits for another one.
+    """The longest waits of a rank for another one.
 
     Args:
         timeout_s: seconds after which a single wait fails.

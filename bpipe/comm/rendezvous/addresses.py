@@ -21,7 +21,7 @@ class Address(NamedTuple):
 
 
 class Endpoint(NamedTuple):
-    """Where a rank listens.
+    """The endpoint that a rank listens at.
 
     Args:
         address: numbers, of IPv4 or IPv6.

@@ -39,7 +39,7 @@ class Transport(ABC):
     Attributes:
         device: the device of the rank's stages.
         control: its control plane, beside the channels.
-        streams: the streams on which it works, besides the caller's.
+        streams: the streams that it uses, besides the caller's.
         identity: the number of the pipeline among those of its group.
         waits_on_device: whether a wait for a transfer blocks only the device, and the host goes on at once; then one thread issues
             all of a step, in the order of `schedules.issue_order`.

@@ -1,6 +1,6 @@
 """Channels between ranks that share a process and a thread.
 
-Nothing here blocks, because the caller runs the ranks' actions in an order in which everything that is waited for has happened.
+Nothing here blocks, because the caller runs the ranks' actions in an order that does each thing before an action waits for it.
 """
 
 from __future__ import annotations

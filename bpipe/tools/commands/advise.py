@@ -134,5 +134,5 @@ def _model(args: argparse.Namespace) -> Transformer | list[Profile]:
         raise ConfigurationError("give one name, or files of profiles, or dimensions without a name")
     missing = [f"--{name}" for name in NEEDED if getattr(args, name) is None]
     if missing:
-        raise ConfigurationError(f"no model: give its name, or its dimensions too: {' '.join(missing)}")
+        raise ConfigurationError(f"a model is missing: give its name, or all its dimensions, also {' '.join(missing)}")
     return Transformer(sequence=args.sequence, is_gated=args.gated, name="this model", **given)

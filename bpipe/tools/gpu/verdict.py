@@ -15,7 +15,7 @@ PATH = re.compile(r"(?<![\w.])(?:~|[A-Za-z]:)?(?:[/\\][\w.+@%-]+)+[/\\]([\w.+@%-
 
 
 class Outcome(Enum):
-    """How a check ended."""
+    """The outcome of a check."""
 
     PASSED = "passed"
     FAILED = "failed"
