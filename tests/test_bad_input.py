@@ -30,7 +30,7 @@ def test_construction_refuses_what_it_can():
         ((linear, 4, 4, "cpu"), "stage_index=4: with 4 stages it is 0 to 3"),
         ((linear, -1, 4, "cpu"), "stage_index=-1"),
         ((linear, 0, 0, "cpu"), "num_stages=0"),
-        (("linear", 0, 1, "cpu"), "wraps an nn.Module, got str"),
+        (("linear", 0, 1, "cpu"), "needs an nn.Module, got str"),
     ):
         with pytest.raises(ConfigurationError, match=re.escape(message)):
             bpipe.PipelineStage(*arguments)
@@ -43,7 +43,7 @@ def test_construction_refuses_what_it_can():
         bpipe.BalancedOneFOneB(stage, 8, slots=2)
     with pytest.raises(ConfigurationError, match="the plan needs 4 ranks and the group has 3"):
         bpipe.OneFOneB(bpipe.PipelineStage(linear, 0, 4, "cpu", bpipe.Loopback(3).rank(0)), 8)
-    with pytest.raises(ConfigurationError, match="runs a PipelineStage, got Linear"):
+    with pytest.raises(ConfigurationError, match="needs a PipelineStage, got Linear"):
         bpipe.OneFOneB(linear, 8)
 
 
@@ -64,7 +64,7 @@ def test_a_missing_target():
 
 def test_gradients_switched_off():
     loopback, schedules = pipeline()
-    with torch.no_grad(), pytest.raises(ConfigurationError, match=r"use eval\(\)"):
+    with torch.no_grad(), pytest.raises(ConfigurationError, match=r"call eval\(\) instead"):
         loopback.step(schedules, torch.randn(2, WIDTH), target=torch.randn(2, WIDTH))
 
 
@@ -160,7 +160,7 @@ def test_misuse_is_named():
         schedules[0].step(x)
     with pytest.raises(ConfigurationError, match="1 schedules for 2 ranks"):
         loopback.step(schedules[:1], x, target=x)
-    with pytest.raises(ConfigurationError, match="losses is filled in place"):
+    with pytest.raises(ConfigurationError, match="losses= must be a list, which bpipe fills in place"):
         loopback.step(schedules, x, target=x, losses=())
     with pytest.raises(ConfigurationError, match="arg_mbs must be a list with one entry for each of 2 microbatches, got 3 entries"):
         loopback.step(schedules, arg_mbs=[(x,)] * 3, target=x)

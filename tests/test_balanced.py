@@ -444,8 +444,8 @@ SIZES = Sizes.of([8, 8, 8, 8])
         ({"budget": (9, 9, 9, 0)}, "budget=(9, 9, 9, 0): give bytes, at least 1"),
         ({"parts": 0}, "parts=0: give a whole number from 1 to 64"),
         ({"parts": 65}, "parts=65: give a whole number from 1 to 64"),
-        ({"budget": None, "parts": 2}, "budget=None counts microbatches and has no use for parts"),
-        ({"budget": None, "sizes": SIZES, "costs": Costs()}, "has no use for costs, sizes"),
+        ({"budget": None, "parts": 2}, "budget=None counts microbatches and does not use parts"),
+        ({"budget": None, "sizes": SIZES, "costs": Costs()}, "does not use costs, sizes"),
         ({"sizes": Sizes.of([8, 8])}, "2 stages in up to 1 parts and 2 ranks: give 4 stages, each in at most parts=1, and 4 ranks"),
         (
             {"sizes": Sizes.of([8] * 4, num_parts=3), "parts": 2},
@@ -453,7 +453,7 @@ SIZES = Sizes.of([8, 8, 8, 8])
         ),
         ({"to": Destinations(pairs=[1, 0])}, "pairs=(1, 0): name one acceptor"),
         ({"to": Destinations(host="perhaps")}, "host='perhaps': choose"),
-        ({"replicas": 3}, "replicas is a process group of torch.distributed, got int"),
+        ({"replicas": 3}, "replicas must be a process group of torch.distributed, got int"),
     ],
 )
 def test_arguments_that_cannot_work(options, message):
@@ -482,7 +482,7 @@ def test_schedules_that_cannot_be_balanced():
 def test_the_schedule_that_was_balanced_runs_no_more():
     schedule = schedule_of()
     balanced = bpipe.Balanced(schedule)
-    with pytest.raises(bpipe.errors.PipelineBrokenError, match="given to Balanced: call the one that Balanced returned"):
+    with pytest.raises(bpipe.errors.PipelineBrokenError, match="given to Balanced: call the schedule that Balanced returned"):
         schedule.step(torch.zeros(M, WIDTH))
     with pytest.raises(bpipe.errors.PipelineBrokenError, match="given to Balanced"):
         bpipe.Balanced(schedule)
@@ -624,7 +624,7 @@ def with_replicas(rank: int, sizes: list[int]) -> tuple[str, float, float]:
 def test_replicas_with_different_sizes_are_refused_on_every_rank():
     told, seconds, _ = zip(*run_ranks(with_replicas, 4, [2, 4]))
     pattern = (
-        r"replicas differ: of a microbatch of stage [01], rank [01] has (\d+) saved bytes and rank [23] has (\d+)\. "
+        r"replicas differ: for a microbatch of stage [01], rank [01] has (\d+) saved bytes and rank [23] has (\d+)\. "
         "Give all replicas microbatches of the same shapes."
     )
     found = [re.fullmatch(pattern, text) for text in told]

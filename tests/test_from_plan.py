@@ -84,7 +84,7 @@ def test_an_unsound_plan_is_refused_with_what_is_wrong():
 
 def test_a_plan_for_other_stages_or_without_backwards_is_refused():
     stage = bpipe.PipelineStage(torch.nn.Linear(2, 2), 0, 2, "cpu", bpipe.Loopback(2).rank(0))
-    with pytest.raises(ConfigurationError, match="is for 3 stages on 3 ranks, and these are 2 stages on 2"):
+    with pytest.raises(ConfigurationError, match="is for 3 stages on 3 ranks, but these are 2 stages on 2"):
         bpipe.FromPlan(stage, build("1f1b", 3, 4), mse)
     with pytest.raises(ConfigurationError, match="only evaluates"):
         bpipe.FromPlan(stage, forward_plan(build("1f1b", 2, 4)), mse)
@@ -129,11 +129,11 @@ def test_damaged_reports_are_reports_or_refused(report, data):
     "text", ['{"stages": 3}', "[]", '{"stages": {"0": {"parts": [-1]}}}', '{"stages": {}, "rank": true}', "[" * 9**5]
 )
 def test_what_is_no_report_is_refused(text):
-    with pytest.raises(CommError, match="rank 1 sent no report of its sizes"):
+    with pytest.raises(CommError, match="rank 1 sent an unreadable report of its sizes"):
         Report.unpack(text.encode(), 1)
 
 
-@pytest.mark.parametrize("scale, message", [(1.0, ""), (0.5, r"0EVICT\d+ would move \d+ bytes, and the sizes .* say \d+")])
+@pytest.mark.parametrize("scale, message", [(1.0, ""), (0.5, r"0EVICT\d+ would move \d+ bytes, but the sizes .* give \d+")])
 def test_an_eviction_larger_than_the_plan_s_sizes_is_refused_by_its_sender(scale, message):
     """With sizes that were measured the plan runs; with half of them it is refused before anything too large leaves."""
     x, y = batch_of("quiet", 2 * M, 0)

@@ -70,7 +70,7 @@ def test_the_record_has_what_each_action_needs_and_is_gone_in_the_end(schedule: 
             latest: dict[tuple[int, int], Action] = {}
             for action, text in follower.seen:
                 before = latest.get(action.key)
-                expected = "nothing has run" if before is None else whereabouts(before)
+                expected = "no action has run" if before is None else whereabouts(before)
                 assert text == f"microbatch {action.microbatch} of stage {action.stage}: {expected}"
                 latest[action.key] = action
             assert [action for action, _ in follower.seen] == [a for a in plan.actions[rank] if a.op not in SHARDING]

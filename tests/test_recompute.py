@@ -435,7 +435,7 @@ def fails(rank: int, what: str) -> str:
 @pytest.mark.parametrize(
     "what, message",
     [
-        ("input", "of stage 1 cannot be recomputed: its input was changed in place. Let the stage work on a clone of it"),
+        ("input", "of stage 1 cannot be recomputed: its input was changed in place. Let the stage work on a clone of its input"),
         ("buffer", "of stage 1 cannot be recomputed: its forward writes the tensor often, which earlier ones did not"),
         ("parameter", "of stage 1 cannot be recomputed: its forward writes the parameter bias"),
         ("gradient", "a backward ran inside the first of two forwards"),
@@ -477,8 +477,8 @@ def test_an_error_in_the_second_forward_says_where():
     "options, message",
     [
         ({"by": "recomputation"}, "by='recomputation': choose 'evict', 'recompute' or 'evict_or_recompute'"),
-        ({"by": "recompute", "parts": 2}, "by='recompute' moves nothing and has no use for parts: leave them out"),
-        ({"by": "recompute", "to": Destinations(host="only"), "costs": Costs()}, "has no use for to, costs: leave them out"),
+        ({"by": "recompute", "parts": 2}, "by='recompute' evicts nothing and does not use parts: leave them out"),
+        ({"by": "recompute", "to": Destinations(host="only"), "costs": Costs()}, "does not use to, costs: leave them out"),
     ],
 )
 def test_arguments_that_cannot_work(options, message):

@@ -149,7 +149,7 @@ def test_microbatches_that_are_no_tuples():
 def test_an_input_with_a_graph():
     loopback, schedules = pipeline([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
     x = torch.randn(M, WIDTH, requires_grad=True)
-    with pytest.raises(ConfigurationError, match="was computed with a graph"):
+    with pytest.raises(ConfigurationError, match="is part of an autograd graph"):
         loopback.step(schedules, x * 2, target=x.detach())
 
 

@@ -106,7 +106,7 @@ def test_a_loopback_returns_them_too():
 
 def test_a_target_is_asked_for_where_the_last_stage_is():
     schedule = on_one_rank(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    with pytest.raises(ConfigurationError, match="the last stage has a loss_fn and got no target"):
+    with pytest.raises(ConfigurationError, match="the last stage has a loss_fn but step"):
         schedule.step(batch()[0])
 
 
@@ -242,12 +242,12 @@ def unlike(**options: Any) -> list[bpipe.PipelineStage]:
         (
             bpipe.BreadthFirst,
             stages(0, 0),
-            "a rank got stages [0, 0] of 4: each stage is on one rank, and every rank holds as many",
+            "a rank got stages [0, 0] of 4: put each stage on one rank, and equally many on every rank",
         ),
-        (bpipe.BreadthFirst, stages(0, 1, 2), "a rank got stages [0, 1, 2] of 4: each stage is on one rank"),
-        (bpipe.BreadthFirst, unlike(num_stages=6), "the stages of a rank have one num_stages, got 4, 6"),
-        (bpipe.BreadthFirst, unlike(device="meta"), "the stages of a rank have one device, got cpu, meta"),
-        (bpipe.BreadthFirst, unlike(group=None), "the stages of a rank have one group, got "),
+        (bpipe.BreadthFirst, stages(0, 1, 2), "a rank got stages [0, 1, 2] of 4: put each stage on one rank"),
+        (bpipe.BreadthFirst, unlike(num_stages=6), "the stages of a rank must have the same num_stages, got 4, 6"),
+        (bpipe.BreadthFirst, unlike(device="meta"), "the stages of a rank must have the same device, got cpu, meta"),
+        (bpipe.BreadthFirst, unlike(group=None), "the stages of a rank must have the same group, got "),
         (bpipe.Interleaved1F1B, stages(0, 2), "interleaved_1f1b"),
         (bpipe.DualPipeV, stages(0, 3), "dualpipe_v"),
     ],

@@ -45,15 +45,15 @@ def test_first_and_last(index: int, size: int, ends: tuple[bool, bool]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((lambda x: x, 0, 1), "a stage wraps an nn.Module, got function"),
-        ((nn.Linear, 0, 1), "a stage wraps an nn.Module, got type"),
+        ((lambda x: x, 0, 1), "a stage needs an nn.Module, got function"),
+        ((nn.Linear, 0, 1), "a stage needs an nn.Module, got type"),
         ((nn.Identity(), 0, 0), "num_stages=0: give a whole number of at least 1"),
         ((nn.Identity(), 0, 2.0), "num_stages=2.0"),
         ((nn.Identity(), 2, 2), "stage_index=2: with 2 stages it is 0 to 1"),
         ((nn.Identity(), -1, 2), "stage_index=-1"),
         ((nn.Identity(), "0", 2), "stage_index='0'"),
         ((nn.Identity(), None, 2), "stage_index=None"),
-        ((nn.Linear(2, 2, device="meta"), 0, 1), "on the meta device: say with device= where the stage will run"),
+        ((nn.Linear(2, 2, device="meta"), 0, 1), "on the meta device: give device=, where the stage will run"),
     ],
 )
 def test_what_is_refused(arguments: tuple[Any, ...], message: str) -> None:
@@ -128,7 +128,7 @@ def test_our_own_stage_is_taken_as_it_is() -> None:
 
 @pytest.mark.parametrize("other", [nn.Linear(2, 2), None, SimpleNamespace(submod=nn.Identity(), stage_index=0)])
 def test_what_is_no_stage(other: Any) -> None:
-    with pytest.raises(ConfigurationError, match=f"^a schedule runs a PipelineStage, got {type(other).__qualname__}$"):
+    with pytest.raises(ConfigurationError, match=f"^a schedule needs a PipelineStage, got {type(other).__qualname__}$"):
         PipelineStage.adopt(other)
 
 

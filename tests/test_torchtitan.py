@@ -176,7 +176,7 @@ def test_trains_and_validates_as_a_single_process(
     [
         ({"pipeline_parallel_microbatch_size": 3}, "local_batch_size=8 does not divide by pipeline_parallel_microbatch_size=3"),
         ({"pipeline_parallel_schedule_csv": "a.csv"}, "use bpipe.FromPlan"),
-        ({"pipeline_parallel_first_stage_less_layers": 9}, "6 layers do not fill 2 stages whose ends stand for 9 and 1 of them"),
+        ({"pipeline_parallel_first_stage_less_layers": 9}, "6 layers do not fill 2 stages, whose ends count 9 and 1 layers"),
         ({"module_fqns_per_model_part": [["tok_embeddings"]]}, "1 stages do not divide over 2 ranks"),
         ({"module_fqns_per_model_part": [["tok_embeddings"], ["norm"]]}, "no stage has lm_head"),
         ({"pipeline_parallel_layers_per_stage": 3}, "3 stages do not divide over 2 ranks"),
@@ -189,7 +189,7 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
 
 
 def test_a_model_without_layers_is_cut_by_names_alone() -> None:
-    with pytest.raises(ConfigurationError, match="Sequential has no `layers` to cut at: say what each stage has in"):
+    with pytest.raises(ConfigurationError, match="Sequential has no `layers` to cut at: name each stage's modules in"):
         pipelining_fn()(
             nn.Sequential(nn.Linear(2, 2)),
             parallel_dims=Dims(2, 0),

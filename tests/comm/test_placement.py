@@ -116,5 +116,5 @@ def test_places_that_there_are_not() -> None:
     with pytest.raises(ConfigurationError, match="nothing"):
         place(Row(range(4), 1), rule="nothing")
     two = SimpleNamespace(ndim=2)
-    with pytest.raises(ConfigurationError, match=r"a pipeline lies along one dimension of a mesh, .* such as mesh\['pp'\]"):
+    with pytest.raises(ConfigurationError, match=r"a pipeline needs a mesh of one dimension, .* such as mesh\['pp'\]"):
         place(two)

@@ -345,8 +345,11 @@ UNKNOWN: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "method of an object": (lambda x: UserDict(x=x).get, "is a method, which"),
     "cached property": (cached, r"\.mask is a tensor or an array in an attribute"),
     "tensor in a private slot": (WithMask, r"\._Masked__mask is a tensor or an array in an attribute"),
-    "dataclass that does not copy": (Stubborn, "Stubborn, and it cannot be made of other parts: NotImplementedError: no copies"),
-    "object that is its own copy": (Single, "Single, and it cannot be made of other parts: TypeError: its copy is itself"),
+    "dataclass that does not copy": (
+        Stubborn,
+        "Stubborn, and it cannot be rebuilt from other parts: NotImplementedError: no copies",
+    ),
+    "object that is its own copy": (Single, "Single, and it cannot be rebuilt from other parts: TypeError: its copy is itself"),
     "tensor subclass with parts of its own": (lambda x: x.as_subclass(Uneven), r"shapes \[\(2, 4\)\] instead of 8 times \[2, 4\]"),
     "csr": (lambda x: x.to_sparse_csr(), "layout torch.sparse_csr, which torch cannot cut"),
     "jagged tensor that requires a gradient": (
@@ -358,8 +361,8 @@ UNKNOWN: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "captions": (lambda x: tuple(map(str, range(ROWS))), "is a tuple of 16 entries"),
     "metadata": (lambda x: [{"id": i} for i in range(ROWS)], "is a list of 16 entries"),
     "boxes": (lambda x: [torch.zeros(M, 4) for _ in range(ROWS)], "is a list of 16 entries"),
-    "two thirds": (lambda x: torch.zeros(ROWS // 2 * 3), "has 24 rows and .* 16: a microbatch would get 3 and 2 of them"),
-    "half": (lambda x: torch.zeros(ROWS // 2), "has 8 rows and .* 16: a microbatch would get 1 and 2 of them"),
+    "two thirds": (lambda x: torch.zeros(ROWS // 2 * 3), "has 24 rows but .* 16: a microbatch would get 3 and 2 of them"),
+    "half": (lambda x: torch.zeros(ROWS // 2), "has 8 rows but .* 16: a microbatch would get 1 and 2 of them"),
 }
 
 
@@ -381,8 +384,8 @@ def taking(args: Sequence[Any] = (), target: Any = None, kwargs: dict[str, Any] 
 
 
 WAYS_OUT = {
-    "args": r"^args\[0\].* Say what is meant with args_chunk_spec=, .*step\(arg_mbs=...\)$",
-    "kwargs": r"^kwargs\['extra'\].* Say what is meant with kwargs_chunk_spec=, .*step\(kwarg_mbs=...\)$",
+    "args": r"^args\[0\].* Give args_chunk_spec=, .*step\(arg_mbs=...\)$",
+    "kwargs": r"^kwargs\['extra'\].* Give kwargs_chunk_spec=, .*step\(kwarg_mbs=...\)$",
     "the target": r"^the target.* [Cc]ut it yourself: step\(target_mbs=...\)$",
 }
 
@@ -475,7 +478,7 @@ def test_a_graph_inside_a_dataclass_is_noticed() -> None:
     x = rows_of(0).requires_grad_() * 2
     case = case_of(lambda x: Frozen(Sample(x), x > 0), lambda b: b.inner.x)
     case.batch = lambda step: Batch((Frozen(Sample(x), x > 0),), rows_of(1))
-    case.refused(ConfigurationError, "was computed with a graph", ["1f1b"])
+    case.refused(ConfigurationError, "is part of an autograd graph", ["1f1b"])
 
 
 class Changing(Reading):
@@ -497,7 +500,9 @@ def test_a_batch_that_is_changed_inside_a_dataclass_cannot_be_recomputed() -> No
 @pytest.mark.parametrize("shape", [(1, 3), (1, 1, 3, 3)])
 def test_one_row_for_all_samples_may_be_repeated(shape):
     """Position ids and masks: to drop the last batch is not the only advice."""
-    with pytest.raises(ConfigurationError, match=r"None for what each microbatch gets whole, such as position ids or a mask"):
+    with pytest.raises(
+        ConfigurationError, match=r"None for a value that each microbatch gets whole, such as position ids or a mask"
+    ):
         Cutting(4).split({"given": torch.ones(shape)}, None, "kwargs")
 
 

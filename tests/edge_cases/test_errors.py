@@ -304,7 +304,7 @@ def test_what_goes_wrong_in_cleaning_up_is_a_note(caplog: pytest.LogCaptureFixtu
         error = KeyError("mine")
         with noted_on(error):
             raise failure
-        assert error.__notes__ == [f"bpipe: cleaning up after this error failed, too: {format_error(failure)}"]
+        assert error.__notes__ == [f"bpipe: cleaning up after this error failed as well: {format_error(failure)}"]
     with pytest.raises(ValueError, match="late"), noted_on(None):
         raise ValueError("late")
     note(FrozenError("mine"), "a note")

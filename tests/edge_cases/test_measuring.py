@@ -320,8 +320,8 @@ def test_a_rank_whose_order_is_the_same_is_not_watched(make):
 
 
 def test_halves_of_a_backward_are_watched():
-    first_step_fails(at(1, OptimizerInBackward), bpipe.ZBH1, "the backward, its input half, changes the parameter linear")
-    first_step_fails(at(1, Torchs), bpipe.ZBH1, "the backward, its input half, draws random numbers")
+    first_step_fails(at(1, OptimizerInBackward), bpipe.ZBH1, "the backward for the input changes the parameter linear")
+    first_step_fails(at(1, Torchs), bpipe.ZBH1, "the backward for the input draws random numbers")
 
 
 def test_what_comes_with_the_batch_is_watched():
@@ -540,11 +540,10 @@ def mixed(stage: int) -> nn.Module:
     return Block(dropout=0.1 if stage in (1, 2) else 0.0)
 
 
-
 def test_a_wrong_way_to_measure_is_refused():
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"measure": "later"}, "choose 'auto' or 'in_order'"),
-        ({"budget": None, "measure": "in_order"}, "counts microbatches and has no use for measure"),
+        ({"budget": None, "measure": "in_order"}, "counts microbatches and does not use measure"),
     ]
     for options, match in wrong:
         with pytest.raises(ConfigurationError, match=match):

@@ -249,7 +249,7 @@ def test_a_budget_without_room_for_states(way, accumulated):
         wide_step(schedules, loopback)
     optimizer.step()
     optimizer.zero_grad()
-    with pytest.raises(BudgetError, match=r"99\.\d KiB are states that optimizers have made") as caught:
+    with pytest.raises(BudgetError, match=r"99\.\d KiB of optimizer states") as caught:
         wide_step(schedules, loopback)
     assert all(parameter.grad is None for parameter in all_of(modules))
     assert all(schedule.session.guard.broken is None for schedule in schedules)
@@ -295,5 +295,5 @@ def overruns_alone(rank: int, budget: int) -> tuple[str, bool]:
 
 def test_all_ranks_are_told_of_one_ranks_states():
     told, has_run = zip(*run_ranks(overruns_alone, 2, 280_000))
-    assert told[0] == told[1] and "0 B, 99.3 KiB are states that optimizers have made" in told[0]
+    assert told[0] == told[1] and "0 B, 99.3 KiB of optimizer states" in told[0]
     assert has_run == (False, False)

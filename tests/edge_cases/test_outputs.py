@@ -178,7 +178,7 @@ def test_what_is_no_spec_is_refused_by_the_constructor(name: str, spec: Any) -> 
     """A bare number among them, which said nothing, so that the whole batch went to every microbatch."""
     loopback = bpipe.Loopback(1)
     stage = bpipe.PipelineStage(Layer(), 0, 1, "cpu", loopback.rank(0))
-    with pytest.raises(ConfigurationError, match=rf"^{name} has a \w+, .*, in it: give TensorChunkSpec\(dim\)"):
+    with pytest.raises(ConfigurationError, match=rf"^{name} contains a \w+, .*: give TensorChunkSpec\(dim\)"):
         bpipe.OneFOneB(stage, M, **{name: spec})
     bpipe.OneFOneB(stage, M, **{name: (TensorChunkSpec(0), None, _Replicate, _Replicate())})
 

@@ -76,9 +76,9 @@ def in_an_array(x: torch.Tensor, given: Any) -> Any:
 
 
 ARGUMENTS: dict[str, tuple[Callable[..., Any], Callable[[], Any], str]] = {
-    "a dict": (in_a_dict, lambda: {"calls": 0}, "returned another output"),
-    "an array": (in_an_array, lambda: np.ones((M, 2)), "returned another output"),
-    "a generator": (lambda x, given: torch.rand(x.shape, generator=given), torch.Generator, "returned another output"),
+    "a dict": (in_a_dict, lambda: {"calls": 0}, "returned a different output"),
+    "an array": (in_an_array, lambda: np.ones((M, 2)), "returned a different output"),
+    "a generator": (lambda x, given: torch.rand(x.shape, generator=given), torch.Generator, "returned a different output"),
     "a tensor": (lambda x, given: given.add_(1), lambda: torch.ones(M, 4), "its input was changed in place"),
 }
 

@@ -537,7 +537,7 @@ class Swaps(nn.Module):
 def test_values_that_change_places_are_noticed(dim):
     modules = [Swaps(dim) if stage == 2 else nn.Linear(64, 64) for stage in range(NUM_STAGES)]
     wide = Case(lambda: modules, lambda step: Batch((torch.randn(32 * M, 64),), torch.randn(32 * M, 64)), F.mse_loss)
-    assert_refused(wide, "^microbatch [0-7] of stage 2 cannot be recomputed: its two forwards returned another output")
+    assert_refused(wide, "^microbatch [0-7] of stage 2 cannot be recomputed: its two forwards returned a different output")
 
 
 class Grows(nn.Module):
@@ -558,7 +558,7 @@ def test_a_loss_that_is_another_one():
         Everywhere.calls += 1
         return F.mse_loss(output, target) * Everywhere.calls
 
-    assert_refused(Case(lambda: make(lambda: nn.Linear(WIDTH, WIDTH)), batch, loss), "of stage 3 .* returned another loss")
+    assert_refused(Case(lambda: make(lambda: nn.Linear(WIDTH, WIDTH)), batch, loss), "of stage 3 .* returned a different loss")
 
 
 def test_nans_equal_themselves():

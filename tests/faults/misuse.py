@@ -93,7 +93,7 @@ def without_gradients(pipeline: Pipeline) -> None:
 REFUSED = [
     refused("a batch that does not divide into m", short_batch, ("drop_last=True", "arg_mbs")),
     refused("no target on the last rank", lambda pipeline: pipeline.schedule.step(pipeline.batch[0]), ("got no target",)),
-    refused("gradients are switched off on one rank", without_gradients, ("use eval()",)),
+    refused("gradients are switched off on one rank", without_gradients, ("call eval() instead",)),
     refused(
         "the wrong number of microbatches on one rank",
         lambda pipeline: pipeline.schedule.step(arg_mbs=[(torch.ones(1, 8),)], target=pipeline.batch[1]),

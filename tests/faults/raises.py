@@ -177,7 +177,7 @@ OUTPUTS = [
         there=RankFailedError,
         error="StageError",
         action="0SEND_F0",
-        says=("nothing to train there", "Parameter"),
+        says=("no trainable parameters", "Parameter"),
     ),
     raised(
         "an output that cannot be sent",

@@ -90,7 +90,7 @@ def test_a_new_owner_stops_the_emptying(index: int) -> None:
     bundle = Bundle(storages, NAME)
     bundle.messages()
     taken = tensors[index][1:].detach()
-    with pytest.raises(SavedTensorError, match=f"took hold of saved memory of {NAME}"):
+    with pytest.raises(SavedTensorError, match=f"a saved storage of {NAME}"):
         bundle.empty()
     assert [storage.nbytes() for storage, _ in storages] == [SMALL, SMALL + 1, 0]
     del taken

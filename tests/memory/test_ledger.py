@@ -125,7 +125,7 @@ def test_a_microbatch_takes_nothing_that_is_known_before_its_forward() -> None:
     ledger = Ledger()
     account = ledger.open((0, 0), (0, ""))
     assert ledger.footprints == {}
-    with pytest.raises(AssertionError, match="from its forward on"):
+    with pytest.raises(AssertionError, match="known after the forward"):
         ledger.seen_again(account, contents_of(1, fixed=0), (1,))
 
 

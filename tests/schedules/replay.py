@@ -226,7 +226,7 @@ class _Machine:
         """Whether a computation is whole or the first piece of one; notes the piece that must follow."""
         op, stage, microbatch, part, _ = action
         due = self.under_way.pop(rank, None)
-        insist(due or part in (0, first), "cut in two:", action, "goes on with what never began")
+        insist(due or part in (0, first), "cut in two:", action, "continues a computation that never began")
         if part not in (0, last):
             self.under_way[rank] = (op, stage, microbatch, part + (1 if last > first else -1))
         return due is None

@@ -93,7 +93,7 @@ def test_an_unsound_plan_is_shown_or_refused(plan: Plan, mutation: Mutation, ran
 def test_an_unsound_plan_says_that_it_is() -> None:
     plan = replace(build("1f1b", 4, 8), sizes=Sizes.of([1] * 3, num_ranks=4))
     for show in (str, lambda plan: plan.device_peak_bytes):
-        with pytest.raises(PlanError, match="plan '1f1b' names what it does not have, and verify"):
+        with pytest.raises(PlanError, match="plan '1f1b' names something that it does not have; verify"):
             show(plan)
 
 
@@ -139,7 +139,7 @@ PLAN, SIZES = build("1f1b", 4, 8), Sizes.of([8] * 4)
         ({"sizes": SIZES}, "give slots=, or sizes= and budgets="),
         ({"budgets": 24}, "give slots=, or sizes= and budgets="),
         ({"slots": 3, "sizes": SIZES, "budgets": 24}, "give slots=, or sizes= and budgets="),
-        ({"sizes": SIZES, "budgets": 24, "rule": "eager"}, "the latter where slots are counted"),
+        ({"sizes": SIZES, "budgets": 24, "rule": "eager"}, "the latter only with slots="),
         ({"sizes": SIZES, "budgets": 0}, "budgets=0: give a whole number of at least 1, or one for each of 4 ranks"),
         ({"sizes": SIZES, "budgets": [24, 24]}, "budgets=[24, 24]: give a whole number"),
         ({"sizes": SIZES, "budgets": 24.5}, "budgets=24.5: give a whole number"),
@@ -171,7 +171,7 @@ def test_a_budget_that_is_too_small_is_told_with_static_bytes(static: int, messa
         (
             "budgets: 24 ",
             "budgets: 23 ",
-            "rank 0 occupies 24 bytes of its own and 0 for remote activations and what stays, of a budget of 23",
+            "rank 0 occupies 24 bytes of its own and 0 for remote activations and static bytes, over its budget of 23",
         ),
         (
             "size 0: 8 ",
@@ -181,10 +181,10 @@ def test_a_budget_that_is_too_small_is_told_with_static_bytes(static: int, messa
         (
             "static: 0 ",
             "static: 1 ",
-            "rank 0 occupies 24 bytes of its own and 1 for remote activations and what stays, of a budget of 24",
+            "rank 0 occupies 24 bytes of its own and 1 for remote activations and static bytes, over its budget of 24",
         ),
         ("0EVICT1@3", "0EVICT2@3", r"0EVICT1 is missing"),
-        ("0EVICT1@3", "0EVICT1.2@3", r"0EVICT1\.2 names a part that there is not"),
+        ("0EVICT1@3", "0EVICT1.2@3", r"0EVICT1\.2 names a part that does not exist"),
         ("0EVICT1@3", "0EVICT1@host", "0WAIT_EVICT1 on rank 0 with peer 3: expected rank 0 and the host"),
         ("0LOAD1@3", "0LOAD1@2", "0LOAD1 on rank 0 with peer 2: expected rank 0 and peer 3"),
     ],

@@ -104,7 +104,7 @@ def test_nothing_is_recomputed_that_a_link_hides() -> None:
     ("make", "reason"),
     [
         (lambda plan: in_pieces(replace(plan, sizes=SIZES)), "computes in pieces, which cannot be recomputed: use balance"),
-        (forward_only, "has no backward, so nothing is kept"),
+        (forward_only, "has no backward, so it saves no activations"),
     ],
 )
 def test_what_cannot_be_done_is_refused(make, reason: str) -> None:

@@ -107,12 +107,12 @@ def test_receives_that_are_issued_ahead_stand_still(name: str) -> None:
     """As they are in the plan, which is right where the host waits for them."""
     plan = plan_of(name, 4)
     ahead = [[*lane, *(a for a in order if a.op in SERVED)] for lane, order in zip(plan.actions, issue_orders(plan))]
-    with pytest.raises(PlanError, match=r"with one hardware queue a device, rank 0 at .* wait for each other for ever"):
+    with pytest.raises(PlanError, match=r"with one hardware queue per device, rank 0 at .* wait for each other forever"):
         check_issue_orders(plan, ahead)
 
 
 def test_a_lost_action_is_refused() -> None:
     plan = plan_of("1f1b", 4)
     orders = issue_orders(plan)
-    with pytest.raises(PlanError, match="what rank 0 issues are not its actions"):
+    with pytest.raises(PlanError, match="the issue order of rank 0 does not consist of its actions"):
         check_issue_orders(plan, [orders[0][:-1], *orders[1:]])

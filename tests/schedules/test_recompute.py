@@ -297,7 +297,7 @@ def test_pieces_are_not_recomputed():
     actions = mutant.actions[0]
     second = Action(Op.F, stage, microbatch, 2)
     mutant = with_lanes(mutant, {0: (*actions[: found + 1], second, *actions[found + 1 :])})
-    with pytest.raises(PlanError, match=f"0R{microbatch} recomputes what runs in pieces"):
+    with pytest.raises(PlanError, match=f"0R{microbatch} recomputes a microbatch that runs in pieces"):
         verify(mutant)
     assert replay(mutant) is not None
 

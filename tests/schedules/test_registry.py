@@ -123,7 +123,7 @@ def test_only_rules_with_a_name_are_registered(given, message: str) -> None:
 
 
 def test_only_what_was_registered_is_removed() -> None:
-    with pytest.raises(ConfigurationError, match="'1f1b' is a schedule of bpipe's own"):
+    with pytest.raises(ConfigurationError, match="'1f1b' is one of bpipe's own schedules"):
         unregister("1f1b")
     with pytest.raises(ConfigurationError, match="no schedule is called 'early_1f1b'"):
         unregister(NAME)
@@ -143,8 +143,8 @@ def reversed_gpipe(p: int, m: int, v: int) -> list[list[Action]]:
         (backwards_first, "'wrong'.*wait for each other"),
         (reversed_gpipe, "'wrong'.*stands before"),
         (lambda p, m, v: reversed_gpipe(p, 1, v), "'wrong'"),
-        (lambda p, m, v: [], r"'wrong': order\(\) has to return a list of actions for each of 3 ranks"),
-        (lambda p, m, v: [["0F0"]] * p, r"'wrong': order\(\) has to return a list of actions"),
+        (lambda p, m, v: [], r"'wrong': order\(\) must return a list of actions for each of 3 ranks"),
+        (lambda p, m, v: [["0F0"]] * p, r"'wrong': order\(\) must return a list of actions"),
     ],
     ids=["a deadlock", "descending", "incomplete", "no lanes", "no actions"],
 )
@@ -167,11 +167,11 @@ def test_check_rule_passes_bpipe_s_own(rule: Rule) -> None:
 @pytest.mark.parametrize(
     ("formula", "message"),
     [
-        ({"peak": lambda p, m, v, x: p}, "peaks are 5 4 3 2 slots, and its formula says 4 4 4 4"),
-        ({"peak": lambda p, m, v, x: m}, "peaks are 5 4 3 2 slots, and its formula says 8 8 8 8"),
-        ({"peak": lambda p, m, v, x: 5 if x == 0 else 1}, "peaks are 5 4 3 2 slots, and its formula says 5 1 1 1"),
-        ({"bubble": lambda p, m, v, f, i, w: f}, "bubble is 9 forwards of a stage, and its formula says 1"),
-        ({"bubble": lambda p, m, v, f, i, w: 10 * f}, "bubble is 9 forwards of a stage, and its formula says 10"),
+        ({"peak": lambda p, m, v, x: p}, "peaks are 5 4 3 2 slots, but its formula gives 4 4 4 4"),
+        ({"peak": lambda p, m, v, x: m}, "peaks are 5 4 3 2 slots, but its formula gives 8 8 8 8"),
+        ({"peak": lambda p, m, v, x: 5 if x == 0 else 1}, "peaks are 5 4 3 2 slots, but its formula gives 5 1 1 1"),
+        ({"bubble": lambda p, m, v, f, i, w: f}, "bubble is 9 forwards of a stage, but its formula gives 1"),
+        ({"bubble": lambda p, m, v, f, i, w: 10 * f}, "bubble is 9 forwards of a stage, but its formula gives 10"),
     ],
 )
 def test_check_rule_names_a_formula_that_differs(page, formula, message: str) -> None:
@@ -182,7 +182,7 @@ def test_check_rule_names_a_formula_that_differs(page, formula, message: str) ->
 def test_a_bubble_may_be_called_a_bound(page) -> None:
     bound = replace(page["rule"], bubble=lambda p, m, v, f, i, w: 10 * f, bubble_text="at most 10F")
     check_rule(bound, P, M)
-    with pytest.raises(PlanError, match="bubble is 9 forwards of a stage, and its formula says 8"):
+    with pytest.raises(PlanError, match="bubble is 9 forwards of a stage, but its formula gives 8"):
         check_rule(replace(bound, bubble=lambda p, m, v, f, i, w: 8 * f), P, M)
 
 

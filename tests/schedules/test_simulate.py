@@ -300,7 +300,7 @@ def test_sizes_that_do_not_fit_are_named() -> None:
         (Costs(forward_s=[[1.0] * 7] * 4), r"forward_s\[0\] has 7 entries"),
         (Costs(saved_bytes=[1] * 5), "saved_bytes has 5 entries"),
         (Costs(nodes=[0, 1]), "nodes has 2 entries"),
-        (Costs(movable_bytes=3, saved_bytes=[3, 3, 2, 3]), "stage 2 would move 3 bytes and saves 2"),
+        (Costs(movable_bytes=3, saved_bytes=[3, 3, 2, 3]), "stage 2 would move 3 bytes but saves only 2"),
     ):
         with pytest.raises(ConfigurationError, match=name):
             simulate(plan, costs)

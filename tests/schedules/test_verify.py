@@ -134,7 +134,8 @@ def test_a_budget_lowered_by_one(rank: int) -> None:
     plan = build("balanced_1f1b", 4, 8)
     slots = tuple(peak - (r == rank) for r, peak in enumerate(plan.peak_slots))
     verify(replace(plan, slots=plan.peak_slots))
-    said = rf"rank {rank} occupies \d slots of its own and \d for remote activations and what stays, of a budget of {slots[rank]}"
+    own = rf"rank {rank} occupies \d slots of its own and \d for remote activations and static bytes"
+    said = rf"{own}, over its budget of {slots[rank]}"
     with pytest.raises(PlanError, match=said):
         verify(replace(plan, slots=slots))
 

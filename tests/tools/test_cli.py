@@ -444,7 +444,7 @@ def test_env_names_what_is_here(capsys):
         (["simulate", "1f1b", "-p", "64", "-m", "9999999", "--out", "missing/picture.svg"], "there is no folder missing"),
         (["simulate", "1f1b", *SMALL, "--forward", "1e308"], "forward_s=1e+308"),
         (["simulate", "1f1b", *SMALL, "--saved", "1e308"], "saved_bytes="),
-        (["simulate", "1f1b", *SMALL, "--saved", "1", "--movable", "2"], "stage 0 would move 2 bytes and saves 1"),
+        (["simulate", "1f1b", *SMALL, "--saved", "1", "--movable", "2"], "stage 0 would move 2 bytes but saves only 1"),
         (["simulate", "1f1b", *SMALL, "--latency", "1,2"], "'1,2' is not a number of seconds"),
         (["simulate", "1f1b", *SMALL, "--bandwidth=--"], "--bandwidth=-- gives no value"),
         (["simulate", "1f1b", *SMALL, "--cross-bandwidth", "1GB/s"], "--cross-bandwidth needs --ranks-per-node"),
