@@ -92,7 +92,7 @@ def test_pairs_share_a_node(processes: Sequence[int], ranks_per_node: int | None
 @pytest.mark.parametrize(("processes", "ranks_per_node"), [(range(4), 1), (range(6), 3), (range(6), 4), ([0, 2, 1, 3], 2)])
 def test_pairs_that_cannot_share_a_node(processes: Sequence[int], ranks_per_node: int, caplog: pytest.LogCaptureFixture) -> None:
     assert indices(processes, ranks_per_node=ranks_per_node) == [*range(len(processes))]
-    assert "pairs of ranks x and p-1-x cannot share them" in caplog.text
+    assert "pairs of ranks x and p-1-x cannot share a node" in caplog.text
 
 
 def test_torchrun_says_how_many_ranks_a_node_has(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,7 +285,7 @@ def test_grid_shows_every_computation_once(plan: Plan) -> None:
     ("arguments", "message"),
     [
         (("1f1", 2, 2), "did you mean '1f1b'"),
-        (("nonsense", 2, 2), "there are gpipe, 1f1b, balanced_1f1b"),
+        (("nonsense", 2, 2), "choose one of gpipe, 1f1b, balanced_1f1b"),
         (("1f1b", 0, 2), "num_stages=0"),
         (("1f1b", 2, -1), "num_microbatches=-1"),
         (("1f1b", 2, 1.5), "num_microbatches=1.5"),
