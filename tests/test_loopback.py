@@ -129,9 +129,9 @@ def test_a_loopback_of_no_ranks() -> None:
 
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_a_rank_outside(rank: int) -> None:
-    with pytest.raises(ConfigurationError, match=f"rank {rank} of a loopback of 2"):
+    with pytest.raises(ConfigurationError, match=f"rank {rank} is not in a loopback of 2 ranks"):
         bpipe.Loopback(2).rank(rank)
-    with pytest.raises(ConfigurationError, match=f"rank {rank} of a loopback of 2"):
+    with pytest.raises(ConfigurationError, match=f"rank {rank} is not in a loopback of 2 ranks"):
         bpipe.Loopback(2).manual_seed(0, rank)
 
 

@@ -87,7 +87,7 @@ def test_an_account_has_its_rank_s_own_actions_alone():
     assert (account.live_bytes, account.peak_bytes, account.freed_bytes) == (25, 70, 30)
 
 
-def test_the_fullest_rank_may_be_one_with_guests():
+def test_the_fullest_rank_may_be_one_with_remote_activations():
     """Their buffers are older than the step."""
     now = [0]
 

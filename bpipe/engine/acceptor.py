@@ -27,14 +27,14 @@ class Acceptor:
     """
 
     def __init__(self, traffic: Traffic, remote_buffers: RemoteBuffers) -> None:
-        self._traffic, self._rooms = traffic, remote_buffers
+        self._traffic, self._buffers = traffic, remote_buffers
         self.microbatches = traffic.microbatches
 
     def accept(self, action: Action, state: MicrobatchState) -> None:
         channel, remote = channel_of(action.op, self._traffic.rank, action.peer), (action.stage, action.microbatch, action.part)
         data = self._traffic.transport.receive_header(channel)
         sizes = header.unpack_eviction(data, Subject(self._traffic.step, action.stage, action.microbatch), action.part)
-        parts = state.kept[action.part] = self._rooms.take(remote, sizes)
+        parts = state.kept[action.part] = self._buffers.take(remote, sizes)
         state.transfers[action.op, action.part] = PostedTransfer(self._traffic.transport.receive(channel, parts))
 
     def complete_accept(self, action: Action, state: MicrobatchState) -> None:

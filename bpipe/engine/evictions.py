@@ -337,7 +337,7 @@ class Evictions:
             self._check_planned(action, bundle, self._memory.planned(action))
         sizes, messages = bundle.message_sizes, bundle.messages()
         if action.peer == HOST:
-            transfer: Transfer = self._memory.host().store(_guest(action), messages)
+            transfer: Transfer = self._memory.host().store(_part_key(action), messages)
             self.ledger.stored(bundle.num_bytes)
         else:
             data = header.pack_eviction(Subject(traffic.step, action.stage, action.microbatch), action.part, sizes)
@@ -363,7 +363,7 @@ class Evictions:
         messages = state.refilled[action.part] = bundle.refill()
         self.ledger.loading(action, bundle.num_bytes)
         if action.peer == HOST:
-            transfer: Transfer = self._memory.host().fetch(_guest(action), messages)
+            transfer: Transfer = self._memory.host().fetch(_part_key(action), messages)
         else:
             transfer = self._traffic.transport.receive(channel_of(action.op, self._traffic.rank, action.peer), messages)
         state.transfers[action.op, action.part] = PostedTransfer(transfer)
@@ -378,7 +378,7 @@ class Evictions:
         state.stash.take_back(action.part)
 
 
-def _guest(action: Action) -> PartKey:
+def _part_key(action: Action) -> PartKey:
     return action.stage, action.microbatch, action.part
 
 

@@ -29,25 +29,25 @@ class HostBuffers:
 
     def __init__(self, reserved: Reserved, device: torch.device, stream: Stream | None, *, in_bytes: bool) -> None:
         self._device, self._stream = device, stream
-        self._rooms = (
+        self._buffers = (
             RemoteBuffers(reserved, device, in_bytes=in_bytes)
             if stream is None
-            else _PinnedRooms(reserved, device, stream, in_bytes=in_bytes)
+            else _PinnedBuffers(reserved, device, stream, in_bytes=in_bytes)
         )
         self._kept: dict[PartKey, list[torch.Tensor]] = {}
 
     @property
     def num_bytes(self) -> int:
         """The bytes of all buffers."""
-        return self._rooms.num_bytes
+        return self._buffers.num_bytes
 
     def make(self) -> None:
         """Make the buffers now, if their sizes are known."""
-        self._rooms.make()
+        self._buffers.make()
 
     def store(self, remote: PartKey, messages: Sequence[torch.Tensor]) -> HostCopy:
         """Copy messages, uint8 [size] each, to the host."""
-        kept = self._kept[remote] = self._rooms.take(remote, [message.numel() for message in messages])
+        kept = self._kept[remote] = self._buffers.take(remote, [message.numel() for message in messages])
         return self._copy(messages, kept)
 
     def fetch(self, remote: PartKey, messages: Sequence[torch.Tensor]) -> HostCopy:
@@ -65,11 +65,11 @@ class HostBuffers:
 
     def clear(self) -> None:
         """Free all memory once the copies in flight have ended. Does not block."""
-        self._rooms.clear()
+        self._buffers.clear()
         self._kept.clear()
 
 
-class _PinnedRooms(RemoteBuffers):
+class _PinnedBuffers(RemoteBuffers):
     """Buffers in pinned memory, which the host must not free while a copy is in flight.
 
     Args:

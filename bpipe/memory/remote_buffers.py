@@ -27,20 +27,20 @@ class RemoteBuffers:
 
     def __init__(self, reserved: Reserved, device: torch.device, *, in_bytes: bool) -> None:
         self._reserved, self._device, self._in_bytes = reserved, device, in_bytes
-        self._rooms = [self._new(0) for _ in reserved.sizes]
+        self._buffers = [self._new(0) for _ in reserved.sizes]
 
     @property
     def num_bytes(self) -> int:
         """The bytes of all buffers, free ones too."""
-        return sum(room.numel() for room in self._rooms)
+        return sum(buffer.numel() for buffer in self._buffers)
 
     def take(self, remote: PartKey, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Assign a buffer to a remote activation and return its chunks, uint8 [size] each."""
-        room, total = self._reserved.buffer_of[remote], sum(sizes)
+        index, total = self._reserved.buffer_of[remote], sum(sizes)
         if not self.num_bytes:
             self._make(total)
-        self._grow(room, total)
-        return list(self._rooms[room][:total].split(list(sizes))) if sizes else []
+        self._grow(index, total)
+        return list(self._buffers[index][:total].split(list(sizes))) if sizes else []
 
     def make(self) -> None:
         """Allocate the buffers now if their sizes are known: within a step, an allocation may make the host wait for the device."""
@@ -51,12 +51,12 @@ class RemoteBuffers:
         for index, planned in enumerate(self._reserved.sizes):
             self._grow(index, planned if self._in_bytes else remote_buffer_bytes)
 
-    def _grow(self, room: int, num_bytes: int) -> None:
-        if self._rooms[room].numel() < num_bytes:
-            old, self._rooms[room] = self._rooms[room], self._new(0)
+    def _grow(self, index: int, num_bytes: int) -> None:
+        if self._buffers[index].numel() < num_bytes:
+            old, self._buffers[index] = self._buffers[index], self._new(0)
             self._give_back([old])  # before the new one is allocated, so that the two never exist together
             del old  # otherwise this frame would still own it
-            self._rooms[room] = self._new(num_bytes).fill_(0)
+            self._buffers[index] = self._new(num_bytes).fill_(0)
 
     def _new(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
@@ -67,5 +67,5 @@ class RemoteBuffers:
 
     def clear(self) -> None:
         """Free the memory of all buffers."""
-        old, self._rooms = self._rooms, [self._new(0) for _ in self._rooms]
+        old, self._buffers = self._buffers, [self._new(0) for _ in self._buffers]
         self._give_back(old)

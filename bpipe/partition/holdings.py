@@ -23,15 +23,15 @@ class Holdings:
         self.stages = [[stage for stage, owner in enumerate(plan.stage_ranks) if owner == rank] for rank in ranks]
         self._counts = [_largest(_counts(plan.actions[rank], self.stages[rank])) for rank in ranks]
         chains = [list(plan.chains(rank).values()) for rank in ranks]
-        self._guests = [[chain for chain in of_rank if len(_stages_in(chain)) > 1] for of_rank in chains]
-        self._rooms = [  # of remote activations that are alike: the stage, and how many there are at once
+        self._chains = [[chain for chain in of_rank if len(_stages_in(chain)) > 1] for of_rank in chains]
+        self._reserved = [  # of remote activations that are alike: the stage, and how many there are at once
             [(chain[0].stage, len(reserve(chain).sizes)) for chain in of_rank if len(_stages_in(chain)) == 1] for of_rank in chains
         ]
 
     @property
     def are_own(self) -> bool:
         """True if each rank holds microbatches of one stage only, its own."""
-        return self.plan.num_stages == self.plan.num_ranks and not any(self._guests) and not any(self._rooms)
+        return self.plan.num_stages == self.plan.num_ranks and not any(self._chains) and not any(self._reserved)
 
     def most(self, rank: int) -> int:
         """Return the most microbatches that a rank holds of its only stage."""
@@ -41,8 +41,8 @@ class Holdings:
         """Return the most bytes that a rank holds, given what a microbatch keeps on each stage and what stays there."""
         stages = self.stages[rank]
         own = max(sum(count * saved[stage] for count, stage in zip(counts, stages)) for counts in self._counts[rank])
-        remotes = sum(sum(reserve(chain, lambda action: saved[action.stage]).sizes) for chain in self._guests[rank])
-        remote_buffers = sum(count * saved[stage] for stage, count in self._rooms[rank])
+        remotes = sum(sum(reserve(chain, lambda action: saved[action.stage]).sizes) for chain in self._chains[rank])
+        remote_buffers = sum(count * saved[stage] for stage, count in self._reserved[rank])
         return sum(static[stage] for stage in stages) + own + remotes + remote_buffers
 
 

@@ -173,7 +173,7 @@ BY_COUNT: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("way", BY_COUNT)
-def test_a_head_that_gets_guests_as_well(way, caplog):
+def test_a_head_that_gets_remote_activations_as_well(way, caplog):
     """This is said once, with what a plain run has, and what this one has come to with the states of optimizers."""
     peaks = trained(BY_COUNT[way], stages())
     (said,) = warned(caplog)

@@ -130,7 +130,7 @@ def test_budget_for_each_rank(m: int) -> None:
     assert replay(plan) is None
 
 
-def test_a_rank_without_a_budget_takes_all_guests() -> None:
+def test_a_rank_without_a_budget_takes_all_evictions() -> None:
     plan = build("1f1b", 4, 12, slots=(3, None, None, None), pairs=(2, 0, 0, 0))
     assert plan.peak_slots == (3, 3, 4, 1)
     assert plan.slots == (3, None, None, None)

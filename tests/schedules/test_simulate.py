@@ -329,7 +329,7 @@ def test_costs_are_plain_numbers_whatever_they_came_in() -> None:
     assert type(costs.saved_bytes) is int
 
 
-def test_a_rank_may_keep_guests_alone() -> None:
+def test_a_rank_may_keep_remote_activations_alone() -> None:
     """Four stages evict to a fifth rank, which holds none."""
     plain = build("1f1b", 4, 8)
     lanes = tuple(tuple(plain.compute(rank)) for rank in range(4))

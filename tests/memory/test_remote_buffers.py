@@ -106,7 +106,7 @@ def chain_of(events: list[Event]) -> list[Action]:
 
 @given(visits())
 @settings(max_examples=200)
-def test_guests_have_rooms_of_their_own_and_no_step_needs_more(visit: tuple[list[Event], list[int]]) -> None:
+def test_remote_activations_have_buffers_of_their_own_and_no_step_needs_more(visit: tuple[list[Event], list[int]]) -> None:
     events, sizes = visit
     reserved = reserve(chain_of(events), lambda action: sizes[action.microbatch])
     planned = RemoteBuffers(reserved, CPU, in_bytes=True)
@@ -122,7 +122,7 @@ def test_guests_have_rooms_of_their_own_and_no_step_needs_more(visit: tuple[list
 
 
 @given(visits())
-def test_there_are_as_many_rooms_as_guests_at_once(visit: tuple[list[Event], list[int]]) -> None:
+def test_there_are_as_many_buffers_as_remote_activations_at_once(visit: tuple[list[Event], list[int]]) -> None:
     events, _ = visit
     present, most = 0, 0
     for arrives, _ in events:
