@@ -142,7 +142,7 @@ def test_closing_leaves_the_user_s_error_whole():
 def test_microbatches_that_are_no_tuples():
     loopback, schedules = pipeline([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
     x = list(torch.randn(M, 1, WIDTH))
-    with pytest.raises(ConfigurationError, match=r"arg_mbs has a tuple for each microbatch.*got Tensor"):
+    with pytest.raises(ConfigurationError, match=r"arg_mbs needs one tuple for each microbatch.*got Tensor"):
         loopback.step(schedules, arg_mbs=x, target_mbs=x)
 
 

@@ -37,7 +37,7 @@ class Mutation(NamedTuple):
 
 def without_waiting(op: str, harmless: str = "") -> Mutation:
     """Go on before a transfer is over."""
-    wait = "self.timed(completion.op, self._under_way[start][0].wait)"
+    wait = "self.timed(completion.op, transfers[start].transfer.wait)"
     new = f"note = None if completion.op is Op.{op} else {wait}"
     return Mutation(f"without {op}", "bpipe.engine.traffic", f"note = {wait}", new, harmless=harmless)
 

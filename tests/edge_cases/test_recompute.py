@@ -495,10 +495,10 @@ def now_and_then(stage: Any, x: torch.Tensor) -> Any:
 
 
 UNKNOWN: dict[str, Any] = {
-    "a counter of a class": (total, giving(), "another output"),
-    "an iterator": (by_an_iterator, giving(numbers=lambda: itertools.count()), "another output"),
-    "a generator of a class": (from_outside, giving(), "another output"),
-    "a tensor of a class": (elsewhere, giving(), "another output"),
+    "a counter of a class": (total, giving(), "a different output"),
+    "an iterator": (by_an_iterator, giving(numbers=lambda: itertools.count()), "a different output"),
+    "a generator of a class": (from_outside, giving(), "a different output"),
+    "a tensor of a class": (elsewhere, giving(), "a different output"),
     "a tensor in a tuple": (in_a_tuple, giving(held=lambda: (torch.zeros(WIDTH),)), "second forward wrote a buffer or tensor"),
     "a large tensor, by .data": (
         now_and_then,
@@ -550,7 +550,7 @@ def test_another_shape_says_both():
     Everywhere.calls = 0
     modules = [nn.Sequential(nn.Linear(WIDTH, WIDTH), Grows()) if s == 3 else nn.Linear(WIDTH, WIDTH) for s in range(NUM_STAGES)]
     case = Case(lambda: modules, batch, lambda output, target: output.sum())
-    assert_refused(case, rf"of stage 3 .* another output.*\(1, 2, {WIDTH}\).*\(9, 2, {WIDTH}\)|of stage 3 .*another output")
+    assert_refused(case, rf"of stage 3 .* a different output.*\(1, 2, {WIDTH}\).*\(9, 2, {WIDTH}\)|of stage 3 .*a different output")
 
 
 def test_a_loss_that_is_another_one():

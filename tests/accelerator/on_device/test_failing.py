@@ -144,7 +144,7 @@ def beside_a_stuck_device(rank: int) -> tuple[float, list[str]]:
 def test_closing_waits_for_no_device_for_ever(one_thread: None) -> None:
     for seconds, said in run_ranks(beside_a_stuck_device, RANKS):
         assert seconds < TIMEOUT_S + 2
-        assert said == [] or "transfers that never came to their end" in said[0]
+        assert said == [] or "transfers that never completed" in said[0]
 
 
 def behind_a_stuck_device(rank: int) -> tuple[float, str, bool]:
