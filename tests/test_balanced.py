@@ -484,7 +484,7 @@ def test_the_schedule_that_was_balanced_runs_no_more():
     balanced = bpipe.Balanced(schedule)
     with pytest.raises(bpipe.errors.PipelineBrokenError, match="given to Balanced: call the schedule that Balanced returned"):
         schedule.step(torch.zeros(M, WIDTH))
-    with pytest.raises(bpipe.errors.PipelineBrokenError, match="given to Balanced"):
+    with pytest.raises(ConfigurationError, match="given to Balanced already: use the schedule that Balanced returned"):
         bpipe.Balanced(schedule)
     schedule.close()  # which leaves the balanced one open
     assert balanced.session.is_unused

@@ -39,7 +39,6 @@ class Balanced(Schedule):
     bucket of gradients), a warning names it, because only its author knows whether a forward reads it. bpipe does not see values
     held only by a global or a closure, nor a forward that reads gradients or a backward that reads values changed by later
     forwards: such modules need `measure="in_order"` too.
-    `measure="in_order"` too.
 
     A whole number among the inputs (`step(x, it=step)`) counts as part of their shapes until three of its values have taken
     the same memory and messages; one that changes messages later, or lets evicted microbatches grow, counts again. True, text
@@ -159,5 +158,7 @@ def _check_unused(schedule: object) -> None:
         raise ConfigurationError(
             f"Balanced takes a schedule such as OneFOneB(stage, 8, loss_fn), got {type(schedule).__qualname__}"
         )
+    if schedule.is_handed_over:
+        raise ConfigurationError("this schedule was given to Balanced already: use the schedule that Balanced returned")
     if not schedule.session.is_unused:
         raise ConfigurationError("Balanced takes a schedule that has not run and is not closed: make a new one")

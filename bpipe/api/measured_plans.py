@@ -1,4 +1,4 @@
-"""Plans in bytes for a schedule that `Balanced` wraps: from given sizes, or from sizes that a step measures."""
+"""Plans in bytes for a schedule that `Balanced` wraps, made from sizes that a step measures."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ def _measured(source: PlanSource) -> MeasuredPlans:
 
 def _computed(plan: Plan, rank: int) -> list[tuple[object, ...]]:
     """Return the computations of a rank, in order."""
-    return [action[:3] for action in plan.actions[rank] if action.op in COMPUTE]
+    return [action.op_key for action in plan.actions[rank] if action.op in COMPUTE]
 
 
 @contextmanager

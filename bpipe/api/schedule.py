@@ -194,6 +194,11 @@ class Schedule:
             raise PipelineBrokenError("this schedule was given to Balanced: call the schedule that Balanced returned")
         return self._session
 
+    @property
+    def is_handed_over(self) -> bool:
+        """Whether another schedule has its session."""
+        return self._session is None
+
     def hand_over(self) -> Session:
         """Give this schedule's session to another schedule; this one does not run any more."""
         session, self._session = self.session, None

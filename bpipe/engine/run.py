@@ -182,16 +182,17 @@ class Run:
             BaseException: any error of the user's code or a transfer, with a note that says where it happened.
         """
         microbatches = self._acceptor(action).microbatches if action.op in SERVED else self.microbatches
-        state = microbatches[action.stage, action.microbatch]
+        is_sharding = action.op in SHARDING  # which concerns a stage, and no microbatch of it
+        state = MicrobatchState(action.stage, 0) if is_sharding else microbatches[action.stage, action.microbatch]
         try:
             if self._observer is None and not profiler._is_profiler_enabled:
                 _METHODS[action.op](self, action, state)
             else:
                 self._execute_observed(action, state)
         except BaseException as error:
-            note(error, f"bpipe: {self._name}, {place_of(action)}, step {self.step}; {state}")
+            note(error, f"bpipe: {self._name}, {place_of(action)}, step {self.step}" + f"; {state}" * (not is_sharding))
             raise
-        if action.op not in SHARDING:
+        if not is_sharding:
             state.latest = action
             if action.op in LAST and state.graph is None and state.is_over:
                 del microbatches[action.stage, action.microbatch]

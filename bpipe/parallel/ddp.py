@@ -27,7 +27,7 @@ REFUSED = {
 
 def last_of(lane: Iterable[Action], ops: Collection[Op]) -> dict[int, tuple[Op, int, int]]:
     """Return each stage's last action among some operations, as its operation, stage and microbatch."""
-    return {action.stage: action[:3] for action in lane if action.op in ops}
+    return {action.stage: action.op_key for action in lane if action.op in ops}
 
 
 class Replicated:
@@ -65,7 +65,7 @@ class Replicated:
         Raises:
             StageError: some parameters got no gradient in it, so theirs were not averaged.
         """
-        is_last = self._last.get(action.stage) == action[:3]
+        is_last = self._last.get(action.stage) == action.op_key
         reducing = self._reducing.get(action.stage, ()) if is_last else ()
         for replica in reducing:
             replica.reducer.prepare_for_backward([])

@@ -93,7 +93,7 @@ class Sharding:
         stage.separate()
         if action.op is Op.W and action.stage not in self.undivided:
             stage.collect()
-        if not stage.is_planned and self._last[action.stage] == action[:3]:
+        if not stage.is_planned and self._last[action.stage] == action.op_key:
             stage.reduce()
 
 

@@ -2,7 +2,7 @@
 
 First it recomputes as little as possible so that the balance pass can place the rest. Then it recomputes evictions that no
 computation hides, as long as a simulated step gets shorter. Recomputing everything over the budget is tried as well, so the
-result is never slower than the better one of the two passes alone.
+result is never slower than recomputing alone.
 """
 
 from __future__ import annotations

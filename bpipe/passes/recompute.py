@@ -146,7 +146,7 @@ def recompute_first(plan: Plan, chosen: Sequence[Collection[Which]]) -> Plan:
 
 def _running_again(lane: Sequence[Action], chosen: Collection[Which]) -> tuple[Action, ...]:
     """Return a lane in which the chosen microbatches run forward again, ahead of their backward."""
-    pairs = ((Action(Op.R, *a[1:3]), a) if a.op in BACKWARD and a[1:3] in chosen else (a,) for a in lane)
+    pairs = ((Action(Op.R, *a.key), a) if a.op in BACKWARD and a.key in chosen else (a,) for a in lane)
     return tuple(action for pair in pairs for action in pair)
 
 
@@ -158,15 +158,15 @@ class _Rank:
         self._static = 0 if plan.sizes is None else plan.sizes.static[rank]
         mine = {stage for stage, owner in enumerate(plan.stage_ranks) if owner == rank}
         self.able = {stage for stage in mine if not {stage - 1, stage + 1} & mine}
-        self._backward = {action[1:3]: index for index, action in enumerate(lane) if action.op in BACKWARD}
+        self._backward = {action.key: index for index, action in enumerate(lane) if action.op in BACKWARD}
 
     def chosen(self, limit: int | None) -> set[Which] | None:
         """Choose the microbatch needed last whenever the limit is exceeded, and return all; None if that is not enough."""
         greedy = _GreedyRecompute(self._meter, self._static, limit)
         for action in self._lane:
-            if action.op is Op.F and action.stage in self.able and action[1:3] in self._backward:
-                greedy.offer(action[1:3], self._backward[action[1:3]])
-            again = [Action(Op.R, *action[1:3])] if action.op in BACKWARD and action[1:3] in greedy.chosen else []
+            if action.op is Op.F and action.stage in self.able and action.key in self._backward:
+                greedy.offer(action.key, self._backward[action.key])
+            again = [Action(Op.R, *action.key)] if action.op in BACKWARD and action.key in greedy.chosen else []
             if not all(greedy.run(one) for one in (*again, action)):
                 return None
         return greedy.chosen
@@ -191,7 +191,7 @@ class _GreedyRecompute:
         """Count an action, and choose until it is within the limit; return whether that is possible."""
         self._change(action, 1)
         if action.op in BACKWARD:
-            self._ended.add(action[1:3])
+            self._ended.add(action.key)
         while self._limit is not None and self._live > self._limit:
             if not self._choose():
                 return False
@@ -199,7 +199,7 @@ class _GreedyRecompute:
         return True
 
     def _change(self, action: Action, sign: int) -> None:
-        which = action[1:3]
+        which = action.key
         usual, again = (_amount(amounts[sign < 0], action) * sign for amounts in (self._usual, self._again))
         self._live += again if which in self.chosen else usual
         self._spared[which] += usual - again

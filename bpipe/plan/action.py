@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from enum import StrEnum
 from functools import lru_cache
-from operator import itemgetter
 from typing import NamedTuple
 
 from bpipe.errors import PlanError
@@ -208,11 +207,6 @@ def channel_of(op: Op, rank: int, peer: int | None) -> Channel:
     return Channel(SENDS[op], rank, peer) if op in SENDS else Channel(RECEIVES[op], peer, rank)
 
 
-def part_keys(actions: Iterable[Action]) -> Iterator[PartKey]:
-    """Return each action's stage, microbatch and part, for loops over millions of actions: a property costs a call each."""
-    return map(_PART_KEY, actions)
-
-
 def _names(ops: Iterable[Op]) -> str:
     return "|".join(sorted((op.value for op in ops), key=len, reverse=True))
 
@@ -221,7 +215,6 @@ def _rank(peer: str) -> int:
     return HOST if peer == "host" else int(peer)
 
 
-_PART_KEY: Callable[[Action], PartKey] = itemgetter(slice(1, 4))
 _NUMBER = r"\d{1,9}"
 _PATTERN = re.compile(
     rf"({_NUMBER})(?:({_names(SHARDING)})|({_names(set(Op) - SHARDING)})({_NUMBER})(?:\.({_NUMBER}))?(?:@({_NUMBER}|host))?)",

@@ -135,7 +135,8 @@ class Session:
             ConfigurationError: the call cannot run here.
         """
         plan = self.source.announced(is_training=is_training).plan
-        self.context.lanes.prepare(plan, self.context.plan_rank)
+        if not is_training:  # `adopt` has prepared the plan of training steps
+            self.context.lanes.prepare(plan, self.context.plan_rank)
         inputs = self._preparation.inputs(call, plan.num_microbatches, is_training=is_training)
         record = self.source.completed(self._record(inputs, is_training=is_training), inputs.forms)
         return PreparedStep(inputs, is_training, record.pack())

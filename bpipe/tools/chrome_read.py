@@ -19,7 +19,7 @@ from bpipe.tools.measured import Measured, computed, merged
 
 __all__ = ["load_trace"]
 
-FORMAT = "bpipe-trace 2"
+FORMAT = "bpipe-trace 3"
 EARLIER = "bpipe-trace 1"
 DEVICE = "device"
 

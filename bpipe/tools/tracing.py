@@ -20,6 +20,7 @@ from bpipe.device.times import DeviceTimes
 from bpipe.engine.recorder import RecordedStep, Recorder
 from bpipe.errors import AgreementError, ConfigurationError
 from bpipe.plan.action import WAIT_OF
+from bpipe.session.session import Session
 from bpipe.simulator.timeline import Lane
 from bpipe.tools.chrome import Origin, lines
 from bpipe.tools.chrome_read import joined, parse
@@ -73,6 +74,7 @@ class Trace:
         self._schedules = schedules
         self._path = None if path is None else Path(path)
         self._recorders: list[Recorder] = []
+        self._sessions: list[Session] = []  # which stay the same if a schedule is balanced meanwhile
         self._clocks: Clocks | None = None
         self._is_complete = True
 
@@ -85,8 +87,9 @@ class Trace:
             self._clocks = self._aligned(self._problem())
         devices = [schedule.session.context.transport.device for schedule in self._schedules]
         self._recorders = [Recorder(DeviceTimes(device) if is_asynchronous(device) else None) for device in devices]
-        for schedule, recorder in zip(self._schedules, self._recorders):
-            schedule.session.observer = recorder
+        self._sessions = [schedule.session for schedule in self._schedules]
+        for session, recorder in zip(self._sessions, self._recorders):
+            session.observer = recorder
         return self
 
     def _problem(self) -> str:
@@ -103,15 +106,15 @@ class Trace:
             with first.guard.failing_together():
                 first.context.transport.refuse(problem)
             raise ConfigurationError(problem)
-        ranks = tuple(map(_plan_rank, self._schedules))
+        ranks = tuple(schedule.session.context.plan_rank for schedule in self._schedules)
         if not isinstance(first.context.group, LoopbackGroup):
             with first.guard.failing_together(AgreementError):
                 return align(first.context.transport.exchange, first.source.announced(is_training=True).fingerprint, *ranks)
         return Clocks(os.urandom(16), ranks, (Offset(0, 0),) * len(ranks), time.perf_counter_ns())
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        for schedule in self._schedules:
-            schedule.session.observer = None
+        for session in self._sessions:
+            session.observer = None
         self._is_complete = error is None
         with noted_on(error, "nor could the trace be written"):
             for recorder in self._recorders:
@@ -124,8 +127,8 @@ class Trace:
             return
         self._path.mkdir(parents=True, exist_ok=True)
         num_ranks = self._schedules[0].plan.num_ranks
-        for schedule, part in zip(self._schedules, self._parts()):
-            if (rank := _plan_rank(schedule)) == 0:
+        for session, part in zip(self._sessions, self._parts()):
+            if (rank := session.context.plan_rank) == 0:
                 _remove_others(self._path, num_ranks)
             with (self._path / f"rank-{rank}.json").open("w", encoding="utf-8") as file:
                 file.writelines(lines(part, self._origin()))
@@ -139,8 +142,8 @@ class Trace:
         assert self._clocks is not None
         by_rank = dict(zip(self._clocks.plan_ranks, self._clocks.offsets))
         errors = tuple(by_rank[rank].error_ns / 1e9 for rank in sorted(by_rank))
-        for schedule, recorder in zip(self._schedules, self._recorders):
-            rank = _plan_rank(schedule)
+        for session, recorder in zip(self._sessions, self._recorders):
+            rank = session.context.plan_rank
             zero_ns = self._clocks.zero_ns + by_rank[rank].offset_ns
             yield [_timeline(record, rank, zero_ns, errors) for record in recorder.records]
 
@@ -173,10 +176,6 @@ class Trace:
             (part,) = self._parts()
             files = first.context.transport.exchange(Collective.GATHER, "".join(lines(part, self._origin())).encode())
         return joined([parse(data, f"rank {rank}") for rank, data in enumerate(files)])
-
-
-def _plan_rank(schedule: Schedule) -> int:
-    return schedule.session.context.plan_rank
 
 
 def _remove_others(folder: Path, num_ranks: int) -> None:

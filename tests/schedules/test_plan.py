@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import bpipe.schedules
 from bpipe.errors import ConfigurationError, PlanError
 from bpipe.passes.balance.balance import balance
-from bpipe.plan.action import HOST, SHARDING, part_keys
+from bpipe.plan.action import HOST, SHARDING
 from bpipe.plan.grid import rows
 from bpipe.plan.meter import occupancy
 from bpipe.schedules import Action, Destinations, Op, Plan, Sizes, build, finish, from_csv, gpipe, one_f_one_b, rules, verify
@@ -70,7 +70,6 @@ def test_an_action_s_keys() -> None:
     action = Action.parse("3WAIT_LOAD7.2@1")
     assert (action.key, action.part_key, action.op_key) == ((3, 7), (3, 7, 2), (Op.WAIT_LOAD, 3, 7))
     assert (action.identity, action.start_identity) == ((Op.WAIT_LOAD, 3, 7, 2), (Op.LOAD, 3, 7, 2))
-    assert list(part_keys([action])) == [action.part_key]
 
 
 # Plans.

@@ -237,6 +237,7 @@ class ConnectedControlPlane(ControlPlane):
                 self._do_due()
                 for look in self.looks:
                     look(now)
+                self._do_due()
 
     def _do_due(self) -> None:
         while self._due:

@@ -172,7 +172,7 @@ class Membership:
         """
         if self.failure is not None or self.has_left:
             return []
-        self.failure, self.original = failure, original
+        self.original, self.failure = original, failure  # in this order: other threads read both without the lock
         return [Signal.RELEASE] if reported_by_peer else [self._report(failure), Signal.RELEASE]
 
     @staticmethod

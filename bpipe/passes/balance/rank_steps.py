@@ -79,10 +79,10 @@ class RankSteps:
         stays: dict[Part, Stay] = {}
         for step, (action, parts) in enumerate(zip(self.steps, self.parts)):
             if action is not None and action[0] is Op.F:
-                saved[action[1:3]] = step
+                saved[action.key] = step
             elif action is not None and action[0] in BACKWARD:
                 for part in parts:
-                    stays[part] = self._stay(part, saved[action[1:3]], step)
+                    stays[part] = self._stay(part, saved[action.key], step)
         return stays
 
     def _stay(self, which: Part, saved: int, needed: int) -> Stay:
