@@ -492,3 +492,13 @@ def test_device_times_are_read_when_the_device_is_done(monkeypatch):
     assert not steps[1]
     times.resolve(wait=True)
     assert [list(into) for into in steps] == [[5_000 + (10 * n + mark) * 10**6 for mark in range(4)] for n in range(3)]
+
+
+def test_a_schedule_that_is_balanced_inside_a_trace_is_traced_to_its_end():
+    loopback = bpipe.Loopback(1)
+    stage = bpipe.PipelineStage(torch.nn.Linear(2, 2), 0, 1, "cpu", loopback.rank(0))
+    plain = bpipe.OneFOneB(stage, 2, loss_fn=torch.nn.functional.mse_loss)
+    with bpipe.trace([plain]) as trace:
+        balanced = bpipe.Balanced(plain, budget="lowest")
+        loopback.step([balanced], torch.ones(4, 2), target=torch.ones(4, 2))
+    assert len(trace.timelines) == 1 and balanced.session.observer is None

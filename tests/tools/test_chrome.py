@@ -344,8 +344,8 @@ def first(trace: dict[str, Any], phase: str = "X") -> dict[str, Any]:
 
 Damage = Callable[[dict[str, Any]], object]
 DAMAGES: list[tuple[str, Damage]] = [
-    ("is not 'bpipe-trace 2'", lambda trace: trace.pop("otherData")),
-    ("is not 'bpipe-trace 2'", lambda trace: trace["otherData"].update(format="bpipe-trace 0")),
+    ("is not 'bpipe-trace 3'", lambda trace: trace.pop("otherData")),
+    ("is not 'bpipe-trace 3'", lambda trace: trace["otherData"].update(format="bpipe-trace 0")),
     ("an earlier bpipe, 'bpipe-trace 1'.* trace .* again", lambda trace: trace["otherData"].update(format="bpipe-trace 1")),
     ("not a plan: the first line is", lambda trace: trace["otherData"].update(plans=["1f1b"])),
     ("there is no plan 7 among 2", lambda trace: trace["otherData"]["timelines"][0].update(plan=7)),
