@@ -26,7 +26,7 @@ from bpipe.memory.saved.shown import num_nodes_made, shown_by
 from bpipe.memory.saved.stash import Pieces, Stash, StashContents
 from bpipe.memory.saved.storages import MessageBytes, storages_of
 from bpipe.model.microbatch import tensors_in
-from bpipe.plan.action import HOST, PartKey, channel_of
+from bpipe.plan.action import HOST, channel_of
 from bpipe.plan.sizes import StageSizes
 from bpipe.schedules import Action, Op
 
@@ -337,7 +337,7 @@ class Evictions:
             self._check_planned(action, bundle, self._memory.planned(action))
         sizes, messages = bundle.message_sizes, bundle.messages()
         if action.peer == HOST:
-            transfer: Transfer = self._memory.host().store(_part_key(action), messages)
+            transfer: Transfer = self._memory.host().store(action.part_key, messages)
             self.ledger.stored(bundle.num_bytes)
         else:
             data = header.pack_eviction(Subject(traffic.step, action.stage, action.microbatch), action.part, sizes)
@@ -363,7 +363,7 @@ class Evictions:
         messages = state.refilled[action.part] = bundle.refill()
         self.ledger.loading(action, bundle.num_bytes)
         if action.peer == HOST:
-            transfer: Transfer = self._memory.host().fetch(_part_key(action), messages)
+            transfer: Transfer = self._memory.host().fetch(action.part_key, messages)
         else:
             transfer = self._traffic.transport.receive(channel_of(action.op, self._traffic.rank, action.peer), messages)
         state.transfers[action.op, action.part] = PostedTransfer(transfer)
@@ -376,10 +376,6 @@ class Evictions:
             self.ledger.stored(-bundle.num_bytes)
         assert state.stash is not None, FOLLOWED
         state.stash.take_back(action.part)
-
-
-def _part_key(action: Action) -> PartKey:
-    return action.stage, action.microbatch, action.part
 
 
 def _account(state: MicrobatchState) -> Account:

@@ -66,5 +66,7 @@ class Traffic:
     def result_of(self, stage: int, microbatch: int) -> list[torch.Tensor]:
         """Return the tensors that a forward has just made for the next stage."""
         own, behind = self.microbatches.get((stage, microbatch)), self.microbatches.get((stage + 1, microbatch))
-        message = own.output if own is not None and own.output is not None else behind.input if behind is not None else None
+        message = None if own is None else own.output
+        if message is None and behind is not None:
+            message = behind.input
         return [] if message is None else [tensor for tensor in message.tensors if tensor is not None]

@@ -26,7 +26,7 @@ class Reserved(NamedTuple):
 def reserve(chain: Iterable[Action], moved: Amount = slot) -> Reserved:
     """Reserve the buffers that an acceptor needs for one evictor's remote activations in their order.
 
-    A remote activation takes the smallest free place that is large enough, else the largest free one, which grows, else a new one.
+    A remote activation takes the smallest free buffer that is large enough, else the largest free one, which grows, else a new one.
     """
     sizes: list[int] = []
     free: list[int] = []
@@ -35,23 +35,23 @@ def reserve(chain: Iterable[Action], moved: Amount = slot) -> Reserved:
         remote = action[1:4]  # a tuple's slice: plans have millions of actions
         if action[0] is Op.ACCEPT:
             size = moved(action)
-            place = _choose(sizes, free, size)
-            if place is None:
-                place = len(sizes)
+            index = _choose(sizes, free, size)
+            if index is None:
+                index = len(sizes)
                 sizes.append(0)
             else:
-                free.remove(place)
-            sizes[place] = max(sizes[place], size)
-            buffer_of[remote] = place
+                free.remove(index)
+            sizes[index] = max(sizes[index], size)
+            buffer_of[remote] = index
         elif action[0] is Op.WAIT_RETURN and remote in buffer_of:
             free.append(buffer_of[remote])
     return Reserved(tuple(sizes), buffer_of)
 
 
 def _choose(sizes: list[int], free: list[int], size: int) -> int | None:
-    """Choose the free place that a remote activation takes; return None if no place is free."""
+    """Choose the free buffer that a remote activation takes; return None if none is free."""
     latest_first = free[::-1]  # its memory is warm
-    fitting = [place for place in latest_first if sizes[place] >= size]
+    fitting = [index for index in latest_first if sizes[index] >= size]
     if fitting:
         return min(fitting, key=sizes.__getitem__)
     return max(latest_first, key=sizes.__getitem__, default=None)

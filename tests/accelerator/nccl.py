@@ -77,10 +77,9 @@ class SimulatedNCCL:
         GROUP.posted = []
 
     def _end_coalescing(self) -> Sent:
-        posted = GROUP.posted
-        del GROUP.posted
+        posted = GROUP.__dict__.pop("posted", None)
         if not posted:
-            raise RuntimeError("a group of no transfer")
+            raise RuntimeError("a group that was not begun, or of no transfer")
         return self._kernel(posted, "together")
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Sent | None:

@@ -29,6 +29,10 @@ MOST_BLOCKS = 4  # thread blocks of a transfer, each on a multiprocessor: it may
 
 Make = Callable[[Any, int, timedelta], Any]
 
+# Tensors of transfers that Ctrl-C interrupted while they were posted. They are kept as long as the process, because nobody has a
+# work that tells when the device no longer reads or writes them.
+INTERRUPTED: list[Sequence[torch.Tensor]] = []
+
 
 class Communicators:
     """The communicators of one rank.
@@ -81,10 +85,16 @@ class Communicators:
         Returns:
             Its work; the caller must keep the tensors until it ends.
         """
-        with current(self._device), self.in_flight.next(what) as is_posted:
-            work = _posted(self._made[channel], self._lent(tensors), sends=sends)
-            is_posted(work)
-        self._latest[channel] = work
+        try:
+            with current(self._device), self.in_flight.next(what) as is_posted:
+                work = _posted(self._made[channel], self._lent(tensors), sends=sends)
+                is_posted(work)
+            self._latest[channel] = work
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C may strike between the posting and the line that keeps its work
+            INTERRUPTED.append(tensors)
+            raise
         return work
 
     def _lent(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -120,15 +130,15 @@ def _posted(made: Any, tensors: Sequence[torch.Tensor], *, sends: bool) -> Any:
 
     A group that is begun must be ended, also after an error, because everything that the thread gives to NCCL waits for that end.
     """
-    made._start_coalescing()
     try:
+        made._start_coalescing()
         for tensor in tensors:
             made.send([tensor], 1, 0) if sends else made.recv([tensor], 0, 0)
+        return made._end_coalescing()
     except BaseException:
-        with suppress(RuntimeError):
+        with suppress(RuntimeError):  # it was not begun, or has been ended
             made._end_coalescing()
         raise
-    return made._end_coalescing()
 
 
 def maker_of(backend: str) -> Make | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dis
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from torch import nn
 
 import bpipe
 from bpipe.errors import PipelineBrokenError, RankFailedError, RankLostError, TransferTimeoutError
-from tests.accelerator.device import KIND, MODULE, simulator
+from tests.accelerator.device import KIND, MODULE, simulator, unordered
 from tests.accelerator.work import batch_of, modules_of, results_of
 from tests.ranks import run_ranks
 
@@ -95,6 +97,59 @@ def is_exact(rank: int) -> bool:
     same = all(map(torch.equal, results_of([module]), results_of([whole[rank]])))
     schedule.close()
     return same
+
+
+def instructions_of_a_posting() -> list[tuple[Any, int]]:
+    """List the instructions at which Ctrl-C can strike while a transfer is posted: of which code, and where in it."""
+    from bpipe.comm.transport import communicators
+
+    codes = [communicators.Communicators.post.__code__, communicators._posted.__code__]
+    return [(code, instruction.offset) for code in codes for instruction in dis.get_instructions(code)]
+
+
+@contextmanager
+def interrupting(code: Any, offset: int) -> Iterator[None]:
+    """Raise KeyboardInterrupt where an instruction of this thread is about to run, once."""
+    is_done = False
+
+    def look(frame: Any, event: str, _: object) -> Any:
+        nonlocal is_done
+        frame.f_trace_opcodes = frame.f_code is code
+        if event == "opcode" and frame.f_lasti == offset and not is_done:
+            is_done = True
+            raise KeyboardInterrupt
+        return look if frame.f_code is code else None
+
+    sys.settrace(look)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+
+
+def interrupted_while_posting(rank: int, every: int) -> tuple[int, list[str]]:
+    """One rank: how many of its steps were interrupted, and what the checker found."""
+    starts(rank)
+    num_interrupted = 0
+    for code, offset in instructions_of_a_posting()[::every]:
+        schedule = schedule_of(rank, modules_of(RANKS)[rank])
+        step_of(schedule, 0)
+        with suppress(RankFailedError, PipelineBrokenError), interrupting(code, offset) if rank == STRUCK else nullcontext():
+            try:
+                step_of(schedule, 1)
+            except KeyboardInterrupt:
+                num_interrupted += 1
+        dist.barrier()
+        schedule.close()
+    assert is_exact(rank)
+    return num_interrupted, unordered()
+
+
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=[pytest.mark.exhaustive, pytest.mark.timeout(900)])])
+def test_ctrl_c_while_a_transfer_is_posted(every: int, one_thread: None) -> None:
+    found = run_ranks(interrupted_while_posting, RANKS, every, timeout_s=300.0)
+    assert [races for _, races in found] == [[]] * RANKS
+    assert found[STRUCK][0] > len(instructions_of_a_posting()) // every // 3  # the others are for errors, and do not run
 
 
 FAULTS = {
