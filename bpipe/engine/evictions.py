@@ -336,7 +336,7 @@ class Evictions:
         if self._memory.planned is not None:
             self._check_planned(action, bundle, self._memory.planned(action))
         sizes, messages = bundle.message_sizes, bundle.messages()
-        if (reached := self._memory.reached(action.peer)) is not None:
+        if (reached := self._memory.reached.get(action.peer)) is not None:
             transfer: Transfer = reached.store(action.part_key, messages)
         else:
             data = header.pack_eviction(Subject(traffic.step, action.stage, action.microbatch), action.part, sizes)
@@ -363,7 +363,7 @@ class Evictions:
         bundle = state.evicted[action.part]
         messages = state.refilled[action.part] = bundle.refill()
         self.ledger.loading(action, bundle.num_bytes)
-        if (reached := self._memory.reached(action.peer)) is not None:
+        if (reached := self._memory.reached.get(action.peer)) is not None:
             transfer: Transfer = reached.fetch(action.part_key, messages)
         else:
             transfer = self._traffic.transport.receive(channel_of(action.op, self._traffic.rank, action.peer), messages)

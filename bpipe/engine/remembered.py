@@ -36,8 +36,8 @@ class Memory:
     planned: Callable[[Action], int] | None = None  # the most bytes that an eviction moves
     kinds: dict[Kind, Known] = field(default_factory=dict)  # the most recently used one stands last
     remote_buffers: dict[int, RemoteBuffers | SharedBuffers] = field(default_factory=dict)  # by evictor
-    peer_memories: dict[int, PeerMemory] = field(default_factory=dict)  # by acceptor, of those whose memory this rank reaches
     host_buffers: HostBuffers | None = None
+    reached: dict[int | None, HostBuffers | PeerMemory] = field(default_factory=dict)  # by peer: this rank copies there by itself
     device_waits: DeviceWaits | None = None  # set if only the device waits for transfers
     learned: dict[int, Learned] = field(default_factory=dict)  # for the stages whose forwards run twice
     silent: dict[int, frozenset[int]] = field(default_factory=dict)  # hooks on a stage's parameters that queue no callbacks
@@ -57,19 +57,20 @@ class Memory:
             channel, reserved = Channel(Purpose.EVICT, peer, rank), reserve(chain, moved)
             if transport.reaches(channel):
                 shared = self.remote_buffers[peer] = SharedBuffers(reserved, in_bytes=in_bytes)
+                transport.lend(channel, shared.files)  # before it is made, which may take seconds
                 shared.make()
-                transport.lend(channel, shared.files)
             else:
                 self.remote_buffers[peer] = RemoteBuffers(reserved, device, in_bytes=in_bytes)
-        self.peer_memories = {}
+        self.reached = {}
         for peer in plan.acceptors(rank):
             if transport.reaches(channel := Channel(Purpose.EVICT, rank, peer)):
                 reserved = reserve(plan.chains(peer)[rank], moved)
                 files = transport.borrow(channel, len(reserved.sizes))
-                self.peer_memories[peer] = PeerMemory(SharedBuffers(reserved, files, in_bytes=in_bytes), f"rank {peer}")
+                self.reached[peer] = PeerMemory(SharedBuffers(reserved, files, in_bytes=in_bytes), f"rank {peer}")
         self.host_buffers = None
         if of_host:
-            self.host_buffers = HostBuffers(reserve(of_host, moved), device, streams.of(("host", rank), device), in_bytes=in_bytes)
+            stream = streams.of(("host", rank), device)
+            self.reached[HOST] = self.host_buffers = HostBuffers(reserve(of_host, moved), device, stream, in_bytes=in_bytes)
         if is_asynchronous(device):
             self._make_buffers(rank, device, streams)
         self.planned = None if plan.sizes is None or self.grows else plan.sizes.moved
@@ -86,14 +87,8 @@ class Memory:
         """Free the memory of all buffers."""
         for remote_buffers in self.remote_buffers.values():
             remote_buffers.clear()
-        for peer_memory in self.peer_memories.values():
-            peer_memory.clear()
-        if self.host_buffers is not None:
-            self.host_buffers.clear()
-
-    def reached(self, peer: int | None) -> HostBuffers | PeerMemory | None:
-        """Return the memory of a peer that this rank reads and writes by itself: the host's, or a process's of the same host."""
-        return self.host_buffers if peer == HOST else self.peer_memories.get(peer) if peer is not None else None
+        for memory in self.reached.values():
+            memory.clear()
 
     def served(self) -> dict[int, RemoteBuffers]:
         """Return the buffers of the evictors that do not reach them, by evictor: this rank receives and returns for them."""

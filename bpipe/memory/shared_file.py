@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -41,18 +42,28 @@ class SharedFile:
         Raises:
             CommError: there is not enough memory.
         """
-        if self.num_bytes < num_bytes:
-            try:
-                os.posix_fallocate(self.descriptor, 0, num_bytes)
-            except OSError as error:
-                raise CommError(
-                    f"{num_bytes} bytes of memory that processes share cannot be reserved ({error.strerror}): free memory on this "
-                    "host, or set BPIPE_SHARED_MEMORY=0 so that tensors travel over sockets"
-                ) from error
+        missing = num_bytes - self.num_bytes
+        if missing <= 0:
+            return
+        try:
+            if missing > _available():  # the kernel would end processes before it says so
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+            os.posix_fallocate(self.descriptor, 0, num_bytes)
+        except OSError as error:
+            raise CommError(
+                f"{num_bytes} bytes of memory that processes share cannot be reserved ({error.strerror}): free memory on this "
+                "host, or set BPIPE_SHARED_MEMORY=0 so that tensors travel over sockets"
+            ) from error
 
     def map(self) -> np.ndarray:
         """Return its bytes, uint8 [num_bytes]; all pages are mapped at once, because faults cost as much as a copy."""
         return np.frombuffer(mmap.mmap(self.descriptor, self.num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE), np.uint8)
+
+
+def _available() -> int:
+    """Return the bytes of memory that the kernel can still give."""
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), 2**63)
 
 
 def _new() -> int:

@@ -184,6 +184,8 @@ class C10dTransport(Transport):
         """
         for end in [*self._senders.values(), *self._receivers.values()]:
             end.end()
+        for link in list(self._links.values()):
+            link.end()
         nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         for channel, gloo in list(self._gloo.items()):
             with suppress(RuntimeError):
@@ -255,7 +257,7 @@ class C10dTransport(Transport):
                 file = SharedFile()
                 link.pass_on([file])
             else:
-                (file,) = link.take(1)
+                (file,) = self._taken(link, channels[index], 1)
             rings[index] = Ring(file, connections[index])
             if channels[index].purpose is Purpose.EVICT:
                 self._links[channels[index]] = link
@@ -271,7 +273,12 @@ class C10dTransport(Transport):
         self._links[channel].pass_on(files)
 
     def borrow(self, channel: Channel, number: int) -> list[SharedFile]:
-        return self._links[channel].take(number)
+        return self._taken(self._links[channel], channel, number)
+
+    def _taken(self, link: LocalLink, channel: Channel, number: int) -> list[SharedFile]:
+        opening = self._interruptible()
+        opening.note = f"memory for {self._named(channel)} has not come"
+        return opening.run(partial(link.take, number))
 
     @transferring
     def send(

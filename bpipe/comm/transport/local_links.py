@@ -88,7 +88,7 @@ class LocalLink:
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
-        connection.settimeout(LINK_S)
+        connection.settimeout(None)
 
     def pass_on(self, files: Sequence[SharedFile]) -> None:
         """Give the other process files; it must take as many.
@@ -103,7 +103,7 @@ class LocalLink:
             raise TransferError(f"memory cannot be shared with another process of this host: {error}") from error
 
     def take(self, number: int) -> list[SharedFile]:
-        """Return files that the other process passes on. Blocks the host, for some seconds at most.
+        """Return files that the other process passes on. Blocks until it does, or until `end`.
 
         Raises:
             TransferError: the other process is gone, or has passed on something else.
@@ -118,6 +118,11 @@ class LocalLink:
         if len(files) != number:
             raise TransferError(f"another process of this host shares {len(files)} pieces of memory where {number} were expected")
         return files
+
+    def end(self) -> None:
+        """End all waits at both ends. Any thread may call it."""
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         self.connection.close()

@@ -23,6 +23,7 @@ from bpipe.comm.transport.base import Transfer
 from bpipe.comm.transport.ring import Ring
 from bpipe.comm.transport.worker import Worker
 from bpipe.comm.wire.message import memory_of
+from bpipe.device.huge_pages import prefer_huge_pages
 from bpipe.errors import CommError, TransferError
 
 __all__: list[str] = []
@@ -164,6 +165,8 @@ class Receiver(SocketChannel):
         receipt = _Receipt(self, tensors)
         self._posted.append(receipt)
         if self._through_ring([memory_of(tensor) for tensor in tensors]) is not None:
+            for tensor in tensors:
+                prefer_huge_pages(tensor)
             self._read_ahead()
         return receipt
 
