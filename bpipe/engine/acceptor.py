@@ -31,7 +31,7 @@ class Acceptor:
         self.microbatches = traffic.microbatches
 
     def accept(self, action: Action, state: MicrobatchState) -> None:
-        channel, remote = channel_of(action.op, self._traffic.rank, action.peer), action.part_key
+        channel, remote = channel_of(action.op, self._traffic.rank, action.peer), (action.stage, action.microbatch, action.part)
         data = self._traffic.transport.receive_header(channel)
         sizes = header.unpack_eviction(data, Subject(self._traffic.step, action.stage, action.microbatch), action.part)
         parts = state.kept[action.part] = self._buffers.take(remote, sizes)
