@@ -148,7 +148,7 @@ def test_sizes_are_said_once(twice: str) -> None:
 
 def test_static_bytes_are_no_debt() -> None:
     text = replace(build("1f1b", 2, 2), sizes=Sizes.of([1, 1])).to_text().replace("static: 0 0", "static: 0 -5")
-    with pytest.raises(PlanError, match=r"whole numbers of at least 0: \(0, -5\)"):
+    with pytest.raises(PlanError, match="'-5' is not a whole number"):
         Plan.from_text(text)
 
 
