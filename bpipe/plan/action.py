@@ -148,7 +148,8 @@ class Action(NamedTuple):
         """
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
-            raise PlanError(f"{text[:MOST_SHOWN]!r} is not an action: expected a stage, an operation and a microbatch, such as 2F0 or 2EVICT0@5")
+            expected = "expected a stage, an operation and a microbatch, such as 2F0 or 2EVICT0@5"
+            raise PlanError(f"{text[:MOST_SHOWN]!r} is not an action: {expected}")
         stage, sharding, op, microbatch, part, peer = match.groups()
         if sharding is not None:
             return cls(Op(sharding), int(stage), 0)

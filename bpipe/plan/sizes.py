@@ -30,7 +30,8 @@ class StageSizes:
         between: its bytes between I and W, including gradients that wait for W; None: all its saved bytes.
 
     Raises:
-        ConfigurationError: a negative number, or one of more than 256 TiB; no part, or more than 1023; or a kept size larger than its message.
+        ConfigurationError: a negative number, or one of more than 256 TiB; no part, or more than 1023; or a kept size larger
+            than its message.
     """
 
     parts: tuple[int, ...]
