@@ -26,6 +26,7 @@ from bpipe.comm.rendezvous.addresses import own_address
 from bpipe.comm.rendezvous.interruptible import Interruptible
 from bpipe.comm.rendezvous.meeting import OtherPipelineError, meet_peers
 from bpipe.comm.rendezvous.peers import Peers
+from bpipe.comm.rendezvous.store import using_store
 from bpipe.comm.transport.base import Transfer, Transport
 from bpipe.comm.transport.communicators import Communicators, maker_of
 from bpipe.comm.transport.connect import open_connections
@@ -168,7 +169,8 @@ class C10dTransport(Transport):
 
     def _new_gloo(self, name: str) -> Any:
         timeout = timedelta(seconds=self._timeouts.timeout_s + MARGIN_S)
-        return dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), self.rank, self.size, timeout)
+        with using_store():
+            return dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), self.rank, self.size, timeout)
 
     def _release(self) -> None:
         """End all transfers, and all waits for one.
