@@ -9,9 +9,40 @@ from random import Random
 from typing import Any
 
 NUMBERS = ["0", "-1", "1", "999999999", str(2**63), "9" * 30, "9" * 5000, "1e308", "1e999", "0.5", "nan", "\u0663", "\u00b2"]
-WORDS = ["", " ", "\n", ",", "\0", "\x1b[2J", "\x9b", "\u202e", "\u2028", "\ud800", "[bold]", "[/x]", "@", "@host", ".1", "-", "%s", "a" * 3000]
+WORDS = [
+    "",
+    " ",
+    "\n",
+    ",",
+    "\0",
+    "\x1b[2J",
+    "\x9b",
+    "\u202e",
+    "\u2028",
+    "\ud800",
+    "[bold]",
+    "[/x]",
+    "@",
+    "@host",
+    ".1",
+    "-",
+    "%s",
+    "a" * 3000,
+]
 VALUES: list[Any] = [None, True, -1, 2**63, 10**40, 1e308, 0.5, "", "9" * 3000, "\x1b[2J", "\ud800", [], {}, [[]], [0] * 300]
-ACTIONS = ["0F0", "0B0", "9F9", "0F999999999", "0EVICT0@3", "0LOAD0@host", "0ACCEPT0@9", "0UNSHARD", "0F0.1", "0WAIT_RETURN0@1", "0R0"]
+ACTIONS = [
+    "0F0",
+    "0B0",
+    "9F9",
+    "0F999999999",
+    "0EVICT0@3",
+    "0LOAD0@host",
+    "0ACCEPT0@9",
+    "0UNSHARD",
+    "0F0.1",
+    "0WAIT_RETURN0@1",
+    "0R0",
+]
 
 
 def _bytes(data: bytes, random: Random) -> bytes:

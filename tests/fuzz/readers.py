@@ -10,9 +10,10 @@ import socket
 from array import array
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -99,8 +100,8 @@ def read_plan(data: bytes) -> None:
         data_of(simulate(plan, Costs()))
 
 
-def _trace(timelines: list[Timeline], origin: Origin = Origin()) -> bytes:
-    return "".join(lines(timelines, origin)).encode()
+def _trace(timelines: list[Timeline], run: str = "") -> bytes:
+    return "".join(lines(timelines, Origin(run=run))).encode()
 
 
 def _measured(plan: Plan, only: int | None = None) -> Measured:
@@ -132,7 +133,7 @@ def read_folder(data: bytes) -> None:
     joined([parse(data, "rank-0.json"), parse(RANK_1, "rank-1.json")])
 
 
-OF_RANK_0, RANK_1 = (_trace([_measured(build("1f1b", 2, 2), rank)] * 2, Origin(run="run")) for rank in (0, 1))
+OF_RANK_0, RANK_1 = (_trace([_measured(build("1f1b", 2, 2), rank)] * 2, "run") for rank in (0, 1))
 
 MEASUREMENT = Measurement(
     microbatch_size=1,
@@ -175,14 +176,14 @@ RECORDS = [
 def read_record(data: bytes) -> None:
     refused = []
     for read in (
-        *(lambda data, kind=type(record): decode(kind, data, "record") for record in RECORDS),
+        *(partial(decode, type(record), what="record") for record in RECORDS),
         lambda data: str(Failure.unpack(data, 4).as_error(0, "here")),
         Status.unpack,
         StepRecord.unpack,
         read_endpoint,
     ):
         try:
-            read(data)
+            read(data=data)
         except RuntimeError as error:  # which CommError is
             refused.append(error)
     for error in refused:

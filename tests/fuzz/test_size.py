@@ -42,6 +42,11 @@ def _pieces(n: int) -> str:
     return _plan(1, n, (f"0F{i}.1" for i in range(n)), (), "size 0: 1,1 0 0 0 0 0", "static: 0")
 
 
+def _moves_at_one_place(n: int) -> str:
+    forwards, backwards, moves = ([f"0{op}{i}" for i in range(n)] for op in ("F", "B", "EVICT"))
+    return _plan(1, n, [*forwards[:1], *moves, *forwards[1:], *backwards])
+
+
 def _check(text: str) -> None:
     verify(Plan.from_text(text))
 
@@ -108,10 +113,10 @@ CASES: dict[str, tuple[Callable[[int], str], Read, int]] = {  # what makes a fil
     "check peers": (lambda n: _plan(1, 1, ["0F0", "0B0"], (f"0ACCEPT0@{i}" for i in range(n))), _check, 400),
     "draw stages without actions": (lambda n: _plan(10 * n, 1, ["0F0", "0B0"]), _draw, 400),
     "draw peers": (lambda n: _plan(1, 1, ["0F0", "0B0"], (f"0ACCEPT0@{i}" for i in range(n))), _draw, 400),
-    "draw moves at one place": (lambda n: _plan(1, 1, ["0F0", *(f"0EVICT{i}@1" for i in range(n)), "0B0"]), _draw, 400),
+    "draw moves at one place": (_moves_at_one_place, _draw, 400),
     "peak slots": (lambda n: _plan(1, 1, [], (f"0ACCEPT{i}@1" for i in range(n))), _peak_slots, 400),
     "csv": (lambda n: "\n".join(f"{stage}F0,{stage}B0" for stage in range(n)), from_csv, 50),
-    "trace of many timelines": (_timelines, _read_trace, 8),
+    "trace of many timelines": (_timelines, _read_trace, 30),
     "trace with a long time": (_long("ts"), _read_trace, 2000),
     "trace with a long action": (_long("action"), _read_trace, 2000),
     "trace of one action many times": (_gathered_again, _read_trace, 200),
@@ -153,9 +158,19 @@ def _seconds(read: Read, text: str) -> float:
     return time.process_time() - start
 
 
+@pytest.mark.exhaustive
 def test_a_hundred_thousand_stages_are_checked_at_once() -> None:
     text = _on_one_rank(100_000)
     assert _seconds(_check, text) < 30  # some 3 s on a quiet machine; 250 s when each stage's neighbours were searched for
+
+
+def test_timelines_without_times_take_no_room_for_them() -> None:
+    text = _timelines(700)
+    tracemalloc.start()
+    assert "no times of" in _attempt(_read_trace, text)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < MEMORY / 4 * len(text)
 
 
 def test_a_picture_has_a_bounded_size() -> None:
