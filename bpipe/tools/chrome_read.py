@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ DEVICE = "device"
 
 MOST_NUMBER = 2**62  # of nanoseconds or bytes
 MOST_SHOWN = 60  # characters of what is damaged, in an error
+MOST_ABSENT = 500  # actions without times for each one that has some: they take memory, and no text
+UNKNOWN = nan, nan
 MOST_TOLD = 4  # actions or ranks, in an error
 
 Event = dict[str, Any]
@@ -160,13 +163,13 @@ class _Filling:
         self.times_s[index] = begin_ns / 1e9, end_ns / 1e9
 
     def finish(self, part: range, static_bytes: int = 0, remote_buffer_bytes: int = 0) -> Lane:
-        """Return a part of the lane, which is complete."""
+        """Return a part of the lane, in which the times of what a rank did not do are unknown."""
         held = [self.held_bytes[index] for index in part if index in self.held_bytes]
         if held and len(held) != len(part):
             raise ConfigurationError("a damaged trace: only some actions say how many bytes were held")
         return Lane(
-            begin_s=array("d", [self.times_s[index][0] for index in part]),
-            end_s=array("d", [self.times_s[index][1] for index in part]),
+            begin_s=array("d", [self.times_s.get(index, UNKNOWN)[0] for index in part]),
+            end_s=array("d", [self.times_s.get(index, UNKNOWN)[1] for index in part]),
             activation_bytes=array("q", [activations for activations, _ in held]),
             message_bytes=array("q", [messages for _, messages in held]),
             static_bytes=static_bytes,
@@ -248,9 +251,14 @@ class _Draft:
     def _check_filled(self) -> None:
         for rank, lane in self._lanes.items():
             actions, on_device = self._places.lanes[rank], self._device[rank].times_s
-            if len(lane.times_s) < len(actions):
-                missing = (str(action) for index, action in enumerate(actions) if index not in lane.times_s)
-                raise ConfigurationError(f"a damaged trace: no times of {', '.join(islice(missing, MOST_TOLD))} on rank {rank}")
+            num_own = len(self._plan.actions[rank])
+            serving = {actions[index].peer for index in lane.times_s if index >= num_own}  # for others, there was nothing to do
+            absent = [] if len(lane.times_s) == len(actions) else [i for i in range(len(actions)) if i not in lane.times_s]
+            missing = (str(actions[i]) for i in absent if i < num_own or actions[i].peer in serving)
+            if told := ", ".join(islice(missing, MOST_TOLD)):
+                raise ConfigurationError(f"a damaged trace: no times of {told} on rank {rank}")
+            if len(absent) > MOST_ABSENT * len(lane.times_s):
+                raise ConfigurationError(f"a damaged trace: {len(absent)} actions of rank {rank} have no times")
             if on_device and len(on_device) < len(self._places.of_computations[rank]):
                 raise ConfigurationError(f"a damaged trace: the device's times of rank {rank} are not complete")
 
