@@ -7,9 +7,15 @@ import os
 __all__: list[str] = []
 
 
-def gloo_interface() -> str:
-    """Return the network interface that gloo uses; empty if none was chosen."""
-    return os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+def gloo_interfaces() -> list[str]:
+    """Return the network interfaces that gloo uses; none if none were chosen."""
+    given = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    return given.split(",") if given else []
+
+
+def gloo_connects_late() -> bool:
+    """Return whether gloo connects two ranks only when they have something to say to each other."""
+    return os.environ.get("TORCH_GLOO_LAZY_INIT", "").lower() in ("1", "y", "yes", "t", "true")
 
 
 def ranks_on_this_node() -> int | None:

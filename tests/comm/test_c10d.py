@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from typing import Any
@@ -133,6 +134,55 @@ def records(rank: int) -> list[bytes]:
 def test_records_come_by_rank() -> None:
     expected = [b"\0\0", b"\1\1", b"\2\2", b"st", b"st", b"st"]
     assert run_ranks(records, 3) == [expected] * 3
+
+
+def pipelines_and_keys(rank: int, num_pipelines: int) -> list[int]:
+    """How many keys the store has after the first one and after all, of which every other one has only met and is dropped."""
+    store, counts = dist.distributed_c10d._get_default_store(), []
+    for index in range(num_pipelines):
+        transport = opened() if index % 2 else C10dTransport(None, CPU)
+        transport.enlist()
+        transport.exchange(Collective.STEP, b"")
+        transport.close()
+        dist.barrier()  # the other rank has removed its keys, too
+        counts.append(store.num_keys())
+    return [counts[0], counts[-1]]
+
+
+@pytest.mark.parametrize("num_pipelines", [5, pytest.param(100, marks=pytest.mark.exhaustive)])
+def test_pipelines_leave_no_keys_in_the_store(num_pipelines: int) -> None:
+    before = run_ranks(keys_before, 2)
+    assert run_ranks(pipelines_and_keys, 2, num_pipelines) == [[count] * 2 for count in before]
+
+
+def keys_before(rank: int) -> int:
+    dist.barrier()
+    return int(dist.distributed_c10d._get_default_store().num_keys())
+
+
+def second_attempt(rank: int) -> list[int]:
+    """Ranks whose earlier processes made different numbers of pipelines over the store, and ended before they met."""
+    earlier = run_in_fork(rank + 1)
+    later = C10dTransport(None, CPU)
+    later.enlist()
+    later.exchange(Collective.STEP, b"")
+    return [earlier, later.identity]
+
+
+def run_in_fork(num_pipelines: int) -> int:
+    reads, writes = os.pipe()
+    if not (child := os.fork()):
+        made = [C10dTransport(None, CPU) for _ in range(num_pipelines)]
+        for one in made:
+            one.enlist()
+        os.write(writes, bytes([made[-1].identity]))
+        os._exit(0)
+    os.waitpid(child, 0)
+    return os.read(reads, 1)[0]
+
+
+def test_pipelines_of_processes_that_have_ended_are_not_counted() -> None:
+    assert run_ranks(second_attempt, 2) == [[1, 1], [2, 1]]
 
 
 class Late(C10dTransport):

@@ -6,7 +6,7 @@ import socket
 import struct
 from typing import Any, NamedTuple
 
-from bpipe.environment import gloo_interface
+from bpipe.environment import gloo_interfaces
 
 __all__: list[str] = []
 
@@ -41,7 +41,7 @@ def own_address(store: Any) -> Address:
     Args:
         store: a store of torch.distributed.
     """
-    return _of_interface(gloo_interface()) or _towards(store) or _of_name()
+    return _of_interface("".join(gloo_interfaces()[:1])) or _towards(store) or _of_name()
 
 
 def _of_interface(name: str) -> Address | None:

@@ -31,9 +31,10 @@ from bpipe.comm.transport.communicators import Communicators, maker_of
 from bpipe.comm.transport.connect import open_connections
 from bpipe.comm.transport.device_watchdog import DeviceWatchdog
 from bpipe.comm.transport.in_flight import TRANSFERS_AT_ONCE, InFlight
-from bpipe.comm.transport.process_group import backends_of
+from bpipe.comm.transport.process_group import backends_of, count_pipelines
 from bpipe.comm.transport.socket_channel import SMALL, Receiver, Sender
 from bpipe.comm.transport.staging import Staging
+from bpipe.comm.transport.store_keys import WrittenKeys
 from bpipe.comm.transport.works import Noted, Works, transferring
 from bpipe.comm.wire.header import MOST_BYTES
 from bpipe.device import Streams, is_asynchronous
@@ -45,6 +46,7 @@ __all__: list[str] = []
 
 TAGS = {purpose: tag for tag, purpose in enumerate(Purpose, start=1)}
 GROUP_OF = {Purpose.FORWARD: "forward", Purpose.BACKWARD: "backward", Purpose.EVICT: "evictions", Purpose.RETURN: "evictions"}
+ID_KEY = "0"  # of the first communicator that NCCL makes over a store
 NO_TAG = len(Purpose) + 1  # that no message has
 AT_ONCE = timedelta(milliseconds=1)
 POLL_S = 0.001
@@ -90,6 +92,7 @@ class C10dTransport(Transport):
         self._timeouts = Timeouts(_timeout_of(self.group).total_seconds() if timeout_s is None else timeout_s, slow_s)
         self._group_ranks: Sequence[int] = ()
         self._opened: set[Channel] = set()
+        self._written = WrittenKeys()
         self._senders: dict[Channel, Sender] = {}
         self._receivers: dict[Channel, Receiver] = {}
         self._gloo: dict[str, Any] = {}
@@ -102,17 +105,13 @@ class C10dTransport(Transport):
         self._is_open = False
 
     def enlist(self) -> None:
-        self.identity = self._count_pipelines(1)
-
-    def _count_pipelines(self, change: int) -> int:
-        return int(dist.distributed_c10d._get_default_store().add(f"{self._key('pipelines')}/{self.rank}", change))
-
-    def _key(self, what: str) -> str:
-        return f"bpipe/{what}/{getattr(self.group, 'group_name', '')}"
+        self.identity = count_pipelines(self.group, 1)
 
     def exchange(self, call: Collective, data: bytes) -> list[bytes]:
         self._open()
-        return self.control.exchange(call, data)
+        given = self.control.exchange(call, data)
+        self._written.remove()  # all ranks have come, and so have read it
+        return given
 
     def refuse(self, why: str) -> None:
         self._open()
@@ -159,16 +158,18 @@ class C10dTransport(Transport):
         return opening
 
     def _meet(self, opening: Interruptible, store: Any) -> Peers:
-        key = self._key("peers")
+        key = f"bpipe/peers/{getattr(self.group, 'group_name', '')}"
+        self._written.add(store, f"{key}/{self.rank}")
         try:
             return opening.run(lambda: meet_peers(store, key, self.rank, self.size, opening.check, pipeline=self.identity))
         except OtherPipelineError as error:  # so that both ranks count the next pipelines alike
-            self._count_pipelines(max(0, error.theirs - self._count_pipelines(0)))
+            count_pipelines(self.group, max(0, error.theirs - count_pipelines(self.group, 0)))
             raise AgreementError(str(error)) from None
 
     def _new_gloo(self, name: str) -> Any:
-        timeout = timedelta(seconds=self._timeouts.timeout_s + MARGIN_S)
-        return dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), self.rank, self.size, timeout)
+        timeout, store = timedelta(seconds=self._timeouts.timeout_s + MARGIN_S), dist.PrefixStore(name, self._store)
+        self._written.add_gloo(store, self.rank)
+        return dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
 
     def _release(self) -> None:
         """End all transfers, and all waits for one.
@@ -207,6 +208,8 @@ class C10dTransport(Transport):
             end, opening = self._ends(channel).index(self.rank), self._interruptible()
             opening.note = f"a communicator for {self._named(channel)} is being made"
             own = dist.PrefixStore(f"{channel.purpose.value}/{channel.src}/{channel.dst}", store)
+            if end == 0:
+                self._written.add(own, ID_KEY)
             opening.run(partial(communicators.connect, channel, own, end, timeout))
 
     def _named(self, channel: Channel) -> str:
@@ -304,9 +307,8 @@ class C10dTransport(Transport):
         self._senders.clear()
         self._receivers.clear()
         self._gloo.clear()
-        if not self._is_open and self.identity and dist.is_initialized():  # made and never run: not to be counted
-            with suppress(RuntimeError):
-                self._count_pipelines(-1)
+        if not self._is_open and self.identity:  # made and never run: not to be counted
+            count_pipelines(self.group, -1)
             self.identity = 0
 
     def settle(self, most_s: float) -> None:
