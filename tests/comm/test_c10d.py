@@ -146,6 +146,7 @@ def pipelines_and_keys(rank: int, num_pipelines: int) -> list[int]:
         transport.close()
         dist.barrier()  # the other rank has removed its keys, too
         counts.append(store.num_keys())
+        dist.barrier()  # and begins the next pipeline
     return [counts[0], counts[-1]]
 
 
