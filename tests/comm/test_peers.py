@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
 import time
@@ -49,6 +50,7 @@ def test_each_rank_reaches_each_other(store):
             peer.send(Frame(Kind.LEFT, 7))
     for one in found:
         for peer in one.connections:
+            assert select.select([peer.connection], [], [], 5)[0]
             assert list(peer.reader.feed(peer.receive())) == [Frame(Kind.LEFT, 7)]
             peer.close()
 

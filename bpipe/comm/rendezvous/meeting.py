@@ -30,7 +30,6 @@ __all__: list[str] = []
 
 RETURN_S = 5.0  # a rank whose connection has ended connects again within this time, if its process lives
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.001, 0.02  # between two looks at who has come
-MOST_SEND_S = 30.0  # without progress: a peer's reader is a thread that does nothing else
 LOST_MACHINE_S = 15  # without an answer of its kernel
 MAX_REASON_BYTES = 1024
 
@@ -208,7 +207,6 @@ class _Meeting:
         except OSError:  # it has ended already
             connection.close()
             return
-        connection.settimeout(MOST_SEND_S)
         if hello.rank in self._peers:
             self._drop(hello.rank)
         self._ended_s.pop(hello.rank, None)
@@ -225,6 +223,8 @@ class _Meeting:
         """See whether a rank that has come gives up, or has to come again because its connection has ended."""
         try:
             seen = connection.recv(SMALL_BODY, socket.MSG_PEEK)
+        except BlockingIOError:
+            return
         except OSError:
             seen = b""
         if not seen:
