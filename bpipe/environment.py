@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+from bpipe.errors import ConfigurationError
+
 __all__: list[str] = []
 
 
@@ -11,6 +13,26 @@ def gloo_interfaces() -> list[str]:
     """Return the network interfaces that gloo uses; none if none were chosen."""
     given = os.environ.get("GLOO_SOCKET_IFNAME", "")
     return given.split(",") if given else []
+
+
+def nccl_interfaces() -> str:
+    """Return which network interfaces NCCL uses, in its own notation; empty if none were chosen."""
+    return os.environ.get("NCCL_SOCKET_IFNAME", "")
+
+
+def port_range() -> tuple[int, int] | None:
+    """Return the first and the last port that ranks may listen at; None if they may take any that the system chooses.
+
+    Raises:
+        ConfigurationError: BPIPE_PORT_RANGE is not a range of ports.
+    """
+    given = os.environ.get("BPIPE_PORT_RANGE", "")
+    if not given:
+        return None
+    first, _, last = given.partition("-")
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) < 2**16):
+        raise ConfigurationError(f"BPIPE_PORT_RANGE={given!r} is not a range of ports: give two ports, such as 29600-29700")
+    return int(first), int(last)
 
 
 def gloo_connects_late() -> bool:

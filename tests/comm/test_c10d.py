@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import time
 from typing import Any
 
@@ -244,6 +245,26 @@ def leaves(rank: int) -> str:
 def test_a_peer_that_leaves_is_an_error() -> None:
     first, _ = run_ranks(leaves, 2)
     assert first.startswith("a transfer failed: ")
+
+
+def cannot_find_its_address(rank: int) -> str:
+    addresses = pytest.MonkeyPatch()
+    addresses.setattr("bpipe.comm.rendezvous.meeting.own_addresses", lambda store: time.sleep(1))
+    transport = C10dTransport(None, CPU, timeout_s=0.2)
+    try:
+        transport.exchange(Collective.STEP, b"")
+    except CommError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_timeout_says_what_it_waited_for() -> None:
+    """Before the first look at who has come, too."""
+    (text,) = {re.sub(r"[\d.]+", "N", one) for one in run_ranks(cannot_find_its_address, 2)}
+    assert text == (
+        "rank N has waited N s to connect to the other ranks: it looks for its own addresses, and writes them to the process "
+        "group's store: longer than timeout_s=N"
+    )
 
 
 def closes_twice(rank: int) -> bool:

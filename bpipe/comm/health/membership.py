@@ -165,8 +165,9 @@ class Membership:
             return []
         where = f" while rank {self.rank} was at {place}" if (place := self.activity.place()) else ""
         error = (
-            f"rank {rank} was lost{where}, step {self.activity.step}: its process or its machine ended without notice, "
-            "perhaps killed (out of memory?). Look at its log, and restart from a checkpoint."
+            f"rank {rank} was lost{where}, step {self.activity.step}: the connection to it ended without notice, because its "
+            "process or its machine ended (killed? out of memory?) or the network was cut. Look at its log, and restart from a "
+            "checkpoint."
         )
         return self.fail(Failure(Cause.LOST, rank, self.activity.step, "", error))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import selectors
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from bpipe.comm.wire.frames import ONLY_HELLO, Frame, FrameReader
@@ -22,10 +22,10 @@ OnReady = Callable[[socket.socket], None]  # the data of each socket in a select
 
 
 class IncomingConnections:
-    """The connections at a listening socket whose hello has not arrived yet.
+    """The connections at listening sockets whose hello has not arrived yet.
 
     Args:
-        listener: the socket.
+        listeners: the sockets.
         selector: becomes ready when data has arrived; then call `serve`.
         num_expected: how many connections are expected.
         on_hello: called with each connection whose hello has arrived, and with the hello. It owns the connection, which does not
@@ -34,16 +34,17 @@ class IncomingConnections:
 
     def __init__(
         self,
-        listener: socket.socket,
+        listeners: Iterable[socket.socket],
         selector: selectors.BaseSelector,
         num_expected: int,
         on_hello: Callable[[socket.socket, Frame], None],
     ) -> None:
         self._selector, self._most, self._on_hello = selector, num_expected + MOST_SILENT, on_hello
         self._silent: dict[socket.socket, FrameReader] = {}  # the oldest first
-        listener.setblocking(False)
         on_ready: OnReady = self._accept
-        selector.register(listener, selectors.EVENT_READ, on_ready)
+        for listener in listeners:
+            listener.setblocking(False)
+            selector.register(listener, selectors.EVENT_READ, on_ready)
 
     def __enter__(self) -> IncomingConnections:
         return self

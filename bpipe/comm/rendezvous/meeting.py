@@ -17,8 +17,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from bpipe.cleanup import noted_on
-from bpipe.comm.rendezvous.addresses import Endpoint, own_address
+from bpipe.comm.rendezvous.addresses import Endpoint, own_addresses
 from bpipe.comm.rendezvous.incoming import MOST_SILENT, IncomingConnections, serve
+from bpipe.comm.rendezvous.listening import Listeners
 from bpipe.comm.rendezvous.outgoing import OutgoingConnections
 from bpipe.comm.rendezvous.peers import NAME_BYTES, PeerConnection, Peers, process_name
 from bpipe.comm.rendezvous.tcp import prepare
@@ -70,10 +71,9 @@ def meet_peers(store: Any, key: str, rank: int, size: int, check: Callable[[str]
     Raises:
         AgreementError: another rank opens a different pipeline, or has given up in the meantime.
     """
-    address = own_address(store)
-    with socket.create_server((address.text, 0), family=address.family, backlog=size + MOST_SILENT) as listener:
-        own = Endpoint(address.text, listener.getsockname()[1], socket.gethostname(), os.urandom(NAME_BYTES))
-        with _Meeting(store, key, rank, size, pipeline, own, listener) as meeting:
+    with Listeners(own_addresses(store), size + MOST_SILENT) as listeners:
+        own = Endpoint(listeners.places, socket.gethostname(), os.urandom(NAME_BYTES))
+        with _Meeting(store, key, rank, size, pipeline, own, listeners) as meeting:
             store.set(f"{key}/{rank}", encode(own))
             pause_s = LEAST_PAUSE_S
             while missing := meeting.missing():
@@ -87,13 +87,13 @@ def meet_peers(store: Any, key: str, rank: int, size: int, check: Callable[[str]
 class _Meeting:
     """The connections of a rank while some are still missing; closed if the meeting fails."""
 
-    def __init__(self, store: Any, key: str, rank: int, size: int, pipeline: int, own: Endpoint, listener: socket.socket) -> None:
+    def __init__(self, store: Any, key: str, rank: int, size: int, pipeline: int, own: Endpoint, listeners: Listeners) -> None:
         self._store, self._key, self._rank, self._size, self._pipeline, self._own = store, key, rank, size, pipeline, own
         self._peers: dict[int, PeerConnection] = {}
         self._ended_s: dict[int, float] = {}  # when connections ended without a word, which may be an attempt that is made again
         self._token = own.name
         self._selector = selectors.DefaultSelector()
-        self._incoming = IncomingConnections(listener, self._selector, size, self._on_hello)
+        self._incoming = IncomingConnections(listeners.sockets, self._selector, size, self._on_hello)
         self._outgoing = OutgoingConnections(self._selector, self._find, self._hello, self._on_answer)
 
     def __enter__(self) -> _Meeting:
@@ -127,9 +127,11 @@ class _Meeting:
         if not tried:
             return text
         at = self._outgoing.endpoints[tried[0]]
+        places = " and ".join(f"{address}, port {port}" for address, port in at.places)
         return (
-            f"{text}; rank {tried[0]} listens at {at.address}, port {at.port}, of {at.host}, but does not answer there: "
-            "if ranks are on several machines, set GLOO_SOCKET_IFNAME to the interface between them"
+            f"{text}; rank {tried[0]} listens at {places}, of {at.host}, but does not answer there: if ranks are on several "
+            "machines, set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to the interface between them, and BPIPE_PORT_RANGE to the "
+            "ports that a firewall lets through"
         )
 
     def wait(self, most_s: float) -> None:
@@ -141,7 +143,8 @@ class _Meeting:
         serve(self._selector, most_s)
         for rank, ended_s in self._ended_s.items():
             if time.monotonic() - ended_s > RETURN_S:
-                raise _given_up(rank, ", or its process ended")
+                text = ", or its process ended, or the network was cut: its connection ended"
+                raise _given_up(rank, f"{text}, and it has not come again in {RETURN_S:g} s")
 
     def connect(self) -> None:
         """Open connections to the missing ranks before this one, which have to accept those of the ranks after them."""
@@ -168,7 +171,7 @@ class _Meeting:
                 hello = decode(Hello, frame.body, "hello")
                 if hello.to != self._own.name or not self._rank < hello.rank < self._size:
                     return
-                connection.sendall(self._hello(Endpoint("", 0, name=hello.name)).pack())
+                connection.sendall(self._hello(Endpoint((), name=hello.name)).pack())
             except (OSError, CommError):
                 return
             self._check_pipeline(hello)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import selectors
 import socket
 import time
@@ -50,6 +51,7 @@ class OutgoingConnections:
     ) -> None:
         self._selector, self._find, self._hello, self._on_answer = selector, find, hello, on_answer
         self._attempts: dict[int, _Attempt] = {}
+        self._num_failed: dict[int, int] = {}  # attempts of each rank, which try its places in turn
         self.endpoints: dict[int, Endpoint] = {}  # of all ranks that a connection was opened to
 
     def open(self, ranks: Iterable[int]) -> None:
@@ -62,7 +64,7 @@ class OutgoingConnections:
                     self._connect(rank, endpoint)
             elif now - attempt.looked_s >= LOOK_S:
                 attempt.looked_s = now
-                if self._find(rank) != attempt.to or (not attempt.has_spoken and now - attempt.began_s > CONNECT_S):
+                if self._find(rank) != attempt.to or now - attempt.began_s > self._patience_s(rank, attempt):
                     self._disconnect(rank)
 
     def close(self, last: Frame) -> None:
@@ -73,10 +75,21 @@ class OutgoingConnections:
                     attempt.connection.send(last.pack())
             self._disconnect(rank)
 
+    def _patience_s(self, rank: int, attempt: _Attempt) -> float:
+        """Return how long to wait at a place: briefly at first if there are others, because who listens there may be a stranger."""
+        num_places = len(attempt.to.places)
+        if num_places == 1:
+            return math.inf if attempt.has_spoken else CONNECT_S
+        return float(min(CONNECT_S, LOOK_S * 2 ** min(8, self._num_failed.get(rank, 0) // num_places)))
+
     def _connect(self, rank: int, to: Endpoint) -> None:
+        if not to.places:
+            return
         self.endpoints[rank] = to
-        with suppress(OSError, OverflowError), ExitStack() as unless_done:
-            family, kind, protocol, _, address = socket.getaddrinfo(to.address, to.port, type=socket.SOCK_STREAM)[0]
+        place = to.places[self._num_failed.get(rank, 0) % len(to.places)]
+        with suppress(OSError, OverflowError, UnicodeError), ExitStack() as unless_done:
+            unless_done.callback(self._count_failure, rank)
+            family, kind, protocol, _, address = socket.getaddrinfo(*place, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
             connection = unless_done.enter_context(socket.socket(family, kind, protocol))
             connection.setblocking(False)
             with suppress(BlockingIOError):
@@ -109,7 +122,11 @@ class OutgoingConnections:
 
     def _disconnect(self, rank: int) -> None:
         """Give up an attempt; `open` makes another one."""
+        self._count_failure(rank)
         self._forget(rank).close()
+
+    def _count_failure(self, rank: int) -> None:
+        self._num_failed[rank] = self._num_failed.get(rank, 0) + 1
 
     def _forget(self, rank: int) -> socket.socket:
         connection = self._attempts.pop(rank).connection

@@ -118,6 +118,14 @@ class Peers(NamedTuple):
     token: bytes
     connections: list[PeerConnection]
 
+    def reached(self) -> dict[int, str]:
+        """Return the address of each rank whose connection has not ended."""
+        found = {}
+        for peer in self.connections:
+            with suppress(OSError):
+                found[peer.rank] = peer.connection.getpeername()[0]
+        return found
+
 
 def writable(connection: socket.socket, most_s: float) -> bool:
     """Wait until a connection takes more data, or has ended, but for `most_s` seconds at most; return whether it does."""

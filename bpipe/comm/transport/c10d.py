@@ -22,7 +22,7 @@ from bpipe.comm.health.collective import Collective
 from bpipe.comm.health.control_plane import ControlPlane, NullControlPlane
 from bpipe.comm.health.driver import ConnectedControlPlane
 from bpipe.comm.health.watchdog import SLOW_S, Timeouts
-from bpipe.comm.rendezvous.addresses import own_address
+from bpipe.comm.rendezvous.addresses import own_addresses
 from bpipe.comm.rendezvous.interruptible import Interruptible
 from bpipe.comm.rendezvous.meeting import OtherPipelineError, meet_peers
 from bpipe.comm.rendezvous.peers import Peers
@@ -123,7 +123,7 @@ class C10dTransport(Transport):
             return
         store, opening = dist.distributed_c10d._get_default_store(), self._interruptible()
         peers = self._meet(opening, store)
-        self._token = peers.token
+        self._token, self._reached = peers.token, peers.reached()
         self._store: Any = dist.PrefixStore(f"bpipe/{peers.token.hex()}", store)
         name = f"pipeline {self.identity} of its group"
         self.control = control = ConnectedControlPlane(peers.connections, self.rank, self._release, self._timeouts, name)
@@ -160,6 +160,7 @@ class C10dTransport(Transport):
     def _meet(self, opening: Interruptible, store: Any) -> Peers:
         key = f"bpipe/peers/{getattr(self.group, 'group_name', '')}"
         self._written.add(store, f"{key}/{self.rank}")
+        opening.note = "it looks for its own addresses, and writes them to the process group's store"
         try:
             return opening.run(lambda: meet_peers(store, key, self.rank, self.size, opening.check, pipeline=self.identity))
         except OtherPipelineError as error:  # so that both ranks count the next pipelines alike
@@ -220,8 +221,8 @@ class C10dTransport(Transport):
         return self._group_ranks[channel.src], self._group_ranks[channel.dst]
 
     def _open_socket_channels(self, channels: Sequence[Channel]) -> None:
-        ends, address = [self._ends(channel) for channel in channels], own_address(self._store)
-        for index, connection in open_connections(ends, self.rank, address, self._token, self.control).items():
+        ends, addresses = [self._ends(channel) for channel in channels], own_addresses(self._store)
+        for index, connection in open_connections(ends, self.rank, addresses, self._token, self.control, self._reached).items():
             self.control.channel_sockets.append(connection)
             channel = channels[index]
             if ends[index][0] == self.rank:
