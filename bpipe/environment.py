@@ -35,6 +35,11 @@ def port_range() -> tuple[int, int] | None:
     return int(first), int(last)
 
 
+def shared_secret() -> bytes:
+    """Return the secret by which the ranks of a job know each other; empty if there is none."""
+    return os.environ.get("BPIPE_SECRET", "").encode(errors="surrogateescape")
+
+
 def gloo_connects_late() -> bool:
     """Return whether gloo connects two ranks only when they have something to say to each other."""
     return os.environ.get("TORCH_GLOO_LAZY_INIT", "").lower() in ("1", "y", "yes", "t", "true")

@@ -40,11 +40,13 @@ class Endpoint(NamedTuple):
         places: addresses, as numbers of IPv4 or IPv6, each with its port, in the order in which to try them.
         host: the name of its machine, for messages.
         name: the rank's in a meeting, made of random bytes.
+        fingerprint: shows whether the rank has the same secret as another one; empty if it has none.
     """
 
     places: tuple[tuple[str, int], ...]
     host: str = ""
     name: bytes = b""
+    fingerprint: bytes = b""
 
 
 def own_addresses(store: Any) -> list[Address]:

@@ -22,6 +22,7 @@ from bpipe.comm.rendezvous.incoming import MOST_SILENT, IncomingConnections, ser
 from bpipe.comm.rendezvous.listening import Listeners
 from bpipe.comm.rendezvous.outgoing import OutgoingConnections
 from bpipe.comm.rendezvous.peers import NAME_BYTES, PeerConnection, Peers, process_name
+from bpipe.comm.rendezvous.secret import difference, fingerprint, is_same, nonce, proof
 from bpipe.comm.rendezvous.tcp import prepare
 from bpipe.comm.wire.codec import decode, encode
 from bpipe.comm.wire.frames import SMALL_BODY, Frame, FrameReader, Kind
@@ -29,6 +30,7 @@ from bpipe.errors import AgreementError, CommError, text_of
 
 __all__: list[str] = []
 
+GRACE_S = 0.5  # in which all ranks find that their secrets differ, before the first one leaves
 RETURN_S = 5.0  # a rank whose connection has ended connects again within this time, if its process lives
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.001, 0.02  # between two looks at who has come
 LOST_MACHINE_S = 15  # without an answer of its kernel
@@ -50,6 +52,8 @@ class Hello(NamedTuple):
         name: the speaker's name in this meeting.
         to: the name of the receiving rank; it is known only from that rank's endpoint in the store.
         process: distinguishes the speaker's process from all others.
+        nonce: random bytes of this connection, if the speaker has a secret.
+        proof: in an answer, that the speaker has it.
     """
 
     rank: int
@@ -57,9 +61,13 @@ class Hello(NamedTuple):
     name: bytes
     to: bytes
     process: bytes
+    nonce: bytes = b""
+    proof: bytes = b""
 
 
-def meet_peers(store: Any, key: str, rank: int, size: int, check: Callable[[str], None], *, pipeline: int = 0) -> Peers:
+def meet_peers(
+    store: Any, key: str, rank: int, size: int, check: Callable[[str], None], *, pipeline: int = 0, secret: bytes = b""
+) -> Peers:
     """Connect a rank to all others. Collective; blocks until all have come.
 
     Args:
@@ -67,13 +75,15 @@ def meet_peers(store: Any, key: str, rank: int, size: int, check: Callable[[str]
         key: the store's key that they use to find each other.
         check: called repeatedly with what is waited for; raises to give up.
         pipeline: which of the group's pipelines this is.
+        secret: by which the ranks know each other; empty if there is none.
 
     Raises:
-        AgreementError: another rank opens a different pipeline, or has given up in the meantime.
+        AgreementError: another rank opens a different pipeline, has a different secret, or has given up in the meantime.
     """
     with Listeners(own_addresses(store), size + MOST_SILENT) as listeners:
-        own = Endpoint(listeners.places, socket.gethostname(), os.urandom(NAME_BYTES))
-        with _Meeting(store, key, rank, size, pipeline, own, listeners) as meeting:
+        name = os.urandom(NAME_BYTES)
+        own = Endpoint(listeners.places, socket.gethostname(), name, fingerprint(secret, name))
+        with _Meeting(store, key, rank, size, pipeline, secret, own, listeners) as meeting:
             store.set(f"{key}/{rank}", encode(own))
             pause_s = LEAST_PAUSE_S
             while missing := meeting.missing():
@@ -87,14 +97,18 @@ def meet_peers(store: Any, key: str, rank: int, size: int, check: Callable[[str]
 class _Meeting:
     """The connections of a rank while some are still missing; closed if the meeting fails."""
 
-    def __init__(self, store: Any, key: str, rank: int, size: int, pipeline: int, own: Endpoint, listeners: Listeners) -> None:
+    def __init__(
+        self, store: Any, key: str, rank: int, size: int, pipeline: int, secret: bytes, own: Endpoint, listeners: Listeners
+    ) -> None:
         self._store, self._key, self._rank, self._size, self._pipeline, self._own = store, key, rank, size, pipeline, own
+        self._secret = secret
+        self._differs: tuple[float, str] | None = None  # when a rank was found to have a different secret
         self._peers: dict[int, PeerConnection] = {}
         self._ended_s: dict[int, float] = {}  # when connections ended without a word, which may be an attempt that is made again
         self._token = own.name
         self._selector = selectors.DefaultSelector()
         self._incoming = IncomingConnections(listeners.sockets, self._selector, size, self._on_hello)
-        self._outgoing = OutgoingConnections(self._selector, self._find, self._hello, self._on_answer)
+        self._outgoing = OutgoingConnections(self._selector, self._find, self._first_word, self._on_answer)
 
     def __enter__(self) -> _Meeting:
         return self
@@ -138,9 +152,11 @@ class _Meeting:
         """Take in what comes, until something does, but for `most_s` seconds at most.
 
         Raises:
-            AgreementError: a rank opens a different pipeline, or has given up.
+            AgreementError: a rank opens a different pipeline, has a different secret, or has given up.
         """
         serve(self._selector, most_s)
+        if self._differs is not None and time.monotonic() - self._differs[0] > GRACE_S:
+            raise AgreementError(self._differs[1])
         for rank, ended_s in self._ended_s.items():
             if time.monotonic() - ended_s > RETURN_S:
                 text = ", or its process ended, or the network was cut: its connection ended"
@@ -160,8 +176,11 @@ class _Meeting:
             return decode(Endpoint, self._store.get(key), "endpoint")
         return None
 
-    def _hello(self, to: Endpoint) -> Frame:
-        return Frame(Kind.HELLO, 0, encode(Hello(self._rank, self._pipeline, self._own.name, to.name, process_name(os.getpid()))))
+    def _hello(self, to: bytes) -> Hello:
+        return Hello(self._rank, self._pipeline, self._own.name, to, process_name(os.getpid()), nonce(self._secret))
+
+    def _first_word(self, to: Endpoint) -> Frame:
+        return Frame(Kind.HELLO, 0, encode(self._hello(to.name)))
 
     def _on_hello(self, connection: socket.socket, frame: Frame) -> None:
         """Answer, if this is a rank after this one that knows this one's name in this meeting."""
@@ -171,25 +190,57 @@ class _Meeting:
                 hello = decode(Hello, frame.body, "hello")
                 if hello.to != self._own.name or not self._rank < hello.rank < self._size:
                     return
-                connection.sendall(self._hello(Endpoint((), name=hello.name)).pack())
+                answer = self._hello(hello.name)
+                said = frame.body, encode(answer)
+                connection.sendall(Frame(Kind.HELLO, 0, encode(answer._replace(proof=proof(self._secret, "answer", *said)))).pack())
             except (OSError, CommError):
                 return
-            self._check_pipeline(hello)
+            if bool(hello.nonce) != bool(self._secret):
+                self._check_secret(hello.rank, hello.name, self._find(hello.rank))
+                return
             unless_done.pop_all()
-        self._add(hello, connection)
+        if self._secret:
+            self._incoming.expect_proof(connection, partial(self._on_proof, hello, proof(self._secret, "call", *said)))
+        else:
+            self._admit(hello, connection)
 
-    def _on_answer(self, connection: socket.socket, other: int, to: Endpoint, frame: Frame) -> None:
+    def _on_proof(self, hello: Hello, expected: bytes, connection: socket.socket, frame: Frame) -> None:
+        if is_same(frame.body, expected):
+            self._admit(hello, connection)
+        else:
+            connection.close()
+            self._check_secret(hello.rank, hello.name, self._find(hello.rank))
+
+    def _on_answer(self, connection: socket.socket, other: int, to: Endpoint, said: bytes, frame: Frame) -> None:
         with ExitStack() as unless_done:
             unless_done.callback(connection.close)
             try:
                 hello = decode(Hello, frame.body, "hello")
-            except CommError:
+                if (hello.rank, hello.name, hello.to) != (other, to.name, self._own.name):  # of another meeting
+                    return
+                both = said, encode(hello._replace(proof=b""))
+                if self._secret:  # also to a rank with a different secret, so that it notices
+                    connection.sendall(Frame(Kind.PROOF, 0, proof(self._secret, "call", *both)).pack())
+            except (OSError, CommError):
                 return
-            if (hello.rank, hello.name, hello.to) != (other, to.name, self._own.name):  # of another meeting
+            if bool(hello.nonce) != bool(self._secret) or not is_same(hello.proof, proof(self._secret, "answer", *both)):
+                self._check_secret(other, hello.name, to)
                 return
-            self._check_pipeline(hello)
             unless_done.pop_all()
         self._token = hello.name if other == 0 else self._token
+        self._admit(hello, connection)
+
+    def _check_secret(self, other: int, name: bytes, endpoint: Endpoint | None) -> None:
+        """Take note that a rank's secret differs, if it says so in the store, too; else a stranger has come in its name."""
+        if self._differs is None and endpoint is not None and endpoint.name == name:
+            text = difference(self._secret, self._rank, other, endpoint)
+            self._differs = (time.monotonic(), text) if text else None
+
+    def _admit(self, hello: Hello, connection: socket.socket) -> None:
+        with ExitStack() as unless_done:
+            unless_done.callback(connection.close)
+            self._check_pipeline(hello)
+            unless_done.pop_all()
         self._add(hello, connection)
 
     def _check_pipeline(self, hello: Hello) -> None:

@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 
 from bpipe.comm.rendezvous.addresses import Endpoint
-from bpipe.comm.rendezvous.incoming import read_hello
+from bpipe.comm.rendezvous.incoming import read_frame
 from bpipe.comm.wire.frames import ONLY_HELLO, Frame, FrameReader
 from bpipe.errors import CommError
 
@@ -27,7 +27,7 @@ class _Attempt:
     def __init__(self, connection: socket.socket, to: Endpoint) -> None:
         self.connection, self.to = connection, to
         self.reader = FrameReader(ONLY_HELLO)
-        self.has_spoken = False
+        self.said = b""  # in the hello, once it is sent
         self.began_s = self.looked_s = time.monotonic()
 
 
@@ -38,8 +38,8 @@ class OutgoingConnections:
         selector: becomes ready when data has arrived; then call `serve`.
         find: returns where a rank listens; None if that is not known yet.
         hello: makes the hello to an endpoint.
-        on_answer: called with each connection that was answered, its rank, the endpoint and the answer, a hello too. It owns the
-            connection, which does not block.
+        on_answer: called with each connection that was answered, its rank, the endpoint, the body of the hello and the answer, a
+            hello too. It owns the connection, which does not block.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class OutgoingConnections:
         selector: selectors.BaseSelector,
         find: Callable[[int], Endpoint | None],
         hello: Callable[[Endpoint], Frame],
-        on_answer: Callable[[socket.socket, int, Endpoint, Frame], None],
+        on_answer: Callable[[socket.socket, int, Endpoint, bytes, Frame], None],
     ) -> None:
         self._selector, self._find, self._hello, self._on_answer = selector, find, hello, on_answer
         self._attempts: dict[int, _Attempt] = {}
@@ -71,7 +71,7 @@ class OutgoingConnections:
         """Close the connections that are not answered, after a last frame to those who may take one for this rank's."""
         for rank, attempt in list(self._attempts.items()):
             with suppress(OSError):
-                if attempt.has_spoken:
+                if attempt.said:
                     attempt.connection.send(last.pack())
             self._disconnect(rank)
 
@@ -79,7 +79,7 @@ class OutgoingConnections:
         """Return how long to wait at a place: briefly at first if there are others, because who listens there may be a stranger."""
         num_places = len(attempt.to.places)
         if num_places == 1:
-            return math.inf if attempt.has_spoken else CONNECT_S
+            return math.inf if attempt.said else CONNECT_S
         return float(min(CONNECT_S, LOOK_S * 2 ** min(8, self._num_failed.get(rank, 0) // num_places)))
 
     def _connect(self, rank: int, to: Endpoint) -> None:
@@ -102,23 +102,24 @@ class OutgoingConnections:
         """Say hello, once the other machine has accepted the connection."""
         attempt = self._attempts[rank]
         try:
-            connection.sendall(self._hello(attempt.to).pack())  # raises if the connection was refused
+            hello = self._hello(attempt.to)
+            connection.sendall(hello.pack())  # raises if the connection was refused
         except OSError:
             self._disconnect(rank)
             return
-        attempt.has_spoken = True
+        attempt.said = hello.body
         self._selector.modify(connection, selectors.EVENT_READ, partial(self._hear, rank))
 
     def _hear(self, rank: int, connection: socket.socket) -> None:
         attempt = self._attempts[rank]
         try:
-            answer = read_hello(connection, attempt.reader)
+            answer = read_frame(connection, attempt.reader)
         except (OSError, CommError):
             self._disconnect(rank)
             return
         if answer is not None:
             self._forget(rank)
-            self._on_answer(connection, rank, attempt.to, answer)
+            self._on_answer(connection, rank, attempt.to, attempt.said, answer)
 
     def _disconnect(self, rank: int) -> None:
         """Give up an attempt; `open` makes another one."""

@@ -38,6 +38,7 @@ from bpipe.comm.transport.store_keys import WrittenKeys
 from bpipe.comm.transport.works import Noted, Works, transferring
 from bpipe.comm.wire.header import MOST_BYTES
 from bpipe.device import Streams, is_asynchronous
+from bpipe.environment import shared_secret
 from bpipe.errors import AgreementError, ConfigurationError, TransferTimeoutError
 from bpipe.logs import LOG
 from bpipe.schedules import Channel, Purpose
@@ -93,6 +94,7 @@ class C10dTransport(Transport):
         self._group_ranks: Sequence[int] = ()
         self._opened: set[Channel] = set()
         self._written = WrittenKeys()
+        self._secret = shared_secret()
         self._senders: dict[Channel, Sender] = {}
         self._receivers: dict[Channel, Receiver] = {}
         self._gloo: dict[str, Any] = {}
@@ -162,7 +164,9 @@ class C10dTransport(Transport):
         self._written.add(store, f"{key}/{self.rank}")
         opening.note = "it looks for its own addresses, and writes them to the process group's store"
         try:
-            return opening.run(lambda: meet_peers(store, key, self.rank, self.size, opening.check, pipeline=self.identity))
+            return opening.run(
+                lambda: meet_peers(store, key, self.rank, self.size, opening.check, pipeline=self.identity, secret=self._secret)
+            )
         except OtherPipelineError as error:  # so that both ranks count the next pipelines alike
             count_pipelines(self.group, max(0, error.theirs - count_pipelines(self.group, 0)))
             raise AgreementError(str(error)) from None
@@ -222,7 +226,9 @@ class C10dTransport(Transport):
 
     def _open_socket_channels(self, channels: Sequence[Channel]) -> None:
         ends, addresses = [self._ends(channel) for channel in channels], own_addresses(self._store)
-        for index, connection in open_connections(ends, self.rank, addresses, self._token, self.control, self._reached).items():
+        for index, connection in open_connections(
+            ends, self.rank, addresses, self._token, self.control, self._reached, self._secret
+        ).items():
             self.control.channel_sockets.append(connection)
             channel = channels[index]
             if ends[index][0] == self.rank:

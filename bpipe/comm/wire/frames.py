@@ -31,12 +31,14 @@ class Kind(IntEnum):
     ASK = 5  # what are you doing?
     STATUS = 6  # the answer
     HELLO = 7  # who opens this connection
+    PROOF = 8  # the sender has the secret
 
 
 MAX_BODY = 2**30  # of a call
 SMALL_BODY = 4096
 MAX_BODIES = dict.fromkeys(Kind, SMALL_BODY) | {Kind.CALL: MAX_BODY, Kind.FAILED: MAX_BYTES, Kind.STATUS: MAX_BYTES}
 ONLY_HELLO = {Kind.HELLO: SMALL_BODY}  # from whom nothing else may come yet
+ONLY_PROOF = {Kind.PROOF: SMALL_BODY}  # likewise, after the hellos
 
 
 class Frame(NamedTuple):
