@@ -8,6 +8,8 @@ from bpipe.errors import ConfigurationError
 
 __all__: list[str] = []
 
+INTERFACE_VARIABLES = "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+
 
 def gloo_interfaces() -> list[str]:
     """Return the network interfaces that gloo uses; none if none were chosen."""
@@ -15,8 +17,8 @@ def gloo_interfaces() -> list[str]:
     return given.split(",") if given else []
 
 
-def nccl_interfaces() -> str:
-    """Return which network interfaces NCCL uses, in its own notation; empty if none were chosen."""
+def interface_pattern() -> str:
+    """Return which network interfaces NCCL uses, in NCCL's notation; empty if none were chosen."""
     return os.environ.get("NCCL_SOCKET_IFNAME", "")
 
 

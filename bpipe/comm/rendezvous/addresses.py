@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bpipe.environment import gloo_interfaces, nccl_interfaces
+from bpipe.environment import gloo_interfaces, interface_pattern
 
 __all__: list[str] = []
 
@@ -69,7 +69,7 @@ def own_addresses(store: Any) -> list[Address]:
 
 def _chosen() -> list[str]:
     """Return the interfaces that the user chose, in NCCL's way by the start of their names if not in gloo's."""
-    pattern = nccl_interfaces()
+    pattern = interface_pattern()
     if (exact := gloo_interfaces()) or not pattern:
         return exact
     is_left_out, pattern = pattern.startswith("^"), pattern.removeprefix("^")

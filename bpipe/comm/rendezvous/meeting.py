@@ -26,6 +26,7 @@ from bpipe.comm.rendezvous.secret import difference, fingerprint, is_same, nonce
 from bpipe.comm.rendezvous.tcp import prepare
 from bpipe.comm.wire.codec import decode, encode
 from bpipe.comm.wire.frames import SMALL_BODY, Frame, FrameReader, Kind
+from bpipe.environment import INTERFACE_VARIABLES
 from bpipe.errors import AgreementError, CommError, text_of
 
 __all__: list[str] = []
@@ -144,7 +145,7 @@ class _Meeting:
         places = " and ".join(f"{address}, port {port}" for address, port in at.places)
         return (
             f"{text}; rank {tried[0]} listens at {places}, of {at.host}, but does not answer there: if ranks are on several "
-            "machines, set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to the interface between them, and BPIPE_PORT_RANGE to the "
+            f"machines, set {INTERFACE_VARIABLES} to the interface between them, and BPIPE_PORT_RANGE to the "
             "ports that a firewall lets through"
         )
 
