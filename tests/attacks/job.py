@@ -24,7 +24,7 @@ from tests.faults.pipeline import Pipeline
 VICTIMS = [1, 0]  # by attempt
 PLACES: dict[str, tuple[Any, str]] = {  # what a victim is killed in place of
     "meeting": (OutgoingConnections, "open"),
-    "groups": (c10d.C10dTransport, "_new_gloo"),
+    "groups": (c10d.C10dTransport, "_connect_gloo"),
     "agreeing": (Session, "agree"),
     "connecting": (c10d, "open_connections"),
     "connected": (c10d.C10dTransport, "receive"),

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -190,9 +191,9 @@ def test_pipelines_of_processes_that_have_ended_are_not_counted() -> None:
 class Late(C10dTransport):
     """Joins its groups late, when the other rank has looked for it already."""
 
-    def _new_gloo(self, name: str) -> Any:
+    def _connect_gloo(self, channels: Sequence[Channel]) -> None:
         time.sleep(0.1)
-        return super()._new_gloo(name)
+        super()._connect_gloo(channels)
 
 
 def pipelines_in_succession(rank: int) -> list[int]:

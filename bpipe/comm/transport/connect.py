@@ -5,7 +5,7 @@ from __future__ import annotations
 import selectors
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 
 from bpipe.comm.health.collective import Collective
@@ -68,7 +68,7 @@ def open_connections(
                 )
         control.exchange(Collective.CONNECT, b"")  # now all have connected, so no later wait is needed
         expected = {index: channel_proof(secret, "sender", token, index, ends[index], names) for index in missing}
-        for index, connection in _arrived(listeners, expected, control).items():
+        for index, connection in arrived(listeners.sockets, expected, control).items():
             opened[index] = unless_done.enter_context(connection)
         proofs = {index: channel_proof(secret, "receiver", token, index, ends[index], names) for index in opened} if secret else {}
         for index in proofs.keys() & missing:
@@ -113,7 +113,7 @@ def _check_proved(connection: socket.socket, receiver: int, proof: bytes) -> Non
         raise TransferError(f"who answered at rank {receiver}'s address has not proved that it has the secret in BPIPE_SECRET")
 
 
-def _arrived(listeners: Listeners, expected: Mapping[int, bytes], control: ControlPlane) -> dict[int, socket.socket]:
+def arrived(listeners: Iterable[socket.socket], expected: Mapping[int, bytes], control: ControlPlane) -> dict[int, socket.socket]:
     """Accept the connections of the other ranks, by index, each with the hello that is expected.
 
     Other clients are disconnected without waiting for their data.
@@ -128,7 +128,7 @@ def _arrived(listeners: Listeners, expected: Mapping[int, bytes], control: Contr
 
     with ExitStack() as unless_done, ExitStack() as after:
         selector = after.enter_context(selectors.DefaultSelector())
-        after.enter_context(IncomingConnections(listeners.sockets, selector, len(expected), on_hello))
+        after.enter_context(IncomingConnections(listeners, selector, len(expected), on_hello))
         unless_done.callback(_close, found)
         until = time.monotonic() + HELLO_S
         while len(found) < len(expected):
