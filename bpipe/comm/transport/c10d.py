@@ -27,6 +27,7 @@ from bpipe.comm.rendezvous.addresses import own_addresses
 from bpipe.comm.rendezvous.interruptible import Interruptible
 from bpipe.comm.rendezvous.meeting import OtherPipelineError, meet_peers
 from bpipe.comm.rendezvous.peers import Peers
+from bpipe.comm.rendezvous.store_keys import WrittenKeys
 from bpipe.comm.transport.base import Transfer, Transport
 from bpipe.comm.transport.communicators import Communicators, maker_of
 from bpipe.comm.transport.connect import open_connections
@@ -37,7 +38,6 @@ from bpipe.comm.transport.process_group import backends_of, count_pipelines
 from bpipe.comm.transport.ring import Ring
 from bpipe.comm.transport.socket_channel import SMALL, Receiver, Sender, SocketChannel
 from bpipe.comm.transport.staging import Staging
-from bpipe.comm.transport.store_keys import WrittenKeys
 from bpipe.comm.transport.works import Noted, Works, transferring
 from bpipe.comm.wire.header import MOST_BYTES
 from bpipe.device import Streams, is_asynchronous
