@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from bpipe.comm.health.activity import Activity, State, Status
 from bpipe.comm.health.failure import MOST_DETAILS, MOST_TEXT, Cause, Failure
 from bpipe.comm.wire.frames import HEAD, MAX_BODIES, MAX_BODY, ONLY_HELLO, VERSION, Frame, FrameReader, Kind
-from bpipe.errors import AgreementError, CommError, RankFailedError, RankLostError, TransferTimeoutError
+from bpipe.errors import AgreementError, CommError, RankFailedError, RankLostError, TransferTimeoutError, printable
 
 SIZE = 4  # ranks
 FRAMES = st.builds(Frame, st.sampled_from(Kind), st.integers(0, 2**64 - 1), st.binary(max_size=200))

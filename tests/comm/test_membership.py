@@ -13,7 +13,7 @@ from bpipe.comm.health.activity import Activity, State
 from bpipe.comm.health.collective import Collective
 from bpipe.comm.health.effects import Effect, Send, Signal, Warn
 from bpipe.comm.health.failure import Cause, Failure
-from bpipe.comm.health.membership import MAX_REFUSAL_BYTES, Membership
+from bpipe.comm.health.membership import MAX_REFUSAL_BYTES, MOST_AHEAD, Membership
 from bpipe.comm.health.watchdog import ANSWERS_S, Timeouts
 from bpipe.comm.wire.frames import Frame, Kind
 from bpipe.errors import AgreementError, CommError, RankFailedError, RankLostError, TransferTimeoutError
@@ -89,6 +89,37 @@ def test_a_refusal_takes_the_place_of_a_call_and_is_cut() -> None:
     assert isinstance(sent, Send) and (sent.frame.kind, sent.frame.number) == (Kind.REFUSAL, 1)
     assert len(sent.frame.body) == MAX_REFUSAL_BYTES
     assert one.begin_call(STEP, b"") == [Send(call(2))]
+
+
+def test_a_rank_far_ahead_breaks_the_pipeline_and_is_named() -> None:
+    one = member()
+    for number in range(1, MOST_AHEAD + 1):
+        assert one.receive(1, Frame(Kind.REFUSAL, number, b"no target")) == [Signal.WAKE]
+    assert one.failure is None
+    assert Signal.RELEASE in one.receive(1, Frame(Kind.REFUSAL, MOST_AHEAD + 1, b"no target"))
+    assert "rank 1 is 65 calls ahead of rank 0" in str(one.failure)
+    num_kept = len(one._calls)
+    one.receive(1, call(3, b"x" * 1000))
+    one.receive(2, call(9))
+    assert len(one._calls) == num_kept and 2 not in one._calls[9]  # a broken pipeline keeps nothing more
+
+
+def test_a_rank_that_sends_too_much_for_later_calls_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bpipe.comm.health.membership.MOST_AHEAD_BYTES", 5000)
+    one = member()
+    for number in range(1, 5):
+        one.receive(2, call(number, bytes(1000)))
+        one.receive(1, call(number, bytes(1000)))  # each rank by itself
+    assert one.failure is None
+    one.receive(2, call(5, bytes(1000)))
+    assert "rank 2 is 5 calls ahead of rank 0, and has sent 5005 bytes for them" in str(one.failure)
+
+
+def test_a_rank_that_does_not_read_is_named() -> None:
+    one = member()
+    sent, _ = one.does_not_read(2, 1024)
+    assert isinstance(sent, Send)
+    assert "rank 2 does not read what rank 0 sends it, so that 1024 messages wait" in str(one.failure)
 
 
 # Failures

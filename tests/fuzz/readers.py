@@ -9,6 +9,7 @@ import os
 import socket
 from array import array
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from bpipe.comm.health.activity import State, Status
 from bpipe.comm.health.agreement import StepRecord
 from bpipe.comm.health.clocks import Reading
 from bpipe.comm.health.failure import Cause, Failure
-from bpipe.comm.rendezvous.addresses import Endpoint, own_address, read_endpoint
+from bpipe.comm.rendezvous.addresses import Endpoint, own_addresses, read_endpoint
 from bpipe.comm.rendezvous.meeting import Hello
 from bpipe.comm.transport.socket_channel import LENGTH, NOTED, Receiver
 from bpipe.comm.wire import header
@@ -31,7 +32,8 @@ from bpipe.comm.wire.codec import decode, encode
 from bpipe.comm.wire.frames import Frame, FrameReader, Kind
 from bpipe.comm.wire.message import MessageSpec, TensorMeta, flatten_message, unflatten_message
 from bpipe.comm.wire.note import read_note, with_note
-from bpipe.environment import gloo_interface, ranks_on_this_node
+from bpipe.environment import may_share_memory, port_range, ranks_on_this_node, shared_secret
+from bpipe.errors import ConfigurationError
 from bpipe.estimate import Profile
 from bpipe.estimate.measurement import Measurement, costs_of
 from bpipe.schedules import Costs, Plan, Sizes, StageSizes, Timeline, build, simulate, verify
@@ -168,8 +170,8 @@ RECORDS = [
     Failure(Cause.RAISED, 1, 3, "stage 1, microbatch 2, action 1F2", "ValueError: x", "Traceback"),
     Status(State.RUNNING, 1, 3, 17, 0.5, ((0, 1), (2, 3))),
     Reading(bytes(16), "0" * 32, 1, 5, 6),
-    Hello(1, 0, bytes(16), bytes(16), bytes(16)),
-    Endpoint("127.0.0.1", 29500, "host", bytes(16)),
+    Hello(1, 0, bytes(16), bytes(16), bytes(16), bytes(16)),
+    Endpoint((("127.0.0.1", 29500), ("::1", 29500)), "host", bytes(16)),
 ]
 
 
@@ -230,10 +232,14 @@ def read_channel(data: bytes) -> None:
 
 def read_environment(data: bytes) -> None:
     value = _text(data).replace("\0", "")
-    with patch.dict(os.environ, {"GLOO_SOCKET_IFNAME": value, "LOCAL_WORLD_SIZE": value}):
-        gloo_interface()
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "LOCAL_WORLD_SIZE", "BPIPE_SECRET", "BPIPE_SHARED_MEMORY")
+    with patch.dict(os.environ, dict.fromkeys(names, value)):
+        shared_secret()
+        may_share_memory()
         ranks_on_this_node()
-        own_address(object())
+        own_addresses(object())
+    with patch.dict(os.environ, {"BPIPE_PORT_RANGE": value}), suppress(ConfigurationError):
+        port_range()
 
 
 # How large a plan is stays as it is: who asks for a large one gets it.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from bpipe.comm.wire.codec import decode_text
-from bpipe.comm.wire.frames import Frame, Kind
-from bpipe.errors import AgreementError
+from bpipe.comm.wire.codec import MAX_BYTES, decode_text
+from bpipe.comm.wire.frames import MAX_BODY, Frame, Kind
+from bpipe.errors import AgreementError, CommError
 
 __all__: list[str] = []
 
@@ -38,8 +38,24 @@ CANNOT = {
 }
 
 
+# The most bytes of a frame's body, by the call: records, sizes of stages or a reason, and only a trace has no other bound.
+MAX_CALLS: dict[int, int] = {
+    Collective.STEP: MAX_BYTES,
+    Collective.PLAN: 2**24,
+    Collective.TRACE: MAX_BYTES,
+    Collective.GATHER: MAX_BODY,
+    Collective.CONNECT: MAX_BYTES,
+}
+
+
 def frame_of(call: Collective, number: int, data: bytes) -> Frame:
-    """Return the frame that a rank sends to take part in a call."""
+    """Return the frame that a rank sends to take part in a call.
+
+    Raises:
+        CommError: it is too long.
+    """
+    if len(data) >= (most := MAX_CALLS[call]):
+        raise CommError(f"{len(data)} bytes are more than a rank can say when it {DOING[call]}, which is {most - 1}")
     return Frame(Kind.CALL, number, bytes([call]) + data)
 
 

@@ -17,13 +17,14 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from bpipe.cleanup import keeping
 from bpipe.comm.health import call_order
-from bpipe.comm.health.collective import Collective
+from bpipe.comm.health.collective import MAX_CALLS, Collective
 from bpipe.comm.health.control_plane import ControlPlane
 from bpipe.comm.health.effects import Effect, Send, Signal, Warn
 from bpipe.comm.health.failure import Failure
 from bpipe.comm.health.membership import Membership
 from bpipe.comm.health.watchdog import Timeouts
 from bpipe.comm.rendezvous.peers import PeerConnection
+from bpipe.comm.wire.frames import FrameReader
 from bpipe.errors import CommError, TransferError
 from bpipe.logs import LOG
 
@@ -31,6 +32,7 @@ __all__: list[str] = []
 
 TICK_S = 0.25  # between two looks at whether something takes too long
 LOOK_S = 0.5  # between two looks at what keeps the others
+PATIENCE_S = 30.0  # until a peer reads some more before its connection is closed: its reader is a thread that does nothing else
 SETTLE_S = 1.0  # to wait for the reason of a failed transfer, if another rank caused it
 
 
@@ -56,9 +58,12 @@ class ConnectedControlPlane(ControlPlane):
         super().__init__()
         self.name, self._release = name, release
         self.peers = {peer.rank: peer for peer in connections}
+        for peer in self.peers.values():
+            peer.reader = FrameReader(max_calls=MAX_CALLS)
         self._members = Membership(rank, len(self.peers) + 1, self.activity, timeouts, time.monotonic())
         self._changed = threading.Condition()  # held while an event is let in
         self._due: deque[Effect] = deque()  # for the control thread
+        self._behind: set[PeerConnection] = set()  # for whom something waits that they have not read yet
         self._caller = 0  # the thread that made the latest call
         self._is_over = False
         self.looks: list[Callable[[float], None]] = []  # besides, at what takes too long; each gets the time
@@ -194,14 +199,24 @@ class ConnectedControlPlane(ControlPlane):
         """Do what the rules ask for. No lock is held meanwhile."""
         for effect in effects:
             if isinstance(effect, Send):
+                packed = effect.frame.pack()
                 for peer in list(self.peers.values()) if effect.to is None else [self.peers[effect.to]]:
-                    peer.send(effect.frame)
+                    self._send(peer, packed)
             elif isinstance(effect, Warn):
                 LOG.warning("%s", effect.text)
             elif effect is Signal.RELEASE:
                 self._release()
                 with self._changed:
                     self._let_in(self._members.released())
+
+    def _send(self, peer: PeerConnection, packed: bytes) -> None:
+        is_taken, num_waiting = peer.send_packed(packed), peer.num_waiting
+        if not is_taken:
+            with self._changed:
+                self._let_in(self._members.does_not_read(peer.rank, num_waiting))
+        if num_waiting:
+            self._behind.add(peer)
+            self._wake()
 
     # In the control thread
 
@@ -214,7 +229,7 @@ class ConnectedControlPlane(ControlPlane):
                 self._let_in(self._members.raised(error, "in its control thread"))
         self._do_due()
         for peer in self.peers.values():
-            peer.close()
+            peer.close(PATIENCE_S if self.failure is None else SETTLE_S)
         self._woken.close()
         self._waker.close()
 
@@ -224,10 +239,14 @@ class ConnectedControlPlane(ControlPlane):
             selector.register(peer.connection, selectors.EVENT_READ, peer)
         ticked = time.monotonic()
         while not self._is_over:
-            for key, _ in selector.select(TICK_S):
+            self._let_leave(selector)
+            for key, events in selector.select(TICK_S):
                 if key.data is None:
                     self._heed(self._woken.recv(4096))
-                elif not self._read(key.data):
+                    continue
+                if events & selectors.EVENT_WRITE:
+                    key.data.flush()
+                if events & selectors.EVENT_READ and not self._read(key.data):
                     selector.unregister(key.fileobj)
             self._do_due()
             if (now := time.monotonic()) - ticked >= TICK_S / 2:
@@ -238,6 +257,17 @@ class ConnectedControlPlane(ControlPlane):
                 for look in self.looks:
                     look(now)
                 self._do_due()
+
+    def _let_leave(self, selector: selectors.BaseSelector) -> None:
+        """Watch for when those peers read on for whom something waits."""
+        for peer in list(self._behind):
+            self._behind.discard(peer)  # before the look, because another thread may add to what waits
+            events = selectors.EVENT_READ
+            if peer.num_waiting:
+                self._behind.add(peer)
+                events |= selectors.EVENT_WRITE
+            if peer.connection in selector.get_map():
+                selector.modify(peer.connection, events, peer)
 
     def _do_due(self) -> None:
         while self._due:

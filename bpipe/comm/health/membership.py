@@ -21,6 +21,11 @@ __all__: list[str] = []
 
 MAX_REFUSAL_BYTES = 4096
 
+# A call completes only when all ranks have made it, so another rank is at most one call ahead of this one, and further only by
+# calls that a rank has refused or made differently, which complete for nobody.
+MOST_AHEAD = 64
+MOST_AHEAD_BYTES = 2**30 + 2**26  # of one rank: its longest call, and refusals
+
 Effects = list[Effect]
 
 
@@ -112,9 +117,7 @@ class Membership:
             CommError: its body is not what its kind says; report `nonsense` then.
         """
         if frame.kind in (Kind.CALL, Kind.REFUSAL):
-            if frame.number >= self.activity.call:
-                self._calls[frame.number][rank] = frame
-            return [Signal.WAKE]
+            return self._keep(rank, frame)
         if frame.kind is Kind.FAILED:
             return self.fail(Failure.unpack(frame.body, self.size), reported_by_peer=True)
         if frame.kind is Kind.LEFT:
@@ -123,6 +126,26 @@ class Membership:
             return [Send(Frame(Kind.STATUS, frame.number, self._watchdog.answer(rank).pack()), to=rank)]
         self._watchdog.on_status(rank, frame.number, Status.unpack(frame.body))
         return []
+
+    def _keep(self, rank: int, frame: Frame) -> Effects:
+        """Keep what a rank says to a call until this rank makes that call, unless it says more than it can have to say."""
+        ahead = frame.number - self.activity.call
+        if self.failure is not None or ahead < 0:
+            return [Signal.WAKE]
+        kept = sum(len(frames[rank].body) for frames in self._calls.values() if rank in frames)
+        if ahead > MOST_AHEAD or kept + len(frame.body) > MOST_AHEAD_BYTES:
+            how = f"is {ahead} calls ahead of rank {self.rank}, and has sent {kept + len(frame.body)} bytes for them"
+            return self._exceeds(rank, f"{how}: either its loop catches the error of each call and calls again, or it")
+        self._calls[frame.number][rank] = frame
+        return [Signal.WAKE]
+
+    def does_not_read(self, rank: int, num_waiting: int) -> Effects:
+        """Take note that a rank reads none of what this rank sends it, while that many frames wait."""
+        how = f"does not read what rank {self.rank} sends it, so that {num_waiting} messages wait"
+        return self._exceeds(rank, f"{how}: either its process is frozen, or it")
+
+    def _exceeds(self, rank: int, how: str) -> Effects:
+        return self.fail(Failure(Cause.DISAGREED, rank, self.activity.step, "", f"rank {rank} {how} is not a sound rank of bpipe"))
 
     def heard_from(self, rank: int) -> None:
         """Take note that something has come from a rank, so its process runs."""
@@ -142,8 +165,9 @@ class Membership:
             return []
         where = f" while rank {self.rank} was at {place}" if (place := self.activity.place()) else ""
         error = (
-            f"rank {rank} was lost{where}, step {self.activity.step}: its process or its machine ended without notice, "
-            "perhaps killed (out of memory?). Look at its log, and restart from a checkpoint."
+            f"rank {rank} was lost{where}, step {self.activity.step}: the connection to it ended without notice, because its "
+            "process or its machine ended (killed? out of memory?) or the network was cut. Look at its log, and restart from a "
+            "checkpoint."
         )
         return self.fail(Failure(Cause.LOST, rank, self.activity.step, "", error))
 
