@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from bpipe.errors import ConfigurationError
+from bpipe.passes.balance.balance import by_count
 from bpipe.passes.balance.by_bytes import by_bytes
-from bpipe.passes.balance.by_count import by_count
 from bpipe.passes.evict_or_recompute import evict_or_recompute
 from bpipe.passes.recompute import recompute, recompute_by_count
 from bpipe.plan.destinations import Destinations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from bpipe.errors import ConfigurationError, format_error
 from bpipe.partition.name_lists import OF_PARAMETERS, Names, is_container
-from bpipe.partition.parameters import leave_out
 from bpipe.partition.placeholders import placeholder
 
 __all__: list[str] = []
@@ -81,3 +81,34 @@ def _shared(names: Names, kept: Sequence[str]) -> dict[int, Any]:
         elif names.is_copied(name, kept):
             memo.update((id(value), value) for value in tree_leaves(vars(module)) if isinstance(value, torch.Tensor))
     return memo
+
+
+class _Partial(nn.ParameterList):
+    """Some entries of a list, under the names that they have in the whole list; the first of them has index 0."""
+
+    _present: Any = None  # names; a slice is a list of its own, and has none
+
+    def _get_abs_string_index(self, idx: Any) -> Any:
+        return super()._get_abs_string_index(idx) if self._present is None else self._present[idx]  # type: ignore[no-untyped-call]
+
+
+def leave_out(parameters: nn.ParameterList | nn.ParameterDict, entry: str) -> None:
+    """Remove an entry from a stage's copy."""
+    if isinstance(parameters, nn.ParameterDict):
+        parameters.pop(entry)
+        return
+    some: Any = parameters
+    if not isinstance(some, _Partial):
+        present = [str(index) for index in range(len(some))]
+        cls: Any = type(some)
+        some.__class__ = _partial(cls)
+        some._present = present
+    some._present.remove(entry)
+    some._size -= 1
+    delattr(some, entry)
+
+
+@cache
+def _partial(cls: Any) -> Any:
+    """Return a subclass, under the same name, for lists that lack some entries."""
+    return type(cls.__name__, (_Partial, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})

@@ -45,12 +45,7 @@ class _Mixed(NamedTuple):
 
 
 def evict_or_recompute(
-    plan: Plan,
-    *,
-    sizes: Sizes,
-    budgets: int | Sequence[int | None],
-    costs: Costs,
-    to: Destinations | None = None,
+    plan: Plan, *, sizes: Sizes, budgets: int | Sequence[int | None], costs: Costs, to: Destinations | None = None
 ) -> Plan:
     """Keep every rank within its budget in bytes: evict if computations hide the transfers, recompute if that is faster.
 

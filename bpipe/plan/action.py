@@ -74,18 +74,8 @@ class Channel(NamedTuple):
     dst: int
 
 
-SENDS = {
-    Op.SEND_F: Purpose.FORWARD,
-    Op.SEND_B: Purpose.BACKWARD,
-    Op.EVICT: Purpose.EVICT,
-    Op.RETURN: Purpose.RETURN,
-}
-RECEIVES = {
-    Op.RECV_F: Purpose.FORWARD,
-    Op.RECV_B: Purpose.BACKWARD,
-    Op.ACCEPT: Purpose.EVICT,
-    Op.LOAD: Purpose.RETURN,
-}
+SENDS = {Op.SEND_F: Purpose.FORWARD, Op.SEND_B: Purpose.BACKWARD, Op.EVICT: Purpose.EVICT, Op.RETURN: Purpose.RETURN}
+RECEIVES = {Op.RECV_F: Purpose.FORWARD, Op.RECV_B: Purpose.BACKWARD, Op.ACCEPT: Purpose.EVICT, Op.LOAD: Purpose.RETURN}
 
 POSTS = frozenset({*SENDS, *RECEIVES})  # operations that start a transfer, without waiting for its end
 
@@ -93,12 +83,7 @@ POSTS = frozenset({*SENDS, *RECEIVES})  # operations that start a transfer, with
 RECEIVER_OF = {Op.SEND_F: (Op.RECV_F, 1), Op.SEND_B: (Op.RECV_B, -1), Op.EVICT: (Op.ACCEPT, 0), Op.RETURN: (Op.LOAD, 0)}
 
 # The acceptor's operation for each operation of the evictor.
-MIRROR = {
-    Op.EVICT: Op.ACCEPT,
-    Op.WAIT_EVICT: Op.WAIT_ACCEPT,
-    Op.LOAD: Op.RETURN,
-    Op.WAIT_LOAD: Op.WAIT_RETURN,
-}
+MIRROR = {Op.EVICT: Op.ACCEPT, Op.WAIT_EVICT: Op.WAIT_ACCEPT, Op.LOAD: Op.RETURN, Op.WAIT_LOAD: Op.WAIT_RETURN}
 
 
 MicrobatchKey = tuple[int, int]  # stage, microbatch

@@ -111,10 +111,7 @@ def _read(trace: Any, name: str) -> TraceFile:
         if event["ph"] == "X":
             _item(drafts, event["args"]["timeline"], "timeline").enter(event)
     return TraceFile(
-        name=name,
-        run=str(about["run"]),
-        is_complete=bool(about["is_complete"]),
-        timelines=[draft.finish() for draft in drafts],
+        name=name, run=str(about["run"]), is_complete=bool(about["is_complete"]), timelines=[draft.finish() for draft in drafts]
     )
 
 
