@@ -103,12 +103,12 @@ class Schedule:
         return build(self.rule, num_stages, n_microbatches, num_ranks=num_ranks, slots=slots)
 
     def _check_placement(self, plan: Plan, stages: set[int]) -> None:
-        expected = {index for index, rank in enumerate(plan.stage_ranks) if rank == plan.stage_ranks[min(stages)]}
-        if stages != expected:
-            held = [[stage for stage, owner in enumerate(plan.stage_ranks) if owner == rank] for rank in range(plan.num_ranks)]
+        expected = plan.stages_of(plan.stage_ranks[min(stages)])
+        if sorted(stages) != expected:
+            held = ", ".join(str(plan.stages_of(rank)) for rank in range(plan.num_ranks))
             raise ConfigurationError(
-                f"{self.rule} puts stages {sorted(expected)} on one rank, got {sorted(stages)}: "
-                f"of {plan.num_stages} stages, ranks 0 to {plan.num_ranks - 1} hold {', '.join(map(str, held))}"
+                f"{self.rule} puts stages {expected} on one rank, got {sorted(stages)}: "
+                f"of {plan.num_stages} stages, ranks 0 to {plan.num_ranks - 1} hold {held}"
             )
 
     # The interface for users

@@ -1,12 +1,12 @@
 """The plans that could run: schedules with one stage per rank and whole backwards, plain and balanced.
 
-To add a schedule, name it in `SCHEDULES`; to add another place for activations (the host's memory, say), add an
-entry to `_DESTINATIONS`.
+To add a schedule, name it in `SCHEDULES`; to add another place for activations (the host's memory, say), add it to those in
+`variants`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from bpipe.errors import PlanError
@@ -41,9 +41,6 @@ class Variant:
         return max(budgets) if self.destination and budgets else None
 
 
-Destination = Callable[[str, Plan], Plan | None]
-
-
 def variants(num_stages: int, num_microbatches: int) -> Iterator[Variant]:
     """Yield each different way to run `num_microbatches` on `num_stages` ranks, balanced ones with the least memory.
 
@@ -56,8 +53,7 @@ def variants(num_stages: int, num_microbatches: int) -> Iterator[Variant]:
         plain = build(schedule, num_stages, num_microbatches)
         if evicts(plain):  # it is another schedule, balanced
             continue
-        for destination, place in _DESTINATIONS.items():
-            plan = place(schedule, plain)
+        for destination, plan in (("", plain), ("pair", _to_pairs(schedule, plain))):
             if plan is not None and (key := (plan.stage_ranks, plan.actions, plan.served)) not in seen:
                 seen.add(key)
                 yield Variant(schedule=schedule, destination=destination, plan=plan)
@@ -99,10 +95,6 @@ def evicts(plan: Plan) -> bool:
     return any(plan.served)
 
 
-def _stays(schedule: str, plain: Plan) -> Plan | None:
-    return plain
-
-
 def _to_pairs(schedule: str, plain: Plan) -> Plan | None:
     """Return the plan with the smallest budget that works, if it is below what the plain schedule occupies.
 
@@ -116,6 +108,3 @@ def _to_pairs(schedule: str, plain: Plan) -> Plan | None:
         except PlanError:  # this budget cannot be met
             continue
     return None
-
-
-_DESTINATIONS: dict[str, Destination] = {"": _stays, "pair": _to_pairs}

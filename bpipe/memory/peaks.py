@@ -52,8 +52,7 @@ def _meter(plan: Plan, footprints: Mapping[Key, Footprint], with_messages: bool)
             alike[found] = bytes_meter(Sizes(stages=sizes, static=()), plan.stage_ranks)
         meters.append(alike[found])
 
-    usual = _together([Amounts(meter.takes, meter.gives) for meter in meters])
-    return Meter(*usual, _together([meter.recomputed for meter in meters]))
+    return Meter(_together([meter.usual for meter in meters]), _together([meter.recomputed for meter in meters]))
 
 
 def _together(each: Sequence[Amounts]) -> Amounts:

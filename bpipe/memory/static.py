@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from bpipe.device import free_bytes, give_back_unused
 from bpipe.memory.makeup import UNREADABLE, buffers_of, looks_of
-from bpipe.memory.saved.storages import storages_of
+from bpipe.memory.saved.storages import is_on, storages_of
 
 __all__: list[str] = []
 
@@ -81,11 +81,7 @@ def available_bytes(device: torch.device, reserve_bytes: int) -> int:
 def bytes_under(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> int:
     """Return the bytes of the storages of some tensors, each once: those on a device, or anywhere."""
     storages = {storage._cdata: storage for tensor in tensors for storage in storages_of(tensor)}
-    return sum(storage.nbytes() for storage in storages.values() if device is None or _is_on(storage.device, device))
-
-
-def _is_on(one: torch.device, device: torch.device) -> bool:
-    return one.type == device.type and (None in (one.index, device.index) or one.index == device.index)
+    return sum(storage.nbytes() for storage in storages.values() if device is None or is_on(storage.device, device))
 
 
 def _parameters(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:

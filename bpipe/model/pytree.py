@@ -191,8 +191,12 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """Return the attributes of an instance, those in slots included."""
-    found = {name: getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)}
-    return {**found, **getattr(value, "__dict__", {})}
+    return {**in_slots(value), **getattr(value, "__dict__", {})}
+
+
+def in_slots(value: Any) -> dict[str, Any]:
+    """Return the attributes that an instance has in slots."""
+    return {name: getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)}
 
 
 def slots_of(kind: type) -> list[str]:

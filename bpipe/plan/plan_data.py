@@ -42,6 +42,10 @@ class PlanData:
         """The number of ranks, p."""
         return len(self.actions)
 
+    def stages_of(self, rank: int) -> list[int]:
+        """Return the stages of a rank."""
+        return [stage for stage, owner in enumerate(self.stage_ranks) if owner == rank]
+
     def num_parts(self, stage: int) -> int:
         """Return how many parts of a stage's microbatch can move by themselves."""
         return 0 if self.sizes is None else len(self.sizes.stages[stage].parts)

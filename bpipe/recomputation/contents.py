@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bpipe.model.pytree import slots_of
+from bpipe.model.pytree import in_slots, slots_of
 
 __all__: list[str] = []
 
@@ -64,7 +64,8 @@ def _is_same_dict(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
     return len(one) == len(other) and all(map(is_, one.values(), other.values())) and all(map(is_, one, other))
 
 
-def _is_same_sequence(one: Any, other: Any) -> bool:
+def is_same_sequence(one: Any, other: Any) -> bool:
+    """Return whether two sequences consist of the very same objects."""
     return len(one) == len(other) and all(map(is_, one, other))
 
 
@@ -106,10 +107,6 @@ def _fill_array(array: Any, content: Any) -> None:
     array[...] = content
 
 
-def _copy_slots(value: Any) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)}
-
-
 def _fill_slots(value: Any, content: Mapping[str, Any]) -> None:
     for name in slots_of(type(value)):
         if name in content:
@@ -136,11 +133,11 @@ def _is_same_script(script: Any, content: Mapping[str, Any]) -> bool:
 
 DICT = Kind(dict, _is_same_dict, _fill_dict, dict.__setitem__)
 _ORDERED = Kind(dict, _is_same_dict, _fill_ordered, OrderedDict.__setitem__)
-_LIST = Kind(list, _is_same_sequence, _fill_list, list.__setitem__)
-_DEQUE = Kind(list, _is_same_sequence, _fill_deque, deque.__setitem__)
+_LIST = Kind(list, is_same_sequence, _fill_list, list.__setitem__)
+_DEQUE = Kind(list, is_same_sequence, _fill_deque, deque.__setitem__)
 _SET = Kind(list, _is_same_set, _fill_set)
 _ARRAY = Kind(lambda array: array.copy(), lambda one, other: bool(one.tobytes() == other.tobytes()), _fill_array)
-SLOTS = Kind(_copy_slots, lambda value, content: _is_same_dict(_copy_slots(value), content), _fill_slots, object.__setattr__)
+SLOTS = Kind(in_slots, lambda value, content: _is_same_dict(in_slots(value), content), _fill_slots, object.__setattr__)
 SCRIPT = Kind(_copy_script, _is_same_script, _fill_script, lambda script, name, value: script._c.setattr(name, value))
 
 

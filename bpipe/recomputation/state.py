@@ -14,7 +14,7 @@ from bpipe.recomputation.checksums import Sum, is_awaited, sum_of_bits
 from bpipe.recomputation.contents import SMALL_BYTES
 from bpipe.recomputation.copies import Copies, Values
 from bpipe.recomputation.differences import Constants, Differences
-from bpipe.recomputation.generators import Drawn, GlobalNumPy, python
+from bpipe.recomputation.generators import PYTHON, Drawn, GlobalNumPy
 from bpipe.recomputation.reachable import Reachable
 from bpipe.recomputation.restorable import Restorable, Written
 
@@ -102,7 +102,7 @@ class State:
         found = shared.found()
         self._name, self._learned, self._shared = name, learned, shared
         self._contents, self._places, self._mode = found.contents, found.places, found.mode
-        self._drawn = Drawn(device, [python(), learned.numpy, *found.sources])
+        self._drawn = Drawn(device, [PYTHON, learned.numpy, *found.sources])
         tensors = shared.restorable(name, found, learned.written.get(found.mode), non_activations)
         self._odd, self._copied, self._copies = tensors.odd, tensors.copied, tensors.copies
         self._before, self._after = shared.values(self._copies), list[Sum]()

@@ -85,10 +85,7 @@ def add_budget(parser: argparse.ArgumentParser) -> None:
 
 
 def budget(text: str) -> Budget:
-    def read(part: str) -> int | None:
-        return None if part == "-" else bytes_of(part)
-
-    budgets = text if text == LOWEST else single(lambda each: one_or_each(each, read))(text)
+    budgets = text if text == LOWEST else quantity(or_none(bytes_of))(text)
     if budgets is None:
         raise argparse.ArgumentTypeError("'-' for all ranks is not a budget: leave it out")
     return budgets
@@ -107,10 +104,12 @@ def whole(text: str) -> int:
 
 
 def slots(text: str) -> int | tuple[int | None, ...] | None:
-    def read(part: str) -> int | None:
-        return None if part == "-" else whole(part)
+    return one_or_each(text, or_none(whole))
 
-    return one_or_each(text, read)
+
+def or_none(read: Callable[[str], int]) -> Callable[[str], int | None]:
+    """Return a reader that also takes '-', for None."""
+    return lambda part: None if part == "-" else read(part)
 
 
 def quantity(read: Callable[[str], Any]) -> Callable[[str], Any]:

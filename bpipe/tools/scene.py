@@ -214,7 +214,7 @@ def _row(timeline: Timeline, rank: int, window: Window, unit: str, allowance: in
     arriving = _tracks(span for span in transfers if span.action.op in IN)
     return Row(
         rank=rank,
-        stages=tuple(stage for stage, owner in enumerate(plan.stage_ranks) if owner == rank),
+        stages=tuple(plan.stages_of(rank)),
         computations=tuple(_within(_whole(plan, timeline.computations(rank)), window, allowance)),
         waits=tuple(_within(timeline.waits(rank), window, allowance)),
         moves=(*leaving, *arriving),

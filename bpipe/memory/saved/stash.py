@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from bpipe.errors import SavedTensorError, StageError, text_of
 from bpipe.memory.saved.attributes import Kept, tensors_kept_in
 from bpipe.memory.saved.originals import APPLY, Original
-from bpipe.memory.saved.storages import Group, Held, Storage, grouped, keys_of, num_tensors, shares_parts, storages_of
+from bpipe.memory.saved.storages import Group, Held, Storage, grouped, is_on, keys_of, num_tensors, shares_parts, storages_of
 
 __all__: list[str] = []
 
@@ -309,10 +309,7 @@ class Stash:
         return found
 
     def _is_elsewhere(self, device: torch.device) -> bool:
-        ours = self._device
-        return ours is not None and (
-            device.type != ours.type or (None not in (device.index, ours.index) and device.index != ours.index)
-        )
+        return self._device is not None and not is_on(device, self._device)
 
     def settle(self, contents: StashContents, num_parts: int) -> None:
         """Assign storages to parts, after a forward: those that are sent to the next stage are in the last part."""

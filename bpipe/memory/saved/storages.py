@@ -47,10 +47,14 @@ def keys_of(tensors: Iterable[torch.Tensor]) -> set[int]:
     return {storage._cdata for tensor in tensors for storage in storages_of(tensor)}
 
 
-def as_bytes(storage: Storage, start: int = 0, length: int | None = None) -> torch.Tensor:
-    """View part of a storage as uint8 [length], without a copy. Never `.numpy()` it: that pins the storage's size for good."""
-    length = storage.nbytes() - start if length is None else length
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (length,), (1,))
+def as_bytes(storage: Storage) -> torch.Tensor:
+    """View a storage as uint8 [bytes], without a copy. Never `.numpy()` it: that pins the storage's size for good."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def is_on(one: torch.device, device: torch.device) -> bool:
+    """Return whether a device is another one, which may have no index."""
+    return one.type == device.type and (None in (one.index, device.index) or one.index == device.index)
 
 
 def owners(storage: Storage) -> int:

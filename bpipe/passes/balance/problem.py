@@ -86,8 +86,7 @@ class Problem:
 
     def _parts(self, rank: int) -> dict[int, Sequence[int]]:
         sizes = self.plan.sizes
-        stages = [stage for stage, owner in enumerate(self.plan.stage_ranks) if owner == rank]
-        return {stage: (1,) if sizes is None else sizes.stages[stage].parts for stage in stages}
+        return {stage: (1,) if sizes is None else sizes.stages[stage].parts for stage in self.plan.stages_of(rank)}
 
     def checked(self, given: int | Sequence[int | None] | None) -> Budgets:
         """Return one budget per rank.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -41,13 +41,7 @@ class Verdict:
     numbers: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "check": self.check,
-            "outcome": self.outcome.value,
-            "meaning": self.meaning,
-            "reason": self.reason,
-            "numbers": dict(self.numbers),
-        }
+        return asdict(self) | {"outcome": self.outcome.value}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Verdict:
