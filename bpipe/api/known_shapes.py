@@ -25,25 +25,15 @@ class MeasuredSizes:
 
 @dataclass(slots=True)
 class Shapes:
-    """Everything known about steps whose inputs look alike.
+    """Everything known about steps whose inputs look alike."""
 
-    Args:
-        revisions: how often each rank had asked to measure again when these were measured.
-        measured: the results of the latest step that measured.
-        plan: the plan made from them.
-        states: the bytes of each rank's optimizer states when the plan was made.
-        seen: the largest microbatch of each stage that exceeded its plan.
-        static_bytes: those of this rank's modules: the most that were planned with, or seen since.
-        varying: the stages whose microbatches took different memory in one step.
-    """
-
-    revisions: tuple[int, ...] = ()
-    measured: MeasuredSizes | None = None
-    plan: Plan | None = None
-    states: tuple[int, ...] = ()
-    seen: dict[int, StageSizes] = field(default_factory=dict)
-    static_bytes: int = 0
-    varying: set[int] = field(default_factory=set)
+    revisions: tuple[int, ...] = ()  # how often each rank had asked to measure again when these were measured
+    measured: MeasuredSizes | None = None  # the results of the latest step that measured
+    plan: Plan | None = None  # the plan made from them
+    states: tuple[int, ...] = ()  # the bytes of each rank's optimizer states when the plan was made
+    seen: dict[int, StageSizes] = field(default_factory=dict)  # the largest microbatch of each stage that exceeded its plan
+    static_bytes: int = 0  # those of this rank's modules: the most that were planned with, or seen since
+    varying: set[int] = field(default_factory=set)  # the stages whose microbatches took different memory in one step
 
     def revise(self, revisions: tuple[int, ...]) -> bool:
         """Forget the measurements if a rank has asked for that; return whether there was something to forget."""
@@ -105,17 +95,11 @@ class KnownShapes:
 
 @dataclass(slots=True)
 class Comparison:
-    """The comparison of replicas for the steps with some inputs.
+    """The comparison of replicas for the steps with some inputs."""
 
-    Args:
-        shapes: the sizes that the first of these steps has measured.
-        num_steps: the number of these steps.
-        difference: the result of the comparison; None before it.
-    """
-
-    shapes: Shapes
-    num_steps: int = 0
-    difference: str | None = None
+    shapes: Shapes  # the sizes that the first of these steps has measured
+    num_steps: int = 0  # the number of these steps
+    difference: str | None = None  # the result of the comparison; None before it
 
 
 class Comparisons:

@@ -14,23 +14,14 @@ __all__: list[str] = []
 
 
 class Report(NamedTuple):
-    """The report of one rank.
+    """The report of one rank."""
 
-    Args:
-        rank: its number in the plan.
-        stages: the bytes of a microbatch, by stage.
-        static: bytes of the rank besides microbatches.
-        budget: the bytes that it may use; None for no limit, or for as low as possible.
-        refusal: why it cannot go on; empty if it can.
-        states: the bytes of optimizer states among the static bytes.
-    """
-
-    rank: int
-    stages: Mapping[int, StageSizes]
-    static: int = 0
-    budget: int | None = None
-    refusal: str = ""
-    states: int = 0
+    rank: int  # its number in the plan
+    stages: Mapping[int, StageSizes]  # the bytes of a microbatch, by stage
+    static: int = 0  # bytes of the rank besides microbatches
+    budget: int | None = None  # the bytes that it may use; None for no limit, or for as low as possible
+    refusal: str = ""  # why it cannot go on; empty if it can
+    states: int = 0  # the bytes of optimizer states among the static bytes
 
     def pack(self) -> bytes:
         return json.dumps({**self._asdict(), "stages": {stage: asdict(sizes) for stage, sizes in self.stages.items()}}).encode()

@@ -77,17 +77,11 @@ def edges_of(tensors: Sequence[torch.Tensor]) -> list[GradientEdge]:
 
 @dataclass
 class Graph:
-    """The part of a microbatch that is kept between its forward and its backward, besides the tensors that autograd saved.
+    """The part of a microbatch that is kept between its forward and its backward, besides the tensors that autograd saved."""
 
-    Args:
-        edges: the edges where its backward begins.
-        input_grads: collects the gradients of the stage's inputs.
-        has_common_hooks: whether its forward has registered hooks that wait for the gradients of several tensors.
-    """
-
-    edges: list[GradientEdge]
-    input_grads: InputGrads
-    has_common_hooks: bool = False
+    edges: list[GradientEdge]  # the edges where its backward begins
+    input_grads: InputGrads  # collects the gradients of the stage's inputs
+    has_common_hooks: bool = False  # whether its forward has registered hooks that wait for the gradients of several tensors
 
     def run_backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Run the whole backward.

@@ -22,23 +22,14 @@ Case = tuple[int, int, str]  # stages, microbatch size, recomputation
 
 @dataclass
 class Evaluator:
-    """Simulates the candidates of one workload.
+    """Simulates the candidates of one workload."""
 
-    Args:
-        workload: what the step runs.
-        batch: sequences per step, of all pipelines together.
-        batches: sequences per step and pipeline, for each number of stages.
-        memory_bytes: the memory of a device.
-        reserved_bytes: of these, set aside.
-        many: a case with more microbatches than this is simulated only if it may fit and no larger ones fit plain.
-    """
-
-    workload: Workload
-    batch: int
-    batches: Mapping[int, int]
-    memory_bytes: int
-    reserved_bytes: int
-    many: int
+    workload: Workload  # what the step runs
+    batch: int  # sequences per step, of all pipelines together
+    batches: Mapping[int, int]  # sequences per step and pipeline, for each number of stages
+    memory_bytes: int  # the memory of a device
+    reserved_bytes: int  # of these, set aside
+    many: int  # a case with more microbatches than this is simulated only if it may fit and no larger ones fit plain
     _variants: dict[tuple[int, int], tuple[Variant, ...]] = field(default_factory=dict)
     _loads: dict[Case, Load] = field(default_factory=dict)
     _roomier: dict[tuple[str, str, int, int], tuple[Variant, ...]] = field(default_factory=dict)

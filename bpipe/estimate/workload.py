@@ -49,17 +49,11 @@ class Links:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The costs of one microbatch.
+    """The costs of one microbatch."""
 
-    Args:
-        costs: for the simulation.
-        working_bytes: memory that the costs leave out: what a stage makes again in its backward.
-        stage_mfu: the share of the peak that the slowest stage reaches alone (Huang et al.'s E2); None if unknown.
-    """
-
-    costs: Costs
-    working_bytes: int
-    stage_mfu: float | None
+    costs: Costs  # for the simulation
+    working_bytes: int  # memory that the costs leave out: what a stage makes again in its backward
+    stage_mfu: float | None  # the share of the peak that the slowest stage reaches alone (Huang et al.'s E2); None if unknown
 
 
 class Workload(Protocol):
@@ -93,27 +87,17 @@ class Workload(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWorkload:
-    """A transformer, computed by formulas.
+    """A transformer, computed by formulas."""
 
-    Args:
-        model: its dimensions.
-        execution: how it runs; its recomputation is replaced.
-        recomputations: the ones to try.
-        device: the device that it runs on.
-        efficiency: the share of the device's peak that a stage reaches, by microbatch size or for all; None if unknown.
-        bytes_per_parameter: what stays for each parameter.
-        links: between ranks.
-        layers: layers of each stage; None for as even as possible.
-    """
-
-    model: Transformer
-    execution: Execution
-    recomputations: tuple[str, ...]
-    device: Device
+    model: Transformer  # its dimensions
+    execution: Execution  # how it runs; its recomputation is replaced
+    recomputations: tuple[str, ...]  # the ones to try
+    device: Device  # the device that it runs on
+    # the share of the device's peak that a stage reaches, by microbatch size or for all; None if unknown
     efficiency: float | Mapping[int, float] | None
-    bytes_per_parameter: float
-    links: Links
-    layers: tuple[int, ...] | None = None
+    bytes_per_parameter: float  # what stays for each parameter
+    links: Links  # between ranks
+    layers: tuple[int, ...] | None = None  # layers of each stage; None for as even as possible
 
     @property
     def name(self) -> str:

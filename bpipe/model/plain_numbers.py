@@ -24,19 +24,13 @@ Taken = object  # the memory and messages of a microbatch: compares equal if not
 
 
 class InputForms(NamedTuple):
-    """The descriptions of the microbatches of a step, one by one.
+    """The descriptions of the microbatches of a step, one by one."""
 
-    Args:
-        exact: the full descriptions.
-        counted: those without the numbers that do not count.
-        numbered: by microbatch, the form and the numbers of those that have some; of equal microbatches, only the first.
-        descriptions: those without the mode of the modules.
-    """
-
-    exact: list[str]
-    counted: list[str]
+    exact: list[str]  # the full descriptions
+    counted: list[str]  # those without the numbers that do not count
+    # by microbatch, the form and the numbers of those that have some; of equal microbatches, only the first
     numbered: dict[int, tuple[str, Numbers]]
-    descriptions: Sequence[Description]
+    descriptions: Sequence[Description]  # those without the mode of the modules
 
 
 class CountedNumbers:

@@ -76,25 +76,15 @@ def occupancy(actions: Sequence[Action], meter: Meter = SLOTS) -> Iterator[int]:
 
 
 class _Messages(NamedTuple):
-    """The bytes that a microbatch takes on one stage besides its saved ones.
+    """The bytes that a microbatch takes on one stage besides its saved ones."""
 
-    Args:
-        handed: the part of the input that counts already when the forward begins.
-        kept: the part of that which the forward saves, so that it counts once.
-        made: the part of the output that is not among the saved bytes: it counts until it has arrived where it is used.
-        result: the gradient for the previous stage.
-        used: the gradient of the output, which the backward uses up.
-        ended: the part of `made` that is freed when the forward has run: the last stage's output, once the loss exists.
-        begun: the part of `used` that the backward makes itself: the gradient of that output.
-    """
-
-    handed: int
-    kept: int
-    made: int
-    result: int
-    used: int
-    ended: int
-    begun: int
+    handed: int  # the part of the input that counts already when the forward begins
+    kept: int  # the part of that which the forward saves, so that it counts once
+    made: int  # the part of the output that is not among the saved bytes: it counts until it has arrived where it is used
+    result: int  # the gradient for the previous stage
+    used: int  # the gradient of the output, which the backward uses up
+    ended: int  # the part of `made` that is freed when the forward has run: the last stage's output, once the loss exists
+    begun: int  # the part of `used` that the backward makes itself: the gradient of that output
 
 
 def _messages(sizes: Sizes, stage_ranks: tuple[int, ...], stage: int) -> _Messages:

@@ -20,15 +20,10 @@ _FEW = 16  # words, which are weighted one by one
 
 
 class Checksum(NamedTuple):
-    """The checksum of a pytree of tensors and plain values.
+    """The checksum of a pytree of tensors and plain values."""
 
-    Args:
-        outline: its structure, shapes, dtypes, and plain values.
-        sums: of the tensors' bits, so that NaNs equal themselves.
-    """
-
-    outline: list[str]
-    sums: list[Sum]
+    outline: list[str]  # its structure, shapes, dtypes, and plain values
+    sums: list[Sum]  # of the tensors' bits, so that NaNs equal themselves
 
 
 def checksum_of(value: Any) -> Checksum:

@@ -21,19 +21,12 @@ SMALL_BYTES = 2**16  # containers up to this size are copied for each microbatch
 
 
 class Kind(NamedTuple):
-    """The operations on a kind of container.
+    """The operations on a kind of container."""
 
-    Args:
-        copy: returns its content: a mapping from place to value, a list of values, or an array.
-        is_same: returns whether that content is still in it, each object itself.
-        fill: restores that content, in place of the present one.
-        put: sets the value at one place; None: its values have no places.
-    """
-
-    copy: Callable[[Any], Any]
-    is_same: Callable[[Any, Any], bool]
-    fill: Callable[[Any, Any], None]
-    put: Callable[[Any, Any, Any], None] | None = None
+    copy: Callable[[Any], Any]  # returns its content: a mapping from place to value, a list of values, or an array
+    is_same: Callable[[Any, Any], bool]  # returns whether that content is still in it, each object itself
+    fill: Callable[[Any, Any], None]  # restores that content, in place of the present one
+    put: Callable[[Any, Any, Any], None] | None = None  # sets the value at one place; None: its values have no places
 
 
 def kind_of(value: Any) -> Kind | None:

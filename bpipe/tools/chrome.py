@@ -58,15 +58,10 @@ COMPUTE_LANE, _, TRANSFERS, EVICTIONS, HOST_MOVES, GUESTS, GUEST_WAITS, WEIGHTS,
 
 
 class Origin(NamedTuple):
-    """The run that a file comes from.
+    """The run that a file comes from."""
 
-    Args:
-        run: a token that is the same on all ranks of a run and in no other run; empty for what was not measured together.
-        is_complete: False if an error ended it, so that other ranks may have got further.
-    """
-
-    run: str = ""
-    is_complete: bool = True
+    run: str = ""  # a token that is the same on all ranks of a run and in no other run; empty for what was not measured together
+    is_complete: bool = True  # False if an error ended it, so that other ranks may have got further
 
 
 class _Slice(NamedTuple):

@@ -28,19 +28,12 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFile:
-    """The contents of a trace file.
+    """The contents of a trace file."""
 
-    Args:
-        name: the file's name, for errors.
-        run: the same in all files of a run.
-        is_complete: False if an error ended the trace.
-        timelines: in chronological order.
-    """
-
-    name: str
-    run: str
-    is_complete: bool
-    timelines: list[Timeline]
+    name: str  # the file's name, for errors
+    run: str  # the same in all files of a run
+    is_complete: bool  # False if an error ended the trace
+    timelines: list[Timeline]  # in chronological order
 
 
 def load_trace(path: str | os.PathLike[str]) -> list[Timeline]:

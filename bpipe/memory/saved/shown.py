@@ -29,15 +29,10 @@ _OF_NUMBERS = (torch.float64, torch.int64, torch.complex128, torch.bool)
 
 
 class Shown(NamedTuple):
-    """The bytes of all storages that the nodes of a graph have saved, including those with other owners.
+    """The bytes of all storages that the nodes of a graph have saved, including those with other owners."""
 
-    Args:
-        num_bytes: each storage counts once.
-        is_all: whether there is nothing more, such as tensors hidden by other hooks (`torch.utils.checkpoint`'s, or the user's).
-    """
-
-    num_bytes: int
-    is_all: bool
+    num_bytes: int  # each storage counts once
+    is_all: bool  # whether there is nothing more, such as tensors hidden by other hooks (`torch.utils.checkpoint`'s, or the user's)
 
 
 def shown_by(nodes: Sequence[Node], non_activations: Container[int], where: str) -> Shown:

@@ -55,21 +55,13 @@ class RankSolution(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankPlanner:
-    """Decide the evictions of one rank and their peers, and place the transfers in its list.
+    """Decide the evictions of one rank and their peers, and place the transfers in its list."""
 
-    Args:
-        rank: its number.
-        steps: its steps.
-        timings: the times of its steps, the best first.
-        sizes: for each of its stages, the size of each part of a microbatch that can move.
-        moved: the amount that an eviction moves.
-    """
-
-    rank: int
-    steps: RankSteps
-    timings: Sequence[StepTimes]
-    sizes: Mapping[int, Sequence[int]]
-    moved: Amount
+    rank: int  # its number
+    steps: RankSteps  # its steps
+    timings: Sequence[StepTimes]  # the times of its steps, the best first
+    sizes: Mapping[int, Sequence[int]]  # for each of its stages, the size of each part of a microbatch that can move
+    moved: Amount  # the amount that an eviction moves
 
     def has_choice(self, decision: Decision) -> bool:
         """Return whether a thorough search may find a cheaper solution than a decision."""

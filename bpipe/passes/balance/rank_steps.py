@@ -25,18 +25,12 @@ Part = tuple[int, int, int]  # stage, microbatch, and the part of it; 0 for all
 
 
 class Stay(NamedTuple):
-    """The steps between which a part of a microbatch may be away.
+    """The steps between which a part of a microbatch may be away."""
 
-    Args:
-        saved: the step at which its forward ends.
-        leaves: the first step before which its eviction, which takes one step, may be complete. The output lies in the last part,
-            and must have arrived where it is used.
-        needed: the step before which it must be back.
-    """
-
-    saved: int
+    saved: int  # the step at which its forward ends
+    # the first step before which its eviction, which takes one step, may be complete: the output, in the last part, must have arrived
     leaves: int
-    needed: int
+    needed: int  # the step before which it must be back
 
 
 class RankSteps:

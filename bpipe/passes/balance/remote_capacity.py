@@ -9,15 +9,10 @@ __all__: list[str] = []
 
 
 class Capacity(NamedTuple):
-    """The free memory that a peer has for one evictor.
+    """The free memory that a peer has for one evictor."""
 
-    Args:
-        peer: the acceptor, or HOST.
-        room: the amount that it can store at once; None for any amount.
-    """
-
-    peer: int
-    room: int | None
+    peer: int  # the acceptor, or HOST
+    room: int | None  # the amount that it can store at once; None for any amount
 
 
 class LinkOccupancy:

@@ -24,21 +24,13 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """One row of the page.
+    """One row of the page."""
 
-    Args:
-        check: what was checked, in a few words.
-        outcome: how it ended.
-        meaning: what it means that it passed.
-        reason: why it failed, or why it does not apply.
-        numbers: what was measured; the ends of names say their units: `_bytes`, `_s`.
-    """
-
-    check: str
-    outcome: Outcome
-    meaning: str = ""
-    reason: str = ""
-    numbers: Mapping[str, Any] = field(default_factory=dict)
+    check: str  # what was checked, in a few words
+    outcome: Outcome  # how it ended
+    meaning: str = ""  # what it means that it passed
+    reason: str = ""  # why it failed, or why it does not apply
+    numbers: Mapping[str, Any] = field(default_factory=dict)  # what was measured; the ends of names say their units: `_bytes`, `_s`
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"outcome": self.outcome.value}
