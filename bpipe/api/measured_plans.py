@@ -46,13 +46,8 @@ class MeasuredPlans(PlanSource):
     Ranks exchange their sizes before they make a plan, and all make the same one. `Balanced` describes the rest.
 
     Args:
-        plan: the plan to balance.
-        rule: the name of its schedule.
-        policy: the user's settings.
-        context: the state that this rank's steps share.
         replicas: a process group of the ranks that hold the same stages in other pipelines, or None.
         reserve_bytes: the bytes that stay free on the device with budget "auto".
-        is_lowest: whether the budget is as low as possible.
     """
 
     compares = False  # plans count the measured bytes, so there is nothing to compare

@@ -28,11 +28,7 @@ class Report(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes, sender: int) -> Report:
-        """Read what `pack` wrote.
-
-        Raises:
-            CommError: the bytes of this sender are not a report.
-        """
+        """Read what `pack` wrote."""
         try:
             fields = json.loads(data)
             stages = {int(stage): _sizes(numbers) for stage, numbers in fields.pop("stages").items()}

@@ -236,11 +236,7 @@ def _positive(name: str, seconds: T) -> T:
 def transport_for(
     group: Any, device: torch.device, num_ranks: int, *, timeout_s: float | None, slow_s: float, transfers_at_once: int
 ) -> Transport:
-    """Make this rank's end of a pipeline over a process group, or over a loopback.
-
-    Raises:
-        ConfigurationError: the group has a different number of ranks, or there is none.
-    """
+    """Make this rank's end of a pipeline over a process group, or over a loopback."""
     if isinstance(group, LoopbackGroup):
         _check_size(group.loopback.num_ranks, num_ranks)
         return LoopbackTransport(group.loopback.wires, device)

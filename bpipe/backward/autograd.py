@@ -84,11 +84,7 @@ class Graph:
     has_common_hooks: bool = False  # whether its forward has registered hooks that wait for the gradients of several tensors
 
     def run_backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Run the whole backward.
-
-        Args:
-            gradients: one for each edge, or None.
-        """
+        """Run the whole backward."""
         edges = self.edges
         if self.has_common_hooks:
             # Such hooks know which gradients to wait for from the nodes that a run of the engine will execute.
@@ -109,7 +105,6 @@ def run_backward(
     """Run a backward from the edges that have a gradient.
 
     Args:
-        edges: the edges where the backward starts.
         gradients: one for each edge, or None.
         inputs: the edges where it ends; default: all leaves.
         retain_graph: keep the saved tensors of the graph, for another run.
@@ -153,8 +148,6 @@ class Alone:
         and calls the node from the only hook of that backward.
 
         Args:
-            node: the node to call.
-            gradients: the gradients of its outputs.
             edges: those of its edges that need a result.
 
         Returns:

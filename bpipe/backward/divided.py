@@ -43,10 +43,6 @@ class Divided:
         """Compute the input gradients of a microbatch's backward, or run all of it.
 
         Args:
-            stage: its index in the model.
-            microbatch: its number.
-            graph: the graph of its forward.
-            gradients: the gradients of the stage's outputs.
             builder: makes the deferred weight gradient, if the stage's module has a builder of its own.
 
         Returns:
@@ -93,7 +89,6 @@ class Divided:
         Thus the gradients of each leaf add up in one order.
 
         Args:
-            stage: the stage of these microbatches.
             leaves: these leaves; None for all.
         """
         waiting = self._waiting[stage]

@@ -160,11 +160,7 @@ class DeferredWeightGrad:
 
 
 class GivenWeightGrad(DeferredWeightGrad):
-    """A weight gradient that a stage's module computes by itself.
-
-    Args:
-        runner: to be called once.
-    """
+    """A weight gradient that a stage's module computes by itself, when its runner is called."""
 
     def __init__(self, runner: Callable[..., None]) -> None:
         super().__init__()
@@ -185,8 +181,6 @@ def run_backward_input(
     whose gradients need less memory than waiting does.
 
     Args:
-        edges: the gradient edges of the stage's outputs.
-        gradients: one for each edge, or None.
         input_grads: collects the gradients of the stage's inputs.
         before: called with the leaves whose gradients are computed now, before they are.
 

@@ -29,12 +29,7 @@ class Verdict:
 
 
 def verdict_on(candidates: Sequence[Candidate], evaluator: Evaluator) -> Verdict:
-    """Say whether to balance, and why.
-
-    Args:
-        candidates: the ranked candidates.
-        evaluator: simulates them with other links.
-    """
+    """Say whether to balance, and why."""
     plain, balanced = [[one for one in candidates if one.fits and one.is_balanced is which] for which in (False, True)]
     if not plain and not balanced:
         return Verdict(decision="nothing fits", text=words.nothing_fits(candidates))

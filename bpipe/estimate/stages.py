@@ -84,11 +84,7 @@ def stages_of(
 
 
 def check_tensor_parallel(model: Transformer, execution: Execution) -> None:
-    """Raise unless heads divide over the tensor-parallel devices, because copies of key and value heads are not modelled.
-
-    Raises:
-        ConfigurationError: they do not.
-    """
+    """Raise unless heads divide over the tensor-parallel devices, because copies of key and value heads are not modelled."""
     t = execution.tensor_parallel
     for count, what in ((model.num_heads, "heads"), (model.num_kv_heads or model.num_heads, "key and value heads")):
         if count % t:

@@ -15,11 +15,7 @@ ELSEWHERE = StageSizes(parts=(0,))  # for a stage of another rank
 
 
 class Peaks:
-    """The peaks of one rank's action lists, which are computed again only when the plan or a footprint has changed.
-
-    Args:
-        with_messages: whether messages between stages count.
-    """
+    """The peaks of one rank's action lists, which are computed again only when the plan or a footprint has changed."""
 
     def __init__(self, *, with_messages: bool) -> None:
         self._with_messages = with_messages

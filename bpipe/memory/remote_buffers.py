@@ -20,7 +20,6 @@ class RemoteBuffers:
 
     Args:
         reserved: which buffer holds which remote activation, and the size of each buffer.
-        device: the device that holds them.
         in_bytes: whether sizes are bytes; if the plan counts slots, all buffers are made as large as the first remote
             activation.
     """

@@ -15,11 +15,7 @@ __all__: list[str] = []
 
 
 class StaticBytes:
-    """The static bytes of a rank, which are counted again when a tensor was added, removed or changed.
-
-    Args:
-        device: the device of these tensors.
-    """
+    """The static bytes of a rank, which are counted again when a tensor was added, removed or changed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -30,7 +26,6 @@ class StaticBytes:
         """Count again at the end of a step if something has changed, and return whether it has.
 
         Args:
-            modules: those of the rank's stages.
             seen: a value that differs after a change to the modules' makeup, as `standing` returns it.
         """
         if seen == self._seen:

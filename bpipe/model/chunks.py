@@ -39,7 +39,6 @@ def cutter_of(value: Any, offsets: Offsets) -> Callable[[Any, int, int], Cut] | 
     """Return the function that cuts a value into m parts along a dimension; None if it is not known to hold samples.
 
     Args:
-        value: any leaf of a pytree.
         offsets: those that were cut before: tensors that share theirs must do so in each microbatch, for torch to combine them.
     """
     if isinstance(value, torch.Tensor):

@@ -206,7 +206,6 @@ def leaves_of(value: Any, *, objects_deep: int = _OBJECTS_DEEP, without: str | N
     """Yield the leaves of a pytree, and the values in functions' closures.
 
     Args:
-        value: any.
         objects_deep: how many levels of objects with unknown parts are searched too.
         without: a package whose own objects are not searched.
     """

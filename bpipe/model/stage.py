@@ -181,11 +181,7 @@ class _AdoptedStage(PipelineStage):
 
 
 def stages_of(given: Any) -> dict[int, PipelineStage]:
-    """Return a rank's stages by index.
-
-    Raises:
-        ConfigurationError: there are none or too many, or they do not belong to one pipeline.
-    """
+    """Return a rank's stages by index."""
     stages = [PipelineStage.adopt(one) for one in (given if isinstance(given, (list, tuple)) else [given])]
     if not stages or len(stages) > MOST_STAGES:
         raise ConfigurationError(f"a rank holds 1 to {MOST_STAGES} stages, got {len(stages)}")

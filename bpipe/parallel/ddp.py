@@ -46,11 +46,7 @@ class Replicated:
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Keep backwards from reducing by themselves, and restore the user's setting of the modules in the end.
-
-        Raises:
-            StageError: a module's options cannot work in a pipeline.
-        """
+        """Keep backwards from reducing by themselves, and restore the user's setting of the modules in the end."""
         for index, replicas in self.stages.items():
             for replica in replicas:
                 _check(replica, index)

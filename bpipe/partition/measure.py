@@ -101,11 +101,7 @@ def _group(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def _modules(names: Names, groups: list[tuple[str, ...]] | None) -> dict[str, nn.Module]:
-    """Return the modules to watch, by name.
-
-    Raises:
-        ConfigurationError: names that the model does not have.
-    """
+    """Return the modules to watch, by name."""
     if groups is None:
         return {name: names.modules[name] for name in _leaves(names)}
     names.check_known(groups)
@@ -144,12 +140,7 @@ def _found(names: Names, seen: Iterable[str]) -> Iterator[tuple[str, ...]]:
 
 
 class _Clock:
-    """Measures the time of a module that runs alone.
-
-    Args:
-        repeats: timed runs, after one that is not timed.
-        devices: the devices that it computes on, which are waited for.
-    """
+    """Measures the time of a module that runs alone."""
 
     def __init__(self, repeats: int, devices: Iterable[torch.device]) -> None:
         self._repeats, self._devices = repeats, tuple(devices)

@@ -94,11 +94,7 @@ def at_cuts(layers: Sequence[str], cuts: Sequence[str]) -> list[list[str]]:
 
 
 def listed(names: Sequence[str]) -> list[str]:
-    """Return one stage's names as a list.
-
-    Raises:
-        ConfigurationError: they are a single string.
-    """
+    """Return one stage's names as a list."""
     if isinstance(names, str):
         raise ConfigurationError(f"a stage is a list of names, got the text {names!r}: write [{names!r}]")
     return list(names)

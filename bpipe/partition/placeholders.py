@@ -33,11 +33,7 @@ _KINDS = {"pass": PassThrough, "zero": AddsNothing, "none": None}
 
 
 def check_kind(kind: str, where: str) -> None:
-    """Raise unless there is such a placeholder.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
+    """Raise unless there is such a placeholder."""
     if kind not in _KINDS:
         raise ConfigurationError(f"{where}={kind!r}: a missing module is one of {', '.join(map(repr, _KINDS))}")
 

@@ -36,7 +36,6 @@ def difference_when_cut(model: nn.Module, cut: Cut, cut_small: Cut) -> Differenc
     values are added to its parameters, so that no weight hides behind a zero. It is in train mode, with its configured dropout.
 
     Args:
-        model: the model, which is not run.
         cut: makes the stages of a copy of the model.
         cut_small: makes the stages of a model with other sizes and fewer layers.
 

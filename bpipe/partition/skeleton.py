@@ -26,15 +26,9 @@ def skeleton(
     """Copy the modules above those that are kept, and share or leave out the rest.
 
     Args:
-        model: the whole model.
-        names: its names.
-        kept: what this stage names.
         kind: the placeholder of a module that it lacks.
         claimed: all that any stage names: a parameter or buffer of a copied module belongs to those that name it or that module.
         keep_positions: whether missing entries of a series are replaced too (parameters by None), so that the others keep places.
-
-    Raises:
-        ConfigurationError: an attribute of these modules cannot be copied.
     """
     missing = {name for name in names.modules if not names.is_copied(name, kept) and not names.is_kept(name, kept)}
     outermost = [name for name in missing if names.owner(name) not in missing]

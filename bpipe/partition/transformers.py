@@ -72,11 +72,7 @@ def split_transformer(
 
 
 def _prove(model: nn.Module, stages: int | Sequence[int] | Sequence[Sequence[str]], num_stages: int) -> None:
-    """Raise unless a small model of the kind computes the same in stages as whole.
-
-    Raises:
-        ConfigurationError: it does not, or there is none.
-    """
+    """Raise unless a small model of the kind computes the same in stages as whole."""
     try:
         found = difference_when_cut(model, lambda copy: _cut(copy, stages), lambda twin: _cut_finely(twin, num_stages))
     except NotProvenError as error:
@@ -171,11 +167,7 @@ def _outline(model: nn.Module) -> _Outline:
 
 
 def _base_of(model: nn.Module) -> nn.Module:
-    """Return the part of a model without its head.
-
-    Raises:
-        ConfigurationError: it has none, or none that can begin with hidden states.
-    """
+    """Return the part of a model without its head."""
     base, config = getattr(model, "base_model", None), getattr(model, "config", None)
     what = _what(model)
     if not isinstance(base, nn.Module) or config is None:
@@ -188,11 +180,7 @@ def _base_of(model: nn.Module) -> nn.Module:
 
 
 def _series(base: nn.Module, model: nn.Module) -> str:
-    """Return the name of the list of layers.
-
-    Raises:
-        ConfigurationError: there is none, or more than one.
-    """
+    """Return the name of the list of layers."""
     num_layers = getattr(text_config(model.config), "num_hidden_layers", None)
     lists = [name for name, one in base.named_modules() if isinstance(one, nn.ModuleList) and len(one) == num_layers]
     outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]

@@ -59,7 +59,6 @@ def communicate(plan: Plan, times: tuple[Sequence[array[int]], Moments] | None =
     Neighbouring stages on one rank hand their tensors over without a transfer.
 
     Args:
-        plan: its computations, and what moves.
         times: when the computations start, if known, as `clock_by_result` returns it.
 
     Raises:

@@ -183,11 +183,7 @@ class Action(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def channel_of(op: Op, rank: int, peer: int | None) -> Channel:
-    """Return the channel that a transfer with a peer, seen from `rank`, uses.
-
-    Raises:
-        KeyError: the operation does not start a transfer.
-    """
+    """Return the channel that a transfer with a peer, seen from `rank`, uses."""
     peer = -1 if peer is None else peer
     return Channel(SENDS[op], rank, peer) if op in SENDS else Channel(RECEIVES[op], peer, rank)
 

@@ -70,12 +70,7 @@ def source_of(value: Any) -> Source | None:
 
 
 class Drawn:
-    """The generator states that a forward finds: torch's, on the CPU and its device, and those of other sources.
-
-    Args:
-        device: the device of the forward.
-        sources: the other sources that it may draw from.
-    """
+    """The generator states that a forward finds: torch's, on the CPU and its device, and those of other sources."""
 
     def __init__(self, device: torch.device, sources: Iterable[Source | GlobalNumPy]) -> None:
         self._device = device

@@ -48,9 +48,6 @@ class Reachable:
 
     Containers and tensors count if attributes of modules lead to them. Only modules and generators count behind functions, hooks
     and bound methods, because other objects there may also belong to other code.
-
-    Args:
-        roots: the modules that run and, if any, the loss function.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:

@@ -28,12 +28,7 @@ class Reruns:
         self._constants: dict[int, Constants] = {}
 
     def shared(self, stage: int, roots: Sequence[Any]) -> Shared:
-        """Return the state that the microbatches of a stage share.
-
-        Args:
-            stage: its index.
-            roots: the objects that run there: modules and, on the last stage, the loss function.
-        """
+        """Return the state that the microbatches of a stage share."""
         if stage not in self._shared:
             self._shared[stage] = Shared(roots)
         return self._shared[stage]
@@ -59,14 +54,8 @@ class Rerun:
     """The two forwards of one microbatch.
 
     Args:
-        stage: its index.
-        microbatch: its number.
         given: the tensors that the forward gets.
         roots: the objects that run: the module and, on the last stage, the loss function.
-        learned: what is known about the stage.
-        reruns: those of the step.
-        device: the device of the forward.
-        non_activations: storages that are not activations, with the kind of each.
     """
 
     def __init__(

@@ -57,7 +57,6 @@ def look_at(device: torch.device, modules: Iterable[tuple[str, nn.Module]], othe
     """Look at everything that a computation may change.
 
     Args:
-        device: the device of the computation.
         modules: with their names; submodules are not searched.
         others: the arguments of the computation that are not tensors.
     """

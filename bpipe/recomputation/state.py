@@ -25,11 +25,7 @@ Named = tuple[str, torch.Tensor]
 
 
 class Learned:
-    """Everything known about a stage whose forwards run twice, kept between microbatches and steps.
-
-    Args:
-        makeup: the number of the stage's makeup.
-    """
+    """Everything known about a stage whose forwards run twice, kept between microbatches and steps."""
 
     def __init__(self, makeup: int) -> None:
         self.makeup = makeup
@@ -38,11 +34,7 @@ class Learned:
 
 
 class Shared:
-    """The state that the microbatches of a stage share during a step, as long as none of it changes.
-
-    Args:
-        roots: the objects that run.
-    """
+    """The state that the microbatches of a stage share during a step, as long as none of it changes."""
 
     def __init__(self, roots: Sequence[Any]) -> None:
         self._roots = roots
@@ -86,14 +78,7 @@ class State:
     """The state that one forward finds; made before it runs.
 
     Args:
-        name: the microbatch, for messages.
-        learned: what is known about its stage.
-        shared: the state shared with the other microbatches of the step.
-        device: the device of the forward.
         non_activations: storages that are not activations, with the kind of each: the batch is left alone.
-
-    Raises:
-        StageError: a buffer is not initialised yet.
     """
 
     def __init__(
@@ -199,12 +184,7 @@ WAY_OUT = (
 
 
 class Versions:
-    """The versions of tensors when this is made.
-
-    Args:
-        kind: the kind of tensors, for messages.
-        tensors: with their names; all have versions.
-    """
+    """The versions of tensors when this is made."""
 
     def __init__(self, kind: str, tensors: Sequence[Named]) -> None:
         self._kind, self._tensors = kind, tensors
@@ -215,11 +195,7 @@ class Versions:
         return ((f"{self._kind} {name}", one, version) for (name, one), version in zip(self._tensors, self._versions))
 
     def check(self, problem: str) -> None:
-        """Check that nothing has written the tensors.
-
-        Raises:
-            StageError: a tensor was written.
-        """
+        """Check that nothing has written the tensors."""
         if self._versions != [one._version for _, one in self._tensors]:
             name = next(name for name, one, version in self.watched() if one._version != version)
             raise StageError(

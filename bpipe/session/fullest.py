@@ -52,9 +52,6 @@ class Fullest:
 
         Args:
             records: in the order of the plan's ranks.
-            names: of these ranks, for messages.
-            rule: the schedule's.
-            warn: takes a format and its arguments.
         """
         self.is_open = False
         raised = _raised([record.plain_peak for record in records], [record.peak for record in records], names)

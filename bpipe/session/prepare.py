@@ -30,11 +30,7 @@ class PreparedCall(NamedTuple):
 
 
 class Preparation:
-    """Prepare the calls of one rank.
-
-    Args:
-        context: the state that its steps share.
-    """
+    """Prepare the calls of one rank."""
 
     def __init__(self, context: RankContext) -> None:
         self._context = context

@@ -54,10 +54,6 @@ class Session:
 
     `run` drives one step over a process group. A `Loopback` calls its phases for all ranks side by side: `begin`, `agree`, the
     actions of the runs, `result` and `finish`. A caller that steps, or works between steps as a trace does, enters `guard` first.
-
-    Args:
-        context: the state that the steps share.
-        source: provides their plans.
     """
 
     def __init__(self, context: RankContext, source: PlanSource) -> None:
@@ -92,11 +88,7 @@ class Session:
         return not self.guard.num_steps and self.guard.broken is None and not self.guard.is_closed
 
     def close(self) -> None:
-        """Release groups, threads and the buffers that are kept for other ranks.
-
-        Raises:
-            PipelineBrokenError: a step is running.
-        """
+        """Release groups, threads and the buffers that are kept for other ranks."""
         self.guard.leave()
         self._finalizer()
 
@@ -129,11 +121,7 @@ class Session:
     # The phases of a step
 
     def begin(self, call: Call, *, is_training: bool) -> PreparedStep:
-        """Prepare a call, without communication.
-
-        Raises:
-            ConfigurationError: the call cannot run here.
-        """
+        """Prepare a call, without communication."""
         plan = self.source.announced(is_training=is_training).plan
         if not is_training:  # `adopt` has prepared the plan of training steps
             self.context.lanes.prepare(plan, self.context.plan_rank)
@@ -166,16 +154,7 @@ class Session:
         )
 
     def agree(self, step: PreparedStep, packed: Sequence[bytes], gather: Gather) -> Run:
-        """Check that all ranks are about to run the same step, and prepare this rank's first action.
-
-        Args:
-            step: this rank's step.
-            packed: the record of each rank's step, by rank of the group.
-            gather: asks the plan sources of all ranks.
-
-        Raises:
-            AgreementError: the ranks are about to run different things.
-        """
+        """Check that all ranks are about to run the same step, and prepare this rank's first action."""
         context, source = self.context, self.source
         records = [StepRecord.unpack(data) for data in packed]
         check(records)

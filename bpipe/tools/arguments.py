@@ -135,11 +135,7 @@ def is_file(schedule: str) -> bool:
 
 
 def plan_of(schedule: str, args: argparse.Namespace) -> Plan:
-    """Return the plan that the arguments name, verified.
-
-    Raises:
-        ConfigurationError, PlanError, OSError: there is none.
-    """
+    """Return the plan that the arguments name, verified."""
     if is_file(schedule):
         given = [f"--{name.replace('_', '-')}" for name in SIZES if getattr(args, name) is not None]
         if isinstance(args.schedule, str) and given:
@@ -159,9 +155,6 @@ def stages_and_ranks(rule: Rule, args: argparse.Namespace) -> tuple[int | None, 
     """Return how many stages a schedule gets, and on how many ranks; both are None if the arguments do not say.
 
     Among several schedules, --stages-per-rank is for those that can have more stages or fewer.
-
-    Raises:
-        ConfigurationError: all three sizes are given.
     """
     is_for_rule = rule.placement is Placement.LOOPED or isinstance(args.schedule, str)
     per_rank = (is_for_rule and args.stages_per_rank) or rule.default_stages_per_rank
@@ -180,11 +173,7 @@ def verified(path: Path) -> Plan:
 
 
 def read_plan(path: Path) -> Plan:
-    """Read a plan from its text, its CSV, or a trace, without verifying it.
-
-    Raises:
-        ConfigurationError, OSError: there is none.
-    """
+    """Read a plan from its text, its CSV, or a trace, without verifying it."""
     if is_trace(path):
         return typical(read_trace(path)).plan
     try:
@@ -222,12 +211,7 @@ def timeline_of(schedule: str, args: argparse.Namespace) -> Timeline:
 
 
 def within_budget(plan: Plan, costs: Costs, args: argparse.Namespace) -> Plan:
-    """Balance a plan as --budget says; without it, return the plan itself.
-
-    Raises:
-        ConfigurationError: options that need --budget, or do not go with it.
-        BudgetError: the budget cannot be met.
-    """
+    """Balance a plan as --budget says; without it, return the plan itself."""
     given = [f"--{name}" for name in ("parts", "inside", "host") if getattr(args, name)]
     if args.budget is None:
         if given:
@@ -282,11 +266,7 @@ def costs_of(args: argparse.Namespace, plan: Plan) -> Costs:
 
 
 def shared_out(given: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """Return each stage's costs from those of a rank; what one stage sends to the next does not depend on how many there are.
-
-    Raises:
-        ConfigurationError: a cost is a list.
-    """
+    """Return each stage's costs from those of a rank; what one stage sends to the next does not depend on how many there are."""
     per_rank = plan.num_stages // plan.num_ranks
     costs = {"forward_s": 1.0, **given}
     for field, value in costs.items():

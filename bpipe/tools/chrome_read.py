@@ -56,11 +56,7 @@ def load_trace(path: str | os.PathLike[str]) -> list[Timeline]:
 
 
 def joined(files: Sequence[TraceFile]) -> list[Measured]:
-    """Join the files of all ranks of a run into one trace.
-
-    Raises:
-        ConfigurationError: they do not belong together, or one is missing.
-    """
+    """Join the files of all ranks of a run into one trace."""
     first = files[0]
     for file in files:
         if file.run != first.run or not file.run:
@@ -74,11 +70,7 @@ def joined(files: Sequence[TraceFile]) -> list[Measured]:
 
 
 def parse(data: bytes | str, name: str) -> TraceFile:
-    """Parse a trace file's text.
-
-    Raises:
-        ConfigurationError: it is not a trace that bpipe wrote, or a damaged one.
-    """
+    """Parse a trace file's text."""
     try:
         return _read(json.loads(data), name)
     except BPipeError as error:

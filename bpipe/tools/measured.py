@@ -66,11 +66,7 @@ def typical(timelines: Sequence[Timeline]) -> Timeline:
 
 
 def merged(parts: Sequence[Measured]) -> Measured:
-    """Merge the parts of one step that several ranks recorded.
-
-    Raises:
-        ConfigurationError: the parts are of different steps or plans, or a rank is in two of them or in none.
-    """
+    """Merge the parts of one step that several ranks recorded."""
     first = parts[0]
     owner: dict[int, Measured] = {}
     for part in parts:

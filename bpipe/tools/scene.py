@@ -96,9 +96,6 @@ def compose(timelines: Sequence[Timeline], *, title: str | None = None, window: 
     """Make the scene of timelines on one time axis.
 
     Memory is in bytes if all timelines know them, and otherwise in slots, which count the memory of microbatches alone.
-
-    Raises:
-        ConfigurationError: the window shows nothing, or more than MAX_BOXES boxes would be drawn.
     """
     begin, end = _interval(timelines, window)
     unit = "bytes" if all(map(knows_bytes, timelines)) else "slots"

@@ -21,11 +21,7 @@ WIDTH_OF_FILES = 160
 
 
 def console(*, to_errors: bool = False) -> Console:
-    """Return a console on standard output, or on standard error for what is not part of the result.
-
-    Raises:
-        ConfigurationError: rich is not installed.
-    """
+    """Return a console on standard output, or on standard error for what is not part of the result."""
     with _needing_rich():
         from rich.console import Console
     stream = sys.stderr if to_errors else sys.stdout
@@ -46,11 +42,7 @@ def note(text: str) -> None:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> Table:
-    """Return a table whose first column is a name and whose other columns are numbers.
-
-    Raises:
-        ConfigurationError: rich is not installed.
-    """
+    """Return a table whose first column is a name and whose other columns are numbers."""
     with _needing_rich():
         from rich import box
         from rich.table import Table

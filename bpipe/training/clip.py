@@ -173,14 +173,7 @@ def _without_sums(gradient: Any) -> Any:
 def _total(
     norms: Sequence[tuple[int, torch.Tensor]], how: tuple[float, float, bool], refusal: ConfigurationError | None, ranks: Ranks
 ) -> torch.Tensor:
-    """Compute the norm of all ranks' norms, put in the order of their places.
-
-    Args:
-        norms: this rank's, each with the place of its stage.
-        how: the highest norm, which norm it is, and whether to raise where it is not finite.
-        refusal: why this rank can't go on, for all of them to raise.
-        ranks: the pipeline's.
-    """
+    """Compute the norm of all ranks' norms, put in the order of their places."""
     bits = sum({1 << DTYPES.index(norm.dtype) for _, norm in norms})
     mine = torch.tensor([len(norms), bits, refusal is not None, *how], dtype=torch.float64)
     lengths, dtypes, problems, *hows = torch.stack(ranks.gather(mine)).T.tolist()

@@ -54,13 +54,7 @@ class Known:
         return self._num_assumed % SAMPLED == 0
 
     def saw(self, footprint: Footprint, num_nodes: int, shown: Shown | None) -> None:
-        """Learn from a followed microbatch whose backward has ended.
-
-        Args:
-            footprint: its latest footprint.
-            num_nodes: the number of nodes of its graph.
-            shown: the bytes that the graph showed, if it was looked at.
-        """
+        """Learn from a followed microbatch whose backward has ended."""
         differs = self.is_settled and footprint.num_bytes != self.footprint.num_bytes
         if differs:
             self.differed()

@@ -41,11 +41,7 @@ class Original:
 
 
 def give_originals(nodes: Iterable[Node]) -> None:
-    """Let the nodes of custom Functions return the original tensors that they saved.
-
-    Args:
-        nodes: the nodes of a graph whose saved tensors our hooks follow.
-    """
+    """Let the nodes of custom Functions return the original tensors that they saved."""
     for node in nodes:
         if isinstance(node, BackwardCFunction) and any(_original(data) is not None for _, data in saved_by(node)):
             node.__class__ = _giving(type(node))
@@ -61,11 +57,7 @@ def _giving(kind: Any) -> type[Any]:
 
 
 class _Given:
-    """The tensors that a node returns as saved.
-
-    Args:
-        torchs: the attribute by which torch returns them.
-    """
+    """The tensors that a node returns as saved."""
 
     def __init__(self, torchs: Any) -> None:
         self._torchs = torchs

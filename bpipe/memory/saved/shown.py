@@ -39,9 +39,7 @@ def shown_by(nodes: Sequence[Node], non_activations: Container[int], where: str)
     """Add up the bytes that the nodes of a microbatch's graph have saved, and those that custom Functions keep as attributes.
 
     Args:
-        nodes: the graph's nodes.
         non_activations: storages that are not activations, such as parameters; a deeper graph uses more of them.
-        where: the stage and microbatch, for messages.
     """
     is_all = _SHOWS_TENSORS
     tensors = [tensor for kept in kept_by_functions(nodes, where) if (tensor := kept.tensor()) is not None]

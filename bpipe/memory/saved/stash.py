@@ -183,11 +183,7 @@ class Stash:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Follow all tensors that autograd saves inside this context, as packed by the user's own hooks around it, if any.
-
-        Raises:
-            StageError: the forward used a transform that refuses saved-tensor hooks.
-        """
+        """Follow all tensors that autograd saves inside this context, as packed by the user's own hooks around it, if any."""
         self._users = torch._C._autograd._top_saved_tensors_default_hooks(True)
         with following(self.name), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
@@ -354,11 +350,7 @@ class Stash:
 
 @contextmanager
 def following(name: str) -> Iterator[None]:
-    """Raise an error that says what to do if a forward uses a transform that refuses our saved-tensor hooks.
-
-    Raises:
-        StageError: the forward used a transform that refuses saved-tensor hooks.
-    """
+    """Raise an error that says what to do if a forward uses a transform that refuses our saved-tensor hooks."""
     try:
         yield
     except RuntimeError as error:

@@ -78,7 +78,6 @@ def shared_among(tensors: Iterable[torch.Tensor | None], others: Container[int] 
     Usually there are none among many tensors, and finding that out costs two calls for each of them.
 
     Args:
-        tensors: some may be None.
         others: the keys of storages that have another owner.
     """
     places = []

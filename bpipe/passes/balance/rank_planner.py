@@ -86,8 +86,6 @@ class RankPlanner:
         """Decide the evictions that keep the rank within its limit.
 
         Args:
-            limit: the most that it may occupy.
-            capacities: the peers and their free memory, best first.
             search: the budget for finding a cheaper solution after one has been found.
             by_steps: whether to place transfers step by step even if a cost model says how long they take.
         """

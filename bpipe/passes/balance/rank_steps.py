@@ -28,7 +28,7 @@ class Stay(NamedTuple):
     """The steps between which a part of a microbatch may be away."""
 
     saved: int  # the step at which its forward ends
-    # the first step before which its eviction, which takes one step, may be complete: the output, in the last part, must have arrived
+    # the first step before which its eviction (one step) may be complete: the output, in the last part, must have arrived
     leaves: int
     needed: int  # the step before which it must be back
 
@@ -122,11 +122,7 @@ class RankSteps:
 
 
 def steps_of(plan: Plan) -> list[RankSteps]:
-    """Return the steps of every rank of a plan of computations.
-
-    Raises:
-        PlanError: the computations wait for each other in a cycle.
-    """
+    """Return the steps of every rank of a plan of computations."""
     begins, moments = clock_by_result([plan.compute(rank) for rank in range(plan.num_ranks)], plan.num_stages)
     static = (0,) * plan.num_ranks if plan.sizes is None else plan.sizes.static
     with_messages = plan if plan.sizes is None else communicate(plan, (begins, moments))

@@ -60,11 +60,7 @@ def _chosen(only: str | None) -> list[str]:
 
 
 def _gpus() -> str:
-    """Describe what the page is about: versions, and the GPUs.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
+    """Describe what the page is about: versions, and the GPUs."""
     try:
         import torch
     except ImportError as error:

@@ -48,11 +48,8 @@ def run_all(
     """Run checks one after another.
 
     Args:
-        limits_s: the seconds that each check may take, by its name.
         size: what to change in the model's size.
         say: called with what begins, and how it ended.
-        launch: the command that runs a check.
-        most_s: the seconds that all together may take.
     """
     until = time.monotonic() + most_s
     ran = []
