@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bpipe.errors import BPipeError, CommError
 from bpipe.schedules import StageSizes
@@ -31,7 +31,10 @@ class Report(NamedTuple):
         """Read what `pack` wrote."""
         try:
             fields = json.loads(data)
-            stages = {int(stage): _sizes(numbers) for stage, numbers in fields.pop("stages").items()}
+            stages = {
+                int(stage): StageSizes(**{**numbers, "parts": tuple(numbers["parts"])})
+                for stage, numbers in fields.pop("stages").items()
+            }
             report = cls(stages=stages, **fields)
             numbers = (report.rank, report.static, report.budget or 0, report.states)
             if not all(type(number) is int and number >= 0 for number in numbers) or type(report.refusal) is not str:
@@ -39,7 +42,3 @@ class Report(NamedTuple):
             return report
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, BPipeError) as error:
             raise CommError(f"rank {sender} sent an unreadable report of its sizes: {error}") from error
-
-
-def _sizes(numbers: dict[str, Any]) -> StageSizes:
-    return StageSizes(**{**numbers, "parts": tuple(numbers["parts"])})

@@ -63,7 +63,7 @@ class Evaluator:
         if progress is not None:
             progress(len(cases), len(cases))
         found.sort(key=lambda one: (one.is_balanced, order[one.recomputation], max(one.device_peak_bytes)))
-        return tuple(sorted(found, key=lambda one: (not one.fits, _digits(one.step_s))))
+        return tuple(sorted(found, key=lambda one: (not one.fits, float(f"{one.step_s:.9g}"))))  # without rounding errors
 
     def _is_worth_it(self, case: Case, fitting: Sequence[Candidate]) -> bool:
         """Return whether to simulate a case: if it has many microbatches, only if they may fit, and no larger ones fit plain."""
@@ -154,11 +154,6 @@ class Evaluator:
         name = (candidate.schedule, candidate.destination, candidate.slots)
         plan = next(one.plan for one in found if (one.schedule, one.destination, one.slots) == name)
         return plan, self.load((plan.num_stages, candidate.microbatch_size, candidate.recomputation)).costs
-
-
-def _digits(seconds: float) -> float:
-    """Round seconds, so that values that differ only by rounding errors are equal."""
-    return float(f"{seconds:.9g}")
 
 
 def _slowest_s(plan: Plan, costs: Costs) -> float:

@@ -80,7 +80,7 @@ def profile(
     """
     sizes = _check(stage_module, example, microbatch_sizes, repeats)
     args = example if isinstance(example, tuple) else (example,)
-    device = _device_of(stage_module, args)
+    device = next((tensor.device for tensor in (*stage_module.parameters(), *tensors_in(args))), torch.device("cpu"))
     if is_first is None:
         is_first = not any(map(_is_differentiable, tensors_in(args)))
     bench = _Bench(stage_module, args, target, loss_fn, device, is_first=is_first, has_backward=backward)
@@ -258,10 +258,6 @@ def _resized(value: Any, size: int) -> Any:
         return tensor.detach()[torch.arange(size, device=tensor.device) % len(tensor)]
 
     return tree_map_only(torch.Tensor, rows, value)
-
-
-def _device_of(module: torch.nn.Module, args: Any) -> torch.device:
-    return next((tensor.device for tensor in (*module.parameters(), *tensors_in(args))), torch.device("cpu"))
 
 
 def _is_differentiable(tensor: torch.Tensor) -> bool:

@@ -73,7 +73,8 @@ def measure_layers(
         raise ConfigurationError(f"measure_layers measures an nn.Module, got {type(model).__qualname__}")
     check_count("repeats", repeats)
     check_positive("flops_per_s", flops_per_s)
-    names, groups = Names(model), None if layers is None else [_group(one) for one in layers]
+    names = Names(model)
+    groups = None if layers is None else [(one,) if isinstance(one, str) else tuple(one) for one in layers]
     modules = _modules(names, groups)
     args = example if isinstance(example, tuple) else (example,)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
@@ -94,10 +95,6 @@ def _devices(model: nn.Module, *values: object) -> set[torch.device]:
     """Return the devices that a model and its inputs are on."""
     tensors = [*model.parameters(), *model.buffers(), *(leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))]
     return {tensor.device for tensor in tensors}
-
-
-def _group(given: str | Sequence[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def _modules(names: Names, groups: list[tuple[str, ...]] | None) -> dict[str, nn.Module]:

@@ -10,8 +10,7 @@ from torch import nn
 from bpipe.errors import ConfigurationError
 from bpipe.model.cut import mark
 from bpipe.partition.name_lists import Names
-from bpipe.partition.placeholders import check_kind
-from bpipe.partition.skeleton import skeleton
+from bpipe.partition.skeleton import check_kind, skeleton
 
 __all__ = ["at_cuts", "split_model"]
 

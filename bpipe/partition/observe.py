@@ -49,7 +49,7 @@ class Observer:
                     module.register_forward_hook(self._leaving(name)),
                 ):
                     hooks.callback(handle.remove)
-            hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
+            hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
             yield
 
     def begin(self, name: str, *args: Any) -> None:
@@ -110,10 +110,6 @@ class _FusedAttention(TorchFunctionMode):
         if func is F.scaled_dot_product_attention and len({one.shape[1] for one in args[:3]}) == 1:
             return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args[:3])[0]
         return func(*args, **(kwargs or {}))
-
-
-def _unpack(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _detached(tree: Any) -> Any:

@@ -185,7 +185,8 @@ def _series(base: nn.Module, model: nn.Module) -> str:
     lists = [name for name, one in base.named_modules() if isinstance(one, nn.ModuleList) and len(one) == num_layers]
     outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     if len(outer) > 1:  # those for pictures have as many
-        of_words = [name for name in outer if _is_of(base.get_submodule(name.rpartition(".")[0]), text_config(model.config))]
+        around = {name: base.get_submodule(name.rpartition(".")[0]) for name in outer}
+        of_words = [name for name, one in around.items() if getattr(one, "config", None) is text_config(model.config)]
         outer = of_words if len(of_words) == 1 else outer
     if len(outer) != 1:
         raise ConfigurationError(
@@ -193,10 +194,6 @@ def _series(base: nn.Module, model: nn.Module) -> str:
             "split_transformer takes a model with one; use split_model"
         )
     return str(outer[0])
-
-
-def _is_of(module: nn.Module, config: Any) -> bool:
-    return getattr(module, "config", None) is config
 
 
 def _beside(model: nn.Module, series: str) -> Iterator[tuple[str, nn.Module, bool]]:

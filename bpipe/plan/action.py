@@ -136,7 +136,9 @@ class Action(NamedTuple):
         stage, sharding, op, microbatch, part, peer = match.groups()
         if sharding is not None:
             return cls(Op(sharding), int(stage), 0)
-        return cls(Op(op), int(stage), int(microbatch), int(part or 0), None if peer is None else _rank(peer))
+        return cls(
+            Op(op), int(stage), int(microbatch), int(part or 0), None if peer is None else HOST if peer == "host" else int(peer)
+        )
 
     @property
     def key(self) -> MicrobatchKey:
@@ -190,10 +192,6 @@ def channel_of(op: Op, rank: int, peer: int | None) -> Channel:
 
 def _names(ops: Iterable[Op]) -> str:
     return "|".join(sorted((op.value for op in ops), key=len, reverse=True))
-
-
-def _rank(peer: str) -> int:
-    return HOST if peer == "host" else int(peer)
 
 
 _NUMBER = r"\d{1,9}"

@@ -83,7 +83,7 @@ class Rerun:
         Raises:
             StageError: the forward changes its input, or other state that cannot be restored, so that it could not be run again.
         """
-        with following(self._name), saved_tensors_hooks(_drop, _missing):
+        with following(self._name), saved_tensors_hooks(lambda _: None, _missing):
             yield
         self._state.has_run()
         self._check_input()
@@ -118,10 +118,6 @@ class Rerun:
             raise StageError(
                 f"{self._name} cannot be recomputed: its input was changed in place. Let the stage work on a clone of its input"
             )
-
-
-def _drop(tensor: torch.Tensor) -> None:
-    return None
 
 
 def _missing(packed: Any) -> torch.Tensor:

@@ -26,7 +26,7 @@ __all__: list[str] = []
 
 
 def add_plan(parser: argparse.ArgumentParser, *, num: str | None = None) -> None:
-    """Add the arguments for a schedule or several, and for the sizes of the pipeline."""
+    """Add the arguments for a schedule or several, for the sizes of the pipeline, and for its costs and budget."""
     parser.add_argument(
         "schedule", nargs=num, help=f"{', '.join(names())}, or a file: a plan's text, its CSV, or a trace", metavar="SCHEDULE"
     )
@@ -41,9 +41,11 @@ def add_plan(parser: argparse.ArgumentParser, *, num: str | None = None) -> None
         type=slots,
         help="most microbatches of a stage on a rank: one number, or one per rank, with commas ('-': no limit)",
     )
+    _add_costs(parser)
+    _add_budget(parser)
 
 
-def add_costs(parser: argparse.ArgumentParser) -> None:
+def _add_costs(parser: argparse.ArgumentParser) -> None:
     """Add the options for the numbers of a `Costs`: one for all stages, or one per stage with commas between them."""
     group = parser.add_argument_group("costs", "of a stage: one for all, or one for each with commas between them")
     for name, (_, read, metavar, text) in BY_STAGE.items():
@@ -73,7 +75,7 @@ BY_STAGE: dict[str, tuple[str, Callable[[str], float], str, str]] = {
 }
 
 
-def add_budget(parser: argparse.ArgumentParser) -> None:
+def _add_budget(parser: argparse.ArgumentParser) -> None:
     """Add the options for a budget in bytes, and for how it is kept."""
     group = parser.add_argument_group("budget", "in bytes, static memory included: the rest is evicted to ranks with free memory")
     group.add_argument(
@@ -237,7 +239,7 @@ def chosen_step(timelines: list[Timeline], step: int | None) -> Timeline:
 
 
 def costs_given(args: argparse.Namespace) -> list[str]:
-    """Return the options of `add_costs` that were given."""
+    """Return the options for costs that were given."""
     others = ("bandwidth", "cross_bandwidth", "host_bandwidth", "latency", "ranks_per_node", "slowdown", "measured", "step")
     given = [name for name in (*BY_STAGE, *others) if getattr(args, name) is not None] + ["per_rank"] * args.per_rank
     return [f"--{name.replace('_', '-')}" for name in given]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bpipe.errors import ConfigurationError
 from bpipe.extras import how_to_install
@@ -66,3 +67,18 @@ def sign_of_life(text: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=console(to_errors=True), transient=True) as progress:
         task = progress.add_task(text, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The outcome of a command.
+
+    Args:
+        data: what `--json` prints.
+        shown: makes what is printed otherwise: strings, and rich's renderables.
+        exit_code: 0, or 1 if the answer is no.
+    """
+
+    data: Any
+    shown: Callable[[], Sequence[Any]]
+    exit_code: int = 0

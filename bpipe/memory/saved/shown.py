@@ -16,12 +16,8 @@ from bpipe.memory.saved.storages import storages_of
 __all__: list[str] = []
 
 
-def _without_numbers() -> int:
-    return 0
-
-
 # How many graph nodes this thread has made. If torch does not say, all microbatches of a kind count as equal.
-num_nodes_made: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", _without_numbers)
+num_nodes_made: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
 
 
 # For a plain number, as in `x * 0.5`, a graph keeps 8 bytes that no hook and no count of storages sees.

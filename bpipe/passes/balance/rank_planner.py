@@ -138,7 +138,8 @@ class RankPlanner:
             lacking = [0 if room is None else max(0, solved.remote_buffers.get(peer, 0) - room) for peer, room in given]
             if not any(lacking):
                 return solved
-            capacities = [capacity if not less else _smaller(capacity, less) for capacity, less in zip(attempt.capacities, lacking)]
+            smaller = zip(attempt.capacities, lacking)
+            capacities = [Capacity(peer, None if room is None else room - less) for (peer, room), less in smaller]
             attempt = replace(attempt, capacities=capacities)
 
     def _solved(self, decision: Decision) -> RankSolution:
@@ -146,8 +147,3 @@ class RankPlanner:
         peers = sorted({eviction.peer for eviction in decision.evictions} - {HOST})
         remote_buffers = {peer: sum(reserve(mirrored(lane, self.rank, peer), self.moved).sizes) for peer in peers}
         return RankSolution(decision, lane, remote_buffers)
-
-
-def _smaller(capacity: Capacity, less: int) -> Capacity:
-    """Reduce a capacity by `less`, the excess of the buffers for its remote activations over the peer's free memory."""
-    return capacity if capacity.room is None else capacity._replace(room=capacity.room - less)

@@ -10,8 +10,8 @@ from bpipe.plan.grid import head
 from bpipe.schedules import verify
 from bpipe.tools.arguments import read_plan
 from bpipe.tools.balancing import balance_notes
-from bpipe.tools.result import Result
 from bpipe.tools.summary import peak_bytes_of, unknown_of
+from bpipe.tools.terminal import Result
 
 __all__: list[str] = []
 

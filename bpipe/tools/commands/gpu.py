@@ -20,7 +20,7 @@ from bpipe.errors import ConfigurationError
 from bpipe.tools.gpu.issue_page import page, summary
 from bpipe.tools.gpu.runner import LIMITS_S, Ran, count, run_all
 from bpipe.tools.gpu.verdict import Outcome
-from bpipe.tools.result import Result
+from bpipe.tools.terminal import Result
 
 __all__: list[str] = []
 
