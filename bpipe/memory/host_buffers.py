@@ -19,10 +19,6 @@ class HostBuffers:
     """The microbatches that one rank keeps in its host's memory; the buffers stay for the next step.
 
     On CPU the device's memory is the host's: copies are synchronous and save no memory, and serve only for tests.
-
-    Args:
-        reserved: the buffers, as `RemoteBuffers` takes them.
-        stream: the stream on which they are copied; None on CPU.
     """
 
     def __init__(self, reserved: Reserved, device: torch.device, stream: Stream | None, *, in_bytes: bool) -> None:

@@ -36,12 +36,7 @@ class Makeups:
         self._names: dict[int, tuple[weakref.ref[nn.Module], int]] = {}  # of modules, by identity while they live
 
     def number(self, modules: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) -> int:
-        """Return the number of the current makeup; a makeup that was not seen before gets a new number.
-
-        Args:
-            modules: all of them, in their order.
-            parameters: likewise, each once.
-        """
+        """Return the number of the current makeup; a makeup that was not seen before gets a new number."""
         seen = _seen_in(modules, parameters)
         if seen != self._seen or len(modules) != len(self._modules) or not self._are(modules):
             self._seen, self._modules = seen, [weakref.ref(module) for module in modules]

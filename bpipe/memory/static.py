@@ -23,11 +23,7 @@ class StaticBytes:
         self.num_bytes = 0  # the latest count
 
     def has_changed(self, modules: Sequence[torch.nn.Module], seen: object) -> bool:
-        """Count again at the end of a step if something has changed, and return whether it has.
-
-        Args:
-            seen: a value that differs after a change to the modules' makeup, as `standing` returns it.
-        """
+        """Count again at the end of a step if something has changed, and return whether it has."""
         if seen == self._seen:
             return False
         self._seen, self.num_bytes = seen, static_bytes(modules, self._device)

@@ -44,13 +44,7 @@ def outline(value: Any) -> str:
 
 
 def check_specs(spec: Any, name: str, *, may_reduce: bool = False) -> None:
-    """Check the specs that a schedule is given, before there are any values.
-
-    Args:
-        spec: a pytree, or None.
-        name: the name of the argument, for messages.
-        may_reduce: whether it may contain torch's reducers.
-    """
+    """Check the specs that a schedule is given, before there are any values."""
     for leaf in _ends(spec):
         is_cut = isinstance(getattr(leaf, "split_dim", None), int)
         is_reducer = may_reduce and hasattr(leaf, "reduce_fn") and hasattr(leaf, "init_value")

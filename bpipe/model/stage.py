@@ -27,12 +27,7 @@ class ModuleSnapshot(NamedTuple):
 
     @classmethod
     def of(cls, module: torch.nn.Module, makeups: Makeups) -> ModuleSnapshot:
-        """Collect the present modules and parameters of a module.
-
-        Args:
-            module: the whole module.
-            makeups: numbers the makeup.
-        """
+        """Collect the present modules and parameters of a module."""
         modules = list(module.modules())
         found = [one for module in modules if module._parameters for one in module._parameters.values() if one is not None]
         parameters = list(dict(zip(map(id, found), found)).values())

@@ -31,12 +31,7 @@ def last_of(lane: Iterable[Action], ops: Collection[Op]) -> dict[int, tuple[Op, 
 
 
 class Replicated:
-    """The modules of one rank's stages that are under DDP, during one step. Their backwards run as a whole.
-
-    Args:
-        stages: a snapshot of each stage on this rank, by index.
-        lane: this rank's actions.
-    """
+    """The modules of one rank's stages that are under DDP, during one step. Their backwards run as a whole."""
 
     def __init__(self, stages: Mapping[int, ModuleSnapshot], lane: Iterable[Action]) -> None:
         found = {index: replicas for index, parts in stages.items() if (replicas := _replicas(parts.modules))}

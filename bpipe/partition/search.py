@@ -26,7 +26,6 @@ def narrowest(num_layers: int, num_stages: int, cost: Cost, fits: Callable[[int,
     of max(best[x - 1][start], cost(x, start, end)) over all starts.
 
     Args:
-        num_stages: each gets one layer or more.
         cost: `cost(stage, start, end)`.
         fits: `fits(stage, start, end)`, whether a stage may have these layers at all; default: always.
 

@@ -154,10 +154,6 @@ class Contents:
     """Containers, and their contents when this is made.
 
     Nearly all are dicts of modules, and nearly always none of them has changed: they are compared all at once.
-
-    Args:
-        dicts: not instances of subclasses of dict.
-        others: containers of any kind.
     """
 
     def __init__(self, dicts: Sequence[dict[Any, Any]], others: Sequence[Content]) -> None:

@@ -51,12 +51,7 @@ class Reruns:
 
 
 class Rerun:
-    """The two forwards of one microbatch.
-
-    Args:
-        given: the tensors that the forward gets.
-        roots: the objects that run: the module and, on the last stage, the loss function.
-    """
+    """The two forwards of one microbatch."""
 
     def __init__(
         self,

@@ -54,12 +54,7 @@ class Found(NamedTuple):
 
 
 def look_at(device: torch.device, modules: Iterable[tuple[str, nn.Module]], others: Iterable[Any]) -> Found:
-    """Look at everything that a computation may change.
-
-    Args:
-        modules: with their names; submodules are not searched.
-        others: the arguments of the computation that are not tensors.
-    """
+    """Look at everything that a computation may change."""
     look = _Look()
     for name, module in modules:
         look.module(name, module)

@@ -75,11 +75,7 @@ class Shared:
 
 
 class State:
-    """The state that one forward finds; made before it runs.
-
-    Args:
-        non_activations: storages that are not activations, with the kind of each: the batch is left alone.
-    """
+    """The state that one forward finds; made before it runs."""
 
     def __init__(
         self, name: str, learned: Learned, shared: Shared, device: torch.device, non_activations: Mapping[int, str]

@@ -49,11 +49,7 @@ class Fullest:
         return (0, 0) if self._own is None else (self._own[0] + states, self._own[1] + states)
 
     def check(self, records: Sequence[StepRecord], names: Sequence[str], rule: str, warn: Callable[..., None]) -> None:
-        """Warn if the records of all ranks show a problem, after a step that was compared.
-
-        Args:
-            records: in the order of the plan's ranks.
-        """
+        """Warn if the records of all ranks, in the order of the plan, show a problem, after a step that was compared."""
         self.is_open = False
         raised = _raised([record.plain_peak for record in records], [record.peak for record in records], names)
         self._say((*raised, *self._over_budget(records, names)), rule, warn)

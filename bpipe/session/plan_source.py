@@ -33,7 +33,6 @@ class PlanSource:
     A subclass that makes other plans overrides the methods that it needs; `Session` calls them in the order of their definition.
 
     Args:
-        plan: the plan that training steps announce to the other ranks, and run.
         asked: the settings that plans follow from, if ranks must compare them before they can make the plans.
     """
 

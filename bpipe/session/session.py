@@ -72,11 +72,7 @@ class Session:
         context.transport.enlist()
 
     def adopt(self, source: PlanSource) -> None:
-        """Take plans from another source, before the first step.
-
-        Raises:
-            PlanError: this rank's device cannot run its plan.
-        """
+        """Take plans from another source, before the first step."""
         context = self.context
         context.lanes.prepare(source.plan, context.plan_rank)
         source.prepare(context.memory, context.plan_rank, context.stages)

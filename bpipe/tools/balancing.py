@@ -17,12 +17,7 @@ Budget = int | Sequence[int | None] | str
 
 
 def balanced(plan: Plan, costs: Costs, budget: Budget, *, num_parts: int = 1, is_inside: bool = False, host: Host = "no") -> Plan:
-    """Balance the computations of a plan within a budget of bytes, and prove the result.
-
-    Args:
-        budget: the most bytes of each rank, static ones included, one number or one per rank; or "lowest".
-        host: whether a rank's own host takes remote activations: "no", "last" or "only".
-    """
+    """Balance the computations of a plan within a budget of bytes, and prove the result."""
     costs.check(plan)
     sizes = sizes_of(plan, costs, num_parts)
     if not any(stage.saved for stage in sizes.stages):

@@ -71,14 +71,8 @@ def sign_of_life(text: str) -> Iterator[Callable[[int, int], None]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """The outcome of a command.
+    """The outcome of a command."""
 
-    Args:
-        data: what `--json` prints.
-        shown: makes what is printed otherwise: strings, and rich's renderables.
-        exit_code: 0, or 1 if the answer is no.
-    """
-
-    data: Any
-    shown: Callable[[], Sequence[Any]]
-    exit_code: int = 0
+    data: Any  # what `--json` prints
+    shown: Callable[[], Sequence[Any]]  # makes what is printed otherwise: strings, and rich's renderables
+    exit_code: int = 0  # 0, or 1 if the answer is no

@@ -72,10 +72,6 @@ class Ranks:
     def exchange(self, mine: torch.Tensor, ranks: Sequence[int]) -> list[torch.Tensor]:
         """Exchange tensors of one shape among some ranks; only they send, to each other, over the group's own connections.
 
-        Args:
-            mine: on `device`, dense.
-            ranks: of the group, this one included.
-
         Returns:
             One tensor per rank, in the order of `ranks`; this rank's is `mine` itself.
         """

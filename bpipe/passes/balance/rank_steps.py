@@ -37,8 +37,6 @@ class RankSteps:
     """The steps of one rank.
 
     Args:
-        plan: a plan of computations.
-        rank: the rank.
         static: the amount that the rank always occupies.
         occupied: the amount that it occupies besides, during each of its computations and the transfers after it.
         arrives: the first computation of the rank, by its index, that comes after a microbatch's output has arrived.

@@ -138,14 +138,7 @@ def of_one_rank(size: Size, device: torch.device, moments: Moments, how: Mapping
 
 
 def look(schedule: bpipe.Schedule, batch: torch.Tensor, outside: int, moment: int) -> Seen:
-    """Run a step of this rank, wait for the device, and read the allocator's statistics of the step.
-
-    Args:
-        schedule: the schedule of the only pipeline of this process; its gradients are allocated already.
-        batch: what its steps get.
-        outside: the bytes that were allocated before its stage and the batch were made.
-        moment: what operations need for a moment.
-    """
+    """Run a step of this rank, wait for the device, and read the allocator's statistics of the step."""
     device = batch.device
     between = _reset(device)
     schedule.step(batch, target=batch, return_outputs=False)

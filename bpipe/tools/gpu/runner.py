@@ -45,12 +45,7 @@ def run_all(
     launch: Sequence[str] = LAUNCH,
     most_s: float = MOST_S,
 ) -> list[Ran]:
-    """Run checks one after another.
-
-    Args:
-        size: what to change in the model's size.
-        say: called with what begins, and how it ended.
-    """
+    """Run checks one after another."""
     until = time.monotonic() + most_s
     ran = []
     for name, limit_s in limits_s.items():
