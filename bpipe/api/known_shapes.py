@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from bpipe.memory.ledger import Key
+from bpipe.memory.recent import Recent
 from bpipe.memory.saved.footprint import Footprint, largest_of, with_margin
 from bpipe.schedules import Plan, Sizes, StageSizes
 from bpipe.session.session import REMEMBERED_SHAPES, StepKey
@@ -72,25 +72,11 @@ class Shapes:
                 yield stage
 
 
-class KnownShapes:
+class KnownShapes(Recent[StepKey, Shapes]):
     """The sizes known for the most recently used forms of inputs."""
 
-    def __init__(self) -> None:
-        self._shapes: OrderedDict[StepKey, Shapes] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._shapes)
-
-    def of(self, key: StepKey) -> Shapes:
-        """Return the sizes known for a form, and mark it as the most recently used."""
-        shapes = self._shapes.setdefault(key, Shapes())
-        self._shapes.move_to_end(key)
-        if len(self._shapes) > REMEMBERED_SHAPES:
-            self._shapes.popitem(last=False)
-        return shapes
-
     def latest(self) -> Shapes:
-        return next(reversed(self._shapes.values()))
+        return next(reversed(self.values()))
 
 
 @dataclass(slots=True)
@@ -109,14 +95,11 @@ class Comparisons:
     """
 
     def __init__(self) -> None:
-        self._by_inputs: OrderedDict[tuple[bytes, ...], Comparison] = OrderedDict()
+        self._by_inputs = Recent[tuple[bytes, ...], Comparison](REMEMBERED_SHAPES)
 
     def is_due(self, inputs: tuple[bytes, ...], shapes: Shapes) -> bool:
         """Count a step with some inputs, and return whether replicas compare before it runs."""
-        comparison = self._by_inputs.setdefault(inputs, Comparison(shapes))
-        self._by_inputs.move_to_end(inputs)
-        if len(self._by_inputs) > REMEMBERED_SHAPES:
-            self._by_inputs.popitem(last=False)
+        comparison = self._by_inputs.use(inputs, Comparison(shapes))
         comparison.num_steps += 1
         return comparison.num_steps == 2
 

@@ -149,4 +149,4 @@ def _words(config: Any, text: Any) -> list[int]:
 
 def text_config(config: Any) -> Any:
     """Return the configuration of the part for words, which may be all of it."""
-    return config.gettext_config() if hasattr(config, "get_text_config") else config
+    return config.get_text_config() if hasattr(config, "get_text_config") else config

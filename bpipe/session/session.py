@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import util
@@ -23,6 +22,7 @@ from bpipe.engine.run import Observer, Run
 from bpipe.errors import AgreementError, CommError, PlanError, format_error
 from bpipe.memory.ledger import Ledger
 from bpipe.memory.optimizers import STEPPED
+from bpipe.memory.recent import Recent
 from bpipe.memory.static import standing
 from bpipe.model import microbatch as mb
 from bpipe.model.call import Call
@@ -63,7 +63,7 @@ class Session:
         self.stats: dict[str, float] = {}
         self.ledger = Ledger()
         self._preparation = Preparation(context)
-        self._learned: OrderedDict[StepKey, MessageSpecs] = OrderedDict()
+        self._learned = Recent[StepKey, MessageSpecs](REMEMBERED_SHAPES)
         self._connected: Plan | None = None
         self._counted = Stats(context.memory)
         self.adopt(source)
@@ -171,20 +171,12 @@ class Session:
             parts=step.inputs.parts,
             transport=context.transport,
             step_inputs=step.inputs.step_inputs,
-            specs=self._specs(key),
+            specs=self._learned.use(key, {}),  # those agreed for inputs of this form, or to be learned
             is_learning=is_learning,
             memory=context.memory,
             name=f"rank {context.group_rank}",
             observer=source.observer_of(step.inputs, plan, self.observer),
         )
-
-    def _specs(self, key: StepKey) -> MessageSpecs:
-        """Return the message specs agreed for inputs of this form, or an empty mapping to learn them into."""
-        specs = self._learned.setdefault(key, {})
-        self._learned.move_to_end(key)
-        while len(self._learned) > REMEMBERED_SHAPES:
-            self._learned.popitem(last=False)
-        return specs
 
     def _place(self, records: Sequence[StepRecord], plan: Plan) -> None:
         """Learn which rank of the group runs which rank of the plan, and open the channels."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -124,25 +124,20 @@ def steps_of(plan: Plan) -> list[RankSteps]:
     begins, moments = clock_by_result([plan.compute(rank) for rank in range(plan.num_ranks)], plan.num_stages)
     static = (0,) * plan.num_ranks if plan.sizes is None else plan.sizes.static
     with_messages = plan if plan.sizes is None else communicate(plan, (begins, moments))
+    arrival = partial(_arrival, plan.stage_ranks, moments)
     return [
-        RankSteps(plan, rank, static[rank], _occupied_during(lane, plan.meter()), _Arrivals(plan, rank, begins[rank], moments))
+        RankSteps(plan, rank, static[rank], _occupied_during(lane, plan.meter()), partial(arrival, begins[rank]))
         for rank, lane in enumerate(with_messages.actions)
     ]
 
 
-class _Arrivals:
-    """The times at which a rank's outputs have arrived where they are used."""
-
-    def __init__(self, plan: Plan, rank: int, begins: array[int], moments: Moments) -> None:
-        self._ranks, self._rank, self._begins, self._moments = plan.stage_ranks, rank, begins, moments
-
-    def __call__(self, which: Which) -> int:
-        """Return the index of the rank's first computation that comes after the output's use in the one order of all ranks."""
-        stage, microbatch = which
-        if stage + 1 == len(self._ranks):
-            return 0
-        moment = self._moments.of(Op.F, stage + 1)[microbatch]
-        return bisect_right(self._begins, moment - (self._ranks[stage + 1] < self._rank))
+def _arrival(stage_ranks: Sequence[int], moments: Moments, begins: array[int], which: Which) -> int:
+    """Return the index of the rank's first computation after a microbatch's output is used, in the one order of all ranks."""
+    stage, microbatch = which
+    if stage + 1 == len(stage_ranks):
+        return 0
+    moment = moments.of(Op.F, stage + 1)[microbatch]
+    return bisect_right(begins, moment - (stage_ranks[stage + 1] < stage_ranks[stage]))
 
 
 def _occupied_during(lane: Sequence[Action], meter: Meter) -> Iterator[int]:
