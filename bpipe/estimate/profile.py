@@ -23,7 +23,7 @@ from bpipe.estimate.checks import check_count
 from bpipe.estimate.measurement import Measurement, Profile
 from bpipe.memory.saved.footprint import Footprint, footprint_of
 from bpipe.memory.saved.stash import Stash
-from bpipe.memory.saved.storages import keys_of, storages_of
+from bpipe.memory.saved.storages import element_bytes, keys_of, storages_of
 from bpipe.model.microbatch import tensors_in
 from bpipe.model.preserve_state import preserved_state
 
@@ -86,17 +86,17 @@ def profile(
     bench = _Bench(stage_module, args, target, loss_fn, device, is_first, backward)
     with preserved_state([stage_module], device), torch.enable_grad():
         measurements = tuple(_measured(bench, size, repeats) for size in sizes)
-        gradient_bytes = sum(_bytes(parameter.grad) for parameter in stage_module.parameters() if parameter.grad is not None)
+        gradient_bytes = sum(element_bytes(parameter.grad) for parameter in stage_module.parameters() if parameter.grad is not None)
     parameters = list(stage_module.parameters())
     return Profile(
         name=type(stage_module).__name__,
         device=name_of(device),
         num_parameters=sum(parameter.numel() for parameter in parameters),
         num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        parameter_bytes=sum(map(_bytes, parameters)),
-        trainable_bytes=sum(_bytes(parameter) for parameter in parameters if parameter.requires_grad),
+        parameter_bytes=sum(map(element_bytes, parameters)),
+        trainable_bytes=sum(element_bytes(parameter) for parameter in parameters if parameter.requires_grad),
         gradient_bytes=gradient_bytes,
-        buffer_bytes=sum(map(_bytes, stage_module.buffers())),
+        buffer_bytes=sum(map(element_bytes, stage_module.buffers())),
         measurements=measurements,
     )
 
@@ -171,9 +171,9 @@ class _Bench:
         ran = self._forward(args, target, box, non_activations, stash)
         del args
         footprint = Footprint(0, 0, 0) if stash is None else footprint_of(stash.contents(ran.kept, ran.sent))
-        output_bytes = sum(map(_bytes, ran.sent))
+        output_bytes = sum(map(element_bytes, ran.sent))
         self._backward(ran)
-        return footprint, output_bytes, sum(_bytes(gradient) for gradient in ran.box.gradients if gradient is not None)
+        return footprint, output_bytes, sum(element_bytes(gradient) for gradient in ran.box.gradients if gradient is not None)
 
     def timed(self, size: int) -> tuple[float, float]:
         """Return the seconds of a forward and of its backward."""
@@ -257,7 +257,3 @@ def _resized(value: Any, size: int) -> Any:
 
 def _is_differentiable(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

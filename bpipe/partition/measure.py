@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bpipe.device import synchronize
 from bpipe.errors import ConfigurationError
 from bpipe.estimate.checks import check_count, check_positive
+from bpipe.memory.saved.storages import element_bytes
 from bpipe.model.preserve_state import preserved_state
 from bpipe.partition.layers import LayerCost
 from bpipe.partition.name_lists import Names, is_container, is_series
@@ -220,7 +221,7 @@ def _static_bytes(names: Names, group: Sequence[str], bytes_per_parameter: float
 
 def _kept_bytes(tensor: torch.Tensor, bytes_per_parameter: float | None) -> float:
     if not tensor.requires_grad:
-        return tensor.nbytes
+        return element_bytes(tensor)
     if bytes_per_parameter is not None:
         return tensor.numel() * bytes_per_parameter
     return 2 * tensor.nbytes + tensor.numel() * (STATE_BYTES + MASTER_BYTES * (tensor.element_size() == 2))

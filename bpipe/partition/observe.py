@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bpipe.errors import ConfigurationError
-from bpipe.memory.saved.storages import Storage, storages_of
+from bpipe.memory.saved.storages import Storage, element_bytes, storages_of
 
 __all__: list[str] = []
 
@@ -71,7 +71,7 @@ class Observer:
 
     def _leaving(self, name: str) -> Callable[..., None]:
         def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self.seen[name].output_bytes = sum(one.nbytes for one in tree_leaves(output) if isinstance(one, torch.Tensor))
+            self.seen[name].output_bytes = sum(element_bytes(one) for one in tree_leaves(output) if isinstance(one, torch.Tensor))
 
         return leave
 

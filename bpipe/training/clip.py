@@ -204,10 +204,7 @@ def _rows(norms: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
 def _promoted(seen: Sequence[int]) -> torch.dtype:
     """Return the dtype of a stack of norms in all dtypes that the ranks have seen, each rank's as a sum of powers of two."""
     found = [dtype for index, dtype in enumerate(DTYPES) if any(bits >> index & 1 for bits in seen)]
-    result = found[0]
-    for dtype in found[1:]:
-        result = torch.promote_types(result, dtype)
-    return result
+    return reduce(torch.promote_types, found)
 
 
 def _by_mesh(tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> dict[Any, list[torch.Tensor]]:

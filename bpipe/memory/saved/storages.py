@@ -52,6 +52,11 @@ def as_bytes(storage: Storage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
+def element_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements, as if it were dense: torch has no `nbytes` of a sparse one."""
+    return tensor.numel() * tensor.element_size()
+
+
 def is_on(one: torch.device, device: torch.device) -> bool:
     """Return whether a device is another one, which may have no index."""
     return one.type == device.type and (None in (one.index, device.index) or one.index == device.index)

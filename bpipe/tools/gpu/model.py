@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -26,9 +25,6 @@ class Size:
     dtype: str = "bfloat16"  # of parameters and activations, by torch's name
     dropout: float = 0.1  # the share that is dropped after the attention
     seconds: float = 20.0  # of steps that are timed
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Block(nn.Module):
