@@ -22,17 +22,11 @@ SCHEDULES = ("1f1b", "gpipe", "balanced_1f1b")  # the first's name is kept where
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A schedule, and where it moves activations for which a rank has no memory.
+    """A schedule, and where it moves activations for which a rank has no memory."""
 
-    Args:
-        schedule: its name for `build`.
-        destination: "" if activations stay, "pair" if they move to rank p-1-x.
-        plan: the finished plan.
-    """
-
-    schedule: str
-    destination: str
-    plan: Plan
+    schedule: str  # its name for `build`
+    destination: str  # "" if activations stay, "pair" if they move to rank p-1-x
+    plan: Plan  # the finished plan
 
     @property
     def slots(self) -> int | None:

@@ -17,25 +17,15 @@ __all__ = ["Stage", "hiding_bytes_per_s", "split_layers", "stages_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """The costs of one stage: bytes and operations of one microbatch.
+    """The costs of one stage: bytes and operations of one microbatch."""
 
-    Args:
-        num_layers: its layers.
-        num_parameters: on all its tensor-parallel devices together.
-        forward_flops: operations of F on all of these.
-        backward_flops: operations of B, recomputation included.
-        saved_bytes: what each device keeps from F to B.
-        working_bytes: what each device makes again for one layer of B.
-        message_bytes: what each device sends to the next stage.
-    """
-
-    num_layers: int
-    num_parameters: int
-    forward_flops: int
-    backward_flops: int
-    saved_bytes: int
-    working_bytes: int
-    message_bytes: int
+    num_layers: int  # its layers
+    num_parameters: int  # on all its tensor-parallel devices together
+    forward_flops: int  # operations of F on all of these
+    backward_flops: int  # operations of B, recomputation included
+    saved_bytes: int  # what each device keeps from F to B
+    working_bytes: int  # what each device makes again for one layer of B
+    message_bytes: int  # what each device sends to the next stage
 
 
 def split_layers(num_layers: int, num_stages: int, layers: Sequence[int] | None = None) -> tuple[int, ...]:

@@ -42,11 +42,6 @@ class Measured(Timeline):
         lane = self.device[rank]
         return (lane.begin_s[0], lane.end_s[-1]) if lane.begin_s else Timeline.span_s(self, rank)
 
-    @property
-    def ranks(self) -> list[int]:
-        """The ranks that were recorded."""
-        return [rank for rank, lane in enumerate(self.actions) if lane.begin_s]
-
 
 def computed(plan: Plan, rank: int) -> list[Action]:
     """Return the computations of a rank in order, with those in pieces piece by piece."""
