@@ -41,15 +41,13 @@ class Makeups:
         seen = _seen_in(modules, parameters)
         if seen != self._seen or len(modules) != len(self._modules) or not self._are(modules):
             self._seen, self._modules = seen, [weakref.ref(module) for module in modules]
-            self._number = self._number_of(f"{self._named(modules)} {list(_hooks_of(modules))} {seen[1:]}")
+            makeup = f"{self._named(modules)} {list(_hooks_of(modules))} {seen[1:]}"
+            self._number = self._known.use(hashlib.sha256(makeup.encode()).digest(), next(self._numbers))
         return self._number
 
     def _are(self, modules: Sequence[nn.Module]) -> bool:
         """Return whether these are the modules of the last call; a new module at the address of a dead one is another one."""
         return all(map(is_, [module() for module in self._modules], modules))
-
-    def _number_of(self, makeup: str) -> int:
-        return self._known.use(hashlib.sha256(makeup.encode()).digest(), next(self._numbers))
 
     def _named(self, modules: Sequence[nn.Module]) -> list[int]:
         """Return a unique number for each module, never used for another one."""
