@@ -9,7 +9,8 @@ from torch.nn.parameter import is_lazy
 
 from bpipe.device import free_bytes, give_back_unused
 from bpipe.memory.makeup import UNREADABLE, buffers_of, looks_of
-from bpipe.memory.saved.storages import is_on, storages_of
+from bpipe.memory.saved.stash import is_on
+from bpipe.memory.saved.storages import storages_of
 
 __all__: list[str] = []
 

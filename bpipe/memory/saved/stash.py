@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from bpipe.errors import SavedTensorError, StageError, text_of
 from bpipe.memory.saved.attributes import Kept, tensors_kept_in
 from bpipe.memory.saved.originals import APPLY, Original
-from bpipe.memory.saved.storages import Group, Held, Storage, grouped, is_on, keys_of, num_tensors, shares_parts, storages_of
+from bpipe.memory.saved.storages import Group, Held, Storage, grouped, keys_of, num_tensors, shares_parts, storages_of
 
 __all__: list[str] = []
 
@@ -367,6 +367,11 @@ def following(name: str) -> Iterator[None]:
 def _held(group: Group[Saved], reason: str) -> Held:
     tensor = group.saved[0].tensor
     return Held(tuple(tensor.shape), tensor.dtype, group.storage.nbytes(), reason)
+
+
+def is_on(one: torch.device, device: torch.device) -> bool:
+    """Return whether a device is another one, which may have no index."""
+    return one.type == device.type and (None in (one.index, device.index) or one.index == device.index)
 
 
 def _has_parameter(group: Group[Saved]) -> bool:

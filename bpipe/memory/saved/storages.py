@@ -57,11 +57,6 @@ def element_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def is_on(one: torch.device, device: torch.device) -> bool:
-    """Return whether a device is another one, which may have no index."""
-    return one.type == device.type and (None in (one.index, device.index) or one.index == device.index)
-
-
 def owners(storage: Storage) -> int:
     """Return how many tensors own a storage; the Python object by which bpipe asks does not count."""
     return int(torch._C._storage_Use_Count(storage._cdata)) - _WRAPPER
