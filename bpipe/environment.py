@@ -6,6 +6,8 @@ import os
 
 __all__: list[str] = []
 
+MOST_DIGITS = 9
+
 
 def gloo_interface() -> str:
     """Return the network interface that gloo uses; empty if none was chosen."""
@@ -20,4 +22,4 @@ def may_share_memory() -> bool:
 def ranks_on_this_node() -> int | None:
     """Return how many ranks torchrun has started on this node; None if torchrun did not start this process."""
     given = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(given) if given.isdecimal() else None
+    return int(given) if given.isdecimal() and len(given) <= MOST_DIGITS else None

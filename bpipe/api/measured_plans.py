@@ -12,6 +12,7 @@ from bpipe.api.loopback import LoopbackGroup
 from bpipe.api.policy import Policy
 from bpipe.api.report import Report
 from bpipe.comm.health.agreement import StepRecord
+from bpipe.comm.wire.codec import decode_text
 from bpipe.engine.ordered import OrderWatch
 from bpipe.engine.remembered import Memory
 from bpipe.engine.run import Observer, Run
@@ -113,7 +114,7 @@ class MeasuredPlans(PlanSource):
             reasons = ["as requested"]
         else:
             answers = gather(lambda source: _measured(source)._needs_order())
-            reasons = [reason for reason in (data.decode() for data in answers) if reason]
+            reasons = [reason for reason in (decode_text(data) for data in answers) if reason]
         if len(self._shapes) > 1 or reasons:
             how = f"in the schedule's own order ({reasons[0]})" if reasons else "one microbatch at a time"
             self._say(f"new shapes or sizes: this step runs {how} and measures them")
@@ -182,7 +183,7 @@ class MeasuredPlans(PlanSource):
     def _compare(self, inputs: tuple[bytes, ...], shapes: Shapes, gather: Gather) -> None:
         """Raise on all ranks if microbatches of one of them take different memory than on its replicas."""
         if self._comparisons.is_due(inputs, shapes):
-            refusals = [data.decode() for data in gather(lambda source: _measured(source)._difference(inputs))]
+            refusals = [decode_text(data) for data in gather(lambda source: _measured(source)._difference(inputs))]
             refusal = next(filter(None, refusals), None)
             if refusal is not None:
                 raise AgreementError(refusal)
@@ -197,7 +198,7 @@ class MeasuredPlans(PlanSource):
                 one.difference = difference(self._replicas, one.shapes.measured.stages, one.shapes.varying, device)
             except Exception as error:
                 one.difference = f"rank {self._context.group_rank} cannot compare its memory with replicas: {format_error(error)}"
-        return one.difference.encode()
+        return one.difference.encode(errors="replace")
 
     # The plan for the measured sizes, which all ranks make from the same numbers
 
@@ -230,7 +231,7 @@ class MeasuredPlans(PlanSource):
             outcome = plan.fingerprint()
         except BaseException as failure:  # reported to all ranks before it is raised, so that none waits
             error, outcome = failure, format_error(failure)
-        outcomes = [data.decode() for data in gather(lambda _: outcome.encode())]
+        outcomes = [decode_text(data) for data in gather(lambda _: outcome.encode(errors="replace"))]
         if error is not None:
             self._context.guard.known_to_all = error
             raise error

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import NamedTuple
 
-from bpipe.errors import BPipeError, CommError
+from bpipe.errors import BPipeError, CommError, printable
 from bpipe.schedules import StageSizes
 
 __all__: list[str] = []
@@ -35,10 +35,10 @@ class Report(NamedTuple):
                 int(stage): StageSizes(**{**numbers, "parts": tuple(numbers["parts"])})
                 for stage, numbers in fields.pop("stages").items()
             }
-            report = cls(stages=stages, **fields)
+            report = cls(stages=stages, **{**fields, "refusal": printable(fields["refusal"])})
             numbers = (report.rank, report.static, report.budget or 0, report.states)
-            if not all(type(number) is int and number >= 0 for number in numbers) or type(report.refusal) is not str:
+            if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
                 raise ValueError(f"{numbers}")
             return report
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, BPipeError) as error:
-            raise CommError(f"rank {sender} sent an unreadable report of its sizes: {error}") from error
+            raise CommError(f"rank {sender} sent an unreadable report of its sizes: {printable(str(error))[:200]}") from error

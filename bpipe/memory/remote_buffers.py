@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from bpipe.device import check_fits
 from bpipe.plan.action import PartKey
 from bpipe.plan.reserved import Reserved
 
@@ -51,6 +52,7 @@ class RemoteBuffers:
 
     def _grow(self, index: int, num_bytes: int) -> None:
         if self._buffers[index].numel() < num_bytes:
+            check_fits(num_bytes, self._device, "a remote activation")
             old, self._buffers[index] = self._buffers[index], self._new(0)
             self._give_back([old])  # before the new one is allocated, so that the two never exist together
             del old  # otherwise this frame would still own it

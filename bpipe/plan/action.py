@@ -49,6 +49,7 @@ SHARDING = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
 BACKWARD = frozenset({Op.B, Op.I})  # operations that need the gradient of a stage's outputs
 SERVED = frozenset({Op.ACCEPT, Op.WAIT_ACCEPT, Op.RETURN, Op.WAIT_RETURN})
 
+MOST_SHOWN = 40  # characters of what is not an action, in an error
 HOST = -1  # as the peer of an eviction: this rank's own host memory
 
 WAIT_OF = {op: Op["WAIT_" + op.value] for op in Op if "WAIT_" + op.value in Op.__members__}
@@ -132,7 +133,8 @@ class Action(NamedTuple):
         """
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
-            raise PlanError(f"{text!r} is not an action: expected a stage, an operation and a microbatch, such as 2F0 or 2EVICT0@5")
+            expected = "expected a stage, an operation and a microbatch, such as 2F0 or 2EVICT0@5"
+            raise PlanError(f"{text[:MOST_SHOWN]!r} is not an action: {expected}")
         stage, sharding, op, microbatch, part, peer = match.groups()
         if sharding is not None:
             return cls(Op(sharding), int(stage), 0)

@@ -65,8 +65,11 @@ class PlanData:
 
     def chains(self, rank: int) -> dict[int, tuple[Action, ...]]:
         """Return the acceptor's lane of a rank as one chain for each evictor that it serves."""
-        peers = sorted({peer for *_, peer in self.served[rank] if peer is not None})
-        return {peer: tuple(a for a in self.served[rank] if a[4] == peer) for peer in peers}
+        chains: dict[int, list[Action]] = {}
+        for action in self.served[rank]:
+            if action[4] is not None:
+                chains.setdefault(action[4], []).append(action)
+        return {peer: tuple(chains[peer]) for peer in sorted(chains)}
 
     def acceptors(self, rank: int) -> list[int]:
         """Return the ranks that a rank evicts to."""
@@ -95,9 +98,13 @@ class PlanData:
 
         A forward takes its slot when it starts, a backward frees it when it ends, and a transfer in flight counts
         at both ends.
+
+        Raises:
+            PlanError: the plan has no served lane for each rank.
         """
-        own = (max(occupancy(actions), default=0) for actions in self.actions)
-        return tuple(peak + sum(map(len, self.remote_buffers(rank).values())) for rank, peak in enumerate(own))
+        with looking_up(self):
+            own = (max(occupancy(actions), default=0) for actions in self.actions)
+            return tuple(peak + sum(map(len, self.remote_buffers(rank).values())) for rank, peak in enumerate(own))
 
     @property
     def device_peak_bytes(self) -> tuple[int, ...]:
@@ -111,9 +118,10 @@ class PlanData:
     @property
     def activation_peak_bytes(self) -> tuple[int, ...]:
         """The peak bytes of activations on each rank: those saved by its microbatches, and its buffers for remote activations."""
-        meter = self.activations_meter()
-        own = (max(occupancy(actions, meter), default=0) for actions in self.actions)
-        return tuple(peak + self.remote_buffer_bytes(rank) for rank, peak in enumerate(own))
+        with looking_up(self):
+            meter = self.activations_meter()
+            own = (max(occupancy(actions, meter), default=0) for actions in self.actions)
+            return tuple(peak + self.remote_buffer_bytes(rank) for rank, peak in enumerate(own))
 
     def idle_bytes(self, rank: int) -> int:
         """Return the bytes that a rank occupies without microbatches of its own: static bytes, and buffers for remote ones."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from bpipe.errors import ConfigurationError
+from bpipe.errors import ConfigurationError, printable
 from bpipe.extras import how_to_install
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def _needing_rich() -> Iterator[None]:
 
 def note(text: str) -> None:
     """Say what a result leaves out, on standard error, so that it does not get into the result."""
-    print(f"bpipe: note: {text}", file=sys.stderr)
+    print(f"bpipe: note: {printable(text)}", file=sys.stderr)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> Table:
@@ -47,11 +47,12 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | No
     with _needing_rich():
         from rich import box
         from rich.table import Table
+        from rich.text import Text
     result = Table(*columns, box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
     for column in result.columns[1:]:
         column.justify = "right"
     for row in rows:
-        result.add_row(*row)
+        result.add_row(*(Text(printable(cell)) for cell in row))  # not markup: "[b]" is a name like any other
     return result
 
 
@@ -63,9 +64,9 @@ def sign_of_life(text: str) -> Iterator[Callable[[int, int], None]]:
         return
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console(to_errors=True), transient=True) as progress:
-        task = progress.add_task(text, total=None)
+        task = progress.add_task(printable(text), total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+from bpipe.comm.wire.codec import decode_text
 from bpipe.comm.wire.frames import Frame, Kind
 from bpipe.errors import AgreementError
 
@@ -54,7 +55,7 @@ def check_alike(rank: int, frame: Frame, call: Collective) -> None:
         AgreementError: it refuses the call, or makes a different one.
     """
     if frame.kind is Kind.REFUSAL:
-        raise AgreementError(f"rank {rank} cannot {CANNOT[call]}: {frame.body.decode(errors='replace')}")
+        raise AgreementError(f"rank {rank} cannot {CANNOT[call]}: {decode_text(frame.body)}")
     theirs = frame.body[0] if frame.body else 0
     if theirs != call:
         doing = DOING[Collective(theirs)] if theirs in Collective.__members__.values() else "does something unknown"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
+from ipaddress import ip_address
 from typing import Any, NamedTuple
 
+from bpipe.comm.wire.codec import decode
 from bpipe.environment import gloo_interface
+from bpipe.errors import CommError
 
 __all__: list[str] = []
 
@@ -35,6 +39,22 @@ class Endpoint(NamedTuple):
     name: bytes = b""
 
 
+def read_endpoint(data: bytes) -> Endpoint:
+    """Read an endpoint that another rank has published.
+
+    Raises:
+        CommError: the bytes are not one, or name no address or port: nothing is looked up for a stranger.
+    """
+    endpoint = decode(Endpoint, data, "endpoint")
+    try:
+        ip_address(endpoint.address)
+    except ValueError as error:
+        raise CommError(f"not a valid endpoint: {error!s:.200}") from error
+    if not 0 < endpoint.port < 2**16:
+        raise CommError(f"not a valid endpoint: port {endpoint.port}")
+    return endpoint
+
+
 def own_address(store: Any) -> Address:
     """Return the address of the interface in GLOO_SOCKET_IFNAME, else of the one that this machine uses to reach the store's host.
 
@@ -52,7 +72,7 @@ def _of_interface(name: str) -> Address | None:
         import fcntl
 
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            answer = fcntl.ioctl(probe.fileno(), GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+            answer = fcntl.ioctl(probe.fileno(), GET_ADDRESS, struct.pack("256s", os.fsencode(name)[:15]))
         return Address(socket.inet_ntoa(answer[20:24]), socket.AF_INET)
     except (ImportError, OSError):
         return None

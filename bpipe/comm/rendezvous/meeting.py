@@ -17,12 +17,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from bpipe.cleanup import noted_on
-from bpipe.comm.rendezvous.addresses import Endpoint, own_address
+from bpipe.comm.rendezvous.addresses import Endpoint, own_address, read_endpoint
 from bpipe.comm.rendezvous.incoming import MOST_SILENT, IncomingConnections, serve
 from bpipe.comm.rendezvous.outgoing import OutgoingConnections
 from bpipe.comm.rendezvous.peers import NAME_BYTES, PeerConnection, Peers, process_name
+from bpipe.comm.rendezvous.store import using_store
 from bpipe.comm.rendezvous.tcp import prepare
-from bpipe.comm.wire.codec import decode, encode
+from bpipe.comm.wire.codec import decode, decode_text, encode
 from bpipe.comm.wire.frames import SMALL_BODY, Frame, FrameReader, Kind
 from bpipe.errors import AgreementError, CommError, text_of
 
@@ -70,12 +71,14 @@ def meet_peers(store: Any, key: str, rank: int, size: int, check: Callable[[str]
 
     Raises:
         AgreementError: another rank opens a different pipeline, or has given up in the meantime.
+        CommError: the store does not answer.
     """
     address = own_address(store)
     with socket.create_server((address.text, 0), family=address.family, backlog=size + MOST_SILENT) as listener:
         own = Endpoint(address.text, listener.getsockname()[1], socket.gethostname(), os.urandom(NAME_BYTES))
         with _Meeting(store, key, rank, size, pipeline, own, listener) as meeting:
-            store.set(f"{key}/{rank}", encode(own))
+            with using_store():
+                store.set(f"{key}/{rank}", encode(own))
             pause_s = LEAST_PAUSE_S
             while missing := meeting.missing():
                 meeting.connect()
@@ -152,10 +155,10 @@ class _Meeting:
 
     def _find(self, other: int) -> Endpoint | None:
         key = f"{self._key}/{other}"
-        if not self._store.check([key]):
-            return None
+        with using_store():
+            data = self._store.get(key) if self._store.check([key]) else None
         with suppress(CommError):  # something else is under this key
-            return decode(Endpoint, self._store.get(key), "endpoint")
+            return None if data is None else read_endpoint(data)
         return None
 
     def _hello(self, to: Endpoint) -> Frame:
@@ -233,7 +236,7 @@ class _Meeting:
             return
         first = next(FrameReader().feed(seen), None)
         if first is not None and (first.kind, first.number) == (Kind.REFUSAL, 0):
-            raise _given_up(rank, f": {first.body.decode(errors='replace')}")
+            raise _given_up(rank, f": {decode_text(first.body)}")
         if first is not None or len(seen) == SMALL_BODY:  # its first call
             self._selector.unregister(connection)
 

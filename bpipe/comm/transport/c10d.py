@@ -27,6 +27,7 @@ from bpipe.comm.rendezvous.addresses import own_address
 from bpipe.comm.rendezvous.interruptible import Interruptible
 from bpipe.comm.rendezvous.meeting import OtherPipelineError, meet_peers
 from bpipe.comm.rendezvous.peers import Peers
+from bpipe.comm.rendezvous.store import using_store
 from bpipe.comm.transport.base import Transfer, Transport
 from bpipe.comm.transport.communicators import Communicators, maker_of
 from bpipe.comm.transport.connect import open_connections
@@ -175,7 +176,8 @@ class C10dTransport(Transport):
             opening = self._interruptible()
             opening.note = f"gloo's connection for {self._named(channel)} is being made"
             own, end = dist.PrefixStore(_place_of(channel), self._store), self._ends(channel).index(self.rank)
-            self._gloo[channel] = opening.run(partial(dist.ProcessGroupGloo, own, end, 2, timeout))
+            with using_store():
+                self._gloo[channel] = opening.run(partial(dist.ProcessGroupGloo, own, end, 2, timeout))
 
     def _release(self) -> None:
         """End all transfers, and all waits for one.

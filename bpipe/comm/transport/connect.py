@@ -10,10 +10,10 @@ from contextlib import ExitStack
 
 from bpipe.comm.health.collective import Collective
 from bpipe.comm.health.control_plane import ControlPlane
-from bpipe.comm.rendezvous.addresses import Address, Endpoint
+from bpipe.comm.rendezvous.addresses import Address, Endpoint, read_endpoint
 from bpipe.comm.rendezvous.incoming import MOST_SILENT, IncomingConnections, serve
 from bpipe.comm.rendezvous.tcp import prepare
-from bpipe.comm.wire.codec import decode, encode
+from bpipe.comm.wire.codec import encode
 from bpipe.comm.wire.frames import Frame, Kind
 from bpipe.errors import TransferError
 
@@ -44,7 +44,7 @@ def open_connections(
         listener = socket.create_server((address.text, 0), family=address.family, backlog=len(missing) + MOST_SILENT)
         unless_done.enter_context(listener)
         own = Endpoint(address.text, listener.getsockname()[1])
-        endpoints = [decode(Endpoint, data, "endpoint") for data in control.exchange(Collective.CONNECT, encode(own))]
+        endpoints = [read_endpoint(data) for data in control.exchange(Collective.CONNECT, encode(own))]
         opened = {}
         for index, (sender, receiver) in enumerate(ends):
             if sender == rank:

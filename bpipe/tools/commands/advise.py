@@ -122,11 +122,18 @@ def _check_what_is_needed(args: argparse.Namespace, model: Transformer | list[Pr
         raise ConfigurationError("on which device? --device a100-80gb; for a profiled model --memory 80GiB is enough")
 
 
+def _profile(path: Path) -> Profile:
+    try:
+        return Profile.from_json(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, ConfigurationError) as error:
+        raise ConfigurationError(f"{path} is not a profile: {error}") from error
+
+
 def _model(args: argparse.Namespace) -> Transformer | list[Profile]:
     files = [Path(name) for name in args.model if name.endswith(".json")]
     given = {field: getattr(args, name) for name, field in DIMENSIONS.items() if getattr(args, name) is not None}
     if files and len(files) == len(args.model) and not given:
-        return [Profile.from_json(path.read_text(encoding="utf-8")) for path in files]
+        return list(map(_profile, files))
     if len(args.model) == 1 and not given and not args.gated:
         return model_named(args.model[0])
     if args.model:
