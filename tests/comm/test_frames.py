@@ -15,7 +15,7 @@ from bpipe.errors import AgreementError, CommError, RankFailedError, RankLostErr
 
 SIZE = 4  # ranks
 FRAMES = st.builds(Frame, st.sampled_from(Kind), st.integers(0, 2**64 - 1), st.binary(max_size=200))
-TEXTS = st.text(st.characters(codec="utf-8"), max_size=60)
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=60).map(printable)  # as it arrives
 FAILURES = st.builds(Failure, st.sampled_from(Cause), st.integers(0, SIZE - 1), st.integers(-1, 2**40), TEXTS, TEXTS, TEXTS)
 SERVING = st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**60)), max_size=5).map(tuple)
 STATUSES = st.builds(
