@@ -32,7 +32,7 @@ from bpipe.schedules import Op, Plan, finish
 from bpipe.session.context import RankContext
 from bpipe.session.plan_source import Gather, PlanSource
 from bpipe.session.prepare import PreparedCall
-from bpipe.session.session import StepKey
+from bpipe.session.session import REMEMBERED_SHAPES, StepKey
 
 __all__: list[str] = []
 
@@ -47,13 +47,8 @@ class MeasuredPlans(PlanSource):
     Ranks exchange their sizes before they make a plan, and all make the same one. `Balanced` describes the rest.
 
     Args:
-        plan: the plan to balance.
-        rule: the name of its schedule.
-        policy: the user's settings.
-        context: the state that this rank's steps share.
         replicas: a process group of the ranks that hold the same stages in other pipelines, or None.
         reserve_bytes: the bytes that stay free on the device with budget "auto".
-        is_lowest: whether the budget is as low as possible.
     """
 
     compares = False  # plans count the measured bytes, so there is nothing to compare
@@ -76,7 +71,7 @@ class MeasuredPlans(PlanSource):
         self._in_order: Plan | None = None  # the plan that measures in the schedule's order, once it was needed
         self._policy, self._context, self._replicas = policy, context, replicas
         self._reserve_bytes, self._is_lowest = reserve_bytes, is_lowest
-        self._shapes = KnownShapes()
+        self._shapes = KnownShapes(REMEMBERED_SHAPES)
         self._comparisons = Comparisons()
         self.revision = 0  # how often this rank has asked to measure again
         self._revisions: tuple[int, ...] = ()  # those of all ranks, in the latest training step
@@ -95,7 +90,7 @@ class MeasuredPlans(PlanSource):
         if not is_training:
             return super().plan_of(inputs, records, gather, is_training=is_training)
         key = (True, tuple(record.form for record in records))
-        shapes = self._shapes.of(key)
+        shapes = self._shapes.use(key, Shapes())
         if self._replicas is not None:
             self._compare(tuple(record.inputs for record in records), shapes, gather)
         revisions = tuple(record.revision for record in records)
@@ -256,7 +251,7 @@ class MeasuredPlans(PlanSource):
     def _report(self, key: StepKey) -> bytes:
         """Return this rank's report for the others: its stages' sizes, its static bytes and its budget, or why it cannot go on."""
         try:
-            report = self._own_report(self._shapes.of(key))
+            report = self._own_report(self._shapes.use(key, Shapes()))
         except Exception as error:
             refusal = f"rank {self._context.group_rank} cannot make a plan: {format_error(error)}"
             report = Report(self._context.plan_rank, {}, refusal=refusal)

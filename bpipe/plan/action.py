@@ -75,18 +75,8 @@ class Channel(NamedTuple):
     dst: int
 
 
-SENDS = {
-    Op.SEND_F: Purpose.FORWARD,
-    Op.SEND_B: Purpose.BACKWARD,
-    Op.EVICT: Purpose.EVICT,
-    Op.RETURN: Purpose.RETURN,
-}
-RECEIVES = {
-    Op.RECV_F: Purpose.FORWARD,
-    Op.RECV_B: Purpose.BACKWARD,
-    Op.ACCEPT: Purpose.EVICT,
-    Op.LOAD: Purpose.RETURN,
-}
+SENDS = {Op.SEND_F: Purpose.FORWARD, Op.SEND_B: Purpose.BACKWARD, Op.EVICT: Purpose.EVICT, Op.RETURN: Purpose.RETURN}
+RECEIVES = {Op.RECV_F: Purpose.FORWARD, Op.RECV_B: Purpose.BACKWARD, Op.ACCEPT: Purpose.EVICT, Op.LOAD: Purpose.RETURN}
 
 POSTS = frozenset({*SENDS, *RECEIVES})  # operations that start a transfer, without waiting for its end
 
@@ -94,12 +84,7 @@ POSTS = frozenset({*SENDS, *RECEIVES})  # operations that start a transfer, with
 RECEIVER_OF = {Op.SEND_F: (Op.RECV_F, 1), Op.SEND_B: (Op.RECV_B, -1), Op.EVICT: (Op.ACCEPT, 0), Op.RETURN: (Op.LOAD, 0)}
 
 # The acceptor's operation for each operation of the evictor.
-MIRROR = {
-    Op.EVICT: Op.ACCEPT,
-    Op.WAIT_EVICT: Op.WAIT_ACCEPT,
-    Op.LOAD: Op.RETURN,
-    Op.WAIT_LOAD: Op.WAIT_RETURN,
-}
+MIRROR = {Op.EVICT: Op.ACCEPT, Op.WAIT_EVICT: Op.WAIT_ACCEPT, Op.LOAD: Op.RETURN, Op.WAIT_LOAD: Op.WAIT_RETURN}
 
 
 MicrobatchKey = tuple[int, int]  # stage, microbatch
@@ -153,7 +138,9 @@ class Action(NamedTuple):
         stage, sharding, op, microbatch, part, peer = match.groups()
         if sharding is not None:
             return cls(Op(sharding), int(stage), 0)
-        return cls(Op(op), int(stage), int(microbatch), int(part or 0), None if peer is None else _rank(peer))
+        return cls(
+            Op(op), int(stage), int(microbatch), int(part or 0), None if peer is None else HOST if peer == "host" else int(peer)
+        )
 
     @property
     def key(self) -> MicrobatchKey:
@@ -200,21 +187,13 @@ class Action(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def channel_of(op: Op, rank: int, peer: int | None) -> Channel:
-    """Return the channel that a transfer with a peer, seen from `rank`, uses.
-
-    Raises:
-        KeyError: the operation does not start a transfer.
-    """
+    """Return the channel that a transfer with a peer, seen from `rank`, uses."""
     peer = -1 if peer is None else peer
     return Channel(SENDS[op], rank, peer) if op in SENDS else Channel(RECEIVES[op], peer, rank)
 
 
 def _names(ops: Iterable[Op]) -> str:
     return "|".join(sorted((op.value for op in ops), key=len, reverse=True))
-
-
-def _rank(peer: str) -> int:
-    return HOST if peer == "host" else int(peer)
 
 
 _NUMBER = r"\d{1,9}"

@@ -86,11 +86,7 @@ def clock(lanes: Sequence[Sequence[Action]], num_stages: int) -> list[array[int]
 
 
 def clock_by_result(lanes: Sequence[Sequence[Action]], num_stages: int) -> tuple[list[array[int]], Moments]:
-    """Return the start times of `clock`, and the same for each result: when the computation starts that makes it.
-
-    Raises:
-        PlanError: the lanes wait for each other in a cycle, or lack microbatches.
-    """
+    """Return the start times of `clock`, and the same for each result: when the computation starts that makes it."""
     num_microbatches = num_microbatches_of(lanes, num_stages)
     begins, ends = Moments(num_stages, num_microbatches), Moments(num_stages, num_microbatches)
     at_once = array("q", [0]) * num_microbatches

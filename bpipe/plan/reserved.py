@@ -13,14 +13,10 @@ __all__: list[str] = []
 
 
 class Reserved(NamedTuple):
-    """Buffers for one evictor.
+    """Buffers for one evictor."""
 
-    Args:
-        sizes: the size of each buffer.
-        buffer_of: the index of the buffer of each remote activation; no two remote activations are in one at once.
-    """
-
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # the size of each buffer
+    # the index of the buffer of each remote activation; no two remote activations are in one at once
     buffer_of: Mapping[PartKey, int]
 
 

@@ -37,19 +37,12 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFile:
-    """The contents of a trace file.
+    """The contents of a trace file."""
 
-    Args:
-        name: the file's name, for errors.
-        run: the same in all files of a run.
-        is_complete: False if an error ended the trace.
-        timelines: in chronological order.
-    """
-
-    name: str
-    run: str
-    is_complete: bool
-    timelines: list[Timeline]
+    name: str  # the file's name, for errors
+    run: str  # the same in all files of a run
+    is_complete: bool  # False if an error ended the trace
+    timelines: list[Timeline]  # in chronological order
 
 
 def load_trace(path: str | os.PathLike[str]) -> list[Timeline]:
@@ -72,11 +65,7 @@ def load_trace(path: str | os.PathLike[str]) -> list[Timeline]:
 
 
 def joined(files: Sequence[TraceFile]) -> list[Measured]:
-    """Join the files of all ranks of a run into one trace.
-
-    Raises:
-        ConfigurationError: they do not belong together, or one is missing.
-    """
+    """Join the files of all ranks of a run into one trace."""
     first = files[0]
     for file in files:
         if file.run != first.run or not file.run:
@@ -90,11 +79,7 @@ def joined(files: Sequence[TraceFile]) -> list[Measured]:
 
 
 def parse(data: bytes | str, name: str) -> TraceFile:
-    """Parse a trace file's text.
-
-    Raises:
-        ConfigurationError: it is not a trace that bpipe wrote, or a damaged one.
-    """
+    """Parse a trace file's text."""
     try:
         return _read(json.loads(data), name)
     except BPipeError as error:
@@ -120,10 +105,7 @@ def _read(trace: Any, name: str) -> TraceFile:
         if event["ph"] == "X":
             _item(drafts, event["args"]["timeline"], "timeline").enter(event)
     return TraceFile(
-        name=name,
-        run=str(about["run"]),
-        is_complete=bool(about["is_complete"]),
-        timelines=[draft.finish() for draft in drafts],
+        name=name, run=str(about["run"]), is_complete=bool(about["is_complete"]), timelines=[draft.finish() for draft in drafts]
     )
 
 

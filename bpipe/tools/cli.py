@@ -15,8 +15,7 @@ from typing import NoReturn
 
 from bpipe._version import __version__
 from bpipe.errors import BPipeError, ConfigurationError, printable
-from bpipe.tools.result import Result
-from bpipe.tools.terminal import console
+from bpipe.tools.terminal import Result, console
 
 __all__ = ["main"]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bpipe.errors import ConfigurationError, printable
 from bpipe.extras import how_to_install
@@ -21,11 +22,7 @@ WIDTH_OF_FILES = 160
 
 
 def console(*, to_errors: bool = False) -> Console:
-    """Return a console on standard output, or on standard error for what is not part of the result.
-
-    Raises:
-        ConfigurationError: rich is not installed.
-    """
+    """Return a console on standard output, or on standard error for what is not part of the result."""
     with _needing_rich():
         from rich.console import Console
     stream = sys.stderr if to_errors else sys.stdout
@@ -46,11 +43,7 @@ def note(text: str) -> None:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> Table:
-    """Return a table whose first column is a name and whose other columns are numbers.
-
-    Raises:
-        ConfigurationError: rich is not installed.
-    """
+    """Return a table whose first column is a name and whose other columns are numbers."""
     with _needing_rich():
         from rich import box
         from rich.table import Table
@@ -75,3 +68,12 @@ def sign_of_life(text: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=console(to_errors=True), transient=True) as progress:
         task = progress.add_task(printable(text), total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The outcome of a command."""
+
+    data: Any  # what `--json` prints
+    shown: Callable[[], Sequence[Any]]  # makes what is printed otherwise: strings, and rich's renderables
+    exit_code: int = 0  # 0, or 1 if the answer is no

@@ -28,13 +28,7 @@ def ops_in(bits: int) -> list[Op]:
 
 
 class RankIndex:
-    """An index of one rank's actions on each part of each microbatch, made once for all rules and freed before the next rank's.
-
-    Args:
-        plan: the plan.
-        rank: the rank.
-        stages: the stages that it holds.
-    """
+    """An index of one rank's actions on each part of each microbatch, made once for all rules and freed before the next rank's."""
 
     def __init__(self, plan: Plan, rank: int, stages: Sequence[int]) -> None:
         self.plan, self.rank, self.stages = plan, rank, dict.fromkeys(stages)  # in order, and found at once

@@ -18,8 +18,7 @@ from bpipe.estimate.models import model_named, model_names
 from bpipe.estimate.transformer import Transformer
 from bpipe.tools.arguments import nodes_of_pairs, single, whole
 from bpipe.tools.quantities import bytes_of, bytes_per_second_of
-from bpipe.tools.result import Result
-from bpipe.tools.terminal import sign_of_life
+from bpipe.tools.terminal import Result, sign_of_life
 
 __all__: list[str] = []
 
