@@ -91,7 +91,7 @@ def test_what_was_made_up_is_read_or_refused(name: str, count: int) -> None:
     assert outcomes["refused"] > count / 10 and slowest_s < 0.2
 
 
-@pytest.mark.parametrize("count", [15, pytest.param(500, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("count", [15, pytest.param(150, marks=pytest.mark.exhaustive)])
 def test_a_malformed_peer_breaks_its_pipeline_on_all_ranks_or_nothing(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 2 sends made-up frames over a true connection; ranks 0 and 1 then agree on who is to blame, or go on."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
