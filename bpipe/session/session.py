@@ -47,6 +47,7 @@ class PreparedStep(NamedTuple):
     inputs: PreparedCall
     is_training: bool
     record: bytes
+    num_calls: int  # that it counts from
 
 
 class Session:
@@ -69,6 +70,7 @@ class Session:
         self._preparation = Preparation(context)
         self._learned: OrderedDict[StepKey, MessageSpecs] = OrderedDict()
         self._connected: Plan | None = None
+        self._latest: tuple[Sequence[bytes], Sequence[StepRecord]] = (), ()  # that agreed, but for the number of the step
         self._counted = Stats(context.memory)
         self.adopt(source)
         self._finalizer = weakref.finalize(self, _close, context.transport, context.memory, os.getpid(), STEPPED.open())
@@ -139,7 +141,8 @@ class Session:
             self.context.lanes.prepare(plan, self.context.plan_rank)
         inputs = self._preparation.inputs(call, plan.num_microbatches, is_training=is_training)
         record = self.source.completed(self._record(inputs, is_training=is_training), inputs.forms)
-        return PreparedStep(inputs, is_training, record.pack())
+        num_calls = self.context.transport.control.activity.call
+        return PreparedStep(inputs, is_training, record.pack(num_calls), num_calls)
 
     def _record(self, inputs: PreparedCall, *, is_training: bool) -> StepRecord:
         source, stages, forms = self.source, self.context.stages, inputs.forms
@@ -177,8 +180,7 @@ class Session:
             AgreementError: the ranks are about to run different things.
         """
         context, source = self.context, self.source
-        records = [StepRecord.unpack(data) for data in packed]
-        check(records)
+        records = self._checked(packed, step.num_calls)
         if not context.group_ranks:
             self._place(records, source.plan)
         if context.plan_rank == 0 and source.fullest.is_open:
@@ -202,6 +204,14 @@ class Session:
             name=f"rank {context.group_rank}",
             observer=source.observer_of(step.inputs, plan, self.observer),
         )
+
+    def _checked(self, packed: Sequence[bytes], num_calls: int) -> Sequence[StepRecord]:
+        """Return the records of all ranks, which agree; if they are those of the latest step, nothing is read or checked again."""
+        if packed != self._latest[0]:
+            records = [StepRecord.unpack(data, num_calls) for data in packed]
+            check(records)
+            self._latest = packed, records
+        return self._latest[1]
 
     def _specs(self, key: StepKey) -> MessageSpecs:
         """Return the message specs agreed for inputs of this form, or an empty mapping to learn them into."""

@@ -45,6 +45,11 @@ def ranks(**changes: Any) -> list[StepRecord]:
 @settings(max_examples=100)
 def test_round_trip(record: StepRecord) -> None:
     assert StepRecord.unpack(record.pack()) == record
+    assert StepRecord.unpack(record.pack(7), 7) == record
+
+
+def test_two_steps_in_a_row_have_the_same_record() -> None:
+    assert BASE.pack(5) == BASE._replace(step=BASE.step + 1).pack(6) != BASE.pack(6)
 
 
 @given(st.binary(max_size=700) | st.binary(max_size=700).map(lambda data: b'["StepRecord",' + data + b"]"))

@@ -30,7 +30,8 @@ TIMEOUTS = Timeouts(60.0, 30.0)
 
 @contextmanager
 def planes(store: Any, size: int) -> Iterator[list[ConnectedControlPlane]]:
-    made = [ConnectedControlPlane(one.connections, rank, lambda: None, TIMEOUTS) for rank, one in enumerate(meet(store, size))]
+    met = meet(store, size)
+    made = [ConnectedControlPlane(one.connections, rank, size, lambda: None, TIMEOUTS) for rank, one in enumerate(met)]
     try:
         yield made
     finally:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from bpipe.comm.health.links import links
 from bpipe.comm.rendezvous.addresses import Endpoint, own_address
 from bpipe.comm.rendezvous.meeting import Hello, OtherPipelineError, meet_peers
 from bpipe.comm.rendezvous.peers import Peers, process_name
@@ -42,7 +43,7 @@ def close(found: list[Peers]) -> None:
 
 def test_each_rank_reaches_each_other(store):
     found = meet(store, 4)
-    assert len({one.token for one in found}) == 1
+    assert len({one.name for one in found}) == 4
     assert [[peer.rank for peer in one.connections] for one in found] == [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]
     for one in found:
         for peer in one.connections:
@@ -53,10 +54,39 @@ def test_each_rank_reaches_each_other(store):
             peer.close()
 
 
+class CountingStore:
+    """A store that counts what it is asked."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.num_set, self.num_found = store, 0, 0
+
+    def set(self, key: str, value: bytes) -> None:
+        self.num_set += 1
+        self._store.set(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def get(self, key: str) -> bytes:
+        self.num_found += 1
+        return self._store.get(key)
+
+
+def test_of_many_ranks_each_reaches_only_its_links(store):
+    size, stores = 16, [CountingStore(store) for _ in range(16)]
+    found = together(
+        [lambda r=r: meet_peers(stores[r], "key", r, size, quietly, links=links(r, size)) for r in range(size)],
+    )
+    assert [{peer.rank for peer in one.connections} for one in found] == [links(rank, size) for rank in range(size)]
+    assert [one.num_set for one in stores] == [1] * size
+    assert max(one.num_found for one in stores) <= len(links(0, size))
+    close(found)
+
+
 def test_meetings_over_one_store_do_not_mix(store):
     first = meet(store, 3)
     second = meet(store, 3)  # the first one's places are still in the store
-    assert first[0].token != second[0].token
+    assert first[0].name != second[0].name
     for one in first + second:
         for peer in one.connections:
             peer.close()

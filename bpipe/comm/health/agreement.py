@@ -36,17 +36,24 @@ class StepRecord(NamedTuple):
     plain_peak: int = 0  # than this, which it would have held without evictions or recomputation
     inputs: bytes = bytes(16)  # 16 bytes, where replicas compare: what this rank's inputs look like, apart from its modules
 
-    def pack(self) -> bytes:
-        return encode(self)
+    def pack(self, num_calls: int = 0) -> bytes:
+        """Return the record as the bytes that are sent.
+
+        Args:
+            num_calls: how many collective calls there were. The number of the step is counted from there, so that the records of
+                two steps in a row are the same bytes, which are sent only once.
+        """
+        return encode(self._replace(step=self.step - num_calls))
 
     @classmethod
-    def unpack(cls, data: bytes) -> StepRecord:
-        """Read what `pack` wrote.
+    def unpack(cls, data: bytes, num_calls: int = 0) -> StepRecord:
+        """Read what `pack` wrote, after the same number of calls.
 
         Raises:
             CommError: the bytes are not a record.
         """
         record = decode(cls, data, "agreement record of this version of bpipe")
+        record = record._replace(step=record.step + num_calls)
         if len(record.stages) > MOST_STAGES or min(record.stages, default=0) < 0 or record.num_stages < 1:
             raise CommError(f"not a valid agreement record: {record.num_stages} stages, rank with {record.stages[:8]}")
         return record

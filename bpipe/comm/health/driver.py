@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from typing import TypeGuard
 
 from bpipe.cleanup import keeping
 from bpipe.comm.health import call_order
@@ -24,6 +25,7 @@ from bpipe.comm.health.failure import Failure
 from bpipe.comm.health.membership import Membership
 from bpipe.comm.health.watchdog import Timeouts
 from bpipe.comm.rendezvous.peers import PeerConnection
+from bpipe.comm.wire.frames import SMALL_BODY, Kind
 from bpipe.errors import CommError, TransferError
 from bpipe.logs import LOG
 
@@ -38,8 +40,8 @@ class ConnectedControlPlane(ControlPlane):
     """One rank's end of the control plane of several ranks.
 
     Args:
-        connections: to all other ranks; they belong to the control plane from now on.
-        rank: its rank in the pipeline's group.
+        connections: to the ranks that it is linked with; they belong to the control plane from now on.
+        rank: its rank in the pipeline's group, which has `size` ranks.
         release: called from the control thread after a failure; ends all transfers that are waited for.
         timeouts: how long a wait may take.
         name: the pipeline's, for messages.
@@ -49,6 +51,7 @@ class ConnectedControlPlane(ControlPlane):
         self,
         connections: Iterable[PeerConnection],
         rank: int,
+        size: int,
         release: Callable[[], None],
         timeouts: Timeouts,
         name: str = "this pipeline",
@@ -56,9 +59,10 @@ class ConnectedControlPlane(ControlPlane):
         super().__init__()
         self.name, self._release = name, release
         self.peers = {peer.rank: peer for peer in connections}
-        self._members = Membership(rank, len(self.peers) + 1, self.activity, timeouts, time.monotonic())
+        self._members = Membership(rank, size, self.activity, timeouts, time.monotonic())
         self._changed = threading.Condition()  # held while an event is let in
         self._due: deque[Effect] = deque()  # for the control thread
+        self._long: deque[Effect] = deque()  # for the thread that makes a call
         self._caller = 0  # the thread that made the latest call
         self._is_over = False
         self.looks: list[Callable[[float], None]] = []  # besides, at what takes too long; each gets the time
@@ -79,32 +83,37 @@ class ConnectedControlPlane(ControlPlane):
         self._caller, before = threading.get_ident(), self.activity.state
         try:
             with self._changed:
+                self._long.clear()  # an earlier call's, which has failed
                 effects = self._members.begin_call(call, data)
             self._do(effects)
-            given = self._collected(call)
+            return self._collected(call)
         finally:
             with self._changed:
                 self._members.end_call(before)
-        return [given.get(rank, data) for rank in range(self._members.size)]
 
     def refuse(self, why: str) -> None:
         with self._changed:
             effects = self._members.refuse(why)
         self._do(effects)
 
-    def _collected(self, call: Collective) -> dict[int, bytes]:
-        """Wait for what the other ranks give to this call, and return it by rank."""
+    def _collected(self, call: Collective) -> list[bytes]:
+        """Wait for what the ranks give to this call, and return it by rank."""
         crossed: set[int] = set()
         looked = time.monotonic()
-        with self._changed:
-            while (given := self._members.collected(call)) is None:
-                self._changed.wait(LOOK_S)
-                if time.monotonic() - looked >= LOOK_S:
+        while True:
+            with self._changed:
+                given = self._members.collected(call)
+                if given is None and not self._long:
+                    self._changed.wait(LOOK_S)
+                if given is None and time.monotonic() - looked >= LOOK_S:
                     looked, before = time.monotonic(), crossed
-                    crossed = call_order.crossed(self, self._members.waits_for)
+                    crossed = call_order.crossed(self, self._members.late())
                     if twice := crossed & before:
                         self._let_in(self._members.crossed(twice, self.name))
-            return given
+            while self._long:
+                self._do([self._long.popleft()])
+            if given is not None:
+                return given
 
     def check(self) -> None:
         self._members.check()
@@ -176,10 +185,16 @@ class ConnectedControlPlane(ControlPlane):
     def _let_in(self, effects: Iterable[Effect]) -> None:
         """Wake threads at once if an event asks for it, and leave the rest to the control thread, because it may take long.
 
-        The lock is held.
+        Long messages of a call are left to the thread that makes it: if control threads waited until those are sent, each for the
+        next one, none would read. The lock is held.
         """
+        effects = list(effects)
+        are_long = any(_is_of_call(effect) and len(effect.frame.body) > SMALL_BODY for effect in effects)
         for effect in effects:
             if effect is Signal.WAKE:
+                self._changed.notify_all()
+            elif are_long and _is_of_call(effect):
+                self._long.append(effect)
                 self._changed.notify_all()
             else:
                 self._due.append(effect)
@@ -194,8 +209,8 @@ class ConnectedControlPlane(ControlPlane):
         """Do what the rules ask for. No lock is held meanwhile."""
         for effect in effects:
             if isinstance(effect, Send):
-                for peer in list(self.peers.values()) if effect.to is None else [self.peers[effect.to]]:
-                    peer.send(effect.frame)
+                for rank in self.peers if effect.to is None else effect.to:
+                    self.peers[rank].send(effect.frame)
             elif isinstance(effect, Warn):
                 LOG.warning("%s", effect.text)
             elif effect is Signal.RELEASE:
@@ -263,3 +278,7 @@ class ConnectedControlPlane(ControlPlane):
                 self._let_in(self._members.nonsense(peer.rank, error))
                 return False
         return True
+
+
+def _is_of_call(effect: Effect) -> TypeGuard[Send]:
+    return isinstance(effect, Send) and effect.frame.kind is Kind.CALL

@@ -1,8 +1,8 @@
-"""The rendezvous of a pipeline's ranks: each connects to every other one.
+"""The rendezvous of a pipeline's ranks: each connects to those that it is linked with.
 
 The ranks find each other through the store of their process group, once. After that no store is needed: a process that ends
-closes its connections, and its peers see that at once, no matter which rank hosts the store. Each rank connects to those before
-it. It waits for all connections at the same time, because one that stays silent must not hold up the others.
+closes its connections, and its peers see that at once, no matter which rank hosts the store. Each rank connects to those of its
+links that come before it. It waits for all connections at the same time, because one that stays silent must not hold up the others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ __all__: list[str] = []
 
 RETURN_S = 5.0  # a rank whose connection has ended connects again within this time, if its process lives
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.001, 0.02  # between two looks at who has come
+MANY = 64  # ranks: with more, each one looks less often, so that all together ask the store no more
 MOST_SEND_S = 30.0  # without progress: a peer's reader is a thread that does nothing else
 LOST_MACHINE_S = 15  # without an answer of its kernel
 MAX_REASON_BYTES = 1024
@@ -59,42 +60,53 @@ class Hello(NamedTuple):
     process: bytes
 
 
-def meet_peers(store: Any, key: str, rank: int, size: int, check: Callable[[str], None], *, pipeline: int = 0) -> Peers:
-    """Connect a rank to all others. Collective; blocks until all have come.
+def meet_peers(
+    store: Any,
+    key: str,
+    rank: int,
+    size: int,
+    check: Callable[[str], None],
+    *,
+    links: Collection[int] | None = None,
+    pipeline: int = 0,
+) -> Peers:
+    """Connect a rank to the ranks that it is linked with. Collective; blocks until these have come.
 
     Args:
         store: a store of torch.distributed that all ranks reach.
         key: the store's key that they use to find each other.
         check: called repeatedly with what is waited for; raises to give up.
+        links: the ranks to connect to, which connect to this one; None for all others.
         pipeline: which of the group's pipelines this is.
 
     Raises:
         AgreementError: another rank opens a different pipeline, or has given up in the meantime.
     """
-    address = own_address(store)
-    with socket.create_server((address.text, 0), family=address.family, backlog=size + MOST_SILENT) as listener:
+    address, links = own_address(store), {*range(size)} - {rank} if links is None else {*links}
+    with socket.create_server((address.text, 0), family=address.family, backlog=len(links) + MOST_SILENT) as listener:
         own = Endpoint(address.text, listener.getsockname()[1], socket.gethostname(), os.urandom(NAME_BYTES))
-        with _Meeting(store, key, rank, size, pipeline, own, listener) as meeting:
+        with _Meeting(store, key, rank, links, pipeline, own, listener) as meeting:
             store.set(f"{key}/{rank}", encode(own))
             pause_s = LEAST_PAUSE_S
             while missing := meeting.missing():
                 meeting.connect()
                 meeting.wait(pause_s)
                 check(meeting.describe(missing))
-                pause_s = min(2 * pause_s, MOST_PAUSE_S)
+                pause_s = min(2 * pause_s, MOST_PAUSE_S * max(1, size / MANY))
             return meeting.finish()
 
 
 class _Meeting:
     """The connections of a rank while some are still missing; closed if the meeting fails."""
 
-    def __init__(self, store: Any, key: str, rank: int, size: int, pipeline: int, own: Endpoint, listener: socket.socket) -> None:
-        self._store, self._key, self._rank, self._size, self._pipeline, self._own = store, key, rank, size, pipeline, own
+    def __init__(
+        self, store: Any, key: str, rank: int, links: Collection[int], pipeline: int, own: Endpoint, listener: socket.socket
+    ) -> None:
+        self._store, self._key, self._rank, self._links, self._pipeline, self._own = store, key, rank, links, pipeline, own
         self._peers: dict[int, PeerConnection] = {}
         self._ended_s: dict[int, float] = {}  # when connections ended without a word, which may be an attempt that is made again
-        self._token = own.name
         self._selector = selectors.DefaultSelector()
-        self._incoming = IncomingConnections(listener, self._selector, size, self._on_hello)
+        self._incoming = IncomingConnections(listener, self._selector, len(links), self._on_hello)
         self._outgoing = OutgoingConnections(self._selector, self._find, self._hello, self._on_answer)
 
     def __enter__(self) -> _Meeting:
@@ -115,12 +127,12 @@ class _Meeting:
 
     def missing(self) -> list[int]:
         """Return the ranks that have not come."""
-        return [other for other in range(self._size) if other != self._rank and other not in self._peers]
+        return [other for other in sorted(self._links) if other not in self._peers]
 
     def finish(self) -> Peers:
         """Hand over the connections."""
         done, self._peers = self._peers, {}
-        return Peers(self._token, [done[other] for other in sorted(done)])
+        return Peers(self._own.name, [done[other] for other in sorted(done)])
 
     def describe(self, missing: list[int]) -> str:
         text = f"ranks {missing} have not reached their first step"
@@ -167,7 +179,7 @@ class _Meeting:
             unless_done.callback(connection.close)
             try:
                 hello = decode(Hello, frame.body, "hello")
-                if hello.to != self._own.name or not self._rank < hello.rank < self._size:
+                if hello.to != self._own.name or hello.rank not in self._links or hello.rank < self._rank:
                     return
                 connection.sendall(self._hello(Endpoint("", 0, name=hello.name)).pack())
             except (OSError, CommError):
@@ -187,7 +199,6 @@ class _Meeting:
                 return
             self._check_pipeline(hello)
             unless_done.pop_all()
-        self._token = hello.name if other == 0 else self._token
         self._add(hello, connection)
 
     def _check_pipeline(self, hello: Hello) -> None:

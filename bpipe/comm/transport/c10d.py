@@ -21,6 +21,7 @@ from bpipe.comm.health.activity import place_of
 from bpipe.comm.health.collective import Collective
 from bpipe.comm.health.control_plane import ControlPlane, NullControlPlane
 from bpipe.comm.health.driver import ConnectedControlPlane
+from bpipe.comm.health.links import links
 from bpipe.comm.health.watchdog import SLOW_S, Timeouts
 from bpipe.comm.rendezvous.addresses import own_address
 from bpipe.comm.rendezvous.interruptible import Interruptible
@@ -124,12 +125,12 @@ class C10dTransport(Transport):
             return
         store, opening = dist.distributed_c10d._get_default_store(), self._interruptible()
         peers = self._meet(opening, store)
-        self._token = peers.token
-        self._store: Any = dist.PrefixStore(f"bpipe/{peers.token.hex()}", store)
         name = f"pipeline {self.identity} of its group"
-        self.control = control = ConnectedControlPlane(peers.connections, self.rank, self._release, self._timeouts, name)
+        self.control = control = ConnectedControlPlane(peers.connections, self.rank, self.size, self._release, self._timeouts, name)
         self._watch_device(control)
         self._is_open = True
+        self._token = control.exchange(Collective.CONNECT, peers.name)[0]  # only these ranks know it
+        self._store: Any = dist.PrefixStore(f"bpipe/{self._token.hex()}", store)
         for name in () if self._communicators is not None else dict.fromkeys(GROUP_OF.values()):
             opening.note = "the connections for tensors are being made"
             self._gloo[name] = opening.run(partial(self._new_gloo, name))
@@ -161,7 +162,10 @@ class C10dTransport(Transport):
     def _meet(self, opening: Interruptible, store: Any) -> Peers:
         key = self._key("peers")
         try:
-            return opening.run(lambda: meet_peers(store, key, self.rank, self.size, opening.check, pipeline=self.identity))
+            to = links(self.rank, self.size)
+            return opening.run(
+                lambda: meet_peers(store, key, self.rank, self.size, opening.check, links=to, pipeline=self.identity)
+            )
         except OtherPipelineError as error:  # so that both ranks count the next pipelines alike
             self._count_pipelines(max(0, error.theirs - self._count_pipelines(0)))
             raise AgreementError(str(error)) from None

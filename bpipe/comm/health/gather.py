@@ -1,0 +1,171 @@
+"""Give every rank's bytes to all in log2 p rounds; what all ranks gave the last time is not sent again.
+
+In each round a rank sends what it knows of the ranks up to itself, and gets the same from ranks before it; `links.py` tells which
+ranks these are. Only ranks that give something else than they did in an earlier call have entries in a message. So, where nothing
+has changed since then, the messages are a few bytes long whatever the number of ranks, and are as good as a barrier.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from bpipe.comm.health.collective import Collective
+from bpipe.comm.health.effects import Send
+from bpipe.comm.health.links import strides
+from bpipe.comm.wire.frames import Frame, Kind
+from bpipe.errors import CommError
+
+__all__: list[str] = []
+
+HEAD = struct.Struct("<B?QI")  # call, whether this part is the last, number of the earlier call, number of entries
+ENTRY = struct.Struct("<II")  # rank, number of bytes, which follow
+PART_BYTES = 2**22  # a part with this many bytes gets no further entry
+
+
+class Given(NamedTuple):
+    """What all ranks gave to a call, by rank, and the number of that call; there is none before the first one."""
+
+    number: int = 0
+    data: tuple[bytes, ...] = ()
+
+
+class Part(NamedTuple):
+    """A rank's message of one round, or a part of it.
+
+    Args:
+        call: what the rank makes.
+        earlier: the number of the call in which the ranks without an entry gave the same; 0 if all have one.
+        entries: what the other ranks give.
+        is_last: whether no other part follows.
+    """
+
+    call: int
+    earlier: int
+    entries: Mapping[int, bytes] = {}
+    is_last: bool = True
+
+    def pack(self) -> bytes:
+        entries = b"".join([ENTRY.pack(rank, len(data)) + data for rank, data in self.entries.items()])
+        return HEAD.pack(self.call, self.is_last, self.earlier, len(self.entries)) + entries
+
+    @classmethod
+    def unpack(cls, body: bytes, size: int) -> Part:
+        """Read what `pack` wrote, in a pipeline of `size` ranks.
+
+        Raises:
+            CommError: the bytes are not a part.
+        """
+        entries: dict[int, bytes] = {}
+        try:
+            call, is_last, earlier, number = HEAD.unpack_from(body)
+            end = HEAD.size
+            for _ in range(number):
+                rank, length = ENTRY.unpack_from(body, end)
+                end += ENTRY.size + length
+                entries[rank] = body[end - length : end]
+        except struct.error:
+            end = -1
+        if end != len(body) or max(entries, default=0) >= size:
+            raise CommError(f"{len(body)} bytes are not what ranks of a pipeline of {size} give to a call")
+        return cls(call, earlier, entries, is_last)
+
+    def followed_by(self, part: Part) -> Part:
+        """Return this part and the next one in one.
+
+        Raises:
+            CommError: they do not belong together.
+        """
+        if self.is_last or part[:2] != self[:2]:
+            raise CommError("a rank gives something to a call twice")
+        return part._replace(entries={**self.entries, **part.entries})
+
+
+class AllGather:
+    """One rank's part in a collective call.
+
+    Args:
+        rank: this rank of `size`.
+        number: the call's.
+        data: what this rank gives.
+        earlier: what all ranks gave to an earlier call.
+
+    Attributes:
+        num_known: of how many ranks, up to this one, it is known what they give.
+    """
+
+    def __init__(self, rank: int, size: int, call: Collective, number: int, data: bytes, earlier: Given) -> None:
+        self.call, self.number = call, number
+        self._rank, self._size, self._earlier = rank, size, earlier
+        self._entries = {} if earlier.number and earlier.data[rank] == data else {rank: data}
+        self._round = 0
+        self.num_known = 1
+
+    def begin(self) -> list[Send]:
+        """Return what to send in the first round."""
+        return list(self._messages())
+
+    def go_on(self, parts: Mapping[int, Part]) -> list[Send]:
+        """Go on as far as is possible with the messages that have come, by rank, and return what to send.
+
+        Raises:
+            CommError: one of them leaves out a rank.
+        """
+        sends: list[Send] = []
+        rounds = strides(self._size)
+        while self._round < len(rounds):
+            sources = [(self._rank - stride) % self._size for stride in rounds[self._round]]
+            if not all(source in parts and parts[source].is_last for source in sources):
+                break
+            for stride, source in zip(rounds[self._round], sources):
+                self._take_in(source, self._num_sent(stride), parts[source])
+            self.num_known = min(self._size, self.num_known + sum(map(self._num_sent, rounds[self._round])))
+            self._round += 1
+            if self._round < len(rounds):
+                sends += self._messages()
+        return sends
+
+    def _num_sent(self, stride: int) -> int:
+        """Return of how many ranks a message tells: the last ones go only as far as they are needed."""
+        return min(self.num_known, self._size - stride)
+
+    def _take_in(self, source: int, num_ranks: int, part: Part) -> None:
+        if part.earlier != self._earlier.number or not part.earlier:
+            missing = {rank % self._size for rank in range(source - num_ranks + 1, source + 1)} - part.entries.keys()
+            if missing:
+                raise CommError(f"it says that rank {min(missing)} gives the same as in call {part.earlier}, which is unknown here")
+        self._entries.update(part.entries)
+
+    def _messages(self) -> Iterator[Send]:
+        for stride in strides(self._size)[self._round]:
+            to = [(self._rank + stride) % self._size]
+            num_ranks = self._num_sent(stride)
+            entries = {rank: data for rank, data in self._entries.items() if (self._rank - rank) % self._size < num_ranks}
+            for part in _in_parts(self.call, self._earlier.number, entries):
+                yield Send(Frame(Kind.CALL, self.number, part.pack()), to)
+
+    def result(self) -> Given | None:
+        """Return what all ranks give; None if that is not known yet."""
+        if self.num_known < self._size:
+            return None
+        if not self._entries:
+            return self._earlier._replace(number=self.number)
+        return Given(self.number, tuple([self._of(rank) for rank in range(self._size)]))
+
+    def _of(self, rank: int) -> bytes:
+        given = self._entries.get(rank)
+        return self._earlier.data[rank] if given is None else given
+
+
+def _in_parts(call: int, earlier: int, entries: Mapping[int, bytes]) -> Iterator[Part]:
+    """Yield a message in parts, none of which is much longer than one entry."""
+    part: dict[int, bytes] = {}
+    num_bytes = 0
+    for rank, data in entries.items():
+        if num_bytes >= PART_BYTES:
+            yield Part(call, earlier, part, is_last=False)
+            part, num_bytes = {}, 0
+        part[rank] = data
+        num_bytes += len(data)
+    yield Part(call, earlier, part)
