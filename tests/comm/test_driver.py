@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +31,7 @@ TIMEOUTS = Timeouts(60.0, 30.0)
 
 @contextmanager
 def planes(store: Any, size: int) -> Iterator[list[ConnectedControlPlane]]:
-    met = meet(store, size)
+    met = meet(store, size, linked=True)
     made = [ConnectedControlPlane(one.connections, rank, size, lambda: None, TIMEOUTS) for rank, one in enumerate(met)]
     try:
         yield made
@@ -117,6 +118,45 @@ def test_a_sound_frame_with_a_senseless_body_fails_likewise(store, kind):
         made[1].peers[0].send(Frame(kind, 1, b"\xff" * 40))
         with pytest.raises(AgreementError, match="rank 1 sent rank 0 bytes that are not a bpipe message"):
             made[0].exchange(Collective.STEP, b"")
+
+
+def test_many_ranks_agree_and_fail_over_few_connections(store, monkeypatch):
+    size, frames = 32, Counter()
+    with planes(store, size) as made:
+        assert max(len(plane.peers) for plane in made) == 2 * 5 - 1
+        together([lambda plane=plane, r=r: plane.exchange(Collective.STEP, b"%d" % r * 20) for r, plane in enumerate(made)])
+        for r, plane in enumerate(made):
+            for peer in plane.peers.values():
+                monkeypatch.setattr(peer, "send", lambda frame, r=r, send=peer.send: (frames.update({r: 1}), send(frame)))
+        found = together([lambda plane=plane, r=r: plane.exchange(Collective.STEP, b"%d" % r * 20) for r, plane in enumerate(made)])
+        assert found == [[b"%d" % r * 20 for r in range(size)]] * size
+        assert frames == dict.fromkeys(range(size), 5)
+        began = time.monotonic()
+        made[7].fail(Failure(Cause.RAISED, 7, 0, "", "ValueError: boom"))
+        while any(plane.failure is None for plane in made):
+            assert time.monotonic() - began < 1
+            time.sleep(0.001)
+        assert {str(plane.failure) for plane in made} == {"rank 7 failed in step 0: ValueError: boom"}
+
+
+def test_long_messages_are_handed_on_while_all_ranks_send_them(store):
+    """More than a connection holds: threads that only read would wait for each other if they sent them."""
+    with planes(store, 8) as made:
+        found = together(
+            [lambda plane=plane, r=r: plane.exchange(Collective.GATHER, bytes([r]) * 3_000_000) for r, plane in enumerate(made)]
+        )
+        assert found == [[bytes([r]) * 3_000_000 for r in range(8)]] * 8
+
+
+def test_a_lost_rank_is_told_to_those_who_are_not_linked_with_it(store):
+    with planes(store, 16) as made:
+        for peer in made[3].peers.values():
+            peer.connection.shutdown(socket.SHUT_RDWR)  # as the kernel does when the process ends
+        others = [plane for rank, plane in enumerate(made) if rank != 3]
+        while any(plane.failure is None for plane in others):
+            time.sleep(0.001)
+        far = [made[rank] for rank in range(16) if 3 not in made[rank].peers and rank != 3]
+        assert len(far) == 8 and all(str(plane.failure).startswith("rank 3 was lost") for plane in far)
 
 
 def test_closing_gives_the_thread_and_the_connections_back(store):

@@ -188,12 +188,11 @@ class ConnectedControlPlane(ControlPlane):
         Long messages of a call are left to the thread that makes it: if control threads waited until those are sent, each for the
         next one, none would read. The lock is held.
         """
-        effects = list(effects)
-        are_long = any(_is_of_call(effect) and len(effect.frame.body) > SMALL_BODY for effect in effects)
+        is_long = False
         for effect in effects:
             if effect is Signal.WAKE:
                 self._changed.notify_all()
-            elif are_long and _is_of_call(effect):
+            elif _is_of_call(effect) and (is_long := is_long or len(effect.frame.body) > SMALL_BODY):
                 self._long.append(effect)
                 self._changed.notify_all()
             else:

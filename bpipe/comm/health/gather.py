@@ -67,7 +67,7 @@ class Part(NamedTuple):
                 entries[rank] = body[end - length : end]
         except struct.error:
             end = -1
-        if end != len(body) or max(entries, default=0) >= size:
+        if end != len(body) or (entries and max(entries) >= size):
             raise CommError(f"{len(body)} bytes are not what ranks of a pipeline of {size} give to a call")
         return cls(call, earlier, entries, is_last)
 
@@ -99,12 +99,14 @@ class AllGather:
         self.call, self.number = call, number
         self._rank, self._size, self._earlier = rank, size, earlier
         self._entries = {} if earlier.number and earlier.data[rank] == data else {rank: data}
-        self._round = 0
+        self._rounds = iter(strides(size))
+        self._strides: tuple[int, ...] | None = ()  # of the round under way; None if all are over
         self.num_known = 1
 
     def begin(self) -> list[Send]:
         """Return what to send in the first round."""
-        return list(self._messages())
+        self._strides = next(self._rounds)
+        return self._message(self._strides)
 
     def go_on(self, parts: Mapping[int, Part]) -> list[Send]:
         """Go on as far as is possible with the messages that have come, by rank, and return what to send.
@@ -113,22 +115,24 @@ class AllGather:
             CommError: one of them leaves out a rank.
         """
         sends: list[Send] = []
-        rounds = strides(self._size)
-        while self._round < len(rounds):
-            sources = [(self._rank - stride) % self._size for stride in rounds[self._round]]
-            if not all(source in parts and parts[source].is_last for source in sources):
-                break
-            for stride, source in zip(rounds[self._round], sources):
-                self._take_in(source, self._num_sent(stride), parts[source])
-            self.num_known = min(self._size, self.num_known + sum(map(self._num_sent, rounds[self._round])))
-            self._round += 1
-            if self._round < len(rounds):
-                sends += self._messages()
+        while self._strides is not None:
+            for stride in self._strides:
+                part = parts.get((self._rank - stride) % self._size)
+                if part is None or not part.is_last:
+                    return sends
+            num_sent = self._num_sent(self._strides)
+            for stride in self._strides:
+                source = (self._rank - stride) % self._size
+                self._take_in(source, num_sent, parts[source])
+            self.num_known += num_sent * len(self._strides)
+            self._strides = next(self._rounds, None)
+            if self._strides is not None:
+                sends += self._message(self._strides)
         return sends
 
-    def _num_sent(self, stride: int) -> int:
-        """Return of how many ranks a message tells: the last ones go only as far as they are needed."""
-        return min(self.num_known, self._size - stride)
+    def _num_sent(self, strides: tuple[int, ...]) -> int:
+        """Return of how many ranks a message tells: in the last round only of those that are not known yet."""
+        return min(self.num_known, self._size - strides[-1])
 
     def _take_in(self, source: int, num_ranks: int, part: Part) -> None:
         if part.earlier != self._earlier.number or not part.earlier:
@@ -137,13 +141,11 @@ class AllGather:
                 raise CommError(f"it says that rank {min(missing)} gives the same as in call {part.earlier}, which is unknown here")
         self._entries.update(part.entries)
 
-    def _messages(self) -> Iterator[Send]:
-        for stride in strides(self._size)[self._round]:
-            to = [(self._rank + stride) % self._size]
-            num_ranks = self._num_sent(stride)
-            entries = {rank: data for rank, data in self._entries.items() if (self._rank - rank) % self._size < num_ranks}
-            for part in _in_parts(self.call, self._earlier.number, entries):
-                yield Send(Frame(Kind.CALL, self.number, part.pack()), to)
+    def _message(self, strides: tuple[int, ...]) -> list[Send]:
+        to, num_ranks = [(self._rank + stride) % self._size for stride in strides], self._num_sent(strides)
+        entries = {rank: data for rank, data in self._entries.items() if (self._rank - rank) % self._size < num_ranks}
+        parts = _in_parts(self.call, self._earlier.number, entries) if entries else [Part(self.call, self._earlier.number)]
+        return [Send(Frame(Kind.CALL, self.number, part.pack()), to) for part in parts]
 
     def result(self) -> Given | None:
         """Return what all ranks give; None if that is not known yet."""

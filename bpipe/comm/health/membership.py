@@ -89,8 +89,9 @@ class Membership:
         self.activity.call += 1
         for number in [number for number in self._parts if number < self.activity.call]:
             del self._parts[number]
-        for number in [number for number in self._objections if number < self.activity.call - 1]:  # others may be in that call
-            del self._objections[number]
+        if self._objections:
+            for number in [number for number in self._objections if number < self.activity.call - 1]:  # others may be in that call
+                del self._objections[number]
         return self.activity.call
 
     def _go_on(self, call: AllGather) -> Effects:
