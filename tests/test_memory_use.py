@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import resource
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 import bpipe
 import bpipe.engine.acceptor
 from bpipe.engine.run import Observer
+from bpipe.memory.shared_buffers import HEAD, SharedBuffers
 from bpipe.plan.action import SERVED
 from bpipe.schedules import Op, Purpose
 from tests.models import Block
@@ -59,7 +61,13 @@ class Watched(Observer):
         parameters = list(self.module.parameters())
         gradients = [p.grad for p in parameters if p.grad is not None]
         known = [*travelling, *parameters, *gradients, *self.module.buffers(), *self.batch, *self.losses]
-        self.peak = max(self.peak, self._count.live_bytes(without=known))
+        self.peak = max(self.peak, self._count.live_bytes(without=known) + self._lent_bytes())
+
+    def _lent_bytes(self) -> int:
+        """What this process lends to evictors of its host, as the kernel counts it."""
+        lent = self.schedule.session.context.memory.remote_buffers.values()
+        files = [file for buffers in lent if isinstance(buffers, SharedBuffers) for file in buffers.files]
+        return sum(os.fstat(file.descriptor).st_size - HEAD for file in files)
 
     def step(self, x: torch.Tensor, target: torch.Tensor) -> None:
         self.peak, self.losses, self.batch = 0, [], (x, target)

@@ -31,10 +31,10 @@ class Acceptor:
         self.microbatches = traffic.microbatches
 
     def accept(self, action: Action, state: MicrobatchState) -> None:
-        channel = channel_of(action.op, self._traffic.rank, action.peer)
+        channel, remote = channel_of(action.op, self._traffic.rank, action.peer), (action.stage, action.microbatch, action.part)
         data = self._traffic.transport.receive_header(channel)
         sizes = header.unpack_eviction(data, Subject(self._traffic.step, action.stage, action.microbatch), action.part)
-        parts = state.kept[action.part] = self._buffers.take(action.part_key, sizes)
+        parts = state.kept[action.part] = self._buffers.take(remote, sizes)
         state.transfers[action.op, action.part] = PostedTransfer(self._traffic.transport.receive(channel, parts))
 
     def complete_accept(self, action: Action, state: MicrobatchState) -> None:

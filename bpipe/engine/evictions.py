@@ -336,12 +336,13 @@ class Evictions:
         if self._memory.planned is not None:
             self._check_planned(action, bundle, self._memory.planned(action))
         sizes, messages = bundle.message_sizes, bundle.messages()
-        if action.peer == HOST:
-            transfer: Transfer = self._memory.host().store(action.part_key, messages)
-            self.ledger.stored(bundle.num_bytes)
+        if (reached := self._memory.reached.get(action.peer)) is not None:
+            transfer: Transfer = reached.store(action.part_key, messages)
         else:
             data = header.pack_eviction(Subject(traffic.step, action.stage, action.microbatch), action.part, sizes)
             transfer = traffic.transport.send(channel_of(action.op, traffic.rank, action.peer), messages, data)
+        if action.peer == HOST:
+            self.ledger.stored(bundle.num_bytes)
         state.transfers[action.op, action.part] = PostedTransfer(transfer)
 
     def _check_planned(self, action: Action, bundle: Bundle, planned: int) -> None:
@@ -362,8 +363,8 @@ class Evictions:
         bundle = state.evicted[action.part]
         messages = state.refilled[action.part] = bundle.refill()
         self.ledger.loading(action, bundle.num_bytes)
-        if action.peer == HOST:
-            transfer: Transfer = self._memory.host().fetch(action.part_key, messages)
+        if (reached := self._memory.reached.get(action.peer)) is not None:
+            transfer: Transfer = reached.fetch(action.part_key, messages)
         else:
             transfer = self._traffic.transport.receive(channel_of(action.op, self._traffic.rank, action.peer), messages)
         state.transfers[action.op, action.part] = PostedTransfer(transfer)

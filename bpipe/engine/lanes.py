@@ -43,7 +43,7 @@ class Lanes:
         Raises:
             BaseException: the error of one of the actions, or the reason why another rank cannot go on.
         """
-        chains, activity = run.plan.chains(run.rank), control.activity
+        chains, activity = run.chains(), control.activity
         activity.begin(run.plan, run.rank, run.step, group_ranks, chains)
         lane: Iterator[tuple[int, Action]] = enumerate(run.plan.actions[run.rank])
         execute: Callable[[Action], None] = run.execute

@@ -7,16 +7,19 @@ from dataclasses import dataclass, field
 
 import torch
 
+from bpipe.comm.transport.base import Transport
 from bpipe.device import Streams, is_asynchronous, on_stream, serving
 from bpipe.device.waits import DeviceWaits
 from bpipe.memory.host_buffers import HostBuffers
 from bpipe.memory.ledger import Kind
 from bpipe.memory.remote_buffers import RemoteBuffers
 from bpipe.memory.saved.known import Known
+from bpipe.memory.shared_buffers import PeerMemory, SharedBuffers
+from bpipe.plan.action import HOST
 from bpipe.plan.meter import slot
 from bpipe.plan.reserved import reserve
 from bpipe.recomputation.state import Learned
-from bpipe.schedules import Action, Plan
+from bpipe.schedules import Action, Channel, Plan, Purpose
 
 __all__: list[str] = []
 
@@ -32,24 +35,42 @@ class Memory:
     grows: bool = False  # whether a microbatch may take more than planned: then it is measured, and a new plan is made
     planned: Callable[[Action], int] | None = None  # the most bytes that an eviction moves
     kinds: dict[Kind, Known] = field(default_factory=dict)  # the most recently used one stands last
-    remote_buffers: dict[int, RemoteBuffers] = field(default_factory=dict)  # by evictor
+    remote_buffers: dict[int, RemoteBuffers | SharedBuffers] = field(default_factory=dict)  # by evictor
     host_buffers: HostBuffers | None = None
+    reached: dict[int | None, HostBuffers | PeerMemory] = field(default_factory=dict)  # by peer: this rank copies there by itself
     device_waits: DeviceWaits | None = None  # set if only the device waits for transfers
     learned: dict[int, Learned] = field(default_factory=dict)  # for the stages whose forwards run twice
     silent: dict[int, frozenset[int]] = field(default_factory=dict)  # hooks on a stage's parameters that queue no callbacks
 
-    def reserve(self, plan: Plan, rank: int, device: torch.device, streams: Streams) -> None:
-        """Prepare the buffers of a plan's remote activations on this rank and its host, in place of another plan's."""
+    def reserve(self, plan: Plan, rank: int, transport: Transport) -> None:
+        """Prepare the buffers of a plan's remote activations on this rank and its host, in place of another plan's.
+
+        Its channels must be open. Collective: acceptors lend memory to those evictors that reach it.
+        """
         self.clear()
+        device, streams = transport.device, transport.streams
         in_bytes = plan.sizes is not None
         moved = slot if plan.sizes is None else plan.sizes.moved
         chains, of_host = plan.chains(rank), plan.host_chain(rank)
-        self.remote_buffers = {
-            peer: RemoteBuffers(reserve(chain, moved), device, in_bytes=in_bytes) for peer, chain in chains.items()
-        }
+        self.remote_buffers = {}
+        for peer, chain in chains.items():
+            channel, reserved = Channel(Purpose.EVICT, peer, rank), reserve(chain, moved)
+            if transport.reaches(channel):
+                shared = self.remote_buffers[peer] = SharedBuffers(reserved, in_bytes=in_bytes)
+                transport.lend(channel, shared.files)  # before it is made, which may take seconds
+                shared.make()
+            else:
+                self.remote_buffers[peer] = RemoteBuffers(reserved, device, in_bytes=in_bytes)
+        self.reached = {}
+        for peer in plan.acceptors(rank):
+            if transport.reaches(channel := Channel(Purpose.EVICT, rank, peer)):
+                reserved = reserve(plan.chains(peer)[rank], moved)
+                files = transport.borrow(channel, len(reserved.sizes))
+                self.reached[peer] = PeerMemory(SharedBuffers(reserved, files, in_bytes=in_bytes), f"rank {peer}")
         self.host_buffers = None
         if of_host:
-            self.host_buffers = HostBuffers(reserve(of_host, moved), device, streams.of(("host", rank), device), in_bytes=in_bytes)
+            stream = streams.of(("host", rank), device)
+            self.reached[HOST] = self.host_buffers = HostBuffers(reserve(of_host, moved), device, stream, in_bytes=in_bytes)
         if is_asynchronous(device):
             self._make_buffers(rank, device, streams)
         self.planned = None if plan.sizes is None or self.grows else plan.sizes.moved
@@ -66,12 +87,12 @@ class Memory:
         """Free the memory of all buffers."""
         for remote_buffers in self.remote_buffers.values():
             remote_buffers.clear()
-        if self.host_buffers is not None:
-            self.host_buffers.clear()
+        for memory in self.reached.values():
+            memory.clear()
 
-    def host(self) -> HostBuffers:
-        assert self.host_buffers is not None, "the plan evicts something to the host"
-        return self.host_buffers
+    def served(self) -> dict[int, RemoteBuffers]:
+        """Return the buffers of the evictors that do not reach them, by evictor: this rank receives and returns for them."""
+        return {peer: buffers for peer, buffers in self.remote_buffers.items() if isinstance(buffers, RemoteBuffers)}
 
     def kind(self, kind: Kind) -> Known | None:
         """Return what is known about a kind, and mark it as the most recently used."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import itemgetter
 
@@ -107,8 +107,7 @@ class Run:
         trainable = {i for i, of in parts.items() if any(p.requires_grad for p in of.parameters)} if plan.has_backward else set()
         self._messages = Messages(self.traffic, specs, is_learning=is_learning, trainable=trainable)
         self._acceptors = {
-            peer: Acceptor(Traffic(transport, rank, step, MicrobatchStates()), buffers)
-            for peer, buffers in memory.remote_buffers.items()
+            peer: Acceptor(Traffic(transport, rank, step, MicrobatchStates()), buffers) for peer, buffers in memory.served().items()
         }
         self._advance: Callable[[Action], None] | None = None
         self._piece: Action | None = None  # the piece that runs now
@@ -133,6 +132,10 @@ class Run:
         """Return the memory and the messages of a microbatch on this rank, to compare them with another microbatch's."""
         sizes = [(stage, self.evictions.taken((stage, microbatch))) for stage in self._stages]
         return sizes, self._messages.agreed(microbatch, self._stages)
+
+    def chains(self) -> dict[int, Sequence[Action]]:
+        """Return what this rank does for each evictor that does not reach its memory, by evictor."""
+        return {evictor: chain for evictor, chain in self.plan.chains(self.rank).items() if evictor in self._acceptors}
 
     def _acceptor(self, action: Action) -> Acceptor:
         assert action.peer is not None

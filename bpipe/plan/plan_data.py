@@ -64,6 +64,10 @@ class PlanData:
         peers = sorted({peer for *_, peer in self.served[rank] if peer is not None})
         return {peer: tuple(a for a in self.served[rank] if a[4] == peer) for peer in peers}
 
+    def acceptors(self, rank: int) -> list[int]:
+        """Return the ranks that a rank evicts to."""
+        return sorted({peer for op, *_, peer in self.actions[rank] if op is Op.EVICT and peer is not None and peer != HOST})
+
     def host_chain(self, rank: int) -> tuple[Action, ...]:
         """Return the actions that a rank's host would run if it were an acceptor with a lane of its own."""
         return tuple(a._replace(op=MIRROR[a.op]) for a in self.actions[rank] if a.peer == HOST)

@@ -234,7 +234,7 @@ class Session:
             return
         context, transport = self.context, self.context.transport
         transport.connect(plan.channels(), context.group_ranks)
-        context.memory.reserve(plan, context.plan_rank, transport.device, transport.streams)
+        context.memory.reserve(plan, context.plan_rank, transport)
         self._connected = plan
 
     def result(self, run: Run) -> Any:

@@ -6,6 +6,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import isnan
 from operator import add
 from typing import NamedTuple
 
@@ -34,7 +35,8 @@ class Lane:
     """The times of one lane of a rank, with one entry for each of its actions.
 
     For a computation: when it ran. For a transfer's start: from when to when the transfer was in flight, on the link if
-    simulated, as far as this rank knows if measured. For a transfer's completion: when the lane waited for it.
+    simulated, as far as this rank knows if measured. For a transfer's completion: when the lane waited for it. Both are nan for
+    what a rank did not do for a remote activation because the evictor reaches its memory, until the evictor's times are known.
 
     The total bytes of a rank's device while an action runs are the sum of the four numbers of bytes; its activations are the sum
     of `activation_bytes` and `remote_buffer_bytes`. Served lanes have none: the buffers already count what they store.
@@ -55,6 +57,12 @@ class Lane:
     message_bytes: array[int] = field(default_factory=lambda: array("q"))
     static_bytes: int = 0
     remote_buffer_bytes: int = 0
+
+    @property
+    def ends_s(self) -> tuple[float, float] | None:
+        """When its first known action began and its last one ended; None if none is known."""
+        begins, ends = ([s for s in times if not isnan(s)] for times in (self.begin_s, self.end_s))
+        return (min(begins), max(ends)) if begins else None
 
 
 class Holding(NamedTuple):
@@ -120,9 +128,10 @@ class Timeline:
         return map(Span, self.plan.actions[rank], lane.begin_s, lane.end_s)
 
     def served_spans(self, rank: int) -> Iterator[Span]:
-        """Iterate over the actions that a rank runs for the ranks that evict to it."""
+        """Iterate over the actions that a rank runs for the ranks that evict to it, as far as their times are known."""
         lane = self.served[rank]
-        return map(Span, self.plan.served[rank], lane.begin_s, lane.end_s)
+        spans = map(Span, self.plan.served[rank], lane.begin_s, lane.end_s)
+        return (span for span in spans if not isnan(span.begin_s))
 
     def computations(self, rank: int) -> Iterator[Span]:
         """Iterate over the forwards and backwards of a rank."""

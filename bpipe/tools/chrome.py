@@ -26,6 +26,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
+from math import isnan
 from typing import Any, NamedTuple
 
 from bpipe._version import __version__
@@ -153,10 +154,10 @@ def _starts_ns(timelines: Sequence[Timeline]) -> list[int]:
     free_ns = 0
     for timeline in timelines:
         device = timeline.device if isinstance(timeline, Measured) else ()
-        lanes = [lane for lane in (*timeline.actions, *timeline.served, *device) if lane.begin_s]
-        earliest_ns = min((_ns(min(lane.begin_s)) for lane in lanes), default=0)
+        ends = [ends_s for lane in (*timeline.actions, *timeline.served, *device) if (ends_s := lane.ends_s) is not None]
+        earliest_ns = min((_ns(begin_s) for begin_s, _ in ends), default=0)
         starts.append(_ns(timeline.began_s) if isinstance(timeline, Measured) else free_ns - min(0, earliest_ns))
-        free_ns = max([free_ns, *(starts[-1] + _ns(max(lane.end_s)) + LEAST_NS for lane in lanes)])
+        free_ns = max([free_ns, *(starts[-1] + _ns(end_s) + LEAST_NS for _, end_s in ends)])
     return starts
 
 
@@ -174,6 +175,8 @@ def _slices(timeline: Timeline, rank: int) -> Iterator[_Slice]:
     for actions, lane in ((plan.actions[rank], timeline.actions[rank]), (plan.served[rank], timeline.served[rank])):
         held = lane.activation_bytes, lane.message_bytes
         for action, begin_s, end_s, activations, messages in zip_longest(actions, lane.begin_s, lane.end_s, *held):
+            if isnan(begin_s):
+                continue
             begin_ns, end_ns = _ns(begin_s), _ns(end_s)
             shown_ns = max(end_ns, begin_ns + LEAST_NS) if action.op in POSTS else end_ns
             place = _lane_of(action, end_ns > begin_ns)

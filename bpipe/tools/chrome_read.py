@@ -229,9 +229,10 @@ class _Draft:
         return Measured(**known, began_s=header["start_ns"] / 1e9, device=device, clock_error_s=errors)
 
     def _check_filled(self, rank: int, lanes: tuple[_Filling, _Filling]) -> None:
-        actions = (*self._plan.actions[rank], *self._plan.served[rank])
-        times = (*lanes[0].begin_s, *lanes[1].begin_s)
-        missing = [str(action) for action, begin_s in zip(actions, times) if isnan(begin_s)]
+        missing = [str(action) for action, begin_s in zip(self._plan.actions[rank], lanes[0].begin_s) if isnan(begin_s)]
+        served = list(zip(self._plan.served[rank], lanes[1].begin_s))
+        serving = {action.peer for action, begin_s in served if not isnan(begin_s)}  # for others, there was nothing to do
+        missing += [str(action) for action, begin_s in served if isnan(begin_s) and action.peer in serving]
         if missing:
             raise ConfigurationError(f"a damaged trace: no times of {', '.join(missing[:4])} on rank {rank}")
         if rank in self._has_device and any(map(isnan, self._device[rank].begin_s)):

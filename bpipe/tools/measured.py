@@ -5,9 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import isnan
 
 from bpipe.errors import ConfigurationError
-from bpipe.plan.action import COMPUTE, Action
+from bpipe.plan.action import COMPUTE, MIRROR, Action
 from bpipe.plan.plan import Plan
 from bpipe.simulator.timeline import Lane, Span, Timeline
 
@@ -85,16 +86,41 @@ def merged(parts: Sequence[Measured]) -> Measured:
         raise ConfigurationError(f"step {first.step} has no times of rank {', '.join(map(str, missing))} of {first.num_ranks}")
     began_s = min(part.began_s for part in parts)
     ranks = range(first.num_ranks)
+    actions = tuple(_later(owner[rank].actions[rank], owner[rank].began_s - began_s) for rank in ranks)
+    served = tuple(_later(owner[rank].served[rank], owner[rank].began_s - began_s) for rank in ranks)
     return Measured(
         plan=first.plan,
-        actions=tuple(_later(owner[rank].actions[rank], owner[rank].began_s - began_s) for rank in ranks),
-        served=tuple(_later(owner[rank].served[rank], owner[rank].began_s - began_s) for rank in ranks),
+        actions=actions,
+        served=_with_evictors(first.plan, actions, served),
         device=tuple(_later(owner[rank].device[rank], owner[rank].began_s - began_s) for rank in ranks),
         source="measured",
         step=first.step,
         began_s=began_s,
         clock_error_s=tuple(owner[rank].clock_error_s[rank] for rank in ranks),
     )
+
+
+def _with_evictors(plan: Plan, actions: Sequence[Lane], served: Sequence[Lane]) -> tuple[Lane, ...]:
+    """Fill served lanes in with the times of evictors that reach the memory by themselves: the two ends are one copy."""
+    return tuple(
+        lane if lane.begin_s and not any(map(isnan, lane.begin_s)) else _mirrored(plan, rank, actions, lane)
+        for rank, lane in enumerate(served)
+    )
+
+
+def _mirrored(plan: Plan, rank: int, actions: Sequence[Lane], lane: Lane) -> Lane:
+    begin_s, end_s = array("d", lane.begin_s), array("d", lane.end_s)
+    evictors = {action.peer for action in plan.served[rank] if action.peer is not None}
+    times = {
+        (peer, MIRROR[action.op], *action.part_key): (begin, end)
+        for peer in evictors
+        for action, begin, end in zip(plan.actions[peer], actions[peer].begin_s, actions[peer].end_s)
+        if action.peer == rank and action.op in MIRROR
+    }
+    for index, action in enumerate(plan.served[rank]):
+        if isnan(begin_s[index]):
+            begin_s[index], end_s[index] = times[(action.peer or 0, action.op, *action.part_key)]
+    return replace(lane, begin_s=begin_s, end_s=end_s)
 
 
 def _told(part: Measured) -> str:

@@ -180,10 +180,11 @@ def _lane_in_slots(plan: Plan, rank: int, lane: Lane) -> Lane:
 
 def _interval(timelines: Sequence[Timeline], window: Window | None) -> Window:
     """Return the interval that the picture shows: all of the timelines, or the window."""
-    lanes = [lane for timeline in timelines for lane in (*timeline.actions, *timeline.served) if lane.begin_s]
-    begin = min(min(lane.begin_s) for lane in lanes)
+    lanes = [lane for timeline in timelines for lane in (*timeline.actions, *timeline.served)]
+    ends = [ends_s for lane in lanes if (ends_s := lane.ends_s) is not None]
+    begin = min(begin_s for begin_s, _ in ends)
     on_devices = (timeline.span_s(rank)[1] for timeline in timelines for rank in timeline.computing_ranks())
-    end = max([*(max(lane.end_s) for lane in lanes), *on_devices])
+    end = max([*(end_s for _, end_s in ends), *on_devices])
     if window is None:
         return begin, end if end > begin else begin + 1.0
     if not (all(map(isfinite, window)) and window[0] < window[1]):

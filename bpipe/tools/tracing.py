@@ -7,6 +7,7 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from math import nan
 from pathlib import Path
 from types import TracebackType
 
@@ -198,18 +199,22 @@ def _check_together(schedules: Sequence[Schedule]) -> None:
             )
 
 
+def _seconds(times_ns: array[int], began_ns: int) -> array[float]:
+    """Return times in seconds since the step began; nan for what did not happen, whose time is 0."""
+    return array("d", [(ns - began_ns) / 1e9 if ns else nan for ns in times_ns])
+
+
 def _timeline(record: RecordedStep, rank: int, zero_ns: int, errors: tuple[float, ...]) -> Measured:
     """Return a record as a timeline on the trace's clock, whose zero is `zero_ns` on this rank's clock."""
     places = record.places
     plan, own = places.plan, slice(None, places.num_own)
-    began_ns = min(record.begin_ns)
-    begin_s = array("d", [(ns - began_ns) / 1e9 for ns in record.begin_ns])
-    end_s = array("d", [(ns - began_ns) / 1e9 for ns in record.end_ns])
+    began_ns = min(filter(None, record.begin_ns))
+    begin_s, end_s = (_seconds(times_ns, began_ns) for times_ns in (record.begin_ns, record.end_ns))
     for action, index in places.index.items():
         if action.op in WAIT_OF:  # a transfer is under way until it is known to be complete
             end_s[index] = end_s[places.index[action._replace(op=WAIT_OF[action.op])]]
     messages = array("q", [max(0, taken - live) for taken, live in zip(record.taken_bytes, record.live_bytes)])
-    device_s = array("d", [(ns - began_ns) / 1e9 for ns in record.device_ns])
+    device_s = _seconds(record.device_ns, began_ns)
     served = slice(places.num_own, None)
     return Measured(
         plan=plan,

@@ -409,7 +409,7 @@ def test_without_a_fault_all_calls_complete(play: tuple[Ranks, list[tuple[str, i
     assert not any(ranks.left_to_do) and ranks.errors == [None] * len(ranks.members) and not ranks.warnings
 
 
-@pytest.mark.parametrize("num_calls, says", [(0, "rank 2 has not met all others yet, or cannot answer"), (1, "rank 2 is frozen")])
+@pytest.mark.parametrize("num_calls, says", [(0, "no answer from rank 2, where not all"), (1, "rank 2 is frozen")])
 def test_a_frozen_rank_is_named_in_time(num_calls: int, says: str) -> None:
     ranks = Ranks(3, 1)
     for one in ranks.members:

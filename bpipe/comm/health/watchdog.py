@@ -132,8 +132,8 @@ class Watchdog:
         frozen = sorted(set(range(self._size)) - self._heard - {self._rank})
         if not frozen:
             return waits
-        if status.state is State.MEETING and status.call == 1:  # a rank answers nothing before it has met all those that it is linked with
-            return f"{waits}; {name_ranks(frozen)} {'has' if len(frozen) == 1 else 'have'} not met all others yet, or cannot answer"
+        if status.state is State.MEETING and status.call == 1:  # a rank answers nothing before it has met those it is linked with
+            return f"{waits}; no answer from {name_ranks(frozen)}, where not all of the others have come, or which is frozen"
         are = "is" if len(frozen) == 1 else "are"
         why = f"no answer in {ANSWERS_S:g} s (stopped, or in code that holds Python's GIL)"
         return f"{waits}; {name_ranks(frozen)} {are} frozen: {why}"

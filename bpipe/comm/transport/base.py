@@ -11,6 +11,7 @@ import torch
 from bpipe.comm.health.collective import Collective
 from bpipe.comm.health.control_plane import ControlPlane
 from bpipe.device import Streams
+from bpipe.memory.shared_file import SharedFile
 from bpipe.schedules import Channel
 
 __all__: list[str] = []
@@ -66,6 +67,18 @@ class Transport(ABC):
     @abstractmethod
     def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int]) -> None:
         """Open channels, in the same order on all ranks. Collective. `group_ranks` gives the group's rank of each of the plan's."""
+
+    def reaches(self, channel: Channel) -> bool:
+        """Return whether the sender of a channel of evictions can use the acceptor's memory by itself."""
+        return False
+
+    def lend(self, channel: Channel, files: Sequence[SharedFile]) -> None:
+        """Let the evictor of a channel use memory of this rank, which must `borrow` as many files. Only where it `reaches` that."""
+        raise NotImplementedError
+
+    def borrow(self, channel: Channel, number: int) -> list[SharedFile]:
+        """Return the memory that the acceptor of a channel lends."""
+        raise NotImplementedError
 
     def connection_bytes(self) -> int:
         """Return the bytes that a channel takes on the device, as far as the open channels show."""

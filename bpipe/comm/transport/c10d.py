@@ -7,8 +7,9 @@ because it would depend on which groups each rank happens to have closed (a name
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -32,20 +33,23 @@ from bpipe.comm.transport.communicators import Communicators, maker_of
 from bpipe.comm.transport.connect import open_connections
 from bpipe.comm.transport.device_watchdog import DeviceWatchdog
 from bpipe.comm.transport.in_flight import TRANSFERS_AT_ONCE, InFlight
+from bpipe.comm.transport.local_links import LocalLink, open_local_links
 from bpipe.comm.transport.process_group import backends_of
-from bpipe.comm.transport.socket_channel import SMALL, Receiver, Sender
+from bpipe.comm.transport.ring import Ring
+from bpipe.comm.transport.socket_channel import SMALL, Receiver, Sender, SocketChannel
 from bpipe.comm.transport.staging import Staging
 from bpipe.comm.transport.works import Noted, Works, transferring
 from bpipe.comm.wire.header import MOST_BYTES
 from bpipe.device import Streams, is_asynchronous
+from bpipe.environment import may_share_memory
 from bpipe.errors import AgreementError, ConfigurationError, TransferTimeoutError
 from bpipe.logs import LOG
+from bpipe.memory.shared_file import SharedFile, can_share
 from bpipe.schedules import Channel, Purpose
 
 __all__: list[str] = []
 
 TAGS = {purpose: tag for tag, purpose in enumerate(Purpose, start=1)}
-GROUP_OF = {Purpose.FORWARD: "forward", Purpose.BACKWARD: "backward", Purpose.EVICT: "evictions", Purpose.RETURN: "evictions"}
 NO_TAG = len(Purpose) + 1  # that no message has
 AT_ONCE = timedelta(milliseconds=1)
 POLL_S = 0.001
@@ -57,9 +61,9 @@ LEAST_DEVICE_S = 3600.0
 class C10dTransport(Transport):
     """One rank's end of a pipeline over a process group.
 
-    Each channel has its own connection for headers, and on CPU for small messages. Large messages travel over gloo, in one
-    group for each direction and one for evictions, because gloo's thread spins for what arrives on a connection while the caller
-    is sending on it. With NCCL each channel has a communicator of two ranks, so that no order between channels can be wrong.
+    Each channel has its own connection for headers, and on CPU for small messages. Large messages travel through memory that both
+    processes map, if they are on one host, and else over gloo, in a group of the two ranks. With NCCL each channel has a
+    communicator of two ranks. So no order between channels can be wrong.
 
     Args:
         group: the pipeline's process group; None for the default one.
@@ -93,7 +97,8 @@ class C10dTransport(Transport):
         self._opened: set[Channel] = set()
         self._senders: dict[Channel, Sender] = {}
         self._receivers: dict[Channel, Receiver] = {}
-        self._gloo: dict[str, Any] = {}
+        self._gloo: dict[Channel, Any] = {}  # groups of two ranks, for large tensors between hosts
+        self._links: dict[Channel, LocalLink] = {}  # of evictions between processes of one host
         self.streams = Streams()
         make = maker_of(backends_of(self.group).get(device.type, "gloo")) if is_asynchronous(device) else None
         self.waits_on_device = make is not None
@@ -131,9 +136,6 @@ class C10dTransport(Transport):
         self._is_open = True
         self._token = control.exchange(Collective.CONNECT, peers.name)[0]  # only these ranks know it
         self._store: Any = dist.PrefixStore(f"bpipe/{self._token.hex()}", store)
-        for name in () if self._communicators is not None else dict.fromkeys(GROUP_OF.values()):
-            opening.note = "the connections for tensors are being made"
-            self._gloo[name] = opening.run(partial(self._new_gloo, name))
 
     def _watch_device(self, control: ConnectedControlPlane) -> None:
         if self._communicators is not None:
@@ -170,23 +172,28 @@ class C10dTransport(Transport):
             self._count_pipelines(max(0, error.theirs - self._count_pipelines(0)))
             raise AgreementError(str(error)) from None
 
-    def _new_gloo(self, name: str) -> Any:
+    def _connect_gloo(self, channels: Sequence[Channel]) -> None:
+        """Make gloo's connections of channels whose large tensors travel by it, one group of two ranks for each."""
         timeout = timedelta(seconds=self._timeouts.timeout_s + MARGIN_S)
-        return dist.ProcessGroupGloo(dist.PrefixStore(name, self._store), self.rank, self.size, timeout)
+        for channel in channels:
+            opening = self._interruptible()
+            opening.note = f"gloo's connection for {self._named(channel)} is being made"
+            own, end = dist.PrefixStore(_place_of(channel), self._store), self._ends(channel).index(self.rank)
+            self._gloo[channel] = opening.run(partial(dist.ProcessGroupGloo, own, end, 2, timeout))
 
     def _release(self) -> None:
         """End all transfers, and all waits for one.
 
-        A gloo wait that runs into its timeout closes all connections of its group, and so ends all other waits.
+        A gloo wait that runs into its timeout closes the connection of its group, and so ends all other waits.
         """
-        for channel in [*self._senders.values(), *self._receivers.values()]:
-            channel.end()
+        for end in [*self._senders.values(), *self._receivers.values()]:
+            end.end()
+        for link in list(self._links.values()):
+            link.end()
         nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-        for gloo in list(self._gloo.values()):
-            for peer in range(self.size):  # a wait for a peer that has gone ends by itself, and closes nothing else
-                with suppress(RuntimeError):
-                    if peer != self.rank:
-                        gloo.recv([nothing], peer, NO_TAG).wait(AT_ONCE)
+        for channel, gloo in list(self._gloo.items()):
+            with suppress(RuntimeError):
+                gloo.recv([nothing], self._other_end(channel), NO_TAG).wait(AT_ONCE)
         if self._communicators is not None:
             self._communicators.abort()
 
@@ -194,10 +201,13 @@ class C10dTransport(Transport):
     def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int]) -> None:
         self._group_ranks = group_ranks
         new = [channel for channel in channels if channel not in self._opened]
+        own = [channel for channel in new if self.rank in self._ends(channel)]
         if new and self.size > 1:
             self._open_socket_channels(new)
         if self._communicators is not None:
-            self._connect_devices(self._communicators, [channel for channel in new if self.rank in self._ends(channel)])
+            self._connect_devices(self._communicators, own)
+        elif self.size > 1:
+            self._connect_gloo([channel for channel in own if not self._is_local(channel)])
         self._opened.update(new)
 
     def connection_bytes(self) -> int:
@@ -210,8 +220,12 @@ class C10dTransport(Transport):
         for channel in channels:
             end, opening = self._ends(channel).index(self.rank), self._interruptible()
             opening.note = f"a communicator for {self._named(channel)} is being made"
-            own = dist.PrefixStore(f"{channel.purpose.value}/{channel.src}/{channel.dst}", store)
+            own = dist.PrefixStore(_place_of(channel), store)
             opening.run(partial(communicators.connect, channel, own, end, timeout))
+
+    def _is_local(self, channel: Channel) -> bool:
+        """Return whether both ends are on this host, and large tensors pass through memory that they share."""
+        return (self._senders.get(channel) or self._receivers[channel]).has_ring
 
     def _named(self, channel: Channel) -> str:
         sender, receiver = self._ends(channel)
@@ -220,16 +234,55 @@ class C10dTransport(Transport):
     def _ends(self, channel: Channel) -> tuple[int, int]:
         return self._group_ranks[channel.src], self._group_ranks[channel.dst]
 
+    def _other_end(self, channel: Channel) -> int:
+        """Return the number of the other rank in a channel's group of two."""
+        return 1 - self._ends(channel).index(self.rank)
+
     def _open_socket_channels(self, channels: Sequence[Channel]) -> None:
         ends, address = [self._ends(channel) for channel in channels], own_address(self._store)
-        for index, connection in open_connections(ends, self.rank, address, self._token, self.control).items():
-            self.control.channel_sockets.append(connection)
+        connections = open_connections(ends, self.rank, address, self._token, self.control)
+        self.control.channel_sockets += connections.values()
+        rings = self._share_memory(channels, connections)
+        for index, connection in connections.items():
             channel = channels[index]
             if ends[index][0] == self.rank:
-                self._senders[channel] = Sender(connection, self._named(channel))
+                self._senders[channel] = Sender(connection, self._named(channel), rings.get(index))
             else:
-                self._receivers[channel] = Receiver(connection, self._named(channel))
+                self._receivers[channel] = Receiver(connection, self._named(channel), rings.get(index))
         self.control.check()  # a failure before this line has not ended these
+
+    def _share_memory(self, channels: Sequence[Channel], connections: Mapping[int, socket.socket]) -> dict[int, Ring]:
+        """Open links between processes of one host, and return the rings of their channels, by index."""
+        ends = [self._ends(channel) for channel in channels]
+        is_able = self.device.type == "cpu" and may_share_memory() and can_share()
+        rings = {}
+        for index, link in open_local_links(ends, self.rank, self._token, self.control, can_share=is_able).items():
+            if ends[index][0] == self.rank:
+                file = SharedFile()
+                link.pass_on([file])
+            else:
+                (file,) = self._taken(link, channels[index], 1)
+            rings[index] = Ring(file, connections[index])
+            if channels[index].purpose is Purpose.EVICT:
+                self._links[channels[index]] = link
+                self.control.channel_sockets.append(link.connection)
+            else:
+                link.close()
+        return rings
+
+    def reaches(self, channel: Channel) -> bool:
+        return channel in self._links
+
+    def lend(self, channel: Channel, files: Sequence[SharedFile]) -> None:
+        self._links[channel].pass_on(files)
+
+    def borrow(self, channel: Channel, number: int) -> list[SharedFile]:
+        return self._taken(self._links[channel], channel, number)
+
+    def _taken(self, link: LocalLink, channel: Channel, number: int) -> list[SharedFile]:
+        opening = self._interruptible()
+        opening.note = f"memory for {self._named(channel)} has not come"
+        return opening.run(partial(link.take, number))
 
     @transferring
     def send(
@@ -242,12 +295,12 @@ class C10dTransport(Transport):
         may_have_note: bool = False,
     ) -> Transfer:
         filled = [tensor for tensor in tensors if tensor.numel()]
-        if self._is_small(filled):
+        if self._is_for_socket(self._senders[channel], filled):
             return self._senders[channel].send(header, filled, note)
         works = self._send_beside(channel, header, note, may_have_note=may_have_note)
         if self._communicators is not None:
             return self._post(self._communicators, channel, filled, sends=True, beside=works)
-        gloo, peer, tag = self._gloo[GROUP_OF[channel.purpose]], self._group_ranks[channel.dst], TAGS[channel.purpose]
+        gloo, peer, tag = self._gloo[channel], self._other_end(channel), TAGS[channel.purpose]
         if self._staging is not None:
             return self._staging.send(channel, filled, works, lambda tensor: gloo.send([tensor], peer, tag))
         return Works(works + [gloo.send([tensor], peer, tag) for tensor in filled], filled)
@@ -263,7 +316,7 @@ class C10dTransport(Transport):
     @transferring
     def receive(self, channel: Channel, tensors: Sequence[torch.Tensor], *, may_have_note: bool = False) -> Transfer:
         filled = [tensor for tensor in tensors if tensor.numel()]
-        if self._is_small(filled):
+        if self._is_for_socket(self._receivers[channel], filled):
             return self._receivers[channel].receive(filled)
         transfer = self._receive_large(channel, filled)
         return Noted(transfer, self._receivers[channel].receive([])) if may_have_note else transfer
@@ -271,7 +324,7 @@ class C10dTransport(Transport):
     def _receive_large(self, channel: Channel, filled: Sequence[torch.Tensor]) -> Transfer:
         if self._communicators is not None:
             return self._post(self._communicators, channel, filled, sends=False, beside=[])
-        gloo, peer, tag = self._gloo[GROUP_OF[channel.purpose]], self._group_ranks[channel.src], TAGS[channel.purpose]
+        gloo, peer, tag = self._gloo[channel], self._other_end(channel), TAGS[channel.purpose]
         if self._staging is not None:
             return self._staging.receive(channel, filled, lambda tensor: gloo.recv([tensor], peer, tag))
         return Works([gloo.recv([tensor], peer, tag) for tensor in filled], filled)
@@ -288,8 +341,8 @@ class C10dTransport(Transport):
         works = [communicators.post(channel, tensors, sends=sends, what=what)] if tensors else []
         return Works([*beside, *works], tensors)
 
-    def _is_small(self, tensors: Sequence[torch.Tensor]) -> bool:
-        return self.device.type == "cpu" and sum(tensor.nbytes for tensor in tensors) <= SMALL
+    def _is_for_socket(self, channel: SocketChannel, tensors: Sequence[torch.Tensor]) -> bool:
+        return self.device.type == "cpu" and (channel.has_ring or sum(tensor.nbytes for tensor in tensors) <= SMALL)
 
     def receive_header(self, channel: Channel) -> bytes:
         return self._receivers[channel].read_header(MOST_BYTES)
@@ -308,6 +361,9 @@ class C10dTransport(Transport):
         self._senders.clear()
         self._receivers.clear()
         self._gloo.clear()
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
         if not self._is_open and self.identity and dist.is_initialized():  # made and never run: not to be counted
             with suppress(RuntimeError):
                 self._count_pipelines(-1)
@@ -327,6 +383,11 @@ class C10dTransport(Transport):
                 LOG.warning("rank %d closes a pipeline with %d transfers that never completed", self.rank, number)
                 return
             time.sleep(POLL_S)
+
+
+def _place_of(channel: Channel) -> str:
+    """Return what a channel's two ranks find each other by in the store."""
+    return f"{channel.purpose.value}/{channel.src}/{channel.dst}"
 
 
 def _timeout_of(group: Any) -> timedelta:

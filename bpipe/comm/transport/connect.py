@@ -52,7 +52,7 @@ def open_connections(
                     _connected(endpoints[receiver], receiver, Frame(Kind.HELLO, index, token))
                 )
         control.exchange(Collective.CONNECT, b"")  # now all have connected, so no later wait is needed
-        for index, connection in _arrived(listener, token, missing, control).items():
+        for index, connection in arrived(listener, token, missing, control).items():
             opened[index] = unless_done.enter_context(connection)
         for connection in opened.values():
             prepare(connection)
@@ -73,7 +73,7 @@ def _connected(to: Endpoint, receiver: int, hello: Frame) -> socket.socket:
     return connection
 
 
-def _arrived(listener: socket.socket, token: bytes, missing: Collection[int], control: ControlPlane) -> dict[int, socket.socket]:
+def arrived(listener: socket.socket, token: bytes, missing: Collection[int], control: ControlPlane) -> dict[int, socket.socket]:
     """Accept the connections of the other ranks, by index. Other clients are disconnected without waiting for their data."""
     found: dict[int, socket.socket] = {}
 

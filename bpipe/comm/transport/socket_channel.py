@@ -1,5 +1,7 @@
 """A connection for one channel, which carries what is small: headers, and tensors that are copied faster than a thread is woken.
 
+Between processes of one host, it carries large tensors too, through memory that both share.
+
 Each message is preceded by its length, whose highest bit says that a note follows, with its own length. The sender hands the
 message to the kernel and goes on; the receiver reads it when it waits for it, in the thread that waits. What the kernel has no
 room for is sent by a separate thread, so that no send ever blocks.
@@ -10,7 +12,7 @@ from __future__ import annotations
 import socket
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
@@ -18,8 +20,10 @@ from functools import partial
 import torch
 
 from bpipe.comm.transport.base import Transfer
+from bpipe.comm.transport.ring import Ring
 from bpipe.comm.transport.worker import Worker
 from bpipe.comm.wire.message import memory_of
+from bpipe.device.huge_pages import prefer_huge_pages
 from bpipe.errors import CommError, TransferError
 
 __all__: list[str] = []
@@ -38,10 +42,30 @@ class SocketChannel:
     Args:
         connection: a blocking connection to the other end.
         name: the channel's name, for messages.
+        ring: passes large messages on, between processes of one host.
     """
 
-    def __init__(self, connection: socket.socket, name: str) -> None:
-        self._connection, self._name = connection, name
+    def __init__(self, connection: socket.socket, name: str, ring: Ring | None = None) -> None:
+        self._connection, self._name, self._ring = connection, name, ring
+        self._worker: Worker | None = None
+
+    @property
+    def has_ring(self) -> bool:
+        """Whether large messages may travel here as well."""
+        return self._ring is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the host's memory that it takes."""
+        return 0 if self._ring is None else self._ring.num_bytes
+
+    def _through_ring(self, parts: list[memoryview]) -> Ring | None:
+        """Return what a message travels through, if not through the connection itself; both ends decide alike."""
+        return self._ring if self._ring is not None and sum(map(len, parts)) > SMALL else None
+
+    def _submit(self, job: Callable[[], None]) -> Future[None]:
+        self._worker = self._worker or Worker("bpipe-channel")
+        return self._worker.submit(job)
 
     def end(self) -> None:
         """End all waits at both ends. Any thread may call it."""
@@ -50,6 +74,8 @@ class SocketChannel:
 
     def close(self) -> None:
         """Close the connection. What the kernel has already taken still arrives."""
+        if self._worker is not None:
+            self._worker.close()
         self._connection.close()
 
     def _lost(self, why: object) -> TransferError:
@@ -59,17 +85,21 @@ class SocketChannel:
 class Sender(SocketChannel):
     """The sender's end."""
 
-    def __init__(self, connection: socket.socket, name: str) -> None:
-        super().__init__(connection, name)
-        self._worker: Worker | None = None
+    def __init__(self, connection: socket.socket, name: str, ring: Ring | None = None) -> None:
+        super().__init__(connection, name, ring)
         self._late: Future[None] | None = None
 
     def send(self, header: bytes | None, tensors: Sequence[torch.Tensor] | None, note: bytes | None = None) -> Transfer:
         """Send a header, or tensors as one message, maybe with a note, or both. Returns at once."""
         parts = [] if header is None else _message([memoryview(header)])
-        if tensors is not None:
-            parts += _message([memory_of(tensor) for tensor in tensors], note)
-        return _Sent(self._post(parts, tensors), tensors)
+        if tensors is None:
+            return _Sent(self._post(parts, None), None)
+        body = [memory_of(tensor) for tensor in tensors]
+        length, *rest = _message(body, note)
+        if (ring := self._through_ring(body)) is not None:
+            self._late = self._submit(partial(self._push_through, ring, [*parts, length], body, rest[len(body) :], tensors))
+            return _Sent(self._late, tensors)
+        return _Sent(self._post([*parts, length, *rest], tensors), tensors)
 
     def send_empty(self) -> Transfer | None:
         """Send a message without tensors. Returns at once, and nearly always None, which means that all of it has left."""
@@ -84,13 +114,24 @@ class Sender(SocketChannel):
             parts = self._pushed(parts, socket.MSG_DONTWAIT)
         if not parts:
             return None
-        self._worker = self._worker or Worker("bpipe-send")
-        self._late = self._worker.submit(partial(self._push_late, parts, owners))
+        self._late = self._submit(partial(self._push_late, parts, owners))
         return self._late
 
     def _push_late(self, parts: list[memoryview], owners: object) -> None:
         """Send all parts; the owners of their memory stay alive until then."""
         self._pushed(parts, 0)
+
+    def _push_through(
+        self, ring: Ring, before: list[memoryview], body: list[memoryview], behind: list[memoryview], owners: object
+    ) -> None:
+        """Send the body of a message through shared memory, and what comes before and behind it over the connection."""
+        self._pushed(before, 0)
+        try:
+            ring.push(body)
+        except OSError as error:
+            self.end()
+            raise self._lost(error) from error
+        self._pushed(behind, 0)
 
     def _pushed(self, parts: list[memoryview], flags: int) -> list[memoryview]:
         """Send as much as the connection takes; return the rest."""
@@ -107,24 +148,33 @@ class Sender(SocketChannel):
     def close(self) -> None:
         if self._late is not None and not self._late.done():
             self.end()  # which wakes the thread that sends
-        if self._worker is not None:
-            self._worker.close()
         super().close()
 
 
 class Receiver(SocketChannel):
     """The receiver's end. Only one thread at a time may use it."""
 
-    def __init__(self, connection: socket.socket, name: str) -> None:
-        super().__init__(connection, name)
-        self._posted: deque[_Receipt] = deque()
+    def __init__(self, connection: socket.socket, name: str, ring: Ring | None = None) -> None:
+        super().__init__(connection, name, ring)
+        self._posted: deque[_Receipt] = deque()  # those that no other thread reads
+        self._ahead: Future[None] | None = None  # of the last one that another thread reads
         self._error: CommError | None = None  # after it, the start of the next message is unknown
 
     def receive(self, tensors: Sequence[torch.Tensor]) -> Transfer:
         """Post a receive of one message into contiguous tensors. Messages arrive in posting order, whichever is waited for."""
         receipt = _Receipt(self, tensors)
         self._posted.append(receipt)
+        if self._through_ring([memory_of(tensor) for tensor in tensors]) is not None:
+            for tensor in tensors:
+                prefer_huge_pages(tensor)
+            self._read_ahead()
         return receipt
+
+    def _read_ahead(self) -> None:
+        """Let a thread read all that was posted, so that large tensors arrive while this thread computes."""
+        for receipt in self._posted:
+            receipt.ahead = self._ahead = self._submit(partial(self._read_into, receipt))
+        self._posted.clear()
 
     def read_header(self, most_bytes: int) -> bytes:
         """Wait for the next header, after everything that was posted.
@@ -147,11 +197,17 @@ class Receiver(SocketChannel):
 
     def read_posted(self, last: _Receipt | None = None) -> None:
         """Wait for the receives that were posted: all of them, or those up to `last`."""
+        ahead = self._ahead if last is None or last.ahead is None else last.ahead
+        if ahead is not None:
+            ahead.result()
         while self._posted and (last is None or last.tensors is not None):
-            receipt = self._posted[0]
-            assert receipt.tensors is not None
-            receipt.note = self._read([memory_of(tensor) for tensor in receipt.tensors])
-            self._posted.popleft().tensors = None
+            self._read_into(self._posted[0])
+            self._posted.popleft()
+
+    def _read_into(self, receipt: _Receipt) -> None:
+        assert receipt.tensors is not None
+        receipt.note = self._read([memory_of(tensor) for tensor in receipt.tensors])
+        receipt.tensors = None
 
     def _read(self, parts: list[memoryview]) -> bytes | None:
         if self._error is not None:
@@ -164,15 +220,24 @@ class Receiver(SocketChannel):
 
     def _read_message(self, parts: list[memoryview]) -> bytes | None:
         """Read a message into the given memory, and return the note that came with it, if one did."""
-        expected, length = sum(map(len, parts)), bytearray(LENGTH.size)
-        rest = [memoryview(length), *parts]
-        while rest and len(rest) > len(parts):  # the length first, with the data that has come after it
+        expected, length, ring = sum(map(len, parts)), bytearray(LENGTH.size), self._through_ring(parts)
+        rest = [memoryview(length), *parts] if ring is None else [memoryview(length)]
+        num_parts = len(rest) - 1
+        while rest and len(rest) > num_parts:  # the length first, with the data that has come after it
             rest = _behind(rest, self._taken(rest, 0))
         (size,) = LENGTH.unpack(length)
         if size & ~NOTED != expected:
             raise CommError(f"{self._name}: a message of {size & ~NOTED} bytes arrived where {expected} were expected")
         self._fill(rest)
+        if ring is not None:
+            self._pull(ring, parts)
         return self._read_sized("note", MOST_NOTE_BYTES) if size & NOTED else None
+
+    def _pull(self, ring: Ring, parts: list[memoryview]) -> None:
+        try:
+            ring.pull(parts)
+        except OSError as error:
+            raise self._lost(error) from error
 
     def _fill(self, parts: list[memoryview]) -> None:
         while parts:
@@ -189,10 +254,11 @@ class Receiver(SocketChannel):
 
 
 class _Receipt:
-    """A receive that was posted; its tensors are None once they are filled."""
+    """A receive that was posted; its tensors are None once they are filled. `ahead` is set if a thread reads it."""
 
     def __init__(self, receiver: Receiver, tensors: Sequence[torch.Tensor]) -> None:
         self._receiver = receiver
+        self.ahead: Future[None] | None = None
         self.tensors: Sequence[torch.Tensor] | None = tensors
         self.note: bytes | None = None
 

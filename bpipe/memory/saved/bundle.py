@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from bpipe.device.huge_pages import prefer_huge_pages
 from bpipe.errors import SavedTensorError
 from bpipe.memory.saved.storages import Storage, as_bytes, owners
 
@@ -75,6 +76,7 @@ class Bundle:
         """Allocate the large storages again and return the tensors that receive the messages, uint8 [size] each."""
         for (storage, _), size in zip(self._large, self._large_sizes):
             storage.resize_(size)
+            prefer_huge_pages(as_bytes(storage))
         device = self._small[0].device if self._small else None
         shared = [torch.empty(sum(self._small_sizes), dtype=torch.uint8, device=device)] if self._small else []
         return [as_bytes(storage) for storage, _ in self._large] + shared

@@ -132,7 +132,7 @@ def interrupted_while_posting(rank: int, every: int) -> tuple[int, list[str]]:
     starts(rank)
     num_interrupted = 0
     for code, offset in instructions_of_a_posting()[::every]:
-        schedule = schedule_of(rank, modules_of(RANKS)[rank])
+        schedule = schedule_of(rank, modules_of(RANKS)[rank], timeout_s=30.0)
         step_of(schedule, 0)
         with suppress(RankFailedError, PipelineBrokenError), interrupting(code, offset) if rank == STRUCK else nullcontext():
             try:
@@ -145,7 +145,7 @@ def interrupted_while_posting(rank: int, every: int) -> tuple[int, list[str]]:
     return num_interrupted, unordered()
 
 
-@pytest.mark.parametrize("every", [11, pytest.param(1, marks=[pytest.mark.exhaustive, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("every", [11, pytest.param(4, marks=[pytest.mark.exhaustive, pytest.mark.timeout(900)])])
 def test_ctrl_c_while_a_transfer_is_posted(every: int, one_thread: None) -> None:
     found = run_ranks(interrupted_while_posting, RANKS, every, timeout_s=300.0)
     assert [races for _, races in found] == [[]] * RANKS

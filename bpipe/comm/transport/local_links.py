@@ -1,0 +1,128 @@
+"""Connections between processes of one host, which pass open files on: of memory that both ends map."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from typing import NamedTuple
+
+from bpipe.comm.health.collective import Collective
+from bpipe.comm.health.control_plane import ControlPlane
+from bpipe.comm.rendezvous.incoming import MOST_SILENT
+from bpipe.comm.transport.connect import arrived
+from bpipe.comm.wire.codec import decode, encode
+from bpipe.comm.wire.frames import Frame, Kind
+from bpipe.errors import TransferError
+from bpipe.memory.shared_file import SharedFile
+
+__all__: list[str] = []
+
+NAME_BYTES = 16
+LINK_S = 5.0  # a process of the same host answers within this time
+
+
+class _Opened(NamedTuple):
+    """The links that a rank could open, by index."""
+
+    indices: tuple[int, ...]
+
+
+def open_local_links(
+    ends: Sequence[tuple[int, int]], rank: int, token: bytes, control: ControlPlane, *, can_share: bool
+) -> dict[int, LocalLink]:
+    """Open a link for each pair of ranks that share a host, and return this rank's links by index. Collective.
+
+    Whether two ranks share a host is found out by trying: a name in the kernel's own table of sockets is known only there.
+
+    Args:
+        ends: for each link the ranks that open it and that accept it, the same on all ranks.
+        rank: this rank.
+        token: 16 bytes that only these ranks know.
+        control: their control plane.
+        can_share: whether this rank can share memory with other processes.
+    """
+    with ExitStack() as unless_done, ExitStack() as after:
+        listener = after.enter_context(_listener(len(ends))) if can_share else None
+        own = b"" if listener is None else os.fsencode(listener.getsockname())
+        names = control.exchange(Collective.CONNECT, own)
+        opened: dict[int, socket.socket] = {}
+        for index, (opener, acceptor) in enumerate(ends):
+            if opener == rank and own and names[acceptor]:
+                with suppress(OSError):  # it is on another host, or in another network namespace
+                    opened[index] = unless_done.enter_context(_connected(names[acceptor], Frame(Kind.HELLO, index, token)))
+        reports = control.exchange(Collective.CONNECT, encode(_Opened(tuple(opened))))
+        coming = {index for opener, data in enumerate(reports) for index in _coming(data, ends, opener, rank)}
+        if listener is not None:
+            opened |= arrived(listener, token, coming, control)
+        unless_done.pop_all()
+    return {index: LocalLink(connection) for index, connection in opened.items()}
+
+
+def _coming(data: bytes, ends: Sequence[tuple[int, int]], opener: int, acceptor: int) -> list[int]:
+    """Return the links that one rank has opened to another, by the report of the first."""
+    indices = decode(_Opened, data, "list of links").indices
+    return [index for index, end in enumerate(ends) if end == (opener, acceptor) and index in indices]
+
+
+def _listener(most: int) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(b"\0bpipe-" + os.urandom(NAME_BYTES).hex().encode())
+    listener.listen(most + MOST_SILENT)
+    return listener
+
+
+def _connected(name: bytes, hello: Frame) -> socket.socket:
+    with ExitStack() as unless_done:
+        connection = unless_done.enter_context(socket.socket(socket.AF_UNIX))
+        connection.settimeout(LINK_S)
+        connection.connect(name)
+        connection.sendall(hello.pack())
+        unless_done.pop_all()
+    return connection
+
+
+class LocalLink:
+    """A connection to another process of this host."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        connection.settimeout(None)
+
+    def pass_on(self, files: Sequence[SharedFile]) -> None:
+        """Give the other process files; it must take as many.
+
+        Raises:
+            TransferError: the other process is gone.
+        """
+        try:
+            for file in files:
+                socket.send_fds(self.connection, [b"\0"], [file.descriptor])
+        except OSError as error:
+            raise TransferError(f"memory cannot be shared with another process of this host: {error}") from error
+
+    def take(self, number: int) -> list[SharedFile]:
+        """Return files that the other process passes on. Blocks until it does, or until `end`.
+
+        Raises:
+            TransferError: the other process is gone, or has passed on something else.
+        """
+        files = []
+        try:
+            for _ in range(number):
+                _, descriptors, _, _ = socket.recv_fds(self.connection, 1, 1)
+                files += [SharedFile(descriptor) for descriptor in descriptors]
+        except OSError as error:
+            raise TransferError(f"memory cannot be shared with another process of this host: {error}") from error
+        if len(files) != number:
+            raise TransferError(f"another process of this host shares {len(files)} pieces of memory where {number} were expected")
+        return files
+
+    def end(self) -> None:
+        """End all waits at both ends. Any thread may call it."""
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.connection.close()

@@ -1,0 +1,97 @@
+"""Chunks of shared memory through which tensors pass from one process of a host to another: one copy in, one copy out."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from bpipe.memory.shared_file import SharedFile
+
+__all__: list[str] = []
+
+CHUNK = 4 * 1024**2  # bytes: few enough to stay in the processor's cache, enough that a byte on the connection costs nothing
+NUM_CHUNKS = 2  # one is filled while the other one is emptied
+READY, EMPTIED = b"\1", b"\2"
+
+
+class Ring:
+    """One end of the chunks, which belong to one direction of a connection between two processes.
+
+    The sender fills a chunk and sends a byte; the receiver empties it and sends a byte back. The memory is taken from the host
+    with the first message.
+
+    Args:
+        file: the memory, which both ends map.
+        connection: carries the bytes; nothing else may travel against the direction of the tensors.
+    """
+
+    def __init__(self, file: SharedFile, connection: socket.socket) -> None:
+        self._file, self._connection = file, connection
+        self._chunks: list[np.ndarray] = []
+        self._num_filled = self._num_emptied = 0  # as far as this end knows
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that it takes from the host."""
+        return self._file.num_bytes
+
+    def push(self, parts: Iterable[memoryview]) -> None:
+        """Copy a message in, as the receiver makes room. Blocks.
+
+        Raises:
+            OSError: the connection has ended.
+        """
+        for pieces in _in_chunks(parts):
+            if self._num_filled - self._num_emptied == NUM_CHUNKS:
+                self._hear(EMPTIED)
+                self._num_emptied += 1
+            chunk, start = self._next(), 0
+            for piece in pieces:
+                np.copyto(chunk[start : start + len(piece)], np.frombuffer(piece, np.uint8))
+                start += len(piece)
+            self._num_filled += 1
+            self._connection.sendall(READY)
+
+    def pull(self, parts: Iterable[memoryview]) -> None:
+        """Copy a message out, as it comes. Blocks.
+
+        Raises:
+            OSError: the connection has ended.
+        """
+        for pieces in _in_chunks(parts):
+            self._hear(READY)
+            chunk, start = self._next(), 0
+            for piece in pieces:
+                np.copyto(np.frombuffer(piece, np.uint8), chunk[start : start + len(piece)])
+                start += len(piece)
+            self._num_filled += 1
+            self._connection.sendall(EMPTIED)
+
+    def _next(self) -> np.ndarray:
+        if not self._chunks:
+            self._file.grow(NUM_CHUNKS * CHUNK)
+            self._chunks = np.split(self._file.map(), NUM_CHUNKS)
+        return self._chunks[self._num_filled % NUM_CHUNKS]
+
+    def _hear(self, expected: bytes) -> None:
+        byte = self._connection.recv(1)
+        if byte != expected:
+            raise ConnectionError(f"{byte!r} came in place of {expected!r}" if byte else "it was closed")
+
+
+def _in_chunks(parts: Iterable[memoryview]) -> Iterator[list[memoryview]]:
+    """Yield the pieces of a message that go into each chunk; both ends cut alike."""
+    pieces: list[memoryview] = []
+    free = CHUNK
+    for part in parts:
+        while part:
+            pieces.append(part[:free])
+            free -= len(pieces[-1])
+            part = part[len(pieces[-1]) :]
+            if not free:
+                yield pieces
+                pieces, free = [], CHUNK
+    if pieces:
+        yield pieces

@@ -1,0 +1,72 @@
+"""A rank is killed at any moment, also while memory is being shared: the others raise in time, and nothing is left on the host.
+
+`BPIPE_TEST_KILLS=200 make test-all ARGS=tests/faults/test_killed_at_random.py` kills as often as that.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from torch import nn
+
+import bpipe
+from bpipe.errors import CommError
+from tests.ranks import run_ranks
+
+RANKS, MICROBATCHES, WIDTH = 4, 6, 300  # 2 x 300 x 300 floats between stages: a message through shared memory
+LONGEST_S = 1.5  # until the kill
+TIMEOUT_S = 5.0  # the others wait as long for a rank that was killed before it came to the meeting
+KILLS = int(os.environ.get("BPIPE_TEST_KILLS", "12"))
+
+
+def training(rank: int, victim: int, after_s: float) -> float:
+    """One rank: the seconds from the kill until it raises."""
+    killed_at = time.monotonic() + after_s
+    if rank == victim:
+        threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    x = torch.randn(2 * MICROBATCHES, WIDTH, WIDTH)
+    schedule = bpipe.BalancedOneFOneB(
+        bpipe.PipelineStage(module, rank, RANKS, "cpu"), MICROBATCHES, loss_fn=nn.functional.mse_loss, timeout_s=TIMEOUT_S
+    )
+    try:
+        while True:
+            schedule.step(x, target=x, return_outputs=False)
+    except CommError:
+        return time.monotonic() - killed_at
+    finally:
+        schedule.close()
+
+
+def shared() -> set[str]:
+    """Memory of bpipe that any process has open, and files in the folder of shared memory."""
+    found = set(os.listdir("/dev/shm"))
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            target = os.readlink(link)
+        except OSError:  # its process has ended, or is another user's
+            continue
+        if "memfd:bpipe" in target:
+            found.add(f"{link}: {target}")
+    return found
+
+
+@pytest.mark.parametrize("number", [0, pytest.param(KILLS, marks=[pytest.mark.exhaustive, pytest.mark.timeout(3600)])])
+def test_nothing_is_left(number: int, one_thread: None) -> None:
+    random, before = Random(number), shared()
+    for _ in range(number or 1):
+        victim, after_s = random.randrange(RANKS), random.uniform(0, LONGEST_S)
+        outcomes = run_ranks(training, RANKS, victim, after_s, expect_errors=True)
+        for rank, seconds in enumerate(outcomes):
+            if rank == victim:
+                assert "died without a word" in str(seconds)
+            else:
+                assert isinstance(seconds, float) and seconds < TIMEOUT_S + 2, (rank, after_s, seconds)
+        assert shared() <= before
