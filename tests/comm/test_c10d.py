@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -135,12 +138,62 @@ def test_records_come_by_rank() -> None:
     assert run_ranks(records, 3) == [expected] * 3
 
 
+def pipelines_and_keys(rank: int, num_pipelines: int) -> list[int]:
+    """How many keys the store has after the first one and after all, of which every other one has only met and is dropped."""
+    store, counts = dist.distributed_c10d._get_default_store(), []
+    for index in range(num_pipelines):
+        transport = opened() if index % 2 else C10dTransport(None, CPU)
+        transport.enlist()
+        transport.exchange(Collective.STEP, b"")
+        transport.close()
+        dist.barrier()  # the other rank has removed its keys, too
+        counts.append(store.num_keys())
+        dist.barrier()  # and begins the next pipeline
+    return [counts[0], counts[-1]]
+
+
+@pytest.mark.parametrize("num_pipelines", [5, pytest.param(100, marks=pytest.mark.exhaustive)])
+def test_pipelines_leave_no_keys_in_the_store(num_pipelines: int) -> None:
+    before = run_ranks(keys_before, 2)
+    assert run_ranks(pipelines_and_keys, 2, num_pipelines) == [[count] * 2 for count in before]
+
+
+def keys_before(rank: int) -> int:
+    dist.barrier()
+    return int(dist.distributed_c10d._get_default_store().num_keys())
+
+
+def second_attempt(rank: int) -> list[int]:
+    """Ranks whose earlier processes made different numbers of pipelines over the store, and ended before they met."""
+    earlier = run_in_fork(rank + 1)
+    later = C10dTransport(None, CPU)
+    later.enlist()
+    later.exchange(Collective.STEP, b"")
+    return [earlier, later.identity]
+
+
+def run_in_fork(num_pipelines: int) -> int:
+    reads, writes = os.pipe()
+    if not (child := os.fork()):
+        made = [C10dTransport(None, CPU) for _ in range(num_pipelines)]
+        for one in made:
+            one.enlist()
+        os.write(writes, bytes([made[-1].identity]))
+        os._exit(0)
+    os.waitpid(child, 0)
+    return os.read(reads, 1)[0]
+
+
+def test_pipelines_of_processes_that_have_ended_are_not_counted() -> None:
+    assert run_ranks(second_attempt, 2) == [[1, 1], [2, 1]]
+
+
 class Late(C10dTransport):
     """Joins its groups late, when the other rank has looked for it already."""
 
-    def _new_gloo(self, name: str) -> Any:
+    def _connect_gloo(self, channels: Sequence[Channel]) -> None:
         time.sleep(0.1)
-        return super()._new_gloo(name)
+        super()._connect_gloo(channels)
 
 
 def pipelines_in_succession(rank: int) -> list[int]:
@@ -193,6 +246,26 @@ def leaves(rank: int) -> str:
 def test_a_peer_that_leaves_is_an_error() -> None:
     first, _ = run_ranks(leaves, 2)
     assert first.startswith("a transfer failed: ")
+
+
+def cannot_find_its_address(rank: int) -> str:
+    addresses = pytest.MonkeyPatch()
+    addresses.setattr("bpipe.comm.rendezvous.meeting.own_addresses", lambda store: time.sleep(1))
+    transport = C10dTransport(None, CPU, timeout_s=0.2)
+    try:
+        transport.exchange(Collective.STEP, b"")
+    except CommError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_timeout_says_what_it_waited_for() -> None:
+    """Before the first look at who has come, too."""
+    (text,) = {re.sub(r"[\d.]+", "N", one) for one in run_ranks(cannot_find_its_address, 2)}
+    assert text == (
+        "rank N has waited N s to connect to the other ranks: it looks for its own addresses, and writes them to the process "
+        "group's store: longer than timeout_s=N"
+    )
 
 
 def closes_twice(rank: int) -> bool:

@@ -15,12 +15,12 @@ from bpipe.comm.health.collective import Collective
 from bpipe.comm.health.control_plane import NullControlPlane
 from bpipe.comm.rendezvous.addresses import Address, Endpoint
 from bpipe.comm.transport import connect
-from bpipe.comm.transport.connect import TOKEN_BYTES, open_connections
+from bpipe.comm.transport.connect import TOKEN_BYTES, _connected, _sorted, open_connections
 from bpipe.comm.wire.codec import decode
 from bpipe.comm.wire.frames import Frame, Kind
 from bpipe.errors import TransferError
 
-HERE = Address("127.0.0.1", socket.AF_INET)
+HERE = [Address("127.0.0.1", socket.AF_INET)]
 TOKEN = b"t" * TOKEN_BYTES
 
 
@@ -61,7 +61,7 @@ class Line(NullControlPlane):
 
 
 def stranger(place: bytes, words: bytes) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", decode(Endpoint, place, "endpoint").port))
+    connection = socket.create_connection(("127.0.0.1", decode(Endpoint, place, "endpoint").places[0][1]))
     connection.sendall(words)
     return connection
 
@@ -102,6 +102,18 @@ def test_a_rank_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "create_connection", refuse)
     with pytest.raises(TransferError, match=r"^rank 0 cannot be reached at 127\.0\.0\.1, port \d+: no"):
         Together(1).opened([(0, 0)])
+
+
+def test_the_places_of_a_rank_are_tried_in_turn() -> None:
+    """The one that has been reached before comes first."""
+    there = Endpoint((("192.0.2.1", 1), ("127.0.0.1", 2), ("127.0.0.7", 3)))
+    assert _sorted(there, "127.0.0.7").places == (("127.0.0.7", 3), ("192.0.2.1", 1), ("127.0.0.1", 2))
+    assert _sorted(there, None) == there
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_server(("127.0.0.1", 0)) as closed:
+        gone = closed.getsockname()
+        closed.close()
+        with _connected(Endpoint((gone, listener.getsockname())), 1, Frame(Kind.HELLO, 0, TOKEN)):
+            listener.accept()[0].close()
 
 
 def test_a_connection_that_does_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:

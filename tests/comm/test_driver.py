@@ -8,7 +8,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import count, islice
 from typing import Any
 
 import pytest
@@ -19,9 +20,11 @@ from hypothesis import strategies as st
 from bpipe.comm.health.collective import Collective
 from bpipe.comm.health.driver import ConnectedControlPlane
 from bpipe.comm.health.failure import Cause, Failure
-from bpipe.comm.health.watchdog import Timeouts
-from bpipe.comm.wire.frames import Frame, Kind
-from bpipe.errors import AgreementError, RankFailedError, RankLostError
+from bpipe.comm.health.gather import MAX_GIVEN, MAX_PARTS
+from bpipe.comm.health.watchdog import ASKING, Timeouts
+from bpipe.comm.rendezvous.peers import MOST_WAITING
+from bpipe.comm.wire.frames import HEAD, MAGIC, VERSION, Frame, Kind
+from bpipe.errors import AgreementError, CommError, RankFailedError, RankLostError
 from tests.comm.meetings import meet, store, together
 
 __all__ = ["store"]
@@ -45,7 +48,7 @@ def test_calls_give_every_rank_s_bytes_to_all(store):
         for payload in (b"", b"x" * 3_000_000):
             found = together(
                 [
-                    lambda plane=plane, r=r, end=payload: plane.exchange(Collective.STEP, bytes([r]) + end)
+                    lambda plane=plane, r=r, end=payload: plane.exchange(Collective.GATHER, bytes([r]) + end)
                     for r, plane in enumerate(made)
                 ]
             )
@@ -127,7 +130,9 @@ def test_many_ranks_agree_and_fail_over_few_connections(store, monkeypatch):
         together([lambda plane=plane, r=r: plane.exchange(Collective.STEP, b"%d" % r * 20) for r, plane in enumerate(made)])
         for r, plane in enumerate(made):
             for peer in plane.peers.values():
-                monkeypatch.setattr(peer, "send", lambda frame, r=r, send=peer.send: (frames.update({r: 1}), send(frame)))
+                monkeypatch.setattr(
+                    peer, "send_packed", lambda data, r=r, send=peer.send_packed: (frames.update({r: 1}), send(data))[1]
+                )
         found = together([lambda plane=plane, r=r: plane.exchange(Collective.STEP, b"%d" % r * 20) for r, plane in enumerate(made)])
         assert found == [[b"%d" % r * 20 for r in range(size)]] * size
         assert frames == dict.fromkeys(range(size), 5)
@@ -164,3 +169,61 @@ def test_closing_gives_the_thread_and_the_connections_back(store):
     with planes(store, 3):
         assert threading.active_count() == before[0] + 3
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+
+
+@pytest.mark.parametrize("call", Collective)
+def test_a_call_longer_than_its_kind_can_be_is_refused_before_it_comes(store, call):
+    with planes(store, 2) as made:
+        head = HEAD.pack(MAGIC, VERSION, Kind.CALL, MAX_PARTS[call] + 1, 1)
+        made[1].peers[0].connection.sendall(head + bytes([call]))
+        with pytest.raises(AgreementError, match="rank 1 sent rank 0 bytes that are not a bpipe message"):
+            made[0].exchange(Collective.STEP, b"")
+
+
+@pytest.mark.parametrize("call", [one for one in Collective if one is not Collective.GATHER])
+def test_a_call_that_is_too_long_is_an_error_where_it_is_made(store, call):
+    with planes(store, 2) as made, pytest.raises(CommError, match=r"\d+ bytes are more than a rank can say when it "):
+        made[0].exchange(call, bytes(MAX_GIVEN[call] + 1))
+
+
+def test_a_peer_that_does_not_read_its_answers_is_named_and_holds_up_nobody(store):
+    """Rank 1 asks and asks. Before, rank 0's control thread stood still for 30 s once the kernel had no more room."""
+    with planes(store, 3) as made:
+        peer = made[1].peers[0]
+        with made[1]._changed:  # so that rank 1 reads nothing
+            began = time.monotonic()
+            peer.connection.setblocking(True)
+            peer.connection.settimeout(10)
+            with suppress(OSError):
+                numbers = count(1)
+                while made[0].failure is None and time.monotonic() - began < 8:
+                    asked = [Frame(Kind.ASK, number, ASKING.pack(1)).pack() for number in islice(numbers, 1000)]
+                    peer.connection.sendall(b"".join(asked))
+            assert "rank 1 does not read what rank 0 sends it" in str(made[0].failure)
+            with pytest.raises(AgreementError, match="rank 1 does not read what rank 0 sends it"):
+                made[2].exchange(Collective.STEP, b"")
+            assert time.monotonic() - began < 5
+            assert made[0].peers[1].num_waiting == MOST_WAITING
+            peer.connection.setblocking(False)
+
+
+def test_a_long_message_leaves_while_its_sender_does_something_else(store):
+    data = os.urandom(20_000_000)
+    with planes(store, 2) as made:
+        with made[1]._changed:  # rank 1 reads later
+            effects = made[0]._members.begin_call(Collective.GATHER, data)
+            made[0]._do(effects)
+            assert made[0].peers[1].num_waiting == 1
+        assert made[1].exchange(Collective.GATHER, b"")[0] == data
+
+
+def test_what_waits_leaves_before_the_connection_is_closed(store):
+    data = os.urandom(20_000_000)
+    with planes(store, 2) as made:
+        with made[1]._changed:
+            made[0]._do(made[0]._members.begin_call(Collective.GATHER, data))
+            closing = threading.Thread(target=made[0].close)
+            closing.start()
+            time.sleep(0.1)
+        assert made[1].exchange(Collective.GATHER, b"")[0] == data
+        closing.join()

@@ -23,7 +23,7 @@ class Desk:
         self.stack, self.greeted = stack, list[tuple[socket.socket, Frame]]()
         self.listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=50))
         self.selector = stack.enter_context(selectors.DefaultSelector())
-        stack.enter_context(IncomingConnections(self.listener, self.selector, 2, self._greet))
+        stack.enter_context(IncomingConnections([self.listener], self.selector, 2, self._greet))
 
     def _greet(self, connection: socket.socket, hello: Frame) -> None:
         self.greeted.append((self.stack.enter_context(connection), hello))

@@ -17,7 +17,7 @@ from bpipe.comm.health.effects import Effect, Send, Signal, Warn
 from bpipe.comm.health.failure import Cause, Failure
 from bpipe.comm.health.gather import Part
 from bpipe.comm.health.links import links
-from bpipe.comm.health.membership import LEFT, Membership
+from bpipe.comm.health.membership import LEFT, MOST_AHEAD, Membership
 from bpipe.comm.health.watchdog import ANSWERS_S, Timeouts
 from bpipe.comm.wire.frames import Frame, Kind
 from bpipe.errors import AgreementError, CommError, RankFailedError, RankLostError, TransferTimeoutError
@@ -147,6 +147,35 @@ def test_long_messages_come_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(16, 2, of=lambda rank: b"%d" % rank * 6)
     ranks.settle()
     assert not any(ranks.left_to_do)
+
+
+def test_a_rank_far_ahead_breaks_the_pipeline_and_is_named() -> None:
+    one, refusal = member(), Objection(1, REFUSES, text="no target")
+    for number in range(1, MOST_AHEAD + 1):
+        assert one.receive(1, refusal.frame(number)) == [Signal.WAKE]
+    assert one.failure is None
+    assert Signal.RELEASE in one.receive(1, refusal.frame(MOST_AHEAD + 1))
+    assert "rank 1 is 65 calls ahead of rank 0" in str(one.failure)
+    one.receive(1, call(3, 1, b"x" * 1000))
+    assert len(one._objections) == MOST_AHEAD and not one._parts  # a broken pipeline keeps nothing more
+
+
+def test_a_rank_that_sends_too_much_for_later_calls_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bpipe.comm.health.membership.MOST_AHEAD_BYTES", 5000)
+    one = member()
+    for number in range(1, 5):
+        one.receive(2, call(number, 2, bytes(1000)))
+        one.receive(1, call(number, 1, bytes(1000)))  # each rank by itself
+    assert one.failure is None
+    one.receive(2, call(5, 2, bytes(1000)))
+    assert "rank 2 is 5 calls ahead of rank 0, and has sent 5022 bytes for them" in str(one.failure)
+
+
+def test_a_rank_that_does_not_read_is_named() -> None:
+    one = member()
+    sent, _ = one.does_not_read(2, 1024)
+    assert isinstance(sent, Send)
+    assert "rank 2 does not read what rank 0 sends it, so that 1024 messages wait" in str(one.failure)
 
 
 # Failures

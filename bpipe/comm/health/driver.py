@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import TypeGuard
 
 from bpipe.cleanup import keeping
 from bpipe.comm.health import call_order
@@ -22,10 +21,11 @@ from bpipe.comm.health.collective import Collective
 from bpipe.comm.health.control_plane import ControlPlane
 from bpipe.comm.health.effects import Effect, Send, Signal, Warn
 from bpipe.comm.health.failure import Failure
+from bpipe.comm.health.gather import MAX_PARTS
 from bpipe.comm.health.membership import Membership
 from bpipe.comm.health.watchdog import Timeouts
 from bpipe.comm.rendezvous.peers import PeerConnection
-from bpipe.comm.wire.frames import SMALL_BODY, Kind
+from bpipe.comm.wire.frames import FrameReader
 from bpipe.errors import CommError, TransferError
 from bpipe.logs import LOG
 
@@ -33,6 +33,7 @@ __all__: list[str] = []
 
 TICK_S = 0.25  # between two looks at whether something takes too long
 LOOK_S = 0.5  # between two looks at what keeps the others
+PATIENCE_S = 30.0  # until a peer reads some more before its connection is closed: its reader is a thread that does nothing else
 SETTLE_S = 1.0  # to wait for the reason of a failed transfer, if another rank caused it
 
 
@@ -59,10 +60,12 @@ class ConnectedControlPlane(ControlPlane):
         super().__init__()
         self.name, self._release = name, release
         self.peers = {peer.rank: peer for peer in connections}
+        for peer in self.peers.values():
+            peer.reader = FrameReader(max_calls=MAX_PARTS)
         self._members = Membership(rank, size, self.activity, timeouts, time.monotonic())
         self._changed = threading.Condition()  # held while an event is let in
         self._due: deque[Effect] = deque()  # for the control thread
-        self._long: deque[Effect] = deque()  # for the thread that makes a call
+        self._behind: set[PeerConnection] = set()  # for whom something waits that they have not read yet
         self._caller = 0  # the thread that made the latest call
         self._is_over = False
         self.looks: list[Callable[[float], None]] = []  # besides, at what takes too long; each gets the time
@@ -83,7 +86,6 @@ class ConnectedControlPlane(ControlPlane):
         self._caller, before = threading.get_ident(), self.activity.state
         try:
             with self._changed:
-                self._long.clear()  # an earlier call's, which has failed
                 effects = self._members.begin_call(call, data)
             self._do(effects)
             return self._collected(call)
@@ -100,20 +102,15 @@ class ConnectedControlPlane(ControlPlane):
         """Wait for what the ranks give to this call, and return it by rank."""
         crossed: set[int] = set()
         looked = time.monotonic()
-        while True:
-            with self._changed:
-                given = self._members.collected(call)
-                if given is None and not self._long:
-                    self._changed.wait(LOOK_S)
-                if given is None and time.monotonic() - looked >= LOOK_S:
+        with self._changed:
+            while (given := self._members.collected(call)) is None:
+                self._changed.wait(LOOK_S)
+                if time.monotonic() - looked >= LOOK_S:
                     looked, before = time.monotonic(), crossed
                     crossed = call_order.crossed(self, self._members.late())
                     if twice := crossed & before:
                         self._let_in(self._members.crossed(twice, self.name))
-            while self._long:
-                self._do([self._long.popleft()])
-            if given is not None:
-                return given
+            return given
 
     def check(self) -> None:
         self._members.check()
@@ -185,15 +182,10 @@ class ConnectedControlPlane(ControlPlane):
     def _let_in(self, effects: Iterable[Effect]) -> None:
         """Wake threads at once if an event asks for it, and leave the rest to the control thread, because it may take long.
 
-        Long messages of a call are left to the thread that makes it: if control threads waited until those are sent, each for the
-        next one, none would read. The lock is held.
+        The lock is held.
         """
-        is_long = False
         for effect in effects:
             if effect is Signal.WAKE:
-                self._changed.notify_all()
-            elif _is_of_call(effect) and (is_long := is_long or len(effect.frame.body) > SMALL_BODY):
-                self._long.append(effect)
                 self._changed.notify_all()
             else:
                 self._due.append(effect)
@@ -208,14 +200,24 @@ class ConnectedControlPlane(ControlPlane):
         """Do what the rules ask for. No lock is held meanwhile."""
         for effect in effects:
             if isinstance(effect, Send):
+                packed = effect.frame.pack()
                 for rank in self.peers if effect.to is None else effect.to:
-                    self.peers[rank].send(effect.frame)
+                    self._send(self.peers[rank], packed)
             elif isinstance(effect, Warn):
                 LOG.warning("%s", effect.text)
             elif effect is Signal.RELEASE:
                 self._release()
                 with self._changed:
                     self._let_in(self._members.released())
+
+    def _send(self, peer: PeerConnection, packed: bytes) -> None:
+        is_taken, num_waiting = peer.send_packed(packed), peer.num_waiting
+        if not is_taken:
+            with self._changed:
+                self._let_in(self._members.does_not_read(peer.rank, num_waiting))
+        if num_waiting:
+            self._behind.add(peer)
+            self._wake()
 
     # In the control thread
 
@@ -228,7 +230,7 @@ class ConnectedControlPlane(ControlPlane):
                 self._let_in(self._members.raised(error, "in its control thread"))
         self._do_due()
         for peer in self.peers.values():
-            peer.close()
+            peer.close(PATIENCE_S if self.failure is None else SETTLE_S)
         self._woken.close()
         self._waker.close()
 
@@ -238,10 +240,14 @@ class ConnectedControlPlane(ControlPlane):
             selector.register(peer.connection, selectors.EVENT_READ, peer)
         ticked = time.monotonic()
         while not self._is_over:
-            for key, _ in selector.select(TICK_S):
+            self._let_leave(selector)
+            for key, events in selector.select(TICK_S):
                 if key.data is None:
                     self._heed(self._woken.recv(4096))
-                elif not self._read(key.data):
+                    continue
+                if events & selectors.EVENT_WRITE:
+                    key.data.flush()
+                if events & selectors.EVENT_READ and not self._read(key.data):
                     selector.unregister(key.fileobj)
             self._do_due()
             if (now := time.monotonic()) - ticked >= TICK_S / 2:
@@ -252,6 +258,17 @@ class ConnectedControlPlane(ControlPlane):
                 for look in self.looks:
                     look(now)
                 self._do_due()
+
+    def _let_leave(self, selector: selectors.BaseSelector) -> None:
+        """Watch for when those peers read on for whom something waits."""
+        for peer in list(self._behind):
+            self._behind.discard(peer)  # before the look, because another thread may add to what waits
+            events = selectors.EVENT_READ
+            if peer.num_waiting:
+                self._behind.add(peer)
+                events |= selectors.EVENT_WRITE
+            if peer.connection in selector.get_map():
+                selector.modify(peer.connection, events, peer)
 
     def _do_due(self) -> None:
         while self._due:
@@ -277,7 +294,3 @@ class ConnectedControlPlane(ControlPlane):
                 self._let_in(self._members.nonsense(peer.rank, error))
                 return False
         return True
-
-
-def _is_of_call(effect: Effect) -> TypeGuard[Send]:
-    return isinstance(effect, Send) and effect.frame.kind is Kind.CALL

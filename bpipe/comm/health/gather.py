@@ -11,10 +11,11 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from bpipe.comm.health.collective import Collective
+from bpipe.comm.health.collective import DOING, Collective
 from bpipe.comm.health.effects import Send
 from bpipe.comm.health.links import strides
-from bpipe.comm.wire.frames import Frame, Kind
+from bpipe.comm.wire.codec import MAX_BYTES
+from bpipe.comm.wire.frames import MAX_BODY, Frame, Kind
 from bpipe.errors import CommError
 
 __all__: list[str] = []
@@ -22,6 +23,16 @@ __all__: list[str] = []
 HEAD = struct.Struct("<B?QI")  # call, whether this part is the last, number of the earlier call, number of entries
 ENTRY = struct.Struct("<II")  # rank, number of bytes, which follow
 PART_BYTES = 2**22  # a part with this many bytes gets no further entry
+
+# The most bytes that a rank gives to a call: records, sizes of stages or a reason, and only a trace has no other bound.
+MAX_GIVEN: dict[int, int] = {
+    Collective.STEP: MAX_BYTES,
+    Collective.PLAN: 2**24,
+    Collective.TRACE: MAX_BYTES,
+    Collective.GATHER: MAX_BODY - 2 * PART_BYTES,
+    Collective.CONNECT: MAX_BYTES,
+}
+MAX_PARTS = {call: HEAD.size + PART_BYTES + ENTRY.size + most for call, most in MAX_GIVEN.items()}
 
 
 class Given(NamedTuple):
@@ -91,11 +102,16 @@ class AllGather:
         data: what this rank gives.
         earlier: what all ranks gave to an earlier call.
 
+    Raises:
+        CommError: this rank gives too much.
+
     Attributes:
         num_known: of how many ranks, up to this one, it is known what they give.
     """
 
     def __init__(self, rank: int, size: int, call: Collective, number: int, data: bytes, earlier: Given) -> None:
+        if len(data) > (most := MAX_GIVEN[call]):
+            raise CommError(f"{len(data)} bytes are more than a rank can say when it {DOING[call]}, which is {most}")
         self.call, self.number = call, number
         self._rank, self._size, self._earlier = rank, size, earlier
         self._entries = {} if earlier.number and earlier.data[rank] == data else {rank: data}
@@ -129,6 +145,11 @@ class AllGather:
             if self._strides is not None:
                 sends += self._message(self._strides)
         return sends
+
+    @property
+    def is_in_last_round(self) -> bool:
+        """Whether this rank has sent all that it has to send."""
+        return self._strides is None or self._strides is strides(self._size)[-1]
 
     def _num_sent(self, strides: tuple[int, ...]) -> int:
         """Return of how many ranks a message tells: in the last round only of those that are not known yet."""
@@ -169,5 +190,5 @@ def _in_parts(call: int, earlier: int, entries: Mapping[int, bytes]) -> Iterator
             yield Part(call, earlier, part, is_last=False)
             part, num_bytes = {}, 0
         part[rank] = data
-        num_bytes += len(data)
+        num_bytes += ENTRY.size + len(data)
     yield Part(call, earlier, part)

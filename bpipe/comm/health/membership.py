@@ -26,14 +26,19 @@ from bpipe.errors import CommError
 
 __all__: list[str] = []
 
-LEFT = struct.Struct("<Q")  # the number of the latest call that it has completed or refused
+LEFT = struct.Struct("<Q")  # the number of the latest call for which it has sent all, or that it has refused
 STATUS = struct.Struct("<II")  # who asks and who answers; the status follows
+
+# A call completes only when all ranks have made it, so another rank is at most one call ahead of this one, and further only by
+# calls that a rank has refused or made differently, which complete for nobody.
+MOST_AHEAD = 64
+MOST_AHEAD_BYTES = 2**30 + 2**26  # of one rank: its longest call, and refusals
 
 Effects = list[Effect]
 
 
 class Left(NamedTuple):
-    """How many steps and calls a rank had completed when it closed the pipeline."""
+    """After how many steps a rank closed the pipeline, and up to which call the others have all that they need of it."""
 
     num_steps: int
     num_calls: int
@@ -108,10 +113,9 @@ class Membership:
         if call.number in self._objections:
             return [*effects, Signal.WAKE]
         effects += call.go_on(parts)
-        if call.num_known < self.size:
-            return effects
-        self._num_calls = call.number
-        return [*effects, Signal.WAKE]
+        if call.is_in_last_round:
+            self._num_calls = call.number
+        return effects if call.num_known < self.size else [*effects, Signal.WAKE]
 
     def _object(self, number: int, objection: Objection, source: int | None = None) -> Effects:
         """Note an objection to a call, and tell the others, unless one like it is known.
@@ -193,6 +197,14 @@ class Membership:
             return self._answer(rank, frame)
         return self._take_status(frame)
 
+    def does_not_read(self, rank: int, num_waiting: int) -> Effects:
+        """Take note that a rank reads none of what this rank sends it, while that many frames wait."""
+        how = f"does not read what rank {self.rank} sends it, so that {num_waiting} messages wait"
+        return self._exceeds(rank, f"{how}: either its process is frozen, or it")
+
+    def _exceeds(self, rank: int, how: str) -> Effects:
+        return self.fail(Failure(Cause.DISAGREED, rank, self.activity.step, "", f"rank {rank} {how} is not a sound rank of bpipe"))
+
     def heard_from(self, rank: int) -> None:
         """Take note that something has come from a rank, so its process runs."""
         self._watchdog.heard(rank)
@@ -201,6 +213,8 @@ class Membership:
         call = self._call if self._call is not None and self._call.number == frame.number else None
         if call is None and frame.number <= self.activity.call:  # which this rank has done with
             return []
+        if effects := self._check_ahead(rank, frame):
+            return effects
         part, parts = Part.unpack(frame.body, self.size), self._parts[frame.number]
         parts[rank] = parts[rank].followed_by(part) if rank in parts else part
         return [] if call is None else self._go_on(call)
@@ -211,10 +225,25 @@ class Membership:
             return self.fail(Failure(Cause.DISAGREED, rank, self.activity.step, "", error))
         if frame.number < self.activity.call - 1:
             return []
+        if effects := self._check_ahead(rank, frame):
+            return effects
         objection = Objection.unpack(frame.body, self.size)
         if objection.doing == HAS_LEFT:
             self._left.setdefault(objection.rank, Left(objection.num_steps, frame.number - 1))
         return [*self._object(frame.number, objection, rank), Signal.WAKE]
+
+    def _check_ahead(self, rank: int, frame: Frame) -> Effects:
+        """Break the pipeline if a rank says more to later calls than it can have to say; a broken one keeps nothing more."""
+        ahead = frame.number - self.activity.call
+        if self.failure is not None:
+            return [Signal.WAKE]
+        if ahead <= 0:
+            return []
+        kept = sum(len(data) for parts in self._parts.values() if rank in parts for data in parts[rank].entries.values())
+        if ahead <= MOST_AHEAD and kept + len(frame.body) <= MOST_AHEAD_BYTES:
+            return []
+        how = f"is {ahead} calls ahead of rank {self.rank}, and has sent {kept + len(frame.body)} bytes for them"
+        return self._exceeds(rank, f"{how}: either its loop catches the error of each call and calls again, or it")
 
     def _see_off(self, rank: int, left: Left) -> Effects:
         self._left[rank] = left
@@ -255,8 +284,9 @@ class Membership:
             return []
         where = f" while rank {self.rank} was at {place}" if (place := self.activity.place()) else ""
         error = (
-            f"rank {rank} was lost{where}, step {self.activity.step}: its process or its machine ended without notice, "
-            "perhaps killed (out of memory?). Look at its log, and restart from a checkpoint."
+            f"rank {rank} was lost{where}, step {self.activity.step}: the connection to it ended without notice, because its "
+            "process or its machine ended (killed? out of memory?) or the network was cut. Look at its log, and restart from a "
+            "checkpoint."
         )
         return self.fail(Failure(Cause.LOST, rank, self.activity.step, "", error))
 

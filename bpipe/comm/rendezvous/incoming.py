@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import selectors
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from typing import NamedTuple
 
-from bpipe.comm.wire.frames import ONLY_HELLO, Frame, FrameReader
+from bpipe.comm.wire.frames import ONLY_HELLO, ONLY_PROOF, Frame, FrameReader
 from bpipe.errors import CommError
 
 __all__: list[str] = []
@@ -19,13 +20,21 @@ __all__: list[str] = []
 MOST_SILENT = 64  # connections besides those that are expected
 
 OnReady = Callable[[socket.socket], None]  # the data of each socket in a selector: what to call once it is ready
+OnFrame = Callable[[socket.socket, Frame], None]
+
+
+class _Awaited(NamedTuple):
+    """A frame that is awaited on a connection, and what to call with it."""
+
+    reader: FrameReader
+    on_frame: OnFrame
 
 
 class IncomingConnections:
-    """The connections at a listening socket whose hello has not arrived yet.
+    """The connections at listening sockets whose hello has not arrived yet.
 
     Args:
-        listener: the socket.
+        listeners: the sockets.
         selector: becomes ready when data has arrived; then call `serve`.
         num_expected: how many connections are expected.
         on_hello: called with each connection whose hello has arrived, and with the hello. It owns the connection, which does not
@@ -34,33 +43,42 @@ class IncomingConnections:
 
     def __init__(
         self,
-        listener: socket.socket,
+        listeners: Iterable[socket.socket],
         selector: selectors.BaseSelector,
         num_expected: int,
-        on_hello: Callable[[socket.socket, Frame], None],
+        on_hello: OnFrame,
     ) -> None:
         self._selector, self._most, self._on_hello = selector, num_expected + MOST_SILENT, on_hello
-        self._silent: dict[socket.socket, FrameReader] = {}  # the oldest first
-        listener.setblocking(False)
+        self._silent: dict[socket.socket, _Awaited] = {}  # the oldest first
+        self._proving: dict[socket.socket, _Awaited] = {}  # likewise, of those that have said hello
         on_ready: OnReady = self._accept
-        selector.register(listener, selectors.EVENT_READ, on_ready)
+        for listener in listeners:
+            listener.setblocking(False)
+            selector.register(listener, selectors.EVENT_READ, on_ready)
 
     def __enter__(self) -> IncomingConnections:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for connection in list(self._silent):
+        for connection in [*self._silent, *self._proving]:
             self._disconnect(connection)
+
+    def expect_proof(self, connection: socket.socket, on_proof: OnFrame) -> None:
+        """Read another frame, a proof, from a connection whose hello has arrived; then `on_proof` owns the connection."""
+        self._await(connection, self._proving, MOST_SILENT, _Awaited(FrameReader(ONLY_PROOF), on_proof))
 
     def _accept(self, listener: socket.socket) -> None:
         with suppress(OSError):  # there are no more, or one has ended already
             while True:
                 connection, _ = listener.accept()
                 connection.setblocking(False)
-                if len(self._silent) >= self._most:
-                    self._disconnect(next(iter(self._silent)))
-                self._silent[connection] = FrameReader(ONLY_HELLO)
-                self._selector.register(connection, selectors.EVENT_READ, self._hear)
+                self._await(connection, self._silent, self._most, _Awaited(FrameReader(ONLY_HELLO), self._on_hello))
+
+    def _await(self, connection: socket.socket, among: dict[socket.socket, _Awaited], most: int, awaited: _Awaited) -> None:
+        if len(among) >= most:
+            self._disconnect(next(iter(among)))
+        among[connection] = awaited
+        self._selector.register(connection, selectors.EVENT_READ, self._hear)
 
     def _disconnect(self, connection: socket.socket) -> None:
         self._forget(connection)
@@ -68,21 +86,23 @@ class IncomingConnections:
 
     def _forget(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
-        del self._silent[connection]
+        self._silent.pop(connection, None)
+        self._proving.pop(connection, None)
 
     def _hear(self, connection: socket.socket) -> None:
+        awaited = self._silent.get(connection) or self._proving[connection]
         try:
-            hello = read_hello(connection, self._silent[connection])
+            frame = read_frame(connection, awaited.reader)
         except (OSError, CommError):
             self._disconnect(connection)
             return
-        if hello is not None:
+        if frame is not None:
             self._forget(connection)
-            self._on_hello(connection, hello)
+            awaited.on_frame(connection, frame)
 
 
-def read_hello(connection: socket.socket, reader: FrameReader) -> Frame | None:
-    """Read more of a hello from a connection that does not block, and nothing behind it; return it once it is whole.
+def read_frame(connection: socket.socket, reader: FrameReader) -> Frame | None:
+    """Read more of a frame from a connection that does not block, and nothing behind it; return it once it is whole.
 
     Raises:
         CommError: something else has arrived.

@@ -17,21 +17,24 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from bpipe.cleanup import noted_on
-from bpipe.comm.rendezvous.addresses import Endpoint, own_address
+from bpipe.comm.rendezvous.addresses import Endpoint, own_addresses
 from bpipe.comm.rendezvous.incoming import MOST_SILENT, IncomingConnections, serve
+from bpipe.comm.rendezvous.listening import Listeners
 from bpipe.comm.rendezvous.outgoing import OutgoingConnections
 from bpipe.comm.rendezvous.peers import NAME_BYTES, PeerConnection, Peers, process_name
+from bpipe.comm.rendezvous.secret import difference, fingerprint, is_same, nonce, proof
 from bpipe.comm.rendezvous.tcp import prepare
 from bpipe.comm.wire.codec import decode, encode
 from bpipe.comm.wire.frames import SMALL_BODY, Frame, FrameReader, Kind
+from bpipe.environment import INTERFACE_VARIABLES
 from bpipe.errors import AgreementError, CommError, text_of
 
 __all__: list[str] = []
 
+GRACE_S = 0.5  # in which all ranks find that their secrets differ, before the first one leaves
 RETURN_S = 5.0  # a rank whose connection has ended connects again within this time, if its process lives
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.001, 0.02  # between two looks at who has come
 MANY = 64  # ranks: with more, each one looks less often, so that all together ask the store no more
-MOST_SEND_S = 30.0  # without progress: a peer's reader is a thread that does nothing else
 LOST_MACHINE_S = 15  # without an answer of its kernel
 MAX_REASON_BYTES = 1024
 
@@ -51,6 +54,8 @@ class Hello(NamedTuple):
         name: the speaker's name in this meeting.
         to: the name of the receiving rank; it is known only from that rank's endpoint in the store.
         process: distinguishes the speaker's process from all others.
+        nonce: random bytes of this connection, if the speaker has a secret.
+        proof: in an answer, that the speaker has it.
     """
 
     rank: int
@@ -58,6 +63,8 @@ class Hello(NamedTuple):
     name: bytes
     to: bytes
     process: bytes
+    nonce: bytes = b""
+    proof: bytes = b""
 
 
 def meet_peers(
@@ -69,6 +76,7 @@ def meet_peers(
     *,
     links: Collection[int] | None = None,
     pipeline: int = 0,
+    secret: bytes = b"",
 ) -> Peers:
     """Connect a rank to the ranks that it is linked with. Collective; blocks until these have come.
 
@@ -78,14 +86,16 @@ def meet_peers(
         check: called repeatedly with what is waited for; raises to give up.
         links: the ranks to connect to, which connect to this one; None for all others.
         pipeline: which of the group's pipelines this is.
+        secret: by which the ranks know each other; empty if there is none.
 
     Raises:
-        AgreementError: another rank opens a different pipeline, or has given up in the meantime.
+        AgreementError: another rank opens a different pipeline, has a different secret, or has given up in the meantime.
     """
-    address, links = own_address(store), {*range(size)} - {rank} if links is None else {*links}
-    with socket.create_server((address.text, 0), family=address.family, backlog=len(links) + MOST_SILENT) as listener:
-        own = Endpoint(address.text, listener.getsockname()[1], socket.gethostname(), os.urandom(NAME_BYTES))
-        with _Meeting(store, key, rank, links, pipeline, own, listener) as meeting:
+    links = {*range(size)} - {rank} if links is None else {*links}
+    with Listeners(own_addresses(store), len(links) + MOST_SILENT) as listeners:
+        name = os.urandom(NAME_BYTES)
+        own = Endpoint(listeners.places, socket.gethostname(), name, fingerprint(secret, name))
+        with _Meeting(store, key, rank, links, pipeline, secret, own, listeners) as meeting:
             store.set(f"{key}/{rank}", encode(own))
             pause_s = LEAST_PAUSE_S
             while missing := meeting.missing():
@@ -100,14 +110,24 @@ class _Meeting:
     """The connections of a rank while some are still missing; closed if the meeting fails."""
 
     def __init__(
-        self, store: Any, key: str, rank: int, links: Collection[int], pipeline: int, own: Endpoint, listener: socket.socket
+        self,
+        store: Any,
+        key: str,
+        rank: int,
+        links: Collection[int],
+        pipeline: int,
+        secret: bytes,
+        own: Endpoint,
+        listeners: Listeners,
     ) -> None:
         self._store, self._key, self._rank, self._links, self._pipeline, self._own = store, key, rank, links, pipeline, own
+        self._secret = secret
+        self._differs: tuple[float, str] | None = None  # when a rank was found to have a different secret
         self._peers: dict[int, PeerConnection] = {}
         self._ended_s: dict[int, float] = {}  # when connections ended without a word, which may be an attempt that is made again
         self._selector = selectors.DefaultSelector()
-        self._incoming = IncomingConnections(listener, self._selector, len(links), self._on_hello)
-        self._outgoing = OutgoingConnections(self._selector, self._find, self._hello, self._on_answer)
+        self._incoming = IncomingConnections(listeners.sockets, self._selector, len(links), self._on_hello)
+        self._outgoing = OutgoingConnections(self._selector, self._find, self._first_word, self._on_answer)
 
     def __enter__(self) -> _Meeting:
         return self
@@ -140,21 +160,26 @@ class _Meeting:
         if not tried:
             return text
         at = self._outgoing.endpoints[tried[0]]
+        places = " and ".join(f"{address}, port {port}" for address, port in at.places)
         return (
-            f"{text}; rank {tried[0]} listens at {at.address}, port {at.port}, of {at.host}, but does not answer there: "
-            "if ranks are on several machines, set GLOO_SOCKET_IFNAME to the interface between them"
+            f"{text}; rank {tried[0]} listens at {places}, of {at.host}, but does not answer there: if ranks are on several "
+            f"machines, set {INTERFACE_VARIABLES} to the interface between them, and BPIPE_PORT_RANGE to the "
+            "ports that a firewall lets through"
         )
 
     def wait(self, most_s: float) -> None:
         """Take in what comes, until something does, but for `most_s` seconds at most.
 
         Raises:
-            AgreementError: a rank opens a different pipeline, or has given up.
+            AgreementError: a rank opens a different pipeline, has a different secret, or has given up.
         """
         serve(self._selector, most_s)
+        if self._differs is not None and time.monotonic() - self._differs[0] > GRACE_S:
+            raise AgreementError(self._differs[1])
         for rank, ended_s in self._ended_s.items():
             if time.monotonic() - ended_s > RETURN_S:
-                raise _given_up(rank, ", or its process ended")
+                text = ", or its process ended, or the network was cut: its connection ended"
+                raise _given_up(rank, f"{text}, and it has not come again in {RETURN_S:g} s")
 
     def connect(self) -> None:
         """Open connections to the missing ranks before this one, which have to accept those of the ranks after them."""
@@ -170,8 +195,11 @@ class _Meeting:
             return decode(Endpoint, self._store.get(key), "endpoint")
         return None
 
-    def _hello(self, to: Endpoint) -> Frame:
-        return Frame(Kind.HELLO, 0, encode(Hello(self._rank, self._pipeline, self._own.name, to.name, process_name(os.getpid()))))
+    def _hello(self, to: bytes) -> Hello:
+        return Hello(self._rank, self._pipeline, self._own.name, to, process_name(os.getpid()), nonce(self._secret))
+
+    def _first_word(self, to: Endpoint) -> Frame:
+        return Frame(Kind.HELLO, 0, encode(self._hello(to.name)))
 
     def _on_hello(self, connection: socket.socket, frame: Frame) -> None:
         """Answer, if this is a rank after this one that knows this one's name in this meeting."""
@@ -181,22 +209,54 @@ class _Meeting:
                 hello = decode(Hello, frame.body, "hello")
                 if hello.to != self._own.name or hello.rank not in self._links or hello.rank < self._rank:
                     return
-                connection.sendall(self._hello(Endpoint("", 0, name=hello.name)).pack())
+                answer = self._hello(hello.name)
+                said = frame.body, encode(answer)
+                connection.sendall(Frame(Kind.HELLO, 0, encode(answer._replace(proof=proof(self._secret, "answer", *said)))).pack())
             except (OSError, CommError):
                 return
-            self._check_pipeline(hello)
+            if bool(hello.nonce) != bool(self._secret):
+                self._check_secret(hello.rank, hello.name, self._find(hello.rank))
+                return
             unless_done.pop_all()
-        self._add(hello, connection)
+        if self._secret:
+            self._incoming.expect_proof(connection, partial(self._on_proof, hello, proof(self._secret, "call", *said)))
+        else:
+            self._admit(hello, connection)
 
-    def _on_answer(self, connection: socket.socket, other: int, to: Endpoint, frame: Frame) -> None:
+    def _on_proof(self, hello: Hello, expected: bytes, connection: socket.socket, frame: Frame) -> None:
+        if is_same(frame.body, expected):
+            self._admit(hello, connection)
+        else:
+            connection.close()
+            self._check_secret(hello.rank, hello.name, self._find(hello.rank))
+
+    def _on_answer(self, connection: socket.socket, other: int, to: Endpoint, said: bytes, frame: Frame) -> None:
         with ExitStack() as unless_done:
             unless_done.callback(connection.close)
             try:
                 hello = decode(Hello, frame.body, "hello")
-            except CommError:
+                if (hello.rank, hello.name, hello.to) != (other, to.name, self._own.name):  # of another meeting
+                    return
+                both = said, encode(hello._replace(proof=b""))
+                if self._secret:  # also to a rank with a different secret, so that it notices
+                    connection.sendall(Frame(Kind.PROOF, 0, proof(self._secret, "call", *both)).pack())
+            except (OSError, CommError):
                 return
-            if (hello.rank, hello.name, hello.to) != (other, to.name, self._own.name):  # of another meeting
+            if bool(hello.nonce) != bool(self._secret) or not is_same(hello.proof, proof(self._secret, "answer", *both)):
+                self._check_secret(other, hello.name, to)
                 return
+            unless_done.pop_all()
+        self._admit(hello, connection)
+
+    def _check_secret(self, other: int, name: bytes, endpoint: Endpoint | None) -> None:
+        """Take note that a rank's secret differs, if it says so in the store, too; else a stranger has come in its name."""
+        if self._differs is None and endpoint is not None and endpoint.name == name:
+            text = difference(self._secret, self._rank, other, endpoint)
+            self._differs = (time.monotonic(), text) if text else None
+
+    def _admit(self, hello: Hello, connection: socket.socket) -> None:
+        with ExitStack() as unless_done:
+            unless_done.callback(connection.close)
             self._check_pipeline(hello)
             unless_done.pop_all()
         self._add(hello, connection)
@@ -219,7 +279,6 @@ class _Meeting:
         except OSError:  # it has ended already
             connection.close()
             return
-        connection.settimeout(MOST_SEND_S)
         if hello.rank in self._peers:
             self._drop(hello.rank)
         self._ended_s.pop(hello.rank, None)
@@ -236,6 +295,8 @@ class _Meeting:
         """See whether a rank that has come gives up, or has to come again because its connection has ended."""
         try:
             seen = connection.recv(SMALL_BODY, socket.MSG_PEEK)
+        except BlockingIOError:
+            return
         except OSError:
             seen = b""
         if not seen:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import selectors
 import socket
 import time
@@ -10,7 +11,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 
 from bpipe.comm.rendezvous.addresses import Endpoint
-from bpipe.comm.rendezvous.incoming import read_hello
+from bpipe.comm.rendezvous.incoming import read_frame
 from bpipe.comm.wire.frames import ONLY_HELLO, Frame, FrameReader
 from bpipe.errors import CommError
 
@@ -26,7 +27,7 @@ class _Attempt:
     def __init__(self, connection: socket.socket, to: Endpoint) -> None:
         self.connection, self.to = connection, to
         self.reader = FrameReader(ONLY_HELLO)
-        self.has_spoken = False
+        self.said = b""  # in the hello, once it is sent
         self.began_s = self.looked_s = time.monotonic()
 
 
@@ -37,8 +38,8 @@ class OutgoingConnections:
         selector: becomes ready when data has arrived; then call `serve`.
         find: returns where a rank listens; None if that is not known yet.
         hello: makes the hello to an endpoint.
-        on_answer: called with each connection that was answered, its rank, the endpoint and the answer, a hello too. It owns the
-            connection, which does not block.
+        on_answer: called with each connection that was answered, its rank, the endpoint, the body of the hello and the answer, a
+            hello too. It owns the connection, which does not block.
     """
 
     def __init__(
@@ -46,10 +47,11 @@ class OutgoingConnections:
         selector: selectors.BaseSelector,
         find: Callable[[int], Endpoint | None],
         hello: Callable[[Endpoint], Frame],
-        on_answer: Callable[[socket.socket, int, Endpoint, Frame], None],
+        on_answer: Callable[[socket.socket, int, Endpoint, bytes, Frame], None],
     ) -> None:
         self._selector, self._find, self._hello, self._on_answer = selector, find, hello, on_answer
         self._attempts: dict[int, _Attempt] = {}
+        self._num_failed: dict[int, int] = {}  # attempts of each rank, which try its places in turn
         self.endpoints: dict[int, Endpoint] = {}  # of all ranks that a connection was opened to
 
     def open(self, ranks: Iterable[int]) -> None:
@@ -62,21 +64,32 @@ class OutgoingConnections:
                     self._connect(rank, endpoint)
             elif now - attempt.looked_s >= LOOK_S:
                 attempt.looked_s = now
-                if self._find(rank) != attempt.to or (not attempt.has_spoken and now - attempt.began_s > CONNECT_S):
+                if self._find(rank) != attempt.to or now - attempt.began_s > self._patience_s(rank, attempt):
                     self._disconnect(rank)
 
     def close(self, last: Frame) -> None:
         """Close the connections that are not answered, after a last frame to those who may take one for this rank's."""
         for rank, attempt in list(self._attempts.items()):
             with suppress(OSError):
-                if attempt.has_spoken:
+                if attempt.said:
                     attempt.connection.send(last.pack())
             self._disconnect(rank)
 
+    def _patience_s(self, rank: int, attempt: _Attempt) -> float:
+        """Return how long to wait at a place: briefly at first if there are others, because who listens there may be a stranger."""
+        num_places = len(attempt.to.places)
+        if num_places == 1:
+            return math.inf if attempt.said else CONNECT_S
+        return float(min(CONNECT_S, LOOK_S * 2 ** min(8, self._num_failed.get(rank, 0) // num_places)))
+
     def _connect(self, rank: int, to: Endpoint) -> None:
+        if not to.places:
+            return
         self.endpoints[rank] = to
-        with suppress(OSError, OverflowError), ExitStack() as unless_done:
-            family, kind, protocol, _, address = socket.getaddrinfo(to.address, to.port, type=socket.SOCK_STREAM)[0]
+        place = to.places[self._num_failed.get(rank, 0) % len(to.places)]
+        with suppress(OSError, OverflowError, UnicodeError), ExitStack() as unless_done:
+            unless_done.callback(self._count_failure, rank)
+            family, kind, protocol, _, address = socket.getaddrinfo(*place, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
             connection = unless_done.enter_context(socket.socket(family, kind, protocol))
             connection.setblocking(False)
             with suppress(BlockingIOError):
@@ -89,27 +102,32 @@ class OutgoingConnections:
         """Say hello, once the other machine has accepted the connection."""
         attempt = self._attempts[rank]
         try:
-            connection.sendall(self._hello(attempt.to).pack())  # raises if the connection was refused
+            hello = self._hello(attempt.to)
+            connection.sendall(hello.pack())  # raises if the connection was refused
         except OSError:
             self._disconnect(rank)
             return
-        attempt.has_spoken = True
+        attempt.said = hello.body
         self._selector.modify(connection, selectors.EVENT_READ, partial(self._hear, rank))
 
     def _hear(self, rank: int, connection: socket.socket) -> None:
         attempt = self._attempts[rank]
         try:
-            answer = read_hello(connection, attempt.reader)
+            answer = read_frame(connection, attempt.reader)
         except (OSError, CommError):
             self._disconnect(rank)
             return
         if answer is not None:
             self._forget(rank)
-            self._on_answer(connection, rank, attempt.to, answer)
+            self._on_answer(connection, rank, attempt.to, attempt.said, answer)
 
     def _disconnect(self, rank: int) -> None:
         """Give up an attempt; `open` makes another one."""
+        self._count_failure(rank)
         self._forget(rank).close()
+
+    def _count_failure(self, rank: int) -> None:
+        self._num_failed[rank] = self._num_failed.get(rank, 0) + 1
 
     def _forget(self, rank: int) -> socket.socket:
         connection = self._attempts.pop(rank).connection

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import selectors
 import socket
 import threading
 from collections import deque
@@ -16,6 +17,7 @@ from bpipe.errors import CommError
 __all__: list[str] = []
 
 NAME_BYTES = 16
+MOST_WAITING = 1024  # frames; ranks say little to each other, and read it at once
 
 
 class PeerConnection:
@@ -29,30 +31,53 @@ class PeerConnection:
         self.rank, self.process = rank, process
         self.reader = FrameReader()
         self.connection = connection
-        self._queue: deque[bytes] = deque()
+        self._waiting: deque[memoryview] = deque()
         self._sending = threading.Lock()
 
-    def send(self, frame: Frame) -> None:
-        """Send a frame, or leave it to the thread that is already sending one, because the thread that reads must not wait for it.
+    @property
+    def num_waiting(self) -> int:
+        """Return how many frames have not left, because the peer has not read those before them."""
+        return len(self._waiting)
+
+    def send(self, frame: Frame) -> bool:
+        """Send a frame as `send_packed` does."""
+        return self.send_packed(frame.pack())
+
+    def send_packed(self, data: bytes) -> bool:
+        """Send as much of a frame as the kernel takes at once, behind those that wait. No thread ever waits for the peer.
 
         Nothing is sent to a peer that is gone; the thread that reads from it notices that.
-        """
-        self._queue.append(frame.pack())
-        while self._queue and self._sending.acquire(blocking=False):
-            try:
-                while self._queue:
-                    self._send_whole(memoryview(self._queue.popleft()))
-            except BaseException as error:  # a part of a frame may have left
-                self._disconnect()
-                if not isinstance(error, OSError):
-                    raise
-            finally:
-                self._sending.release()
 
-    def _send_whole(self, data: memoryview) -> None:
-        """Send all of the data; the connection's timeout applies to each piece of it."""
-        while data:
-            data = data[self.connection.send(data) :]
+        Returns:
+            Whether the frame was taken. It is dropped if too many wait already.
+        """
+        with self._sending:
+            if len(self._waiting) >= MOST_WAITING:
+                return False
+            self._waiting.append(memoryview(data))
+            self._push()
+        return True
+
+    def flush(self) -> None:
+        """Send more of what waits. Call it when the connection is writable."""
+        with self._sending:
+            self._push()
+
+    def _push(self) -> None:
+        try:
+            while self._waiting:
+                rest = self._waiting[0][self.connection.send(self._waiting[0]) :]
+                if rest:
+                    self._waiting[0] = rest
+                else:
+                    self._waiting.popleft()
+        except BlockingIOError:
+            pass
+        except BaseException as error:  # a part of a frame may have left
+            self._waiting.clear()
+            self._disconnect()
+            if not isinstance(error, OSError):
+                raise
 
     def _disconnect(self) -> None:
         with suppress(OSError):
@@ -62,13 +87,19 @@ class PeerConnection:
         """Return what has arrived, or nothing once the peer is gone. Call it only when the connection is readable."""
         try:
             return self.connection.recv(2**16)
-        except TimeoutError as error:
+        except BlockingIOError as error:
             raise CommError("a connection was readable, and had nothing to read") from error
         except OSError:
             return b""
 
-    def close(self) -> None:
-        """Close the connection, after reading what has arrived, because a close with unread data might discard what was sent."""
+    def close(self, patience_s: float = 0.0) -> None:
+        """Close the connection, after reading what has arrived, because a close with unread data might discard what was sent.
+
+        Args:
+            patience_s: how long to wait for the peer to read some more of what waits.
+        """
+        while self._waiting and writable(self.connection, patience_s):
+            self.flush()
         self._disconnect()
         with suppress(OSError):
             while self.connection.recv(2**16, socket.MSG_DONTWAIT):
@@ -86,6 +117,21 @@ class Peers(NamedTuple):
 
     name: bytes
     connections: list[PeerConnection]
+
+    def reached(self) -> dict[int, str]:
+        """Return the address of each rank whose connection has not ended."""
+        found = {}
+        for peer in self.connections:
+            with suppress(OSError):
+                found[peer.rank] = peer.connection.getpeername()[0]
+        return found
+
+
+def writable(connection: socket.socket, most_s: float) -> bool:
+    """Wait until a connection takes more data, or has ended, but for `most_s` seconds at most; return whether it does."""
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_WRITE)
+        return bool(selector.select(most_s))
 
 
 @cache

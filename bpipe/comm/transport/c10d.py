@@ -24,7 +24,7 @@ from bpipe.comm.health.control_plane import ControlPlane, NullControlPlane
 from bpipe.comm.health.driver import ConnectedControlPlane
 from bpipe.comm.health.links import links
 from bpipe.comm.health.watchdog import SLOW_S, Timeouts
-from bpipe.comm.rendezvous.addresses import own_address
+from bpipe.comm.rendezvous.addresses import own_addresses
 from bpipe.comm.rendezvous.interruptible import Interruptible
 from bpipe.comm.rendezvous.meeting import OtherPipelineError, meet_peers
 from bpipe.comm.rendezvous.peers import Peers
@@ -34,14 +34,15 @@ from bpipe.comm.transport.connect import open_connections
 from bpipe.comm.transport.device_watchdog import DeviceWatchdog
 from bpipe.comm.transport.in_flight import TRANSFERS_AT_ONCE, InFlight
 from bpipe.comm.transport.local_links import LocalLink, open_local_links
-from bpipe.comm.transport.process_group import backends_of
+from bpipe.comm.transport.process_group import backends_of, count_pipelines
 from bpipe.comm.transport.ring import Ring
 from bpipe.comm.transport.socket_channel import SMALL, Receiver, Sender, SocketChannel
 from bpipe.comm.transport.staging import Staging
+from bpipe.comm.transport.store_keys import WrittenKeys
 from bpipe.comm.transport.works import Noted, Works, transferring
 from bpipe.comm.wire.header import MOST_BYTES
 from bpipe.device import Streams, is_asynchronous
-from bpipe.environment import may_share_memory
+from bpipe.environment import may_share_memory, shared_secret
 from bpipe.errors import AgreementError, ConfigurationError, TransferTimeoutError
 from bpipe.logs import LOG
 from bpipe.memory.shared_file import SharedFile, can_share
@@ -50,6 +51,7 @@ from bpipe.schedules import Channel, Purpose
 __all__: list[str] = []
 
 TAGS = {purpose: tag for tag, purpose in enumerate(Purpose, start=1)}
+ID_KEY = "0"  # of the first communicator that NCCL makes over a store
 NO_TAG = len(Purpose) + 1  # that no message has
 AT_ONCE = timedelta(milliseconds=1)
 POLL_S = 0.001
@@ -95,6 +97,8 @@ class C10dTransport(Transport):
         self._timeouts = Timeouts(_timeout_of(self.group).total_seconds() if timeout_s is None else timeout_s, slow_s)
         self._group_ranks: Sequence[int] = ()
         self._opened: set[Channel] = set()
+        self._written = WrittenKeys()
+        self._secret = shared_secret()
         self._senders: dict[Channel, Sender] = {}
         self._receivers: dict[Channel, Receiver] = {}
         self._gloo: dict[Channel, Any] = {}  # groups of two ranks, for large tensors between hosts
@@ -108,17 +112,13 @@ class C10dTransport(Transport):
         self._is_open = False
 
     def enlist(self) -> None:
-        self.identity = self._count_pipelines(1)
-
-    def _count_pipelines(self, change: int) -> int:
-        return int(dist.distributed_c10d._get_default_store().add(f"{self._key('pipelines')}/{self.rank}", change))
-
-    def _key(self, what: str) -> str:
-        return f"bpipe/{what}/{getattr(self.group, 'group_name', '')}"
+        self.identity = count_pipelines(self.group, 1)
 
     def exchange(self, call: Collective, data: bytes) -> list[bytes]:
         self._open()
-        return self.control.exchange(call, data)
+        given = self.control.exchange(call, data)
+        self._written.remove()  # all ranks have come, and so have read it
+        return given
 
     def refuse(self, why: str) -> None:
         self._open()
@@ -130,6 +130,7 @@ class C10dTransport(Transport):
             return
         store, opening = dist.distributed_c10d._get_default_store(), self._interruptible()
         peers = self._meet(opening, store)
+        self._reached = peers.reached()
         name = f"pipeline {self.identity} of its group"
         self.control = control = ConnectedControlPlane(peers.connections, self.rank, self.size, self._release, self._timeouts, name)
         self._watch_device(control)
@@ -162,14 +163,18 @@ class C10dTransport(Transport):
         return opening
 
     def _meet(self, opening: Interruptible, store: Any) -> Peers:
-        key = self._key("peers")
+        key = f"bpipe/peers/{getattr(self.group, 'group_name', '')}"
+        self._written.add(store, f"{key}/{self.rank}")
+        opening.note = "it looks for its own addresses, and writes them to the process group's store"
         try:
             to = links(self.rank, self.size)
             return opening.run(
-                lambda: meet_peers(store, key, self.rank, self.size, opening.check, links=to, pipeline=self.identity)
+                lambda: meet_peers(
+                    store, key, self.rank, self.size, opening.check, links=to, pipeline=self.identity, secret=self._secret
+                )
             )
         except OtherPipelineError as error:  # so that both ranks count the next pipelines alike
-            self._count_pipelines(max(0, error.theirs - self._count_pipelines(0)))
+            count_pipelines(self.group, max(0, error.theirs - count_pipelines(self.group, 0)))
             raise AgreementError(str(error)) from None
 
     def _connect_gloo(self, channels: Sequence[Channel]) -> None:
@@ -179,6 +184,7 @@ class C10dTransport(Transport):
             opening = self._interruptible()
             opening.note = f"gloo's connection for {self._named(channel)} is being made"
             own, end = dist.PrefixStore(_place_of(channel), self._store), self._ends(channel).index(self.rank)
+            self._written.add_gloo(own, end)
             self._gloo[channel] = opening.run(partial(dist.ProcessGroupGloo, own, end, 2, timeout))
 
     def _release(self) -> None:
@@ -221,6 +227,8 @@ class C10dTransport(Transport):
             end, opening = self._ends(channel).index(self.rank), self._interruptible()
             opening.note = f"a communicator for {self._named(channel)} is being made"
             own = dist.PrefixStore(_place_of(channel), store)
+            if end == 0:
+                self._written.add(own, ID_KEY)
             opening.run(partial(communicators.connect, channel, own, end, timeout))
 
     def _is_local(self, channel: Channel) -> bool:
@@ -239,8 +247,8 @@ class C10dTransport(Transport):
         return 1 - self._ends(channel).index(self.rank)
 
     def _open_socket_channels(self, channels: Sequence[Channel]) -> None:
-        ends, address = [self._ends(channel) for channel in channels], own_address(self._store)
-        connections = open_connections(ends, self.rank, address, self._token, self.control)
+        ends, addresses = [self._ends(channel) for channel in channels], own_addresses(self._store)
+        connections = open_connections(ends, self.rank, addresses, self._token, self.control, self._reached, self._secret)
         self.control.channel_sockets += connections.values()
         rings = self._share_memory(channels, connections)
         for index, connection in connections.items():
@@ -256,7 +264,9 @@ class C10dTransport(Transport):
         ends = [self._ends(channel) for channel in channels]
         is_able = self.device.type == "cpu" and may_share_memory() and can_share()
         rings = {}
-        for index, link in open_local_links(ends, self.rank, self._token, self.control, can_share=is_able).items():
+        for index, link in open_local_links(
+            ends, self.rank, self._token, self.control, can_share=is_able, secret=self._secret
+        ).items():
             if ends[index][0] == self.rank:
                 file = SharedFile()
                 link.pass_on([file])
@@ -364,9 +374,8 @@ class C10dTransport(Transport):
         for link in self._links.values():
             link.close()
         self._links.clear()
-        if not self._is_open and self.identity and dist.is_initialized():  # made and never run: not to be counted
-            with suppress(RuntimeError):
-                self._count_pipelines(-1)
+        if not self._is_open and self.identity:  # made and never run: not to be counted
+            count_pipelines(self.group, -1)
             self.identity = 0
 
     def settle(self, most_s: float) -> None:

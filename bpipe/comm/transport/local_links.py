@@ -11,6 +11,7 @@ from typing import NamedTuple
 from bpipe.comm.health.collective import Collective
 from bpipe.comm.health.control_plane import ControlPlane
 from bpipe.comm.rendezvous.incoming import MOST_SILENT
+from bpipe.comm.rendezvous.secret import channel_proof
 from bpipe.comm.transport.connect import arrived
 from bpipe.comm.wire.codec import decode, encode
 from bpipe.comm.wire.frames import Frame, Kind
@@ -30,7 +31,7 @@ class _Opened(NamedTuple):
 
 
 def open_local_links(
-    ends: Sequence[tuple[int, int]], rank: int, token: bytes, control: ControlPlane, *, can_share: bool
+    ends: Sequence[tuple[int, int]], rank: int, token: bytes, control: ControlPlane, *, can_share: bool, secret: bytes = b""
 ) -> dict[int, LocalLink]:
     """Open a link for each pair of ranks that share a host, and return this rank's links by index. Collective.
 
@@ -42,6 +43,8 @@ def open_local_links(
         token: 16 bytes that only these ranks know.
         control: their control plane.
         can_share: whether this rank can share memory with other processes.
+        secret: by which the ranks know each other; empty if there is none. Only the opener proves that it has it, because the
+            kernel gives an acceptor's name to nobody else.
     """
     with ExitStack() as unless_done, ExitStack() as after:
         listener = after.enter_context(_listener(len(ends))) if can_share else None
@@ -51,11 +54,13 @@ def open_local_links(
         for index, (opener, acceptor) in enumerate(ends):
             if opener == rank and own and names[acceptor]:
                 with suppress(OSError):  # it is on another host, or in another network namespace
-                    opened[index] = unless_done.enter_context(_connected(names[acceptor], Frame(Kind.HELLO, index, token)))
+                    proof = channel_proof(secret, "opener", token, index, ends[index], names)
+                    opened[index] = unless_done.enter_context(_connected(names[acceptor], Frame(Kind.HELLO, index, proof)))
         reports = control.exchange(Collective.CONNECT, encode(_Opened(tuple(opened))))
         coming = {index for opener, data in enumerate(reports) for index in _coming(data, ends, opener, rank)}
         if listener is not None:
-            opened |= arrived(listener, token, coming, control)
+            expected = {index: channel_proof(secret, "opener", token, index, ends[index], names) for index in coming}
+            opened |= arrived([listener], expected, control)
         unless_done.pop_all()
     return {index: LocalLink(connection) for index, connection in opened.items()}
 

@@ -1,8 +1,9 @@
-"""The process group that the user gave, its backends and its device."""
+"""The process group that the user gave: its backends, its device, and how many pipelines it has."""
 
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,10 @@ from bpipe.device import with_index
 from bpipe.errors import ConfigurationError
 
 __all__: list[str] = []
+
+# The pipelines of each group, as this process has made them. A store may outlive the process, because an elastic agent keeps it for
+# the processes that it starts in place of those that failed, and these begin to count anew.
+_NUM_PIPELINES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 def group_of(group: Any) -> Any:
@@ -36,3 +41,9 @@ def device_of(group: Any) -> torch.device:
     """Return the device for tensors of a group's collectives: this rank's, if the group has a backend for devices, else the CPU."""
     kinds = [kind for kind, backend in backends_of(group).items() if kind != "cpu" and maker_of(backend) is not None]
     return with_index(torch.device(kinds[0] if kinds else "cpu"))
+
+
+def count_pipelines(group: Any, change: int) -> int:
+    """Change the number of a group's pipelines that this process has made, and return it."""
+    _NUM_PIPELINES[group] = number = _NUM_PIPELINES.get(group, 0) + change
+    return number

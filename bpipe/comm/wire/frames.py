@@ -31,12 +31,14 @@ class Kind(IntEnum):
     ASK = 5  # what are you doing? The body says who asks
     STATUS = 6  # the answer, and whose it is
     HELLO = 7  # who opens this connection
+    PROOF = 8  # the sender has the secret
 
 
 MAX_BODY = 2**30  # of a call
 SMALL_BODY = 4096
 MAX_BODIES = dict.fromkeys(Kind, SMALL_BODY) | {Kind.CALL: MAX_BODY, Kind.FAILED: MAX_BYTES, Kind.STATUS: MAX_BYTES}
 ONLY_HELLO = {Kind.HELLO: SMALL_BODY}  # from whom nothing else may come yet
+ONLY_PROOF = {Kind.PROOF: SMALL_BODY}  # likewise, after the hellos
 
 
 class Frame(NamedTuple):
@@ -62,10 +64,11 @@ class FrameReader:
 
     Args:
         max_bodies: the kinds that may come, and the most bytes of each one's body.
+        max_calls: likewise of the calls, by the first byte of a call's body; None for any call.
     """
 
-    def __init__(self, max_bodies: Mapping[Kind, int] = MAX_BODIES) -> None:
-        self._max_bodies = max_bodies
+    def __init__(self, max_bodies: Mapping[Kind, int] = MAX_BODIES, max_calls: Mapping[int, int] | None = None) -> None:
+        self._max_bodies, self._max_calls = max_bodies, max_calls
         self._data = bytearray()
 
     @property
@@ -88,8 +91,16 @@ class FrameReader:
             if magic != MAGIC or version != VERSION or length > self._max_bodies.get(kind, -1):
                 raise CommError(f"not a bpipe frame of version {VERSION}: it starts {bytes(self._data[:8])!r}, kind {kind}")
             end = HEAD.size + length
+            if kind == Kind.CALL and self._max_calls is not None and len(self._data) > HEAD.size:
+                self._check_call(self._data[HEAD.size], length)
             if len(self._data) < end:
                 return
             frame = Frame(Kind(kind), number, bytes(self._data[HEAD.size : end]))
             del self._data[:end]
             yield frame
+
+    def _check_call(self, call: int, length: int) -> None:
+        """Refuse a call before its body has come, if the body is longer than such a call's can be."""
+        assert self._max_calls is not None
+        if length > (most := self._max_calls.get(call, 0)):
+            raise CommError(f"a call of kind {call} with {length} bytes, which may have {most}")

@@ -1,0 +1,81 @@
+"""A job that torchrun starts again after a rank was killed in some phase: `torchrun ... -m tests.attacks.job PHASE`.
+
+Rank 1 is killed in the first attempt and rank 0 in the second one. Both may be in another phase than the rest, and have made other
+numbers of pipelines, all over one store.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bpipe.comm.rendezvous.outgoing import OutgoingConnections
+from bpipe.comm.transport import c10d
+from bpipe.session.session import Session
+from tests.faults.case import Setup, Where
+from tests.faults.pipeline import Pipeline
+
+VICTIMS = [1, 0]  # by attempt
+PLACES: dict[str, tuple[Any, str]] = {  # what a victim is killed in place of
+    "meeting": (OutgoingConnections, "open"),
+    "groups": (c10d.C10dTransport, "_connect_gloo"),
+    "agreeing": (Session, "agree"),
+    "connecting": (c10d, "open_connections"),
+    "connected": (c10d.C10dTransport, "receive"),
+}
+PHASES = ["making", *PLACES, "forward", "backward", "between steps", "closing"]
+
+
+def kill(*_: Any, **__: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+
+
+def join(rank: int, size: int, attempt: int) -> None:
+    """Join the default group. Over a store that earlier attempts have used, gloo would take their addresses for this one's."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    for key in store.list_keys():
+        if key.endswith(f"//cpu//0/{rank}"):
+            store.delete_key(key)
+    store.add(f"cleared/{attempt}", 1)
+    while store.add(f"cleared/{attempt}", 0) < size:
+        time.sleep(0.01)
+    dist.init_process_group("gloo")
+
+
+def main(phase: str) -> None:
+    rank, size, attempt = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
+    is_victim = attempt < len(VICTIMS) and VICTIMS[attempt] == rank
+    join(rank, size, attempt)
+
+    def struck(stage: int, where: Where, call: int, value: Any) -> Any:
+        if is_victim and where == phase and call == 5:
+            kill()
+        return value
+
+    pipelines = [Pipeline(rank, size, Setup(options={"timeout_s": 20.0}), struck)]
+    if is_victim and phase == "making":
+        pipelines += [Pipeline(rank, size, Setup()) for _ in range(2 - attempt)]
+        kill()
+    if is_victim and phase in PLACES:
+        setattr(*PLACES[phase], kill)
+    for index in range(3):
+        pipelines[0].check_step()
+        if is_victim and phase == "between steps" and index == 1:
+            kill()
+    if is_victim and phase == "closing":
+        c10d.C10dTransport.close = kill  # type: ignore[method-assign]
+    pipelines[0].schedule.close()
+    dist.barrier()
+    print(f"attempt {attempt}, rank {rank}: exact", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

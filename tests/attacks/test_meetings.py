@@ -1,0 +1,83 @@
+"""Strangers at the ports of ranks that meet: nobody is held up by more than 0.1 s, and no meeting fails.
+
+Meetings with strangers and without alternate, so that a busy machine slows both alike, and their medians are compared.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from functools import partial
+from statistics import median
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from bpipe.comm.rendezvous.addresses import Endpoint
+from bpipe.comm.rendezvous.meeting import meet_peers
+from bpipe.comm.rendezvous.peers import Peers, process_name
+from bpipe.comm.wire.codec import decode
+from tests.attacks.strangers import WORDS, hello_of, places_in, seconds, strangers_at
+from tests.comm.meetings import quietly, together
+
+SIZE = 3
+MOST_SLOWER_S = 0.1
+SECRET = b"open sesame"
+
+
+@pytest.fixture(autouse=True)
+def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+def meet(store: Any, secret: bytes) -> None:
+    """Ranks start one after the other, as processes do, so that the first ones wait among the strangers."""
+
+    def on_rank(rank: int) -> Peers:
+        threading.Event().wait(0.03 * rank)
+        return meet_peers(store, "key", rank, SIZE, quietly, secret=secret)
+
+    found = together([partial(on_rank, rank) for rank in range(SIZE)])
+    assert all(isinstance(one, Peers) for one in found), found
+    assert {peer.process for one in found for peer in one.connections} == {process_name(os.getpid())}
+    assert all(len(one.connections) == SIZE - 1 for one in found)
+    for one in found:
+        for peer in one.connections:
+            peer.close()
+
+
+def names_in(store: Any) -> list[bytes]:
+    """The random names of ranks, as one reads them who can read the store."""
+    return [decode(Endpoint, store.get(f"key/{rank}"), "endpoint").name for rank in range(SIZE) if store.check([f"key/{rank}"])]
+
+
+def compare(words: Any, secret: bytes, times: int) -> None:
+    quiet, disturbed, num_strangers = [], [], 0
+    for _ in range(times):
+        quiet.append(seconds(partial(meet, dist.HashStore(), secret)))
+        store = dist.HashStore()
+        with strangers_at(partial(places_in, store, SIZE), partial(words, store)) as accepted:
+            disturbed.append(seconds(partial(meet, store, secret)))
+        num_strangers += len(accepted)
+    print(f"{num_strangers} strangers; quiet {median(quiet):.3f} s, disturbed {median(disturbed):.3f} s")
+    assert num_strangers >= times
+    assert median(disturbed) - median(quiet) < MOST_SLOWER_S
+
+
+@pytest.mark.parametrize("times", [5, pytest.param(40, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("secret", [b"", SECRET], ids=["no secret", "secret"])
+@pytest.mark.parametrize("kind", WORDS)
+def test_strangers_slow_no_meeting(kind: str, secret: bytes, times: int) -> None:
+    compare(lambda _: WORDS[kind](), secret, times)
+
+
+@pytest.mark.parametrize("times", [5, pytest.param(40, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("has_nonce", [False, True])
+def test_hijackers_without_the_secret_slow_no_meeting(has_nonce: bool, times: int) -> None:
+    """They know the names from the store, and come in the name of every rank."""
+
+    def words(store: Any) -> list[bytes]:
+        return [b"".join(hello_of(SIZE - 1, name, has_nonce=has_nonce) for name in names_in(store)[:1])]
+
+    compare(words, SECRET, times)

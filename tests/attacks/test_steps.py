@@ -1,0 +1,73 @@
+"""Strangers at every port of processes that train: no step is slower for them, and none fails."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch.distributed as dist
+
+from tests.attacks.strangers import WORDS, Place
+from tests.faults.case import Setup
+from tests.faults.pipeline import Pipeline
+from tests.ranks import run_ranks
+
+LISTENS = "0A"  # a state of /proc/net/tcp
+BLOCK = 10  # steps
+NOISE = 1.5  # between medians, on a machine that runs other tests
+
+
+def ports_of_this_process() -> list[Place]:
+    """The loopback ports at which this process listens, as the kernel lists them."""
+    descriptors = Path("/proc/self/fd")
+    inodes = {os.readlink(descriptors / name) for name in os.listdir(descriptors) if (descriptors / name).exists()}
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return [("127.0.0.1", int(row[1][-4:], 16)) for row in rows if row[3] == LISTENS and f"socket:[{row[9]}]" in inodes]
+
+
+def steps_among_strangers(rank: int, kind: str, num_blocks: int) -> tuple[list[float], list[float], int]:
+    """The seconds of steps, quiet and disturbed in turn, and how many ports this process listens at because of the pipeline.
+
+    Before each disturbed step a stranger comes to each port, from this process but not while it is timed, and stays for a while.
+    """
+    os.environ["BPIPE_SHARED_MEMORY"] = "0"  # so that gloo has ports
+    before = ports_of_this_process()
+    pipeline = Pipeline(rank, 2, Setup())
+    pipeline.check_step()
+    ports = ports_of_this_process()
+    quiet: list[float] = []
+    disturbed: list[float] = []
+    for _ in range(num_blocks):
+        quiet += [timed(pipeline) for _ in range(BLOCK)]
+        with ExitStack() as strangers:
+            for _ in range(BLOCK):
+                for place in ports:
+                    stranger = strangers.enter_context(socket.create_connection(place))
+                    with suppress(OSError):
+                        for piece in WORDS[kind]():
+                            stranger.sendall(piece)
+                disturbed.append(timed(pipeline))
+    dist.barrier()
+    pipeline.schedule.close()
+    dist.barrier()
+    return quiet, disturbed, len(set(ports) - set(before))
+
+
+def timed(pipeline: Pipeline) -> float:
+    began = time.perf_counter()
+    pipeline.check_step()
+    return time.perf_counter() - began
+
+
+@pytest.mark.parametrize("num_blocks", [4, pytest.param(20, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kind", ["silent", "garbage", "http", "another frame"])
+def test_strangers_slow_no_step(kind: str, num_blocks: int) -> None:
+    for quiet, disturbed, num_ports in run_ranks(steps_among_strangers, 2, kind, num_blocks):
+        print(f"{kind}: {1000 * median(quiet):.2f} ms a step, {1000 * median(disturbed):.2f} ms among strangers")
+        assert num_ports == 2  # those of gloo, one for each channel: bpipe's own are closed by then
+        assert median(disturbed) < NOISE * median(quiet)

@@ -1,0 +1,275 @@
+"""Ranks that share a secret let in nobody else, whatever that one has overheard; ranks whose secrets differ all say so."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from bpipe.comm.health.collective import Collective
+from bpipe.comm.rendezvous.addresses import Endpoint
+from bpipe.comm.rendezvous.meeting import Hello, meet_peers
+from bpipe.comm.rendezvous.peers import Peers, process_name
+from bpipe.comm.rendezvous.secret import channel_proof, difference, fingerprint, proof
+from bpipe.comm.transport import connect
+from bpipe.comm.transport.c10d import C10dTransport
+from bpipe.comm.transport.connect import open_connections
+from bpipe.comm.wire.codec import decode, encode
+from bpipe.comm.wire.frames import Frame, FrameReader, Kind
+from bpipe.errors import AgreementError, CommError, TransferError
+from bpipe.schedules import Channel, Purpose
+from tests.comm.meetings import quietly, store, together
+from tests.comm.test_connect import HERE, TOKEN, Line, Together
+from tests.comm.test_peers import close, endpoint_of
+from tests.ranks import run_ranks
+
+__all__ = ["store"]
+
+OURS, THEIRS = b"open sesame", b"open barley"
+
+
+def meet(store: Any, secrets: list[bytes]) -> list[Any]:
+    def on_rank(rank: int) -> Peers:
+        return meet_peers(store, "key", rank, len(secrets), quietly, secret=secrets[rank])
+
+    return together([partial(on_rank, rank) for rank in range(len(secrets))])
+
+
+def test_ranks_with_the_same_secret_meet(store: Any) -> None:
+    found = meet(store, [OURS] * 4)
+    assert [[peer.rank for peer in one.connections] for one in found] == [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]
+    close(found)
+
+
+@pytest.mark.parametrize("odd", range(3))
+@pytest.mark.parametrize("right, wrong", [(OURS, THEIRS), (OURS, b""), (b"", OURS)], ids=["differs", "lacks it", "has it"])
+def test_ranks_whose_secrets_differ_all_say_so(store: Any, odd: int, right: bytes, wrong: bytes) -> None:
+    secrets = [wrong if rank == odd else right for rank in range(3)]
+    began = time.monotonic()
+    found = meet(store, secrets)
+    assert time.monotonic() - began < 3
+    for error in found:
+        assert isinstance(error, AgreementError)
+        assert "BPIPE_SECRET to the same text on all ranks" in str(error) and f"{odd}" in str(error)
+        assert ("different secrets" if right and wrong else "has none") in str(error)
+        assert OURS.decode() not in str(error)
+
+
+def test_what_a_rank_publishes_tells_which_of_the_two_differs() -> None:
+    there = Endpoint((), name=b"n" * 16, fingerprint=fingerprint(OURS, b"n" * 16))
+    assert difference(OURS, 0, 1, there) == ""
+    assert difference(THEIRS, 3, 1, there).startswith("ranks 1 and 3 have different secrets")
+    assert difference(b"", 0, 1, there).startswith("rank 1 has a secret, and rank 0 has none")
+    assert difference(OURS, 0, 1, Endpoint((), name=b"n")).startswith("rank 0 has a secret, and rank 1 has none")
+    assert difference(b"", 0, 1, Endpoint((), name=b"n")) == ""
+
+
+def test_proofs_tell_roles_parts_and_secrets_apart() -> None:
+    args = [(OURS, "call", b"ab", b"c"), (OURS, "call", b"a", b"bc"), (OURS, "answer", b"ab", b"c"), (THEIRS, "call", b"ab", b"c")]
+    assert len({proof(*each) for each in args}) == len(args)
+    ends = [(0, (0, 1), "sender"), (0, (1, 0), "sender"), (1, (0, 1), "sender"), (0, (0, 1), "receiver")]
+    assert len({channel_proof(OURS, role, TOKEN, index, pair, [b"a", b"b"]) for index, pair, role in ends}) == len(ends)
+
+
+# Strangers who can read the store, and so know the names
+
+
+Talk = Callable[[socket.socket, Endpoint], None]
+
+
+def hello_to(to: Endpoint, nonce: bytes = b"n" * 16, name: bytes = b"m" * 16) -> Frame:
+    return Frame(Kind.HELLO, 0, encode(Hello(1, 0, name, to.name, b"p" * 16, nonce)))
+
+
+def heard(connection: socket.socket) -> Frame:
+    reader = FrameReader()
+    while True:
+        data = connection.recv(4096)
+        assert data
+        for frame in reader.feed(data):
+            return frame
+
+
+def without_a_nonce(connection: socket.socket, to: Endpoint) -> None:
+    connection.sendall(hello_to(to, b"").pack())
+
+
+def without_a_proof(connection: socket.socket, to: Endpoint) -> None:
+    connection.sendall(hello_to(to).pack() + Frame(Kind.CALL, 1, b"\1x").pack())
+
+
+def with_another_proof(connection: socket.socket, to: Endpoint) -> None:
+    hello = hello_to(to)
+    connection.sendall(hello.pack())
+    answer = decode(Hello, heard(connection).body, "hello")
+    said = hello.body, encode(answer._replace(proof=b""))
+    connection.sendall(Frame(Kind.PROOF, 0, proof(THEIRS, "call", *said)).pack())
+
+
+def with_the_answer_s_proof(connection: socket.socket, to: Endpoint) -> None:
+    connection.sendall(hello_to(to).pack())
+    answer = decode(Hello, heard(connection).body, "hello")
+    connection.sendall(Frame(Kind.PROOF, 0, answer.proof).pack())
+
+
+def with_an_overheard_proof(connection: socket.socket, to: Endpoint) -> None:
+    """What a true rank once said on another connection."""
+    hello = hello_to(to)
+    connection.sendall(hello.pack())
+    heard(connection)
+    earlier = encode(Hello(0, 0, to.name, b"m" * 16, b"p" * 16, b"another nonce"))
+    connection.sendall(Frame(Kind.PROOF, 0, proof(OURS, "call", hello.body, earlier)).pack())
+
+
+def with_an_empty_proof(connection: socket.socket, to: Endpoint) -> None:
+    connection.sendall(hello_to(to).pack() + Frame(Kind.PROOF, 0, b"").pack())
+
+
+TALKS = [
+    *(without_a_nonce, without_a_proof, with_another_proof),
+    *(with_the_answer_s_proof, with_an_overheard_proof, with_an_empty_proof),
+]
+
+
+@pytest.mark.parametrize("talk", TALKS, ids=lambda talk: talk.__name__)
+def test_a_stranger_who_knows_the_names_does_not_get_in_and_ends_nothing(store: Any, talk: Talk) -> None:
+    def on_rank_1() -> Peers:
+        to = endpoint_of(store, 0)
+        store.set("key/1", encode(Endpoint((), name=b"m" * 16, fingerprint=fingerprint(OURS, b"m" * 16))))
+        for _ in range(3):
+            with socket.create_connection(to.places[0], timeout=5) as connection:
+                talk(connection, to)
+                time.sleep(0.05)
+        time.sleep(0.6)  # so long that a difference of secrets would have ended the meeting
+        return meet_peers(store, "key", 1, 2, quietly, secret=OURS)
+
+    found = together([lambda: meet_peers(store, "key", 0, 2, quietly, secret=OURS), on_rank_1])
+    assert [peer.process for one in found for peer in one.connections] == [process_name(os.getpid())] * 2
+    close(found)
+
+
+def test_with_the_secret_the_same_stranger_gets_in(store: Any) -> None:
+    """So that the test before this one shows what it says."""
+
+    def call() -> bytes:
+        to = endpoint_of(store, 0)
+        with socket.create_connection(to.places[0], timeout=5) as connection:
+            hello = hello_to(to)
+            connection.sendall(hello.pack())
+            answer = decode(Hello, heard(connection).body, "hello")
+            said = hello.body, encode(answer._replace(proof=b""))
+            assert answer.proof == proof(OURS, "answer", *said)
+            connection.sendall(Frame(Kind.PROOF, 0, proof(OURS, "call", *said)).pack())
+            time.sleep(0.2)
+            return answer.name
+
+    found, _ = together([lambda: meet_peers(store, "key", 0, 2, quietly, secret=OURS), call])
+    assert [peer.process for peer in found.connections] == [b"p" * 16]
+    close([found])
+
+
+def test_one_who_answers_in_a_rank_s_place_is_not_believed(store: Any) -> None:
+    """He has the rank's address, and knows its name from the store; the rank itself has another address besides."""
+    answered: list[bytes] = []
+
+    def impostor(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            said = decode(Hello, heard(connection).body, "hello")
+            mine = Hello(0, 0, said.to, said.name, b"p" * 16, b"n" * 16, b"f" * 32)
+            connection.sendall(Frame(Kind.HELLO, 0, encode(mine)).pack())
+            answered.append(said.name)
+            time.sleep(0.2)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        class Hijacked:
+            def get(self, key: str) -> bytes:
+                endpoint = decode(Endpoint, store.get(key), "endpoint")
+                return encode(endpoint._replace(places=(listener.getsockname(), *endpoint.places)))
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(store, name)
+
+        first, second, _ = together(
+            [
+                lambda: meet_peers(store, "key", 0, 2, quietly, secret=OURS),
+                lambda: meet_peers(Hijacked(), "key", 1, 2, quietly, secret=OURS),
+                lambda: impostor(listener),
+            ]
+        )
+    assert answered and [peer.process for one in (first, second) for peer in one.connections] == [process_name(os.getpid())] * 2
+    close([first, second])
+
+
+# Channels
+
+ENDS = [(0, 1), (1, 0)]
+
+
+def opened(secrets: list[bytes], says: Sequence[bytes] = ()) -> list[Any]:
+    group = Together(2)
+
+    def on_rank(rank: int) -> dict[int, socket.socket]:
+        return open_connections(ENDS, rank, HERE, TOKEN, Line(group, rank, says), secret=secrets[rank])
+
+    found = together([partial(on_rank, rank) for rank in range(2)])
+    for stranger in group.strangers:
+        stranger.close()
+    return found
+
+
+def test_channels_open_between_those_who_have_the_secret() -> None:
+    says = [Frame(Kind.HELLO, index, body).pack() for index in (0, 1, 7) for body in (TOKEN, b"", b"x" * 32)]
+    found = opened([OURS, OURS], says)
+    for index, (sender, receiver) in enumerate(ENDS):
+        found[sender][index].sendall(b"%d" % index)
+        assert found[receiver][index].recv(1) == b"%d" % index
+    for of_rank in found:
+        for connection in of_rank.values():
+            connection.close()
+
+
+def test_who_knows_the_token_alone_opens_no_channel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connect, "HELLO_S", 0.3)
+    found = opened([OURS, THEIRS])
+    assert all(isinstance(error, TransferError) for error in found)
+
+
+def test_one_who_accepts_in_a_rank_s_place_is_not_believed() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(Frame(Kind.PROOF, 0, b"x" * 32).pack())
+        with pytest.raises(TransferError, match="who answered at rank 1's address has not proved that it has the secret"):
+            connect._check_proved(ours, 1, channel_proof(OURS, "receiver", TOKEN, 0, (0, 1), [b"a", b"b"]))
+
+
+# Processes
+
+
+def with_secrets(rank: int, secrets: list[str]) -> str:
+    os.environ["BPIPE_SECRET"] = secrets[rank]
+    transport, channel = C10dTransport(None, torch.device("cpu")), Channel(Purpose.FORWARD, 0, 1)
+    try:
+        transport.exchange(Collective.STEP, b"")
+        transport.connect([channel, Channel(Purpose.BACKWARD, 1, 0)], (0, 1))
+    except CommError as error:
+        return str(error)
+    if rank == 0:
+        transport.send(channel, [torch.ones(1)]).wait()
+        return "sent"
+    received = torch.zeros(1)
+    transport.receive(channel, [received]).wait()
+    return f"received {received.item():g}"
+
+
+def test_processes_with_a_secret() -> None:
+    assert run_ranks(with_secrets, 2, ["one", "one"]) == ["sent", "received 1"]
+    (told,) = set(run_ranks(with_secrets, 2, ["one", ""]))
+    assert told.startswith("rank 0 has a secret, and rank 1 has none: set the environment variable BPIPE_SECRET")
