@@ -130,6 +130,11 @@ class AllGather:
                 sends += self._message(self._strides)
         return sends
 
+    @property
+    def is_in_last_round(self) -> bool:
+        """Whether this rank has sent all that it has to send."""
+        return self._strides is None or self._strides is strides(self._size)[-1]
+
     def _num_sent(self, strides: tuple[int, ...]) -> int:
         """Return of how many ranks a message tells: in the last round only of those that are not known yet."""
         return min(self.num_known, self._size - strides[-1])

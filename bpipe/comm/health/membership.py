@@ -26,14 +26,14 @@ from bpipe.errors import CommError
 
 __all__: list[str] = []
 
-LEFT = struct.Struct("<Q")  # the number of the latest call that it has completed or refused
+LEFT = struct.Struct("<Q")  # the number of the latest call for which it has sent all, or that it has refused
 STATUS = struct.Struct("<II")  # who asks and who answers; the status follows
 
 Effects = list[Effect]
 
 
 class Left(NamedTuple):
-    """How many steps and calls a rank had completed when it closed the pipeline."""
+    """After how many steps a rank closed the pipeline, and up to which call the others have all that they need of it."""
 
     num_steps: int
     num_calls: int
@@ -108,10 +108,9 @@ class Membership:
         if call.number in self._objections:
             return [*effects, Signal.WAKE]
         effects += call.go_on(parts)
-        if call.num_known < self.size:
-            return effects
-        self._num_calls = call.number
-        return [*effects, Signal.WAKE]
+        if call.is_in_last_round:
+            self._num_calls = call.number
+        return effects if call.num_known < self.size else [*effects, Signal.WAKE]
 
     def _object(self, number: int, objection: Objection, source: int | None = None) -> Effects:
         """Note an objection to a call, and tell the others, unless one like it is known.
