@@ -1,8 +1,9 @@
 """What the control plane costs as ranks become many: the agreement before a step, a failure that all are told, and how they meet.
 
 Ranks are threads of some processes, and meet through a TCPStore; all else is what a pipeline does: real connections, a control
-thread for each rank. CPU time is that of the processes, all ranks together, while nothing but agreements runs. Writes
-benchmarks/results/many_ranks.csv.
+thread for each rank. CPU time is that of the processes, all ranks together, while nothing but agreements runs. So, where there are
+more ranks than cores, it has the switches between them, too. `alone_cpu_us` is that of one rank in a process of its own, whose
+links are played by another process. Writes benchmarks/results/many_ranks.csv.
 
     .venv/bin/python -m benchmarks.many_ranks 2 8 32 128 512
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import csv
 import multiprocessing as mp
+import socket
 import sys
 import threading
 import time
@@ -28,16 +30,19 @@ from bpipe.comm.health.agreement import StepRecord
 from bpipe.comm.health.collective import Collective
 from bpipe.comm.health.driver import ConnectedControlPlane
 from bpipe.comm.health.failure import Cause, Failure
-from bpipe.comm.health.links import links
+from bpipe.comm.health.gather import Part
+from bpipe.comm.health.links import links, strides
 from bpipe.comm.health.watchdog import Timeouts
 from bpipe.comm.rendezvous.meeting import meet_peers
 from bpipe.comm.rendezvous.peers import PeerConnection
-from bpipe.comm.wire.frames import Frame
+from bpipe.comm.rendezvous.tcp import prepare
+from bpipe.comm.wire.frames import HEAD, Frame, Kind
 
 RESULTS = Path(__file__).parent / "results"
 SIZES = (2, 8, 32, 128, 512)
 RANKS_A_PROCESS = 16  # so that threads of a process seldom wait for each other
-STEPS, ROUNDS = 10, 5
+STEPS, ROUNDS, STEPS_ALONE = 10, 5, 300
+RECORD_BYTES = 450
 TIMEOUTS = Timeouts(timeout_s=300.0, slow_s=300.0)
 
 Row = dict[str, float]
@@ -129,6 +134,47 @@ def some_ranks(which: range, size: int, pipe: Connection) -> None:
     pipe.send(None)
 
 
+def rank_alone(size: int, ends: dict[int, socket.socket], pipe: Connection) -> None:
+    """Agree as rank 0, and give the CPU seconds of a step."""
+    peers = [PeerConnection(connection, rank, b"") for rank, connection in ends.items()]
+    plane, record = ConnectedControlPlane(peers, 0, size, lambda: None, TIMEOUTS), bytes(RECORD_BYTES)
+    plane.exchange(Collective.STEP, record)
+    began = time.process_time()
+    for _ in range(STEPS_ALONE):
+        plane.exchange(Collective.STEP, record)
+    pipe.send((time.process_time() - began) / STEPS_ALONE)
+
+
+def alone_cpu_s(size: int) -> float:
+    """Return the CPU seconds of a step of one rank, whose links send their message of a round once it has sent its own."""
+    ours, theirs = {}, {}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        for rank in links(0, size):
+            ours[rank] = socket.create_connection(listener.getsockname())
+            theirs[rank], _ = listener.accept()
+            prepare(ours[rank])
+            prepare(theirs[rank])
+            theirs[rank].settimeout(TIMEOUTS.timeout_s)
+    mine, pipe = mp.Pipe()
+    process = mp.get_context("fork").Process(target=rank_alone, args=(size, theirs, pipe))
+    process.start()
+    for number in range(1, STEPS_ALONE + 2):
+        for of_round in strides(size):
+            for stride in of_round:
+                head = ours[stride].recv(HEAD.size, socket.MSG_WAITALL)
+                ours[stride].recv(HEAD.unpack(head)[3], socket.MSG_WAITALL)
+            num_known = min(of_round)
+            for stride in of_round:
+                told = {(rank - stride) % size: bytes(RECORD_BYTES) for rank in range(0, -num_known, -1)} if number == 1 else {}
+                ours[-stride % size].sendall(Frame(Kind.CALL, number, Part(Collective.STEP, number - 1, told).pack()).pack())
+    seconds = float(mine.recv())
+    process.kill()
+    process.join()
+    for connection in [*ours.values(), *theirs.values()]:
+        connection.close()
+    return seconds
+
+
 def measured(size: int) -> Row:
     """What `size` ranks cost, each on the average but where it says otherwise."""
     pipes, processes = [], []
@@ -162,6 +208,7 @@ def measured(size: int) -> Row:
     of_all = size * STEPS
     return {
         "ranks": size,
+        "alone_cpu_us": median(1e6 * alone_cpu_s(size) for _ in range(ROUNDS)),
         "agreement_cpu_us": median(1e6 * sum(cpu_s for _, cpu_s in each) / of_all for each in rounds),
         "agreement_ms": median(1e3 * max(took for took, _ in each) / STEPS for each in rounds),
         "frames": frames["frames"] / of_all,
