@@ -88,43 +88,31 @@ __all__ = [
 
 OLDEST_TORCH = (2, 11)
 
-_HOMES = {
-    "Balanced": "bpipe.api.balanced",
-    "BalancedOneFOneB": "bpipe.api.catalogue",
-    "BreadthFirst": "bpipe.api.catalogue",
-    "DualPipeV": "bpipe.api.catalogue",
-    "FromPlan": "bpipe.api.catalogue",
-    "GPipe": "bpipe.api.catalogue",
-    "GradScaler": "bpipe.training.scaler",
-    "Interleaved1F1B": "bpipe.api.catalogue",
-    "Loopback": "bpipe.api.loopback",
-    "OneFOneB": "bpipe.api.catalogue",
-    "PipelineStage": "bpipe.model.stage",
-    "Schedule": "bpipe.api.schedule",
-    "TiedWeights": "bpipe.training.tied",
-    "VHalf": "bpipe.api.catalogue",
-    "VMin": "bpipe.api.catalogue",
-    "ZBH1": "bpipe.api.catalogue",
-    "ZBH2": "bpipe.api.catalogue",
-    "ZBV": "bpipe.api.catalogue",
-    "advise": "bpipe.estimate.advisor",
-    "check_split": "bpipe.partition.split_check",
-    "choose_stages": "bpipe.partition.choose",
-    "clip_grad_norm_": "bpipe.training.clip",
-    "draw": "bpipe.tools.draw",
-    "load_trace": "bpipe.tools.chrome_read",
-    "measure_layers": "bpipe.partition.measure",
-    "pair_adjacent": "bpipe.parallel.placement",
-    "place": "bpipe.parallel.placement",
-    "profile": "bpipe.estimate.profile",
-    "save_trace": "bpipe.tools.chrome",
-    "share_loss": "bpipe.training.loss",
-    "split_model": "bpipe.partition.model_split",
-    "split_transformer": "bpipe.partition.transformers",
-    "trace": "bpipe.tools.tracing",
-    "training_state": "bpipe.training.checkpoint",
-    "transformer_layers": "bpipe.partition.transformers",
+_NAMES = {  # of each module of bpipe
+    "api.balanced": "Balanced",
+    "api.catalogue": "BalancedOneFOneB BreadthFirst DualPipeV FromPlan GPipe Interleaved1F1B OneFOneB VHalf VMin ZBH1 ZBH2 ZBV",
+    "api.loopback": "Loopback",
+    "api.schedule": "Schedule",
+    "estimate.advisor": "advise",
+    "estimate.profile": "profile",
+    "model.stage": "PipelineStage",
+    "parallel.placement": "pair_adjacent place",
+    "partition.choose": "choose_stages",
+    "partition.measure": "measure_layers",
+    "partition.model_split": "split_model",
+    "partition.split_check": "check_split",
+    "partition.transformers": "split_transformer transformer_layers",
+    "tools.chrome": "save_trace",
+    "tools.chrome_read": "load_trace",
+    "tools.draw": "draw",
+    "tools.tracing": "trace",
+    "training.checkpoint": "training_state",
+    "training.clip": "clip_grad_norm_",
+    "training.loss": "share_loss",
+    "training.scaler": "GradScaler",
+    "training.tied": "TiedWeights",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 _NEED_NO_TORCH = frozenset({"advise", "choose_stages", "draw", "load_trace", "pair_adjacent", "place", "save_trace"})
 
@@ -134,7 +122,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'bpipe' has no attribute {name!r}")
     if name not in _NEED_NO_TORCH:
         _check_torch()
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(f"bpipe.{_HOMES[name]}"), name)
 
 
 def _check_torch() -> None:

@@ -47,9 +47,6 @@ class keeping(Generic[T]):  # noqa: N801  likewise
     """A context that enters another context, and keeps the other one's exit from replacing an error raised inside.
 
     Around an `ExitStack`, each of its callbacks runs, even if another callback fails.
-
-    Args:
-        context: the context to enter.
     """
 
     def __init__(self, context: AbstractContextManager[T]) -> None:

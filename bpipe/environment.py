@@ -9,6 +9,7 @@ from bpipe.errors import ConfigurationError
 __all__: list[str] = []
 
 INTERFACE_VARIABLES = "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
+MOST_DIGITS = 9
 
 
 def gloo_interfaces() -> list[str]:
@@ -55,4 +56,4 @@ def may_share_memory() -> bool:
 def ranks_on_this_node() -> int | None:
     """Return how many ranks torchrun has started on this node; None if torchrun did not start this process."""
     given = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(given) if given.isdecimal() else None
+    return int(given) if given.isdecimal() and len(given) <= MOST_DIGITS else None

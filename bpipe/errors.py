@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 __all__ = [
     "AgreementError",
     "BPipeError",
@@ -80,6 +82,26 @@ class TransferTimeoutError(CommError, TimeoutError):
 
 class PipelineBrokenError(BPipeError, RuntimeError):
     """A call on a pipeline that an earlier error has broken; build a new one over the same process group."""
+
+
+# What a terminal obeys or reorders instead of showing it: C0 controls but tab and newline, DEL, C1, marks and overrides of the
+# direction of writing, separators of lines; and half characters, which cannot be written at all.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    r"""Return text of a stranger as it can be shown: what controls a terminal is written as an escape, such as `\x1b`.
+
+    Example:
+        >>> printable("\x1b[31mred")
+        '\\x1b[31mred'
+    """
+    return text if text.isprintable() else _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def is_printable(text: str) -> bool:
+    """Return whether text can be shown as it is."""
+    return _UNPRINTABLE.search(text) is None
 
 
 def text_of(error: BaseException) -> str:

@@ -127,11 +127,7 @@ def _layers(model: nn.Module) -> list[str]:
 
 
 def _names(model: nn.Module, parallelism: Any, num_stages: int) -> list[list[str]]:
-    """Cut as torchtitan does: evenly, with one more layer on earlier stages, and fewer on the stages that hold other modules.
-
-    Raises:
-        ConfigurationError: a stage would get nothing.
-    """
+    """Cut as torchtitan does: evenly, with one more layer on earlier stages, and fewer on the stages that hold other modules."""
     layers, less = _layers(model), [0] * num_stages
     less[0] += parallelism.pipeline_parallel_first_stage_less_layers
     less[-1] += parallelism.pipeline_parallel_last_stage_less_layers
@@ -151,11 +147,7 @@ def _names(model: nn.Module, parallelism: Any, num_stages: int) -> list[list[str
 
 
 def _num_microbatches(training: Any, parallelism: Any) -> int:
-    """Return m, from a rank's batch size and the microbatch size.
-
-    Raises:
-        ConfigurationError: the batch does not divide by the microbatch, or a schedule's file was given.
-    """
+    """Return m, from a rank's batch size and the microbatch size."""
     if getattr(parallelism, "pipeline_parallel_schedule_csv", None):
         raise ConfigurationError("bpipe does not read pipeline_parallel_schedule_csv, torch's format: use bpipe.FromPlan")
     batch, size = training.local_batch_size, parallelism.pipeline_parallel_microbatch_size

@@ -125,7 +125,7 @@ def planned(plan: Plan, rank: int) -> Iterator[tuple[int, int]]:
     """What a plan's list comes to during each action, and behind it."""
     meter, live, twice = plan.meter(), 0, plan.recomputed(rank)
     for action in plan.actions[rank]:
-        takes, gives = meter.recomputed if action[1:3] in twice else meter[:2]
+        takes, gives = meter.recomputed if action[1:3] in twice else meter.usual
         during = live + (takes[action.op](action) if action.op in takes else 0)
         live = during - (gives[action.op](action) if action.op in gives else 0)
         yield during, live

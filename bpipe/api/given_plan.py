@@ -17,19 +17,7 @@ __all__: list[str] = []
 
 
 class GivenPlan(PlanSource):
-    """A plan that `Balanced` makes without measuring anything.
-
-    Args:
-        plan: the plan to balance.
-        rule: the name of its schedule.
-        policy: the user's settings, with sizes or without a budget.
-        plan_rank: this rank; rank 0 logs the warnings about the plan.
-        is_lowest: whether the budget is as low as possible.
-
-    Raises:
-        BudgetError: the budget cannot be met.
-        ConfigurationError: the budget depends on devices, whose memory is known only when sizes are measured.
-    """
+    """A plan that `Balanced` makes without measuring anything; rank 0 logs the warnings about it."""
 
     def __init__(self, plan: Plan, rule: str, policy: Policy, plan_rank: int, *, is_lowest: bool, asked: str) -> None:
         super().__init__(_planned(plan, policy, is_lowest=is_lowest), rule, asked)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from bpipe.memory.ledger import Key
+from bpipe.memory.recent import Recent
 from bpipe.memory.saved.footprint import Footprint, largest_of, with_margin
 from bpipe.schedules import Plan, Sizes, StageSizes
 from bpipe.session.session import REMEMBERED_SHAPES, StepKey
@@ -25,25 +25,15 @@ class MeasuredSizes:
 
 @dataclass(slots=True)
 class Shapes:
-    """Everything known about steps whose inputs look alike.
+    """Everything known about steps whose inputs look alike."""
 
-    Args:
-        revisions: how often each rank had asked to measure again when these were measured.
-        measured: the results of the latest step that measured.
-        plan: the plan made from them.
-        states: the bytes of each rank's optimizer states when the plan was made.
-        seen: the largest microbatch of each stage that exceeded its plan.
-        static_bytes: those of this rank's modules: the most that were planned with, or seen since.
-        varying: the stages whose microbatches took different memory in one step.
-    """
-
-    revisions: tuple[int, ...] = ()
-    measured: MeasuredSizes | None = None
-    plan: Plan | None = None
-    states: tuple[int, ...] = ()
-    seen: dict[int, StageSizes] = field(default_factory=dict)
-    static_bytes: int = 0
-    varying: set[int] = field(default_factory=set)
+    revisions: tuple[int, ...] = ()  # how often each rank had asked to measure again when these were measured
+    measured: MeasuredSizes | None = None  # the results of the latest step that measured
+    plan: Plan | None = None  # the plan made from them
+    states: tuple[int, ...] = ()  # the bytes of each rank's optimizer states when the plan was made
+    seen: dict[int, StageSizes] = field(default_factory=dict)  # the largest microbatch of each stage that exceeded its plan
+    static_bytes: int = 0  # those of this rank's modules: the most that were planned with, or seen since
+    varying: set[int] = field(default_factory=set)  # the stages whose microbatches took different memory in one step
 
     def revise(self, revisions: tuple[int, ...]) -> bool:
         """Forget the measurements if a rank has asked for that; return whether there was something to forget."""
@@ -82,40 +72,20 @@ class Shapes:
                 yield stage
 
 
-class KnownShapes:
+class KnownShapes(Recent[StepKey, Shapes]):
     """The sizes known for the most recently used forms of inputs."""
 
-    def __init__(self) -> None:
-        self._shapes: OrderedDict[StepKey, Shapes] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._shapes)
-
-    def of(self, key: StepKey) -> Shapes:
-        """Return the sizes known for a form, and mark it as the most recently used."""
-        shapes = self._shapes.setdefault(key, Shapes())
-        self._shapes.move_to_end(key)
-        if len(self._shapes) > REMEMBERED_SHAPES:
-            self._shapes.popitem(last=False)
-        return shapes
-
     def latest(self) -> Shapes:
-        return next(reversed(self._shapes.values()))
+        return next(reversed(self.values()))
 
 
 @dataclass(slots=True)
 class Comparison:
-    """The comparison of replicas for the steps with some inputs.
+    """The comparison of replicas for the steps with some inputs."""
 
-    Args:
-        shapes: the sizes that the first of these steps has measured.
-        num_steps: the number of these steps.
-        difference: the result of the comparison; None before it.
-    """
-
-    shapes: Shapes
-    num_steps: int = 0
-    difference: str | None = None
+    shapes: Shapes  # the sizes that the first of these steps has measured
+    num_steps: int = 0  # the number of these steps
+    difference: str | None = None  # the result of the comparison; None before it
 
 
 class Comparisons:
@@ -125,14 +95,11 @@ class Comparisons:
     """
 
     def __init__(self) -> None:
-        self._by_inputs: OrderedDict[tuple[bytes, ...], Comparison] = OrderedDict()
+        self._by_inputs = Recent[tuple[bytes, ...], Comparison](REMEMBERED_SHAPES)
 
     def is_due(self, inputs: tuple[bytes, ...], shapes: Shapes) -> bool:
         """Count a step with some inputs, and return whether replicas compare before it runs."""
-        comparison = self._by_inputs.setdefault(inputs, Comparison(shapes))
-        self._by_inputs.move_to_end(inputs)
-        if len(self._by_inputs) > REMEMBERED_SHAPES:
-            self._by_inputs.popitem(last=False)
+        comparison = self._by_inputs.use(inputs, Comparison(shapes))
         comparison.num_steps += 1
         return comparison.num_steps == 2
 

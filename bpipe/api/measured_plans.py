@@ -12,6 +12,7 @@ from bpipe.api.loopback import LoopbackGroup
 from bpipe.api.policy import Policy
 from bpipe.api.report import Report
 from bpipe.comm.health.agreement import StepRecord
+from bpipe.comm.wire.codec import decode_text
 from bpipe.engine.ordered import OrderWatch
 from bpipe.engine.remembered import Memory
 from bpipe.engine.run import Observer, Run
@@ -31,7 +32,7 @@ from bpipe.schedules import Op, Plan, finish
 from bpipe.session.context import RankContext
 from bpipe.session.plan_source import Gather, PlanSource
 from bpipe.session.prepare import PreparedCall
-from bpipe.session.session import StepKey
+from bpipe.session.session import REMEMBERED_SHAPES, StepKey
 
 __all__: list[str] = []
 
@@ -46,13 +47,8 @@ class MeasuredPlans(PlanSource):
     Ranks exchange their sizes before they make a plan, and all make the same one. `Balanced` describes the rest.
 
     Args:
-        plan: the plan to balance.
-        rule: the name of its schedule.
-        policy: the user's settings.
-        context: the state that this rank's steps share.
         replicas: a process group of the ranks that hold the same stages in other pipelines, or None.
         reserve_bytes: the bytes that stay free on the device with budget "auto".
-        is_lowest: whether the budget is as low as possible.
     """
 
     compares = False  # plans count the measured bytes, so there is nothing to compare
@@ -75,7 +71,7 @@ class MeasuredPlans(PlanSource):
         self._in_order: Plan | None = None  # the plan that measures in the schedule's order, once it was needed
         self._policy, self._context, self._replicas = policy, context, replicas
         self._reserve_bytes, self._is_lowest = reserve_bytes, is_lowest
-        self._shapes = KnownShapes()
+        self._shapes = KnownShapes(REMEMBERED_SHAPES)
         self._comparisons = Comparisons()
         self.revision = 0  # how often this rank has asked to measure again
         self._revisions: tuple[int, ...] = ()  # those of all ranks, in the latest training step
@@ -94,7 +90,7 @@ class MeasuredPlans(PlanSource):
         if not is_training:
             return super().plan_of(inputs, records, gather, is_training=is_training)
         key = (True, tuple(record.form for record in records))
-        shapes = self._shapes.of(key)
+        shapes = self._shapes.use(key, Shapes())
         if self._replicas is not None:
             self._compare(tuple(record.inputs for record in records), shapes, gather)
         revisions = tuple(record.revision for record in records)
@@ -118,7 +114,7 @@ class MeasuredPlans(PlanSource):
             reasons = ["as requested"]
         else:
             answers = gather(lambda source: _measured(source)._needs_order())
-            reasons = [reason for reason in (data.decode() for data in answers) if reason]
+            reasons = [reason for reason in (decode_text(data) for data in answers) if reason]
         if len(self._shapes) > 1 or reasons:
             how = f"in the schedule's own order ({reasons[0]})" if reasons else "one microbatch at a time"
             self._say(f"new shapes or sizes: this step runs {how} and measures them")
@@ -187,7 +183,7 @@ class MeasuredPlans(PlanSource):
     def _compare(self, inputs: tuple[bytes, ...], shapes: Shapes, gather: Gather) -> None:
         """Raise on all ranks if microbatches of one of them take different memory than on its replicas."""
         if self._comparisons.is_due(inputs, shapes):
-            refusals = [data.decode() for data in gather(lambda source: _measured(source)._difference(inputs))]
+            refusals = [decode_text(data) for data in gather(lambda source: _measured(source)._difference(inputs))]
             refusal = next(filter(None, refusals), None)
             if refusal is not None:
                 raise AgreementError(refusal)
@@ -202,7 +198,7 @@ class MeasuredPlans(PlanSource):
                 one.difference = difference(self._replicas, one.shapes.measured.stages, one.shapes.varying, device)
             except Exception as error:
                 one.difference = f"rank {self._context.group_rank} cannot compare its memory with replicas: {format_error(error)}"
-        return one.difference.encode()
+        return one.difference.encode(errors="replace")
 
     # The plan for the measured sizes, which all ranks make from the same numbers
 
@@ -235,7 +231,7 @@ class MeasuredPlans(PlanSource):
             outcome = plan.fingerprint()
         except BaseException as failure:  # reported to all ranks before it is raised, so that none waits
             error, outcome = failure, format_error(failure)
-        outcomes = [data.decode() for data in gather(lambda _: outcome.encode())]
+        outcomes = [decode_text(data) for data in gather(lambda _: outcome.encode(errors="replace"))]
         if error is not None:
             self._context.guard.known_to_all = error
             raise error
@@ -255,7 +251,7 @@ class MeasuredPlans(PlanSource):
     def _report(self, key: StepKey) -> bytes:
         """Return this rank's report for the others: its stages' sizes, its static bytes and its budget, or why it cannot go on."""
         try:
-            report = self._own_report(self._shapes.of(key))
+            report = self._own_report(self._shapes.use(key, Shapes()))
         except Exception as error:
             refusal = f"rank {self._context.group_rank} cannot make a plan: {format_error(error)}"
             report = Report(self._context.plan_rank, {}, refusal=refusal)

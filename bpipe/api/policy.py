@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from bpipe.errors import ConfigurationError
+from bpipe.passes.balance.balance import by_count
 from bpipe.passes.balance.by_bytes import by_bytes
-from bpipe.passes.balance.by_count import by_count
 from bpipe.passes.evict_or_recompute import evict_or_recompute
 from bpipe.passes.recompute import recompute, recompute_by_count
 from bpipe.plan.destinations import Destinations
@@ -40,11 +40,7 @@ class Policy:
     margin: float = MARGIN
 
     def check(self, plan: Plan) -> None:
-        """Raise unless the settings fit together, and fit a plan.
-
-        Raises:
-            ConfigurationError: they do not fit.
-        """
+        """Raise unless the settings fit together, and fit a plan."""
         if not _is_count(self.parts) or self.parts > MOST_PARTS:
             raise ConfigurationError(f"parts={self.parts!r}: give a whole number from 1 to {MOST_PARTS}")
         if self.inside and self.parts == 1:
@@ -113,11 +109,7 @@ class Policy:
         return finish(recompute_by_count(computations) if self.by == "recompute" else by_count(computations, self.to))
 
     def plan_in_bytes(self, computations: Plan, sizes: Sizes, budgets: Sequence[int | None] | None) -> Plan:
-        """Make and prove the plan for some sizes, with as little memory as possible if there are no budgets.
-
-        Raises:
-            BudgetError: the budgets cannot be met.
-        """
+        """Make and prove the plan for some sizes, with as little memory as possible if there are no budgets."""
         if self.by == "recompute":
             return finish(recompute(computations, sizes=sizes, budgets=budgets))
         if self.by == "evict_or_recompute":

@@ -5,54 +5,40 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from bpipe.errors import BPipeError, CommError
+from bpipe.errors import BPipeError, CommError, printable
 from bpipe.schedules import StageSizes
 
 __all__: list[str] = []
 
 
 class Report(NamedTuple):
-    """The report of one rank.
+    """The report of one rank."""
 
-    Args:
-        rank: its number in the plan.
-        stages: the bytes of a microbatch, by stage.
-        static: bytes of the rank besides microbatches.
-        budget: the bytes that it may use; None for no limit, or for as low as possible.
-        refusal: why it cannot go on; empty if it can.
-        states: the bytes of optimizer states among the static bytes.
-    """
-
-    rank: int
-    stages: Mapping[int, StageSizes]
-    static: int = 0
-    budget: int | None = None
-    refusal: str = ""
-    states: int = 0
+    rank: int  # its number in the plan
+    stages: Mapping[int, StageSizes]  # the bytes of a microbatch, by stage
+    static: int = 0  # bytes of the rank besides microbatches
+    budget: int | None = None  # the bytes that it may use; None for no limit, or for as low as possible
+    refusal: str = ""  # why it cannot go on; empty if it can
+    states: int = 0  # the bytes of optimizer states among the static bytes
 
     def pack(self) -> bytes:
         return json.dumps({**self._asdict(), "stages": {stage: asdict(sizes) for stage, sizes in self.stages.items()}}).encode()
 
     @classmethod
     def unpack(cls, data: bytes, sender: int) -> Report:
-        """Read what `pack` wrote.
-
-        Raises:
-            CommError: the bytes of this sender are not a report.
-        """
+        """Read what `pack` wrote."""
         try:
             fields = json.loads(data)
-            stages = {int(stage): _sizes(numbers) for stage, numbers in fields.pop("stages").items()}
-            report = cls(stages=stages, **fields)
+            stages = {
+                int(stage): StageSizes(**{**numbers, "parts": tuple(numbers["parts"])})
+                for stage, numbers in fields.pop("stages").items()
+            }
+            report = cls(stages=stages, **{**fields, "refusal": printable(fields["refusal"])})
             numbers = (report.rank, report.static, report.budget or 0, report.states)
-            if not all(type(number) is int and number >= 0 for number in numbers) or type(report.refusal) is not str:
+            if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
                 raise ValueError(f"{numbers}")
             return report
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, BPipeError) as error:
-            raise CommError(f"rank {sender} sent an unreadable report of its sizes: {error}") from error
-
-
-def _sizes(numbers: dict[str, Any]) -> StageSizes:
-    return StageSizes(**{**numbers, "parts": tuple(numbers["parts"])})
+            raise CommError(f"rank {sender} sent an unreadable report of its sizes: {printable(str(error))[:200]}") from error

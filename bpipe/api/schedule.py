@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 import torch
 
 from bpipe.api.loopback import Loopback, LoopbackGroup
-from bpipe.api.transports import transport_for
 from bpipe.comm.health.watchdog import SLOW_S
+from bpipe.comm.transport.base import Transport
 from bpipe.comm.transport.in_flight import TRANSFERS_AT_ONCE
+from bpipe.comm.transport.in_process import LoopbackTransport
 from bpipe.errors import ConfigurationError, PipelineBrokenError
 from bpipe.memory.ledger import Ledger
 from bpipe.model.call import Call, Specs, call_of
@@ -102,12 +103,12 @@ class Schedule:
         return build(self.rule, num_stages, n_microbatches, num_ranks=num_ranks, slots=slots)
 
     def _check_placement(self, plan: Plan, stages: set[int]) -> None:
-        expected = {index for index, rank in enumerate(plan.stage_ranks) if rank == plan.stage_ranks[min(stages)]}
-        if stages != expected:
-            held = [[stage for stage, owner in enumerate(plan.stage_ranks) if owner == rank] for rank in range(plan.num_ranks)]
+        expected = plan.stages_of(plan.stage_ranks[min(stages)])
+        if sorted(stages) != expected:
+            held = ", ".join(str(plan.stages_of(rank)) for rank in range(plan.num_ranks))
             raise ConfigurationError(
-                f"{self.rule} puts stages {sorted(expected)} on one rank, got {sorted(stages)}: "
-                f"of {plan.num_stages} stages, ranks 0 to {plan.num_ranks - 1} hold {', '.join(map(str, held))}"
+                f"{self.rule} puts stages {expected} on one rank, got {sorted(stages)}: "
+                f"of {plan.num_stages} stages, ranks 0 to {plan.num_ranks - 1} hold {held}"
             )
 
     # The interface for users
@@ -230,3 +231,24 @@ def _positive(name: str, seconds: T) -> T:
     if seconds is not None and not seconds > 0:
         raise ConfigurationError(f"{name}={seconds!r}: give a positive number of seconds")
     return seconds
+
+
+def transport_for(
+    group: Any, device: torch.device, num_ranks: int, *, timeout_s: float | None, slow_s: float, transfers_at_once: int
+) -> Transport:
+    """Make this rank's end of a pipeline over a process group, or over a loopback."""
+    if isinstance(group, LoopbackGroup):
+        _check_size(group.loopback.num_ranks, num_ranks)
+        return LoopbackTransport(group.loopback.wires, device)
+    from bpipe.comm.transport.c10d import C10dTransport
+
+    transport = C10dTransport(group, device, timeout_s=timeout_s, slow_s=slow_s, transfers_at_once=transfers_at_once)
+    _check_size(transport.size, num_ranks)
+    return transport
+
+
+def _check_size(size: int, num_ranks: int) -> None:
+    if size != num_ranks:
+        raise ConfigurationError(
+            f"the plan needs {num_ranks} ranks and the group has {size}: give the stages the process group of their own pipeline"
+        )

@@ -77,24 +77,14 @@ def edges_of(tensors: Sequence[torch.Tensor]) -> list[GradientEdge]:
 
 @dataclass
 class Graph:
-    """The part of a microbatch that is kept between its forward and its backward, besides the tensors that autograd saved.
+    """The part of a microbatch that is kept between its forward and its backward, besides the tensors that autograd saved."""
 
-    Args:
-        edges: the edges where its backward begins.
-        input_grads: collects the gradients of the stage's inputs.
-        has_common_hooks: whether its forward has registered hooks that wait for the gradients of several tensors.
-    """
-
-    edges: list[GradientEdge]
-    input_grads: InputGrads
-    has_common_hooks: bool = False
+    edges: list[GradientEdge]  # the edges where its backward begins
+    input_grads: InputGrads  # collects the gradients of the stage's inputs
+    has_common_hooks: bool = False  # whether its forward has registered hooks that wait for the gradients of several tensors
 
     def run_backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Run the whole backward.
-
-        Args:
-            gradients: one for each edge, or None.
-        """
+        """Run the whole backward."""
         edges = self.edges
         if self.has_common_hooks:
             # Such hooks know which gradients to wait for from the nodes that a run of the engine will execute.
@@ -115,7 +105,6 @@ def run_backward(
     """Run a backward from the edges that have a gradient.
 
     Args:
-        edges: the edges where the backward starts.
         gradients: one for each edge, or None.
         inputs: the edges where it ends; default: all leaves.
         retain_graph: keep the saved tensors of the graph, for another run.
@@ -159,8 +148,6 @@ class Alone:
         and calls the node from the only hook of that backward.
 
         Args:
-            node: the node to call.
-            gradients: the gradients of its outputs.
             edges: those of its edges that need a result.
 
         Returns:

@@ -62,7 +62,7 @@ class Callbacks(torch._C._ImperativeEngine):
 
     def call(self, queued: Sequence[Callback]) -> None:
         """Run callbacks, and those that they queue themselves, as at the end of a backward."""
-        before, self.is_ours = self.is_ours, _is_no_backward
+        before, self.is_ours = self.is_ours, lambda: torch._C._current_graph_task_id() == -1  # no backward runs
         self.queued[:0] = queued
         while self.queued:
             self.queued.pop(0)()
@@ -72,10 +72,6 @@ class Callbacks(torch._C._ImperativeEngine):
 def goes_to(leaf: torch.Tensor) -> bool:
     """Return whether the backward that calls this function, through a hook, leads to a leaf."""
     return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
-
-
-def _is_no_backward() -> bool:
-    return torch._C._current_graph_task_id() == -1
 
 
 def _is_of_fsdp(callback: Any) -> bool:

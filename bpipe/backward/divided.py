@@ -40,17 +40,9 @@ class Divided:
         gradients: Sequence[torch.Tensor | None],
         builder: Callable[[], Callable[..., None]] | None,
     ) -> DeferredWeightGrad:
-        """Compute the input gradients of a microbatch's backward, or run all of it.
+        """Compute the input gradients of a microbatch's backward, or run all of it, and return the deferred weight gradient.
 
-        Args:
-            stage: its index in the model.
-            microbatch: its number.
-            graph: the graph of its forward.
-            gradients: the gradients of the stage's outputs.
-            builder: makes the deferred weight gradient, if the stage's module has a builder of its own.
-
-        Returns:
-            The deferred weight gradient.
+        A stage's module may defer it by a `builder` of its own.
         """
         has_come = any(gradient is not None for gradient in gradients)
         is_unheard = has_come and stage in self._hooks.unheard
@@ -90,11 +82,7 @@ class Divided:
     def _finish(self, stage: int, leaves: Set[Node] | None = None) -> None:
         """Compute weight gradients of earlier microbatches, up to the last one that leads to leaves whose next gradients come now.
 
-        Thus the gradients of each leaf add up in one order.
-
-        Args:
-            stage: the stage of these microbatches.
-            leaves: these leaves; None for all.
+        Thus the gradients of each leaf add up in one order. None stands for all leaves.
         """
         waiting = self._waiting[stage]
         while any(leaves is None or half.leads_to(leaves) for _, half in waiting):

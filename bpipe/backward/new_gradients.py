@@ -70,7 +70,6 @@ def owned(
     """Return gradients that the pipeline goes on using, in memory that only the pipeline owns.
 
     Args:
-        gradients: the results of a backward.
         others: the keys of storages that have another owner.
         beside: more tensors that the pipeline owns.
 

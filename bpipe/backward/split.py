@@ -39,12 +39,7 @@ Trunk = dict[Node, list[Node]]  # each trunk node's successors outside the trunk
 
 
 class _Branch:
-    """The paths from a node of the trunk to some leaves.
-
-    Args:
-        node: the node of the trunk.
-        starts: the first nodes outside the trunk.
-    """
+    """The paths from a node of the trunk to some leaves; they leave it at `starts`, the first nodes outside."""
 
     def __init__(self, node: Node, starts: Sequence[Node]) -> None:
         self.nodes = [node]
@@ -160,11 +155,7 @@ class DeferredWeightGrad:
 
 
 class GivenWeightGrad(DeferredWeightGrad):
-    """A weight gradient that a stage's module computes by itself.
-
-    Args:
-        runner: to be called once.
-    """
+    """A weight gradient that a stage's module computes by itself, when its runner is called."""
 
     def __init__(self, runner: Callable[..., None]) -> None:
         super().__init__()
@@ -185,13 +176,8 @@ def run_backward_input(
     whose gradients need less memory than waiting does.
 
     Args:
-        edges: the gradient edges of the stage's outputs.
-        gradients: one for each edge, or None.
         input_grads: collects the gradients of the stage's inputs.
         before: called with the leaves whose gradients are computed now, before they are.
-
-    Returns:
-        The deferred weight gradient, to be run once.
     """
     if all(gradient is None for gradient in gradients):
         return DeferredWeightGrad()

@@ -31,7 +31,6 @@ class UserHooks:
     """The user's hooks on one rank's stages during one step.
 
     Args:
-        divided: the stages with split backwards, and a snapshot of each.
         silent: the hooks that earlier steps have shown to queue nothing; this step adds to them.
     """
 

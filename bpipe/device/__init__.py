@@ -6,13 +6,14 @@ No other part of bpipe knows kinds of devices. Each is reached through the modul
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 
-from bpipe.errors import ConfigurationError
+from bpipe.errors import CommError, ConfigurationError
 
 __all__: list[str] = []
 
@@ -119,6 +120,23 @@ def fork_random_states(devices: Iterable[torch.device]) -> Iterator[None]:
 def free_bytes(device: torch.device) -> int:
     """Return the free bytes of an asynchronous device; memory cached by torch's allocator does not count as free."""
     return int(torch.get_device_module(device).mem_get_info(device)[0])
+
+
+def total_bytes(device: torch.device) -> int:
+    """Return the bytes of all memory of a device; of the machine, for the CPU."""
+    if is_asynchronous(device):
+        return int(torch.get_device_module(device).mem_get_info(device)[1])
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_fits(num_bytes: int, device: torch.device, what: object) -> None:
+    """Refuse what another rank announces if it is larger than a device's whole memory, before any is allocated for it.
+
+    Raises:
+        CommError: it is.
+    """
+    if num_bytes > (total := total_bytes(device)):
+        raise CommError(f"{what}: {num_bytes} bytes are announced, and all memory of {name_of(device)} has {total}")
 
 
 def give_back_unused(device: torch.device) -> None:

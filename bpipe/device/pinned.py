@@ -27,9 +27,6 @@ def pinned(num_bytes: int, device: torch.device) -> torch.Tensor:
     """Allocate host memory that a device copies to and from without the host, uint8 [num_bytes]. Blocks the host.
 
     It must not be freed while a copy is in flight: see `return_`.
-
-    Raises:
-        ConfigurationError: the host cannot pin so many bytes.
     """
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")

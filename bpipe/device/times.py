@@ -14,13 +14,10 @@ __all__: list[str] = []
 
 
 class DeviceTimes:
-    """Timing events around the computations of one rank.
+    """Timing events around the computations of one rank, on an asynchronous device.
 
     The device's clock is aligned with the host's once, here, which waits for both. Each step's first event is then measured
     from the previous step's, because the device counts in single precision: short spans stay exact to a microsecond.
-
-    Args:
-        device: an asynchronous one.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -20,11 +20,7 @@ class _Wait(NamedTuple):
 
 
 class DeviceWaits:
-    """The waits of the compute stream, each between two events that are read after they have completed, so the host never waits.
-
-    Args:
-        device: an asynchronous one.
-    """
+    """The waits of the compute stream, each between two events that are read after they have completed, so the host never waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -11,6 +11,7 @@ from bpipe.comm.wire import header
 from bpipe.comm.wire.header import Subject
 from bpipe.comm.wire.message import MessageSpec, on_the_wire
 from bpipe.comm.wire.note import can_tell, needing, read_note, renewed, with_more, with_note
+from bpipe.device import check_fits
 from bpipe.engine.microbatch_state import Message, MicrobatchState, PostedTransfer, Versions
 from bpipe.engine.traffic import Traffic
 from bpipe.errors import CommError, StageError
@@ -210,7 +211,9 @@ class Messages:
         channel = channel_of(start.op, self._traffic.rank, start.peer)
         data = self._traffic.timed(WAIT_OF[start.op], lambda: self._traffic.transport.receive_header(channel))
         sender = start.stage + (-1 if start.op is Op.RECV_F else 1)
-        spec = header.unpack_spec(data, Subject(self._traffic.step, sender, start.microbatch))
+        subject = Subject(self._traffic.step, sender, start.microbatch)
+        spec = header.unpack_spec(data, subject)
+        check_fits(spec.num_bytes, self._traffic.transport.device, subject)
         self._specs[self._boundary(start)] = spec
         self._post(start, state, spec)
 

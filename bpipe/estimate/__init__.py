@@ -13,9 +13,9 @@ from bpipe.estimate.advice import Advice, Candidate
 from bpipe.estimate.devices import Device, device_named
 from bpipe.estimate.execution import Execution
 from bpipe.estimate.huang import Estimate
-from bpipe.estimate.link import hiding_bytes_per_s
 from bpipe.estimate.measurement import Measurement, Profile, costs_of
 from bpipe.estimate.models import model_named
+from bpipe.estimate.stages import hiding_bytes_per_s
 from bpipe.estimate.state_bytes import bytes_per_parameter
 from bpipe.estimate.transformer import Transformer
 

@@ -81,6 +81,10 @@ class Candidate:
         stages = f"{self.num_stages} stage{'s' * (self.num_stages > 1)}"
         return f"{self.label}, {stages}, microbatch {self.microbatch_size}{recomputation}"
 
+    def gain_over(self, other: Candidate) -> float:
+        """Return the speed-up over another candidate: 0.35 for 1.35 times."""
+        return other.step_s / self.step_s - 1
+
     def estimate_over(self, other: Candidate) -> Estimate:
         """Return Huang et al.'s estimates of going from another candidate with as many stages to this one."""
         shares = None if other.stage_mfu is None or self.stage_mfu is None else (other.stage_mfu, self.stage_mfu)
@@ -140,9 +144,9 @@ class Advice:
 
     @property
     def gain(self) -> float | None:
-        """The speed-up of the best balanced candidate over the best plain one, 0.35 for 1.35 times; None if one is missing."""
+        """The speed-up of the best balanced candidate over the best plain one; None if one is missing."""
         plain, balanced = self.best_plain, self.best_balanced
-        return plain.step_s / balanced.step_s - 1 if plain and balanced else None
+        return balanced.gain_over(plain) if plain and balanced else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain numbers, strings, lists and dicts; `best`, `best_plain` and `best_balanced` are names."""

@@ -118,8 +118,9 @@ def advise(
         execution = Execution(
             attention=attention, tensor_parallel=tensor_parallel, sequence_parallel=sequence_parallel, precision=precision
         )
+        whole = advise_inputs.transformer_of(model)
         workload = ModelWorkload(
-            model=_with_sequence(advise_inputs.transformer_of(model), sequence),
+            model=whole if sequence is None else replace(whole, sequence=sequence),
             execution=execution,
             recomputations=advise_inputs.recomputations_of(recomputations, execution.attention),
             device=_computing(found, execution.precision),
@@ -161,10 +162,6 @@ def _added(candidates: Sequence[Candidate]) -> list[str]:
     """Return a line that names the ranked schedules that are not bpipe's own."""
     added = dict.fromkeys(one.schedule for one in candidates if one.schedule not in SCHEDULES)
     return [f"Ranked too, because they are registered: {', '.join(added)}."] if added else []
-
-
-def _with_sequence(model: Transformer, sequence: int | None) -> Transformer:
-    return model if sequence is None else replace(model, sequence=sequence)
 
 
 def _computing(device: Device | None, precision: str) -> Device:

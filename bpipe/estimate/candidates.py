@@ -1,12 +1,12 @@
 """The plans that could run: schedules with one stage per rank and whole backwards, plain and balanced.
 
-To add a schedule, name it in `SCHEDULES`; to add another place for activations (the host's memory, say), add an
-entry to `_DESTINATIONS`.
+To add a schedule, name it in `SCHEDULES`; to add another place for activations (the host's memory, say), add it to those in
+`variants`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from bpipe.errors import PlanError
@@ -22,26 +22,17 @@ SCHEDULES = ("1f1b", "gpipe", "balanced_1f1b")  # the first's name is kept where
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A schedule, and where it moves activations for which a rank has no memory.
+    """A schedule, and where it moves activations for which a rank has no memory."""
 
-    Args:
-        schedule: its name for `build`.
-        destination: "" if activations stay, "pair" if they move to rank p-1-x.
-        plan: the finished plan.
-    """
-
-    schedule: str
-    destination: str
-    plan: Plan
+    schedule: str  # its name for `build`
+    destination: str  # "" if activations stay, "pair" if they move to rank p-1-x
+    plan: Plan  # the finished plan
 
     @property
     def slots(self) -> int | None:
         """The budget of each rank in microbatches of one stage, for `build(schedule, ..., slots=slots)`."""
         budgets = [slots for slots in self.plan.slots if slots is not None]
         return max(budgets) if self.destination and budgets else None
-
-
-Destination = Callable[[str, Plan], Plan | None]
 
 
 def variants(num_stages: int, num_microbatches: int) -> Iterator[Variant]:
@@ -56,8 +47,7 @@ def variants(num_stages: int, num_microbatches: int) -> Iterator[Variant]:
         plain = build(schedule, num_stages, num_microbatches)
         if evicts(plain):  # it is another schedule, balanced
             continue
-        for destination, place in _DESTINATIONS.items():
-            plan = place(schedule, plain)
+        for destination, plan in (("", plain), ("pair", _to_pairs(schedule, plain))):
             if plan is not None and (key := (plan.stage_ranks, plan.actions, plan.served)) not in seen:
                 seen.add(key)
                 yield Variant(schedule=schedule, destination=destination, plan=plan)
@@ -99,10 +89,6 @@ def evicts(plan: Plan) -> bool:
     return any(plan.served)
 
 
-def _stays(schedule: str, plain: Plan) -> Plan | None:
-    return plain
-
-
 def _to_pairs(schedule: str, plain: Plan) -> Plan | None:
     """Return the plan with the smallest budget that works, if it is below what the plain schedule occupies.
 
@@ -116,6 +102,3 @@ def _to_pairs(schedule: str, plain: Plan) -> Plan | None:
         except PlanError:  # this budget cannot be met
             continue
     return None
-
-
-_DESTINATIONS: dict[str, Destination] = {"": _stays, "pair": _to_pairs}

@@ -39,21 +39,13 @@ def _plain(name: str) -> str:
 
 
 def check_count(name: str, value: object, *, least: int = 1) -> None:
-    """Raise unless a value is a whole number of at least `least`.
-
-    Raises:
-        ConfigurationError: it is not.
-    """
+    """Raise unless a value is a whole number of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigurationError(f"{name}={value!r}: give a whole number of at least {least}")
 
 
 def check_positive(name: str, value: object, *, most: float = float("inf")) -> None:
-    """Raise unless a value is a finite number above 0, and at most `most`.
-
-    Raises:
-        ConfigurationError: it is not.
-    """
+    """Raise unless a value is a finite number above 0, and at most `most`."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 < value <= min(most, float_info.max):  # type: ignore[operator]
         limit = "" if most == float("inf") else f", at most {most:g}"

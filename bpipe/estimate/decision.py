@@ -29,12 +29,7 @@ class Verdict:
 
 
 def verdict_on(candidates: Sequence[Candidate], evaluator: Evaluator) -> Verdict:
-    """Say whether to balance, and why.
-
-    Args:
-        candidates: the ranked candidates.
-        evaluator: simulates them with other links.
-    """
+    """Say whether to balance, and why."""
     plain, balanced = [[one for one in candidates if one.fits and one.is_balanced is which] for which in (False, True)]
     if not plain and not balanced:
         return Verdict(decision="nothing fits", text=words.nothing_fits(candidates))
@@ -42,7 +37,7 @@ def verdict_on(candidates: Sequence[Candidate], evaluator: Evaluator) -> Verdict
         return Verdict(decision="nothing to balance", text=words.nothing_to_balance(candidates, plain[0]))
     if not plain:
         return Verdict(decision="balance", text=words.only_balanced(balanced[0], evaluator.link_bytes_per_s))
-    if balanced and _gain(plain[0], balanced[0]) > SMALLEST_GAIN:
+    if balanced and balanced[0].gain_over(plain[0]) > SMALLEST_GAIN:
         return _balance(plain, _alike(balanced, balanced[0]), evaluator)
     fits_plain = set(map(_microbatches, plain))
     unlocked = [one for one in balanced if _microbatches(one) not in fits_plain]
@@ -77,10 +72,6 @@ def _verdict(
     estimate = None if before is None else balanced.estimate_over(before)
     lines = [first, words.numbers(plain, balanced, estimate), words.link(balanced, evaluator.link_bytes_per_s)]
     return Verdict(decision=decision, text="\n".join(lines), estimate=estimate, breaks_even_bytes_per_s=even)
-
-
-def _gain(plain: Candidate, balanced: Candidate) -> float:
-    return plain.step_s / balanced.step_s - 1
 
 
 def _microbatches(one: Candidate) -> tuple[int, int, str]:

@@ -22,23 +22,14 @@ Case = tuple[int, int, str]  # stages, microbatch size, recomputation
 
 @dataclass
 class Evaluator:
-    """Simulates the candidates of one workload.
+    """Simulates the candidates of one workload."""
 
-    Args:
-        workload: what the step runs.
-        batch: sequences per step, of all pipelines together.
-        batches: sequences per step and pipeline, for each number of stages.
-        memory_bytes: the memory of a device.
-        reserved_bytes: of these, set aside.
-        many: a case with more microbatches than this is simulated only if it may fit and no larger ones fit plain.
-    """
-
-    workload: Workload
-    batch: int
-    batches: Mapping[int, int]
-    memory_bytes: int
-    reserved_bytes: int
-    many: int
+    workload: Workload  # what the step runs
+    batch: int  # sequences per step, of all pipelines together
+    batches: Mapping[int, int]  # sequences per step and pipeline, for each number of stages
+    memory_bytes: int  # the memory of a device
+    reserved_bytes: int  # of these, set aside
+    many: int  # a case with more microbatches than this is simulated only if it may fit and no larger ones fit plain
     _variants: dict[tuple[int, int], tuple[Variant, ...]] = field(default_factory=dict)
     _loads: dict[Case, Load] = field(default_factory=dict)
     _roomier: dict[tuple[str, str, int, int], tuple[Variant, ...]] = field(default_factory=dict)
@@ -72,7 +63,7 @@ class Evaluator:
         if progress is not None:
             progress(len(cases), len(cases))
         found.sort(key=lambda one: (one.is_balanced, order[one.recomputation], max(one.device_peak_bytes)))
-        return tuple(sorted(found, key=lambda one: (not one.fits, _digits(one.step_s))))
+        return tuple(sorted(found, key=lambda one: (not one.fits, float(f"{one.step_s:.9g}"))))  # without rounding errors
 
     def _is_worth_it(self, case: Case, fitting: Sequence[Candidate]) -> bool:
         """Return whether to simulate a case: if it has many microbatches, only if they may fit, and no larger ones fit plain."""
@@ -163,11 +154,6 @@ class Evaluator:
         name = (candidate.schedule, candidate.destination, candidate.slots)
         plan = next(one.plan for one in found if (one.schedule, one.destination, one.slots) == name)
         return plan, self.load((plan.num_stages, candidate.microbatch_size, candidate.recomputation)).costs
-
-
-def _digits(seconds: float) -> float:
-    """Round seconds, so that values that differ only by rounding errors are equal."""
-    return float(f"{seconds:.9g}")
 
 
 def _slowest_s(plan: Plan, costs: Costs) -> float:

@@ -1,7 +1,8 @@
 """Huang et al.'s estimate of whether a larger microbatch pays (arXiv 2401.02088), from the bubble and one stage's efficiency.
 
 Letters: B sequences per step and pipeline, b per microbatch, p stages, T(b) seconds of one stage's F and B, F_stage its operations
-for one sequence, P_peak the operations per second of the devices of a stage together.
+for one sequence, P_peak the operations per second of the devices of a stage together. A microbatch size that does not divide the
+batch is a ConfigurationError in all of them.
 """
 
 from __future__ import annotations
@@ -53,11 +54,7 @@ class Estimate:
 
 
 def step_s(batch: int, microbatch_size: int, num_stages: int, stage_s: float) -> float:
-    """Compute E1, the seconds of a step: (B/b + p - 1) T(b).
-
-    Raises:
-        ConfigurationError: a microbatch size does not divide the batch.
-    """
+    """Compute E1, the seconds of a step: (B/b + p - 1) T(b)."""
     check_sizes(batch, num_stages, microbatch_size)
     return (batch // microbatch_size + num_stages - 1) * stage_s
 
@@ -70,20 +67,13 @@ def stage_mfu(microbatch_size: int, sequence_flops: float, stage_s: float, peak_
 
 
 def mfu(batch: int, microbatch_size: int, num_stages: int, of_stage: float) -> float:
-    """Compute E3, the share of the peak that the pipeline reaches: MFU_stage(b) B / (B + b (p - 1)).
-
-    Raises:
-        ConfigurationError: a microbatch size does not divide the batch.
-    """
+    """Compute E3, the share of the peak that the pipeline reaches: MFU_stage(b) B / (B + b (p - 1))."""
     check_sizes(batch, num_stages, microbatch_size)
     return of_stage * batch / (batch + microbatch_size * (num_stages - 1))
 
 
 def bubble_factor(batch: int, num_stages: int, x: int, y: int) -> float:
     """Compute what the bubble alone leaves of the speed from microbatch x to y: [B + x (p - 1)] / [B + y (p - 1)].
-
-    Raises:
-        ConfigurationError: a microbatch size does not divide the batch.
 
     Example:
         >>> round(bubble_factor(128, 8, 1, 2), 4)
@@ -102,9 +92,6 @@ def speed_up(batch: int, num_stages: int, x: int, y: int, stage_ratio: float) ->
         x: sequences of the microbatch before.
         y: sequences of the microbatch after.
         stage_ratio: MFU_stage(y) / MFU_stage(x), or (T(x) / x) / (T(y) / y).
-
-    Raises:
-        ConfigurationError: a microbatch size does not divide the batch.
 
     Example:
         >>> round(speed_up(128, 8, 1, 2, stage_ratio=1.42), 2)
@@ -130,9 +117,6 @@ def estimate(
         microbatch_sizes: x and y.
         stage_s: T(x) and T(y), of the slowest stage.
         stage_mfu: E2 of both, if the operations are known.
-
-    Raises:
-        ConfigurationError: a microbatch size does not divide the batch.
     """
     (x, y), (x_s, y_s) = microbatch_sizes, stage_s
     ratio = (x_s / x) / (y_s / y)
@@ -149,11 +133,7 @@ def estimate(
 
 
 def check_sizes(batch: int, num_stages: int, *microbatch_sizes: int) -> None:
-    """Raise unless microbatches of these sizes make up a batch.
-
-    Raises:
-        ConfigurationError: they do not.
-    """
+    """Raise unless microbatches of these sizes make up a batch."""
     check_count("batch", batch)
     check_count("num_stages", num_stages)
     for size in microbatch_sizes:

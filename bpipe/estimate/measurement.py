@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 
-from bpipe.errors import ConfigurationError
+from bpipe.errors import ConfigurationError, printable
 from bpipe.estimate.checks import check_count, check_positive
 from bpipe.simulator.costs import Costs, Link
 
@@ -148,7 +148,9 @@ class Profile:
             return cls(**{**fields, "measurements": tuple(Measurement(**one) for one in fields["measurements"])})
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             shown = repr(text[:80] if isinstance(text, (str, bytes)) else text)
-            raise ConfigurationError(f"this is not a profile that to_json() wrote: {shown} ({error})") from error
+            raise ConfigurationError(
+                f"this is not a profile that to_json() wrote: {shown} ({printable(str(error))[:200]})"
+            ) from error
 
 
 def costs_of(

@@ -23,7 +23,7 @@ from bpipe.estimate.checks import check_count
 from bpipe.estimate.measurement import Measurement, Profile
 from bpipe.memory.saved.footprint import Footprint, footprint_of
 from bpipe.memory.saved.stash import Stash
-from bpipe.memory.saved.storages import keys_of, storages_of
+from bpipe.memory.saved.storages import element_bytes, keys_of, storages_of
 from bpipe.model.microbatch import tensors_in
 from bpipe.model.preserve_state import preserved_state
 
@@ -80,23 +80,23 @@ def profile(
     """
     sizes = _check(stage_module, example, microbatch_sizes, repeats)
     args = example if isinstance(example, tuple) else (example,)
-    device = _device_of(stage_module, args)
+    device = next((tensor.device for tensor in (*stage_module.parameters(), *tensors_in(args))), torch.device("cpu"))
     if is_first is None:
         is_first = not any(map(_is_differentiable, tensors_in(args)))
-    bench = _Bench(stage_module, args, target, loss_fn, device, is_first=is_first, has_backward=backward)
+    bench = _Bench(stage_module, args, target, loss_fn, device, is_first, backward)
     with preserved_state([stage_module], device), torch.enable_grad():
         measurements = tuple(_measured(bench, size, repeats) for size in sizes)
-        gradient_bytes = sum(_bytes(parameter.grad) for parameter in stage_module.parameters() if parameter.grad is not None)
+        gradient_bytes = sum(element_bytes(parameter.grad) for parameter in stage_module.parameters() if parameter.grad is not None)
     parameters = list(stage_module.parameters())
     return Profile(
         name=type(stage_module).__name__,
         device=name_of(device),
         num_parameters=sum(parameter.numel() for parameter in parameters),
         num_trainable=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
-        parameter_bytes=sum(map(_bytes, parameters)),
-        trainable_bytes=sum(_bytes(parameter) for parameter in parameters if parameter.requires_grad),
+        parameter_bytes=sum(map(element_bytes, parameters)),
+        trainable_bytes=sum(element_bytes(parameter) for parameter in parameters if parameter.requires_grad),
         gradient_bytes=gradient_bytes,
-        buffer_bytes=sum(map(_bytes, stage_module.buffers())),
+        buffer_bytes=sum(map(element_bytes, stage_module.buffers())),
         measurements=measurements,
     )
 
@@ -151,34 +151,29 @@ class _Forward:
     kept: list[torch.Tensor]  # for the user: the last stage's outputs and loss
 
 
+@dataclass
 class _Bench:
     """One stage, run as `bpipe.engine.compute` runs it."""
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        args: tuple[Any, ...],
-        target: Any,
-        loss_fn: Loss | None,
-        device: torch.device,
-        *,
-        is_first: bool,
-        has_backward: bool,
-    ) -> None:
-        self.module, self._args, self._target, self._loss_fn = module, args, target, loss_fn
-        self._device, self._is_first, self._has_backward = device, is_first, has_backward
+    module: torch.nn.Module
+    args: tuple[Any, ...]
+    target: Any
+    loss_fn: Loss | None
+    device: torch.device
+    is_first: bool
+    has_backward: bool
 
     def counted(self, size: int) -> tuple[Footprint, int, int]:
         """Return the footprint of a microbatch, and the bytes of its output and of its inputs' gradients."""
         args, target, box = self._inputs(size)
-        non_activations = self._non_activations(args if self._is_first else (), target)
-        stash = Stash(f"a microbatch of {size}", non_activations, self._device) if self._has_backward else None
+        non_activations = self._non_activations(args if self.is_first else (), target)
+        stash = Stash(f"a microbatch of {size}", non_activations, self.device) if self.has_backward else None
         ran = self._forward(args, target, box, non_activations, stash)
         del args
         footprint = Footprint(0, 0, 0) if stash is None else footprint_of(stash.contents(ran.kept, ran.sent))
-        output_bytes = sum(map(_bytes, ran.sent))
+        output_bytes = sum(map(element_bytes, ran.sent))
         self._backward(ran)
-        return footprint, output_bytes, sum(_bytes(gradient) for gradient in ran.box.gradients if gradient is not None)
+        return footprint, output_bytes, sum(element_bytes(gradient) for gradient in ran.box.gradients if gradient is not None)
 
     def timed(self, size: int) -> tuple[float, float]:
         """Return the seconds of a forward and of its backward."""
@@ -189,19 +184,19 @@ class _Bench:
         del args
         middle = self._now()
         self._backward(ran)
-        return middle - start, self._now() - middle if self._has_backward else 0.0
+        return middle - start, self._now() - middle if self.has_backward else 0.0
 
     def _now(self) -> float:
-        synchronize(self._device)
+        synchronize(self.device)
         return time.perf_counter()
 
     def _inputs(self, size: int) -> tuple[tuple[Any, ...], Any, InputGrads]:
         """Make the arguments in memory of their own and, except on the first stage, as if they had come from another stage."""
-        target = _resized(self._target, size)
-        if self._is_first:
-            return tuple(_resized(self._args, size)), target, InputGrads(0)
-        tree, tensors = flatten_message(_resized(self._args, size), "the example")
-        needed = [self._has_backward and _is_differentiable(tensor) for tensor in tensors]
+        target = _resized(self.target, size)
+        if self.is_first:
+            return tuple(_resized(self.args, size)), target, InputGrads(0)
+        tree, tensors = flatten_message(_resized(self.args, size), "the example")
+        needed = [self.has_backward and _is_differentiable(tensor) for tensor in tensors]
         entered, box = enter(tensors, needed)
         del tensors
         return tuple(unflatten_message(tree, entered)), target, box
@@ -218,9 +213,9 @@ class _Bench:
     def _forward(
         self, args: tuple[Any, ...], target: Any, box: InputGrads, non_activations: dict[int, str], stash: Stash | None
     ) -> _Forward:
-        with torch.set_grad_enabled(self._has_backward), stash.capture() if stash is not None else nullcontext():
+        with torch.set_grad_enabled(self.has_backward), stash.capture() if stash is not None else nullcontext():
             output = self.module(*args)
-            loss = None if self._loss_fn is None else self._loss_fn(output, target)
+            loss = None if self.loss_fn is None else self.loss_fn(output, target)
         if loss is not None:
             return self._lost(output, loss, box)
         _, tensors = flatten_message(output, type(self.module).__name__)
@@ -237,14 +232,14 @@ class _Bench:
         return _Forward(edges_of([loss]), [torch.ones_like(loss)], box, [], [*outputs, loss.detach()])
 
     def _check_trainable(self, tensors: Sequence[torch.Tensor]) -> None:
-        if self._has_backward and not any(tensor.requires_grad for tensor in tensors):
+        if self.has_backward and not any(tensor.requires_grad for tensor in tensors):
             raise StageError(
                 f"nothing that {type(self.module).__name__} returned needs a gradient, so it has no backward to measure: keep "
                 "something trainable, say is_first=False if its input needs a gradient, or profile with backward=False"
             )
 
     def _backward(self, ran: _Forward) -> None:
-        if self._has_backward:
+        if self.has_backward:
             run_backward(ran.edges, ran.gradients)
         ran.edges.clear()
 
@@ -260,13 +255,5 @@ def _resized(value: Any, size: int) -> Any:
     return tree_map_only(torch.Tensor, rows, value)
 
 
-def _device_of(module: torch.nn.Module, args: Any) -> torch.device:
-    return next((tensor.device for tensor in (*module.parameters(), *tensors_in(args))), torch.device("cpu"))
-
-
 def _is_differentiable(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

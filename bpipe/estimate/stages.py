@@ -12,30 +12,20 @@ from bpipe.estimate.execution import Execution
 from bpipe.estimate.flops import head_flops, layer_flops, recomputed_flops
 from bpipe.estimate.transformer import Transformer
 
-__all__ = ["Stage", "split_layers", "stages_of"]
+__all__ = ["Stage", "hiding_bytes_per_s", "split_layers", "stages_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """The costs of one stage: bytes and operations of one microbatch.
+    """The costs of one stage: bytes and operations of one microbatch."""
 
-    Args:
-        num_layers: its layers.
-        num_parameters: on all its tensor-parallel devices together.
-        forward_flops: operations of F on all of these.
-        backward_flops: operations of B, recomputation included.
-        saved_bytes: what each device keeps from F to B.
-        working_bytes: what each device makes again for one layer of B.
-        message_bytes: what each device sends to the next stage.
-    """
-
-    num_layers: int
-    num_parameters: int
-    forward_flops: int
-    backward_flops: int
-    saved_bytes: int
-    working_bytes: int
-    message_bytes: int
+    num_layers: int  # its layers
+    num_parameters: int  # on all its tensor-parallel devices together
+    forward_flops: int  # operations of F on all of these
+    backward_flops: int  # operations of B, recomputation included
+    saved_bytes: int  # what each device keeps from F to B
+    working_bytes: int  # what each device makes again for one layer of B
+    message_bytes: int  # what each device sends to the next stage
 
 
 def split_layers(num_layers: int, num_stages: int, layers: Sequence[int] | None = None) -> tuple[int, ...]:
@@ -84,11 +74,7 @@ def stages_of(
 
 
 def check_tensor_parallel(model: Transformer, execution: Execution) -> None:
-    """Raise unless heads divide over the tensor-parallel devices, because copies of key and value heads are not modelled.
-
-    Raises:
-        ConfigurationError: they do not.
-    """
+    """Raise unless heads divide over the tensor-parallel devices, because copies of key and value heads are not modelled."""
     t = execution.tensor_parallel
     for count, what in ((model.num_heads, "heads"), (model.num_kv_heads or model.num_heads, "key and value heads")):
         if count % t:
@@ -116,3 +102,18 @@ def _parameters(model: Transformer, count: int, *, is_first: bool, is_last: bool
     shares_matrix = model.is_tied and is_first
     head = model.norm_parameters + (0 if shares_matrix else model.head_parameters)
     return count * model.layer_parameters + is_first * model.embedding_parameters + is_last * head
+
+
+def hiding_bytes_per_s(model: Transformer, execution: Execution, achieved_flops_per_s: float) -> float:
+    """Compute the bytes per second and direction of each device that move a stage's microbatch while the stage runs one forward.
+
+    Layers are alike, so this is what a layer keeps over the time of its forward. For GPT in 16 bits with sequence parallelism that
+    is (34 or 34 + 5as/h) / (24 h (1 + s/6h)) x the operations per second that a device achieves, for any b, t and layer count.
+
+    Example:
+        >>> from bpipe.estimate.models import model_named
+        >>> round(hiding_bytes_per_s(model_named("gpt3-96b"), Execution(tensor_parallel=4), 140e12) / 1e9)
+        19
+    """
+    forward_s = layer_flops(model, 1) / (execution.tensor_parallel * achieved_flops_per_s)
+    return layer_bytes(model, execution, 1) / forward_s

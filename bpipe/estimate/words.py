@@ -49,7 +49,7 @@ def not_needed(plain: Sequence[Candidate]) -> str:
 def balance(plain: Candidate, balanced: Candidate, even: float | None) -> str:
     """Say that balancing is faster."""
     breaks_even = "" if even is None else f"; balancing breaks even at {gb_per_s(even)}"
-    return f"Balance: {_percent(_gain(plain, balanced))} more sequences per second: {_trade(plain, balanced)}{breaks_even}."
+    return f"Balance: {_percent(balanced.gain_over(plain))} more sequences per second: {_trade(plain, balanced)}{breaks_even}."
 
 
 def dont(plain: Candidate, balanced: Candidate) -> str:
@@ -59,7 +59,7 @@ def dont(plain: Candidate, balanced: Candidate) -> str:
 
 def slow_link(plain: Candidate, balanced: Candidate, link_bytes_per_s: float, ideal_gain: float, even: float) -> str:
     """Say that balancing would be faster over another link."""
-    gain, hides_at = _gain(plain, balanced), balanced.hides_at_bytes_per_s
+    gain, hides_at = balanced.gain_over(plain), balanced.hides_at_bytes_per_s
     hides = "B" if hides_at is None else f"They hide at {gb_per_s(hides_at)}, and b"
     result = "nothing" if abs(gain) < EQUAL else f"a loss of {_percent(-gain)}" if gain < 0 else _percent(gain)
     return (
@@ -100,7 +100,7 @@ def _trade(plain: Candidate, balanced: Candidate) -> str:
     """Say what balancing allows, what a stage gains by it and what the bubble costs."""
     allows = f"it allows {_difference(plain, balanced)}; "
     if plain.num_stages != balanced.num_stages:
-        return f"{allows}together {100 * _gain(plain, balanced):+.1f}% sequences per second"
+        return f"{allows}together {100 * balanced.gain_over(plain):+.1f}% sequences per second"
     estimate = balanced.estimate_over(plain)
     is_larger = balanced.microbatch_size > plain.microbatch_size and balanced.recomputation == plain.recomputation
     gain = f"{allows}{'the larger microbatch' if is_larger else 'that'} {_gains(estimate.stage_ratio - 1)} per stage"
@@ -121,10 +121,6 @@ def _difference(plain: Candidate, balanced: Candidate) -> str:
 
 def _way(one: Candidate) -> tuple[int, str]:
     return one.num_stages, one.recomputation
-
-
-def _gain(plain: Candidate, balanced: Candidate) -> float:
-    return plain.step_s / balanced.step_s - 1
 
 
 def _numbers(one: Candidate) -> str:

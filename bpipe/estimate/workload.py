@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from bpipe.errors import ConfigurationError
 from bpipe.estimate import huang
@@ -49,71 +48,26 @@ class Links:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The costs of one microbatch.
+    """The costs of one microbatch."""
 
-    Args:
-        costs: for the simulation.
-        working_bytes: memory that the costs leave out: what a stage makes again in its backward.
-        stage_mfu: the share of the peak that the slowest stage reaches alone (Huang et al.'s E2); None if unknown.
-    """
-
-    costs: Costs
-    working_bytes: int
-    stage_mfu: float | None
-
-
-class Workload(Protocol):
-    """Something to run in a pipeline."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def links(self) -> Links: ...
-
-    @property
-    def recomputations(self) -> Sequence[str]:
-        """The distinguishable ways to recompute, least first."""
-
-    @property
-    def microbatch_sizes(self) -> Sequence[int] | None:
-        """The microbatch sizes with known costs; None for any."""
-
-    @property
-    def assumptions(self) -> Sequence[str]:
-        """The assumptions behind its numbers."""
-
-    @property
-    def caveat(self) -> str:
-        """A caveat to print beside the verdict; "" if there is none."""
-
-    def load(self, num_stages: int, microbatch_size: int, recomputation: str) -> Load:
-        """Return what a microbatch costs."""
+    costs: Costs  # for the simulation
+    working_bytes: int  # memory that the costs leave out: what a stage makes again in its backward
+    stage_mfu: float | None  # the share of the peak that the slowest stage reaches alone (Huang et al.'s E2); None if unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWorkload:
-    """A transformer, computed by formulas.
+    """A transformer, computed by formulas."""
 
-    Args:
-        model: its dimensions.
-        execution: how it runs; its recomputation is replaced.
-        recomputations: the ones to try.
-        device: the device that it runs on.
-        efficiency: the share of the device's peak that a stage reaches, by microbatch size or for all; None if unknown.
-        bytes_per_parameter: what stays for each parameter.
-        links: between ranks.
-        layers: layers of each stage; None for as even as possible.
-    """
-
-    model: Transformer
-    execution: Execution
-    recomputations: tuple[str, ...]
-    device: Device
+    model: Transformer  # its dimensions
+    execution: Execution  # how it runs; its recomputation is replaced
+    recomputations: tuple[str, ...]  # the distinguishable ones to try, least first
+    device: Device  # the device that it runs on
+    # the share of the device's peak that a stage reaches, by microbatch size or for all; None if unknown
     efficiency: float | Mapping[int, float] | None
-    bytes_per_parameter: float
-    links: Links
-    layers: tuple[int, ...] | None = None
+    bytes_per_parameter: float  # what stays for each parameter
+    links: Links  # between ranks
+    layers: tuple[int, ...] | None = None  # layers of each stage; None for as even as possible
 
     @property
     def name(self) -> str:
@@ -121,10 +75,12 @@ class ModelWorkload:
 
     @property
     def microbatch_sizes(self) -> Sequence[int] | None:
+        """The microbatch sizes with known costs; None for any."""
         return sorted(self.efficiency) if isinstance(self.efficiency, Mapping) else None
 
     @property
     def caveat(self) -> str:
+        """A caveat to print beside the verdict; "" if there is none."""
         if isinstance(self.efficiency, Mapping):
             return ""
         whose = "assumed, not measured" if self.efficiency is None else "taken for every size"
@@ -141,6 +97,7 @@ class ModelWorkload:
 
     @property
     def assumptions(self) -> Sequence[str]:
+        """The assumptions behind its numbers."""
         t, cut = self.execution.tensor_parallel, "cut along the sequence" if self.execution.sequence_parallel else "kept whole"
         return (
             f"A stage reaches {self._efficiency_text()} of the peak of {self.device.flops_per_s / 1e12:g} TFLOP/s per device, "
@@ -154,6 +111,7 @@ class ModelWorkload:
         )
 
     def load(self, num_stages: int, microbatch_size: int, recomputation: str) -> Load:
+        """Return what a microbatch costs."""
         execution, t = replace(self.execution, recomputation=recomputation), self.execution.tensor_parallel
         stages = stages_of(self.model, execution, num_stages=num_stages, microbatch_size=microbatch_size, layers=self.layers)
         flops_per_s = t * self.device.flops_per_s * self.share(microbatch_size)
@@ -228,3 +186,6 @@ class MeasuredWorkload:
             bytes_per_parameter=self.bytes_per_parameter,
         )
         return Load(costs=costs, working_bytes=0, stage_mfu=None)
+
+
+Workload = ModelWorkload | MeasuredWorkload  # all that advice asks of a model

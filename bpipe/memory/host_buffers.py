@@ -19,12 +19,6 @@ class HostBuffers:
     """The microbatches that one rank keeps in its host's memory; the buffers stay for the next step.
 
     On CPU the device's memory is the host's: copies are synchronous and save no memory, and serve only for tests.
-
-    Args:
-        reserved: the buffers, as `RemoteBuffers` takes them.
-        device: the device of the microbatches.
-        stream: the stream on which they are copied; None on CPU.
-        in_bytes: as for `RemoteBuffers`.
     """
 
     def __init__(self, reserved: Reserved, device: torch.device, stream: Stream | None, *, in_bytes: bool) -> None:
@@ -70,13 +64,7 @@ class HostBuffers:
 
 
 class _PinnedBuffers(RemoteBuffers):
-    """Buffers in pinned memory, which the host must not free while a copy is in flight.
-
-    Args:
-        reserved: as for `RemoteBuffers`; so is `in_bytes`.
-        device: the device that copies to and from them.
-        stream: the stream of these copies.
-    """
+    """Buffers in pinned memory, which the host must not free while a copy is in flight."""
 
     def __init__(self, reserved: Reserved, device: torch.device, stream: Stream, *, in_bytes: bool) -> None:
         self._stream = stream

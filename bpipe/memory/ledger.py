@@ -17,27 +17,16 @@ Kind = tuple[int, str]  # stage, and a description of the microbatch's inputs
 
 @dataclass(slots=True)
 class Account:
-    """The entry of one microbatch of a stage in the ledger.
+    """The entry of one microbatch of a stage in the ledger."""
 
-    Args:
-        kind: its stage, and a description of its inputs.
-        footprint: its bytes; None until its forward has run.
-        taken_bytes: the bytes that it will free in the end.
-        in_pieces: the bytes that pieces of a running forward or backward allocated, or freed.
-        is_followed: whether a stash followed its saved tensors, instead of a look at the graph after its forward.
-        is_measured: whether it was measured in this step.
-        is_unknown: whether its memory is unknown, because no step has seen one like it.
-        is_idle: whether no gradient came for it.
-    """
-
-    kind: Kind
-    footprint: Footprint | None = None
-    taken_bytes: int = 0
-    in_pieces: int = 0
-    is_followed: bool = False
-    is_measured: bool = False
-    is_unknown: bool = False
-    is_idle: bool = False
+    kind: Kind  # its stage, and a description of its inputs
+    footprint: Footprint | None = None  # its bytes; None until its forward has run
+    taken_bytes: int = 0  # the bytes that it will free in the end
+    in_pieces: int = 0  # the bytes that pieces of a running forward or backward allocated, or freed
+    is_followed: bool = False  # whether a stash followed its saved tensors, instead of a look at the graph after its forward
+    is_measured: bool = False  # whether it was measured in this step
+    is_unknown: bool = False  # whether its memory is unknown, because no step has seen one like it
+    is_idle: bool = False  # whether no gradient came for it
 
     @property
     def known_footprint(self) -> Footprint:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import count
 from operator import is_
@@ -12,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from bpipe.memory.recent import Recent
 
 __all__: list[str] = []
 
@@ -32,33 +33,21 @@ class Makeups:
         self._modules: list[weakref.ref[nn.Module]] = []
         self._number = -1
         self._numbers = count()
-        self._known: OrderedDict[bytes, int] = OrderedDict()  # by a digest
+        self._known = Recent[bytes, int](REMEMBERED)  # by a digest
         self._names: dict[int, tuple[weakref.ref[nn.Module], int]] = {}  # of modules, by identity while they live
 
     def number(self, modules: Sequence[nn.Module], parameters: Sequence[torch.Tensor]) -> int:
-        """Return the number of the current makeup; a makeup that was not seen before gets a new number.
-
-        Args:
-            modules: all of them, in their order.
-            parameters: likewise, each once.
-        """
+        """Return the number of the current makeup; a makeup that was not seen before gets a new number."""
         seen = _seen_in(modules, parameters)
         if seen != self._seen or len(modules) != len(self._modules) or not self._are(modules):
             self._seen, self._modules = seen, [weakref.ref(module) for module in modules]
-            self._number = self._number_of(f"{self._named(modules)} {list(_hooks_of(modules))} {seen[1:]}")
+            makeup = f"{self._named(modules)} {list(_hooks_of(modules))} {seen[1:]}"
+            self._number = self._known.use(hashlib.sha256(makeup.encode()).digest(), next(self._numbers))
         return self._number
 
     def _are(self, modules: Sequence[nn.Module]) -> bool:
         """Return whether these are the modules of the last call; a new module at the address of a dead one is another one."""
         return all(map(is_, [module() for module in self._modules], modules))
-
-    def _number_of(self, makeup: str) -> int:
-        digest = hashlib.sha256(makeup.encode()).digest()
-        number = self._known.setdefault(digest, next(self._numbers))
-        self._known.move_to_end(digest)
-        if len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
-        return number
 
     def _named(self, modules: Sequence[nn.Module]) -> list[int]:
         """Return a unique number for each module, never used for another one."""

@@ -79,9 +79,6 @@ class States:
     Args:
         device: only states on it count.
         given: an optimizer that counts besides those that have stepped; see `Balanced`.
-
-    Raises:
-        ConfigurationError: `given` has no mapping `state`.
     """
 
     def __init__(self, device: torch.device, given: Any = None) -> None:

@@ -15,11 +15,7 @@ ELSEWHERE = StageSizes(parts=(0,))  # for a stage of another rank
 
 
 class Peaks:
-    """The peaks of one rank's action lists, which are computed again only when the plan or a footprint has changed.
-
-    Args:
-        with_messages: whether messages between stages count.
-    """
+    """The peaks of one rank's action lists, which are computed again only when the plan or a footprint has changed."""
 
     def __init__(self, *, with_messages: bool) -> None:
         self._with_messages = with_messages
@@ -52,8 +48,7 @@ def _meter(plan: Plan, footprints: Mapping[Key, Footprint], with_messages: bool)
             alike[found] = bytes_meter(Sizes(stages=sizes, static=()), plan.stage_ranks)
         meters.append(alike[found])
 
-    usual = _together([Amounts(meter.takes, meter.gives) for meter in meters])
-    return Meter(*usual, _together([meter.recomputed for meter in meters]))
+    return Meter(_together([meter.usual for meter in meters]), _together([meter.recomputed for meter in meters]))
 
 
 def _together(each: Sequence[Amounts]) -> Amounts:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from bpipe.device import check_fits
 from bpipe.plan.action import PartKey
 from bpipe.plan.reserved import Reserved
 
@@ -19,8 +20,6 @@ class RemoteBuffers:
     a buffer grows if a remote activation is larger than planned.
 
     Args:
-        reserved: which buffer holds which remote activation, and the size of each buffer.
-        device: the device that holds them.
         in_bytes: whether sizes are bytes; if the plan counts slots, all buffers are made as large as the first remote
             activation.
     """
@@ -53,6 +52,7 @@ class RemoteBuffers:
 
     def _grow(self, index: int, num_bytes: int) -> None:
         if self._buffers[index].numel() < num_bytes:
+            check_fits(num_bytes, self._device, "a remote activation")
             old, self._buffers[index] = self._buffers[index], self._new(0)
             self._give_back([old])  # before the new one is allocated, so that the two never exist together
             del old  # otherwise this frame would still own it

@@ -9,17 +9,14 @@ from torch.nn.parameter import is_lazy
 
 from bpipe.device import free_bytes, give_back_unused
 from bpipe.memory.makeup import UNREADABLE, buffers_of, looks_of
+from bpipe.memory.saved.stash import is_on
 from bpipe.memory.saved.storages import storages_of
 
 __all__: list[str] = []
 
 
 class StaticBytes:
-    """The static bytes of a rank, which are counted again when a tensor was added, removed or changed.
-
-    Args:
-        device: the device of these tensors.
-    """
+    """The static bytes of a rank, which are counted again when a tensor was added, removed or changed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -27,12 +24,7 @@ class StaticBytes:
         self.num_bytes = 0  # the latest count
 
     def has_changed(self, modules: Sequence[torch.nn.Module], seen: object) -> bool:
-        """Count again at the end of a step if something has changed, and return whether it has.
-
-        Args:
-            modules: those of the rank's stages.
-            seen: a value that differs after a change to the modules' makeup, as `standing` returns it.
-        """
+        """Count again at the end of a step if something has changed, and return whether it has."""
         if seen == self._seen:
             return False
         self._seen, self.num_bytes = seen, static_bytes(modules, self._device)
@@ -81,11 +73,7 @@ def available_bytes(device: torch.device, reserve_bytes: int) -> int:
 def bytes_under(tensors: Iterable[torch.Tensor], device: torch.device | None = None) -> int:
     """Return the bytes of the storages of some tensors, each once: those on a device, or anywhere."""
     storages = {storage._cdata: storage for tensor in tensors for storage in storages_of(tensor)}
-    return sum(storage.nbytes() for storage in storages.values() if device is None or _is_on(storage.device, device))
-
-
-def _is_on(one: torch.device, device: torch.device) -> bool:
-    return one.type == device.type and (None in (one.index, device.index) or one.index == device.index)
+    return sum(storage.nbytes() for storage in storages.values() if device is None or is_on(storage.device, device))
 
 
 def _parameters(modules: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:

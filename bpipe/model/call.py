@@ -52,11 +52,7 @@ class Specs(NamedTuple):
 
     @classmethod
     def checked(cls, args: Any, kwargs: Any, output: Any) -> Specs:
-        """Check the specs that a schedule is given, and return them.
-
-        Raises:
-            ConfigurationError: something in them is not a spec.
-        """
+        """Check the specs that a schedule is given, and return them."""
         check_specs(args, "args_chunk_spec")
         check_specs(kwargs, "kwargs_chunk_spec")
         check_specs(output, "output_merge_spec", may_reduce=True)

@@ -23,18 +23,12 @@ class CannotCutError(ValueError):
 
 
 class Cut(NamedTuple):
-    """The parts of a value, one for each microbatch, cut or repeated.
+    """The parts of a value, one for each microbatch, cut or repeated."""
 
-    Args:
-        parts: one for each microbatch.
-        rows: the size of the dimension that was cut; None if the value was repeated.
-        are_alike: whether all parts need the same memory.
-        sharding: for a DTensor, its mesh and the dimensions of the mesh over which its batch is sharded.
-    """
-
-    parts: Sequence[Any]
-    rows: int | None
-    are_alike: bool = True
+    parts: Sequence[Any]  # one for each microbatch
+    rows: int | None  # the size of the dimension that was cut; None if the value was repeated
+    are_alike: bool = True  # whether all parts need the same memory
+    # for a DTensor, its mesh and the dimensions of the mesh over which its batch is sharded
     sharding: tuple[Any, tuple[int, ...]] | None = None
 
 
@@ -45,7 +39,6 @@ def cutter_of(value: Any, offsets: Offsets) -> Callable[[Any, int, int], Cut] | 
     """Return the function that cuts a value into m parts along a dimension; None if it is not known to hold samples.
 
     Args:
-        value: any leaf of a pytree.
         offsets: those that were cut before: tensors that share theirs must do so in each microbatch, for torch to combine them.
     """
     if isinstance(value, torch.Tensor):

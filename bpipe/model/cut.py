@@ -13,17 +13,11 @@ MARK = "_bpipe_cut"
 
 
 class Cut(NamedTuple):
-    """The place of a module among the stages of a model.
+    """The place of a module among the stages of a model."""
 
-    Args:
-        digest: 16 bytes that stand for the names of all stages' modules.
-        stage: the index of this stage.
-        num_stages: the number of all stages.
-    """
-
-    digest: bytes
-    stage: int
-    num_stages: int
+    digest: bytes  # 16 bytes that stand for the names of all stages' modules
+    stage: int  # the index of this stage
+    num_stages: int  # the number of all stages
 
 
 def mark(parts: Sequence[Any], names: Sequence[Sequence[str]]) -> None:

@@ -49,11 +49,7 @@ REPEATED = (
 
 
 class Cutting:
-    """Cuts the batches of one call into microbatches: tensors and everything else that holds samples; the rest is repeated.
-
-    Args:
-        num_microbatches: m.
-    """
+    """Cuts the batches of one call into microbatches: tensors and everything else that holds samples; the rest is repeated."""
 
     def __init__(self, num_microbatches: int) -> None:
         self.are_alike = True  # whether the microbatches need the same memory
@@ -67,10 +63,8 @@ class Cutting:
         """Cut everything in a pytree that holds samples, along the dimension that its spec names (0 by default).
 
         Args:
-            value: a pytree of tensors and anything else.
             spec: None, or a pytree like `value` with a `TensorChunkSpec` (anything with a `split_dim`) for each value that is cut,
                 and None or torch's `_Replicate` for each value that is repeated, of any type.
-            name: of the value, for messages.
 
         Returns:
             m pytrees like `value`; strided tensors are views, not copies.

@@ -31,11 +31,7 @@ def merge(outputs: Sequence[Any], spec: Any = None) -> Any:
 
 
 def check_merge(output: Any, spec: Any = None) -> None:
-    """Check that `merge` can merge outputs like this one of a single microbatch.
-
-    Raises:
-        ConfigurationError, StageError: as `merge`.
-    """
+    """Check that `merge` can merge outputs like this one of a single microbatch."""
     _merge([output], spec, _check_join)
 
 

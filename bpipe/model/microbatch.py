@@ -37,7 +37,6 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> list[torch.Tensor]:
     """Return the tensors in a pytree, except those in objects whose parts are unknown.
 
     Args:
-        value: any.
         seen: the long containers that were searched, by identity: none of them is searched twice. None: all may be.
     """
     if isinstance(value, torch.Tensor):
@@ -77,7 +76,6 @@ def describe(value: Any, known: Known | None = None) -> Description:
     """Describe a pytree by its shapes, dtypes and plain values: equal for two that need the same memory and messages.
 
     Args:
-        value: any.
         known: the long containers that were described: none of them is described twice, and those of this value are added.
     """
     numbers: list[int] = []

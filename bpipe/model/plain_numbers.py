@@ -7,10 +7,10 @@ microbatches have not. Messages are still agreed for the exact numbers.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from bpipe.memory.recent import Recent
 from bpipe.model.microbatch import Description, text_of
 
 __all__: list[str] = []
@@ -24,26 +24,20 @@ Taken = object  # the memory and messages of a microbatch: compares equal if not
 
 
 class InputForms(NamedTuple):
-    """The descriptions of the microbatches of a step, one by one.
+    """The descriptions of the microbatches of a step, one by one."""
 
-    Args:
-        exact: the full descriptions.
-        counted: those without the numbers that do not count.
-        numbered: by microbatch, the form and the numbers of those that have some; of equal microbatches, only the first.
-        descriptions: those without the mode of the modules.
-    """
-
-    exact: list[str]
-    counted: list[str]
+    exact: list[str]  # the full descriptions
+    counted: list[str]  # those without the numbers that do not count
+    # by microbatch, the form and the numbers of those that have some; of equal microbatches, only the first
     numbered: dict[int, tuple[str, Numbers]]
-    descriptions: Sequence[Description]
+    descriptions: Sequence[Description]  # those without the mode of the modules
 
 
 class CountedNumbers:
     """The numbers that count, for the most recently used forms of inputs. In a new form, all of them count."""
 
     def __init__(self) -> None:
-        self._forms: OrderedDict[str, _Form] = OrderedDict()
+        self._forms = Recent[str, _Form](MOST_FORMS)
 
     def forms(self, mode: str, descriptions: Sequence[Description]) -> InputForms:
         """Describe some microbatches in a mode of the modules."""
@@ -66,11 +60,7 @@ class CountedNumbers:
 
     def learn(self, form: str, numbers: Numbers, taken: Taken) -> bool:
         """Learn the memory of a microbatch, and return whether numbers that did not count do so again."""
-        known = self._forms.setdefault(form, _Form())
-        self._forms.move_to_end(form)
-        if len(self._forms) > MOST_FORMS:
-            self._forms.popitem(last=False)
-        return known.learn(numbers, taken)
+        return self._forms.use(form, _Form()).learn(numbers, taken)
 
     def count_again(self, forms: InputForms) -> None:
         """Make all numbers of a step count again, until observation shows that they do not; this now takes more steps."""
@@ -84,7 +74,7 @@ class _Form:
 
     def __init__(self) -> None:
         self.latest: Numbers | None = None
-        self._seen: OrderedDict[tuple[int | None, ...], tuple[Numbers, Taken]] = OrderedDict()  # by the numbers that count
+        self._seen = Recent[tuple[int | None, ...], tuple[Numbers, Taken]](REMEMBERED)  # by the numbers that count
         self._free: set[int] = set()  # places of numbers that do not count
         self._shown: dict[int, int] = {}  # by place: how often another value took the same memory
         self._needed = NEEDED
@@ -129,10 +119,8 @@ class _Form:
                 self._remember(numbers, taken)
 
     def _remember(self, numbers: Numbers, taken: Taken) -> None:
-        self._seen[self.counted(numbers)] = numbers, taken
-        self._seen.move_to_end(self.counted(numbers))
-        if len(self._seen) > REMEMBERED:
-            self._seen.popitem(last=False)
+        self._seen.pop(self.counted(numbers), None)
+        self._seen.use(self.counted(numbers), (numbers, taken))
 
     def count_again(self) -> None:
         if self._free:

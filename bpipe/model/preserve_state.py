@@ -19,7 +19,6 @@ def preserved_state(modules: Sequence[nn.Module], device: torch.device | None = 
     """Restore buffers, gradients and random numbers on exit, whatever happens inside; gradients start as None.
 
     Args:
-        modules: the modules that run.
         device: a device whose random numbers are drawn, besides the parameters' devices.
     """
     owners = [(one, dict(one._buffers)) for module in modules for one in module.modules()]  # a forward may assign new buffers

@@ -55,23 +55,14 @@ _OBJECTS_DEEP = 3  # how many levels of nested objects are searched for tensors
 
 
 class Inside(NamedTuple):
-    """The parts of a value.
+    """The parts of a value."""
 
-    Args:
-        keys: how a spec names the parts: indices, keys or names of fields; after them the names of other attributes.
-        parts: the parts themselves.
-        make: makes another value like it from as many other parts.
-        num_own: how many of the parts are the value's own; those after them are attributes beside them, such as a cached length.
-        are_fields: whether its own parts are attributes, too.
-        context: other properties of the value, such as the structure of a registered pytree.
-    """
-
-    keys: Sequence[Any]
-    parts: Sequence[Any]
-    make: Callable[[Sequence[Any]], Any]
-    num_own: int
-    are_fields: bool = False
-    context: Any = ""
+    keys: Sequence[Any]  # how a spec names the parts: indices, keys or names of fields; after them the names of other attributes
+    parts: Sequence[Any]  # the parts themselves
+    make: Callable[[Sequence[Any]], Any]  # makes another value like it from as many other parts
+    num_own: int  # how many of the parts are the value's own; those after them are attributes beside them, such as a cached length
+    are_fields: bool = False  # whether its own parts are attributes, too
+    context: Any = ""  # other properties of the value, such as the structure of a registered pytree
 
     def path(self, i: int, path: str) -> str:
         """Return the path of part `i` of the value at `path`, as Python writes it."""
@@ -191,8 +182,12 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def attributes_of(value: Any) -> dict[str, Any]:
     """Return the attributes of an instance, those in slots included."""
-    found = {name: getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)}
-    return {**found, **getattr(value, "__dict__", {})}
+    return {**in_slots(value), **getattr(value, "__dict__", {})}
+
+
+def in_slots(value: Any) -> dict[str, Any]:
+    """Return the attributes that an instance has in slots."""
+    return {name: getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)}
 
 
 def slots_of(kind: type) -> list[str]:
@@ -211,7 +206,6 @@ def leaves_of(value: Any, *, objects_deep: int = _OBJECTS_DEEP, without: str | N
     """Yield the leaves of a pytree, and the values in functions' closures.
 
     Args:
-        value: any.
         objects_deep: how many levels of objects with unknown parts are searched too.
         without: a package whose own objects are not searched.
     """

@@ -19,11 +19,7 @@ def is_repeating(spec: Any) -> bool:
 
 
 def specs_of(found: Inside, value: Any, spec: Any, path: str) -> list[Any]:
-    """Return the specs of the parts of a value: by key, in any order, or by position.
-
-    Raises:
-        ConfigurationError: the spec is not nested like the value.
-    """
+    """Return the specs of the parts of a value: by key, in any order, or by position."""
     keys = list(found.keys[: found.num_own])
     if isinstance(spec, Mapping) and len(spec) == len(keys) and all(key in spec for key in keys):
         return [spec[key] for key in keys]
@@ -48,16 +44,7 @@ def outline(value: Any) -> str:
 
 
 def check_specs(spec: Any, name: str, *, may_reduce: bool = False) -> None:
-    """Check the specs that a schedule is given, before there are any values.
-
-    Args:
-        spec: a pytree, or None.
-        name: the name of the argument, for messages.
-        may_reduce: whether it may contain torch's reducers.
-
-    Raises:
-        ConfigurationError: something in it is not a spec, such as a bare number.
-    """
+    """Check the specs that a schedule is given, before there are any values."""
     for leaf in _ends(spec):
         is_cut = isinstance(getattr(leaf, "split_dim", None), int)
         is_reducer = may_reduce and hasattr(leaf, "reduce_fn") and hasattr(leaf, "init_value")

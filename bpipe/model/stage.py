@@ -27,12 +27,7 @@ class ModuleSnapshot(NamedTuple):
 
     @classmethod
     def of(cls, module: torch.nn.Module, makeups: Makeups) -> ModuleSnapshot:
-        """Collect the present modules and parameters of a module.
-
-        Args:
-            module: the whole module.
-            makeups: numbers the makeup.
-        """
+        """Collect the present modules and parameters of a module."""
         modules = list(module.modules())
         found = [one for module in modules if module._parameters for one in module._parameters.values() if one is not None]
         parameters = list(dict(zip(map(id, found), found)).values())
@@ -181,11 +176,7 @@ class _AdoptedStage(PipelineStage):
 
 
 def stages_of(given: Any) -> dict[int, PipelineStage]:
-    """Return a rank's stages by index.
-
-    Raises:
-        ConfigurationError: there are none or too many, or they do not belong to one pipeline.
-    """
+    """Return a rank's stages by index."""
     stages = [PipelineStage.adopt(one) for one in (given if isinstance(given, (list, tuple)) else [given])]
     if not stages or len(stages) > MOST_STAGES:
         raise ConfigurationError(f"a rank holds 1 to {MOST_STAGES} stages, got {len(stages)}")

@@ -31,12 +31,7 @@ def last_of(lane: Iterable[Action], ops: Collection[Op]) -> dict[int, tuple[Op, 
 
 
 class Replicated:
-    """The modules of one rank's stages that are under DDP, during one step. Their backwards run as a whole.
-
-    Args:
-        stages: a snapshot of each stage on this rank, by index.
-        lane: this rank's actions.
-    """
+    """The modules of one rank's stages that are under DDP, during one step. Their backwards run as a whole."""
 
     def __init__(self, stages: Mapping[int, ModuleSnapshot], lane: Iterable[Action]) -> None:
         found = {index: replicas for index, parts in stages.items() if (replicas := _replicas(parts.modules))}
@@ -46,11 +41,7 @@ class Replicated:
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Keep backwards from reducing by themselves, and restore the user's setting of the modules in the end.
-
-        Raises:
-            StageError: a module's options cannot work in a pipeline.
-        """
+        """Keep backwards from reducing by themselves, and restore the user's setting of the modules in the end."""
         for index, replicas in self.stages.items():
             for replica in replicas:
                 _check(replica, index)

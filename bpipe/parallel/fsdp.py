@@ -33,12 +33,7 @@ BACKWARDS = (Op.B, Op.I, Op.W)
 
 
 class Sharding:
-    """The data parallelism of one rank's stages during one step.
-
-    Args:
-        stages: a snapshot of each stage on this rank, by index.
-        lane: this rank's actions.
-    """
+    """The data parallelism of one rank's stages during one step."""
 
     def __init__(self, stages: Mapping[int, ModuleSnapshot], lane: Sequence[Action]) -> None:
         units = {index: _units(parts.modules) for index, parts in stages.items()}
@@ -98,12 +93,7 @@ class Sharding:
 
 
 class _ShardedStage:
-    """A stage's modules under FSDP: none if it is not sharded.
-
-    Args:
-        units: the modules under FSDP, outermost first.
-        is_planned: whether the plan says when to gather, free and reduce.
-    """
+    """A stage's modules under FSDP: none if it is not sharded."""
 
     def __init__(self, units: Sequence[Any], *, is_planned: bool) -> None:
         self._units, self.is_planned = units, is_planned

@@ -41,8 +41,14 @@ class StageChoice:
 
     @property
     def costs(self) -> Costs:
-        """The stages' costs, as `bpipe.schedules.simulate` takes them."""
-        return costs_of(self.forward_s, self.backward_s, self.saved_bytes, self.output_bytes, self.static_bytes)
+        """The stages' costs, with free links, as `bpipe.schedules.simulate` takes them."""
+        return Costs(
+            forward_s=self.forward_s,
+            backward_s=self.backward_s,
+            saved_bytes=self.saved_bytes,
+            output_bytes=self.output_bytes,
+            static_bytes=self.static_bytes,
+        )
 
     @property
     def rank_s(self) -> tuple[float, ...]:
@@ -79,23 +85,6 @@ class StageChoice:
             _mib(self.saved_bytes[stage]),
             _mib(self.static_bytes[stage]),
         )
-
-
-def costs_of(
-    forward_s: tuple[float, ...],
-    backward_s: tuple[float, ...],
-    saved_bytes: tuple[int, ...],
-    output_bytes: tuple[int, ...],
-    static_bytes: tuple[int, ...],
-) -> Costs:
-    """Return the costs of stages, with free links."""
-    return Costs(
-        forward_s=forward_s,
-        backward_s=backward_s,
-        saved_bytes=saved_bytes,
-        output_bytes=output_bytes,
-        static_bytes=static_bytes,
-    )
 
 
 def _aligned(cell: str, width: int, is_text: bool) -> str:

@@ -20,7 +20,7 @@ class Holdings:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         ranks = range(plan.num_ranks)
-        self.stages = [[stage for stage, owner in enumerate(plan.stage_ranks) if owner == rank] for rank in ranks]
+        self.stages = list(map(plan.stages_of, ranks))
         self._counts = [_largest(_counts(plan.actions[rank], self.stages[rank])) for rank in ranks]
         chains = [list(plan.chains(rank).values()) for rank in ranks]
         self._chains = [[chain for chain in of_rank if len(_stages_in(chain)) > 1] for of_rank in chains]

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bpipe.device import synchronize
 from bpipe.errors import ConfigurationError
 from bpipe.estimate.checks import check_count, check_positive
+from bpipe.memory.saved.storages import element_bytes
 from bpipe.model.preserve_state import preserved_state
 from bpipe.partition.layers import LayerCost
 from bpipe.partition.name_lists import Names, is_container, is_series
@@ -73,7 +74,8 @@ def measure_layers(
         raise ConfigurationError(f"measure_layers measures an nn.Module, got {type(model).__qualname__}")
     check_count("repeats", repeats)
     check_positive("flops_per_s", flops_per_s)
-    names, groups = Names(model), None if layers is None else [_group(one) for one in layers]
+    names = Names(model)
+    groups = None if layers is None else [(one,) if isinstance(one, str) else tuple(one) for one in layers]
     modules = _modules(names, groups)
     args = example if isinstance(example, tuple) else (example,)
     is_meta = any(parameter.is_meta for parameter in model.parameters())
@@ -96,16 +98,8 @@ def _devices(model: nn.Module, *values: object) -> set[torch.device]:
     return {tensor.device for tensor in tensors}
 
 
-def _group(given: str | Sequence[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
-
-
 def _modules(names: Names, groups: list[tuple[str, ...]] | None) -> dict[str, nn.Module]:
-    """Return the modules to watch, by name.
-
-    Raises:
-        ConfigurationError: names that the model does not have.
-    """
+    """Return the modules to watch, by name."""
     if groups is None:
         return {name: names.modules[name] for name in _leaves(names)}
     names.check_known(groups)
@@ -144,12 +138,7 @@ def _found(names: Names, seen: Iterable[str]) -> Iterator[tuple[str, ...]]:
 
 
 class _Clock:
-    """Measures the time of a module that runs alone.
-
-    Args:
-        repeats: timed runs, after one that is not timed.
-        devices: the devices that it computes on, which are waited for.
-    """
+    """Measures the time of a module that runs alone."""
 
     def __init__(self, repeats: int, devices: Iterable[torch.device]) -> None:
         self._repeats, self._devices = repeats, tuple(devices)
@@ -232,7 +221,7 @@ def _static_bytes(names: Names, group: Sequence[str], bytes_per_parameter: float
 
 def _kept_bytes(tensor: torch.Tensor, bytes_per_parameter: float | None) -> float:
     if not tensor.requires_grad:
-        return tensor.nbytes
+        return element_bytes(tensor)
     if bytes_per_parameter is not None:
         return tensor.numel() * bytes_per_parameter
     return 2 * tensor.nbytes + tensor.numel() * (STATE_BYTES + MASTER_BYTES * (tensor.element_size() == 2))

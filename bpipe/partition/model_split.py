@@ -10,8 +10,7 @@ from torch import nn
 from bpipe.errors import ConfigurationError
 from bpipe.model.cut import mark
 from bpipe.partition.name_lists import Names
-from bpipe.partition.placeholders import check_kind
-from bpipe.partition.skeleton import skeleton
+from bpipe.partition.skeleton import check_kind, skeleton
 
 __all__ = ["at_cuts", "split_model"]
 
@@ -94,11 +93,7 @@ def at_cuts(layers: Sequence[str], cuts: Sequence[str]) -> list[list[str]]:
 
 
 def listed(names: Sequence[str]) -> list[str]:
-    """Return one stage's names as a list.
-
-    Raises:
-        ConfigurationError: they are a single string.
-    """
+    """Return one stage's names as a list."""
     if isinstance(names, str):
         raise ConfigurationError(f"a stage is a list of names, got the text {names!r}: write [{names!r}]")
     return list(names)

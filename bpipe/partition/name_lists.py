@@ -48,12 +48,8 @@ class Names:
         """Raise unless the lists make up the model.
 
         Args:
-            stages: for each stage its names.
             keep_positions: whether missing entries are replaced, so that a list of parameters may have more entries than the series
                 of layers beside it.
-
-        Raises:
-            ConfigurationError: they do not; the message lists every problem.
         """
         problems = [*self._unusable(stages, "stage")] or [
             *self._missing(stages),
@@ -63,11 +59,7 @@ class Names:
         _raise_all(f"these {len(stages)} stages are not a split of the model:", problems)
 
     def check_known(self, layers: Sequence[Sequence[str]]) -> None:
-        """Raise unless each name is in the model, is given once, and is not inside another one that is given.
-
-        Raises:
-            ConfigurationError: it does not; the message lists every problem.
-        """
+        """Raise unless each name is in the model, is given once, and is not inside another one that is given."""
         problems = [*self._unusable(layers, "layer")]
         place = {name: index for index, names in enumerate(layers) for name in names}
         for index, names in enumerate(layers):

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bpipe.errors import ConfigurationError
-from bpipe.memory.saved.storages import Storage, storages_of
+from bpipe.memory.saved.storages import Storage, element_bytes, storages_of
 
 __all__: list[str] = []
 
@@ -49,7 +49,7 @@ class Observer:
                     module.register_forward_hook(self._leaving(name)),
                 ):
                     hooks.callback(handle.remove)
-            hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack))
+            hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor))
             yield
 
     def begin(self, name: str, *args: Any) -> None:
@@ -71,7 +71,7 @@ class Observer:
 
     def _leaving(self, name: str) -> Callable[..., None]:
         def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            self.seen[name].output_bytes = sum(one.nbytes for one in tree_leaves(output) if isinstance(one, torch.Tensor))
+            self.seen[name].output_bytes = sum(element_bytes(one) for one in tree_leaves(output) if isinstance(one, torch.Tensor))
 
         return leave
 
@@ -110,10 +110,6 @@ class _FusedAttention(TorchFunctionMode):
         if func is F.scaled_dot_product_attention and len({one.shape[1] for one in args[:3]}) == 1:
             return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args[:3])[0]
         return func(*args, **(kwargs or {}))
-
-
-def _unpack(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _detached(tree: Any) -> Any:

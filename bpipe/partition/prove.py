@@ -36,7 +36,6 @@ def difference_when_cut(model: nn.Module, cut: Cut, cut_small: Cut) -> Differenc
     values are added to its parameters, so that no weight hides behind a zero. It is in train mode, with its configured dropout.
 
     Args:
-        model: the model, which is not run.
         cut: makes the stages of a copy of the model.
         cut_small: makes the stages of a model with other sizes and fewer layers.
 
@@ -114,7 +113,7 @@ def _rebuilt(model: nn.Module) -> nn.Module:
 
 def _make_plain(config: Any) -> None:
     """Turn the cache off, as stages do, because some models mask differently with one, and choose attention that a CPU computes."""
-    for one in (config, _text_config(config)):
+    for one in (config, text_config(config)):
         if hasattr(one, "use_cache"):
             one.use_cache = False
     if getattr(config, "_attn_implementation", None) not in (None, "eager", "sdpa"):
@@ -124,7 +123,7 @@ def _make_plain(config: Any) -> None:
 def _samples(model: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], bool]]:
     """Yield keyword arguments, and whether the model may refuse them: words; padding and a mask; positions; token types."""
     config: Any = model.config
-    text = _text_config(config)
+    text = text_config(config)
     ids = torch.tensor(_words(config, text))[torch.randint(MOST_WORDS, (ROWS, TOKENS))]
     yield {"input_ids": ids}, False
     named = inspect.signature(model.forward).parameters
@@ -148,5 +147,6 @@ def _words(config: Any, text: Any) -> list[int]:
     return (words * MOST_WORDS)[:MOST_WORDS]
 
 
-def _text_config(config: Any) -> Any:
+def text_config(config: Any) -> Any:
+    """Return the configuration of the part for words, which may be all of it."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config

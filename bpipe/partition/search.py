@@ -26,8 +26,6 @@ def narrowest(num_layers: int, num_stages: int, cost: Cost, fits: Callable[[int,
     of max(best[x - 1][start], cost(x, start, end)) over all starts.
 
     Args:
-        num_layers: in the chain.
-        num_stages: each gets one layer or more.
         cost: `cost(stage, start, end)`.
         fits: `fits(stage, start, end)`, whether a stage may have these layers at all; default: always.
 
@@ -73,26 +71,20 @@ def improved(starts: Iterable[Ends], score: Score) -> Ends:
 
     The result is the same for the same arguments, on every rank.
     """
-    counted = _Counted(score)
+    num_scored = 0
+
+    def counted(ends: Ends) -> tuple[float, ...]:
+        nonlocal num_scored
+        num_scored += 1
+        return score(ends)
+
     best = min((_descended(start, counted) for start in starts), key=score)
     random = Random(0)
     for _ in range(NUM_KICKS):
-        if counted.count > MOST_SCORED:
+        if num_scored > MOST_SCORED:
             break
-        other = _descended(_kicked(best, random), counted)
-        best = min(best, other, key=score)
+        best = min(best, _descended(_kicked(best, random), counted), key=score)
     return best
-
-
-class _Counted:
-    """A score that counts how often it is called."""
-
-    def __init__(self, score: Score) -> None:
-        self._score, self.count = score, 0
-
-    def __call__(self, ends: Ends) -> tuple[float, ...]:
-        self.count += 1
-        return self._score(ends)
 
 
 def _descended(ends: Ends, score: Score) -> Ends:

@@ -1,9 +1,10 @@
-"""Make a stage: a copy of the model's outer modules that shares all that it keeps."""
+"""Make a stage: a copy of the model's outer modules that shares all that it keeps, with placeholders for what it lacks."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,8 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from bpipe.errors import ConfigurationError, format_error
 from bpipe.partition.name_lists import OF_PARAMETERS, Names, is_container
-from bpipe.partition.parameters import leave_out
-from bpipe.partition.placeholders import placeholder
 
 __all__: list[str] = []
 
@@ -26,15 +25,9 @@ def skeleton(
     """Copy the modules above those that are kept, and share or leave out the rest.
 
     Args:
-        model: the whole model.
-        names: its names.
-        kept: what this stage names.
         kind: the placeholder of a module that it lacks.
         claimed: all that any stage names: a parameter or buffer of a copied module belongs to those that name it or that module.
         keep_positions: whether missing entries of a series are replaced too (parameters by None), so that the others keep places.
-
-    Raises:
-        ConfigurationError: an attribute of these modules cannot be copied.
     """
     missing = {name for name in names.modules if not names.is_copied(name, kept) and not names.is_kept(name, kept)}
     outermost = [name for name in missing if names.owner(name) not in missing]
@@ -81,3 +74,73 @@ def _shared(names: Names, kept: Sequence[str]) -> dict[int, Any]:
         elif names.is_copied(name, kept):
             memo.update((id(value), value) for value in tree_leaves(vars(module)) if isinstance(value, torch.Tensor))
     return memo
+
+
+class _Partial(nn.ParameterList):
+    """Some entries of a list, under the names that they have in the whole list; the first of them has index 0."""
+
+    _present: Any = None  # names; a slice is a list of its own, and has none
+
+    def _get_abs_string_index(self, idx: Any) -> Any:
+        return super()._get_abs_string_index(idx) if self._present is None else self._present[idx]  # type: ignore[no-untyped-call]
+
+
+def leave_out(parameters: nn.ParameterList | nn.ParameterDict, entry: str) -> None:
+    """Remove an entry from a stage's copy."""
+    if isinstance(parameters, nn.ParameterDict):
+        parameters.pop(entry)
+        return
+    some: Any = parameters
+    if not isinstance(some, _Partial):
+        present = [str(index) for index in range(len(some))]
+        cls: Any = type(some)
+        some.__class__ = _partial(cls)
+        some._present = present
+    some._present.remove(entry)
+    some._size -= 1
+    delattr(some, entry)
+
+
+@cache
+def _partial(cls: Any) -> Any:
+    """Return a subclass, under the same name, for lists that lack some entries."""
+    return type(cls.__name__, (_Partial, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+class PassThrough(torch.nn.Module):
+    """Hands the hidden states on, in place of a layer, a norm or a head that another stage has.
+
+    They are `inputs_embeds` where the caller names them so, else the first argument that is not None.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = (kwargs.get("inputs_embeds"), *args, *kwargs.values())
+        return next((one for one in given if one is not None), None)
+
+
+class AddsNothing(torch.nn.Module):
+    """Returns a zero in place of position embeddings that the first stage has added; adding it changes no bit."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor(-0.0)  # x + 0.0 would turn -0.0 into 0.0; and a number of no dimension leaves the dtype alone
+
+
+_KINDS = {"pass": PassThrough, "zero": AddsNothing, "none": None}
+
+
+def check_kind(kind: str, where: str) -> None:
+    """Raise unless there is such a placeholder."""
+    if kind not in _KINDS:
+        raise ConfigurationError(f"{where}={kind!r}: a missing module is one of {', '.join(map(repr, _KINDS))}")
+
+
+def placeholder(kind: str, module: torch.nn.Module) -> torch.nn.Module | None:
+    """Return what stands for a module: "pass" it through, add "zero", or "none". It has the module's plain attributes."""
+    chosen = _KINDS[kind]
+    if chosen is None:
+        return None
+    stand_in = chosen().train(module.training)
+    for name, value in vars(module).items():
+        if isinstance(value, (str, bool, int, float)) and not hasattr(stand_in, name):
+            setattr(stand_in, name, value)
+    return stand_in

@@ -69,10 +69,6 @@ def difference(
     """Run a model, and its stages one after the other, and return the first difference; raise the errors of the model itself.
 
     Args:
-        model: the whole model.
-        parts: its stages, in order.
-        args: positional arguments of the model.
-        kwargs: keyword arguments of the model and of each stage.
         is_exact: True to compare gradients bit for bit too, which a CPU allows because it sums them in the same order.
     """
     staged = {id(parameter) for part in parts for parameter in part.parameters()}

@@ -20,7 +20,7 @@ from bpipe.errors import ConfigurationError
 from bpipe.estimate.stages import split_layers
 from bpipe.partition.model_split import listed, split_model
 from bpipe.partition.name_lists import OF_PARAMETERS
-from bpipe.partition.prove import NotProvenError, difference_when_cut
+from bpipe.partition.prove import NotProvenError, difference_when_cut, text_config
 from bpipe.partition.stage_class import stage_class
 
 __all__ = ["split_transformer", "transformer_layers"]
@@ -72,11 +72,7 @@ def split_transformer(
 
 
 def _prove(model: nn.Module, stages: int | Sequence[int] | Sequence[Sequence[str]], num_stages: int) -> None:
-    """Raise unless a small model of the kind computes the same in stages as whole.
-
-    Raises:
-        ConfigurationError: it does not, or there is none.
-    """
+    """Raise unless a small model of the kind computes the same in stages as whole."""
     try:
         found = difference_when_cut(model, lambda copy: _cut(copy, stages), lambda twin: _cut_finely(twin, num_stages))
     except NotProvenError as error:
@@ -166,16 +162,12 @@ def _outline(model: nn.Module) -> _Outline:
         after=tuple(sorted(found["after"], key=lambda name: not name.startswith(prefix))),  # a head comes last
         everywhere=tuple(found["everywhere"]),
         missing={name: "zero" for name in found["before"] if _is_added(model.get_submodule(name))},
-        keep_positions=getattr(_text_config(model), "layer_types", None) is not None,
+        keep_positions=getattr(text_config(model.config), "layer_types", None) is not None,
     )
 
 
 def _base_of(model: nn.Module) -> nn.Module:
-    """Return the part of a model without its head.
-
-    Raises:
-        ConfigurationError: it has none, or none that can begin with hidden states.
-    """
+    """Return the part of a model without its head."""
     base, config = getattr(model, "base_model", None), getattr(model, "config", None)
     what = _what(model)
     if not isinstance(base, nn.Module) or config is None:
@@ -188,16 +180,13 @@ def _base_of(model: nn.Module) -> nn.Module:
 
 
 def _series(base: nn.Module, model: nn.Module) -> str:
-    """Return the name of the list of layers.
-
-    Raises:
-        ConfigurationError: there is none, or more than one.
-    """
-    num_layers = getattr(_text_config(model), "num_hidden_layers", None)
+    """Return the name of the list of layers."""
+    num_layers = getattr(text_config(model.config), "num_hidden_layers", None)
     lists = [name for name, one in base.named_modules() if isinstance(one, nn.ModuleList) and len(one) == num_layers]
     outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
     if len(outer) > 1:  # those for pictures have as many
-        of_words = [name for name in outer if _is_of(base.get_submodule(name.rpartition(".")[0]), _text_config(model))]
+        around = {name: base.get_submodule(name.rpartition(".")[0]) for name in outer}
+        of_words = [name for name, one in around.items() if getattr(one, "config", None) is text_config(model.config)]
         outer = of_words if len(of_words) == 1 else outer
     if len(outer) != 1:
         raise ConfigurationError(
@@ -205,15 +194,6 @@ def _series(base: nn.Module, model: nn.Module) -> str:
             "split_transformer takes a model with one; use split_model"
         )
     return str(outer[0])
-
-
-def _is_of(module: nn.Module, config: Any) -> bool:
-    return getattr(module, "config", None) is config
-
-
-def _text_config(model: nn.Module) -> Any:
-    config: Any = model.config
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _beside(model: nn.Module, series: str) -> Iterator[tuple[str, nn.Module, bool]]:

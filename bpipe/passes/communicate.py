@@ -31,18 +31,12 @@ KEPT = (COMPUTE - {Op.R}) | SHARDING  # kept by a pass that makes new evictions 
 
 
 class _Route(NamedTuple):
-    """The source of each microbatch's input of a computation, or the destination of its result.
+    """The source of each microbatch's input of a computation, or the destination of its result."""
 
-    Args:
-        op, wait: the transfer and its completion.
-        peer: the rank at the other end.
-        times: when the computation at the other end begins, by microbatch.
-    """
-
-    op: Op
-    wait: Op
-    peer: int
-    times: Sequence[int]
+    op: Op  # the transfer
+    wait: Op  # its completion
+    peer: int  # the rank at the other end
+    times: Sequence[int]  # when the computation at the other end begins, by microbatch
 
 
 # The computation at the other end of a stage's transfer.
@@ -65,7 +59,6 @@ def communicate(plan: Plan, times: tuple[Sequence[array[int]], Moments] | None =
     Neighbouring stages on one rank hand their tensors over without a transfer.
 
     Args:
-        plan: its computations, and what moves.
         times: when the computations start, if known, as `clock_by_result` returns it.
 
     Raises:

@@ -29,28 +29,16 @@ ROUNDS = 8  # of trying to recompute more
 
 
 class _Mixed(NamedTuple):
-    """A plan that evicts and recomputes.
+    """A plan that evicts and recomputes."""
 
-    Args:
-        plan: the plan, without transfers between stages.
-        recomputed: the microbatches that it recomputes, by rank.
-        exposed: the microbatches whose transfers are not hidden, the largest first, by rank.
-        step_s: the simulated seconds of a step.
-    """
-
-    plan: Plan
-    recomputed: tuple[frozenset[Which], ...]
-    exposed: tuple[tuple[Which, ...], ...]
-    step_s: float
+    plan: Plan  # the plan, without transfers between stages
+    recomputed: tuple[frozenset[Which], ...]  # the microbatches that it recomputes, by rank
+    exposed: tuple[tuple[Which, ...], ...]  # the microbatches whose transfers are not hidden, the largest first, by rank
+    step_s: float  # the simulated seconds of a step
 
 
 def evict_or_recompute(
-    plan: Plan,
-    *,
-    sizes: Sizes,
-    budgets: int | Sequence[int | None],
-    costs: Costs,
-    to: Destinations | None = None,
+    plan: Plan, *, sizes: Sizes, budgets: int | Sequence[int | None], costs: Costs, to: Destinations | None = None
 ) -> Plan:
     """Keep every rank within its budget in bytes: evict if computations hide the transfers, recompute if that is faster.
 

@@ -40,11 +40,7 @@ def smallest(attempt: Callable[[int], tuple[int, T] | None], least: int, found: 
 
 
 def checked(given: int | Sequence[int | None] | None, num_ranks: int, name: str) -> Budgets:
-    """Return one budget per rank.
-
-    Raises:
-        ConfigurationError: a budget is not a whole number of at least 1, or there is not one for each rank.
-    """
+    """Return one budget per rank."""
     budgets = tuple(given) if isinstance(given, Sequence) else (given,) * num_ranks
     if len(budgets) != num_ranks or not all(k is None or (type(k) is int and k > 0) for k in budgets):
         raise ConfigurationError(f"{name}={given!r}: give a whole number of at least 1, or one for each of {num_ranks} ranks")

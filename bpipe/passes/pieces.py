@@ -16,10 +16,6 @@ def in_pieces(plan: Plan) -> Plan:
 
     Then memory is allocated and freed inside them, and evictions start and end there: `0F3.1`, `0F3.2` ... save one part
     each, `0B3.2`, `0B3.1` need one part each. I and W stay whole.
-
-    Raises:
-        PlanError: the plan has no sizes.
-        ConfigurationError: the sizes do not fit this plan.
     """
     if plan.sizes is None:
         raise PlanError(f"plan {plan.name!r} has no sizes: give it sizes, which define the parts of a microbatch")

@@ -12,8 +12,7 @@ from itertools import combinations
 from typing import Concatenate, ParamSpec
 
 from bpipe.errors import ConfigurationError
-from bpipe.passes.balance.balance import balance, minimize_peak
-from bpipe.passes.balance.by_count import by_count
+from bpipe.passes.balance.balance import balance, by_count, minimize_peak
 from bpipe.passes.communicate import communicate, computations_only, forward_only
 from bpipe.passes.evict_or_recompute import evict_or_recompute
 from bpipe.passes.pieces import in_pieces

@@ -32,7 +32,7 @@ def profiling_order(plan: Plan) -> Plan:
     halved = {action.stage for lane in plan.actions for action in lane if action.op is Op.I}
     lanes = []
     for rank in range(plan.num_ranks):
-        stages = [stage for stage, owner in enumerate(plan.stage_ranks) if owner == rank]
+        stages = plan.stages_of(rank)
         order = [(Op.F, s) for s in stages] + [(op, s) for s in reversed(stages) for op in (HALVES if s in halved else (Op.B,))]
         lane: list[Action] = []
         for microbatch in range(plan.num_microbatches):

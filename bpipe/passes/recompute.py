@@ -20,7 +20,7 @@ from bpipe.passes.balance.balance import default_slots
 from bpipe.passes.communicate import communicate, computations_only
 from bpipe.passes.fit import Budgets, checked, raised, refusal, smallest
 from bpipe.plan.action import BACKWARD, Action, Op
-from bpipe.plan.meter import Amount, Amounts, Meter
+from bpipe.plan.meter import Amount, Meter
 from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import Sizes
 
@@ -156,7 +156,7 @@ class _Rank:
     def __init__(self, plan: Plan, rank: int, lane: Sequence[Action]) -> None:
         self._lane, self._meter = lane, plan.meter()
         self._static = 0 if plan.sizes is None else plan.sizes.static[rank]
-        mine = {stage for stage, owner in enumerate(plan.stage_ranks) if owner == rank}
+        mine = set(plan.stages_of(rank))
         self.able = {stage for stage in mine if not {stage - 1, stage + 1} & mine}
         self._backward = {action.key: index for index, action in enumerate(lane) if action.op in BACKWARD}
 
@@ -177,7 +177,7 @@ class _GreedyRecompute:
 
     def __init__(self, meter: Meter, static: int, limit: int | None) -> None:
         self.chosen: set[Which] = set()
-        self._usual, self._again, self._limit = Amounts(meter.takes, meter.gives), meter.recomputed, limit
+        self._usual, self._again, self._limit = meter.usual, meter.recomputed, limit
         self._live = static
         self._spared: defaultdict[Which, int] = defaultdict(int)  # the memory that recomputing each microbatch would free
         self._offered: list[tuple[int, Which]] = []  # the microbatch needed last stands first

@@ -49,6 +49,7 @@ SHARDING = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
 BACKWARD = frozenset({Op.B, Op.I})  # operations that need the gradient of a stage's outputs
 SERVED = frozenset({Op.ACCEPT, Op.WAIT_ACCEPT, Op.RETURN, Op.WAIT_RETURN})
 
+MOST_SHOWN = 40  # characters of what is not an action, in an error
 HOST = -1  # as the peer of an eviction: this rank's own host memory
 
 WAIT_OF = {op: Op["WAIT_" + op.value] for op in Op if "WAIT_" + op.value in Op.__members__}
@@ -74,18 +75,8 @@ class Channel(NamedTuple):
     dst: int
 
 
-SENDS = {
-    Op.SEND_F: Purpose.FORWARD,
-    Op.SEND_B: Purpose.BACKWARD,
-    Op.EVICT: Purpose.EVICT,
-    Op.RETURN: Purpose.RETURN,
-}
-RECEIVES = {
-    Op.RECV_F: Purpose.FORWARD,
-    Op.RECV_B: Purpose.BACKWARD,
-    Op.ACCEPT: Purpose.EVICT,
-    Op.LOAD: Purpose.RETURN,
-}
+SENDS = {Op.SEND_F: Purpose.FORWARD, Op.SEND_B: Purpose.BACKWARD, Op.EVICT: Purpose.EVICT, Op.RETURN: Purpose.RETURN}
+RECEIVES = {Op.RECV_F: Purpose.FORWARD, Op.RECV_B: Purpose.BACKWARD, Op.ACCEPT: Purpose.EVICT, Op.LOAD: Purpose.RETURN}
 
 POSTS = frozenset({*SENDS, *RECEIVES})  # operations that start a transfer, without waiting for its end
 
@@ -93,12 +84,7 @@ POSTS = frozenset({*SENDS, *RECEIVES})  # operations that start a transfer, with
 RECEIVER_OF = {Op.SEND_F: (Op.RECV_F, 1), Op.SEND_B: (Op.RECV_B, -1), Op.EVICT: (Op.ACCEPT, 0), Op.RETURN: (Op.LOAD, 0)}
 
 # The acceptor's operation for each operation of the evictor.
-MIRROR = {
-    Op.EVICT: Op.ACCEPT,
-    Op.WAIT_EVICT: Op.WAIT_ACCEPT,
-    Op.LOAD: Op.RETURN,
-    Op.WAIT_LOAD: Op.WAIT_RETURN,
-}
+MIRROR = {Op.EVICT: Op.ACCEPT, Op.WAIT_EVICT: Op.WAIT_ACCEPT, Op.LOAD: Op.RETURN, Op.WAIT_LOAD: Op.WAIT_RETURN}
 
 
 MicrobatchKey = tuple[int, int]  # stage, microbatch
@@ -147,11 +133,14 @@ class Action(NamedTuple):
         """
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
-            raise PlanError(f"{text!r} is not an action: expected a stage, an operation and a microbatch, such as 2F0 or 2EVICT0@5")
+            expected = "expected a stage, an operation and a microbatch, such as 2F0 or 2EVICT0@5"
+            raise PlanError(f"{text[:MOST_SHOWN]!r} is not an action: {expected}")
         stage, sharding, op, microbatch, part, peer = match.groups()
         if sharding is not None:
             return cls(Op(sharding), int(stage), 0)
-        return cls(Op(op), int(stage), int(microbatch), int(part or 0), None if peer is None else _rank(peer))
+        return cls(
+            Op(op), int(stage), int(microbatch), int(part or 0), None if peer is None else HOST if peer == "host" else int(peer)
+        )
 
     @property
     def key(self) -> MicrobatchKey:
@@ -198,21 +187,13 @@ class Action(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def channel_of(op: Op, rank: int, peer: int | None) -> Channel:
-    """Return the channel that a transfer with a peer, seen from `rank`, uses.
-
-    Raises:
-        KeyError: the operation does not start a transfer.
-    """
+    """Return the channel that a transfer with a peer, seen from `rank`, uses."""
     peer = -1 if peer is None else peer
     return Channel(SENDS[op], rank, peer) if op in SENDS else Channel(RECEIVES[op], peer, rank)
 
 
 def _names(ops: Iterable[Op]) -> str:
     return "|".join(sorted((op.value for op in ops), key=len, reverse=True))
-
-
-def _rank(peer: str) -> int:
-    return HOST if peer == "host" else int(peer)
 
 
 _NUMBER = r"\d{1,9}"

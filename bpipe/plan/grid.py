@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple
 
 from bpipe.plan.action import COMPUTE, HOST, Action, Op
 from bpipe.plan.amounts import show_each
@@ -12,6 +14,8 @@ from bpipe.plan.plan_data import PlanData
 __all__: list[str] = []
 
 EITHER_SIDE = 5
+MOST_MARKS = 16  # in a cell
+MOST_CELLS = 1_000_000  # of a grid that is drawn as a whole
 AROUND = 12  # columns before and after the ranks' places
 MARKS = {Op.EVICT: ">^", Op.LOAD: "<v"}  # to and from another rank, or the host
 
@@ -71,15 +75,27 @@ def _num_done(plan: PlanData, rank: int, position: int) -> int:
     return min(done, sum(plan.ends(action) for action in lane if action.op in COMPUTE) - 1)
 
 
-def _clocked(plan: PlanData) -> tuple[list[list[Action]], Sequence[Sequence[int]], int]:
-    """Return the computations of each rank, the column where each starts, and the number of columns."""
+class _Clocked(NamedTuple):
+    """The computations of each rank, the column where each starts, and the number of columns."""
+
+    lanes: list[list[Action]]
+    starts: Sequence[Sequence[int]]
+    length: int
+
+
+def _clocked(plan: PlanData) -> _Clocked:
     lanes = [plan.compute(rank) for rank in range(plan.num_ranks)]
     starts = clock(lanes, plan.num_stages)
-    return lanes, starts, max((times[-1] + UNITS[lane[-1].op] for lane, times in zip(lanes, starts) if lane), default=0)
+    length = max((times[-1] + UNITS[lane[-1].op] for lane, times in zip(lanes, starts) if lane), default=0)
+    return _Clocked(lanes, starts, length)
 
 
 def _grid(plan: PlanData, columns: slice) -> list[Row]:
-    lanes, starts, length = _clocked(plan)
+    return _drawn(plan, _clocked(plan), columns)
+
+
+def _drawn(plan: PlanData, clocked: _Clocked, columns: slice) -> list[Row]:
+    lanes, starts, length = clocked
     window = range(length)[columns]
     grid: list[Row] = []
     for rank, (lane, times) in enumerate(zip(lanes, starts)):
@@ -92,7 +108,7 @@ def _grid(plan: PlanData, columns: slice) -> list[Row]:
 
 def _widths(grid: Sequence[Row]) -> tuple[int, int]:
     """Return the width of a cell and of a label."""
-    return max((len(cell) for _, cells in grid for cell in cells), default=2), max(len(name) for name, _ in grid)
+    return max((len(cell) for _, cells in grid for cell in cells), default=2), max((len(name) for name, _ in grid), default=0)
 
 
 def _cells(plan: PlanData, lane: Sequence[Action], starts: Sequence[int], window: range) -> list[str]:
@@ -117,7 +133,7 @@ def _moves(plan: PlanData, rank: int, starts: Sequence[int], length: int) -> dic
         elif action.op in MARKS:
             column = starts[min(done, len(starts) - 1)]
             moves.setdefault(min(column, length - 1), {})[f"{MARKS[action.op][action.peer == HOST]}{action.microbatch}"] = None
-    return {column: "".join(marks) for column, marks in moves.items()}
+    return {column: "".join(islice(marks, MOST_MARKS)) + "+" * (len(marks) > MOST_MARKS) for column, marks in moves.items()}
 
 
 def head(plan: PlanData) -> str:
@@ -136,8 +152,10 @@ def _memory(plan: PlanData) -> str:
 
 
 def draw(plan: PlanData) -> str:
-    """Draw the grid under its head."""
-    return "\n".join([head(plan), *rows(plan)])
+    """Draw the grid under its head, or as many of its columns as make a text of bounded size."""
+    clocked, most = _clocked(plan), MOST_CELLS // max(plan.num_ranks, 1) + 1
+    more = [f"... and {clocked.length - most} more columns"] * (clocked.length > most)
+    return "\n".join([head(plan), *_lines(_drawn(plan, clocked, slice(most))), *more])
 
 
 def excerpt(plan: PlanData, rank: int, served: bool, position: int) -> str:

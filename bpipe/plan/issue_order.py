@@ -82,12 +82,7 @@ def check_issue_orders(plan: Plan, orders: Sequence[Sequence[Action]]) -> None:
 
 
 class _Lane:
-    """A rank's lane.
-
-    Args:
-        actions: its actions in order.
-        ends: when each of its computations ends.
-    """
+    """A rank's lane, and when each of its computations ends."""
 
     def __init__(self, actions: Sequence[Action], ends: Iterator[int]) -> None:
         self.actions, self._ends = actions, ends

@@ -22,20 +22,17 @@ class Amounts(NamedTuple):
 
 
 class Meter(NamedTuple):
-    """The memory that actions allocate before they run and free after they ran, by operation.
+    """The memory that actions allocate and free: for microbatches that stay or are evicted, and for those that are recomputed.
 
-    Args:
-        takes, gives: for a microbatch that stays or is evicted.
-        recomputed: for a microbatch whose forward runs again: the first forward keeps only its input.
+    The first forward of a recomputed microbatch keeps only its input.
     """
 
-    takes: Mapping[Op, Amount]
-    gives: Mapping[Op, Amount]
+    usual: Amounts
     recomputed: Amounts
 
     def taken(self, action: Action) -> int:
         """Return the memory that an action allocates before it runs."""
-        take = self.takes.get(action[0])
+        take = self.usual.takes.get(action[0])
         return 0 if take is None else take(action)
 
 
@@ -44,11 +41,9 @@ def meter_of(saved: Amount, moved: Amount) -> Meter:
 
     Each piece of a forward or a backward allocates or frees the memory that the piece saves.
     """
-    return Meter(
-        takes={Op.F: saved, Op.LOAD: moved, Op.ACCEPT: moved},
-        gives={Op.B: saved, Op.W: saved, Op.WAIT_EVICT: moved, Op.WAIT_RETURN: moved},
-        recomputed=Amounts(takes={Op.R: saved}, gives={Op.B: saved, Op.W: saved}),
-    )
+    takes = {Op.F: saved, Op.LOAD: moved, Op.ACCEPT: moved}
+    gives = {Op.B: saved, Op.W: saved, Op.WAIT_EVICT: moved, Op.WAIT_RETURN: moved}
+    return Meter(Amounts(takes, gives), Amounts({Op.R: saved}, {Op.B: saved, Op.W: saved}))
 
 
 def slot(action: Action) -> int:
@@ -64,10 +59,8 @@ def occupancy(actions: Sequence[Action], meter: Meter = SLOTS) -> Iterator[int]:
     """Yield the memory that is occupied while each action runs, in the meter's unit."""
     again = Op.R  # looked up once: a plan has millions of actions
     recomputed = {action.key for action in actions if action[0] is again}
-    changing = {*meter.takes, *meter.gives, *meter.recomputed.takes, *meter.recomputed.gives}
-    usually, when_recomputed = (
-        {op: (amounts.takes.get(op), amounts.gives.get(op)) for op in changing} for amounts in (meter, meter.recomputed)
-    )
+    changing = {op for amounts in meter for by_op in amounts for op in by_op}
+    usually, when_recomputed = ({op: (takes.get(op), gives.get(op)) for op in changing} for takes, gives in meter)
     live = 0
     for action in actions:
         change = usually.get(action[0])
@@ -83,25 +76,15 @@ def occupancy(actions: Sequence[Action], meter: Meter = SLOTS) -> Iterator[int]:
 
 
 class _Messages(NamedTuple):
-    """The bytes that a microbatch takes on one stage besides its saved ones.
+    """The bytes that a microbatch takes on one stage besides its saved ones."""
 
-    Args:
-        handed: the part of the input that counts already when the forward begins.
-        kept: the part of that which the forward saves, so that it counts once.
-        made: the part of the output that is not among the saved bytes: it counts until it has arrived where it is used.
-        result: the gradient for the previous stage.
-        used: the gradient of the output, which the backward uses up.
-        ended: the part of `made` that is freed when the forward has run: the last stage's output, once the loss exists.
-        begun: the part of `used` that the backward makes itself: the gradient of that output.
-    """
-
-    handed: int
-    kept: int
-    made: int
-    result: int
-    used: int
-    ended: int
-    begun: int
+    handed: int  # the part of the input that counts already when the forward begins
+    kept: int  # the part of that which the forward saves, so that it counts once
+    made: int  # the part of the output that is not among the saved bytes: it counts until it has arrived where it is used
+    result: int  # the gradient for the previous stage
+    used: int  # the gradient of the output, which the backward uses up
+    ended: int  # the part of `made` that is freed when the forward has run: the last stage's output, once the loss exists
+    begun: int  # the part of `used` that the backward makes itself: the gradient of that output
 
 
 def _messages(sizes: Sizes, stage_ranks: tuple[int, ...], stage: int) -> _Messages:
@@ -143,7 +126,7 @@ def bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...]) -> Meter:
         own = sizes.stages[stage]
         return own.parts[part - 1] + own.fixed * (part == 1) if part else own.saved
 
-    own = meter_of(amounts(lambda s, part, n: saved(s, part)), amounts(lambda s, part, n: sizes.stages[s].moved(part)))
+    own, _ = meter_of(amounts(lambda s, part, n: saved(s, part)), amounts(lambda s, part, n: sizes.stages[s].moved(part)))
     takes: dict[Op, Amount] = {
         Op.RECV_F: amounts(lambda s, part, n: sizes.stages[s].received),
         Op.F: amounts(lambda s, part, n: saved(s, part) + messages[s].made * (part in (0, n)) - messages[s].kept * (part == 0)),
@@ -171,4 +154,4 @@ def bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...]) -> Meter:
         Op.R: amounts(lambda s, part, n: messages[s].made + messages[s].handed - messages[s].kept),
     }
     again = Amounts({**takes, **takes_again}, {**gives, **gives_again})
-    return Meter({**own.takes, **takes}, {**own.gives, **gives}, again)
+    return Meter(Amounts({**own.takes, **takes}, {**own.gives, **gives}), again)

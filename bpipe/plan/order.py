@@ -15,6 +15,7 @@ __all__ = ["Moments", "Stuck", "clock", "linearise", "run_greedily"]
 
 
 UNKNOWN, EXPECTED = -1, -2  # the moment of a result that does not exist yet, and of one for which a rank waits
+MOST_TOLD = 8  # ranks, in an error
 UNITS = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1, Op.R: 1}
 
 
@@ -67,7 +68,7 @@ def num_microbatches_of(lanes: Sequence[Sequence[Action]], num_stages: int) -> i
             raise PlanError(f"{wrong} is outside a plan of stages 0 to {num_stages - 1} and microbatches from 0 on")
         highest = max(highest, *microbatches)
     count = sum(map(len, lanes))
-    if 2 * count < num_stages * highest:
+    if 2 * count < num_stages * (highest + 1):
         raise PlanError(f"microbatch {highest} of {num_stages} stages in a plan of {count} computations: most are missing")
     return highest + 1
 
@@ -85,11 +86,7 @@ def clock(lanes: Sequence[Sequence[Action]], num_stages: int) -> list[array[int]
 
 
 def clock_by_result(lanes: Sequence[Sequence[Action]], num_stages: int) -> tuple[list[array[int]], Moments]:
-    """Return the start times of `clock`, and the same for each result: when the computation starts that makes it.
-
-    Raises:
-        PlanError: the lanes wait for each other in a cycle, or lack microbatches.
-    """
+    """Return the start times of `clock`, and the same for each result: when the computation starts that makes it."""
     num_microbatches = num_microbatches_of(lanes, num_stages)
     begins, ends = Moments(num_stages, num_microbatches), Moments(num_stages, num_microbatches)
     at_once = array("q", [0]) * num_microbatches
@@ -126,7 +123,8 @@ def clock_by_result(lanes: Sequence[Sequence[Action]], num_stages: int) -> tuple
         f"rank {rank} before {lane[len(done)]}" for rank, (done, lane) in enumerate(zip(starts, lanes)) if len(done) < len(lane)
     ]
     if stuck:
-        raise PlanError(f"no order of the computations works: {', '.join(stuck)} wait for each other")
+        more = f" and {len(stuck) - MOST_TOLD} more" * (len(stuck) > MOST_TOLD)
+        raise PlanError(f"no order of the computations works: {', '.join(stuck[:MOST_TOLD])}{more} wait for each other")
     return starts, begins
 
 

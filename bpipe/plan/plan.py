@@ -22,7 +22,7 @@ class Plan(PlanData):
         actions: one list per rank, the compute lane: forwards, backwards, transfers and their completions.
         served: one list per rank, the acceptor's lane: the actions for one peer form a chain, independent of the computations.
         slots: the budget of each rank in microbatches of one stage; None for no budget.
-        sizes: the bytes of a microbatch; None if only slots are counted.
+        sizes: the bytes of a microbatch; None if only slots are counted: numbers of bytes then raise a PlanError.
         budgets: the budget of each rank in bytes, static ones included; None for no budget. Needs `sizes`.
         has_backward: False for evaluation, where only forwards run.
 

@@ -42,6 +42,10 @@ class PlanData:
         """The number of ranks, p."""
         return len(self.actions)
 
+    def stages_of(self, rank: int) -> list[int]:
+        """Return the stages of a rank."""
+        return [stage for stage, owner in enumerate(self.stage_ranks) if owner == rank]
+
     def num_parts(self, stage: int) -> int:
         """Return how many parts of a stage's microbatch can move by themselves."""
         return 0 if self.sizes is None else len(self.sizes.stages[stage].parts)
@@ -61,8 +65,11 @@ class PlanData:
 
     def chains(self, rank: int) -> dict[int, tuple[Action, ...]]:
         """Return the acceptor's lane of a rank as one chain for each evictor that it serves."""
-        peers = sorted({peer for *_, peer in self.served[rank] if peer is not None})
-        return {peer: tuple(a for a in self.served[rank] if a[4] == peer) for peer in peers}
+        chains: dict[int, list[Action]] = {}
+        for action in self.served[rank]:
+            if action[4] is not None:
+                chains.setdefault(action[4], []).append(action)
+        return {peer: tuple(chains[peer]) for peer in sorted(chains)}
 
     def acceptors(self, rank: int) -> list[int]:
         """Return the ranks that a rank evicts to."""
@@ -73,15 +80,7 @@ class PlanData:
         return tuple(a._replace(op=MIRROR[a.op]) for a in self.actions[rank] if a.peer == HOST)
 
     def remote_buffers(self, rank: int, size: Amount = slot) -> dict[int, tuple[int, ...]]:
-        """Return a rank's buffers for each evictor that it serves: one buffer for each remote activation stored at once.
-
-        Args:
-            rank: the acceptor.
-            size: the size of a remote activation; default: a slot.
-
-        Returns:
-            By evictor, the size of each buffer.
-        """
+        """Return the sizes of a rank's buffers by evictor that it serves: one buffer for each remote activation stored at once."""
         return {peer: reserve(chain, size).sizes for peer, chain in self.chains(rank).items()}
 
     def meter(self) -> Meter:
@@ -89,11 +88,7 @@ class PlanData:
         return SLOTS if self.sizes is None else bytes_meter(self.sizes, self.stage_ranks)
 
     def activations_meter(self) -> Meter:
-        """Return the meter that counts only saved bytes, without messages.
-
-        Raises:
-            PlanError: the plan has no sizes.
-        """
+        """Return the meter that counts only saved bytes, without messages."""
         sizes = self._sized()
         return bytes_meter(replace(sizes, stages=tuple(stage.without_messages() for stage in sizes.stages)), self.stage_ranks)
 
@@ -103,17 +98,17 @@ class PlanData:
 
         A forward takes its slot when it starts, a backward frees it when it ends, and a transfer in flight counts
         at both ends.
+
+        Raises:
+            PlanError: the plan has no served lane for each rank.
         """
-        own = (max(occupancy(actions), default=0) for actions in self.actions)
-        return tuple(peak + sum(map(len, self.remote_buffers(rank).values())) for rank, peak in enumerate(own))
+        with looking_up(self):
+            own = (max(occupancy(actions), default=0) for actions in self.actions)
+            return tuple(peak + sum(map(len, self.remote_buffers(rank).values())) for rank, peak in enumerate(own))
 
     @property
     def device_peak_bytes(self) -> tuple[int, ...]:
-        """The peak bytes of each rank's device: static bytes, microbatches and messages, and its buffers for remote activations.
-
-        Raises:
-            PlanError: the plan has no sizes, or not those of its stages, parts and ranks.
-        """
+        """The peak bytes of each rank's device: static bytes, microbatches and messages, and its buffers for remote activations."""
         with looking_up(self):
             return tuple(
                 self.idle_bytes(rank) + max(occupancy(self.actions[rank], self.meter()), default=0)
@@ -122,37 +117,22 @@ class PlanData:
 
     @property
     def activation_peak_bytes(self) -> tuple[int, ...]:
-        """The peak bytes of activations on each rank: those saved by its microbatches, and its buffers for remote activations.
-
-        Raises:
-            PlanError: the plan has no sizes.
-        """
-        meter = self.activations_meter()
-        own = (max(occupancy(actions, meter), default=0) for actions in self.actions)
-        return tuple(peak + self.remote_buffer_bytes(rank) for rank, peak in enumerate(own))
+        """The peak bytes of activations on each rank: those saved by its microbatches, and its buffers for remote activations."""
+        with looking_up(self):
+            meter = self.activations_meter()
+            own = (max(occupancy(actions, meter), default=0) for actions in self.actions)
+            return tuple(peak + self.remote_buffer_bytes(rank) for rank, peak in enumerate(own))
 
     def idle_bytes(self, rank: int) -> int:
-        """Return the bytes that a rank occupies without microbatches of its own: static bytes, and buffers for remote activations.
-
-        Raises:
-            PlanError: the plan has no sizes.
-        """
+        """Return the bytes that a rank occupies without microbatches of its own: static bytes, and buffers for remote ones."""
         return self._sized().static[rank] + self.remote_buffer_bytes(rank)
 
     def remote_buffer_bytes(self, rank: int) -> int:
-        """Return the bytes of the buffers that a rank reserves for remote activations.
-
-        Raises:
-            PlanError: the plan has no sizes.
-        """
+        """Return the bytes of the buffers that a rank reserves for remote activations."""
         return sum(map(sum, self.remote_buffers(rank, self._sized().moved).values()))
 
     def host_bytes(self, rank: int) -> int:
-        """Return the most bytes that a rank's evictions keep in its host's memory.
-
-        Raises:
-            PlanError: the plan has no sizes, or not those of its stages and parts.
-        """
+        """Return the most bytes that a rank's evictions keep in its host's memory."""
         with looking_up(self):
             return sum(reserve(self.host_chain(rank), self._sized().moved).sizes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -12,14 +13,10 @@ __all__: list[str] = []
 
 
 class Reserved(NamedTuple):
-    """Buffers for one evictor.
+    """Buffers for one evictor."""
 
-    Args:
-        sizes: the size of each buffer.
-        buffer_of: the index of the buffer of each remote activation; no two remote activations are in one at once.
-    """
-
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # the size of each buffer
+    # the index of the buffer of each remote activation; no two remote activations are in one at once
     buffer_of: Mapping[PartKey, int]
 
 
@@ -29,29 +26,26 @@ def reserve(chain: Iterable[Action], moved: Amount = slot) -> Reserved:
     A remote activation takes the smallest free buffer that is large enough, else the largest free one, which grows, else a new one.
     """
     sizes: list[int] = []
-    free: list[int] = []
+    free: list[tuple[int, int, int]] = []  # size, when it was freed (the latest first, whose memory is warm) and index; sorted
     buffer_of: dict[PartKey, int] = {}
-    for action in chain:
+    for turn, action in enumerate(chain):
         remote = action[1:4]  # a tuple's slice: plans have millions of actions
         if action[0] is Op.ACCEPT:
             size = moved(action)
-            index = _choose(sizes, free, size)
+            index = _choose(free, size)
             if index is None:
                 index = len(sizes)
                 sizes.append(0)
-            else:
-                free.remove(index)
             sizes[index] = max(sizes[index], size)
             buffer_of[remote] = index
         elif action[0] is Op.WAIT_RETURN and remote in buffer_of:
-            free.append(buffer_of[remote])
+            insort(free, (sizes[buffer_of[remote]], -turn, buffer_of[remote]))
     return Reserved(tuple(sizes), buffer_of)
 
 
-def _choose(sizes: list[int], free: list[int], size: int) -> int | None:
-    """Choose the free buffer that a remote activation takes; return None if none is free."""
-    latest_first = free[::-1]  # its memory is warm
-    fitting = [index for index in latest_first if sizes[index] >= size]
-    if fitting:
-        return min(fitting, key=sizes.__getitem__)
-    return max(latest_first, key=sizes.__getitem__, default=None)
+def _choose(free: list[tuple[int, int, int]], size: int) -> int | None:
+    """Take the free buffer that a remote activation goes into; return None if none is free."""
+    if not free:
+        return None
+    largest = free[-1][0]
+    return free.pop(bisect_left(free, (min(size, largest),)))[2]

@@ -11,6 +11,9 @@ from bpipe.plan.action import Action, Op
 
 __all__ = ["Sizes", "StageSizes"]
 
+MOST_PARTS = 1023  # of a microbatch on a stage
+MOST_BYTES = 2**48  # of a stage or a rank: more than there are, and few enough for sums of 64 bits
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSizes:
@@ -27,7 +30,8 @@ class StageSizes:
         between: its bytes between I and W, including gradients that wait for W; None: all its saved bytes.
 
     Raises:
-        ConfigurationError: a negative number, no part, or a kept size larger than its message.
+        ConfigurationError: a negative number, or one of more than 256 TiB; no part, or more than 1023; or a kept size larger
+            than its message.
     """
 
     parts: tuple[int, ...]
@@ -42,6 +46,8 @@ class StageSizes:
         numbers = (*self.parts, self.fixed, self.received, self.sent, self.kept_received, self.kept_sent, self.between or 0)
         if not self.parts or not all(isinstance(n, int) and n >= 0 for n in numbers):
             raise ConfigurationError(f"sizes must be whole numbers of at least 0, with at least one part: {self}")
+        if max(*numbers, self.saved) > MOST_BYTES or len(self.parts) > MOST_PARTS:
+            raise ConfigurationError(f"a stage's microbatch has at most {MOST_BYTES} bytes and {MOST_PARTS} parts: {self!s:.200}")
         if self.kept_received > min(self.received, self.saved) or self.kept_sent > min(self.sent, self.saved):
             raise ConfigurationError(f"a stage cannot keep more of a message than it has: {self}")
 
@@ -78,7 +84,7 @@ class Sizes:
         static: the static bytes of each rank: parameters, gradients, optimizer states.
 
     Raises:
-        ConfigurationError: a negative number of static bytes.
+        ConfigurationError: a negative number of static bytes, or one of more than 256 TiB.
 
     Example:
         >>> Sizes.of([4, 6]).stages[1].saved
@@ -89,8 +95,8 @@ class Sizes:
     static: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not all(isinstance(n, int) and n >= 0 for n in self.static):
-            raise ConfigurationError(f"static bytes must be whole numbers of at least 0: {self.static}")
+        if not all(isinstance(n, int) and 0 <= n <= MOST_BYTES for n in self.static):
+            raise ConfigurationError(f"static bytes must be whole numbers from 0 to {MOST_BYTES}: {self.static}")
 
     @classmethod
     def of(cls, saved: Iterable[int], *, num_ranks: int | None = None, num_parts: int = 1) -> Sizes:

@@ -8,7 +8,7 @@ import re
 from dataclasses import replace
 from typing import TypeVar
 
-from bpipe.errors import PlanError
+from bpipe.errors import PlanError, is_printable
 from bpipe.plan.action import START_OF, Action, Op
 from bpipe.plan.plan_data import PlanData
 from bpipe.plan.sizes import Sizes, StageSizes
@@ -23,12 +23,19 @@ HEADER = re.compile(
     re.ASCII,
 )
 
+MOST_NAME = 256  # characters
+MOST_DIGITS = 18
+MOST_SHOWN = 60  # of what could not be read, in an error
 NUMBERS = ("fixed", "received", "sent", "kept_received", "kept_sent", "between")  # of a stage, the last one if there is one
 
 
 def wrong_with_name(name: str) -> str:
-    """Return why a plan of that name could not be read back, or an empty string if it could."""
-    return "" if name.split() == [name] else f"the name {name!r} is not a single word: a plan's text is read word by word"
+    """Return why a plan cannot have that name, which is read back as a word and shown on terminals; empty if it can."""
+    if name.split() != [name]:
+        return f"the name {name[:MOST_SHOWN]!r} is not a single word: a plan's text is read word by word"
+    if len(name) > MOST_NAME or not is_printable(name):
+        return f"the name {name[:MOST_SHOWN]!r} has more than {MOST_NAME} characters, or such as control a terminal"
+    return ""
 
 
 def to_text(plan: PlanData) -> str:
@@ -55,11 +62,13 @@ def from_text(text: str, plan_class: type[AnyPlan]) -> AnyPlan:
     match = HEADER.fullmatch(head)
     if match is None:
         raise PlanError(f"not a plan: the first line is {head[:80]!r}, expected 'bpipe-plan 1 name=... microbatches=...'")
+    if wrong := wrong_with_name(match["name"]):
+        raise PlanError(f"not a plan: {wrong}")
     stage_ranks = tuple(map(int, match["stage_ranks"].split(",")))
     try:
-        slots = tuple(None if k == "-" else int(k) for k in match["slots"].split(","))
+        slots = tuple(map(_limit, match["slots"].split(",")))
     except ValueError as error:
-        raise PlanError(f"not a plan: slots={match['slots']!r} is not a list of numbers and '-'") from error
+        raise PlanError(f"not a plan: slots={match['slots'][:MOST_SHOWN]!r} is not a list of numbers and '-'") from error
     num_sizes = sum(line.startswith(("size ", "static:", "budgets:")) for line in lines)
     sizes, budgets = _read_sizes(lines[:num_sizes])
     lanes: dict[str, list[tuple[Action, ...]]] = {"rank": [], "serve": []}
@@ -69,6 +78,8 @@ def from_text(text: str, plan_class: type[AnyPlan]) -> AnyPlan:
         if kind not in lanes or rank != str(len(lanes[kind])):
             raise PlanError(f"not a plan: line {number} starts {line[:40]!r}, expected 'rank N:' or 'serve N:' in ascending order")
         lanes[kind].append(tuple(_read(word, stage_ranks) for word in words.split()))
+    if not lanes["rank"]:
+        raise PlanError("not a plan: it has no line that starts 'rank 0:'")
     return plan_class(
         name=match["name"],
         num_microbatches=int(match["microbatches"]),
@@ -80,6 +91,17 @@ def from_text(text: str, plan_class: type[AnyPlan]) -> AnyPlan:
         budgets=budgets,
         has_backward=match["backward"] == "1",
     )
+
+
+def _whole(word: str) -> int:
+    """Read a number whose digits are few enough for any sum of such numbers to be shown and stored."""
+    if not (word.isascii() and word.isdecimal() and len(word) <= MOST_DIGITS):
+        raise ValueError(f"{word[:MOST_SHOWN]!r} is not a whole number of at most {MOST_DIGITS} digits")
+    return int(word)
+
+
+def _limit(word: str) -> int | None:
+    return None if word == "-" else _whole(word)
 
 
 def _numbers(stage: StageSizes) -> str:
@@ -99,15 +121,15 @@ def _read_sizes(lines: list[str]) -> tuple[Sizes | None, tuple[int | None, ...] 
                 parts, *numbers = words.split()
                 if len(numbers) not in (len(NUMBERS) - 1, len(NUMBERS)):
                     raise ValueError(f"{len(numbers)} numbers")
-                stages.append(StageSizes(parts=tuple(map(int, parts.split(","))), **dict(zip(NUMBERS, map(int, numbers)))))
+                stages.append(StageSizes(parts=tuple(map(_whole, parts.split(","))), **dict(zip(NUMBERS, map(_whole, numbers)))))
             elif kind == "static" and sizes is None:
-                sizes = Sizes(stages=(), static=tuple(map(int, words.split())))
+                sizes = Sizes(stages=(), static=tuple(map(_whole, words.split())))
             elif kind == "budgets" and budgets is None:
-                budgets = tuple(None if word == "-" else int(word) for word in words.split())
+                budgets = tuple(map(_limit, words.split()))
             else:
                 raise ValueError("stages are not in ascending order, or a line is there twice")
         except ValueError as error:
-            raise PlanError(f"not a plan: the sizes in {line[:60]!r} cannot be read: {error}") from error
+            raise PlanError(f"not a plan: the sizes in {line[:MOST_SHOWN]!r} cannot be read: {error}") from error
     if bool(stages) != (sizes is not None):
         raise PlanError(f"not a plan: sizes of {len(stages)} stages, and {'no' if sizes is None else 'a'} line of static bytes")
     return None if sizes is None else replace(sizes, stages=tuple(stages)), budgets

@@ -20,15 +20,10 @@ _FEW = 16  # words, which are weighted one by one
 
 
 class Checksum(NamedTuple):
-    """The checksum of a pytree of tensors and plain values.
+    """The checksum of a pytree of tensors and plain values."""
 
-    Args:
-        outline: its structure, shapes, dtypes, and plain values.
-        sums: of the tensors' bits, so that NaNs equal themselves.
-    """
-
-    outline: list[str]
-    sums: list[Sum]
+    outline: list[str]  # its structure, shapes, dtypes, and plain values
+    sums: list[Sum]  # of the tensors' bits, so that NaNs equal themselves
 
 
 def checksum_of(value: Any) -> Checksum:
@@ -107,16 +102,12 @@ def _sum(of_bytes: torch.Tensor) -> torch.Tensor:
     in_square = width * (num_words // width) if num_words > _FEW else 0
     totals = [_weighted(of_bytes[in_square * 4 : num_words * 4].view(torch.int32))] if in_square < num_words else []
     if num_bytes % 4:
-        totals.append(5 * _weighted(_last_word(of_bytes[num_words * 4 :])))  # a weight that the neighbouring words do not have
+        last_word = pad(of_bytes[num_words * 4 :], (0, 4 - num_bytes % 4)).view(torch.int32)
+        totals.append(5 * _weighted(last_word))  # a weight that the neighbouring words do not have
     if in_square:
         square = of_bytes[: in_square * 4].view(torch.int32).view(-1, width)
         totals += [_weighted(square.sum(1)), 3 * _weighted(square.sum(0))]
     return sum(totals[1:], totals[0]) if totals else torch.zeros((), dtype=torch.int64, device=of_bytes.device)
-
-
-def _last_word(rest: torch.Tensor) -> torch.Tensor:
-    """Pad fewer than four bytes to a word."""
-    return pad(rest, (0, -len(rest) % 4)).view(torch.int32)
 
 
 def _weighted(words: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bpipe.model.pytree import slots_of
+from bpipe.model.pytree import in_slots, slots_of
 
 __all__: list[str] = []
 
@@ -21,19 +21,12 @@ SMALL_BYTES = 2**16  # containers up to this size are copied for each microbatch
 
 
 class Kind(NamedTuple):
-    """The operations on a kind of container.
+    """The operations on a kind of container."""
 
-    Args:
-        copy: returns its content: a mapping from place to value, a list of values, or an array.
-        is_same: returns whether that content is still in it, each object itself.
-        fill: restores that content, in place of the present one.
-        put: sets the value at one place; None: its values have no places.
-    """
-
-    copy: Callable[[Any], Any]
-    is_same: Callable[[Any, Any], bool]
-    fill: Callable[[Any, Any], None]
-    put: Callable[[Any, Any, Any], None] | None = None
+    copy: Callable[[Any], Any]  # returns its content: a mapping from place to value, a list of values, or an array
+    is_same: Callable[[Any, Any], bool]  # returns whether that content is still in it, each object itself
+    fill: Callable[[Any, Any], None]  # restores that content, in place of the present one
+    put: Callable[[Any, Any, Any], None] | None = None  # sets the value at one place; None: its values have no places
 
 
 def kind_of(value: Any) -> Kind | None:
@@ -64,7 +57,8 @@ def _is_same_dict(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> bool:
     return len(one) == len(other) and all(map(is_, one.values(), other.values())) and all(map(is_, one, other))
 
 
-def _is_same_sequence(one: Any, other: Any) -> bool:
+def is_same_sequence(one: Any, other: Any) -> bool:
+    """Return whether two sequences consist of the very same objects."""
     return len(one) == len(other) and all(map(is_, one, other))
 
 
@@ -106,10 +100,6 @@ def _fill_array(array: Any, content: Any) -> None:
     array[...] = content
 
 
-def _copy_slots(value: Any) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in slots_of(type(value)) if hasattr(value, name)}
-
-
 def _fill_slots(value: Any, content: Mapping[str, Any]) -> None:
     for name in slots_of(type(value)):
         if name in content:
@@ -136,11 +126,11 @@ def _is_same_script(script: Any, content: Mapping[str, Any]) -> bool:
 
 DICT = Kind(dict, _is_same_dict, _fill_dict, dict.__setitem__)
 _ORDERED = Kind(dict, _is_same_dict, _fill_ordered, OrderedDict.__setitem__)
-_LIST = Kind(list, _is_same_sequence, _fill_list, list.__setitem__)
-_DEQUE = Kind(list, _is_same_sequence, _fill_deque, deque.__setitem__)
+_LIST = Kind(list, is_same_sequence, _fill_list, list.__setitem__)
+_DEQUE = Kind(list, is_same_sequence, _fill_deque, deque.__setitem__)
 _SET = Kind(list, _is_same_set, _fill_set)
 _ARRAY = Kind(lambda array: array.copy(), lambda one, other: bool(one.tobytes() == other.tobytes()), _fill_array)
-SLOTS = Kind(_copy_slots, lambda value, content: _is_same_dict(_copy_slots(value), content), _fill_slots, object.__setattr__)
+SLOTS = Kind(in_slots, lambda value, content: _is_same_dict(in_slots(value), content), _fill_slots, object.__setattr__)
 SCRIPT = Kind(_copy_script, _is_same_script, _fill_script, lambda script, name, value: script._c.setattr(name, value))
 
 
@@ -164,10 +154,6 @@ class Contents:
     """Containers, and their contents when this is made.
 
     Nearly all are dicts of modules, and nearly always none of them has changed: they are compared all at once.
-
-    Args:
-        dicts: not instances of subclasses of dict.
-        others: containers of any kind.
     """
 
     def __init__(self, dicts: Sequence[dict[Any, Any]], others: Sequence[Content]) -> None:

@@ -34,9 +34,6 @@ class Copies:
     """Copies the storages under some tensors, each once: tensors that share memory also share the memory of their copies.
 
     Storages of one device whose sizes are multiples of the same word are copied together.
-
-    Args:
-        tensors: plain ones.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -58,11 +58,7 @@ class _Constant(NamedTuple):
 
 
 class Constants:
-    """The large tensors of a stage that no forward has written so far, and its frozen parameters: read twice per step.
-
-    Args:
-        tensors: strided ones, with their names and versions.
-    """
+    """The large tensors of a stage that no forward has written so far, and its frozen parameters: read twice per step."""
 
     def __init__(self, tensors: Iterable[tuple[str, torch.Tensor, int]]) -> None:
         self._constants: list[_Constant] = []

@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,58 +19,11 @@ __all__: list[str] = []
 _MT19937_BYTES = 625 * 4  # its words, and the position among them
 
 
-class Source(Protocol):
-    """A source of random numbers."""
+class Source(NamedTuple):
+    """A source of random numbers: how its state is read and restored. Two equal states compare equal, except tensors."""
 
-    def get(self) -> Any:
-        """Return its state; two equal ones compare equal, except tensors."""
-
-    def set(self, state: Any) -> None:
-        """Restore a state."""
-
-
-class _Python(NamedTuple):
-    generator: Any  # the module `random`, or a random.Random
-
-    def get(self) -> Any:
-        return self.generator.getstate()
-
-    def set(self, state: Any) -> None:
-        self.generator.setstate(state)
-
-
-class _Torch(NamedTuple):
-    generator: torch.Generator
-
-    def get(self) -> Any:
-        return self.generator.get_state()
-
-    def set(self, state: Any) -> None:
-        self.generator.set_state(state)
-
-
-class _NumPy(NamedTuple):
-    """One of NumPy's bit generators, such as that of a `Generator`."""
-
-    bits: Any
-
-    def get(self) -> Any:
-        return self.bits.state
-
-    def set(self, state: Any) -> None:
-        self.bits.state = state
-
-
-class _LegacyNumPy(NamedTuple):
-    """A `RandomState`, which may hold half of a pair of normal numbers besides its bit generator's state."""
-
-    generator: Any
-
-    def get(self) -> Any:
-        return self.generator.get_state()
-
-    def set(self, state: Any) -> None:
-        self.generator.set_state(state)
+    get: Callable[[], Any]
+    set: Callable[[Any], object]
 
 
 class GlobalNumPy:
@@ -99,36 +53,26 @@ def _words_of(numpy: Any) -> bytes | None:
     return ctypes.string_at(bits.ctypes.state_address, _MT19937_BYTES) if type(bits) is numpy.MT19937 else None
 
 
-def python() -> Source:
-    """Return the source of Python's own random numbers, its module `random`."""
-    return _Python(random)
+PYTHON = Source(random.getstate, random.setstate)  # Python's own random numbers
 
 
 def source_of(value: Any) -> Source | None:
     """Return the source of random numbers that an object is, if its state can be kept."""
-    if isinstance(value, torch.Generator):
-        return _Torch(value)
     if isinstance(value, random.Random):
-        return None if isinstance(value, random.SystemRandom) else _Python(value)
+        return None if isinstance(value, random.SystemRandom) else Source(value.getstate, value.setstate)
     numpy = sys.modules.get("numpy.random")
-    if numpy is None:
+    if isinstance(value, torch.Generator) or (numpy is not None and isinstance(value, numpy.RandomState)):
+        return Source(value.get_state, value.set_state)  # a RandomState keeps half of a pair of normal numbers besides its bits
+    if numpy is None or not isinstance(value, (numpy.Generator, numpy.BitGenerator)):
         return None
-    if isinstance(value, numpy.RandomState):
-        return _LegacyNumPy(value)
-    if isinstance(value, numpy.Generator):
-        return _NumPy(value.bit_generator)
-    return _NumPy(value) if isinstance(value, numpy.BitGenerator) else None
+    bits = value.bit_generator if isinstance(value, numpy.Generator) else value
+    return Source(lambda: bits.state, partial(setattr, bits, "state"))
 
 
 class Drawn:
-    """The generator states that a forward finds: torch's, on the CPU and its device, and those of other sources.
+    """The generator states that a forward finds: torch's, on the CPU and its device, and those of other sources."""
 
-    Args:
-        device: the device of the forward.
-        sources: the other sources that it may draw from.
-    """
-
-    def __init__(self, device: torch.device, sources: Iterable[Source]) -> None:
+    def __init__(self, device: torch.device, sources: Iterable[Source | GlobalNumPy]) -> None:
         self._device = device
         self._cpu = torch.get_rng_state()
         self._of_device = random_state(device)

@@ -16,7 +16,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from bpipe.model.pytree import slots_of
-from bpipe.recomputation.contents import ATOMS, DICT, SCRIPT, SLOTS, Content, Contents, Kind, kind_of
+from bpipe.recomputation.contents import ATOMS, DICT, SCRIPT, SLOTS, Content, Contents, Kind, is_same_sequence, kind_of
 from bpipe.recomputation.generators import Source, source_of
 
 __all__: list[str] = []
@@ -48,9 +48,6 @@ class Reachable:
 
     Containers and tensors count if attributes of modules lead to them. Only modules and generators count behind functions, hooks
     and bound methods, because other objects there may also belong to other code.
-
-    Args:
-        roots: the modules that run and, if any, the loss function.
     """
 
     def __init__(self, roots: Iterable[Any]) -> None:
@@ -85,7 +82,7 @@ class Reachable:
         is_same = self._is_steady and self._kinds == [*map(type, self._seen.values())]
         is_same = is_same and all(map(is_, self._attributes, map(vars, self._owners)))
         is_same = is_same and self.contents.are_same() and self._searched.are_same()
-        return is_same and all(_are_same(used, _used_by(function)) for function, used in self._functions)
+        return is_same and all(is_same_sequence(used, _used_by(function)) for function, used in self._functions)
 
     def name(self, tensor: int) -> str:
         """Return the name of a tensor, given its identity: that of a module's attribute or buffer, and the path to it in there."""
@@ -220,10 +217,6 @@ def _used_by(function: Any) -> Sequence[Any]:
         return []
     closure = [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]  # empty until it is assigned
     return [*closure, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-
-
-def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return len(one) == len(other) and all(map(is_, one, other))
 
 
 def _is_foreign(module: Any) -> bool:

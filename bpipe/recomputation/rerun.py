@@ -28,12 +28,7 @@ class Reruns:
         self._constants: dict[int, Constants] = {}
 
     def shared(self, stage: int, roots: Sequence[Any]) -> Shared:
-        """Return the state that the microbatches of a stage share.
-
-        Args:
-            stage: its index.
-            roots: the objects that run there: modules and, on the last stage, the loss function.
-        """
+        """Return the state that the microbatches of a stage share."""
         if stage not in self._shared:
             self._shared[stage] = Shared(roots)
         return self._shared[stage]
@@ -56,18 +51,7 @@ class Reruns:
 
 
 class Rerun:
-    """The two forwards of one microbatch.
-
-    Args:
-        stage: its index.
-        microbatch: its number.
-        given: the tensors that the forward gets.
-        roots: the objects that run: the module and, on the last stage, the loss function.
-        learned: what is known about the stage.
-        reruns: those of the step.
-        device: the device of the forward.
-        non_activations: storages that are not activations, with the kind of each.
-    """
+    """The two forwards of one microbatch."""
 
     def __init__(
         self,
@@ -94,7 +78,7 @@ class Rerun:
         Raises:
             StageError: the forward changes its input, or other state that cannot be restored, so that it could not be run again.
         """
-        with following(self._name), saved_tensors_hooks(_drop, _missing):
+        with following(self._name), saved_tensors_hooks(lambda _: None, _missing):
             yield
         self._state.has_run()
         self._check_input()
@@ -129,10 +113,6 @@ class Rerun:
             raise StageError(
                 f"{self._name} cannot be recomputed: its input was changed in place. Let the stage work on a clone of its input"
             )
-
-
-def _drop(tensor: torch.Tensor) -> None:
-    return None
 
 
 def _missing(packed: Any) -> torch.Tensor:

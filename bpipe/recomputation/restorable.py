@@ -25,11 +25,8 @@ class Restorable:
     """The tensors of a search, grouped by how they are restored.
 
     Args:
-        name: the microbatch, for messages.
-        found: the result of the search.
         written: the places of large tensors that are copied, because forwards write them; None: all of them.
         non_activations: storages that are not activations, with the kind of each: the batch is left alone.
-        copies_of: copies the storages of some tensors.
 
     Raises:
         StageError: a buffer is not initialised yet.

@@ -46,27 +46,15 @@ def random_state(device: torch.device) -> State:
 
 
 class Found(NamedTuple):
-    """The findings of one look.
+    """The findings of one look."""
 
-    Args:
-        random: the states of random numbers.
-        tensors: the parameters and buffers.
-        others: the attributes of modules, and the arguments of the computation that are not tensors.
-    """
-
-    random: State
-    tensors: State
-    others: State
+    random: State  # the states of random numbers
+    tensors: State  # the parameters and buffers
+    others: State  # the attributes of modules, and the arguments of the computation that are not tensors
 
 
 def look_at(device: torch.device, modules: Iterable[tuple[str, nn.Module]], others: Iterable[Any]) -> Found:
-    """Look at everything that a computation may change.
-
-    Args:
-        device: the device of the computation.
-        modules: with their names; submodules are not searched.
-        others: the arguments of the computation that are not tensors.
-    """
+    """Look at everything that a computation may change."""
     look = _Look()
     for name, module in modules:
         look.module(name, module)

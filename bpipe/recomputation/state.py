@@ -14,7 +14,7 @@ from bpipe.recomputation.checksums import Sum, is_awaited, sum_of_bits
 from bpipe.recomputation.contents import SMALL_BYTES
 from bpipe.recomputation.copies import Copies, Values
 from bpipe.recomputation.differences import Constants, Differences
-from bpipe.recomputation.generators import Drawn, GlobalNumPy, python
+from bpipe.recomputation.generators import PYTHON, Drawn, GlobalNumPy
 from bpipe.recomputation.reachable import Reachable
 from bpipe.recomputation.restorable import Restorable, Written
 
@@ -25,11 +25,7 @@ Named = tuple[str, torch.Tensor]
 
 
 class Learned:
-    """Everything known about a stage whose forwards run twice, kept between microbatches and steps.
-
-    Args:
-        makeup: the number of the stage's makeup.
-    """
+    """Everything known about a stage whose forwards run twice, kept between microbatches and steps."""
 
     def __init__(self, makeup: int) -> None:
         self.makeup = makeup
@@ -38,11 +34,7 @@ class Learned:
 
 
 class Shared:
-    """The state that the microbatches of a stage share during a step, as long as none of it changes.
-
-    Args:
-        roots: the objects that run.
-    """
+    """The state that the microbatches of a stage share during a step, as long as none of it changes."""
 
     def __init__(self, roots: Sequence[Any]) -> None:
         self._roots = roots
@@ -83,18 +75,7 @@ class Shared:
 
 
 class State:
-    """The state that one forward finds; made before it runs.
-
-    Args:
-        name: the microbatch, for messages.
-        learned: what is known about its stage.
-        shared: the state shared with the other microbatches of the step.
-        device: the device of the forward.
-        non_activations: storages that are not activations, with the kind of each: the batch is left alone.
-
-    Raises:
-        StageError: a buffer is not initialised yet.
-    """
+    """The state that one forward finds; made before it runs."""
 
     def __init__(
         self, name: str, learned: Learned, shared: Shared, device: torch.device, non_activations: Mapping[int, str]
@@ -102,7 +83,7 @@ class State:
         found = shared.found()
         self._name, self._learned, self._shared = name, learned, shared
         self._contents, self._places, self._mode = found.contents, found.places, found.mode
-        self._drawn = Drawn(device, [python(), learned.numpy, *found.sources])
+        self._drawn = Drawn(device, [PYTHON, learned.numpy, *found.sources])
         tensors = shared.restorable(name, found, learned.written.get(found.mode), non_activations)
         self._odd, self._copied, self._copies = tensors.odd, tensors.copied, tensors.copies
         self._before, self._after = shared.values(self._copies), list[Sum]()
@@ -199,12 +180,7 @@ WAY_OUT = (
 
 
 class Versions:
-    """The versions of tensors when this is made.
-
-    Args:
-        kind: the kind of tensors, for messages.
-        tensors: with their names; all have versions.
-    """
+    """The versions of tensors when this is made."""
 
     def __init__(self, kind: str, tensors: Sequence[Named]) -> None:
         self._kind, self._tensors = kind, tensors
@@ -215,11 +191,7 @@ class Versions:
         return ((f"{self._kind} {name}", one, version) for (name, one), version in zip(self._tensors, self._versions))
 
     def check(self, problem: str) -> None:
-        """Check that nothing has written the tensors.
-
-        Raises:
-            StageError: a tensor was written.
-        """
+        """Check that nothing has written the tensors."""
         if self._versions != [one._version for _, one in self._tensors]:
             name = next(name for name, one, version in self.watched() if one._version != version)
             raise StageError(

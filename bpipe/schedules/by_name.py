@@ -103,11 +103,7 @@ def _computations(rule: Rule, num_stages: int, num_microbatches: int, num_ranks:
 
 
 def check_counts(**counts: int) -> None:
-    """Raise unless all counts are whole numbers of at least 1.
-
-    Raises:
-        ConfigurationError: one of them is not.
-    """
+    """Raise unless all counts are whole numbers of at least 1."""
     for what, number in counts.items():
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise ConfigurationError(f"{what}={number!r}: give a whole number of at least 1")

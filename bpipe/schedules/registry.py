@@ -90,11 +90,7 @@ def names() -> tuple[str, ...]:
 
 
 def rule_named(name: str) -> Rule:
-    """Return the rule of the schedule called `name`.
-
-    Raises:
-        ConfigurationError: no schedule has this name; the message names the closest one.
-    """
+    """Return the rule of the schedule called `name`."""
     if name not in _RULES:
         _register_installed()
     if name in _RULES:

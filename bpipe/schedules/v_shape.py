@@ -31,17 +31,8 @@ __all__: list[str] = []
 PERIOD = 6  # F, I and W of two stages
 
 
-def order_half(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> list[list[Action]]:
-    """Return an order that takes about half of 1F1B's memory on every rank."""
-    return _order(num_ranks, num_microbatches, share=2)
-
-
-def order_min(num_ranks: int, num_microbatches: int, stages_per_rank: int = 2) -> list[list[Action]]:
-    """Return an order that takes about a third of 1F1B's memory on every rank."""
-    return _order(num_ranks, num_microbatches, share=3)
-
-
 def _order(p: int, m: int, share: int) -> list[list[Action]]:
+    """Return an order that takes about 1/share of 1F1B's memory on every rank."""
     moments = _moments(p, share)
     stages = range(2 * p)
     path = [*((Op.F, s) for s in stages), *((Op.I, s) for s in reversed(stages))]
@@ -82,7 +73,7 @@ V_HALF = Rule(
     runs_as="VHalf",
     title="V-Half (Qi et al., arXiv 2405.15362)",
     placement=Placement.V,
-    order=order_half,
+    order=lambda p, m, v: _order(p, m, share=2),
     peak=lambda p, m, v, x: min(_slots(p, 2), m),
     peak_text="min(floor((p+2)/2), m)",
     bubble=_half_bubble,
@@ -94,7 +85,7 @@ V_MIN = Rule(
     runs_as="VMin",
     title="V-Min (Qi et al., arXiv 2405.15362)",
     placement=Placement.V,
-    order=order_min,
+    order=lambda p, m, v: _order(p, m, share=3),
     peak=lambda p, m, v, x: min(_slots(p, 3), m),
     peak_text="min(floor((p+4)/3), m)",
     bubble=lambda p, m, v, f, i, w: max(p - 1, 4 * p - 5) * f / 2,

@@ -29,41 +29,24 @@ Once = Callable[[object, Callable[[], Plan]], Plan]  # makes a plan once for all
 
 @dataclass(slots=True, kw_only=True)
 class RankContext:
-    """The state that the steps of one rank share.
+    """The state that the steps of one rank share."""
 
-    Args:
-        stages: the stages on this rank, by index.
-        loss_fn: called on the last stage, or None.
-        specs: how batches are cut and outputs merged.
-        scale_grads: whether the loss of each of m microbatches is scaled by 1/m.
-        group: the process group, or the rank's place in a loopback.
-        transport: carries the rank's messages.
-        plan_rank: this rank's number in the plan.
-        once: makes a plan once for all ranks in this process.
-        group_ranks: the ranks of the group by rank of the plan; empty before the first step.
-        memory: the sizes and buffers of its microbatches.
-        numbers: the plain numbers among its inputs, and which of them affect memory or messages.
-        lanes: run its actions.
-        guard: lets its steps run one at a time, and refuses steps after an error.
-        states: counts the bytes of optimizer states.
-        static: counts the bytes that stay between steps, without optimizer states.
-    """
-
-    stages: Mapping[int, PipelineStage]
-    loss_fn: Callable[..., torch.Tensor] | None
-    specs: Specs
-    scale_grads: bool
-    group: Any
-    transport: Transport
-    plan_rank: int
-    once: Once
-    group_ranks: list[int] = field(default_factory=list)
-    memory: Memory = field(default_factory=Memory)
+    stages: Mapping[int, PipelineStage]  # the stages on this rank, by index
+    loss_fn: Callable[..., torch.Tensor] | None  # called on the last stage, or None
+    specs: Specs  # how batches are cut and outputs merged
+    scale_grads: bool  # whether the loss of each of m microbatches is scaled by 1/m
+    group: Any  # the process group, or the rank's place in a loopback
+    transport: Transport  # carries the rank's messages
+    plan_rank: int  # this rank's number in the plan
+    once: Once  # makes a plan once for all ranks in this process
+    group_ranks: list[int] = field(default_factory=list)  # the ranks of the group by rank of the plan; empty before the first step
+    memory: Memory = field(default_factory=Memory)  # the sizes and buffers of its microbatches
+    # the plain numbers among its inputs, and which of them affect memory or messages
     numbers: CountedNumbers = field(default_factory=CountedNumbers)
-    lanes: Lanes = field(init=False)
-    guard: Guard = field(init=False)
-    states: States = field(init=False)
-    static: StaticBytes = field(init=False)
+    lanes: Lanes = field(init=False)  # run its actions
+    guard: Guard = field(init=False)  # lets its steps run one at a time, and refuses steps after an error
+    states: States = field(init=False)  # counts the bytes of optimizer states
+    static: StaticBytes = field(init=False)  # counts the bytes that stay between steps, without optimizer states
 
     def __post_init__(self) -> None:
         device = self.transport.device

@@ -39,7 +39,8 @@ class Fullest:
         """Note both peaks of this rank after a plan's first training step, for the comparison."""
         self.plan, self._own = run.plan, None
         if self._budgets is not None or any(action.op in (Op.EVICT, Op.R) for lane in run.plan.actions for action in lane):
-            plain = Peaks(with_messages=True).of(_plain(run.plan, once), run.rank, run.evictions.ledger.footprints)
+            with_messages_alone = once(("plain", run.plan), lambda: communicate(computations_only(run.plan)))
+            plain = Peaks(with_messages=True).of(with_messages_alone, run.rank, run.evictions.ledger.footprints)
             self.is_open = not self._has_said
             self._own = int(stats["device_peak_bytes"]) - states, int(stats["static_bytes"]) - states + plain
 
@@ -48,14 +49,7 @@ class Fullest:
         return (0, 0) if self._own is None else (self._own[0] + states, self._own[1] + states)
 
     def check(self, records: Sequence[StepRecord], names: Sequence[str], rule: str, warn: Callable[..., None]) -> None:
-        """Warn if the records of all ranks show a problem, after a step that was compared.
-
-        Args:
-            records: in the order of the plan's ranks.
-            names: of these ranks, for messages.
-            rule: the schedule's.
-            warn: takes a format and its arguments.
-        """
+        """Warn if the records of all ranks, in the order of the plan, show a problem, after a step that was compared."""
         self.is_open = False
         raised = _raised([record.plain_peak for record in records], [record.peak for record in records], names)
         self._say((*raised, *self._over_budget(records, names)), rule, warn)
@@ -93,8 +87,3 @@ def _raised(plain: Sequence[int], balanced: Sequence[int], names: Sequence[str])
             f"({names[-now]}): weights, gradients, optimizer states, activations, messages and buffers together. Balance in bytes "
             'with bpipe.Balanced(schedule, budget="lowest"), send evictions to other ranks (to=), or train without balancing'
         )
-
-
-def _plain(plan: Plan, once: Once) -> Plan:
-    """Return a plan's computations with only the messages between stages."""
-    return once(("plain", plan), lambda: communicate(computations_only(plan)))

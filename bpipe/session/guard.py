@@ -17,12 +17,7 @@ RELEASED_S = 5.0  # how long to wait for threads to return from a transfer that 
 
 
 class Guard:
-    """Let the steps of one rank run one at a time, and refuse steps after an error.
-
-    Args:
-        transport: its control plane reports errors to the other ranks.
-        lanes: their threads end before an error is raised.
-    """
+    """Let the steps of one rank run one at a time, and refuse steps after an error."""
 
     def __init__(self, transport: Transport, lanes: Lanes) -> None:
         self._transport, self._lanes = transport, lanes
@@ -94,11 +89,7 @@ class Guard:
             raise
 
     def leave(self) -> None:
-        """Prevent any further step from starting.
-
-        Raises:
-            PipelineBrokenError: a step is running.
-        """
+        """Prevent any further step from starting."""
         if self._running.locked():
             raise PipelineBrokenError("close() was called inside a step: close the schedule after its step has returned or raised")
         if isinstance(self.broken, BaseException):

@@ -33,8 +33,6 @@ class PlanSource:
     A subclass that makes other plans overrides the methods that it needs; `Session` calls them in the order of their definition.
 
     Args:
-        plan: the plan that training steps announce to the other ranks, and run.
-        rule: the name of the schedule.
         asked: the settings that plans follow from, if ranks must compare them before they can make the plans.
     """
 
@@ -71,10 +69,8 @@ class PlanSource:
         """Return the plan of a step that all ranks have described. Collective if it calls `gather`.
 
         Args:
-            inputs: this rank's.
             records: one from each rank, by rank of the group.
             gather: asks all ranks' sources, and returns their answers.
-            is_training: whether the step trains.
         """
         return self.announced(is_training=is_training).plan
 

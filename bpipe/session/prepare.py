@@ -30,22 +30,14 @@ class PreparedCall(NamedTuple):
 
 
 class Preparation:
-    """Prepare the calls of one rank.
-
-    Args:
-        context: the state that its steps share.
-    """
+    """Prepare the calls of one rank."""
 
     def __init__(self, context: RankContext) -> None:
         self._context = context
         self._loss_makeups = Makeups()
 
     def inputs(self, call: Call, num_microbatches: int, *, is_training: bool) -> PreparedCall:
-        """Cut a call into microbatches, and look at the modules that will run.
-
-        Raises:
-            ConfigurationError: the call cannot be cut, has no target, or is made in a context where no step can run.
-        """
+        """Cut a call into microbatches, and look at the modules that will run."""
         self._check_context(is_training=is_training)
         context, holds_last_stage = self._context, any(stage.is_last for stage in self._context.stages.values())
         given = microbatches_of(call, num_microbatches, context.specs, is_training=is_training)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import util
@@ -23,6 +22,7 @@ from bpipe.engine.run import Observer, Run
 from bpipe.errors import AgreementError, CommError, PlanError, format_error
 from bpipe.memory.ledger import Ledger
 from bpipe.memory.optimizers import STEPPED
+from bpipe.memory.recent import Recent
 from bpipe.memory.static import standing
 from bpipe.model import microbatch as mb
 from bpipe.model.call import Call
@@ -55,10 +55,6 @@ class Session:
 
     `run` drives one step over a process group. A `Loopback` calls its phases for all ranks side by side: `begin`, `agree`, the
     actions of the runs, `result` and `finish`. A caller that steps, or works between steps as a trace does, enters `guard` first.
-
-    Args:
-        context: the state that the steps share.
-        source: provides their plans.
     """
 
     def __init__(self, context: RankContext, source: PlanSource) -> None:
@@ -68,7 +64,7 @@ class Session:
         self.stats: dict[str, float] = {}
         self.ledger = Ledger()
         self._preparation = Preparation(context)
-        self._learned: OrderedDict[StepKey, MessageSpecs] = OrderedDict()
+        self._learned = Recent[StepKey, MessageSpecs](REMEMBERED_SHAPES)
         self._connected: Plan | None = None
         self._latest: tuple[Sequence[bytes], Sequence[StepRecord]] = (), ()  # that agreed, but for the number of the step
         self._counted = Stats(context.memory)
@@ -78,11 +74,7 @@ class Session:
         context.transport.enlist()
 
     def adopt(self, source: PlanSource) -> None:
-        """Take plans from another source, before the first step.
-
-        Raises:
-            PlanError: this rank's device cannot run its plan.
-        """
+        """Take plans from another source, before the first step."""
         context = self.context
         context.lanes.prepare(source.plan, context.plan_rank)
         source.prepare(context.memory, context.plan_rank, context.stages)
@@ -94,11 +86,7 @@ class Session:
         return not self.guard.num_steps and self.guard.broken is None and not self.guard.is_closed
 
     def close(self) -> None:
-        """Release groups, threads and the buffers that are kept for other ranks.
-
-        Raises:
-            PipelineBrokenError: a step is running.
-        """
+        """Release groups, threads and the buffers that are kept for other ranks."""
         self.guard.leave()
         self._finalizer()
 
@@ -131,11 +119,7 @@ class Session:
     # The phases of a step
 
     def begin(self, call: Call, *, is_training: bool) -> PreparedStep:
-        """Prepare a call, without communication.
-
-        Raises:
-            ConfigurationError: the call cannot run here.
-        """
+        """Prepare a call, without communication."""
         plan = self.source.announced(is_training=is_training).plan
         if not is_training:  # `adopt` has prepared the plan of training steps
             self.context.lanes.prepare(plan, self.context.plan_rank)
@@ -169,16 +153,7 @@ class Session:
         )
 
     def agree(self, step: PreparedStep, packed: Sequence[bytes], gather: Gather) -> Run:
-        """Check that all ranks are about to run the same step, and prepare this rank's first action.
-
-        Args:
-            step: this rank's step.
-            packed: the record of each rank's step, by rank of the group.
-            gather: asks the plan sources of all ranks.
-
-        Raises:
-            AgreementError: the ranks are about to run different things.
-        """
+        """Check that all ranks are about to run the same step, and prepare this rank's first action."""
         context, source = self.context, self.source
         records = self._checked(packed, step.num_calls)
         if not context.group_ranks:
@@ -198,7 +173,7 @@ class Session:
             parts=step.inputs.parts,
             transport=context.transport,
             step_inputs=step.inputs.step_inputs,
-            specs=self._specs(key),
+            specs=self._learned.use(key, {}),  # those agreed for inputs of this form, or to be learned
             is_learning=is_learning,
             memory=context.memory,
             name=f"rank {context.group_rank}",
@@ -212,14 +187,6 @@ class Session:
             check(records)
             self._latest = packed, records
         return self._latest[1]
-
-    def _specs(self, key: StepKey) -> MessageSpecs:
-        """Return the message specs agreed for inputs of this form, or an empty mapping to learn them into."""
-        specs = self._learned.setdefault(key, {})
-        self._learned.move_to_end(key)
-        while len(self._learned) > REMEMBERED_SHAPES:
-            self._learned.popitem(last=False)
-        return specs
 
     def _place(self, records: Sequence[StepRecord], plan: Plan) -> None:
         """Learn which rank of the group runs which rank of the plan, and open the channels."""

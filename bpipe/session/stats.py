@@ -15,11 +15,7 @@ __all__: list[str] = []
 
 
 class Stats:
-    """Count what one rank uses, step by step.
-
-    Args:
-        memory: the rank's buffers for remote activations, and those on its host.
-    """
+    """Count what one rank uses, step by step."""
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
@@ -31,9 +27,7 @@ class Stats:
         """Compute the numbers of a step: the memory that the rank used, and how long it waited.
 
         Args:
-            run: the step.
             static_bytes: its parameters, their gradients, its buffers, and the states that optimizers have made for them.
-            seconds: the duration of the step.
 
         Returns:
             Bytes, of two kinds. All that the device holds at once: `device_peak_bytes`, the sum of `static_bytes` (parameters,

@@ -180,11 +180,7 @@ _MOST_BYTES = 2**56  # sums of some thousands of them stay numbers of 64 bits
 
 
 def _checked(name: str, value: Any, kind: type[int] | type[float], levels: int) -> Any:
-    """Return a number, or tuples of numbers nested up to `levels` deep; arrays count as sequences.
-
-    Raises:
-        ConfigurationError: it is neither, or a number is negative, infinite, or a number of bytes that is not whole.
-    """
+    """Return a number, or tuples of numbers nested up to `levels` deep; arrays count as sequences."""
     if value is None and name not in ("forward_s", "saved_bytes", "output_bytes", "static_bytes"):
         return None
     if hasattr(value, "tolist"):

@@ -13,10 +13,7 @@ from bpipe.simulator.timeline import Lane, Span, Timeline
 __all__ = ["Step", "critical_path"]
 
 
-_OTHER_END = {
-    **RECEIVER_OF,
-    **{receive: (send, -offset) for send, (receive, offset) in RECEIVER_OF.items()},
-}
+_OTHER_END = {**RECEIVER_OF, **{receive: (send, -offset) for send, (receive, offset) in RECEIVER_OF.items()}}
 _INDEXES_KEPT = 16  # lanes whose index is cached, so that a plan of thousands of ranks need not keep all
 
 

@@ -85,7 +85,7 @@ def idle_bytes(plan: Plan, costs: Costs, rank: int) -> int:
 def _static_bytes(plan: Plan, costs: Costs, rank: int) -> int:
     if plan.sizes is not None:
         return plan.sizes.static[rank]
-    return sum(costs.static(stage) for stage, owner in enumerate(plan.stage_ranks) if owner == rank)
+    return sum(map(costs.static, plan.stages_of(rank)))
 
 
 def remote_buffer_bytes(plan: Plan, costs: Costs, rank: int) -> int:

@@ -109,6 +109,11 @@ class Timeline:
         return self.plan.num_ranks
 
     @property
+    def ranks(self) -> list[int]:
+        """The ranks whose times are here."""
+        return [rank for rank, lane in enumerate(self.actions) if lane.begin_s]
+
+    @property
     def makespan_s(self) -> float:
         """Seconds from the first computation's start to the last one's end, over all ranks.
 

@@ -26,7 +26,7 @@ __all__: list[str] = []
 
 
 def add_plan(parser: argparse.ArgumentParser, *, num: str | None = None) -> None:
-    """Add the arguments for a schedule or several, and for the sizes of the pipeline."""
+    """Add the arguments for a schedule or several, for the sizes of the pipeline, and for its costs and budget."""
     parser.add_argument(
         "schedule", nargs=num, help=f"{', '.join(names())}, or a file: a plan's text, its CSV, or a trace", metavar="SCHEDULE"
     )
@@ -41,9 +41,11 @@ def add_plan(parser: argparse.ArgumentParser, *, num: str | None = None) -> None
         type=slots,
         help="most microbatches of a stage on a rank: one number, or one per rank, with commas ('-': no limit)",
     )
+    _add_costs(parser)
+    _add_budget(parser)
 
 
-def add_costs(parser: argparse.ArgumentParser) -> None:
+def _add_costs(parser: argparse.ArgumentParser) -> None:
     """Add the options for the numbers of a `Costs`: one for all stages, or one per stage with commas between them."""
     group = parser.add_argument_group("costs", "of a stage: one for all, or one for each with commas between them")
     for name, (_, read, metavar, text) in BY_STAGE.items():
@@ -73,7 +75,7 @@ BY_STAGE: dict[str, tuple[str, Callable[[str], float], str, str]] = {
 }
 
 
-def add_budget(parser: argparse.ArgumentParser) -> None:
+def _add_budget(parser: argparse.ArgumentParser) -> None:
     """Add the options for a budget in bytes, and for how it is kept."""
     group = parser.add_argument_group("budget", "in bytes, static memory included: the rest is evicted to ranks with free memory")
     group.add_argument(
@@ -85,10 +87,7 @@ def add_budget(parser: argparse.ArgumentParser) -> None:
 
 
 def budget(text: str) -> Budget:
-    def read(part: str) -> int | None:
-        return None if part == "-" else bytes_of(part)
-
-    budgets = text if text == LOWEST else single(lambda each: one_or_each(each, read))(text)
+    budgets = text if text == LOWEST else quantity(or_none(bytes_of))(text)
     if budgets is None:
         raise argparse.ArgumentTypeError("'-' for all ranks is not a budget: leave it out")
     return budgets
@@ -107,10 +106,12 @@ def whole(text: str) -> int:
 
 
 def slots(text: str) -> int | tuple[int | None, ...] | None:
-    def read(part: str) -> int | None:
-        return None if part == "-" else whole(part)
+    return one_or_each(text, or_none(whole))
 
-    return one_or_each(text, read)
+
+def or_none(read: Callable[[str], int]) -> Callable[[str], int | None]:
+    """Return a reader that also takes '-', for None."""
+    return lambda part: None if part == "-" else read(part)
 
 
 def quantity(read: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -136,11 +137,7 @@ def is_file(schedule: str) -> bool:
 
 
 def plan_of(schedule: str, args: argparse.Namespace) -> Plan:
-    """Return the plan that the arguments name, verified.
-
-    Raises:
-        ConfigurationError, PlanError, OSError: there is none.
-    """
+    """Return the plan that the arguments name, verified."""
     if is_file(schedule):
         given = [f"--{name.replace('_', '-')}" for name in SIZES if getattr(args, name) is not None]
         if isinstance(args.schedule, str) and given:
@@ -160,9 +157,6 @@ def stages_and_ranks(rule: Rule, args: argparse.Namespace) -> tuple[int | None, 
     """Return how many stages a schedule gets, and on how many ranks; both are None if the arguments do not say.
 
     Among several schedules, --stages-per-rank is for those that can have more stages or fewer.
-
-    Raises:
-        ConfigurationError: all three sizes are given.
     """
     is_for_rule = rule.placement is Placement.LOOPED or isinstance(args.schedule, str)
     per_rank = (is_for_rule and args.stages_per_rank) or rule.default_stages_per_rank
@@ -181,11 +175,7 @@ def verified(path: Path) -> Plan:
 
 
 def read_plan(path: Path) -> Plan:
-    """Read a plan from its text, its CSV, or a trace, without verifying it.
-
-    Raises:
-        ConfigurationError, OSError: there is none.
-    """
+    """Read a plan from its text, its CSV, or a trace, without verifying it."""
     if is_trace(path):
         return typical(read_trace(path)).plan
     try:
@@ -223,12 +213,7 @@ def timeline_of(schedule: str, args: argparse.Namespace) -> Timeline:
 
 
 def within_budget(plan: Plan, costs: Costs, args: argparse.Namespace) -> Plan:
-    """Balance a plan as --budget says; without it, return the plan itself.
-
-    Raises:
-        ConfigurationError: options that need --budget, or do not go with it.
-        BudgetError: the budget cannot be met.
-    """
+    """Balance a plan as --budget says; without it, return the plan itself."""
     given = [f"--{name}" for name in ("parts", "inside", "host") if getattr(args, name)]
     if args.budget is None:
         if given:
@@ -254,7 +239,7 @@ def chosen_step(timelines: list[Timeline], step: int | None) -> Timeline:
 
 
 def costs_given(args: argparse.Namespace) -> list[str]:
-    """Return the options of `add_costs` that were given."""
+    """Return the options for costs that were given."""
     others = ("bandwidth", "cross_bandwidth", "host_bandwidth", "latency", "ranks_per_node", "slowdown", "measured", "step")
     given = [name for name in (*BY_STAGE, *others) if getattr(args, name) is not None] + ["per_rank"] * args.per_rank
     return [f"--{name.replace('_', '-')}" for name in given]
@@ -283,11 +268,7 @@ def costs_of(args: argparse.Namespace, plan: Plan) -> Costs:
 
 
 def shared_out(given: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """Return each stage's costs from those of a rank; what one stage sends to the next does not depend on how many there are.
-
-    Raises:
-        ConfigurationError: a cost is a list.
-    """
+    """Return each stage's costs from those of a rank; what one stage sends to the next does not depend on how many there are."""
     per_rank = plan.num_stages // plan.num_ranks
     costs = {"forward_s": 1.0, **given}
     for field, value in costs.items():

@@ -17,20 +17,7 @@ Budget = int | Sequence[int | None] | str
 
 
 def balanced(plan: Plan, costs: Costs, budget: Budget, *, num_parts: int = 1, is_inside: bool = False, host: Host = "no") -> Plan:
-    """Balance the computations of a plan within a budget of bytes, and prove the result.
-
-    Args:
-        plan: any plan; its transfers and budgets are left out.
-        costs: what its stages save, send and keep, and how long things take.
-        budget: the most bytes of each rank, static ones included, one number or one per rank; or "lowest".
-        num_parts: into how many parts a microbatch may be cut.
-        is_inside: whether parts also move inside forwards and backwards.
-        host: whether a rank's own host takes remote activations: "no", "last" or "only".
-
-    Raises:
-        ConfigurationError: the costs do not fit the plan, or do not say how many bytes a microbatch saves.
-        BudgetError: the budget cannot be met; the message names the smallest that can.
-    """
+    """Balance the computations of a plan within a budget of bytes, and prove the result."""
     costs.check(plan)
     sizes = sizes_of(plan, costs, num_parts)
     if not any(stage.saved for stage in sizes.stages):

@@ -59,15 +59,10 @@ COMPUTE_LANE, _, TRANSFERS, EVICTIONS, HOST_MOVES, GUESTS, GUEST_WAITS, WEIGHTS,
 
 
 class Origin(NamedTuple):
-    """The run that a file comes from.
+    """The run that a file comes from."""
 
-    Args:
-        run: a token that is the same on all ranks of a run and in no other run; empty for what was not measured together.
-        is_complete: False if an error ended it, so that other ranks may have got further.
-    """
-
-    run: str = ""
-    is_complete: bool = True
+    run: str = ""  # a token that is the same on all ranks of a run and in no other run; empty for what was not measured together
+    is_complete: bool = True  # False if an error ended it, so that other ranks may have got further
 
 
 class _Slice(NamedTuple):
@@ -137,15 +132,11 @@ def _header(timeline: Timeline, plan: int, start_ns: int) -> Event:
         "source": timeline.source,
         "step": timeline.step,
         "start_ns": start_ns,
-        "ranks": _ranks(timeline),
+        "ranks": timeline.ranks,
         "static_bytes": [lane.static_bytes for lane in timeline.actions],
         "remote_buffer_bytes": [lane.remote_buffer_bytes for lane in timeline.actions],
         "clock_error_s": errors,
     }
-
-
-def _ranks(timeline: Timeline) -> list[int]:
-    return [rank for rank, lane in enumerate(timeline.actions) if lane.begin_s]
 
 
 def _starts_ns(timelines: Sequence[Timeline]) -> list[int]:
@@ -209,7 +200,7 @@ def _all_events(timelines: Sequence[Timeline], starts_ns: Sequence[int]) -> Iter
             ends[arrow.head].append(_End("f", identity, arrow.name))
         num_arrows += len(arrows)
         step = number if timeline.step is None else timeline.step
-        for rank in _ranks(timeline):
+        for rank in timeline.ranks:
             known = {"step": step, "timeline": number}
             yield from sorted(_events(timeline, rank, start_ns, known, tracks, ends), key=lambda event: event.get("ts", 0))
 
@@ -233,7 +224,7 @@ class _End(NamedTuple):
 def _arrows(timeline: Timeline) -> Iterator[_Arrow]:
     """Yield the arrows whose two ends are known, but for those that the clocks' error would turn backwards."""
     slices = {
-        (rank, *one.action.identity): one for rank in _ranks(timeline) for one in _slices(timeline, rank) if one.action.op in POSTS
+        (rank, *one.action.identity): one for rank in timeline.ranks for one in _slices(timeline, rank) if one.action.op in POSTS
     }
     for (rank, op, stage, microbatch, part), sent in slices.items():
         heads: list[tuple[str, tuple[int, Op, int, int, int]]] = []

@@ -8,14 +8,17 @@ from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isnan, nan
+from functools import cache, partial
+from itertools import islice
+from math import nan
 from pathlib import Path
 from typing import Any
 
-from bpipe.errors import BPipeError, ConfigurationError
+from bpipe.errors import BPipeError, ConfigurationError, printable
 from bpipe.plan.plan import Plan
 from bpipe.simulator.timeline import Lane, Timeline
 from bpipe.tools.measured import Measured, computed, merged
+from bpipe.verifier.proof import verify
 
 __all__ = ["load_trace"]
 
@@ -23,24 +26,23 @@ FORMAT = "bpipe-trace 3"
 EARLIER = "bpipe-trace 1"
 DEVICE = "device"
 
+MOST_NUMBER = 2**62  # of nanoseconds or bytes
+MOST_SHOWN = 60  # characters of what is damaged, in an error
+MOST_ABSENT = 500  # actions without times for each one that has some: they take memory, and no text
+UNKNOWN = nan, nan
+MOST_TOLD = 4  # actions or ranks, in an error
+
 Event = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceFile:
-    """The contents of a trace file.
+    """The contents of a trace file."""
 
-    Args:
-        name: the file's name, for errors.
-        run: the same in all files of a run.
-        is_complete: False if an error ended the trace.
-        timelines: in chronological order.
-    """
-
-    name: str
-    run: str
-    is_complete: bool
-    timelines: list[Timeline]
+    name: str  # the file's name, for errors
+    run: str  # the same in all files of a run
+    is_complete: bool  # False if an error ended the trace
+    timelines: list[Timeline]  # in chronological order
 
 
 def load_trace(path: str | os.PathLike[str]) -> list[Timeline]:
@@ -63,11 +65,7 @@ def load_trace(path: str | os.PathLike[str]) -> list[Timeline]:
 
 
 def joined(files: Sequence[TraceFile]) -> list[Measured]:
-    """Join the files of all ranks of a run into one trace.
-
-    Raises:
-        ConfigurationError: they do not belong together, or one is missing.
-    """
+    """Join the files of all ranks of a run into one trace."""
     first = files[0]
     for file in files:
         if file.run != first.run or not file.run:
@@ -81,11 +79,7 @@ def joined(files: Sequence[TraceFile]) -> list[Measured]:
 
 
 def parse(data: bytes | str, name: str) -> TraceFile:
-    """Parse a trace file's text.
-
-    Raises:
-        ConfigurationError: it is not a trace that bpipe wrote, or a damaged one.
-    """
+    """Parse a trace file's text."""
     try:
         return _read(json.loads(data), name)
     except BPipeError as error:
@@ -93,7 +87,7 @@ def parse(data: bytes | str, name: str) -> TraceFile:
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigurationError(f"{name} is not a trace, because it is not JSON: {error}") from error
     except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        raise ConfigurationError(f"{name} is a damaged trace: {type(error).__name__}, {error}") from error
+        raise ConfigurationError(f"{name} is a damaged trace: {type(error).__name__}, {printable(str(error))[:200]}") from error
 
 
 def _read(trace: Any, name: str) -> TraceFile:
@@ -111,10 +105,7 @@ def _read(trace: Any, name: str) -> TraceFile:
         if event["ph"] == "X":
             _item(drafts, event["args"]["timeline"], "timeline").enter(event)
     return TraceFile(
-        name=name,
-        run=str(about["run"]),
-        is_complete=bool(about["is_complete"]),
-        timelines=[draft.finish() for draft in drafts],
+        name=name, run=str(about["run"]), is_complete=bool(about["is_complete"]), timelines=[draft.finish() for draft in drafts]
     )
 
 
@@ -125,45 +116,42 @@ def _item(items: Sequence[Any], index: int, what: str) -> Any:
 
 
 class _Places:
-    """The places of each action of a plan, by its text: its rank's compute lane (0) or served lane (1), and its index there.
+    """Where each action of a plan stands, by its text: in its rank's compute lane or, counted on, in its served lane.
 
     An action that concerns a whole stage may be in several places.
     """
 
     def __init__(self, plan: Plan) -> None:
-        if len(plan.served) != plan.num_ranks:
-            raise ConfigurationError(f"a damaged plan: {plan.num_ranks} compute lanes and {len(plan.served)} served lanes")
+        verify(plan)
         self.plan = plan
-        self.of_rank: list[dict[str, list[tuple[int, int]]]] = [defaultdict(list) for _ in plan.actions]
-        for places, *lanes in zip(self.of_rank, plan.actions, plan.served):
-            for kind, lane in enumerate(lanes):
-                for index, action in enumerate(lane):
-                    places[str(action)].append((kind, index))
+        self.lanes = [(*own, *served) for own, served in zip(plan.actions, plan.served)]
+        self.of_rank: list[dict[str, list[int]]] = [defaultdict(list) for _ in self.lanes]
+        for places, lane in zip(self.of_rank, self.lanes):
+            for index, action in enumerate(lane):
+                places[str(action)].append(index)
         self.of_computations = [{str(a): i for i, a in enumerate(computed(plan, rank))} for rank in range(plan.num_ranks)]
 
 
 class _Filling:
-    """A lane that is being read."""
+    """The slices of a lane that have been read, by their places: no more than a file has, however many actions its plans have."""
 
-    def __init__(self, length: int) -> None:
-        self.begin_s, self.end_s = array("d", [nan]) * length, array("d", [nan]) * length
+    def __init__(self) -> None:
+        self.times_s: dict[int, tuple[float, float]] = {}
         self.held_bytes: dict[int, tuple[int, int]] = {}  # of activations, and of messages
 
-    def is_free(self, index: int) -> bool:
-        return isnan(self.begin_s[index])
-
     def enter(self, index: int, begin_ns: int, end_ns: int) -> None:
-        if not self.is_free(index):
+        if index in self.times_s:
             raise ConfigurationError("a damaged trace: the action is there twice")
-        self.begin_s[index], self.end_s[index] = begin_ns / 1e9, end_ns / 1e9
+        self.times_s[index] = begin_ns / 1e9, end_ns / 1e9
 
-    def finish(self, static_bytes: int = 0, remote_buffer_bytes: int = 0) -> Lane:
-        if self.held_bytes and len(self.held_bytes) != len(self.begin_s):
+    def finish(self, part: range, static_bytes: int = 0, remote_buffer_bytes: int = 0) -> Lane:
+        """Return a part of the lane, in which the times of what a rank did not do are unknown."""
+        held = [self.held_bytes[index] for index in part if index in self.held_bytes]
+        if held and len(held) != len(part):
             raise ConfigurationError("a damaged trace: only some actions say how many bytes were held")
-        held = [self.held_bytes[index] for index in sorted(self.held_bytes)]
         return Lane(
-            begin_s=self.begin_s,
-            end_s=self.end_s,
+            begin_s=array("d", [self.times_s.get(index, UNKNOWN)[0] for index in part]),
+            end_s=array("d", [self.times_s.get(index, UNKNOWN)[1] for index in part]),
             activation_bytes=array("q", [activations for activations, _ in held]),
             message_bytes=array("q", [messages for _, messages in held]),
             static_bytes=static_bytes,
@@ -175,65 +163,96 @@ class _Draft:
     """A timeline that is being read."""
 
     def __init__(self, header: Event, places: _Places) -> None:
-        plan = self._plan = places.plan
-        self._header, self._places = header, places
-        self._lanes = {
-            rank: (_Filling(len(plan.actions[rank])), _Filling(len(plan.served[rank])))
-            for rank in range(plan.num_ranks)
-            if rank in header["ranks"]
-        }
-        self._device = {rank: _Filling(len(places.of_computations[rank])) for rank in self._lanes}
-        self._has_device: set[int] = set()
+        num_ranks = places.plan.num_ranks
+        self._places, self._plan = places, places.plan
+        self._start_ns = _integer(header["start_ns"])
+        self._step = None if header["step"] is None else _integer(header["step"])
+        self._source = str(header["source"])
+        if self._source not in ("simulated", "measured"):
+            raise ConfigurationError(f"a damaged trace: it is {self._source[:MOST_SHOWN]!r}, neither simulated nor measured")
+        self._idle = list(zip(map(_integer, header["static_bytes"]), map(_integer, header["remote_buffer_bytes"]), strict=True))
+        errors_s = header["clock_error_s"]
+        self._errors_s = None if errors_s is None else tuple(float(_number(error)) for error in errors_s)
+        if not len(self._idle) == num_ranks == len(self._idle if self._errors_s is None else self._errors_s):
+            raise ConfigurationError(
+                f"a damaged trace: a timeline of a plan of {num_ranks} ranks describes another number of ranks"
+            )
+        self._lanes = {rank: _Filling() for rank in sorted(map(_integer, header["ranks"])) if 0 <= rank < num_ranks}
+        self._device = {rank: _Filling() for rank in self._lanes}
+        self._num_entered: dict[tuple[int, str], int] = defaultdict(int)  # of actions that are in several places
 
     def enter(self, event: Event) -> None:
         """Enter a slice's times and bytes."""
         args, rank = event["args"], event["pid"] - 1
         if rank not in self._lanes:
-            raise ConfigurationError(f"a damaged trace: times of rank {rank}, which is not among {self._header['ranks']}")
-        is_device = event["cat"] == DEVICE
-        if args["action"] not in (self._places.of_computations[rank] if is_device else self._places.of_rank[rank]):
-            raise ConfigurationError(f"{args['action']} is not an action of rank {rank} in the plan {self._plan.name}")
-        begin_ns = round(event["ts"] * 1000) - self._header["start_ns"]
-        end_ns = begin_ns + (args["ns"] if "ns" in args else round(event["dur"] * 1000))
+            raise ConfigurationError(f"a damaged trace: times of rank {rank}, which is not among {list(self._lanes)[:MOST_TOLD]}")
+        text, is_device = args["action"], event["cat"] == DEVICE
+        if text not in (self._places.of_computations[rank] if is_device else self._places.of_rank[rank]):
+            raise ConfigurationError(
+                f"{printable(str(text))[:MOST_SHOWN]} is not an action of rank {rank} in the plan {self._plan.name}"
+            )
+        begin_ns = round(_number(event["ts"]) * 1000) - self._start_ns
+        end_ns = begin_ns + (_integer(args["ns"]) if "ns" in args else round(_number(event["dur"]) * 1000))
         if is_device:
-            self._has_device.add(rank)
-            self._device[rank].enter(self._places.of_computations[rank][args["action"]], begin_ns, end_ns)
+            self._device[rank].enter(self._places.of_computations[rank][text], begin_ns, end_ns)
             return
-        places = self._places.of_rank[rank][args["action"]]
-        kind, index = next((place for place in places if self._lanes[rank][place[0]].is_free(place[1])), places[-1])
-        lane = self._lanes[rank][kind]
-        lane.enter(index, begin_ns, end_ns)
+        index = self._place(rank, text)
+        self._lanes[rank].enter(index, begin_ns, end_ns)
         if "activation_bytes" in args:
-            lane.held_bytes[index] = args["activation_bytes"], args["message_bytes"]
+            self._lanes[rank].held_bytes[index] = _integer(args["activation_bytes"]), _integer(args["message_bytes"])
+
+    def _place(self, rank: int, text: str) -> int:
+        """Return the place of an action: the next one, of an action that is in several."""
+        places = self._places.of_rank[rank][text]
+        if len(places) == 1:
+            return places[0]
+        entered = self._num_entered[rank, text] = self._num_entered[rank, text] + 1
+        return places[min(entered, len(places)) - 1]
 
     def finish(self) -> Timeline:
-        header = self._header
-        for rank, lanes in self._lanes.items():
-            self._check_filled(rank, lanes)
-        empty = _Filling(0), _Filling(0)
-        idle = list(zip(map(int, header["static_bytes"]), map(int, header["remote_buffer_bytes"])))
-        both = [(self._lanes.get(rank, empty), _item(idle, rank, "rank")) for rank in range(self._plan.num_ranks)]
+        self._check_filled()
+        empty = cache(partial(_Filling().finish, range(0)))  # ranks without times share their lanes
+        actions, served, device = [], [], []
+        for rank, (idle, all_actions) in enumerate(zip(self._idle, self._places.lanes)):
+            num_own, lane = len(self._plan.actions[rank]), self._lanes.get(rank)
+            actions.append(empty(*idle) if lane is None else lane.finish(range(num_own), *idle))
+            served.append(empty() if lane is None else lane.finish(range(num_own, len(all_actions))))
+            times = self._device[rank].times_s if rank in self._device else ()
+            device.append(self._device[rank].finish(range(len(times))) if times else empty())
         known: dict[str, Any] = {
             "plan": self._plan,
-            "actions": tuple(lanes[0].finish(*of_rank) for lanes, of_rank in both),
-            "served": tuple(lanes[1].finish() for lanes, _ in both),
-            "source": str(header["source"]),
-            "step": header["step"],
+            "actions": tuple(actions),
+            "served": tuple(served),
+            "source": self._source,
+            "step": self._step,
         }
-        if header["clock_error_s"] is None:
+        if self._errors_s is None:
             return Timeline(**known)
-        device = tuple(
-            (self._device[rank] if rank in self._has_device else _Filling(0)).finish() for rank in range(self._plan.num_ranks)
-        )
-        errors = tuple(map(float, header["clock_error_s"]))
-        return Measured(**known, began_s=header["start_ns"] / 1e9, device=device, clock_error_s=errors)
+        return Measured(**known, began_s=self._start_ns / 1e9, device=tuple(device), clock_error_s=self._errors_s)
 
-    def _check_filled(self, rank: int, lanes: tuple[_Filling, _Filling]) -> None:
-        missing = [str(action) for action, begin_s in zip(self._plan.actions[rank], lanes[0].begin_s) if isnan(begin_s)]
-        served = list(zip(self._plan.served[rank], lanes[1].begin_s))
-        serving = {action.peer for action, begin_s in served if not isnan(begin_s)}  # for others, there was nothing to do
-        missing += [str(action) for action, begin_s in served if isnan(begin_s) and action.peer in serving]
-        if missing:
-            raise ConfigurationError(f"a damaged trace: no times of {', '.join(missing[:4])} on rank {rank}")
-        if rank in self._has_device and any(map(isnan, self._device[rank].begin_s)):
-            raise ConfigurationError(f"a damaged trace: the device's times of rank {rank} are not complete")
+    def _check_filled(self) -> None:
+        for rank, lane in self._lanes.items():
+            actions, on_device = self._places.lanes[rank], self._device[rank].times_s
+            num_own = len(self._plan.actions[rank])
+            serving = {actions[index].peer for index in lane.times_s if index >= num_own}  # for others, there was nothing to do
+            absent = [] if len(lane.times_s) == len(actions) else [i for i in range(len(actions)) if i not in lane.times_s]
+            missing = (str(actions[i]) for i in absent if i < num_own or actions[i].peer in serving)
+            if told := ", ".join(islice(missing, MOST_TOLD)):
+                raise ConfigurationError(f"a damaged trace: no times of {told} on rank {rank}")
+            if len(absent) > MOST_ABSENT * len(lane.times_s):
+                raise ConfigurationError(f"a damaged trace: {len(absent)} actions of rank {rank} have no times")
+            if on_device and len(on_device) < len(self._places.of_computations[rank]):
+                raise ConfigurationError(f"a damaged trace: the device's times of rank {rank} are not complete")
+
+
+def _number(value: Any) -> float:
+    """Check a number before anything is computed with it: multiplied, a text or a list would fill the memory."""
+    if type(value) not in (int, float) or not -MOST_NUMBER < value < MOST_NUMBER:
+        raise ConfigurationError(f"a damaged trace: {value!r:.{MOST_SHOWN}} is not a number of a trace")
+    return value  # type: ignore[no-any-return]
+
+
+def _integer(value: Any) -> int:
+    if type(value) is not int:
+        raise ConfigurationError(f"a damaged trace: {value!r:.{MOST_SHOWN}} is not a whole number")
+    return int(_number(value))

@@ -14,9 +14,8 @@ from types import ModuleType
 from typing import NoReturn
 
 from bpipe._version import __version__
-from bpipe.errors import BPipeError, ConfigurationError
-from bpipe.tools.result import Result
-from bpipe.tools.terminal import console
+from bpipe.errors import BPipeError, ConfigurationError, printable
+from bpipe.tools.terminal import Result, console
 
 __all__ = ["main"]
 
@@ -130,12 +129,12 @@ def _print(result: Result, *, as_json: bool) -> None:
         return
     for part in result.shown():
         if isinstance(part, str):
-            print(part)
+            print(printable(part))
         else:
             console().print(part)
     sys.stdout.flush()
 
 
 def _refuse(message: str) -> int:
-    print(f"bpipe: {message}", file=sys.stderr)
+    print(f"bpipe: {printable(message)}", file=sys.stderr)
     return BAD_INPUT

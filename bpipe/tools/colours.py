@@ -9,6 +9,7 @@ __all__: list[str] = []
 Role = str  # an operation, or one of these four with the rank's own host at the other end
 HOST_EVICT, HOST_LOAD, WAIT_HOST_EVICT, WAIT_HOST_LOAD = "EVICT@host", "LOAD@host", "WAIT_EVICT@host", "WAIT_LOAD@host"
 
+HOST_ROLES = (HOST_EVICT, HOST_LOAD, WAIT_HOST_EVICT, WAIT_HOST_LOAD)
 LIGHTEST = 0.4  # how near to white the last of a rank's stages comes
 
 

@@ -43,11 +43,6 @@ class Measured(Timeline):
         lane = self.device[rank]
         return (lane.begin_s[0], lane.end_s[-1]) if lane.begin_s else Timeline.span_s(self, rank)
 
-    @property
-    def ranks(self) -> list[int]:
-        """The ranks that were recorded."""
-        return [rank for rank, lane in enumerate(self.actions) if lane.begin_s]
-
 
 def computed(plan: Plan, rank: int) -> list[Action]:
     """Return the computations of a rank in order, with those in pieces piece by piece."""
@@ -67,11 +62,7 @@ def typical(timelines: Sequence[Timeline]) -> Timeline:
 
 
 def merged(parts: Sequence[Measured]) -> Measured:
-    """Merge the parts of one step that several ranks recorded.
-
-    Raises:
-        ConfigurationError: the parts are of different steps or plans, or a rank is in two of them or in none.
-    """
+    """Merge the parts of one step that several ranks recorded."""
     first = parts[0]
     owner: dict[int, Measured] = {}
     for part in parts:

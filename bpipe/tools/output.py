@@ -14,15 +14,7 @@ __all__: list[str] = []
 
 
 def check_out(path: Path | None, suffixes: Sequence[str] = (*SUFFIXES, ".json")) -> None:
-    """Refuse an unusable output path before the work that would end there.
-
-    Args:
-        path: None for no output.
-        suffixes: the suffixes of the available formats.
-
-    Raises:
-        ConfigurationError: its suffix is unknown, or its folder is not there.
-    """
+    """Refuse an unusable output path, unless it is None, before the work that would end there."""
     if path is None:
         return
     if path.suffix.lower() not in suffixes:
@@ -38,11 +30,7 @@ def write(
     other: Timeline | None = None,
     window: tuple[float, float] | None = None,
 ) -> list[str]:
-    """Write a trace or a picture, if a path is given.
-
-    Returns:
-        Lines that say so.
-    """
+    """Write a trace or a picture, if a path is given, and return lines that say so."""
     if path is None:
         return []
     with sign_of_life(f"Writing {path}"):

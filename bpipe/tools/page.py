@@ -9,27 +9,13 @@ from itertools import chain
 
 from bpipe.plan.action import COMPUTE
 from bpipe.schedules import Op, Span
-from bpipe.tools.colours import (
-    COLOURS,
-    HOST_EVICT,
-    HOST_LOAD,
-    MOVE_WAITS,
-    NAMES,
-    WAIT_HOST_EVICT,
-    WAIT_HOST_LOAD,
-    WAIT_NAMES,
-    Role,
-    ink,
-    role,
-    shade,
-    wait_colour,
-)
+from bpipe.tools.colours import COLOURS, HOST_ROLES, MOVE_WAITS, NAMES, WAIT_NAMES, Role, ink, role, shade, wait_colour
 from bpipe.tools.paper import Strip, band_at, row_height, strips
 from bpipe.tools.scene import Panel, Row, Scene
 
 __all__: list[str] = []
 
-ROLES = {role: index for index, role in enumerate((*Op, HOST_EVICT, HOST_LOAD, WAIT_HOST_EVICT, WAIT_HOST_LOAD))}
+ROLES = {role: index for index, role in enumerate((*Op, *HOST_ROLES))}
 DECIMALS = 9  # of seconds: nanoseconds
 
 Data = dict[str, object]

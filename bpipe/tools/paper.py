@@ -62,19 +62,12 @@ def strips(row: Row, band: Band) -> Iterator[Strip]:
 
 @dataclass(frozen=True, slots=True)
 class Paper:
-    """The dimensions of one picture.
+    """The dimensions of one picture."""
 
-    Args:
-        scene: what is drawn on it.
-        short_s: how long a short computation takes: a quarter of them are shorter.
-        shrink: the height of rows as a fraction of their natural height.
-        width: of the time axis.
-    """
-
-    scene: Scene
-    short_s: float
-    shrink: float
-    width: float
+    scene: Scene  # what is drawn on it
+    short_s: float  # how long a short computation takes: a quarter of them are shorter
+    shrink: float  # the height of rows as a fraction of their natural height
+    width: float  # of the time axis
 
     @classmethod
     def of(cls, scene: Scene) -> Paper:

@@ -49,9 +49,10 @@ def _read(text: str, units: Mapping[str, float], expected: str) -> float:
         number = float(match[1]) if match else float("nan")
     except ValueError:
         number = float("nan")
-    if match is None or match[2].lower() not in units or not isfinite(number):
+    unit = units.get(match[2].lower()) if match else None
+    if unit is None or not isfinite(number * unit):
         raise ConfigurationError(f"{text!r} is not a number of {expected}")
-    return number * units[match[2].lower()]
+    return number * unit
 
 
 def show_seconds(seconds: float) -> str:

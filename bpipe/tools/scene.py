@@ -34,36 +34,21 @@ Window = tuple[float, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The computations, waits, transfers and memory of one rank.
+    """The computations, waits, transfers and memory of one rank."""
 
-    Args:
-        rank: its number.
-        stages: the stages it holds.
-        computations: F, B, I and W, one after the other; those in pieces as one, from the first to the last.
-        waits: when its compute lane waited, between pieces too.
-        moves: evictions, loads and their other ends, in tracks without overlaps: those that leave, then those that
-            arrive.
-        num_out: how many of the tracks are of those that leave.
-        sends: what it sends along the pipeline, as far as that takes time.
-        memory: what it holds, and from when on, in order.
-        stays: what of that stays throughout: weights, gradients, buffers, optimizer states; nothing where slots are counted.
-        peak: the most activations it ever holds, outside the window too.
-        device_peak: the most it ever holds of all, likewise.
-        budget: the most it may hold of all; None where there is no budget in the scene's unit.
-    """
-
-    rank: int
-    stages: tuple[int, ...]
-    computations: tuple[Span, ...]
-    waits: tuple[Span, ...]
+    rank: int  # its number
+    stages: tuple[int, ...]  # the stages it holds
+    computations: tuple[Span, ...]  # F, B, I and W, one after the other; those in pieces as one, from the first to the last
+    waits: tuple[Span, ...]  # when its compute lane waited, between pieces too
+    # evictions, loads and their other ends, in tracks without overlaps: those that leave, then those that arrive
     moves: tuple[tuple[Span, ...], ...]
-    num_out: int
-    sends: tuple[Span, ...]
-    memory: tuple[Holding, ...]
-    stays: int
-    peak: int
-    device_peak: int
-    budget: int | None
+    num_out: int  # how many of the tracks are of those that leave
+    sends: tuple[Span, ...]  # what it sends along the pipeline, as far as that takes time
+    memory: tuple[Holding, ...]  # what it holds, and from when on, in order
+    stays: int  # what of that stays throughout: weights, gradients, buffers, optimizer states; nothing where slots are counted
+    peak: int  # the most activations it ever holds, outside the window too
+    device_peak: int  # the most it ever holds of all, likewise
+    budget: int | None  # the most it may hold of all; None where there is no budget in the scene's unit
 
     @property
     def places(self) -> str:
@@ -87,24 +72,15 @@ class Panel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """The contents of a picture.
+    """The contents of a picture."""
 
-    Args:
-        title: a line above everything, or nothing.
-        panels: one for each timeline.
-        begin_s, end_s: the span of the time axis.
-        unit: of all memory, "bytes" or "slots".
-        top: the most memory or budget of any rank, at least 1: the scale of all memory strips.
-        num_microbatches: the most of any panel.
-    """
-
-    title: str
-    panels: tuple[Panel, ...]
-    begin_s: float
+    title: str  # a line above everything, or nothing
+    panels: tuple[Panel, ...]  # one for each timeline
+    begin_s: float  # where the time axis begins
     end_s: float
-    unit: str
-    top: int
-    num_microbatches: int
+    unit: str  # of all memory, "bytes" or "slots"
+    top: int  # the most memory or budget of any rank, at least 1: the scale of all memory strips
+    num_microbatches: int  # the most of any panel
 
     def layers(self) -> dict[str, str]:
         """Return the layers that memory consists of, from the bottom up, with their names in words."""
@@ -120,9 +96,6 @@ def compose(timelines: Sequence[Timeline], *, title: str | None = None, window: 
     """Make the scene of timelines on one time axis.
 
     Memory is in bytes if all timelines know them, and otherwise in slots, which count the memory of microbatches alone.
-
-    Raises:
-        ConfigurationError: the window shows nothing, or more than MAX_BOXES boxes would be drawn.
     """
     begin, end = _interval(timelines, window)
     unit = "bytes" if all(map(knows_bytes, timelines)) else "slots"
@@ -215,7 +188,7 @@ def _row(timeline: Timeline, rank: int, window: Window, unit: str, allowance: in
     arriving = _tracks(span for span in transfers if span.action.op in IN)
     return Row(
         rank=rank,
-        stages=tuple(stage for stage, owner in enumerate(plan.stage_ranks) if owner == rank),
+        stages=tuple(plan.stages_of(rank)),
         computations=tuple(_within(_whole(plan, timeline.computations(rank)), window, allowance)),
         waits=tuple(_within(timeline.waits(rank), window, allowance)),
         moves=(*leaving, *arriving),

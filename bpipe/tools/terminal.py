@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from bpipe.errors import ConfigurationError
+from bpipe.errors import ConfigurationError, printable
 from bpipe.extras import how_to_install
 
 if TYPE_CHECKING:
@@ -21,11 +22,7 @@ WIDTH_OF_FILES = 160
 
 
 def console(*, to_errors: bool = False) -> Console:
-    """Return a console on standard output, or on standard error for what is not part of the result.
-
-    Raises:
-        ConfigurationError: rich is not installed.
-    """
+    """Return a console on standard output, or on standard error for what is not part of the result."""
     with _needing_rich():
         from rich.console import Console
     stream = sys.stderr if to_errors else sys.stdout
@@ -42,23 +39,20 @@ def _needing_rich() -> Iterator[None]:
 
 def note(text: str) -> None:
     """Say what a result leaves out, on standard error, so that it does not get into the result."""
-    print(f"bpipe: note: {text}", file=sys.stderr)
+    print(f"bpipe: note: {printable(text)}", file=sys.stderr)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> Table:
-    """Return a table whose first column is a name and whose other columns are numbers.
-
-    Raises:
-        ConfigurationError: rich is not installed.
-    """
+    """Return a table whose first column is a name and whose other columns are numbers."""
     with _needing_rich():
         from rich import box
         from rich.table import Table
+        from rich.text import Text
     result = Table(*columns, box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
     for column in result.columns[1:]:
         column.justify = "right"
     for row in rows:
-        result.add_row(*row)
+        result.add_row(*(Text(printable(cell)) for cell in row))  # not markup: "[b]" is a name like any other
     return result
 
 
@@ -70,7 +64,16 @@ def sign_of_life(text: str) -> Iterator[Callable[[int, int], None]]:
         return
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console(to_errors=True), transient=True) as progress:
-        task = progress.add_task(text, total=None)
+        task = progress.add_task(printable(text), total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The outcome of a command."""
+
+    data: Any  # what `--json` prints
+    shown: Callable[[], Sequence[Any]]  # makes what is printed otherwise: strings, and rich's renderables
+    exit_code: int = 0  # 0, or 1 if the answer is no

@@ -173,14 +173,7 @@ def _without_sums(gradient: Any) -> Any:
 def _total(
     norms: Sequence[tuple[int, torch.Tensor]], how: tuple[float, float, bool], refusal: ConfigurationError | None, ranks: Ranks
 ) -> torch.Tensor:
-    """Compute the norm of all ranks' norms, put in the order of their places.
-
-    Args:
-        norms: this rank's, each with the place of its stage.
-        how: the highest norm, which norm it is, and whether to raise where it is not finite.
-        refusal: why this rank can't go on, for all of them to raise.
-        ranks: the pipeline's.
-    """
+    """Compute the norm of all ranks' norms, put in the order of their places."""
     bits = sum({1 << DTYPES.index(norm.dtype) for _, norm in norms})
     mine = torch.tensor([len(norms), bits, refusal is not None, *how], dtype=torch.float64)
     lengths, dtypes, problems, *hows = torch.stack(ranks.gather(mine)).T.tolist()
@@ -211,10 +204,7 @@ def _rows(norms: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
 def _promoted(seen: Sequence[int]) -> torch.dtype:
     """Return the dtype of a stack of norms in all dtypes that the ranks have seen, each rank's as a sum of powers of two."""
     found = [dtype for index, dtype in enumerate(DTYPES) if any(bits >> index & 1 for bits in seen)]
-    result = found[0]
-    for dtype in found[1:]:
-        result = torch.promote_types(result, dtype)
-    return result
+    return reduce(torch.promote_types, found)
 
 
 def _by_mesh(tensors: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> dict[Any, list[torch.Tensor]]:

@@ -23,7 +23,8 @@ class Gathered:
     """The parameters that FSDP2 has gathered in this process now, found by a look at all of them; none if FSDP is not in use."""
 
     def __init__(self) -> None:
-        self._of = {id(other): one for one in _fsdp_parameters() for other in _stand_ins(one)}
+        parameters = (one for group in _fsdp_groups() for one in group.fsdp_params)
+        self._of = {id(other): one for one in parameters for other in _stand_ins(one)}
 
     def sharded(self, parameter: T) -> T:
         """Return the parameter that is trained: the sharded one if a gathered one is given."""
@@ -61,11 +62,6 @@ def _keeps_gradient(group: Any, one: Any) -> bool:
     gathered, partly_reduced = getattr(one, "_unsharded_param", None), getattr(group, "_partial_reduce_output", None)
     accumulated = getattr(one, "unsharded_accumulated_grad", None)
     return any(kept is not None for kept in (accumulated, partly_reduced, None if gathered is None else gathered.grad))
-
-
-def _fsdp_parameters() -> Iterator[Any]:
-    for group in _fsdp_groups():
-        yield from group.fsdp_params
 
 
 def _fsdp_groups() -> Iterator[Any]:

@@ -26,10 +26,6 @@ class OptimizerState:
     It is the format of `StateDictOptions(flatten_optimizer_state_dict=True)`: groups are found again by their members, so that
     another rank may hold them. State that a parameter does not have yet, as before the first step, is saved as zeros, and an
     optimizer that has not begun either loads it as no state.
-
-    Args:
-        optimizer: over parameters of this rank.
-        names: of all its parameters.
     """
 
     def __init__(self, optimizer: Optimizer, names: Mapping[torch.Tensor, str]) -> None:

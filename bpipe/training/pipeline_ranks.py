@@ -49,14 +49,7 @@ class Ranks:
         return [0] if self.group is None else dist.get_process_group_ranks(self.group)
 
     def gather(self, row: torch.Tensor) -> list[torch.Tensor]:
-        """Gather a tensor from each rank, in the order of the ranks, all of one shape. Collective, one all_gather.
-
-        Args:
-            row: this rank's tensor, on any device.
-
-        Returns:
-            Tensors on `device`.
-        """
+        """Gather a tensor of one shape from each rank, onto `device` and in the order of the ranks. Collective, one all_gather."""
         row = row.to(self.device).contiguous()
         if self.group is None:
             return [row]
@@ -65,12 +58,7 @@ class Ranks:
         return rows
 
     def gather_uneven(self, rows: torch.Tensor, lengths: Sequence[int]) -> list[torch.Tensor]:
-        """Gather rows from each rank, which may each give another number of them. Collective, one all_gather of the longest.
-
-        Args:
-            rows: (number of rows, ...).
-            lengths: the number of rows of each rank.
-        """
+        """Gather rows from each rank, which may each give another number of them. Collective, one all_gather of the longest."""
         padded = rows.new_zeros((max(lengths), *rows.shape[1:]))
         padded[: len(rows)] = rows
         return [row[:length] for row, length in zip(self.gather(padded), lengths, strict=True)]
@@ -83,10 +71,6 @@ class Ranks:
 
     def exchange(self, mine: torch.Tensor, ranks: Sequence[int]) -> list[torch.Tensor]:
         """Exchange tensors of one shape among some ranks; only they send, to each other, over the group's own connections.
-
-        Args:
-            mine: on `device`, dense.
-            ranks: of the group, this one included.
 
         Returns:
             One tensor per rank, in the order of `ranks`; this rank's is `mine` itself.

@@ -21,8 +21,6 @@ class Tie:
     """One weight of TiedWeights, on a rank that has a copy.
 
     Args:
-        name: the weight's name.
-        weight: this rank's copy.
         counted_by: the rank, in the default group, that counts its gradient when gradients are clipped.
         is_copy: whether that is another rank.
     """
@@ -70,9 +68,7 @@ def problem_with_sums(parameters: Sequence[torch.Tensor], elsewhere: set[int], r
     """Return what is wrong if the gradient of a tied weight would be counted on several ranks, or before it was summed.
 
     Args:
-        parameters: those with gradients.
         elsewhere: the ids of those that the user says other ranks count.
-        ranks: the ranks of the pipeline whose gradients are counted.
     """
     for parameter in parameters:
         mark = getattr(parameter, MARK, None)

@@ -7,11 +7,9 @@ from typing import Any
 import torch
 
 from bpipe.comm.wire.dtensor import is_dtensor
+from bpipe.recomputation.checksums import sum_of_bits
 
 __all__: list[str] = []
-
-BLOCK = 1 << 20  # elements that are summed at once, which bounds the memory for it
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def mesh_of(tensor: Any) -> Any:
@@ -26,12 +24,5 @@ def local(tensor: Any) -> torch.Tensor:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Sum up the bits of this process's part, as integers times an odd number for their place: equal for equal bits."""
-    own = local(tensor)
-    own = torch.view_as_real(own) if own.is_complex() else own
-    bits = own.contiguous().view(INTEGERS[own.element_size()]).flatten()
-    weights = torch.arange(1, 2 * min(len(bits), BLOCK), 2, device=own.device)
-    total = torch.zeros((), dtype=torch.int64, device=own.device)
-    for block in bits.split(BLOCK):
-        total = 31 * total + (block * weights[: len(block)]).sum()
-    return int(total)
+    """Compute a number from the bits of this process's part: equal for equal bits."""
+    return int(sum_of_bits(local(tensor)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from itertools import islice, takewhile
+from itertools import takewhile
 
 from bpipe.plan.action import BACKWARD, COMPUTE, SHARDING, Action, Op, PartKey
 from bpipe.verifier.presence_rules import EVICTION
@@ -53,6 +53,7 @@ EARLIER_OF_PART = {op: mask(earlier for earlier, later in PRECEDENCE_OF_PARTS if
 # Operations that take a stage's microbatches in the same order: a whole backward counts as I and W. R may take any order.
 KIN = {Op.F: mask({Op.F}), Op.B: mask({Op.B, Op.I, Op.W}), Op.I: mask({Op.I, Op.B}), Op.W: mask({Op.W, Op.B})}
 BACKWARDS = mask(BACKWARD)
+MOST_TOLD = 8  # pieces, in an error
 
 
 def ordered(own: RankIndex) -> Iterator[Finding]:
@@ -115,19 +116,25 @@ def _needs(own: RankIndex, action: Action) -> Iterator[tuple[PartKey, int]]:
 
 def in_pieces(own: RankIndex) -> Iterator[Finding]:
     """Check that a computation in pieces has them all, in order, with nothing but evictions and loads between them."""
-    due: set[Action] = set()
     for index in own.begun:
         first = own.lane[index]
         last, step = (own.plan.num_parts(first.stage), 1) if first.op is Op.F else (1, -1)
-        expected = [first._replace(part=part) for part in range(first.part, last + step, step)]
-        due.update(expected)
-        following = takewhile(lambda action: action.op in EVICTION or action.op in COMPUTE, islice(own.lane, index, None))
-        if list(islice((action for action in following if action.op in COMPUTE), len(expected))) != expected:
-            text = f"{first} begins a computation in pieces and is not followed by {' '.join(map(str, expected[1:]))} alone"
-            yield own.place(index), text
+        parts = range(first.part, last + step, step)
+        following = takewhile(lambda action: action.op in EVICTION or action.op in COMPUTE, _from(own, index))
+        computed = (action for action in following if action.op in COMPUTE)
+        if any(next(computed, None) != first._replace(part=part) for part in parts):
+            rest = " ".join(str(first._replace(part=part)) for part in parts[1 : MOST_TOLD + 1])
+            more = " ..." * (len(parts) > MOST_TOLD + 1)
+            yield own.place(index), f"{first} begins a computation in pieces and is not followed by {rest}{more} alone"
+    begun = {own.lane[index].op_key for index in own.begun}
     for index in own.pieces:
-        if own.lane[index] not in due:
+        if own.lane[index].op_key not in begun:
             yield own.place(index), f"{own.lane[index]} continues a computation that never began"
+
+
+def _from(own: RankIndex, index: int) -> Iterator[Action]:
+    """Iterate over a rank's actions from one on, without walking through those before it."""
+    return (own.lane[i] for i in range(index, len(own.lane)))
 
 
 def recomputed(own: RankIndex) -> Iterator[Finding]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from itertools import islice
+from functools import cache, partial
 
 from bpipe.plan.action import HOST, POSTS, RECEIVES, SENDS, SERVED, Action, Channel, Op, Purpose
 from bpipe.plan.order import run_greedily
 from bpipe.plan.plan import Plan
-from bpipe.verifier.rank_index import Finding, Place
+from bpipe.plan.sizes import MOST_PARTS
+from bpipe.verifier.rank_index import Finding
 
 __all__: list[str] = []
+
+_Receives = dict[Channel, "array[int]"]
 
 
 def _matched(plan: Plan) -> Iterator[Finding]:
@@ -23,10 +26,11 @@ def _matched(plan: Plan) -> Iterator[Finding]:
         for (op, peer), messages in _posted(plan, lane).items():
             (sent if op in SENDS else received)[Action(op, 0, 0, peer=peer).channel(rank)] = messages
     none: array[int] = array("q")
+    receives = cache(partial(_receives, plan))
     for channel in sent.keys() | received.keys():
         ends = sent.get(channel, none), received.get(channel, none)
         if ends[0] != ends[1]:
-            yield from _differing(plan, channel, *ends)
+            yield from _differing(plan, channel, *ends, receives)
 
 
 def _posted(plan: Plan, lane: tuple[Action, ...]) -> dict[tuple[Op, int | None], array[int]]:
@@ -39,16 +43,17 @@ def _posted(plan: Plan, lane: tuple[Action, ...]) -> dict[tuple[Op, int | None],
     for op, stage, microbatch, part, peer in lane:
         before = _STAGES_BEFORE.get(op)
         if before is not None and peer != HOST:
-            posted[op, peer].append(((stage - before) * m + microbatch) * _MOST_PARTS + part)
+            posted[op, peer].append(((stage - before) * m + microbatch) * (MOST_PARTS + 1) + part)
     return posted
 
 
 # How many stages before the one that an action names the boundary lies that its message crosses.
 _STAGES_BEFORE = {op: int(op in (Op.RECV_F, Op.SEND_B)) for op in POSTS}
-_MOST_PARTS = 2**10
 
 
-def _differing(plan: Plan, channel: Channel, sent: array[int], received: array[int]) -> Iterator[Finding]:
+def _differing(
+    plan: Plan, channel: Channel, sent: array[int], received: array[int], receives: Callable[[int, bool], _Receives]
+) -> Iterator[Finding]:
     """Yield the first message at which the two ends of a channel disagree."""
     name = f"{channel.purpose.value} channel {channel.src} -> {channel.dst}"
     if len(sent) != len(received):
@@ -56,29 +61,38 @@ def _differing(plan: Plan, channel: Channel, sent: array[int], received: array[i
     k = next((k for k, pair in enumerate(zip(sent, received)) if pair[0] != pair[1]), None)
     if k is not None:
         a, b = (_tell(plan, messages[k]) for messages in (sent, received))
-        yield _receive(plan, channel, k), f"{name}: message {k} is sent as {a} and received as {b}"
+        served = channel.purpose is Purpose.EVICT
+        place = channel.dst, served, receives(channel.dst, served)[channel][k]
+        yield place, f"{name}: message {k} is sent as {a} and received as {b}"
 
 
 def _tell(plan: Plan, message: int) -> str:
-    microbatch, part = divmod(message, _MOST_PARTS)
+    microbatch, part = divmod(message, MOST_PARTS + 1)
     stage, microbatch = divmod(microbatch, plan.num_microbatches)
     return f"{f'part {part} of ' if part else ''}microbatch {microbatch} of stage {stage}"
 
 
-def _receive(plan: Plan, channel: Channel, k: int) -> Place:
-    """Return the place of the k-th receive of a channel."""
-    rank, served = channel.dst, channel.purpose is Purpose.EVICT
-    lane = (plan.served if served else plan.actions)[rank]
-    places = (i for i, action in enumerate(lane) if action.op in RECEIVES and action.channel(rank) == channel)
-    return rank, served, next(islice(places, k, None))
+def _receives(plan: Plan, rank: int, served: bool) -> _Receives:
+    """Return the positions of the receives in a lane, by channel."""
+    found: _Receives = defaultdict(lambda: array("q"))
+    for position, action in enumerate((plan.served if served else plan.actions)[rank]):
+        if action.op in RECEIVES:
+            found[action.channel(rank)].append(position)
+    return found
 
 
 def _progresses(plan: Plan) -> Iterator[Finding]:
     """Check that no waits form a cycle, even if every transfer were an unbuffered rendezvous."""
+    positions = cache(partial(_positions, plan))
     for rank, action, missing in run_greedily(plan):
         served = action.op in SERVED
-        place = (rank, served, (plan.served if served else plan.actions)[rank].index(action))
-        yield place, f"rank {rank} waits forever at {action}, for {missing}"
+        yield (rank, served, positions(rank, served)[action]), f"rank {rank} waits forever at {action}, for {missing}"
+
+
+def _positions(plan: Plan, rank: int, served: bool) -> dict[Action, int]:
+    """Return where each action stands first in a lane."""
+    lane = (plan.served if served else plan.actions)[rank]
+    return {action: position for position, action in reversed(list(enumerate(lane)))}
 
 
 RULES_OF_ALL: dict[str, Callable[[Plan], Iterator[Finding]]] = {"matched": _matched, "progresses": _progresses}

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 
-from bpipe.plan.action import COMPUTE, SHARDING, Op, PartKey
+from bpipe.plan.action import COMPUTE, SHARDING, Op, OpKey, PartKey
 from bpipe.plan.plan import Plan
 
 __all__: list[str] = []
@@ -28,16 +28,10 @@ def ops_in(bits: int) -> list[Op]:
 
 
 class RankIndex:
-    """An index of one rank's actions on each part of each microbatch, made once for all rules and freed before the next rank's.
-
-    Args:
-        plan: the plan.
-        rank: the rank.
-        stages: the stages that it holds.
-    """
+    """An index of one rank's actions on each part of each microbatch, made once for all rules and freed before the next rank's."""
 
     def __init__(self, plan: Plan, rank: int, stages: Sequence[int]) -> None:
-        self.plan, self.rank, self.stages = plan, rank, stages
+        self.plan, self.rank, self.stages = plan, rank, dict.fromkeys(stages)  # in order, and found at once
         self.lane = (*plan.actions[rank], *plan.served[rank])
         self.num_computing = len(plan.actions[rank])
         self.at: defaultdict[Kind, dict[int, int]] = defaultdict(dict)  # where each microbatch stands in `lane`
@@ -96,9 +90,13 @@ class RankIndex:
 
     def find(self, op: Op, which: PartKey) -> int | None:
         """Return the index of an action in `lane`, with any part if the whole is asked for; None if it is missing."""
-        whole = None if which[2] else which[:2]
-        found = (i for i, a in enumerate(self.lane) if a.op is op and (a.part_key == which or a.key == whole))
-        return next(found, None)
+        stage, microbatch, part = which
+        return self.at.get((op, stage, part), {}).get(microbatch) if part else self._first.get((op, stage, microbatch))
+
+    @cached_property
+    def _first(self) -> dict[OpKey, int]:
+        """Where each operation on a microbatch stands first, with any part."""
+        return {action.op_key: index for index, action in reversed(list(enumerate(self.lane)))}
 
 
 Rule = Callable[[RankIndex], Iterator[Finding]]

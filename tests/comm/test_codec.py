@@ -11,8 +11,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bpipe.comm.wire.codec import MAX_BYTES, decode, encode
-from bpipe.errors import CommError
+from bpipe.comm.wire.codec import MAX_BYTES, decode, decode_text, encode
+from bpipe.errors import CommError, printable
 
 
 class Color(IntEnum):
@@ -34,16 +34,17 @@ class Everything(NamedTuple):
 
 
 INTS = st.integers(-(2**63), 2**64 - 1)
+SHOWN = st.text(st.characters(codec="utf-8"), max_size=30).map(printable)
 SOUND = st.builds(
     Everything,
     st.booleans(),
     INTS,
     st.floats(allow_nan=False, allow_infinity=False),
-    st.text(st.characters(codec="utf-8"), max_size=30),
+    SHOWN,
     st.binary(max_size=30),
     st.sampled_from(Color),
     st.lists(INTS, max_size=4).map(tuple),
-    st.lists(st.tuples(INTS, st.text(st.characters(codec="utf-8"), max_size=5)), max_size=4).map(tuple),
+    st.lists(st.tuples(INTS, SHOWN), max_size=4).map(tuple),
 )
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["00ff", 1, 4, 2**64])
 JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=2))
@@ -56,6 +57,13 @@ def test_records_round_trip(record: Everything) -> None:
     seen = decode(Everything, encode(record), "record")
     assert seen == record
     assert [type(value) for value in seen] == [type(value) for value in record]
+
+
+def test_text_of_a_peer_cannot_control_a_terminal() -> None:
+    text = "\x1b[31m\x9b2J\u202eevil\r\x7f\ttab\nline"
+    seen = decode(Everything, encode(EXAMPLE._replace(text=text, pairs=((1, text),))), "record")
+    assert seen.text == seen.pairs[0][1] == r"\x1b[31m\x9b2J\u202eevil\r\x7f" + "\ttab\nline"
+    assert decode_text(text.encode() + b"\xff") == seen.text + "\N{REPLACEMENT CHARACTER}"
 
 
 @given(SOUND, st.integers(0, 7), JSON)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from bpipe.comm.health.activity import Activity, State, Status
 from bpipe.comm.health.failure import MOST_DETAILS, MOST_TEXT, Cause, Failure
 from bpipe.comm.wire.frames import HEAD, MAX_BODIES, MAX_BODY, ONLY_HELLO, VERSION, Frame, FrameReader, Kind
-from bpipe.errors import AgreementError, CommError, RankFailedError, RankLostError, TransferTimeoutError
+from bpipe.errors import AgreementError, CommError, RankFailedError, RankLostError, TransferTimeoutError, printable
 
 SIZE = 4  # ranks
 FRAMES = st.builds(Frame, st.sampled_from(Kind), st.integers(0, 2**64 - 1), st.binary(max_size=200))
-TEXTS = st.text(st.characters(codec="utf-8"), max_size=60)
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=60).map(printable)  # as it arrives
 FAILURES = st.builds(Failure, st.sampled_from(Cause), st.integers(0, SIZE - 1), st.integers(-1, 2**40), TEXTS, TEXTS, TEXTS)
 SERVING = st.lists(st.tuples(st.integers(0, 2**32 - 1), st.integers(0, 2**60)), max_size=5).map(tuple)
 STATUSES = st.builds(

@@ -7,18 +7,21 @@ import select
 import socket
 import threading
 import time
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from bpipe.comm.health.links import links
 from bpipe.comm.rendezvous.addresses import Endpoint
+from bpipe.comm.rendezvous.interruptible import GivenUpError
 from bpipe.comm.rendezvous.meeting import Hello, OtherPipelineError, meet_peers
 from bpipe.comm.rendezvous.peers import Peers, process_name
 from bpipe.comm.wire.codec import decode, encode
 from bpipe.comm.wire.frames import Frame, Kind
-from bpipe.errors import AgreementError, CommError
+from bpipe.errors import AgreementError, CommError, is_printable
 from tests.comm.meetings import meet, quietly, store, together
 
 __all__ = ["store"]
@@ -265,3 +268,43 @@ def test_ranks_that_count_pipelines_differently_both_say_so(store):
     assert [type(error) for error in found] == [OtherPipelineError] * 2
     assert [error.theirs for error in found] == [5, 4]
     assert all("rank 0 has 4, rank 1 has 5" in str(error) for error in found)
+
+
+@pytest.mark.parametrize("address, port", [("a\0b", 1), ("\u20ac" * 80, 1), ("localhost", 1), ("127.0.0.1", 0), ("::1", 2**40)])
+def test_a_malformed_place_in_the_store_is_no_place(store, address, port):
+    store.set("key/0", encode(Endpoint(((address, port),), "host", bytes(16))))
+    with pytest.raises(GivenUpError, match=r"ranks \[0\] have not reached"):
+        meet_peers(store, "key", 1, 2, after(3))
+
+
+def after(number: int):
+    """Return a check that gives up at the given call."""
+    calls = iter(range(1, number))
+
+    def check(what: str) -> None:
+        if next(calls, None) is None:
+            raise GivenUpError(what)
+
+    return check
+
+
+def test_a_lost_store_is_an_error_of_our_own(store):
+    class Lost:
+        """A store whose host has ended."""
+
+        def check(self, keys: list[str]) -> bool:
+            raise dist.DistNetworkError("Broken pipe\x1b[31m")
+
+        def set(self, key: str, value: bytes) -> None: ...
+
+    with pytest.raises(CommError, match=r"the store of torch.distributed does not answer") as caught:
+        meet_peers(Lost(), "key", 1, 2, quietly)
+    assert isinstance(caught.value.__cause__, dist.DistNetworkError) and is_printable(str(caught.value))
+
+
+def test_what_a_store_says_when_its_host_has_ended():
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", host.port, is_master=False, timeout=timedelta(seconds=2))
+    del host
+    with pytest.raises(CommError, match=r"the store of torch.distributed does not answer"):
+        meet_peers(client, "key", 1, 2, after(500))

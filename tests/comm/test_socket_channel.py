@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from random import Random
@@ -233,3 +234,30 @@ def test_a_note_of_another_length_than_it_may_have_is_an_error(pair: Pair) -> No
     pair.raw.sendall(LENGTH.pack(NOTED) + LENGTH.pack(MOST_NOTE_BYTES + 1))
     with pytest.raises(CommError, match="a note of"):
         pair.receiver.receive([]).wait()
+
+
+def test_a_note_that_is_announced_takes_no_memory_before_it_comes(pair: Pair) -> None:
+    announced = 2**28
+    pair.raw.sendall(LENGTH.pack(NOTED) + LENGTH.pack(announced) + b"less")
+    pair.raw.shutdown(socket.SHUT_WR)
+    receipt = pair.receiver.receive([])
+    tracemalloc.start()
+    with pytest.raises(TransferError, match="its other end is gone"):
+        receipt.wait()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < announced / 4
+
+
+def test_a_note_larger_than_all_memory_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bpipe.device.total_bytes", lambda device: 1000)
+    pair.raw.sendall(LENGTH.pack(NOTED) + LENGTH.pack(1001))
+    with pytest.raises(CommError, match=r"a note: 1001 bytes are announced, and all memory of .* has 1000"):
+        pair.receiver.receive([]).wait()
+
+
+def test_a_note_in_pieces_is_whole(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bpipe.comm.transport.socket_channel.MOST_AHEAD", 7)
+    note = bytes(range(256))
+    pair.sender.send(None, [], note)
+    assert pair.receiver.receive([]).wait() == note

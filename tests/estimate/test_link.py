@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from bpipe.estimate import Execution, Transformer, model_named
 from bpipe.estimate.devices import link_named
-from bpipe.estimate.link import hiding_bytes_per_s
+from bpipe.estimate.stages import hiding_bytes_per_s
 from tests.estimate.strategies import gpts
 
 

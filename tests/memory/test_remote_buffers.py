@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bpipe.errors import CommError
 from bpipe.memory.host_buffers import HostBuffers
 from bpipe.memory.remote_buffers import RemoteBuffers
 from bpipe.plan.action import PartKey
@@ -149,3 +150,9 @@ def test_what_is_stored_on_the_host_comes_back() -> None:
         assert all(map(torch.equal, arrived, sent))
     host.clear()
     assert host.num_bytes == 0
+
+
+def test_four_tebibytes_are_refused_before_they_are_allocated() -> None:
+    rooms = remote_buffers([64], {0: 0})
+    with pytest.raises(CommError, match=f"a remote activation: {2**42} bytes are announced"):
+        rooms.take(remote(0), [2**42])

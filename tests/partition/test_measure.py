@@ -164,3 +164,18 @@ def test_attention_with_fewer_heads_for_keys_is_counted_too() -> None:
 
     layers = bpipe.measure_layers(nn.Sequential(Grouped()).to("meta"), torch.zeros(2, 6, 16))
     assert layers[0].forward_s > 0
+
+
+def test_a_sparse_buffer_counts_like_a_dense_one() -> None:
+    """As `bpipe.profile` counts it; torch has no `nbytes` of a sparse tensor."""
+
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("adjacency", torch.eye(4).to_sparse())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sparse.mm(self.adjacency, x)
+
+    layers = bpipe.measure_layers(nn.Sequential(nn.Linear(8, 8), Graph()), torch.randn(4, 8), repeats=1)
+    assert layers[1].static_bytes == 64

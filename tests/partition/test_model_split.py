@@ -12,7 +12,7 @@ from torch import nn
 import bpipe
 from bpipe.errors import BPipeError, ConfigurationError, StageError
 from bpipe.partition.model_split import at_cuts
-from bpipe.partition.placeholders import AddsNothing, PassThrough
+from bpipe.partition.skeleton import AddsNothing, PassThrough
 from tests.partition.models import (
     NUM_BLOCKS,
     TOKENS,

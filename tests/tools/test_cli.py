@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from bpipe.errors import is_printable
 from bpipe.extras import how_to_install
 from bpipe.schedules import Costs, Op, Plan, build, rules
 from bpipe.schedules.by_name import forward_plan
@@ -606,3 +607,30 @@ def test_costs_from_a_trace_take_medians(tmp_path: Path):
         calibrated([evaluation], balanced)
     with pytest.raises(ConfigurationError, match="the trace has no F of stage 0"):
         calibrated([simulate(idle, Costs())], plan)
+
+
+EVIL = "\x1b[2J\x9b31m\u202e"
+
+
+def test_a_plan_cannot_control_the_terminal(capsys, tmp_path):
+    path = tmp_path / "plan.txt"
+    path.write_text(build("1f1b", 2, 2).to_text().replace("name=1f1b", f"name={EVIL}"))
+    code, out, err = run(capsys, "check", str(path))
+    assert code == 2 and "control a terminal" in err and is_printable(out + err)
+
+
+def test_a_file_name_cannot_control_the_terminal(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = Path(f"{EVIL}.txt")
+    code, out, err = run(capsys, "check", str(path))
+    assert code == 2 and r"\x1b[2J" in err and is_printable(out + err)
+    path.write_text(build("1f1b", 2, 2).to_text())
+    code, out, err = run(capsys, "compare", str(path), "1f1b", "-p2", "-m2")
+    assert code == 0 and r"\x1b[2J" in out and is_printable(out + err)
+
+
+def test_a_plan_cannot_write_markup(capsys, tmp_path):
+    path = tmp_path / "plan.txt"
+    path.write_text(build("1f1b", 2, 2).to_text().replace("name=1f1b", "name=[/x][bold]me"))
+    code, out, _ = run(capsys, "compare", str(path), "1f1b", "-p2", "-m2")
+    assert code == 0 and "[/x][bold]me" in out

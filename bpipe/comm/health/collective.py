@@ -6,6 +6,7 @@ import struct
 from enum import IntEnum
 from typing import NamedTuple
 
+from bpipe.comm.wire.codec import decode_text
 from bpipe.comm.wire.frames import SMALL_BODY, Frame, Kind
 from bpipe.errors import AgreementError, CommError
 
@@ -73,7 +74,7 @@ class Objection(NamedTuple):
         rank, doing, num_steps = HEAD.unpack_from(body) if len(body) >= HEAD.size else (size, 0, 0)
         if rank >= size:
             raise CommError(f"{len(body)} bytes are not a refusal of a rank in a pipeline of {size}")
-        return cls(rank, doing, num_steps, body[HEAD.size :].decode(errors="replace"))
+        return cls(rank, doing, num_steps, decode_text(body[HEAD.size :]))
 
     def check(self, call: Collective, own_rank: int) -> None:
         """Raise, unless the rank makes the same call as this one; then there is another objection, to the others' call.

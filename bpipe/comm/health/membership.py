@@ -21,6 +21,7 @@ from bpipe.comm.health.failure import Cause, Failure
 from bpipe.comm.health.gather import AllGather, Given, Part
 from bpipe.comm.health.links import links, onward, strides
 from bpipe.comm.health.watchdog import ASKING, Timeouts, Watchdog
+from bpipe.comm.wire.codec import decode_text
 from bpipe.comm.wire.frames import Frame, Kind
 from bpipe.errors import CommError
 
@@ -221,7 +222,7 @@ class Membership:
 
     def _take_objection(self, rank: int, frame: Frame) -> Effects:
         if frame.number == 0:  # it has not come as far as a first call
-            error = f"rank {rank} gave up while the ranks met for their first step: {frame.body.decode(errors='replace')}"
+            error = f"rank {rank} gave up while the ranks met for their first step: {decode_text(frame.body)}"
             return self.fail(Failure(Cause.DISAGREED, rank, self.activity.step, "", error))
         if frame.number < self.activity.call - 1:
             return []

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import ipaddress
+import os
 import socket
 import struct
 from collections.abc import Iterable
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bpipe.comm.wire.codec import decode
 from bpipe.environment import gloo_interfaces, interface_pattern
+from bpipe.errors import CommError
 
 __all__: list[str] = []
 
@@ -30,7 +33,7 @@ class Address(NamedTuple):
     @property
     def is_loopback(self) -> bool:
         """Return whether only this machine reaches it."""
-        return ipaddress.ip_address(self.text).is_loopback
+        return ip_address(self.text).is_loopback
 
 
 class Endpoint(NamedTuple):
@@ -47,6 +50,23 @@ class Endpoint(NamedTuple):
     host: str = ""
     name: bytes = b""
     fingerprint: bytes = b""
+
+
+def read_endpoint(data: bytes) -> Endpoint:
+    """Read an endpoint that another rank has published.
+
+    Raises:
+        CommError: the bytes are not one, or name no address or port: nothing is looked up for a stranger.
+    """
+    endpoint = decode(Endpoint, data, "endpoint")
+    for address, port in endpoint.places:
+        try:
+            ip_address(address)
+        except ValueError as error:
+            raise CommError(f"not a valid endpoint: {error!s:.200}") from error
+        if not 0 < port < 2**16:
+            raise CommError(f"not a valid endpoint: port {port}")
+    return endpoint
 
 
 def own_addresses(store: Any) -> list[Address]:
@@ -89,7 +109,7 @@ def _of_interface(name: str) -> list[Address]:
         import fcntl
 
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            answer = fcntl.ioctl(probe.fileno(), GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
+            answer = fcntl.ioctl(probe.fileno(), GET_ADDRESS, struct.pack("256s", os.fsencode(name)[:15]))
         found.append(Address(socket.inet_ntoa(answer[20:24]), socket.AF_INET))
     with suppress(OSError):
         for number, _, _, scope, _, interface in map(str.split, IPV6_ADDRESSES.read_text().splitlines()):
@@ -108,7 +128,7 @@ def _host_of(store: Any) -> tuple[str, int]:
 def _is_loopback(host: str) -> bool:
     """Return whether a host is called this machine by everybody, so that all ranks are on it."""
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
 

@@ -17,14 +17,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from bpipe.cleanup import noted_on
-from bpipe.comm.rendezvous.addresses import Endpoint, own_addresses
+from bpipe.comm.rendezvous.addresses import Endpoint, own_addresses, read_endpoint
 from bpipe.comm.rendezvous.incoming import MOST_SILENT, IncomingConnections, serve
 from bpipe.comm.rendezvous.listening import Listeners
 from bpipe.comm.rendezvous.outgoing import OutgoingConnections
 from bpipe.comm.rendezvous.peers import NAME_BYTES, PeerConnection, Peers, process_name
 from bpipe.comm.rendezvous.secret import difference, fingerprint, is_same, nonce, proof
+from bpipe.comm.rendezvous.store import using_store
 from bpipe.comm.rendezvous.tcp import prepare
-from bpipe.comm.wire.codec import decode, encode
+from bpipe.comm.wire.codec import decode, decode_text, encode
 from bpipe.comm.wire.frames import SMALL_BODY, Frame, FrameReader, Kind
 from bpipe.environment import INTERFACE_VARIABLES
 from bpipe.errors import AgreementError, CommError, text_of
@@ -90,13 +91,15 @@ def meet_peers(
 
     Raises:
         AgreementError: another rank opens a different pipeline, has a different secret, or has given up in the meantime.
+        CommError: the store does not answer.
     """
     links = {*range(size)} - {rank} if links is None else {*links}
     with Listeners(own_addresses(store), len(links) + MOST_SILENT) as listeners:
         name = os.urandom(NAME_BYTES)
         own = Endpoint(listeners.places, socket.gethostname(), name, fingerprint(secret, name))
         with _Meeting(store, key, rank, links, pipeline, secret, own, listeners) as meeting:
-            store.set(f"{key}/{rank}", encode(own))
+            with using_store():
+                store.set(f"{key}/{rank}", encode(own))
             pause_s = LEAST_PAUSE_S
             while missing := meeting.missing():
                 meeting.connect()
@@ -189,10 +192,10 @@ class _Meeting:
 
     def _find(self, other: int) -> Endpoint | None:
         key = f"{self._key}/{other}"
-        if not self._store.check([key]):
-            return None
+        with using_store():
+            data = self._store.get(key) if self._store.check([key]) else None
         with suppress(CommError):  # something else is under this key
-            return decode(Endpoint, self._store.get(key), "endpoint")
+            return None if data is None else read_endpoint(data)
         return None
 
     def _hello(self, to: bytes) -> Hello:
@@ -305,7 +308,7 @@ class _Meeting:
             return
         first = next(FrameReader().feed(seen), None)
         if first is not None and (first.kind, first.number) == (Kind.REFUSAL, 0):
-            raise _given_up(rank, f": {first.body.decode(errors='replace')}")
+            raise _given_up(rank, f": {decode_text(first.body)}")
         if first is not None or len(seen) == SMALL_BODY:  # its first call
             self._selector.unregister(connection)
 

@@ -28,6 +28,8 @@ from bpipe.comm.rendezvous.addresses import own_addresses
 from bpipe.comm.rendezvous.interruptible import Interruptible
 from bpipe.comm.rendezvous.meeting import OtherPipelineError, meet_peers
 from bpipe.comm.rendezvous.peers import Peers
+from bpipe.comm.rendezvous.store import using_store
+from bpipe.comm.rendezvous.store_keys import WrittenKeys
 from bpipe.comm.transport.base import Transfer, Transport
 from bpipe.comm.transport.communicators import Communicators, maker_of
 from bpipe.comm.transport.connect import open_connections
@@ -38,7 +40,6 @@ from bpipe.comm.transport.process_group import backends_of, count_pipelines
 from bpipe.comm.transport.ring import Ring
 from bpipe.comm.transport.socket_channel import SMALL, Receiver, Sender, SocketChannel
 from bpipe.comm.transport.staging import Staging
-from bpipe.comm.transport.store_keys import WrittenKeys
 from bpipe.comm.transport.works import Noted, Works, transferring
 from bpipe.comm.wire.header import MOST_BYTES
 from bpipe.device import Streams, is_asynchronous
@@ -185,7 +186,8 @@ class C10dTransport(Transport):
             opening.note = f"gloo's connection for {self._named(channel)} is being made"
             own, end = dist.PrefixStore(_place_of(channel), self._store), self._ends(channel).index(self.rank)
             self._written.add_gloo(own, end)
-            self._gloo[channel] = opening.run(partial(dist.ProcessGroupGloo, own, end, 2, timeout))
+            with using_store():
+                self._gloo[channel] = opening.run(partial(dist.ProcessGroupGloo, own, end, 2, timeout))
 
     def _release(self) -> None:
         """End all transfers, and all waits for one.

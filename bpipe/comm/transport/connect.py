@@ -10,12 +10,12 @@ from contextlib import ExitStack, suppress
 
 from bpipe.comm.health.collective import Collective
 from bpipe.comm.health.control_plane import ControlPlane
-from bpipe.comm.rendezvous.addresses import Address, Endpoint
+from bpipe.comm.rendezvous.addresses import Address, Endpoint, read_endpoint
 from bpipe.comm.rendezvous.incoming import MOST_SILENT, IncomingConnections, read_frame, serve
 from bpipe.comm.rendezvous.listening import Listeners
 from bpipe.comm.rendezvous.secret import channel_proof, is_same, nonce
 from bpipe.comm.rendezvous.tcp import prepare
-from bpipe.comm.wire.codec import decode, encode
+from bpipe.comm.wire.codec import encode
 from bpipe.comm.wire.frames import ONLY_PROOF, Frame, FrameReader, Kind
 from bpipe.errors import CommError, TransferError
 
@@ -54,7 +54,7 @@ def open_connections(
     with ExitStack() as unless_done:
         listeners = unless_done.enter_context(Listeners(addresses, len(missing) + MOST_SILENT))
         own = Endpoint(listeners.places, name=nonce(secret))
-        endpoints = [decode(Endpoint, data, "endpoint") for data in control.exchange(Collective.CONNECT, encode(own))]
+        endpoints = [read_endpoint(data) for data in control.exchange(Collective.CONNECT, encode(own))]
         names = [endpoint.name for endpoint in endpoints]
         opened = {}
         for index, (sender, receiver) in enumerate(ends):

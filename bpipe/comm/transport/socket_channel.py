@@ -23,6 +23,7 @@ from bpipe.comm.transport.base import Transfer
 from bpipe.comm.transport.ring import Ring
 from bpipe.comm.transport.worker import Worker
 from bpipe.comm.wire.message import memory_of
+from bpipe.device import check_fits
 from bpipe.device.huge_pages import prefer_huge_pages
 from bpipe.errors import CommError, TransferError
 
@@ -32,6 +33,7 @@ SMALL = 256 * 1024  # bytes: messages up to this size are sent here
 LENGTH = struct.Struct("<Q")
 NOTED = 1 << 63  # in a message's length: a note follows
 MOST_NOTE_BYTES = 2**40
+MOST_AHEAD = 2**24  # bytes of memory that are made before they come
 MOST_PARTS = 512  # of one system call
 _EMPTY = memoryview(LENGTH.pack(0))  # a message of no tensors
 
@@ -191,8 +193,12 @@ class Receiver(SocketChannel):
         (size,) = LENGTH.unpack(length)
         if size > most_bytes:
             raise CommError(f"{self._name}: a {what} of {size} bytes arrived, which may have {most_bytes}")
-        data = bytearray(size)
-        self._fill([memoryview(data)] if size else [])
+        check_fits(size, torch.device("cpu"), f"{self._name}, a {what}")
+        data = bytearray()
+        while missing := min(size - len(data), MOST_AHEAD):  # what has not come takes no memory yet
+            data.extend(bytes(missing))
+            with memoryview(data) as whole, whole[-missing:] as rest:
+                self._fill([rest])
         return bytes(data)
 
     def read_posted(self, last: _Receipt | None = None) -> None:

@@ -1,7 +1,8 @@
 """Encode the records that ranks send each other, except headers, which are frequent and have a separate format.
 
 A record is a NamedTuple. It travels as a JSON array of its type's name and its fields, bytes in hexadecimal digits. What arrives is
-checked against the types of the fields once, in `decode`, so that nothing else has to doubt it. Nothing is unpickled.
+checked against the types of the fields once, in `decode`, so that nothing else has to doubt it: text can be shown on a terminal.
+Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from enum import IntEnum
 from functools import cache, partial
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from bpipe.errors import CommError
+from bpipe.errors import CommError, printable
 
 __all__: list[str] = []
 
@@ -28,6 +29,11 @@ def encode(record: tuple[Any, ...]) -> bytes:
     """Return a record as the bytes that are sent."""
     values = [type(record).__name__, *record]
     return json.dumps(values, ensure_ascii=False, separators=(",", ":"), default=bytes.hex).encode(errors="replace")
+
+
+def decode_text(data: bytes) -> str:
+    """Return the text that another process sent outside a record, as it can be shown."""
+    return printable(data.decode(errors="replace"))
 
 
 def decode(kind: type[Record], data: bytes, what: str) -> Record:
@@ -49,7 +55,7 @@ def decode(kind: type[Record], data: bytes, what: str) -> Record:
             raise ValueError(f"it is of type {name!r:.40}")
         return kind(*_some(_reads(kind), values))
     except (ValueError, TypeError, RecursionError) as error:
-        raise CommError(f"{len(data)} bytes that start {data[:24]!r} are not a valid {what}: {error}") from error
+        raise CommError(f"{len(data)} bytes that start {data[:24]!r} are not a valid {what}: {error!s:.200}") from error
 
 
 @cache
@@ -106,7 +112,7 @@ def _text(value: Any) -> str:
     if type(value) is not str:
         raise TypeError("a field is not a string")
     value.encode()  # which refuses half a character
-    return value
+    return printable(value)
 
 
 def _bytes(value: Any) -> bytes:

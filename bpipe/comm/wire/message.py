@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bpipe.comm.wire.dtensor import FindMesh, describe, from_shard, is_dtensor, shard_of
-from bpipe.errors import CommError, StageError
+from bpipe.errors import CommError, StageError, printable
 
 __all__: list[str] = []
 
@@ -69,6 +69,11 @@ class MessageSpec(NamedTuple):
     def __str__(self) -> str:
         return _text_of(self)
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(meta.num_bytes for meta in self.tensors if meta is not None)
+
     def new(self, device: torch.device) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
         """Allocate uninitialised tensors for such a message; return them, and those that a backend fills."""
         tensors = [None if meta is None else meta.new(device) for meta in self.tensors]
@@ -77,7 +82,7 @@ class MessageSpec(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _text_of(spec: MessageSpec) -> str:
-    return f"{spec.tree} of ({', '.join(map(str, spec.tensors))})"
+    return f"{printable(spec.tree)} of ({', '.join(map(str, spec.tensors))})"
 
 
 def flatten_message(value: Any, where: str) -> tuple[str, list[torch.Tensor]]:
@@ -153,9 +158,9 @@ def unflatten_message(tree: str, tensors: Sequence[Any], find_mesh: FindMesh = _
     except StageError:
         raise
     except Exception as error:
-        raise CommError(f"a message describes no output of a stage: {tree[:200]}") from error
+        raise CommError(f"a message describes no output of a stage: {printable(tree[:200])}") from error
     if rest:
-        raise CommError(f"a message has {len(rest)} tensors more than its description: {tree[:200]}")
+        raise CommError(f"a message has {len(rest)} tensors more than its description: {printable(tree[:200])}")
     return value
 
 

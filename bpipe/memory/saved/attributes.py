@@ -30,10 +30,6 @@ class Kept(NamedTuple):
 def kept_by_functions(nodes: Iterable[Node], where: str) -> list[Kept]:
     """Find the tensors that the Functions of a microbatch's graph keep as attributes.
 
-    Args:
-        nodes: the graph's nodes.
-        where: the stage and microbatch, for messages.
-
     Raises:
         StageError: a Function replays a graph of its device, whose memory the next microbatch overwrites.
     """

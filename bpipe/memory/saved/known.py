@@ -17,29 +17,18 @@ WATCHED = 64  # microbatches in a row that must be equal before later ones are f
 
 @dataclass
 class Known:
-    """Everything known about the followed microbatches of a kind.
+    """Everything known about the followed microbatches of a kind."""
 
-    Args:
-        footprint: that of the latest ones; they are equal.
-        largest: a footprint that covers all since they began to differ.
-        cuts: the positions where parts begin.
-        has_kept: whether custom Functions or checkpointed regions keep tensors themselves.
-        varies: whether they differ.
-        is_settled: whether one was followed until its backward.
-        num_idle: how many followed ones had no gradients, and so did not show the bytes between the two passes of a split backward.
-        shown: the bytes that their graphs show, by the number of nodes.
-        took: their footprints, likewise.
-    """
-
-    footprint: Footprint
-    largest: Footprint
-    cuts: tuple[int, ...]
-    has_kept: bool
-    varies: bool = False
-    is_settled: bool = False
+    footprint: Footprint  # that of the latest ones; they are equal
+    largest: Footprint  # a footprint that covers all since they began to differ
+    cuts: tuple[int, ...]  # the positions where parts begin
+    has_kept: bool  # whether custom Functions or checkpointed regions keep tensors themselves
+    varies: bool = False  # whether they differ
+    is_settled: bool = False  # whether one was followed until its backward
+    # how many followed ones had no gradients, and so did not show the bytes between the two passes of a split backward
     num_idle: int = 0
-    shown: dict[int, int] = field(default_factory=dict)
-    took: dict[int, int] = field(default_factory=dict)
+    shown: dict[int, int] = field(default_factory=dict)  # the bytes that their graphs show, by the number of nodes
+    took: dict[int, int] = field(default_factory=dict)  # their footprints, likewise
     _patience: int = WATCHED // 2
     _num_watched: int = 0  # how many more must be followed and be equal
     _num_assumed: int = 0
@@ -65,13 +54,7 @@ class Known:
         return self._num_assumed % SAMPLED == 0
 
     def saw(self, footprint: Footprint, num_nodes: int, shown: Shown | None) -> None:
-        """Learn from a followed microbatch whose backward has ended.
-
-        Args:
-            footprint: its latest footprint.
-            num_nodes: the number of nodes of its graph.
-            shown: the bytes that the graph showed, if it was looked at.
-        """
+        """Learn from a followed microbatch whose backward has ended."""
         differs = self.is_settled and footprint.num_bytes != self.footprint.num_bytes
         if differs:
             self.differed()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,11 +42,7 @@ class Original:
 
 
 def give_originals(nodes: Iterable[Node]) -> None:
-    """Let the nodes of custom Functions return the original tensors that they saved.
-
-    Args:
-        nodes: the nodes of a graph whose saved tensors our hooks follow.
-    """
+    """Let the nodes of custom Functions return the original tensors that they saved."""
     for node in nodes:
         if isinstance(node, BackwardCFunction) and any(_original(data) is not None for _, data in saved_by(node)):
             node.__class__ = _giving(type(node))
@@ -55,29 +52,16 @@ def _giving(kind: Any) -> type[Any]:
     """Return a node class whose `saved_tensors` are the originals; `kind` keeps it, and is freed with its Function."""
     giving: type[Any] | None = vars(kind).get("_bpipe_giving")
     if giving is None:
-        found = {name: property(_Given(getattr(BackwardCFunction, name))) for name in ("saved_tensors", "saved_variables")}
+        found = {name: property(partial(_given, getattr(BackwardCFunction, name))) for name in ("saved_tensors", "saved_variables")}
         giving = kind._bpipe_giving = type(kind.__name__, (kind,), {"__slots__": (), "__module__": kind.__module__, **found})
     return giving
 
 
-class _Given:
-    """The tensors that a node returns as saved.
-
-    Args:
-        torchs: the attribute by which torch returns them.
-    """
-
-    def __init__(self, torchs: Any) -> None:
-        self._torchs = torchs
-
-    def __call__(self, node: Any) -> tuple[torch.Tensor | None, ...]:
-        pairs = zip(self._torchs.__get__(node), saved_by(node), strict=True)
-        return tuple(_given(node, unpacked, _original(data)) for unpacked, (_, data) in pairs)
-
-
-def _given(node: object, unpacked: Any, original: Original | None) -> Any:
+def _given(torchs: Any, node: Any) -> tuple[torch.Tensor | None, ...]:
+    """Return the tensors that a node returns as saved, given the attribute by which torch returns them."""
+    pairs = [(unpacked, _original(data)) for unpacked, (_, data) in zip(torchs.__get__(node), saved_by(node), strict=True)]
     # torch makes new tensors of a Function's own outputs even without hooks.
-    return unpacked if original is None or unpacked.grad_fn is node else original.in_place_of(unpacked)
+    return tuple(one if its is None or one.grad_fn is node else its.in_place_of(one) for one, its in pairs)
 
 
 def _original(data: object) -> Original | None:

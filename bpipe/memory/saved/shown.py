@@ -16,12 +16,8 @@ from bpipe.memory.saved.storages import storages_of
 __all__: list[str] = []
 
 
-def _without_numbers() -> int:
-    return 0
-
-
 # How many graph nodes this thread has made. If torch does not say, all microbatches of a kind count as equal.
-num_nodes_made: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", _without_numbers)
+num_nodes_made: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
 
 
 # For a plain number, as in `x * 0.5`, a graph keeps 8 bytes that no hook and no count of storages sees.
@@ -29,24 +25,17 @@ _OF_NUMBERS = (torch.float64, torch.int64, torch.complex128, torch.bool)
 
 
 class Shown(NamedTuple):
-    """The bytes of all storages that the nodes of a graph have saved, including those with other owners.
+    """The bytes of all storages that the nodes of a graph have saved, including those with other owners."""
 
-    Args:
-        num_bytes: each storage counts once.
-        is_all: whether there is nothing more, such as tensors hidden by other hooks (`torch.utils.checkpoint`'s, or the user's).
-    """
-
-    num_bytes: int
-    is_all: bool
+    num_bytes: int  # each storage counts once
+    is_all: bool  # whether there is nothing more, such as tensors hidden by other hooks (`torch.utils.checkpoint`'s, or the user's)
 
 
 def shown_by(nodes: Sequence[Node], non_activations: Container[int], where: str) -> Shown:
     """Add up the bytes that the nodes of a microbatch's graph have saved, and those that custom Functions keep as attributes.
 
     Args:
-        nodes: the graph's nodes.
         non_activations: storages that are not activations, such as parameters; a deeper graph uses more of them.
-        where: the stage and microbatch, for messages.
     """
     is_all = _SHOWS_TENSORS
     tensors = [tensor for kept in kept_by_functions(nodes, where) if (tensor := kept.tensor()) is not None]

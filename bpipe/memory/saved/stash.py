@@ -183,11 +183,7 @@ class Stash:
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Follow all tensors that autograd saves inside this context, as packed by the user's own hooks around it, if any.
-
-        Raises:
-            StageError: the forward used a transform that refuses saved-tensor hooks.
-        """
+        """Follow all tensors that autograd saves inside this context, as packed by the user's own hooks around it, if any."""
         self._users = torch._C._autograd._top_saved_tensors_default_hooks(True)
         with following(self.name), torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
@@ -309,10 +305,7 @@ class Stash:
         return found
 
     def _is_elsewhere(self, device: torch.device) -> bool:
-        ours = self._device
-        return ours is not None and (
-            device.type != ours.type or (None not in (device.index, ours.index) and device.index != ours.index)
-        )
+        return self._device is not None and not is_on(device, self._device)
 
     def settle(self, contents: StashContents, num_parts: int) -> None:
         """Assign storages to parts, after a forward: those that are sent to the next stage are in the last part."""
@@ -357,11 +350,7 @@ class Stash:
 
 @contextmanager
 def following(name: str) -> Iterator[None]:
-    """Raise an error that says what to do if a forward uses a transform that refuses our saved-tensor hooks.
-
-    Raises:
-        StageError: the forward used a transform that refuses saved-tensor hooks.
-    """
+    """Raise an error that says what to do if a forward uses a transform that refuses our saved-tensor hooks."""
     try:
         yield
     except RuntimeError as error:
@@ -378,6 +367,11 @@ def following(name: str) -> Iterator[None]:
 def _held(group: Group[Saved], reason: str) -> Held:
     tensor = group.saved[0].tensor
     return Held(tuple(tensor.shape), tensor.dtype, group.storage.nbytes(), reason)
+
+
+def is_on(one: torch.device, device: torch.device) -> bool:
+    """Return whether a device is another one, which may have no index."""
+    return one.type == device.type and (None in (one.index, device.index) or one.index == device.index)
 
 
 def _has_parameter(group: Group[Saved]) -> bool:

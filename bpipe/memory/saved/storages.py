@@ -47,10 +47,14 @@ def keys_of(tensors: Iterable[torch.Tensor]) -> set[int]:
     return {storage._cdata for tensor in tensors for storage in storages_of(tensor)}
 
 
-def as_bytes(storage: Storage, start: int = 0, length: int | None = None) -> torch.Tensor:
-    """View part of a storage as uint8 [length], without a copy. Never `.numpy()` it: that pins the storage's size for good."""
-    length = storage.nbytes() - start if length is None else length
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, start, (length,), (1,))
+def as_bytes(storage: Storage) -> torch.Tensor:
+    """View a storage as uint8 [bytes], without a copy. Never `.numpy()` it: that pins the storage's size for good."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def element_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements, as if it were dense: torch has no `nbytes` of a sparse one."""
+    return tensor.numel() * tensor.element_size()
 
 
 def owners(storage: Storage) -> int:
@@ -74,7 +78,6 @@ def shared_among(tensors: Iterable[torch.Tensor | None], others: Container[int] 
     Usually there are none among many tensors, and finding that out costs two calls for each of them.
 
     Args:
-        tensors: some may be None.
         others: the keys of storages that have another owner.
     """
     places = []

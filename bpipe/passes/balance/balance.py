@@ -8,6 +8,8 @@ then ranks of the same node, then others, then its host. README.md beside this f
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import get_args
 
 from bpipe.errors import BudgetError, ConfigurationError
@@ -123,3 +125,16 @@ def _refusal(problem: Problem, given: Budgets, lacking: str, lowest: Solution) -
 
     more, _ = smallest(attempt, 1, (_missing(lowest, given), lowest), max(problem.peaks))
     return refusal(problem.plan, given, lacking, raised(given, more))
+
+
+def by_count(plan: Plan, to: Destinations | None = None) -> Plan:
+    """Balance a plan of computations to at most ceil((p+2)/2) microbatches per rank, or else to as few as the pass reaches.
+
+    The former (Kim et al., ICML 2023) is for plans with one stage per rank that can meet it.
+    """
+    if plan.num_stages == plan.num_ranks:
+        with suppress(BudgetError):
+            return balance(plan, slots=default_slots(plan.num_stages), to=to)
+    lowest = minimize_peak(plan, Sizes.of([1] * plan.num_stages, num_ranks=plan.num_ranks), to=to)
+    slots = (None,) * plan.num_ranks if lowest.budgets is None else lowest.budgets
+    return replace(lowest, sizes=None, budgets=None, slots=slots)

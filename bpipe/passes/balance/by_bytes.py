@@ -29,16 +29,9 @@ def by_bytes(
     """Balance the computations of a plan in bytes; `finish` adds the transfers to the result.
 
     Args:
-        plan: any; its transfers and budgets are dropped.
-        sizes: the bytes of a microbatch on each stage.
         budgets: the budget in bytes, static bytes included, one number or one per rank; None: as low as possible.
         is_inside: whether parts also move inside forwards and backwards.
-        to: the ranks that may store evicted activations.
         costs: how long computations and transfers take, if known: hidden evictions come first, if the budgets allow it.
-
-    Raises:
-        BudgetError: the budgets cannot be met; the message names the smallest that can.
-        ConfigurationError: sizes, budgets or destinations do not fit the plan.
     """
     first = [Pass.of(in_pieces)] if is_inside else []
     if budgets is None:

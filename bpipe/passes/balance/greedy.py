@@ -38,17 +38,11 @@ class Eviction(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """The evictions of a rank.
+    """The evictions of a rank."""
 
-    Args:
-        evictions: all of them.
-        peak: the rank's peak with these evictions.
-        was_refused: whether a peer had too little memory for one of its evictions.
-    """
-
-    evictions: Sequence[Eviction]
-    peak: int
-    was_refused: bool = False
+    evictions: Sequence[Eviction]  # all of them
+    peak: int  # the rank's peak with these evictions
+    was_refused: bool = False  # whether a peer had too little memory for one of its evictions
 
     @property
     def cost(self) -> tuple[int, int]:
@@ -69,25 +63,15 @@ def are_uneven(sizes: Mapping[int, Sequence[int]]) -> bool:
 
 @dataclass
 class GreedyEviction:
-    """One run over a rank's steps that evicts the best candidate whenever the limit is exceeded.
+    """One run over a rank's steps that evicts the best candidate whenever the limit is exceeded."""
 
-    Args:
-        rank: its steps.
-        times: the begin times of its steps, and the durations of transfers.
-        limit: the most that it may occupy.
-        sizes: for each of its stages, the size of each part of a microbatch that can move.
-        capacities: the peers that may store them, best first.
-        most_parts: the most parts of one microbatch that may be away, so that loads come evenly.
-        size_exponent: the exponent of a candidate's size, which counts against it.
-    """
-
-    rank: RankSteps
-    times: StepTimes
-    limit: int
-    sizes: Mapping[int, Sequence[int]]
-    capacities: Sequence[Capacity]
-    most_parts: int
-    size_exponent: float = 1.0
+    rank: RankSteps  # its steps
+    times: StepTimes  # the begin times of its steps, and the durations of transfers
+    limit: int  # the most that it may occupy
+    sizes: Mapping[int, Sequence[int]]  # for each of its stages, the size of each part of a microbatch that can move
+    capacities: Sequence[Capacity]  # the peers that may store them, best first
+    most_parts: int  # the most parts of one microbatch that may be away, so that loads come evenly
+    size_exponent: float = 1.0  # the exponent of a candidate's size, which counts against it
     num_ranked: int = field(default=0, init=False)  # how many candidates were examined: for the search budget
     evictions: list[tuple[Eviction, RemoteCapacity]] = field(default_factory=list, init=False)
     was_refused: bool = field(default=False, init=False)

@@ -48,13 +48,7 @@ class Problem:
     Args:
         plan: the plan of the computations; its transfers are dropped.
         sizes: the bytes of a microbatch; None to count slots.
-        to: the ranks that may store evicted activations.
-        costs: how long computations and transfers take, if known.
-        rule: "fewest" or "eager".
         keeps_recomputed: whether the plan's recomputations stay; default: the pass decides again, and recomputes nothing.
-
-    Raises:
-        ConfigurationError: sizes, destinations or costs do not fit the plan.
     """
 
     def __init__(
@@ -86,15 +80,10 @@ class Problem:
 
     def _parts(self, rank: int) -> dict[int, Sequence[int]]:
         sizes = self.plan.sizes
-        stages = [stage for stage, owner in enumerate(self.plan.stage_ranks) if owner == rank]
-        return {stage: (1,) if sizes is None else sizes.stages[stage].parts for stage in stages}
+        return {stage: (1,) if sizes is None else sizes.stages[stage].parts for stage in self.plan.stages_of(rank)}
 
     def checked(self, given: int | Sequence[int | None] | None) -> Budgets:
-        """Return one budget per rank.
-
-        Raises:
-            ConfigurationError: a budget is not a whole number of at least 1, or there is not one for each rank.
-        """
+        """Return one budget per rank."""
         return checked(given, self.plan.num_ranks, "slots" if self.plan.sizes is None else "budgets")
 
     def solve(self, budgets: Budgets, *, thorough: bool) -> Solution | str:
@@ -104,7 +93,6 @@ class Problem:
         ranks decide matters, because one may take the memory that another rank depends on, so both orders are tried.
 
         Args:
-            budgets: one per rank.
             thorough: whether to search for a cheaper solution after one has been found.
         """
         best: Solution | None = None

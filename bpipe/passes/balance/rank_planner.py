@@ -55,21 +55,13 @@ class RankSolution(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankPlanner:
-    """Decide the evictions of one rank and their peers, and place the transfers in its list.
+    """Decide the evictions of one rank and their peers, and place the transfers in its list."""
 
-    Args:
-        rank: its number.
-        steps: its steps.
-        timings: the times of its steps, the best first.
-        sizes: for each of its stages, the size of each part of a microbatch that can move.
-        moved: the amount that an eviction moves.
-    """
-
-    rank: int
-    steps: RankSteps
-    timings: Sequence[StepTimes]
-    sizes: Mapping[int, Sequence[int]]
-    moved: Amount
+    rank: int  # its number
+    steps: RankSteps  # its steps
+    timings: Sequence[StepTimes]  # the times of its steps, the best first
+    sizes: Mapping[int, Sequence[int]]  # for each of its stages, the size of each part of a microbatch that can move
+    moved: Amount  # the amount that an eviction moves
 
     def has_choice(self, decision: Decision) -> bool:
         """Return whether a thorough search may find a cheaper solution than a decision."""
@@ -94,8 +86,6 @@ class RankPlanner:
         """Decide the evictions that keep the rank within its limit.
 
         Args:
-            limit: the most that it may occupy.
-            capacities: the peers and their free memory, best first.
             search: the budget for finding a cheaper solution after one has been found.
             by_steps: whether to place transfers step by step even if a cost model says how long they take.
         """
@@ -148,7 +138,8 @@ class RankPlanner:
             lacking = [0 if room is None else max(0, solved.remote_buffers.get(peer, 0) - room) for peer, room in given]
             if not any(lacking):
                 return solved
-            capacities = [capacity if not less else _smaller(capacity, less) for capacity, less in zip(attempt.capacities, lacking)]
+            smaller = zip(attempt.capacities, lacking)
+            capacities = [Capacity(peer, None if room is None else room - less) for (peer, room), less in smaller]
             attempt = replace(attempt, capacities=capacities)
 
     def _solved(self, decision: Decision) -> RankSolution:
@@ -156,8 +147,3 @@ class RankPlanner:
         peers = sorted({eviction.peer for eviction in decision.evictions} - {HOST})
         remote_buffers = {peer: sum(reserve(mirrored(lane, self.rank, peer), self.moved).sizes) for peer in peers}
         return RankSolution(decision, lane, remote_buffers)
-
-
-def _smaller(capacity: Capacity, less: int) -> Capacity:
-    """Reduce a capacity by `less`, the excess of the buffers for its remote activations over the peer's free memory."""
-    return capacity if capacity.room is None else capacity._replace(room=capacity.room - less)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -25,26 +25,18 @@ Part = tuple[int, int, int]  # stage, microbatch, and the part of it; 0 for all
 
 
 class Stay(NamedTuple):
-    """The steps between which a part of a microbatch may be away.
+    """The steps between which a part of a microbatch may be away."""
 
-    Args:
-        saved: the step at which its forward ends.
-        leaves: the first step before which its eviction, which takes one step, may be complete. The output lies in the last part,
-            and must have arrived where it is used.
-        needed: the step before which it must be back.
-    """
-
-    saved: int
+    saved: int  # the step at which its forward ends
+    # the first step before which its eviction (one step) may be complete: the output, in the last part, must have arrived
     leaves: int
-    needed: int
+    needed: int  # the step before which it must be back
 
 
 class RankSteps:
     """The steps of one rank.
 
     Args:
-        plan: a plan of computations.
-        rank: the rank.
         static: the amount that the rank always occupies.
         occupied: the amount that it occupies besides, during each of its computations and the transfers after it.
         arrives: the first computation of the rank, by its index, that comes after a microbatch's output has arrived.
@@ -128,33 +120,24 @@ class RankSteps:
 
 
 def steps_of(plan: Plan) -> list[RankSteps]:
-    """Return the steps of every rank of a plan of computations.
-
-    Raises:
-        PlanError: the computations wait for each other in a cycle.
-    """
+    """Return the steps of every rank of a plan of computations."""
     begins, moments = clock_by_result([plan.compute(rank) for rank in range(plan.num_ranks)], plan.num_stages)
     static = (0,) * plan.num_ranks if plan.sizes is None else plan.sizes.static
     with_messages = plan if plan.sizes is None else communicate(plan, (begins, moments))
+    arrival = partial(_arrival, plan.stage_ranks, moments)
     return [
-        RankSteps(plan, rank, static[rank], _occupied_during(lane, plan.meter()), _Arrivals(plan, rank, begins[rank], moments))
+        RankSteps(plan, rank, static[rank], _occupied_during(lane, plan.meter()), partial(arrival, begins[rank]))
         for rank, lane in enumerate(with_messages.actions)
     ]
 
 
-class _Arrivals:
-    """The times at which a rank's outputs have arrived where they are used."""
-
-    def __init__(self, plan: Plan, rank: int, begins: array[int], moments: Moments) -> None:
-        self._ranks, self._rank, self._begins, self._moments = plan.stage_ranks, rank, begins, moments
-
-    def __call__(self, which: Which) -> int:
-        """Return the index of the rank's first computation that comes after the output's use in the one order of all ranks."""
-        stage, microbatch = which
-        if stage + 1 == len(self._ranks):
-            return 0
-        moment = self._moments.of(Op.F, stage + 1)[microbatch]
-        return bisect_right(self._begins, moment - (self._ranks[stage + 1] < self._rank))
+def _arrival(stage_ranks: Sequence[int], moments: Moments, begins: array[int], which: Which) -> int:
+    """Return the index of the rank's first computation after a microbatch's output is used, in the one order of all ranks."""
+    stage, microbatch = which
+    if stage + 1 == len(stage_ranks):
+        return 0
+    moment = moments.of(Op.F, stage + 1)[microbatch]
+    return bisect_right(begins, moment - (stage_ranks[stage + 1] < stage_ranks[stage]))
 
 
 def _occupied_during(lane: Sequence[Action], meter: Meter) -> Iterator[int]:

@@ -9,15 +9,10 @@ __all__: list[str] = []
 
 
 class Capacity(NamedTuple):
-    """The free memory that a peer has for one evictor.
+    """The free memory that a peer has for one evictor."""
 
-    Args:
-        peer: the acceptor, or HOST.
-        room: the amount that it can store at once; None for any amount.
-    """
-
-    peer: int
-    room: int | None
+    peer: int  # the acceptor, or HOST
+    room: int | None  # the amount that it can store at once; None for any amount
 
 
 class LinkOccupancy:
@@ -43,14 +38,7 @@ class LinkOccupancy:
 
 
 class RemoteCapacity:
-    """The activations of one evictor at one peer, and the links between them.
-
-    Args:
-        capacity: the free memory of the peer.
-        num_steps: the number of the evictor's steps.
-        out: the link to the peer.
-        back: the link from it.
-    """
+    """The activations of one evictor at one peer, and the links between them."""
 
     def __init__(self, capacity: Capacity, num_steps: int, out: LinkOccupancy, back: LinkOccupancy) -> None:
         self.peer, self._room = capacity

@@ -16,19 +16,12 @@ __all__: list[str] = []
 
 
 class StepTimes(NamedTuple):
-    """The times of one rank.
+    """The times of one rank."""
 
-    Args:
-        begins: when each step begins, and the last one ends, in any unit.
-        duration: how long a transfer with a peer takes, by the peer and the number of bytes.
-        is_simulated: whether these come from a cost model. If not, a transfer may take one step, and all peers share one link.
-        hides: whether a transfer that fits is known to be hidden behind computations.
-    """
-
-    begins: Sequence[float]
-    duration: Callable[[int, int], float]
-    is_simulated: bool
-    hides: bool = True
+    begins: Sequence[float]  # when each step begins, and the last one ends, in any unit
+    duration: Callable[[int, int], float]  # how long a transfer with a peer takes, by the peer and the number of bytes
+    is_simulated: bool  # whether these come from a cost model. If not, a transfer may take one step, and all peers share one link.
+    hides: bool = True  # whether a transfer that fits is known to be hidden behind computations
 
     def step_at(self, time: float) -> int:
         """Return the last step that begins by `time`."""

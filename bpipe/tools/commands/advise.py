@@ -18,8 +18,7 @@ from bpipe.estimate.models import model_named, model_names
 from bpipe.estimate.transformer import Transformer
 from bpipe.tools.arguments import nodes_of_pairs, single, whole
 from bpipe.tools.quantities import bytes_of, bytes_per_second_of
-from bpipe.tools.result import Result
-from bpipe.tools.terminal import sign_of_life
+from bpipe.tools.terminal import Result, sign_of_life
 
 __all__: list[str] = []
 
@@ -123,11 +122,18 @@ def _check_what_is_needed(args: argparse.Namespace, model: Transformer | list[Pr
         raise ConfigurationError("on which device? --device a100-80gb; for a profiled model --memory 80GiB is enough")
 
 
+def _profile(path: Path) -> Profile:
+    try:
+        return Profile.from_json(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, ConfigurationError) as error:
+        raise ConfigurationError(f"{path} is not a profile: {error}") from error
+
+
 def _model(args: argparse.Namespace) -> Transformer | list[Profile]:
     files = [Path(name) for name in args.model if name.endswith(".json")]
     given = {field: getattr(args, name) for name, field in DIMENSIONS.items() if getattr(args, name) is not None}
     if files and len(files) == len(args.model) and not given:
-        return [Profile.from_json(path.read_text(encoding="utf-8")) for path in files]
+        return list(map(_profile, files))
     if len(args.model) == 1 and not given and not args.gated:
         return model_named(args.model[0])
     if args.model:

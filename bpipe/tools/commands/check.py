@@ -10,8 +10,8 @@ from bpipe.plan.grid import head
 from bpipe.schedules import verify
 from bpipe.tools.arguments import read_plan
 from bpipe.tools.balancing import balance_notes
-from bpipe.tools.result import Result
 from bpipe.tools.summary import peak_bytes_of, unknown_of
+from bpipe.tools.terminal import Result
 
 __all__: list[str] = []
 
@@ -38,7 +38,4 @@ def run(args: argparse.Namespace) -> Result:
     data = {"file": str(args.file), "is_sound": True, "name": plan.name, "num_actions": count, "peak_slots": plan.peak_slots}
     data |= {**peak_bytes_of(plan), "budgets": plan.budgets}
     said = [*balance_notes(plan), *unknown_of(plan, is_balanced_here=False)]
-    return Result(
-        data=data,
-        shown=lambda: [head(plan), *said, f"sound: {count} actions, each proven to be in its place"],
-    )
+    return Result(data=data, shown=lambda: [head(plan), *said, f"sound: {count} actions, each proven to be in its place"])

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 from bpipe.errors import ConfigurationError
 from bpipe.plan.amounts import show_bytes
 from bpipe.schedules import Timeline
-from bpipe.tools.arguments import add_budget, add_costs, add_plan, is_file, timeline_of
+from bpipe.tools.arguments import add_plan, is_file, timeline_of
 from bpipe.tools.balancing import balance_notes
 from bpipe.tools.draw import SUFFIXES
 from bpipe.tools.output import check_out, write
 from bpipe.tools.quantities import show_seconds
-from bpipe.tools.result import Result
 from bpipe.tools.summary import HOLDS, data_of, holds_of, lacks_static, name_of, share, unknown
-from bpipe.tools.terminal import table
+from bpipe.tools.terminal import Result, table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -38,8 +37,6 @@ EXAMPLES = """examples:
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_plan(parser, num="+")
-    add_costs(parser)
-    add_budget(parser)
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="draw the first two on one axis: .png, .svg or .html")
 
 

@@ -8,8 +8,7 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 
 from bpipe._version import __version__
-from bpipe.tools.result import Result
-from bpipe.tools.terminal import sign_of_life, table
+from bpipe.tools.terminal import Result, sign_of_life, table
 
 __all__: list[str] = []
 

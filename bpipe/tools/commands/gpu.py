@@ -20,7 +20,7 @@ from bpipe.errors import ConfigurationError
 from bpipe.tools.gpu.issue_page import page, summary
 from bpipe.tools.gpu.runner import LIMITS_S, Ran, count, run_all
 from bpipe.tools.gpu.verdict import Outcome
-from bpipe.tools.result import Result
+from bpipe.tools.terminal import Result
 
 __all__: list[str] = []
 
@@ -60,11 +60,7 @@ def _chosen(only: str | None) -> list[str]:
 
 
 def _gpus() -> str:
-    """Describe what the page is about: versions, and the GPUs.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
+    """Describe what the page is about: versions, and the GPUs."""
     try:
         import torch
     except ImportError as error:

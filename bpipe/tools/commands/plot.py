@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from bpipe.tools.arguments import add_budget, add_costs, add_plan, single, timeline_of
+from bpipe.tools.arguments import add_plan, single, timeline_of
 from bpipe.tools.balancing import balance_notes
 from bpipe.tools.draw import SUFFIXES
 from bpipe.tools.output import check_out, write
 from bpipe.tools.quantities import seconds_of
-from bpipe.tools.result import Result
+from bpipe.tools.terminal import Result
 
 __all__: list[str] = []
 
@@ -22,8 +22,6 @@ EXAMPLES = """examples:
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_plan(parser)
-    add_costs(parser)
-    add_budget(parser)
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help=".png, .svg, .pdf or .html")
     parser.add_argument("--from", dest="begin", type=single(seconds_of), metavar="TIME", help="draw from here")
     parser.add_argument("--to", dest="end", type=single(seconds_of), metavar="TIME", help="draw up to here")

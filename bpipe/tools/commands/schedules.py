@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 
 from bpipe.schedules import Rule, rules
-from bpipe.tools.result import Result
+from bpipe.tools.terminal import Result
 
 __all__: list[str] = []
 

@@ -15,11 +15,10 @@ from bpipe.errors import ConfigurationError
 from bpipe.passes.balance.outcome import unbalanced_peaks
 from bpipe.plan.grid import head, num_fitting, rows
 from bpipe.schedules import Plan
-from bpipe.tools.arguments import add_budget, add_costs, add_plan, costs_given, costs_of, plan_of, within_budget
+from bpipe.tools.arguments import add_plan, costs_given, costs_of, plan_of, within_budget
 from bpipe.tools.balancing import balance_notes
-from bpipe.tools.result import Result
 from bpipe.tools.summary import peak_bytes_of, unknown_of
-from bpipe.tools.terminal import console
+from bpipe.tools.terminal import Result, console
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -44,8 +43,6 @@ STYLES = {
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_plan(parser)
-    add_costs(parser)
-    add_budget(parser)
     parser.add_argument("--from", dest="first", type=int, default=0, metavar="COLUMN", help="first column to draw (default: 0)")
     parser.add_argument("--columns", type=int, metavar="N", help="columns to draw (default: what fits; all, into a file)")
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from bpipe.tools.arguments import add_budget, add_costs, add_plan, timeline_of
+from bpipe.tools.arguments import add_plan, timeline_of
 from bpipe.tools.balancing import balance_notes
 from bpipe.tools.output import check_out, write
-from bpipe.tools.result import Result
 from bpipe.tools.summary import data_of, shown_of, unknown
+from bpipe.tools.terminal import Result
 
 __all__: list[str] = []
 
@@ -22,8 +22,6 @@ EXAMPLES = """examples:
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_plan(parser)
-    add_costs(parser)
-    add_budget(parser)
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="write it too: .png, .svg, .html, or .json for Perfetto")
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from bpipe.tools.arguments import chosen_step, read_trace
 from bpipe.tools.output import check_out, write
-from bpipe.tools.result import Result
 from bpipe.tools.summary import data_of, shown_of
+from bpipe.tools.terminal import Result
 
 __all__: list[str] = []
 

@@ -14,11 +14,7 @@ __all__: list[str] = []
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a check, and turn an error that it raises into a verdict.
-
-    Args:
-        arguments: the check's name, the file, and the model's size as JSON.
-    """
+    """Run a check, and turn an error that it raises into a verdict."""
     name, path, size = arguments
     found: list[Verdict] = []
     try:

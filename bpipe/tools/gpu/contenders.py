@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import bpipe
@@ -24,17 +25,9 @@ def _balanced(**how: Any) -> Make:
     return make
 
 
-def _plain(stage: bpipe.PipelineStage, num_microbatches: int, **options: Any) -> bpipe.Schedule:
-    return bpipe.OneFOneB(stage, num_microbatches, loss_fn=loss_of, **options)
-
-
-def _in_slots(stage: bpipe.PipelineStage, num_microbatches: int, **options: Any) -> bpipe.Schedule:
-    return bpipe.BalancedOneFOneB(stage, num_microbatches, loss_fn=loss_of, **options)
-
-
 CONTENDERS: dict[str, Make] = {
-    PLAIN: _plain,
-    SLOTS: _in_slots,
+    PLAIN: partial(bpipe.OneFOneB, loss_fn=loss_of),
+    SLOTS: partial(bpipe.BalancedOneFOneB, loss_fn=loss_of),
     "balanced in bytes": _balanced(budget="lowest"),
     PARTS: _balanced(budget="lowest", parts=NUM_PARTS, inside=True),
     "evicted to the host": _balanced(budget="lowest", to=Destinations(host="only")),

@@ -30,23 +30,14 @@ FREED = "The memory of evicted tensors is free for other tensors at once, by the
 
 
 class Seen(NamedTuple):
-    """The bytes of one rank, according to bpipe and to the allocator.
+    """The bytes of one rank, according to bpipe and to the allocator."""
 
-    Args:
-        said_bytes: `device_peak_bytes`.
-        allocated_bytes: the allocator's peak in a step, without what others have.
-        moment_bytes: what one microbatch's operations need for a moment beside what they save, measured by itself.
-        rounded_bytes: the part of the allocator's peak that was not asked for: it rounds each tensor up.
-        beside_bytes: what is allocated between steps and is neither bpipe's nor the model's.
-        unused_bytes: the allocator's peak of reserved bytes minus its peak of allocated bytes: fragments.
-    """
-
-    said_bytes: int
-    allocated_bytes: int
-    moment_bytes: int
-    rounded_bytes: int
-    beside_bytes: int
-    unused_bytes: int
+    said_bytes: int  # `device_peak_bytes`
+    allocated_bytes: int  # the allocator's peak in a step, without what others have
+    moment_bytes: int  # what one microbatch's operations need for a moment beside what they save, measured by itself
+    rounded_bytes: int  # the part of the allocator's peak that was not asked for: it rounds each tensor up
+    beside_bytes: int  # what is allocated between steps and is neither bpipe's nor the model's
+    unused_bytes: int  # the allocator's peak of reserved bytes minus its peak of allocated bytes: fragments
 
     def problems(self, name: str) -> list[str]:
         """Return what is wrong, if anything is."""
@@ -81,16 +72,11 @@ WAYS: Mapping[str, Mapping[str, Any] | None] = {
 
 
 class Moments(NamedTuple):
-    """The bytes that one microbatch's operations need for a moment, measured by itself.
+    """The bytes that one microbatch's operations need for a moment, measured by itself."""
 
-    Args:
-        saving_bytes: of a forward and its backward, beside what the forward saves.
-        forward_bytes: of a forward that saves nothing, as the first one of a microbatch that is recomputed.
-        part_bytes: of a part of a forward's saved bytes, and a message: this much more may be held if parts leave inside forwards.
-    """
-
-    saving_bytes: int
-    forward_bytes: int
+    saving_bytes: int  # of a forward and its backward, beside what the forward saves
+    forward_bytes: int  # of a forward that saves nothing, as the first one of a microbatch that is recomputed
+    # of a part of a forward's saved bytes, and a message: this much more may be held if parts leave inside forwards
     part_bytes: int
 
     def of(self, how: Mapping[str, Any] | None) -> int:
@@ -152,14 +138,7 @@ def of_one_rank(size: Size, device: torch.device, moments: Moments, how: Mapping
 
 
 def look(schedule: bpipe.Schedule, batch: torch.Tensor, outside: int, moment: int) -> Seen:
-    """Run a step of this rank, wait for the device, and read the allocator's statistics of the step.
-
-    Args:
-        schedule: the schedule of the only pipeline of this process; its gradients are allocated already.
-        batch: what its steps get.
-        outside: the bytes that were allocated before its stage and the batch were made.
-        moment: what operations need for a moment.
-    """
+    """Run a step of this rank, wait for the device, and read the allocator's statistics of the step."""
     device = batch.device
     between = _reset(device)
     schedule.step(batch, target=batch, return_outputs=False)

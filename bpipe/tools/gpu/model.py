@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -14,31 +13,18 @@ __all__: list[str] = []
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """The size of the model and of its batches.
+    """The size of the model and of its batches."""
 
-    Args:
-        num_ranks: of the pipeline, each with one stage.
-        num_microbatches: of a step.
-        width, heads, tokens, sequences: of a block, and of a microbatch.
-        blocks: of a stage.
-        dtype: of parameters and activations, by torch's name.
-        dropout: the share that is dropped after the attention.
-        seconds: of steps that are timed.
-    """
-
-    num_ranks: int = 4
-    num_microbatches: int = 8
-    width: int = 2048
+    num_ranks: int = 4  # of the pipeline, each with one stage
+    num_microbatches: int = 8  # of a step
+    width: int = 2048  # of a block
     heads: int = 16
     tokens: int = 2048
-    sequences: int = 2
-    blocks: int = 1
-    dtype: str = "bfloat16"
-    dropout: float = 0.1
-    seconds: float = 20.0
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    sequences: int = 2  # of a microbatch
+    blocks: int = 1  # of a stage
+    dtype: str = "bfloat16"  # of parameters and activations, by torch's name
+    dropout: float = 0.1  # the share that is dropped after the attention
+    seconds: float = 20.0  # of steps that are timed
 
 
 class Block(nn.Module):

@@ -141,7 +141,8 @@ def _times(found: Sequence[dict[str, Any]], size: Size, bytes_per_s: float) -> l
     balanced = balanced_of(size.num_ranks)[0]
     transfer_s = max(of_rank["timed"]["evicted_bytes"] for of_rank in found) / bytes_per_s
     forward_s = median(of_rank["timed"]["forward_s"] for of_rank in found)
-    exposed, over_plain = _share(found, balanced, "evictions_s"), _over_plain(found, balanced)
+    exposed = _share(found, balanced, "evictions_s")
+    over_plain = median(one / other for one, other in zip(_steps(found, balanced), _steps(found, PLAIN), strict=True))
     numbers = {
         "step_s, plain": median(_steps(found, PLAIN)),
         "step_s, balanced": median(_steps(found, balanced)),
@@ -179,10 +180,6 @@ def _steps(found: Sequence[dict[str, Any]], name: str) -> list[float]:
     """Return the seconds of each step, which lasts until its slowest rank is done."""
     of_ranks = [[step["step_s"] for step in of_rank["timed"]["steps"][name]] for of_rank in found]
     return [max(of_step) for of_step in zip(*of_ranks, strict=True)]
-
-
-def _over_plain(found: Sequence[dict[str, Any]], balanced: str) -> float:
-    return median(one / other for one, other in zip(_steps(found, balanced), _steps(found, PLAIN), strict=True))
 
 
 def _share(found: Sequence[dict[str, Any]], name: str, key: str) -> float | None:

@@ -35,11 +35,7 @@ def size_of(size: Size, num_ranks: int) -> Size:
 
 
 def as_rank(rank: int, size: Size, device: torch.device) -> dict[str, Any]:
-    """Do one rank's part. Collective over the default process group, which has a backend for the CPU and one for the device.
-
-    Returns:
-        What `judge` takes from each rank, plain enough for JSON.
-    """
+    """Do one rank's part, and return what `judge` takes from each. Collective over the default group, of the CPU and the device."""
     names = [PLAIN, *balanced_of(size.num_ranks)]
     expected = by_itself(size, device, [rank])[: -size.num_microbatches]  # but for the losses
     differences, moved = {}, {}

@@ -45,15 +45,7 @@ def run_all(
     launch: Sequence[str] = LAUNCH,
     most_s: float = MOST_S,
 ) -> list[Ran]:
-    """Run checks one after another.
-
-    Args:
-        limits_s: the seconds that each check may take, by its name.
-        size: what to change in the model's size.
-        say: called with what begins, and how it ended.
-        launch: the command that runs a check.
-        most_s: the seconds that all together may take.
-    """
+    """Run checks one after another."""
     until = time.monotonic() + most_s
     ran = []
     for name, limit_s in limits_s.items():

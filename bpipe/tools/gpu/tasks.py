@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import platform
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from bpipe.tools.gpu import checkout, equality, memory, nccl, versions
+from bpipe._version import __version__
+from bpipe.device import name_of
+from bpipe.tools.gpu import checkout, equality, memory, nccl
 from bpipe.tools.gpu.model import Size, make_deterministic
-from bpipe.tools.gpu.verdict import Verdict
+from bpipe.tools.gpu.verdict import Verdict, judged
 
 __all__: list[str] = []
 
 WIDER = 2  # over NCCL: the wider a block, the longer its forward beside the transfer of what it saves
+MEANING = "What all else on this page ran with."
 
 
 def verdicts_of(name: str, size: Size) -> Iterable[Verdict]:
@@ -22,7 +28,7 @@ def verdicts_of(name: str, size: Size) -> Iterable[Verdict]:
     device = torch.device("cuda", 0)
     match name:
         case "environment":
-            return versions.check()
+            return _environment()
         case "equality":
             return equality.check(size, device)
         case "memory":
@@ -35,3 +41,31 @@ def verdicts_of(name: str, size: Size) -> Iterable[Verdict]:
         case "suite":
             return [checkout.suite(checkout.root())]
     raise ValueError(f"no check {name!r}")
+
+
+def _environment() -> list[Verdict]:
+    """List versions and GPUs, and run one operation on each GPU."""
+    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    wrong = [f"GPU {device.index} adds wrong" for device in devices if torch.ones(8, device=device).sum().item() != 8]
+    return [judged("environment", MEANING, wrong, _found(devices))]
+
+
+def _found(devices: list[torch.device]) -> dict[str, Any]:
+    names = Counter(map(name_of, devices))
+    return {
+        "GPUs": ", ".join(f"{number} x {name}" for name, number in names.items()),
+        "memory of the first, free_bytes": torch.cuda.mem_get_info(devices[0])[0],
+        "memory of the first, all_bytes": torch.cuda.mem_get_info(devices[0])[1],
+        "bpipe": __version__,
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda or torch.version.hip or "none",
+        "NCCL": _nccl(),
+        "Python": platform.python_version(),
+    }
+
+
+def _nccl() -> str:
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    except (AttributeError, RuntimeError):
+        return "none"

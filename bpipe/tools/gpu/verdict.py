@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -24,30 +24,16 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """One row of the page.
+    """One row of the page."""
 
-    Args:
-        check: what was checked, in a few words.
-        outcome: how it ended.
-        meaning: what it means that it passed.
-        reason: why it failed, or why it does not apply.
-        numbers: what was measured; the ends of names say their units: `_bytes`, `_s`.
-    """
-
-    check: str
-    outcome: Outcome
-    meaning: str = ""
-    reason: str = ""
-    numbers: Mapping[str, Any] = field(default_factory=dict)
+    check: str  # what was checked, in a few words
+    outcome: Outcome  # how it ended
+    meaning: str = ""  # what it means that it passed
+    reason: str = ""  # why it failed, or why it does not apply
+    numbers: Mapping[str, Any] = field(default_factory=dict)  # what was measured; the ends of names say their units: `_bytes`, `_s`
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "check": self.check,
-            "outcome": self.outcome.value,
-            "meaning": self.meaning,
-            "reason": self.reason,
-            "numbers": dict(self.numbers),
-        }
+        return asdict(self) | {"outcome": self.outcome.value}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Verdict:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ def test_the_command_writes_its_page(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     """A check is a process, which has the simulated device too."""
     launch = (sys.executable, "-c", IN_A_PROCESS)
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(gpu, "run_all", lambda limits_s, size, say: partial(run_all, launch=launch)(limits_s, SIZE.to_dict(), say))
+    monkeypatch.setattr(gpu, "run_all", lambda limits_s, size, say: partial(run_all, launch=launch)(limits_s, asdict(SIZE), say))
     assert main(["gpu", "--only", "environment", "--out", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
     assert "bpipe-gpu.md" in out and "environment: at most 40 s" in err and "passed: environment" in err

@@ -1,0 +1,187 @@
+"""Hostile files of any size take memory and time in proportion to their size."""
+
+from __future__ import annotations
+
+import json
+import time
+import tracemalloc
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from bpipe.errors import BPipeError
+from bpipe.plan.action import Action, Op
+from bpipe.plan.reserved import reserve
+from bpipe.schedules import Costs, Plan, build, simulate, verify
+from bpipe.schedules.torch_csv import from_csv
+from bpipe.tools.chrome import Origin, lines
+from bpipe.tools.chrome_read import parse
+
+MEMORY, ALLOWANCE = 400, 2**20  # bytes for each byte of input, and in any case
+FACTOR, MOST = 8, 24  # a file that is 8 times as large takes less than 24 times as long; it would take 64 if that were quadratic
+CELLS = 2**26  # bytes of the largest picture
+
+Read = Callable[[str], object]
+
+
+def _plan(num_stages: int, m: int, lane: Iterable[str], served: Iterable[str] = (), *sizes: str) -> str:
+    head = f"bpipe-plan 1 name=x microbatches={m} stage_ranks={','.join(['0'] * num_stages)} slots=- backward=1"
+    return "\n".join([head, *sizes, f"rank 0: {' '.join(lane)}", f"serve 0: {' '.join(served)}", ""])
+
+
+def _on_one_rank(n: int) -> str:
+    return _plan(n, 1, [*(f"{stage}F0" for stage in range(n)), *(f"{stage}B0" for stage in reversed(range(n)))])
+
+
+def _on_many_ranks(n: int) -> str:
+    return build("1f1b", n, 1).to_text()
+
+
+def _pieces(n: int) -> str:
+    return _plan(1, n, (f"0F{i}.1" for i in range(n)), (), "size 0: 1,1 0 0 0 0 0", "static: 0")
+
+
+def _moves_at_one_place(n: int) -> str:
+    forwards, backwards, moves = ([f"0{op}{i}" for i in range(n)] for op in ("F", "B", "EVICT"))
+    return _plan(1, n, [*forwards[:1], *moves, *forwards[1:], *backwards])
+
+
+def _check(text: str) -> None:
+    verify(Plan.from_text(text))
+
+
+def _draw(text: str) -> str:
+    return str(Plan.from_text(text))
+
+
+def _peak_slots(text: str) -> object:
+    return Plan.from_text(text).peak_slots
+
+
+def _trace(change: Callable[[dict[str, Any]], None]) -> str:
+    trace = json.loads("".join(lines([simulate(build("balanced_1f1b", 4, 4), Costs())], Origin())))
+    change(trace)
+    return json.dumps(trace)
+
+
+def _read_trace(text: str) -> object:
+    return parse(text, "trace.json")
+
+
+def _timelines(n: int) -> str:
+    """Timelines over a plan, of which none has times."""
+
+    def change(trace: dict[str, Any]) -> None:
+        trace["otherData"]["plans"] = [build("gpipe", 4, n).to_text()]
+        trace["otherData"]["timelines"] *= n
+        trace["traceEvents"] = []
+
+    return _trace(change)
+
+
+def _long(key: str) -> Callable[[int], str]:
+    def make(n: int) -> str:
+        def change(trace: dict[str, Any]) -> None:
+            slice_ = next(event for event in trace["traceEvents"] if event["ph"] == "X")
+            (slice_ if key in slice_ else slice_["args"])[key] = "9" * 100 * n
+
+        return _trace(change)
+
+    return make
+
+
+def _gathered_again(n: int) -> str:
+    """A stage's weights are gathered and given back many times: every slice of that has the same text."""
+    plan = _plan(1, 1, ["0UNSHARD", "0F0", "0B0", "0REDUCE_GRAD", *["0RESHARD", "0UNSHARD"] * n, "0RESHARD"])
+    lane = Plan.from_text(plan).actions[0]
+    header = {"plan": 0, "source": "simulated", "step": None, "start_ns": 0, "ranks": [0], "static_bytes": [0]}
+    about = {"format": "bpipe-trace 3", "run": "", "is_complete": True, "plans": [plan]}
+    about["timelines"] = [{**header, "remote_buffer_bytes": [0], "clock_error_s": None}]
+    slices = [
+        {"ph": "X", "pid": 1, "cat": "x", "ts": i, "dur": 1, "args": {"action": str(a), "timeline": 0}} for i, a in enumerate(lane)
+    ]
+    return json.dumps({"otherData": about, "traceEvents": slices})
+
+
+CASES: dict[str, tuple[Callable[[int], str], Read, int]] = {  # what makes a file of size n, what reads it, n
+    "check stages of one rank": (_on_one_rank, _check, 400),
+    "check stages of many ranks": (_on_many_ranks, _check, 50),
+    "check repeated actions": (lambda n: _plan(1, n, ["0F0"] * n), _check, 400),
+    "check missing actions": (lambda n: _plan(1, n, (f"0F{i}" for i in range(n))), _check, 400),
+    "check pieces": (_pieces, _check, 400),
+    "check peers": (lambda n: _plan(1, 1, ["0F0", "0B0"], (f"0ACCEPT0@{i}" for i in range(n))), _check, 400),
+    "draw stages without actions": (lambda n: _plan(10 * n, 1, ["0F0", "0B0"]), _draw, 400),
+    "draw peers": (lambda n: _plan(1, 1, ["0F0", "0B0"], (f"0ACCEPT0@{i}" for i in range(n))), _draw, 400),
+    "draw moves at one place": (_moves_at_one_place, _draw, 400),
+    "peak slots": (lambda n: _plan(1, 1, [], (f"0ACCEPT{i}@1" for i in range(n))), _peak_slots, 400),
+    "csv": (lambda n: "\n".join(f"{stage}F0,{stage}B0" for stage in range(n)), from_csv, 50),
+    "trace of many timelines": (_timelines, _read_trace, 30),
+    "trace with a long time": (_long("ts"), _read_trace, 2000),
+    "trace with a long action": (_long("action"), _read_trace, 2000),
+    "trace of one action many times": (_gathered_again, _read_trace, 200),
+}
+
+
+def _attempt(read: Read, text: str) -> str:
+    try:
+        read(text)
+    except BPipeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_memory_is_in_proportion(name: str) -> None:
+    make, read, n = CASES[name]
+    text = make(n)
+    tracemalloc.start()
+    try:
+        said = _attempt(read, text)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < MEMORY * len(text) + ALLOWANCE and len(said) < 4000
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_time_is_in_proportion(name: str) -> None:
+    make, read, n = CASES[name]
+    texts = make(n), make(FACTOR * n)
+    seconds = [min(_seconds(read, text) for _ in range(2)) for text in texts]
+    assert seconds[1] < MOST * seconds[0] * len(texts[1]) / (FACTOR * len(texts[0])) + 0.05
+
+
+def _seconds(read: Read, text: str) -> float:
+    start = time.process_time()
+    _attempt(read, text)
+    return time.process_time() - start
+
+
+@pytest.mark.exhaustive
+def test_a_hundred_thousand_stages_are_checked_at_once() -> None:
+    text = _on_one_rank(100_000)
+    assert _seconds(_check, text) < 30  # some 3 s on a quiet machine; 250 s when each stage's neighbours were searched for
+
+
+def test_timelines_without_times_take_no_room_for_them() -> None:
+    text = _timelines(700)
+    tracemalloc.start()
+    assert "no times of" in _attempt(_read_trace, text)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < MEMORY / 4 * len(text)
+
+
+def test_a_picture_has_a_bounded_size() -> None:
+    picture = _draw(_on_many_ranks(1500))
+    assert len(picture) < CELLS and "more columns" in picture.splitlines()[-1]
+    assert "more columns" not in _draw(_on_many_ranks(20))
+
+
+def test_buffers_are_reserved_at_once() -> None:
+    n = 20_000
+    arrive, leave = ([Action(op, 0, i) for i in range(n)] for op in (Op.ACCEPT, Op.WAIT_RETURN))
+    start = time.process_time()
+    assert len(reserve([*arrive, *leave, *arrive]).sizes) == n
+    assert time.process_time() - start < 5
