@@ -103,10 +103,10 @@ def some_ranks(which: range, size: int, pipe: Connection) -> None:
     threading.stack_size(2**18)
     frames: Counter[str] = Counter()
 
-    def counting(peer: PeerConnection, frame: Frame, send: Any = PeerConnection.send) -> None:
+    def counting(peer: PeerConnection, data: bytes, send: Any = PeerConnection.send_packed) -> bool:
         frames["frames"] += 1
-        frames["bytes"] += len(frame.pack())
-        send(peer, frame)
+        frames["bytes"] += len(data)
+        return bool(send(peer, data))
 
     with ThreadPoolExecutor(len(ranks)) as pool:
         while (asked := pipe.recv()) != "end":
@@ -114,9 +114,9 @@ def some_ranks(which: range, size: int, pipe: Connection) -> None:
                 list(pool.map(Rank.meet, ranks))
                 pipe.send([(rank.num_requests, rank.num_sockets, rank.met_s) for rank in ranks])
             elif asked == "count":
-                PeerConnection.send, send = counting, PeerConnection.send  # type: ignore[method-assign]
+                PeerConnection.send_packed, send = counting, PeerConnection.send_packed  # type: ignore[method-assign]
                 list(pool.map(Rank.step, ranks, [STEPS] * len(ranks)))
-                PeerConnection.send = send  # type: ignore[method-assign]
+                PeerConnection.send_packed = send  # type: ignore[method-assign]
                 pipe.send(dict(frames))
             elif asked == "step":
                 began, cpu_s = time.perf_counter(), time.process_time()
