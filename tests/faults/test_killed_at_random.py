@@ -53,8 +53,8 @@ def is_ours(process: int) -> bool:
 
 
 def shared() -> set[str]:
-    """Memory of bpipe that any process of this test has open, and files in the folder of shared memory."""
-    found = set(os.listdir("/dev/shm"))
+    """Memory of bpipe that any process of this test has open, and what has its name in the folder of shared memory."""
+    found = {name for name in os.listdir("/dev/shm") if "bpipe" in name}
     for link in Path("/proc").glob("[0-9]*/fd/*"):
         try:
             target = os.readlink(link)
