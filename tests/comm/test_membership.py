@@ -517,6 +517,19 @@ def test_one_rank_s_word_reaches_all_in_a_few_hops(size: int, num_away: int, kin
             one.collected(TRACE)
 
 
+@pytest.mark.parametrize("size", [4, 7, 12, 64])
+def test_a_late_rank_keeps_all_that_sound_ranks_give(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link hands on what up to half of the ranks give, each of them as much as it may."""
+    monkeypatch.setattr("bpipe.comm.health.membership.MOST_AHEAD_BYTES", 1100)
+    ranks = Ranks(size, 1, lambda rank: b"%04d" % rank * 250)
+    ranks.left_to_do[0] = 0
+    ranks.settle()
+    assert ranks.members[0].failure is None
+    ranks.left_to_do[0] = 1
+    ranks.settle()
+    assert ranks.left_to_do == [0] * size and ranks.errors == [None] * size
+
+
 @pytest.mark.parametrize("size", [7, 64])
 def test_late_and_frozen_ranks_are_named_among_many(size: int) -> None:
     ranks, late, frozen = Ranks(size, 1), {2, size - 1}, {4}

@@ -37,6 +37,16 @@ def links(rank: int, size: int) -> frozenset[int]:
     return frozenset((rank + step) % size for stride in ahead for step in (stride, -stride))
 
 
+def num_told(rank: int, source: int, size: int) -> int:
+    """Return of how many ranks another one tells this rank in a call, at most.
+
+    >>> [num_told(0, source, 12) for source in (11, 10, 8, 4)], num_told(0, 1, 4)
+    ([1, 2, 4, 4], 1)
+    """
+    stride = (rank - source) % size
+    return min(stride, size - stride) if (stride,) in strides(size) else 1
+
+
 def onward(rank: int, source: int, size: int) -> frozenset[int]:
     """Return to whom a rank forwards what all ranks have to know: its links, but for those of the rank that has told it."""
     return links(rank, size) - links(source, size) - {source}

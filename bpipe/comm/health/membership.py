@@ -19,7 +19,7 @@ from bpipe.comm.health.collective import HAS_LEFT, REFUSES, Collective, Objectio
 from bpipe.comm.health.effects import Effect, Send, Signal
 from bpipe.comm.health.failure import Cause, Failure
 from bpipe.comm.health.gather import AllGather, Given, Part
-from bpipe.comm.health.links import links, onward, strides
+from bpipe.comm.health.links import links, num_told, onward, strides
 from bpipe.comm.health.watchdog import ASKING, Timeouts, Watchdog
 from bpipe.comm.wire.codec import decode_text
 from bpipe.comm.wire.frames import Frame, Kind
@@ -33,7 +33,7 @@ STATUS = struct.Struct("<II")  # who asks and who answers; the status follows
 # A call completes only when all ranks have made it, so another rank is at most one call ahead of this one, and further only by
 # calls that a rank has refused or made differently, which complete for nobody.
 MOST_AHEAD = 64
-MOST_AHEAD_BYTES = 2**30 + 2**26  # of one rank: its longest call, and refusals
+MOST_AHEAD_BYTES = 2**30 + 2**26  # of one rank, for each rank that it tells of: the longest call, and refusals
 
 Effects = list[Effect]
 
@@ -241,7 +241,7 @@ class Membership:
         if ahead <= 0:
             return []
         kept = sum(len(data) for parts in self._parts.values() if rank in parts for data in parts[rank].entries.values())
-        if ahead <= MOST_AHEAD and kept + len(frame.body) <= MOST_AHEAD_BYTES:
+        if ahead <= MOST_AHEAD and kept + len(frame.body) <= MOST_AHEAD_BYTES * num_told(self.rank, rank, self.size):
             return []
         how = f"is {ahead} calls ahead of rank {self.rank}, and has sent {kept + len(frame.body)} bytes for them"
         return self._exceeds(rank, f"{how}: either its loop catches the error of each call and calls again, or it")
