@@ -191,6 +191,8 @@ def test_a_peer_that_does_not_read_its_answers_is_named_and_holds_up_nobody(stor
     """Rank 1 asks and asks. Before, rank 0's control thread stood still for 30 s once the kernel had no more room."""
     with planes(store, 3) as made:
         peer = made[1].peers[0]
+        made[0].peers[1].connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # the kernel holds little, so that
+        peer.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # few answers fill it on a busy machine, too
         with made[1]._changed:  # so that rank 1 reads nothing
             began = time.monotonic()
             peer.connection.setblocking(True)
