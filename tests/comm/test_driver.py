@@ -206,7 +206,7 @@ def test_a_peer_that_does_not_read_its_answers_is_named_and_holds_up_nobody(stor
             with pytest.raises(AgreementError, match="rank 1 does not read what rank 0 sends it"):
                 made[2].exchange(Collective.STEP, b"")
             assert time.monotonic() - began < 5
-            assert made[0].peers[1].num_waiting == MOST_WAITING
+            assert 0 < made[0].peers[1].num_waiting <= MOST_WAITING  # its thread may have read once, before it waits for the lock
             peer.connection.setblocking(False)
 
 
