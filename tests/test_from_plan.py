@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import bpipe
 from bpipe.api.report import Report
-from bpipe.errors import CommError, ConfigurationError, PlanError, StageError
+from bpipe.errors import CommError, ConfigurationError, PlanError, StageError, printable
 from bpipe.schedules import Plan, StageSizes, build
 from bpipe.schedules.by_name import forward_plan
 from tests.models import batch_of, modules_of, mse, single_process
@@ -102,7 +102,7 @@ REPORTS = st.builds(
     st.dictionaries(st.integers(0, 64), SIZES, max_size=3),
     st.integers(0, 2**50),
     st.none() | st.integers(0, 2**50),
-    st.text(max_size=20),
+    st.text(max_size=20).map(printable),  # as it arrives
     st.integers(0, 2**50),
 )
 

@@ -104,6 +104,8 @@ class Lanes:
         if action.op not in SERVED or action.peer is None:
             run.execute(action)
             return
+        if not run.serves(action.peer):
+            return
         with on_stream(self._side_stream(run.rank, action.peer)):
             run.execute(action)
         activity.serving[action.peer] += 1

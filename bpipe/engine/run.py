@@ -133,9 +133,13 @@ class Run:
         sizes = [(stage, self.evictions.taken((stage, microbatch))) for stage in self._stages]
         return sizes, self._messages.agreed(microbatch, self._stages)
 
+    def serves(self, evictor: int) -> bool:
+        """Return whether this rank does anything for an evictor: it does not if the evictor reaches its memory."""
+        return evictor in self._acceptors
+
     def chains(self) -> dict[int, Sequence[Action]]:
-        """Return what this rank does for each evictor that does not reach its memory, by evictor."""
-        return {evictor: chain for evictor, chain in self.plan.chains(self.rank).items() if evictor in self._acceptors}
+        """Return what this rank does for each evictor that it serves."""
+        return {evictor: chain for evictor, chain in self.plan.chains(self.rank).items() if self.serves(evictor)}
 
     def _acceptor(self, action: Action) -> Acceptor:
         assert action.peer is not None

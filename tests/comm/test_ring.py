@@ -140,3 +140,26 @@ def test_a_byte_that_is_none_of_ours_is_refused() -> None:
         sender._connection.sendall(socket_channel.LENGTH.pack(2 * CHUNK) + b"\7")
         with pytest.raises(TransferError, match=r"b'\\x07' came in place of"):
             receipt.wait()
+
+
+def send_and_close(sender: Sender, size: int) -> None:
+    sender.send(None, [numbers(0, size)]).wait()
+    sender.close()
+
+
+@pytest.mark.parametrize("size", [SMALL + 1, CHUNK, NUM_CHUNKS * CHUNK, 5 * CHUNK])
+def test_a_sender_that_closes_at_once_loses_nothing(size: int) -> None:
+    """Over TCP, whose kernel drops what has arrived if its other end is closed with something to read."""
+    for _ in range(20):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            ours = socket.create_connection(server.getsockname())
+            theirs, _ = server.accept()
+        file = SharedFile()
+        sender, receiver = Sender(ours, NAME, Ring(file, ours)), Receiver(theirs, NAME, Ring(file, theirs))
+        done = threading.Thread(target=send_and_close, args=(sender, size))
+        done.start()
+        target = torch.zeros(size, dtype=torch.uint8)
+        receiver.receive([target]).wait()
+        done.join()
+        receiver.close()
+        assert torch.equal(target, numbers(0, size))

@@ -261,14 +261,9 @@ class C10dTransport(Transport):
         ends = [self._ends(channel) for channel in channels]
         is_able = self.device.type == "cpu" and may_share_memory() and can_share()
         rings = {}
-        for index, link in open_local_links(
+        for index, (link, file) in open_local_links(
             ends, self.rank, self._token, self.control, can_share=is_able, secret=self._secret
         ).items():
-            if ends[index][0] == self.rank:
-                file = SharedFile()
-                link.pass_on([file])
-            else:
-                (file,) = self._taken(link, channels[index], 1)
             rings[index] = Ring(file, connections[index])
             if channels[index].purpose is Purpose.EVICT:
                 self._links[channels[index]] = link

@@ -32,8 +32,11 @@ class _Opened(NamedTuple):
 
 def open_local_links(
     ends: Sequence[tuple[int, int]], rank: int, token: bytes, control: ControlPlane, *, can_share: bool, secret: bytes = b""
-) -> dict[int, LocalLink]:
-    """Open a link for each pair of ranks that share a host, and return this rank's links by index. Collective.
+) -> dict[int, tuple[LocalLink, SharedFile]]:
+    """Open a link for each pair of ranks that share a host, and share a file over it. Collective.
+
+    Returns:
+        This rank's links by index, each with the file.
 
     Whether two ranks share a host is found out by trying: a name in the kernel's own table of sockets is known only there.
 
@@ -50,19 +53,24 @@ def open_local_links(
         listener = after.enter_context(_listener(len(ends))) if can_share else None
         own = b"" if listener is None else os.fsencode(listener.getsockname())
         names = control.exchange(Collective.CONNECT, own)
-        opened: dict[int, socket.socket] = {}
+        opened: dict[int, tuple[LocalLink, SharedFile]] = {}
         for index, (opener, acceptor) in enumerate(ends):
             if opener == rank and own and names[acceptor]:
                 with suppress(OSError):  # it is on another host, or in another network namespace
                     proof = channel_proof(secret, "opener", token, index, ends[index], names)
-                    opened[index] = unless_done.enter_context(_connected(names[acceptor], Frame(Kind.HELLO, index, proof)))
+                    connection = unless_done.enter_context(_connected(names[acceptor], Frame(Kind.HELLO, index, proof)))
+                    opened[index] = LocalLink(connection), SharedFile()
+                    opened[index][0].pass_on([opened[index][1]])  # at once, so that no rank waits for it after the reports
         reports = control.exchange(Collective.CONNECT, encode(_Opened(tuple(opened))))
         coming = {index for opener, data in enumerate(reports) for index in _coming(data, ends, opener, rank)}
         if listener is not None:
             expected = {index: channel_proof(secret, "opener", token, index, ends[index], names) for index in coming}
-            opened |= arrived([listener], expected, control)
+            for index, connection in arrived([listener], expected, control).items():
+                link = LocalLink(unless_done.enter_context(connection))
+                (file,) = link.take(1)
+                opened[index] = link, file
         unless_done.pop_all()
-    return {index: LocalLink(connection) for index, connection in opened.items()}
+    return opened
 
 
 def _coming(data: bytes, ends: Sequence[tuple[int, int]], opener: int, acceptor: int) -> list[int]:

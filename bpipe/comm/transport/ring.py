@@ -30,7 +30,7 @@ class Ring:
     def __init__(self, file: SharedFile, connection: socket.socket) -> None:
         self._file, self._connection = file, connection
         self._chunks: list[np.ndarray] = []
-        self._num_filled = self._num_emptied = 0  # as far as this end knows
+        self._num_filled = self._num_emptied = 0  # as far as this end has to know
 
     @property
     def num_bytes(self) -> int:
@@ -38,21 +38,29 @@ class Ring:
         return self._file.num_bytes
 
     def push(self, parts: Iterable[memoryview]) -> None:
-        """Copy a message in, as the receiver makes room. Blocks.
+        """Copy a message in, as the receiver makes room. Blocks until the receiver has copied all of it out.
+
+        Otherwise a connection might be closed that has bytes of the receiver's to read, and the kernel would then drop what the
+        receiver has yet to read.
 
         Raises:
             OSError: the connection has ended.
         """
         for pieces in _in_chunks(parts):
-            if self._num_filled - self._num_emptied == NUM_CHUNKS:
-                self._hear(EMPTIED)
-                self._num_emptied += 1
+            self._wait_until_waiting(NUM_CHUNKS - 1)
             chunk, start = self._next(), 0
             for piece in pieces:
                 np.copyto(chunk[start : start + len(piece)], np.frombuffer(piece, np.uint8))
                 start += len(piece)
             self._num_filled += 1
             self._connection.sendall(READY)
+        self._wait_until_waiting(0)
+
+    def _wait_until_waiting(self, number: int) -> None:
+        """Wait until no more chunks than these are to be emptied."""
+        while self._num_filled - self._num_emptied > number:
+            self._hear(EMPTIED)
+            self._num_emptied += 1
 
     def pull(self, parts: Iterable[memoryview]) -> None:
         """Copy a message out, as it comes. Blocks.
