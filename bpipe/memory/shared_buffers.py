@@ -103,7 +103,7 @@ class PeerMemory:
 
     def clear(self) -> None:
         """Give the memory back, once the copies under way have ended."""
-        self._worker.close()
+        self._worker.join()
         self._kept.clear()
         self._buffers.clear()
 

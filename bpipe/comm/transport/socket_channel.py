@@ -50,6 +50,7 @@ class SocketChannel:
     def __init__(self, connection: socket.socket, name: str, ring: Ring | None = None) -> None:
         self._connection, self._name, self._ring = connection, name, ring
         self._worker: Worker | None = None
+        self._latest: Future[None] | None = None  # of its jobs
 
     @property
     def has_ring(self) -> bool:
@@ -67,7 +68,8 @@ class SocketChannel:
 
     def _submit(self, job: Callable[[], None]) -> Future[None]:
         self._worker = self._worker or Worker("bpipe-channel")
-        return self._worker.submit(job)
+        self._latest = self._worker.submit(job)
+        return self._latest
 
     def end(self) -> None:
         """End all waits at both ends. Any thread may call it."""
@@ -76,8 +78,10 @@ class SocketChannel:
 
     def close(self) -> None:
         """Close the connection. What the kernel has already taken still arrives."""
+        if self._latest is not None and not self._latest.done():
+            self.end()  # which wakes the thread
         if self._worker is not None:
-            self._worker.close()
+            self._worker.join()
         self._connection.close()
 
     def _lost(self, why: object) -> TransferError:
@@ -146,11 +150,6 @@ class Sender(SocketChannel):
             self.end()  # a part may have left
             raise self._lost(error) from error
         return parts
-
-    def close(self) -> None:
-        if self._late is not None and not self._late.done():
-            self.end()  # which wakes the thread that sends
-        super().close()
 
 
 class Receiver(SocketChannel):

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 __all__: list[str] = []
 
 T = TypeVar("T")
+ENDS_S = 1.0  # whoever joins a worker has ended what its job may wait for
 Jobs = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 
 
@@ -24,7 +25,8 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._jobs: Jobs = SimpleQueue()
-        threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True).start()
+        self._thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
+        self._thread.start()
         self._finalizer = weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
@@ -36,6 +38,12 @@ class Worker:
     def close(self) -> None:
         """Let the thread end once it has done all jobs."""
         self._finalizer()
+
+    def join(self) -> None:
+        """Close it, and wait until the thread has ended, but not for long."""
+        self.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(ENDS_S)
 
 
 def _work(jobs: Jobs) -> None:
