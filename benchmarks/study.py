@@ -164,7 +164,7 @@ def claims_table(claims: Sequence[Claim]) -> Iterator[str]:
         yield "| must reach | measured (95% interval) | reached |"
         yield "|---|---|---|"
         for claim in claims:
-            bound = f"{'at least' if claim.is_least else 'at most'} {claim.target:.2f}"
+            bound = f"{'at least' if claim.is_least else 'at most'} {claim.target:.3f}"
             interval = f"{claim.value:.3f} ({claim.low:.3f} to {claim.high:.3f})"
             yield f"| {claim.what}: {bound} | {interval} | {claim.verdict} |"
         yield ""

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from bpipe.device import Event, Stream, current_stream, on_stream
+from bpipe.device import Stream
 from bpipe.device.pinned import pinned, return_
 from bpipe.memory.remote_buffers import RemoteBuffers
+from bpipe.memory.side_copies import Copied, copy_beside
 from bpipe.plan.action import PartKey
 from bpipe.plan.reserved import Reserved
 
@@ -39,23 +40,17 @@ class HostBuffers:
         """Make the buffers now, if their sizes are known."""
         self._buffers.make()
 
-    def store(self, remote: PartKey, messages: Sequence[torch.Tensor]) -> HostCopy:
+    def store(self, remote: PartKey, messages: Sequence[torch.Tensor]) -> Copied:
         """Copy messages, uint8 [size] each, to the host."""
         kept = self._kept[remote] = self._buffers.take(remote, [message.numel() for message in messages])
         return self._copy(messages, kept)
 
-    def fetch(self, remote: PartKey, messages: Sequence[torch.Tensor]) -> HostCopy:
+    def fetch(self, remote: PartKey, messages: Sequence[torch.Tensor]) -> Copied:
         """Copy a remote activation's stored bytes back into messages, uint8 [size] each."""
         return self._copy(self._kept.pop(remote), messages)
 
-    def _copy(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> HostCopy:
-        if self._stream is not None:
-            self._stream.wait_stream(current_stream(self._device))
-        with on_stream(self._stream):
-            for source, target in zip(sources, targets):
-                target.copy_(source, non_blocking=True)
-            event = None if self._stream is None else self._stream.record_event()
-        return HostCopy(event, self._device, [*sources, *targets])
+    def _copy(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Copied:
+        return copy_beside(sources, targets, self._stream, self._device)
 
     def clear(self) -> None:
         """Free all memory once the copies in flight have ended. Does not block."""
@@ -75,17 +70,3 @@ class _PinnedBuffers(RemoteBuffers):
 
     def _give_back(self, memory: list[torch.Tensor]) -> None:
         return_(memory, self._stream)
-
-
-class HostCopy:
-    """A copy to or from the host: the current stream waits for it, the host does not."""
-
-    def __init__(self, event: Event | None, device: torch.device, tensors: Sequence[torch.Tensor]) -> None:
-        self._event, self._device = event, device
-        self._tensors: Sequence[torch.Tensor] = tensors
-
-    def wait(self) -> None:
-        """Make the current stream wait for the copy, so that later work may use its targets and free its sources."""
-        if self._event is not None:
-            current_stream(self._device).wait_event(self._event)
-        self._tensors = ()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 from bpipe.comm.transport.worker import Worker
 from bpipe.comm.wire.message import memory_of
 from bpipe.errors import TransferError
-from bpipe.memory.shared_file import SharedFile
+from bpipe.memory.shared_file import Lent, SharedFile
 from bpipe.plan.action import PartKey
 from bpipe.plan.reserved import Reserved
 
@@ -50,8 +51,10 @@ class SharedBuffers:
         """The bytes of all buffers, free ones too."""
         return sum(max(0, file.num_bytes - HEAD) for file in self.files)
 
-    def make(self) -> None:
-        """Take the memory now, if the sizes are known."""
+    @contextmanager
+    def offered(self) -> Iterator[list[Lent]]:
+        """Open a context to pass the memory on to the evictor in; then take it, which may take seconds, if the sizes are known."""
+        yield [Lent(file.descriptor) for file in self.files]
         if self._in_bytes:
             self._grow(self._reserved.sizes)
 

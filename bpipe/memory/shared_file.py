@@ -7,12 +7,25 @@ import fcntl
 import mmap
 import os
 import weakref
+from typing import NamedTuple
 
 import numpy as np
 
 from bpipe.errors import CommError
 
 __all__: list[str] = []
+
+
+class Lent(NamedTuple):
+    """What a process passes on to another one, which then reaches memory of the first.
+
+    Args:
+        descriptor: of an open file. Whoever gets it owns it.
+        data: at most 65,535 bytes, if the file does not say all.
+    """
+
+    descriptor: int
+    data: bytes = b""
 
 
 class SharedFile:

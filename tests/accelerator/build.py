@@ -88,7 +88,7 @@ def _compile(made: Path, place: str) -> None:
     torch = torch_folder()
     includes = [torch / "include", torch / "include/torch/csrc/api/include", _python_include()]
     command = [COMPILER, "-shared", "-fPIC", "-std=c++20", "-O0", "-Wall", "-DTORCH_EXTENSION_NAME=simulator"]
-    command += [f"-DSIMULATED_MAKE={place}"]
+    command += [f"-DSIMULATED_MAKE={place}", "-Wl,-soname,libcuda.so.1"]  # which is the driver's name: see ipc.h
     command += ["-DTORCH_API_INCLUDE_EXTENSION_H", *(f"-isystem{folder}" for folder in includes), str(SOURCES / "simulator.cpp")]
     command += [f"-L{torch / 'lib'}", *(f"-l{name}" for name in ("c10", "torch_cpu", "torch", "torch_python")), "-o", str(made)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -47,6 +47,7 @@ RECEIVES = ("WAIT_RECV_F", "WAIT_RECV_B", "WAIT_LOAD", "WAIT_ACCEPT")
 JOINED = Mutation("free what a failed step still uses", "bpipe.session.guard", "self._transport.streams.join()", fails=True)
 IN_ORDER = "what is on one stream is in order: one more is for speed"
 THE_EVICTOR_WAITS = "the evictor waits for the same copy, before it asks for what was copied and before it sends what comes next"
+A_THREAD_WAITS = "then a thread waits, unless the process ends, which no checker sees"
 IN_LOOPBACK = [
     *map(without_waiting, (*SENDS[:3], *RECEIVES[:3])),
     without_waiting("WAIT_ACCEPT", harmless=THE_EVICTOR_WAITS),
@@ -81,20 +82,20 @@ IN_LOOPBACK = [
     Mutation("free what a failed step still uses", "bpipe.api.loopback", "self.wires.streams.join()", fails=True),
     Mutation(
         "copy to the host before it is computed",
-        "bpipe.memory.host_buffers",
-        "self._stream.wait_stream(current_stream(self._device))",
+        "bpipe.memory.side_copies",
+        "stream.wait_stream(current_stream(device))",
         schedule="host",
     ),
     Mutation(
         "free or use before the host's copy is made",
-        "bpipe.memory.host_buffers",
+        "bpipe.memory.side_copies",
         "current_stream(self._device).wait_event(self._event)",
         schedule="host",
     ),
     Mutation(
         "copy to the host on the stream that computes",
-        "bpipe.memory.host_buffers",
-        "with on_stream(self._stream):",
+        "bpipe.memory.side_copies",
+        "with on_stream(stream):",
         "if True:",
         harmless=IN_ORDER,
         schedule="host",
@@ -168,6 +169,34 @@ OVER_NCCL = [
         harmless=IN_ORDER,
     ),
     Mutation("free what is aborted while it ends", "bpipe.comm.transport.c10d", "self._communicators.join()", fails=True),
+]
+BESIDE = "bpipe.memory.side_copies"
+LENT = "bpipe.memory.device_buffers"
+INTO_LENT_MEMORY = [
+    without_waiting("WAIT_EVICT")._replace(schedule="bytes"),
+    without_waiting("WAIT_LOAD")._replace(schedule="bytes"),
+    Mutation("copy before it is computed", BESIDE, "stream.wait_stream(current_stream(device))", schedule="bytes"),
+    Mutation(
+        "free or use before the copy is made", BESIDE, "current_stream(self._device).wait_event(self._event)", schedule="bytes"
+    ),
+    Mutation(
+        "copy on a stream whose end nobody waits for",
+        BESIDE,
+        "with on_stream(stream):",
+        "if stream := torch.get_device_module(device).Stream():\n        stream.wait_stream(current_stream(device))\n"
+        "    with on_stream(stream):",
+        schedule="bytes",
+    ),
+    Mutation("lend what is still written", "bpipe.device.handles", "current_stream(memory.device).synchronize()", schedule="bytes"),
+    Mutation("give back what is still read", LENT, "self._stream.synchronize()", schedule="bytes", fails=True),
+    Mutation("free what is lent", LENT, "word = self._lease.recv(1)", "word = b'1'", schedule="bytes"),
+    Mutation(
+        "do not wait for what was lent",
+        "bpipe.session.session",
+        "memory.regain(transport)",
+        schedule="bytes",
+        harmless=A_THREAD_WAITS,
+    ),
 ]
 IN_FSDP = [
     Mutation(

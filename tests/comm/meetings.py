@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from bpipe.comm.health.links import links
 from bpipe.comm.rendezvous.meeting import meet_peers
 from bpipe.comm.rendezvous.peers import Peers
 
@@ -30,5 +31,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Any:
     return dist.HashStore()
 
 
-def meet(store: Any, size: int, check: Callable[[str], None] = quietly) -> list[Peers]:
-    return together([lambda rank=rank: meet_peers(store, "key", rank, size, check) for rank in range(size)])
+def meet(store: Any, size: int, *, linked: bool = False) -> list[Peers]:
+    """Let ranks meet: all of them, or only those that the control graph links."""
+    to = [links(rank, size) if linked else None for rank in range(size)]
+    return together([lambda rank=rank: meet_peers(store, "key", rank, size, quietly, links=to[rank]) for rank in range(size)])

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from bpipe.comm.rendezvous import addresses
+from bpipe.comm.rendezvous import addresses, outgoing
 from bpipe.comm.rendezvous.addresses import Address, Endpoint, own_addresses
 from bpipe.comm.rendezvous.listening import Listeners
 from bpipe.comm.rendezvous.meeting import meet_peers
 from bpipe.comm.wire.codec import decode, encode
+from bpipe.comm.wire.frames import Frame, Kind
 from bpipe.errors import CommError, ConfigurationError
 from tests.comm.meetings import quietly, store, together
 
@@ -103,6 +105,31 @@ def test_a_rank_s_places_are_tried_until_one_answers(store: Any) -> None:
         for one in found:
             for peer in one.connections:
                 peer.close()
+
+
+def test_a_rank_that_answers_late_waits_for_the_next_call(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 has gone on to another place by then. Before, rank 0 took the first call as made, and left the meeting."""
+    monkeypatch.setattr("bpipe.comm.rendezvous.meeting.own_addresses", lambda _: [LOOPBACK, OTHER])
+    monkeypatch.setattr(outgoing, "LOOK_S", 0.02)
+    began = time.monotonic()
+
+    def slowly(_: str) -> None:
+        time.sleep(0.1)
+
+    def briefly(missing: str) -> None:
+        if time.monotonic() - began > 10:
+            raise TimeoutError(missing)
+
+    found = together(
+        [lambda rank=rank, check=check: meet_peers(store, "key", rank, 2, check) for rank, check in enumerate([slowly, briefly])]
+    )
+    assert [[peer.rank for peer in one.connections] for one in found] == [[1], [0]]
+    ((ours,), (theirs,)) = [one.connections for one in found]
+    ours.send(Frame(Kind.ASK))
+    theirs.connection.settimeout(5)
+    assert [frame.kind for frame in theirs.reader.feed(theirs.receive())] == [Kind.ASK]
+    ours.close()
+    theirs.close()
 
 
 @pytest.mark.skipif(not HAS_IPV6, reason="no IPv6 on the loopback interface")

@@ -25,6 +25,7 @@ RECORDS = st.builds(
     pipeline=st.integers(0, 2**32 - 1),
     signature=st.binary(min_size=16, max_size=16),
     stages=st.lists(st.integers(0, 2**32 - 1), max_size=MOST_STAGES).map(tuple),
+    slices=st.lists(st.integers(0, 2**32 - 1), max_size=9).map(tuple),
     revision=st.integers(0, 2**32 - 1),
     cut=st.binary(min_size=16, max_size=16),
     form=st.binary(min_size=16, max_size=16),
@@ -45,6 +46,11 @@ def ranks(**changes: Any) -> list[StepRecord]:
 @settings(max_examples=100)
 def test_round_trip(record: StepRecord) -> None:
     assert StepRecord.unpack(record.pack()) == record
+    assert StepRecord.unpack(record.pack(7), 7) == record
+
+
+def test_two_steps_in_a_row_have_the_same_record() -> None:
+    assert BASE.pack(5) == BASE._replace(step=BASE.step + 1).pack(6) != BASE.pack(6)
 
 
 @given(st.binary(max_size=700) | st.binary(max_size=700).map(lambda data: b'["StepRecord",' + data + b"]"))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import random
 import re
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from bpipe.comm.health.collective import Collective
+from bpipe.comm.rendezvous.store_keys import WrittenKeys
 from bpipe.comm.transport.base import Transfer
 from bpipe.comm.transport.c10d import C10dTransport
 from bpipe.comm.wire.header import Subject, pack_eviction
@@ -161,6 +165,36 @@ def test_pipelines_leave_no_keys_in_the_store(num_pipelines: int) -> None:
 def keys_before(rank: int) -> int:
     dist.barrier()
     return int(dist.distributed_c10d._get_default_store().num_keys())
+
+
+HOST = """
+import sys
+import torch.distributed as dist
+store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_removing_keys_does_not_wait_for_a_store_whose_host_is_frozen() -> None:
+    with subprocess.Popen([sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as host:
+        assert host.stdout is not None
+        store = dist.TCPStore("localhost", int(host.stdout.readline()), is_master=False, wait_for_workers=False)
+        keys = WrittenKeys()
+        for key in ("first", "second"):
+            store.set(key, "value")
+            keys.add(store, key)
+        os.kill(host.pid, signal.SIGSTOP)
+        try:
+            began = time.monotonic()
+            keys.remove()
+            keys.wait(0.1)
+            assert time.monotonic() - began < 2.0
+        finally:
+            os.kill(host.pid, signal.SIGCONT)
+        keys.wait(60.0)
+        assert not store.check(["first"]) and not store.check(["second"])
+        host.communicate()
 
 
 def second_attempt(rank: int) -> list[int]:

@@ -6,8 +6,10 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import count, islice
 from typing import Any
 
 import pytest
@@ -15,10 +17,11 @@ import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bpipe.comm.health.collective import MAX_CALLS, Collective
+from bpipe.comm.health.collective import Collective
 from bpipe.comm.health.driver import ConnectedControlPlane
 from bpipe.comm.health.failure import Cause, Failure
-from bpipe.comm.health.watchdog import Timeouts
+from bpipe.comm.health.gather import MAX_GIVEN, MAX_PARTS
+from bpipe.comm.health.watchdog import ASKING, Timeouts
 from bpipe.comm.rendezvous.peers import MOST_WAITING
 from bpipe.comm.wire.frames import HEAD, MAGIC, VERSION, Frame, Kind
 from bpipe.errors import AgreementError, CommError, RankFailedError, RankLostError
@@ -31,7 +34,8 @@ TIMEOUTS = Timeouts(60.0, 30.0)
 
 @contextmanager
 def planes(store: Any, size: int) -> Iterator[list[ConnectedControlPlane]]:
-    made = [ConnectedControlPlane(one.connections, rank, lambda: None, TIMEOUTS) for rank, one in enumerate(meet(store, size))]
+    met = meet(store, size, linked=True)
+    made = [ConnectedControlPlane(one.connections, rank, size, lambda: None, TIMEOUTS) for rank, one in enumerate(met)]
     try:
         yield made
     finally:
@@ -119,6 +123,48 @@ def test_a_sound_frame_with_a_senseless_body_fails_likewise(store, kind):
             made[0].exchange(Collective.STEP, b"")
 
 
+def test_many_ranks_agree_and_fail_over_few_connections(store, monkeypatch):
+    size, frames = 32, Counter()
+    with planes(store, size) as made:
+        assert max(len(plane.peers) for plane in made) == 2 * 5 - 1
+        together([lambda plane=plane, r=r: plane.exchange(Collective.STEP, b"%d" % r * 20) for r, plane in enumerate(made)])
+        for r, plane in enumerate(made):
+            for peer in plane.peers.values():
+                monkeypatch.setattr(
+                    peer, "send_packed", lambda data, r=r, send=peer.send_packed: (frames.update({r: 1}), send(data))[1]
+                )
+        found = together([lambda plane=plane, r=r: plane.exchange(Collective.STEP, b"%d" % r * 20) for r, plane in enumerate(made)])
+        assert found == [[b"%d" % r * 20 for r in range(size)]] * size
+        assert frames == dict.fromkeys(range(size), 5)
+        began = time.monotonic()
+        made[7].fail(Failure(Cause.RAISED, 7, 0, "", "ValueError: boom"))
+        while any(plane.failure is None for plane in made):
+            assert time.monotonic() - began < 1
+            time.sleep(0.001)
+        assert {str(plane.failure) for plane in made} == {"rank 7 failed in step 0: ValueError: boom"}
+
+
+def test_long_messages_are_handed_on_while_all_ranks_send_them(store):
+    """More than a connection holds: threads that only read would wait for each other if they sent them."""
+    with planes(store, 8) as made:
+        found = together(
+            [lambda plane=plane, r=r: plane.exchange(Collective.GATHER, bytes([r]) * 3_000_000) for r, plane in enumerate(made)]
+        )
+        assert found == [[bytes([r]) * 3_000_000 for r in range(8)]] * 8
+
+
+def test_a_lost_rank_is_told_to_those_who_are_not_linked_with_it(store):
+    with planes(store, 16) as made:
+        others = [plane for rank, plane in enumerate(made) if rank != 3]
+        with made[3]._changed:  # so that rank 3 says nothing more
+            for peer in made[3].peers.values():
+                peer.connection.shutdown(socket.SHUT_RDWR)  # as the kernel does when the process ends
+            while any(plane.failure is None for plane in others):
+                time.sleep(0.001)
+        far = [made[rank] for rank in range(16) if 3 not in made[rank].peers and rank != 3]
+        assert len(far) == 8 and all(str(plane.failure).startswith("rank 3 was lost") for plane in far)
+
+
 def test_closing_gives_the_thread_and_the_connections_back(store):
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))
     with planes(store, 3):
@@ -129,7 +175,7 @@ def test_closing_gives_the_thread_and_the_connections_back(store):
 @pytest.mark.parametrize("call", Collective)
 def test_a_call_longer_than_its_kind_can_be_is_refused_before_it_comes(store, call):
     with planes(store, 2) as made:
-        head = HEAD.pack(MAGIC, VERSION, Kind.CALL, MAX_CALLS[call] + 1, 1)
+        head = HEAD.pack(MAGIC, VERSION, Kind.CALL, MAX_PARTS[call] + 1, 1)
         made[1].peers[0].connection.sendall(head + bytes([call]))
         with pytest.raises(AgreementError, match="rank 1 sent rank 0 bytes that are not a bpipe message"):
             made[0].exchange(Collective.STEP, b"")
@@ -138,7 +184,7 @@ def test_a_call_longer_than_its_kind_can_be_is_refused_before_it_comes(store, ca
 @pytest.mark.parametrize("call", [one for one in Collective if one is not Collective.GATHER])
 def test_a_call_that_is_too_long_is_an_error_where_it_is_made(store, call):
     with planes(store, 2) as made, pytest.raises(CommError, match=r"\d+ bytes are more than a rank can say when it "):
-        made[0].exchange(call, bytes(MAX_CALLS[call]))
+        made[0].exchange(call, bytes(MAX_GIVEN[call] + 1))
 
 
 def test_a_peer_that_does_not_read_its_answers_is_named_and_holds_up_nobody(store):
@@ -152,8 +198,10 @@ def test_a_peer_that_does_not_read_its_answers_is_named_and_holds_up_nobody(stor
             peer.connection.setblocking(True)
             peer.connection.settimeout(10)
             with suppress(OSError):
+                numbers = count(1)
                 while made[0].failure is None and time.monotonic() - began < 8:
-                    peer.connection.sendall(Frame(Kind.ASK, 1).pack() * 1000)
+                    asked = [Frame(Kind.ASK, number, ASKING.pack(1)).pack() for number in islice(numbers, 1000)]
+                    peer.connection.sendall(b"".join(asked))
             assert "rank 1 does not read what rank 0 sends it" in str(made[0].failure)
             with pytest.raises(AgreementError, match="rank 1 does not read what rank 0 sends it"):
                 made[2].exchange(Collective.STEP, b"")

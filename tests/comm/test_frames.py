@@ -26,6 +26,7 @@ STATUSES = st.builds(
     st.integers(-1, 2**40),
     st.floats(0, 1e8),
     SERVING,
+    call=st.integers(0, 2**40),
 )
 
 

@@ -17,7 +17,7 @@ from bpipe.comm.transport.local_links import LocalLink
 from bpipe.engine import lanes
 from bpipe.errors import TransferError
 from bpipe.memory.shared_buffers import SharedBuffers
-from bpipe.memory.shared_file import SharedFile
+from bpipe.memory.shared_file import Lent, SharedFile
 from tests.ranks import run_ranks
 
 RANKS, MICROBATCHES, WIDTH = 4, 6, 300  # 2 x 300 x 300 floats between stages: a large message
@@ -92,8 +92,13 @@ def test_strangers_at_the_door(one_thread: None) -> None:
 def test_an_end_that_is_gone_is_an_error() -> None:
     ours, theirs = map(LocalLink, socket.socketpair(socket.AF_UNIX))
     theirs.close()
+    file = SharedFile()
     with pytest.raises(TransferError, match="cannot be shared with another process of this host"):
-        ours.pass_on([SharedFile()])
+        ours.pass_on([Lent(file.descriptor)])
+    with pytest.raises(TransferError, match="another process of this host is gone"):
+        ours.say("anything")
+    with pytest.raises(TransferError, match="another process of this host is gone"):
+        ours.hear()
     with pytest.raises(TransferError, match="shares 0 pieces of memory where 2 were expected"):
         ours.take(2)
     ours.close()
@@ -101,10 +106,12 @@ def test_an_end_that_is_gone_is_an_error() -> None:
 
 def test_files_arrive_as_the_same_memory() -> None:
     ours, theirs = map(LocalLink, socket.socketpair(socket.AF_UNIX))
-    file = SharedFile()
+    file, other = SharedFile(), SharedFile()
     file.grow(10)
-    ours.pass_on([file, SharedFile()])
-    first, second = theirs.take(2)
+    ours.pass_on([Lent(file.descriptor), Lent(other.descriptor, b"empty")])
+    taken = theirs.take(2)
+    assert [one.data for one in taken] == [b"", b"empty"]
+    first, second = (SharedFile(one.descriptor) for one in taken)
     file.map()[:] = 7
     assert first.map().sum() == 70 and second.num_bytes == 0
     ours.close()

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from bpipe.comm.health.links import links
 from bpipe.comm.rendezvous.addresses import Endpoint
 from bpipe.comm.rendezvous.interruptible import GivenUpError
 from bpipe.comm.rendezvous.meeting import Hello, OtherPipelineError, meet_peers
@@ -24,6 +25,9 @@ from bpipe.errors import AgreementError, CommError, is_printable
 from tests.comm.meetings import meet, quietly, store, together
 
 __all__ = ["store"]
+
+
+KEPT = Frame(Kind.PROOF).pack()  # what a rank says once its hello is answered
 
 
 def hello_of(rank: int, to: bytes, pipeline: int = 0) -> bytes:
@@ -45,7 +49,7 @@ def close(found: list[Peers]) -> None:
 
 def test_each_rank_reaches_each_other(store):
     found = meet(store, 4)
-    assert len({one.token for one in found}) == 1
+    assert len({one.name for one in found}) == 4
     assert [[peer.rank for peer in one.connections] for one in found] == [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]
     for one in found:
         for peer in one.connections:
@@ -57,10 +61,39 @@ def test_each_rank_reaches_each_other(store):
             peer.close()
 
 
+class CountingStore:
+    """A store that counts what it is asked."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.num_set, self.num_found = store, 0, 0
+
+    def set(self, key: str, value: bytes) -> None:
+        self.num_set += 1
+        self._store.set(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def get(self, key: str) -> bytes:
+        self.num_found += 1
+        return self._store.get(key)
+
+
+def test_of_many_ranks_each_reaches_only_its_links(store):
+    size, stores = 16, [CountingStore(store) for _ in range(16)]
+    found = together(
+        [lambda r=r: meet_peers(stores[r], "key", r, size, quietly, links=links(r, size)) for r in range(size)],
+    )
+    assert [{peer.rank for peer in one.connections} for one in found] == [links(rank, size) for rank in range(size)]
+    assert [one.num_set for one in stores] == [1] * size
+    assert max(one.num_found for one in stores) <= len(links(0, size))
+    close(found)
+
+
 def test_meetings_over_one_store_do_not_mix(store):
     first = meet(store, 3)
     second = meet(store, 3)  # the first one's places are still in the store
-    assert first[0].token != second[0].token
+    assert first[0].name != second[0].name
     for one in first + second:
         for peer in one.connections:
             peer.close()
@@ -165,7 +198,7 @@ def test_a_call_that_ends_is_dropped_and_the_next_one_awaited(store, monkeypatch
     def call_twice() -> Peers:
         to = endpoint_of(store, 0)
         with socket.create_connection(to.places[0]) as first:
-            first.sendall(hello_of(1, to.name))
+            first.sendall(hello_of(1, to.name) + KEPT)
             assert first.recv(1)  # rank 0 takes it for rank 1
         time.sleep(0.05)
         return meet_peers(store, "key", 1, 3, quietly)
@@ -187,7 +220,8 @@ def test_a_rank_that_ends_and_does_not_come_back_has_given_up(store, monkeypatch
     def end() -> None:
         to = endpoint_of(store, 0)
         with socket.create_connection(to.places[0]) as connection:
-            connection.sendall(hello_of(1, to.name))
+            connection.sendall(hello_of(1, to.name) + KEPT)
+            assert connection.recv(1)
 
     began = time.monotonic()
     first, _ = together([lambda: meet_peers(store, "key", 0, 3, quietly), end])

@@ -43,7 +43,6 @@ def meet(store: Any, secrets: list[bytes]) -> list[Any]:
 
 def test_ranks_with_the_same_secret_meet(store: Any) -> None:
     found = meet(store, [OURS] * 4)
-    assert len({one.token for one in found}) == 1
     assert [[peer.rank for peer in one.connections] for one in found] == [[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]]
     close(found)
 

@@ -15,6 +15,7 @@ from torch import nn
 import bpipe
 from bpipe.engine.run import Observer
 from bpipe.errors import RankFailedError
+from bpipe.memory.device_buffers import DevicePeerMemory
 from tests.models import Block, Result, as_rank, assert_same, joined, mse
 from tests.ranks import run_ranks
 
@@ -164,3 +165,24 @@ def test_cuda_tensors_over_gloo_through_pinned_memory():
     )
     assert_same(plain, balanced)
     assert balanced.stats[0]["evicted_bytes"] > 0
+
+
+def lending_rank(rank: int, shares: str) -> tuple[list[torch.Tensor], int]:
+    """One rank of four on one GPU, over gloo: its gradients, and in how many ranks' memory it keeps microbatches by itself."""
+    os.environ["BPIPE_SHARED_MEMORY"] = shares
+    torch.manual_seed(rank)
+    module = nn.Sequential(Block(64, 4, 0.0), Block(64, 4, 0.0)).cuda()
+    pipeline = bpipe.Balanced(bpipe.OneFOneB(bpipe.PipelineStage(module, rank, P, "cuda"), M, mse), budget="lowest")
+    x = torch.randn(2 * M, 16, 64, generator=torch.Generator().manual_seed(5)).cuda()
+    for _ in range(3):
+        pipeline.step(x, target=x)
+    borrowed = sum(isinstance(one, DevicePeerMemory) for one in pipeline.session.context.memory.reached.values())
+    gradients = [p.grad.cpu() for p in module.parameters()]
+    pipeline.close()
+    return gradients, borrowed
+
+
+def test_memory_lent_to_another_process():
+    expected, ranks = (run_ranks(lending_rank, P, shares, timeout_s=120) for shares in ("0", "1"))
+    assert all(torch.equal(a, b) for (x, _), (y, _) in zip(ranks, expected) for a, b in zip(x, y))
+    assert [borrowed for _, borrowed in ranks] == [1, 0, 0, 0]

@@ -20,8 +20,8 @@ RESERVED = Reserved((100, 300), {FIRST: 0, SECOND: 1, THIRD: 0})
 def both_ends(*, in_bytes: bool = True) -> tuple[SharedBuffers, PeerMemory]:
     """The acceptor's, and the evictor's with descriptors of its own, as in two processes."""
     lent = SharedBuffers(RESERVED, in_bytes=in_bytes)
-    lent.make()
-    files = [SharedFile(os.dup(file.descriptor)) for file in lent.files]
+    with lent.offered() as offered:
+        files = [SharedFile(os.dup(one.descriptor)) for one in offered]
     return lent, PeerMemory(SharedBuffers(RESERVED, files, in_bytes=in_bytes), "rank 3")
 
 

@@ -36,6 +36,7 @@ class Status(NamedTuple):
         position: its position in its lane of the plan, while it runs a step.
         seconds: how long it has been there.
         serving: for each evictor that it serves, the evictor and the position in its chain.
+        call: the number of its latest collective call.
     """
 
     state: State
@@ -44,6 +45,7 @@ class Status(NamedTuple):
     position: int
     seconds: float = 0.0
     serving: tuple[tuple[int, int], ...] = ()
+    call: int = 0
 
     def pack(self) -> bytes:
         return encode(self)
@@ -105,7 +107,7 @@ class Activity:
 
     def status(self) -> Status:
         serving = tuple(self.serving.items()) if self.state is State.RUNNING else ()
-        return Status(self.state, self.rank, self.step, self.position, 0.0, serving[:MAX_SERVED])
+        return Status(self.state, self.rank, self.step, self.position, 0.0, serving[:MAX_SERVED], self.call)
 
     def action(self) -> Action | None:
         """Return the action under way; None outside a step, or when only the activations of others keep this rank in it."""

@@ -35,18 +35,26 @@ class StepRecord(NamedTuple):
     peak: int = 0  # the most bytes that its device has held, where its plan has to show that this is less
     plain_peak: int = 0  # than this, which it would have held without evictions or recomputation
     inputs: bytes = bytes(16)  # 16 bytes, where replicas compare: what this rank's inputs look like, apart from its modules
+    slices: tuple[int, ...] = ()  # the positions of each slice of the step's sequences; none if this rank cuts nothing
 
-    def pack(self) -> bytes:
-        return encode(self)
+    def pack(self, num_calls: int = 0) -> bytes:
+        """Return the record as the bytes that are sent.
+
+        Args:
+            num_calls: how many collective calls there were. The number of the step is counted from there, so that the records of
+                two steps in a row are the same bytes, which are sent only once.
+        """
+        return encode(self._replace(step=self.step - num_calls))
 
     @classmethod
-    def unpack(cls, data: bytes) -> StepRecord:
-        """Read what `pack` wrote.
+    def unpack(cls, data: bytes, num_calls: int = 0) -> StepRecord:
+        """Read what `pack` wrote, after the same number of calls.
 
         Raises:
             CommError: the bytes are not a record.
         """
         record = decode(cls, data, "agreement record of this version of bpipe")
+        record = record._replace(step=record.step + num_calls)
         if len(record.stages) > MOST_STAGES or min(record.stages, default=0) < 0 or record.num_stages < 1:
             raise CommError(f"not a valid agreement record: {record.num_stages} stages, rank with {record.stages[:8]}")
         return record
@@ -85,6 +93,7 @@ def check(records: Sequence[StepRecord]) -> None:
                     "Make the same schedules, and call their steps in the same order, on all ranks."
                 )
     _check_cut(records)
+    _check_slices(records)
     owner: dict[int, int] = {}
     for rank, record in enumerate(records):
         for stage in record.stages:
@@ -106,3 +115,23 @@ def _check_cut(records: Sequence[StepRecord]) -> None:
             f"ranks {known[0][0]} and {other} have cut the model into different stages: choose the stages on one rank, because two "
             "measurements differ, and send the lists of names to the others (torch.distributed.broadcast_object_list)"
         )
+
+
+def _check_slices(records: Sequence[StepRecord]) -> None:
+    """Raise if two ranks cut the sequences of a step at different places."""
+    known = [(rank, record.slices) for rank, record in enumerate(records) if record.slices]
+    for rank, slices in known:
+        first, expected = known[0]
+        if slices != expected:
+            at = next((i for i, (one, other) in enumerate(zip(slices, expected)) if one != other), min(len(slices), len(expected)))
+            raise AgreementError(
+                f"ranks {first} and {rank} cut the sequences of this step at different places: their slices have "
+                f"{_shown(expected, at)} and {_shown(slices, at)} positions. Give all ranks the same slice_lengths, and inputs and "
+                "targets of as many positions (or a slice spec for a value that is not along the sequence)"
+            )
+
+
+def _shown(lengths: Sequence[int], at: int) -> str:
+    """Return a few of the lengths of slices, around one of them."""
+    begin, end = max(0, at - 2), at + 6
+    return f"{'... ' if begin else ''}{', '.join(map(str, lengths[begin:end]))}{' ...' if end < len(lengths) else ''}"

@@ -22,7 +22,7 @@ class OpenPipeline(Protocol):
 
     @property
     def peers(self) -> Mapping[int, Peer]:
-        """The other ranks."""
+        """The ranks that this one is linked with."""
 
     def awaited_by(self) -> list[bytes]:
         """Return the processes that wait in a call of this pipeline that the current thread usually makes, and is not making."""
@@ -50,6 +50,9 @@ def _pipelines() -> list[OpenPipeline]:
 
 def crossed(pipeline: OpenPipeline, missing: Collection[int]) -> set[int]:
     """Return the missing ranks that wait for this one in a call of another pipeline, which this thread has not made.
+
+    Both ranks see it where all ranks are linked. Of many ranks it suffices that those see it whose predecessor waits elsewhere:
+    if some ranks wait in one pipeline and some in another, and their order is the same in both, there is such a rank.
 
     Args:
         pipeline: the one that this thread calls.

@@ -1,14 +1,20 @@
-"""The collective calls of a pipeline, which all ranks must make in the same order."""
+"""The collective calls of a pipeline, which all ranks must make in the same order, and why one cannot be completed."""
 
 from __future__ import annotations
 
+import struct
 from enum import IntEnum
+from typing import NamedTuple
 
-from bpipe.comm.wire.codec import MAX_BYTES, decode_text
-from bpipe.comm.wire.frames import MAX_BODY, Frame, Kind
+from bpipe.comm.wire.codec import decode_text
+from bpipe.comm.wire.frames import SMALL_BODY, Frame, Kind
 from bpipe.errors import AgreementError, CommError
 
 __all__: list[str] = []
+
+HEAD = struct.Struct("<IBQ")  # of an objection: rank, what it does, number of steps; a text follows
+MAX_TEXT = SMALL_BODY - HEAD.size
+REFUSES, HAS_LEFT = 0, 255  # what a rank does instead of a collective call
 
 
 class Collective(IntEnum):
@@ -38,41 +44,52 @@ CANNOT = {
 }
 
 
-# The most bytes of a frame's body, by the call: records, sizes of stages or a reason, and only a trace has no other bound.
-MAX_CALLS: dict[int, int] = {
-    Collective.STEP: MAX_BYTES,
-    Collective.PLAN: 2**24,
-    Collective.TRACE: MAX_BYTES,
-    Collective.GATHER: MAX_BODY,
-    Collective.CONNECT: MAX_BYTES,
-}
+class Objection(NamedTuple):
+    """Why a call cannot be completed, which every rank that makes it has to know.
 
-
-def frame_of(call: Collective, number: int, data: bytes) -> Frame:
-    """Return the frame that a rank sends to take part in a call.
-
-    Raises:
-        CommError: it is too long.
+    Args:
+        rank: of two ranks that make different calls either one, or the one that makes none.
+        doing: the call that it makes, or `REFUSES` or `HAS_LEFT`.
+        num_steps: the steps after which it closed the pipeline.
+        text: why it refuses.
     """
-    if len(data) >= (most := MAX_CALLS[call]):
-        raise CommError(f"{len(data)} bytes are more than a rank can say when it {DOING[call]}, which is {most - 1}")
-    return Frame(Kind.CALL, number, bytes([call]) + data)
 
+    rank: int
+    doing: int
+    num_steps: int = 0
+    text: str = ""
 
-def data_of(frame: Frame) -> bytes:
-    """Return what a rank gives to a call."""
-    return frame.body[1:]
+    def frame(self, number: int) -> Frame:
+        """Return the frame that tells of it, for the call of this number."""
+        text = self.text.encode(errors="replace")[:MAX_TEXT]
+        return Frame(Kind.REFUSAL, number, HEAD.pack(self.rank, self.doing, self.num_steps) + text)
 
+    @classmethod
+    def unpack(cls, body: bytes, size: int) -> Objection:
+        """Read the body of a frame, in a pipeline of `size` ranks.
 
-def check_alike(rank: int, frame: Frame, call: Collective) -> None:
-    """Raise unless another rank makes the same call as this one.
+        Raises:
+            CommError: the bytes are not an objection.
+        """
+        rank, doing, num_steps = HEAD.unpack_from(body) if len(body) >= HEAD.size else (size, 0, 0)
+        if rank >= size:
+            raise CommError(f"{len(body)} bytes are not a refusal of a rank in a pipeline of {size}")
+        return cls(rank, doing, num_steps, decode_text(body[HEAD.size :]))
 
-    Raises:
-        AgreementError: it refuses the call, or makes a different one.
-    """
-    if frame.kind is Kind.REFUSAL:
-        raise AgreementError(f"rank {rank} cannot {CANNOT[call]}: {decode_text(frame.body)}")
-    theirs = frame.body[0] if frame.body else 0
-    if theirs != call:
-        doing = DOING[Collective(theirs)] if theirs in Collective.__members__.values() else "does something unknown"
-        raise AgreementError(f"rank {rank} {doing} while this one {DOING[call]}: make the same calls on all ranks")
+    def check(self, call: Collective, own_rank: int) -> None:
+        """Raise, unless the rank makes the same call as this one; then there is another objection, to the others' call.
+
+        Raises:
+            AgreementError: the rank refuses the call, makes a different one, or has closed the pipeline.
+        """
+        if self.doing == REFUSES:
+            raise AgreementError(f"rank {self.rank} cannot {CANNOT[call]}: {self.text}")
+        if self.doing == HAS_LEFT:
+            raise AgreementError(
+                f"rank {self.rank} closed this pipeline after {self.num_steps} steps, but rank {own_rank} makes another call: "
+                "make the same calls on all ranks"
+            )
+        if self.doing != call:
+            known = self.doing in Collective.__members__.values()
+            doing = DOING[Collective(self.doing)] if known else "does something unknown"
+            raise AgreementError(f"rank {self.rank} {doing} while this one {DOING[call]}: make the same calls on all ranks")

@@ -17,10 +17,11 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from bpipe.cleanup import keeping
 from bpipe.comm.health import call_order
-from bpipe.comm.health.collective import MAX_CALLS, Collective
+from bpipe.comm.health.collective import Collective
 from bpipe.comm.health.control_plane import ControlPlane
 from bpipe.comm.health.effects import Effect, Send, Signal, Warn
 from bpipe.comm.health.failure import Failure
+from bpipe.comm.health.gather import MAX_PARTS
 from bpipe.comm.health.membership import Membership
 from bpipe.comm.health.watchdog import Timeouts
 from bpipe.comm.rendezvous.peers import PeerConnection
@@ -40,8 +41,8 @@ class ConnectedControlPlane(ControlPlane):
     """One rank's end of the control plane of several ranks.
 
     Args:
-        connections: to all other ranks; they belong to the control plane from now on.
-        rank: its rank in the pipeline's group.
+        connections: to the ranks that it is linked with; they belong to the control plane from now on.
+        rank: its rank in the pipeline's group, which has `size` ranks.
         release: called from the control thread after a failure; ends all transfers that are waited for.
         timeouts: how long a wait may take.
         name: the pipeline's, for messages.
@@ -51,6 +52,7 @@ class ConnectedControlPlane(ControlPlane):
         self,
         connections: Iterable[PeerConnection],
         rank: int,
+        size: int,
         release: Callable[[], None],
         timeouts: Timeouts,
         name: str = "this pipeline",
@@ -59,8 +61,8 @@ class ConnectedControlPlane(ControlPlane):
         self.name, self._release = name, release
         self.peers = {peer.rank: peer for peer in connections}
         for peer in self.peers.values():
-            peer.reader = FrameReader(max_calls=MAX_CALLS)
-        self._members = Membership(rank, len(self.peers) + 1, self.activity, timeouts, time.monotonic())
+            peer.reader = FrameReader(max_calls=MAX_PARTS)
+        self._members = Membership(rank, size, self.activity, timeouts, time.monotonic())
         self._changed = threading.Condition()  # held while an event is let in
         self._due: deque[Effect] = deque()  # for the control thread
         self._behind: set[PeerConnection] = set()  # for whom something waits that they have not read yet
@@ -86,19 +88,18 @@ class ConnectedControlPlane(ControlPlane):
             with self._changed:
                 effects = self._members.begin_call(call, data)
             self._do(effects)
-            given = self._collected(call)
+            return self._collected(call)
         finally:
             with self._changed:
                 self._members.end_call(before)
-        return [given.get(rank, data) for rank in range(self._members.size)]
 
     def refuse(self, why: str) -> None:
         with self._changed:
             effects = self._members.refuse(why)
         self._do(effects)
 
-    def _collected(self, call: Collective) -> dict[int, bytes]:
-        """Wait for what the other ranks give to this call, and return it by rank."""
+    def _collected(self, call: Collective) -> list[bytes]:
+        """Wait for what the ranks give to this call, and return it by rank."""
         crossed: set[int] = set()
         looked = time.monotonic()
         with self._changed:
@@ -106,7 +107,7 @@ class ConnectedControlPlane(ControlPlane):
                 self._changed.wait(LOOK_S)
                 if time.monotonic() - looked >= LOOK_S:
                     looked, before = time.monotonic(), crossed
-                    crossed = call_order.crossed(self, self._members.waits_for)
+                    crossed = call_order.crossed(self, self._members.late())
                     if twice := crossed & before:
                         self._let_in(self._members.crossed(twice, self.name))
             return given
@@ -200,8 +201,8 @@ class ConnectedControlPlane(ControlPlane):
         for effect in effects:
             if isinstance(effect, Send):
                 packed = effect.frame.pack()
-                for peer in list(self.peers.values()) if effect.to is None else [self.peers[effect.to]]:
-                    self._send(peer, packed)
+                for rank in self.peers if effect.to is None else effect.to:
+                    self._send(self.peers[rank], packed)
             elif isinstance(effect, Warn):
                 LOG.warning("%s", effect.text)
             elif effect is Signal.RELEASE:

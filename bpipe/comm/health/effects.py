@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -11,10 +12,10 @@ __all__: list[str] = []
 
 
 class Send(NamedTuple):
-    """Send a frame to one rank, or to all others if `to` is None."""
+    """Send a frame to some ranks that this one is linked with, or to all of those if `to` is None."""
 
     frame: Frame
-    to: int | None = None
+    to: Collection[int] | None = None
 
 
 class Warn(NamedTuple):

@@ -2,31 +2,47 @@
 
 There are no sockets, threads, locks or clocks in here. Each event is a method, and returns what the driver has to do about it, in
 order. The driver lets in one event at a time. In `driver.py` events come from connections and threads; in a test, in any order.
+
+A rank hears only from the ranks that it is linked with. What all have to know, such as a failure, each one forwards over its links
+when it hears of it for the first time. So it reaches every rank on many ways, whichever rank is lost or does not answer.
 """
 
 from __future__ import annotations
 
+import struct
 from collections import defaultdict
 from collections.abc import Collection
+from typing import NamedTuple
 
 from bpipe.comm.health.activity import Activity, State, Status
-from bpipe.comm.health.collective import Collective, check_alike, data_of, frame_of
+from bpipe.comm.health.collective import HAS_LEFT, REFUSES, Collective, Objection
 from bpipe.comm.health.effects import Effect, Send, Signal
 from bpipe.comm.health.failure import Cause, Failure
-from bpipe.comm.health.watchdog import Timeouts, Watchdog
+from bpipe.comm.health.gather import AllGather, Given, Part
+from bpipe.comm.health.links import links, num_told, onward, strides
+from bpipe.comm.health.watchdog import ASKING, Timeouts, Watchdog
+from bpipe.comm.wire.codec import decode_text
 from bpipe.comm.wire.frames import Frame, Kind
-from bpipe.errors import AgreementError, CommError
+from bpipe.errors import CommError
 
 __all__: list[str] = []
 
-MAX_REFUSAL_BYTES = 4096
+LEFT = struct.Struct("<Q")  # the number of the latest call for which it has sent all, or that it has refused
+STATUS = struct.Struct("<II")  # who asks and who answers; the status follows
 
 # A call completes only when all ranks have made it, so another rank is at most one call ahead of this one, and further only by
 # calls that a rank has refused or made differently, which complete for nobody.
 MOST_AHEAD = 64
-MOST_AHEAD_BYTES = 2**30 + 2**26  # of one rank: its longest call, and refusals
+MOST_AHEAD_BYTES = 2**30 + 2**26  # of one rank, for each rank that it tells of: the longest call, and refusals
 
 Effects = list[Effect]
+
+
+class Left(NamedTuple):
+    """After how many steps a rank closed the pipeline, and up to which call the others have all that they need of it."""
+
+    num_steps: int
+    num_calls: int
 
 
 class Membership:
@@ -43,7 +59,6 @@ class Membership:
         original: the error behind it, if it is this rank's own.
         is_settled: whether the failure was sent to all ranks, and nothing waits for a transfer any more.
         has_left: whether this rank has closed the pipeline.
-        waits_for: the ranks that this one waits for in a call.
     """
 
     def __init__(self, rank: int, size: int, activity: Activity, timeouts: Timeouts, now: float) -> None:
@@ -51,10 +66,14 @@ class Membership:
         self.failure: Failure | None = None
         self.original: BaseException | None = None
         self.is_settled = self.has_left = False
-        self._others = frozenset(range(size)) - {rank}
-        self._calls: dict[int, dict[int, Frame]] = defaultdict(dict)  # of the others, by number and rank
-        self._num_steps_of: dict[int, int] = {}  # that each rank that closed the pipeline has made
-        self.waits_for: frozenset[int] = frozenset()
+        self.links = links(rank, size)
+        self._call: AllGather | None = None  # under way
+        self._num_calls = 0  # up to the latest one that takes nothing more from this rank
+        self._parts: dict[int, dict[int, Part]] = defaultdict(dict)  # from the links, by call and rank
+        self._objections: dict[int, dict[int, Objection]] = defaultdict(dict)  # by call and what the rank does instead
+        self._latest_step = Given()  # that all ranks have agreed on
+        self._left: dict[int, Left] = {}
+        self._asked: dict[int, tuple[int, int]] = {}  # each rank's latest question, and the link that it came over
         self._watchdog = Watchdog(rank, size, activity, timeouts, now)
 
     # This rank's calls
@@ -62,82 +81,122 @@ class Membership:
     def begin_call(self, call: Collective, data: bytes) -> Effects:
         """Take part in the next call; `end_call` must follow, also after an error."""
         self.activity.state = State.MEETING
-        return [self._next_call(frame_of(call, self.activity.call + 1, data))]
+        number = self._next_call()
+        earlier = self._latest_step if call is Collective.STEP else Given()
+        self._call = AllGather(self.rank, self.size, call, number, data, earlier)
+        return [*self._call.begin(), *self._go_on(self._call)]
 
     def refuse(self, why: str) -> Effects:
         """Refuse the next call, which this rank has done with that."""
-        return [self._next_call(Frame(Kind.REFUSAL, self.activity.call + 1, why.encode(errors="replace")[:MAX_REFUSAL_BYTES]))]
+        self._num_calls = self._next_call()
+        return self._object(self._num_calls, Objection(self.rank, REFUSES, text=why))
 
-    def _next_call(self, frame: Frame) -> Send:
-        self.activity.call = frame.number
-        for number in [number for number in self._calls if number < frame.number]:
-            del self._calls[number]
-        return Send(frame)
+    def _next_call(self) -> int:
+        self.activity.call += 1
+        for number in [number for number in self._parts if number < self.activity.call]:
+            del self._parts[number]
+        if self._objections:
+            for number in [number for number in self._objections if number < self.activity.call - 1]:  # others may be in that call
+                del self._objections[number]
+        return self.activity.call
 
-    def collected(self, call: Collective) -> dict[int, bytes] | None:
-        """Return what the other ranks give to the call under way, by rank; None if some have not made it.
+    def _go_on(self, call: AllGather) -> Effects:
+        """Go on with the call under way, as far as is possible with what has come."""
+        effects: Effects = []
+        for rank, left in self._left.items():
+            if left.num_calls < call.number:
+                effects += self._object(call.number, Objection(rank, HAS_LEFT, left.num_steps))
+        parts = self._parts.get(call.number, {})
+        for rank, part in parts.items():
+            if part.call != call.call:
+                effects += self._object(call.number, Objection(rank, part.call))
+                effects += self._object(call.number, Objection(self.rank, call.call))
+        if call.number in self._objections:
+            return [*effects, Signal.WAKE]
+        effects += call.go_on(parts)
+        if call.is_in_last_round:
+            self._num_calls = call.number
+        return effects if call.num_known < self.size else [*effects, Signal.WAKE]
+
+    def _object(self, number: int, objection: Objection, source: int | None = None) -> Effects:
+        """Note an objection to a call, and tell the others, unless one like it is known.
+
+        Args:
+            number: the call's.
+            objection: to the call.
+            source: the link that it came over, if it is another rank's.
+        """
+        known = self._objections[number]
+        if objection.doing in known:
+            return []
+        known[objection.doing] = objection
+        return self._spread(objection.frame(number), source)
+
+    def _spread(self, frame: Frame, source: int | None) -> Effects:
+        """Send to all what this rank has noticed itself, or forward what has come from a link."""
+        to = self.links if source is None else onward(self.rank, source, self.size)
+        return [Send(frame, to)] if to else []
+
+    def collected(self, call: Collective) -> list[bytes] | None:
+        """Return what the ranks give to the call under way; None if that is not known yet.
 
         Raises:
             AgreementError: another rank refuses the call, makes a different one, or has closed the pipeline.
             CommError: something has failed.
         """
         self.check()
-        frames = self._calls[self.activity.call]
-        for rank, frame in sorted(frames.items()):
-            check_alike(rank, frame, call)
-        self.waits_for = self._others - frames.keys()
-        self._check_present(self.waits_for)
-        return None if self.waits_for else {rank: data_of(frame) for rank, frame in frames.items()}
-
-    def _check_present(self, missing: Collection[int]) -> None:
-        for rank in sorted(missing & self._num_steps_of.keys()):
-            num_steps = self._num_steps_of[rank]
-            raise AgreementError(
-                f"rank {rank} closed this pipeline after {num_steps} steps, but rank {self.rank} makes another call: "
-                "make the same calls on all ranks"
-            )
+        assert self._call is not None, "begin_call comes first"
+        for objection in list(self._objections.get(self._call.number, {}).values()):
+            objection.check(call, self.rank)
+        given = self._call.result()
+        if given is not None and call is Collective.STEP:
+            self._latest_step = given
+        return None if given is None else list(given.data)
 
     def end_call(self, state: State) -> None:
         """Go back to the state that this rank was in before the call."""
-        self.activity.state, self.waits_for = state, frozenset()
-        self._calls.pop(self.activity.call, None)
+        self.activity.state, self._call = state, None
+        self._parts.pop(self.activity.call, None)
+
+    def waits_for(self) -> set[int]:
+        """Return the ranks that may not have come to the call under way; of those that are far away this rank hears last."""
+        if self._call is None:
+            return set()
+        known = {(self.rank - back) % self.size for back in range(self._call.num_known)}
+        return set(range(self.size)) - known - self._parts.get(self._call.number, {}).keys()
+
+    def late(self) -> set[int]:
+        """Return the ranks that have certainly not come to the call under way: those whose first message has not come."""
+        if self._call is None or self._call.num_known > 1:
+            return set()
+        first = {(self.rank - stride) % self.size for stride in strides(self.size)[0]}
+        return first - self._parts.get(self._call.number, {}).keys()
 
     def callers(self) -> list[int]:
-        """Return the ranks that have made the next call while this rank is in none."""
+        """Return the links that have made the next call while this rank is in none."""
         if self.activity.state is not State.OUTSIDE or self.has_left:
             return []
-        return [rank for rank, frame in list(self._calls.get(self.activity.call + 1, {}).items()) if frame.kind is Kind.CALL]
+        return list(self._parts.get(self.activity.call + 1, {}))
 
     # Other ranks
 
     def receive(self, rank: int, frame: Frame) -> Effects:
-        """Take in a frame from another rank.
+        """Take in a frame from a rank that this one is linked with.
 
         Raises:
             CommError: its body is not what its kind says; report `nonsense` then.
         """
-        if frame.kind in (Kind.CALL, Kind.REFUSAL):
-            return self._keep(rank, frame)
+        if frame.kind is Kind.CALL:
+            return self._take_part(rank, frame)
+        if frame.kind is Kind.REFUSAL:
+            return self._take_objection(rank, frame)
         if frame.kind is Kind.FAILED:
-            return self.fail(Failure.unpack(frame.body, self.size), reported_by_peer=True)
+            return self.fail(Failure.unpack(frame.body, self.size), source=rank)
         if frame.kind is Kind.LEFT:
-            return self._see_off(rank, frame.number)
+            return self._see_off(rank, Left(frame.number, _one(LEFT, frame)))
         if frame.kind is Kind.ASK:
-            return [Send(Frame(Kind.STATUS, frame.number, self._watchdog.answer(rank).pack()), to=rank)]
-        self._watchdog.on_status(rank, frame.number, Status.unpack(frame.body))
-        return []
-
-    def _keep(self, rank: int, frame: Frame) -> Effects:
-        """Keep what a rank says to a call until this rank makes that call, unless it says more than it can have to say."""
-        ahead = frame.number - self.activity.call
-        if self.failure is not None or ahead < 0:
-            return [Signal.WAKE]
-        kept = sum(len(frames[rank].body) for frames in self._calls.values() if rank in frames)
-        if ahead > MOST_AHEAD or kept + len(frame.body) > MOST_AHEAD_BYTES:
-            how = f"is {ahead} calls ahead of rank {self.rank}, and has sent {kept + len(frame.body)} bytes for them"
-            return self._exceeds(rank, f"{how}: either its loop catches the error of each call and calls again, or it")
-        self._calls[frame.number][rank] = frame
-        return [Signal.WAKE]
+            return self._answer(rank, frame)
+        return self._take_status(frame)
 
     def does_not_read(self, rank: int, num_waiting: int) -> Effects:
         """Take note that a rank reads none of what this rank sends it, while that many frames wait."""
@@ -151,17 +210,78 @@ class Membership:
         """Take note that something has come from a rank, so its process runs."""
         self._watchdog.heard(rank)
 
-    def _see_off(self, rank: int, num_steps: int) -> Effects:
-        self._num_steps_of[rank] = num_steps
-        step = self.activity.step
-        if self.activity.state is not State.RUNNING or num_steps > step:
+    def _take_part(self, rank: int, frame: Frame) -> Effects:
+        call = self._call if self._call is not None and self._call.number == frame.number else None
+        if call is None and frame.number <= self.activity.call:  # which this rank has done with
+            return []
+        if effects := self._check_ahead(rank, frame):
+            return effects
+        part, parts = Part.unpack(frame.body, self.size), self._parts[frame.number]
+        parts[rank] = parts[rank].followed_by(part) if rank in parts else part
+        return [] if call is None else self._go_on(call)
+
+    def _take_objection(self, rank: int, frame: Frame) -> Effects:
+        if frame.number == 0:  # it has not come as far as a first call
+            error = f"rank {rank} gave up while the ranks met for their first step: {decode_text(frame.body)}"
+            return self.fail(Failure(Cause.DISAGREED, rank, self.activity.step, "", error))
+        if frame.number < self.activity.call - 1:
+            return []
+        if effects := self._check_ahead(rank, frame):
+            return effects
+        objection = Objection.unpack(frame.body, self.size)
+        if objection.doing == HAS_LEFT:
+            self._left.setdefault(objection.rank, Left(objection.num_steps, frame.number - 1))
+        return [*self._object(frame.number, objection, rank), Signal.WAKE]
+
+    def _check_ahead(self, rank: int, frame: Frame) -> Effects:
+        """Break the pipeline if a rank says more to later calls than it can have to say; a broken one keeps nothing more."""
+        ahead = frame.number - self.activity.call
+        if self.failure is not None:
             return [Signal.WAKE]
-        error = f"rank {rank} closed this pipeline in the middle of step {step}: its program has probably ended"
-        return [Signal.WAKE, *self.fail(Failure(Cause.LOST, rank, step, "", error))]
+        if ahead <= 0:
+            return []
+        kept = sum(len(data) for parts in self._parts.values() if rank in parts for data in parts[rank].entries.values())
+        if ahead <= MOST_AHEAD and kept + len(frame.body) <= MOST_AHEAD_BYTES * num_told(self.rank, rank, self.size):
+            return []
+        how = f"is {ahead} calls ahead of rank {self.rank}, and has sent {kept + len(frame.body)} bytes for them"
+        return self._exceeds(rank, f"{how}: either its loop catches the error of each call and calls again, or it")
+
+    def _see_off(self, rank: int, left: Left) -> Effects:
+        self._left[rank] = left
+        step = self.activity.step
+        if self.activity.state is State.RUNNING and left.num_steps <= step:
+            error = f"rank {rank} closed this pipeline in the middle of step {step}: its program has probably ended"
+            return self.fail(Failure(Cause.LOST, rank, step, "", error))
+        return [] if self._call is None else self._go_on(self._call)
+
+    def _answer(self, rank: int, frame: Frame) -> Effects:
+        """Answer a question, and forward it if this is the first time that it has come."""
+        asking = _one(ASKING, frame)
+        if asking >= self.size:
+            raise CommError(f"a question of rank {asking} in a pipeline of {self.size} ranks")
+        if asking == self.rank or self._asked.get(asking, (0, 0))[0] >= frame.number:
+            return []
+        self._asked[asking] = frame.number, rank
+        status = self._watchdog.answer(asking).pack()
+        answer = Send(Frame(Kind.STATUS, frame.number, STATUS.pack(asking, self.rank) + status), [rank])
+        return [answer, *self._spread(frame, rank)]
+
+    def _take_status(self, frame: Frame) -> Effects:
+        """Take in an answer, or hand it on to who has asked, the way that the question came."""
+        if len(frame.body) < STATUS.size:
+            raise CommError(f"{len(frame.body)} bytes are not a status")
+        asking, rank = STATUS.unpack_from(frame.body)
+        if max(asking, rank) >= self.size:
+            raise CommError(f"an answer of rank {rank} to rank {asking} in a pipeline of {self.size} ranks")
+        if asking == self.rank:
+            self._watchdog.on_status(rank, frame.number, Status.unpack(frame.body[STATUS.size :]))
+            return []
+        number, link = self._asked.get(asking, (0, 0))
+        return [Send(frame, [link])] if number == frame.number else []
 
     def disconnected(self, rank: int) -> Effects:
         """Take note that the connection to a rank has ended, which means that it is lost unless it has closed the pipeline."""
-        if rank in self._num_steps_of:
+        if rank in self._left:
             return []
         where = f" while rank {self.rank} was at {place}" if (place := self.activity.place()) else ""
         error = (
@@ -186,22 +306,18 @@ class Membership:
 
     # Failures
 
-    def fail(self, failure: Failure, original: BaseException | None = None, *, reported_by_peer: bool = False) -> Effects:
+    def fail(self, failure: Failure, original: BaseException | None = None, *, source: int | None = None) -> Effects:
         """Break the pipeline, unless it is broken already or this rank has left it.
 
         Args:
             failure: what happened.
             original: this rank's own error.
-            reported_by_peer: whether another rank reported it; that rank then informs all ranks.
+            source: the link that the failure came over, if another rank has reported it.
         """
         if self.failure is not None or self.has_left:
             return []
         self.original, self.failure = original, failure  # in this order: other threads read both without the lock
-        return [Signal.RELEASE] if reported_by_peer else [self._report(failure), Signal.RELEASE]
-
-    @staticmethod
-    def _report(failure: Failure) -> Send:
-        return Send(Frame(Kind.FAILED, 0, failure.pack()))
+        return [*self._spread(Frame(Kind.FAILED, 0, failure.pack()), source), Signal.RELEASE]
 
     def raised(self, error: BaseException, place: str) -> Effects:
         """Take note of an error on this rank."""
@@ -235,7 +351,7 @@ class Membership:
     def tick(self, now: float) -> Effects:
         """Look whether this rank waits too long."""
         effects: Effects = []
-        for finding in self._watchdog.tick(now, self.waits_for):
+        for finding in self._watchdog.tick(now, self.waits_for()):
             effects += self.fail(finding) if isinstance(finding, Failure) else [finding]
         return effects
 
@@ -248,4 +364,13 @@ class Membership:
         if self.has_left:
             return []
         self.has_left = True
-        return [Send(Frame(Kind.LEFT, self.activity.step)) if self.failure is None else self._report(self.failure)]
+        if self.failure is not None:
+            return self._spread(Frame(Kind.FAILED, 0, self.failure.pack()), None)
+        return self._spread(Frame(Kind.LEFT, self.activity.step, LEFT.pack(self._num_calls)), None)
+
+
+def _one(format: struct.Struct, frame: Frame) -> int:
+    """Return the only number in a frame's body."""
+    if len(frame.body) != format.size:
+        raise CommError(f"{len(frame.body)} bytes in a frame of kind {frame.kind.name}")
+    return int(format.unpack(frame.body)[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ __all__: list[str] = []
 
 SLOW_S = 30.0
 ANSWERS_S = 1.0  # a process that runs answers a heartbeat within this time
+ASKING = struct.Struct("<I")  # the body of a question: who asks
 
 Finding = Send | Warn | Failure  # a question to the others, a warning, or the end of the wait
 
@@ -58,7 +60,7 @@ class Watchdog:
 
         Args:
             now: seconds of the clock.
-            missing: the ranks that this rank waits for in a collective call.
+            missing: the ranks that may not have come to the collective call that this rank makes.
         """
         status, self._time_s = self._activity.status(), now
         here = self._place()
@@ -107,7 +109,7 @@ class Watchdog:
         self._answers = {}
         self._heard = set()
         self._others = set()
-        return Send(Frame(Kind.ASK, self._number))
+        return Send(Frame(Kind.ASK, self._number, ASKING.pack(self._rank)))
 
     def _status(self) -> Status:
         return self._activity.status()._replace(seconds=self._time_s - self._since)
@@ -130,13 +132,16 @@ class Watchdog:
         frozen = sorted(set(range(self._size)) - self._heard - {self._rank})
         if not frozen:
             return waits
+        if status.state is State.MEETING and status.call == 1:  # a rank answers nothing before it has met those it is linked with
+            return f"{waits}; no answer from {name_ranks(frozen)}, where not all of the others have come, or which is frozen"
         are = "is" if len(frozen) == 1 else "are"
         why = f"no answer in {ANSWERS_S:g} s (stopped, or in code that holds Python's GIL)"
         return f"{waits}; {name_ranks(frozen)} {are} frozen: {why}"
 
     def _for_whom(self, status: Status, missing: Collection[int]) -> str:
         if status.state is State.MEETING:
-            return f"for {name_ranks(missing or {self._rank})} to begin step {status.step}"
+            late = [rank for rank in missing if rank not in self._answers or self._answers[rank].call < status.call]
+            return f"for {name_ranks(late or missing or {self._rank})} to begin step {status.step}"
         action = self._activity.action()
         if action is None:
             return f"in step {status.step} for {RELOADS}"

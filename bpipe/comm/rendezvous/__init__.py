@@ -1,3 +1,3 @@
-"""Rendezvous: find the other ranks' addresses and connect to all of them."""
+"""Rendezvous: find the other ranks' addresses and connect to those that a rank is linked with."""
 
 __all__: list[str] = []

@@ -60,6 +60,14 @@ class IncomingConnections:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self, last: Frame | None = None) -> None:
+        """Close all of them, after a last frame to those that have said hello."""
+        for connection in list(self._proving):
+            with suppress(OSError):
+                if last is not None:
+                    connection.send(last.pack())
         for connection in [*self._silent, *self._proving]:
             self._disconnect(connection)
 

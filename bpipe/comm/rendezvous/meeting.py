@@ -1,8 +1,8 @@
-"""The rendezvous of a pipeline's ranks: each connects to every other one.
+"""The rendezvous of a pipeline's ranks: each connects to those that it is linked with.
 
 The ranks find each other through the store of their process group, once. After that no store is needed: a process that ends
-closes its connections, and its peers see that at once, no matter which rank hosts the store. Each rank connects to those before
-it. It waits for all connections at the same time, because one that stays silent must not hold up the others.
+closes its connections, and its peers see that at once, no matter which rank hosts the store. Each rank connects to those of its
+links that come before it. It waits for all connections at the same time, because one that stays silent must not hold up the others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,6 +35,7 @@ __all__: list[str] = []
 GRACE_S = 0.5  # in which all ranks find that their secrets differ, before the first one leaves
 RETURN_S = 5.0  # a rank whose connection has ended connects again within this time, if its process lives
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.001, 0.02  # between two looks at who has come
+MANY = 64  # ranks: with more, each one looks less often, so that all together ask the store no more
 LOST_MACHINE_S = 15  # without an answer of its kernel
 MAX_REASON_BYTES = 1024
 
@@ -68,14 +69,23 @@ class Hello(NamedTuple):
 
 
 def meet_peers(
-    store: Any, key: str, rank: int, size: int, check: Callable[[str], None], *, pipeline: int = 0, secret: bytes = b""
+    store: Any,
+    key: str,
+    rank: int,
+    size: int,
+    check: Callable[[str], None],
+    *,
+    links: Collection[int] | None = None,
+    pipeline: int = 0,
+    secret: bytes = b"",
 ) -> Peers:
-    """Connect a rank to all others. Collective; blocks until all have come.
+    """Connect a rank to the ranks that it is linked with. Collective; blocks until these have come.
 
     Args:
         store: a store of torch.distributed that all ranks reach.
         key: the store's key that they use to find each other.
         check: called repeatedly with what is waited for; raises to give up.
+        links: the ranks to connect to, which connect to this one; None for all others.
         pipeline: which of the group's pipelines this is.
         secret: by which the ranks know each other; empty if there is none.
 
@@ -83,10 +93,11 @@ def meet_peers(
         AgreementError: another rank opens a different pipeline, has a different secret, or has given up in the meantime.
         CommError: the store does not answer.
     """
-    with Listeners(own_addresses(store), size + MOST_SILENT) as listeners:
+    links = {*range(size)} - {rank} if links is None else {*links}
+    with Listeners(own_addresses(store), len(links) + MOST_SILENT) as listeners:
         name = os.urandom(NAME_BYTES)
         own = Endpoint(listeners.places, socket.gethostname(), name, fingerprint(secret, name))
-        with _Meeting(store, key, rank, size, pipeline, secret, own, listeners) as meeting:
+        with _Meeting(store, key, rank, links, pipeline, secret, own, listeners) as meeting:
             with using_store():
                 store.set(f"{key}/{rank}", encode(own))
             pause_s = LEAST_PAUSE_S
@@ -94,7 +105,7 @@ def meet_peers(
                 meeting.connect()
                 meeting.wait(pause_s)
                 check(meeting.describe(missing))
-                pause_s = min(2 * pause_s, MOST_PAUSE_S)
+                pause_s = min(2 * pause_s, MOST_PAUSE_S * max(1, size / MANY))
             return meeting.finish()
 
 
@@ -102,16 +113,23 @@ class _Meeting:
     """The connections of a rank while some are still missing; closed if the meeting fails."""
 
     def __init__(
-        self, store: Any, key: str, rank: int, size: int, pipeline: int, secret: bytes, own: Endpoint, listeners: Listeners
+        self,
+        store: Any,
+        key: str,
+        rank: int,
+        links: Collection[int],
+        pipeline: int,
+        secret: bytes,
+        own: Endpoint,
+        listeners: Listeners,
     ) -> None:
-        self._store, self._key, self._rank, self._size, self._pipeline, self._own = store, key, rank, size, pipeline, own
+        self._store, self._key, self._rank, self._links, self._pipeline, self._own = store, key, rank, links, pipeline, own
         self._secret = secret
         self._differs: tuple[float, str] | None = None  # when a rank was found to have a different secret
         self._peers: dict[int, PeerConnection] = {}
         self._ended_s: dict[int, float] = {}  # when connections ended without a word, which may be an attempt that is made again
-        self._token = own.name
         self._selector = selectors.DefaultSelector()
-        self._incoming = IncomingConnections(listeners.sockets, self._selector, size, self._on_hello)
+        self._incoming = IncomingConnections(listeners.sockets, self._selector, len(links), self._on_hello)
         self._outgoing = OutgoingConnections(self._selector, self._find, self._first_word, self._on_answer)
 
     def __enter__(self) -> _Meeting:
@@ -120,7 +138,7 @@ class _Meeting:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         why = Frame(Kind.REFUSAL, 0, b"" if error is None else text_of(error).encode(errors="replace")[:MAX_REASON_BYTES])
         with noted_on(error):
-            self._incoming.__exit__()
+            self._incoming.close(why)
         with noted_on(error):
             self._outgoing.close(why)
         for peer in self._peers.values():
@@ -132,12 +150,12 @@ class _Meeting:
 
     def missing(self) -> list[int]:
         """Return the ranks that have not come."""
-        return [other for other in range(self._size) if other != self._rank and other not in self._peers]
+        return [other for other in sorted(self._links) if other not in self._peers]
 
     def finish(self) -> Peers:
         """Hand over the connections."""
         done, self._peers = self._peers, {}
-        return Peers(self._token, [done[other] for other in sorted(done)])
+        return Peers(self._own.name, [done[other] for other in sorted(done)])
 
     def describe(self, missing: list[int]) -> str:
         text = f"ranks {missing} have not reached their first step"
@@ -192,7 +210,7 @@ class _Meeting:
             unless_done.callback(connection.close)
             try:
                 hello = decode(Hello, frame.body, "hello")
-                if hello.to != self._own.name or not self._rank < hello.rank < self._size:
+                if hello.to != self._own.name or hello.rank not in self._links or hello.rank < self._rank:
                     return
                 answer = self._hello(hello.name)
                 said = frame.body, encode(answer)
@@ -203,10 +221,8 @@ class _Meeting:
                 self._check_secret(hello.rank, hello.name, self._find(hello.rank))
                 return
             unless_done.pop_all()
-        if self._secret:
-            self._incoming.expect_proof(connection, partial(self._on_proof, hello, proof(self._secret, "call", *said)))
-        else:
-            self._admit(hello, connection)
+        # Its proof, empty without a secret, also says that it has this answer, and calls at no other place any more.
+        self._incoming.expect_proof(connection, partial(self._on_proof, hello, proof(self._secret, "call", *said)))
 
     def _on_proof(self, hello: Hello, expected: bytes, connection: socket.socket, frame: Frame) -> None:
         if is_same(frame.body, expected):
@@ -223,15 +239,14 @@ class _Meeting:
                 if (hello.rank, hello.name, hello.to) != (other, to.name, self._own.name):  # of another meeting
                     return
                 both = said, encode(hello._replace(proof=b""))
-                if self._secret:  # also to a rank with a different secret, so that it notices
-                    connection.sendall(Frame(Kind.PROOF, 0, proof(self._secret, "call", *both)).pack())
+                # Also to a rank with a different secret, so that it notices.
+                connection.sendall(Frame(Kind.PROOF, 0, proof(self._secret, "call", *both)).pack())
             except (OSError, CommError):
                 return
             if bool(hello.nonce) != bool(self._secret) or not is_same(hello.proof, proof(self._secret, "answer", *both)):
                 self._check_secret(other, hello.name, to)
                 return
             unless_done.pop_all()
-        self._token = hello.name if other == 0 else self._token
         self._admit(hello, connection)
 
     def _check_secret(self, other: int, name: bytes, endpoint: Endpoint | None) -> None:

@@ -1,4 +1,4 @@
-"""The connections of a rank to all others, for control messages that must arrive even if transfers are stuck."""
+"""The connections of a rank to others, for control messages that must arrive even if transfers are stuck."""
 
 from __future__ import annotations
 
@@ -111,11 +111,11 @@ class Peers(NamedTuple):
     """All connections of a rank.
 
     Args:
-        token: 16 bytes that only these ranks know, the same on all and never used again.
-        connections: to the other ranks, in order.
+        name: 16 random bytes, this rank's name in the meeting, which is never used again.
+        connections: to the ranks that it is linked with, in order.
     """
 
-    token: bytes
+    name: bytes
     connections: list[PeerConnection]
 
     def reached(self) -> dict[int, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from bpipe.comm.health.collective import Collective
 from bpipe.comm.health.control_plane import ControlPlane
 from bpipe.device import Streams
-from bpipe.memory.shared_file import SharedFile
+from bpipe.memory.shared_file import Lent
 from bpipe.schedules import Channel
 
 __all__: list[str] = []
@@ -65,19 +65,29 @@ class Transport(ABC):
         """Tell the other ranks that this one cannot make the call that they make."""
 
     @abstractmethod
-    def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int]) -> None:
-        """Open channels, in the same order on all ranks. Collective. `group_ranks` gives the group's rank of each of the plan's."""
+    def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int], *, in_bytes: bool = False) -> None:
+        """Open the channels of a plan that are not open yet, in the same order on all ranks. Collective.
+
+        Args:
+            channels: all of the plan's.
+            group_ranks: the group's rank of each of the plan's.
+            in_bytes: whether the plan says how many bytes acceptors reserve: only then can they lend a device's memory.
+        """
 
     def reaches(self, channel: Channel) -> bool:
-        """Return whether the sender of a channel of evictions can use the acceptor's memory by itself."""
+        """Return whether the evictor of a channel uses the acceptor's memory by itself, under the plan that it is connected for."""
         return False
 
-    def lend(self, channel: Channel, files: Sequence[SharedFile]) -> None:
-        """Let the evictor of a channel use memory of this rank, which must `borrow` as many files. Only where it `reaches` that."""
+    def lend(self, channel: Channel, lent: Sequence[Lent]) -> None:
+        """Let the evictor of a channel, where it `reaches` that, use memory of this rank; it must `borrow` as many pieces."""
         raise NotImplementedError
 
-    def borrow(self, channel: Channel, number: int) -> list[SharedFile]:
+    def borrow(self, channel: Channel, number: int) -> list[Lent]:
         """Return the memory that the acceptor of a channel lends."""
+        raise NotImplementedError
+
+    def regain(self, evictor: str, wait: Callable[[], None]) -> None:
+        """Wait until an evictor has given back what this rank lent it; `wait` blocks until then."""
         raise NotImplementedError
 
     def connection_bytes(self) -> int:

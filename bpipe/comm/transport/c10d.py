@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -22,6 +22,7 @@ from bpipe.comm.health.activity import place_of
 from bpipe.comm.health.collective import Collective
 from bpipe.comm.health.control_plane import ControlPlane, NullControlPlane
 from bpipe.comm.health.driver import ConnectedControlPlane
+from bpipe.comm.health.links import links
 from bpipe.comm.health.watchdog import SLOW_S, Timeouts
 from bpipe.comm.rendezvous.addresses import own_addresses
 from bpipe.comm.rendezvous.interruptible import Interruptible
@@ -42,22 +43,26 @@ from bpipe.comm.transport.staging import Staging
 from bpipe.comm.transport.works import Noted, Works, transferring
 from bpipe.comm.wire.header import MOST_BYTES
 from bpipe.device import Streams, is_asynchronous
+from bpipe.device.handles import why_no_handles
 from bpipe.environment import may_share_memory, shared_secret
 from bpipe.errors import AgreementError, ConfigurationError, TransferTimeoutError
 from bpipe.logs import LOG
-from bpipe.memory.shared_file import SharedFile, can_share
+from bpipe.memory.reach import find_reached
+from bpipe.memory.shared_file import Lent, SharedFile, can_share
 from bpipe.schedules import Channel, Purpose
 
 __all__: list[str] = []
 
 TAGS = {purpose: tag for tag, purpose in enumerate(Purpose, start=1)}
 ID_KEY = "0"  # of the first communicator that NCCL makes over a store
+EVICTIONS = (Purpose.EVICT, Purpose.RETURN)
 NO_TAG = len(Purpose) + 1  # that no message has
 AT_ONCE = timedelta(milliseconds=1)
 POLL_S = 0.001
 MARGIN_S = 60.0  # gloo's own timeout is this much later than ours, because our error says more
 DEVICE_MARGIN = 10  # NCCL counts from when the host, maybe steps ahead, issued a transfer; and it ends the process
 LEAST_DEVICE_S = 3600.0
+REMOVED_S = 1.0  # how long closing waits for the store to remove this rank's keys
 
 
 class C10dTransport(Transport):
@@ -65,7 +70,7 @@ class C10dTransport(Transport):
 
     Each channel has its own connection for headers, and on CPU for small messages. Large messages travel through memory that both
     processes map, if they are on one host, and else over gloo, in a group of the two ranks. With NCCL each channel has a
-    communicator of two ranks. So no order between channels can be wrong.
+    communicator of two ranks, but for evictions into memory that the evictor reaches. So no order between channels can be wrong.
 
     Args:
         group: the pipeline's process group; None for the default one.
@@ -102,7 +107,8 @@ class C10dTransport(Transport):
         self._senders: dict[Channel, Sender] = {}
         self._receivers: dict[Channel, Receiver] = {}
         self._gloo: dict[Channel, Any] = {}  # groups of two ranks, for large tensors between hosts
-        self._links: dict[Channel, LocalLink] = {}  # of evictions between processes of one host
+        self._links: dict[Channel, LocalLink] = {}  # of evictions whose evictor reaches the acceptor's memory
+        self._lends = False
         self.streams = Streams()
         make = maker_of(backends_of(self.group).get(device.type, "gloo")) if is_asynchronous(device) else None
         self.waits_on_device = make is not None
@@ -130,12 +136,13 @@ class C10dTransport(Transport):
             return
         store, opening = dist.distributed_c10d._get_default_store(), self._interruptible()
         peers = self._meet(opening, store)
-        self._token, self._reached = peers.token, peers.reached()
-        self._store: Any = dist.PrefixStore(f"bpipe/{peers.token.hex()}", store)
+        self._reached = peers.reached()
         name = f"pipeline {self.identity} of its group"
-        self.control = control = ConnectedControlPlane(peers.connections, self.rank, self._release, self._timeouts, name)
+        self.control = control = ConnectedControlPlane(peers.connections, self.rank, self.size, self._release, self._timeouts, name)
         self._watch_device(control)
         self._is_open = True
+        self._token = control.exchange(Collective.CONNECT, peers.name)[0]  # only these ranks know it
+        self._store: Any = dist.PrefixStore(f"bpipe/{self._token.hex()}", store)
 
     def _watch_device(self, control: ConnectedControlPlane) -> None:
         if self._communicators is not None:
@@ -166,8 +173,11 @@ class C10dTransport(Transport):
         self._written.add(store, f"{key}/{self.rank}")
         opening.note = "it looks for its own addresses, and writes them to the process group's store"
         try:
+            to = links(self.rank, self.size)
             return opening.run(
-                lambda: meet_peers(store, key, self.rank, self.size, opening.check, pipeline=self.identity, secret=self._secret)
+                lambda: meet_peers(
+                    store, key, self.rank, self.size, opening.check, links=to, pipeline=self.identity, secret=self._secret
+                )
             )
         except OtherPipelineError as error:  # so that both ranks count the next pipelines alike
             count_pipelines(self.group, max(0, error.theirs - count_pipelines(self.group, 0)))
@@ -201,17 +211,18 @@ class C10dTransport(Transport):
             self._communicators.abort()
 
     @transferring
-    def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int]) -> None:
-        self._group_ranks = group_ranks
-        new = [channel for channel in channels if channel not in self._opened]
-        own = [channel for channel in new if self.rank in self._ends(channel)]
-        if new and self.size > 1:
+    def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int], *, in_bytes: bool = False) -> None:
+        self._group_ranks, self._lends = group_ranks, in_bytes or not is_asynchronous(self.device)
+        if self.size == 1:
+            return
+        if new := [channel for channel in channels if channel not in self._opened]:
             self._open_socket_channels(new)
+            self._opened.update(new)
+        beside = [channel for channel in channels if self.rank in self._ends(channel) and not self._is_local(channel)]
         if self._communicators is not None:
-            self._connect_devices(self._communicators, own)
-        elif self.size > 1:
-            self._connect_gloo([channel for channel in own if not self._is_local(channel)])
-        self._opened.update(new)
+            self._connect_devices(self._communicators, [one for one in beside if one not in self._communicators])
+        else:
+            self._connect_gloo([one for one in beside if one not in self._gloo])
 
     def connection_bytes(self) -> int:
         return 0 if self._communicators is None else self._communicators.bytes_of_one
@@ -219,7 +230,9 @@ class C10dTransport(Transport):
     def _connect_devices(self, communicators: Communicators, channels: Sequence[Channel]) -> None:
         """Make a communicator for each channel."""
         timeout = timedelta(seconds=max(DEVICE_MARGIN * self._timeouts.timeout_s, LEAST_DEVICE_S))
-        store = self._store.clone()  # a wait for another rank holds up all other requests on the same connection
+        opening = self._interruptible()
+        opening.note = "it connects to the process group's store once more"
+        store = opening.run(self._store.clone)  # a wait for another rank holds up all other requests on the same connection
         for channel in channels:
             end, opening = self._ends(channel).index(self.rank), self._interruptible()
             opening.note = f"a communicator for {self._named(channel)} is being made"
@@ -229,8 +242,11 @@ class C10dTransport(Transport):
             opening.run(partial(communicators.connect, channel, own, end, timeout))
 
     def _is_local(self, channel: Channel) -> bool:
-        """Return whether both ends are on this host, and large tensors pass through memory that they share."""
-        return (self._senders.get(channel) or self._receivers[channel]).has_ring
+        """Return whether both ends are on this host, and large tensors pass through memory that they share, if any pass at all."""
+        if not is_asynchronous(self.device):
+            return (self._senders.get(channel) or self._receivers[channel]).has_ring
+        eviction = channel if channel.purpose is Purpose.EVICT else Channel(Purpose.EVICT, channel.dst, channel.src)
+        return channel.purpose in EVICTIONS and self.reaches(eviction)
 
     def _named(self, channel: Channel) -> str:
         sender, receiver = self._ends(channel)
@@ -247,7 +263,7 @@ class C10dTransport(Transport):
         ends, addresses = [self._ends(channel) for channel in channels], own_addresses(self._store)
         connections = open_connections(ends, self.rank, addresses, self._token, self.control, self._reached, self._secret)
         self.control.channel_sockets += connections.values()
-        rings = self._share_memory(channels, connections)
+        rings = {} if is_asynchronous(self.device) else self._share_memory(channels, connections)
         for index, connection in connections.items():
             channel = channels[index]
             if ends[index][0] == self.rank:
@@ -255,36 +271,53 @@ class C10dTransport(Transport):
             else:
                 self._receivers[channel] = Receiver(connection, self._named(channel), rings.get(index))
         self.control.check()  # a failure before this line has not ended these
+        if is_asynchronous(self.device) and (evictions := [one for one in channels if one.purpose is Purpose.EVICT]):
+            self._find_reached(evictions)
 
     def _share_memory(self, channels: Sequence[Channel], connections: Mapping[int, socket.socket]) -> dict[int, Ring]:
-        """Open links between processes of one host, and return the rings of their channels, by index."""
-        ends = [self._ends(channel) for channel in channels]
-        is_able = self.device.type == "cpu" and may_share_memory() and can_share()
-        rings = {}
-        for index, (link, file) in open_local_links(
-            ends, self.rank, self._token, self.control, can_share=is_able, secret=self._secret
-        ).items():
-            rings[index] = Ring(file, connections[index])
+        """Share memory with processes of this host, and return the rings of their channels, by index."""
+        return {index: Ring(file, connections[index]) for index, file in self._open_links(channels, is_able=can_share()).items()}
+
+    def _open_links(self, channels: Sequence[Channel], *, is_able: bool) -> dict[int, SharedFile]:
+        """Open links between processes of one host, keep those of evictions, and return the file of each channel, by index."""
+        ends, is_able = [self._ends(channel) for channel in channels], is_able and may_share_memory()
+        opened = open_local_links(ends, self.rank, self._token, self.control, can_share=is_able, secret=self._secret)
+        for index, (link, _) in opened.items():
             if channels[index].purpose is Purpose.EVICT:
                 self._links[channels[index]] = link
                 self.control.channel_sockets.append(link.connection)
             else:
                 link.close()
-        return rings
+        return {index: file for index, (_, file) in opened.items()}
+
+    def _find_reached(self, channels: Sequence[Channel]) -> None:
+        """Open links between processes of one host, and keep those whose evictor reaches the memory of the acceptor's device."""
+        if (why := why_no_handles(self.device)) and may_share_memory():
+            LOG.info("rank %d: evictions do not go straight to another device's memory: %s", self.rank, why)
+        self._open_links(channels, is_able=not why)
+        self.control.check()  # a failure before this line has not ended them
+        links = {one: (self._links[one], self._ends(one)[0] == self.rank) for one in channels if one in self._links}
+        opening = self._interruptible()
+        opening.note = "it tries whether evictors reach the memory of acceptors"
+        for channel, reason in find_reached(links, self.device, opening.run).items():
+            LOG.warning("rank %d: %s do not go straight to the other device's memory: %s", self.rank, self._named(channel), reason)
+            self._links.pop(channel).close()
 
     def reaches(self, channel: Channel) -> bool:
-        return channel in self._links
+        return self._lends and channel in self._links
 
-    def lend(self, channel: Channel, files: Sequence[SharedFile]) -> None:
-        self._links[channel].pass_on(files)
+    def lend(self, channel: Channel, lent: Sequence[Lent]) -> None:
+        self._links[channel].pass_on(lent)
 
-    def borrow(self, channel: Channel, number: int) -> list[SharedFile]:
-        return self._taken(self._links[channel], channel, number)
-
-    def _taken(self, link: LocalLink, channel: Channel, number: int) -> list[SharedFile]:
+    def borrow(self, channel: Channel, number: int) -> list[Lent]:
         opening = self._interruptible()
         opening.note = f"memory for {self._named(channel)} has not come"
-        return opening.run(partial(link.take, number))
+        return opening.run(partial(self._links[channel].take, number))
+
+    def regain(self, evictor: str, wait: Callable[[], None]) -> None:
+        opening = self._interruptible()
+        opening.note = f"{evictor} has not given back the memory that it uses on this rank's device"
+        opening.run(wait)
 
     @transferring
     def send(
@@ -366,6 +399,7 @@ class C10dTransport(Transport):
         for link in self._links.values():
             link.close()
         self._links.clear()
+        self._written.wait(REMOVED_S)
         if not self._is_open and self.identity:  # made and never run: not to be counted
             count_pipelines(self.group, -1)
             self.identity = 0

@@ -73,6 +73,9 @@ class Communicators:
             if self._is_closed:  # the caller has given up in the meantime
                 self.abort()
 
+    def __contains__(self, channel: Channel) -> bool:
+        return channel in self._made
+
     def post(self, channel: Channel, tensors: Sequence[torch.Tensor], *, sends: bool, what: Callable[[], str]) -> Any:
         """Send contiguous tensors, each of at least one element, or receive into them, as one transfer.
 

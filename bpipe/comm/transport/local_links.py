@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import NamedTuple
@@ -16,12 +17,13 @@ from bpipe.comm.transport.connect import arrived
 from bpipe.comm.wire.codec import decode, encode
 from bpipe.comm.wire.frames import Frame, Kind
 from bpipe.errors import TransferError
-from bpipe.memory.shared_file import SharedFile
+from bpipe.memory.shared_file import Lent, SharedFile
 
 __all__: list[str] = []
 
 NAME_BYTES = 16
 LINK_S = 5.0  # a process of the same host answers within this time
+LENGTH = struct.Struct(">H")
 
 
 class _Opened(NamedTuple):
@@ -60,15 +62,17 @@ def open_local_links(
                     proof = channel_proof(secret, "opener", token, index, ends[index], names)
                     connection = unless_done.enter_context(_connected(names[acceptor], Frame(Kind.HELLO, index, proof)))
                     opened[index] = LocalLink(connection), SharedFile()
-                    opened[index][0].pass_on([opened[index][1]])  # at once, so that no rank waits for it after the reports
+                    opened[index][0].pass_on(
+                        [Lent(opened[index][1].descriptor)]
+                    )  # at once, so that no rank waits for it after the reports
         reports = control.exchange(Collective.CONNECT, encode(_Opened(tuple(opened))))
         coming = {index for opener, data in enumerate(reports) for index in _coming(data, ends, opener, rank)}
         if listener is not None:
             expected = {index: channel_proof(secret, "opener", token, index, ends[index], names) for index in coming}
             for index, connection in arrived([listener], expected, control).items():
                 link = LocalLink(unless_done.enter_context(connection))
-                (file,) = link.take(1)
-                opened[index] = link, file
+                (lent,) = link.take(1)
+                opened[index] = link, SharedFile(lent.descriptor)
         unless_done.pop_all()
     return opened
 
@@ -103,34 +107,65 @@ class LocalLink:
         self.connection = connection
         connection.settimeout(None)
 
-    def pass_on(self, files: Sequence[SharedFile]) -> None:
-        """Give the other process files; it must take as many.
+    def pass_on(self, lent: Sequence[Lent]) -> None:
+        """Give the other process what it needs to reach memory; it must take as many.
 
         Raises:
             TransferError: the other process is gone.
         """
         try:
-            for file in files:
-                socket.send_fds(self.connection, [b"\0"], [file.descriptor])
+            for one in lent:
+                socket.send_fds(self.connection, [LENGTH.pack(len(one.data)) + one.data], [one.descriptor])
         except OSError as error:
             raise TransferError(f"memory cannot be shared with another process of this host: {error}") from error
 
-    def take(self, number: int) -> list[SharedFile]:
-        """Return files that the other process passes on. Blocks until it does, or until `end`.
+    def take(self, number: int) -> list[Lent]:
+        """Return what the other process passes on. Blocks until it does, or until `end`.
 
         Raises:
             TransferError: the other process is gone, or has passed on something else.
         """
-        files = []
+        taken: list[Lent] = []
         try:
             for _ in range(number):
-                _, descriptors, _, _ = socket.recv_fds(self.connection, 1, 1)
-                files += [SharedFile(descriptor) for descriptor in descriptors]
+                head, descriptors, _, _ = socket.recv_fds(self.connection, LENGTH.size, 1, socket.MSG_WAITALL)
+                if len(head) < LENGTH.size or not descriptors:
+                    break
+                taken.append(Lent(descriptors[0], self._exactly(*LENGTH.unpack(head))))
         except OSError as error:
             raise TransferError(f"memory cannot be shared with another process of this host: {error}") from error
-        if len(files) != number:
-            raise TransferError(f"another process of this host shares {len(files)} pieces of memory where {number} were expected")
-        return files
+        if len(taken) != number:
+            raise TransferError(f"another process of this host shares {len(taken)} pieces of memory where {number} were expected")
+        return taken
+
+    def say(self, text: str) -> None:
+        """Tell the other process something; it must `hear` it.
+
+        Raises:
+            TransferError: the other process is gone.
+        """
+        data = text.encode()[: 2**16 - 1]
+        try:
+            self.connection.sendall(LENGTH.pack(len(data)) + data)
+        except OSError as error:
+            raise TransferError(f"another process of this host is gone: {error}") from error
+
+    def hear(self) -> str:
+        """Return what the other process says. Blocks until it does, or until `end`.
+
+        Raises:
+            TransferError: the other process is gone.
+        """
+        try:
+            return self._exactly(*LENGTH.unpack(self._exactly(LENGTH.size))).decode(errors="replace")
+        except OSError as error:
+            raise TransferError(f"another process of this host is gone: {error}") from error
+
+    def _exactly(self, number: int) -> bytes:
+        data = self.connection.recv(number, socket.MSG_WAITALL) if number else b""
+        if len(data) < number:
+            raise ConnectionError("it has closed the connection")
+        return data
 
     def end(self) -> None:
         """End all waits at both ends. Any thread may call it."""

@@ -24,14 +24,14 @@ HEAD = struct.Struct("<6sHIIQ")
 class Kind(IntEnum):
     """The purpose of a frame."""
 
-    CALL = 1  # this rank makes its next collective call
-    REFUSAL = 2  # it cannot make that call; the body says why
+    CALL = 1  # this rank makes its next collective call, and tells what ranks give to it
+    REFUSAL = 2  # a rank cannot make a call, or makes another one; the body says which and why
     FAILED = 3  # something failed, and the pipeline is broken
     LEFT = 4  # it closed the pipeline after this number of steps
-    ASK = 5  # what are you doing?
-    STATUS = 6  # the answer
+    ASK = 5  # what are you doing? The body says who asks
+    STATUS = 6  # the answer, and whose it is
     HELLO = 7  # who opens this connection
-    PROOF = 8  # the sender has the secret
+    PROOF = 8  # who opened this connection keeps it, and has the secret if there is one
 
 
 MAX_BODY = 2**30  # of a call

@@ -51,6 +51,7 @@ struct Block {
   uint64_t id;
   std::vector<Access> accesses;
   std::set<int> recorded;  // the streams that record_stream() named
+  int file = 0;  // of a block that is lent to other processes (ipc.h)
   Shared* shared = nullptr;  // by several processes: it checks in place of what follows
 };
 using BlockP = std::shared_ptr<Block>;

@@ -11,6 +11,9 @@
 #include <cstring>
 
 namespace sim {
+constexpr size_t PAGE = 4096;
+// A block is whole pages, so that it can be lent, and begins behind one, as one that was cut out of a larger allocation.
+inline size_t size_with_page(size_t size) { return PAGE + (size + PAGE - 1) / PAGE * PAGE; }
 constexpr int POISON = 0xFF;  // NaN in every floating-point type
 
 // An access to memory that was freed, and that may be handed out again before the access has happened.
@@ -43,6 +46,8 @@ inline std::deque<Deferred> deferred;
 inline std::map<int, std::vector<Ghost>> ghosts;                                         // by the stream whose memory it is
 inline std::map<std::pair<int, size_t>, std::vector<std::shared_ptr<char>>> free_memory;  // likewise, and by size
 
+inline void check_not_open(Block& block);
+
 inline void free_block(void* context) {
   std::unique_ptr<BlockP> holder(static_cast<BlockP*>(context));
   BlockP block = *holder;
@@ -55,8 +60,9 @@ inline void free_block(void* context) {
   for (auto& access : block->accesses)
     if (access.place != place_of_stream(block->stream) && !(is_stream(access.place) && block->recorded.count(number_of(access.place))))
       ghosts[block->stream].push_back({block->id, block->size, access});
+  if (block->file) check_not_open(*block);
   if (block->recorded.empty()) {
-    free_memory[{block->stream, block->size}].push_back(block->memory);
+    if (!block->file) free_memory[{block->stream, block->size}].push_back(block->memory);
     return;
   }
   std::vector<MomentP> moments;
@@ -134,8 +140,8 @@ inline c10::DataPtr new_block(size_t size, bool is_pinned, int device) {
   } else {
     found = take_memory(*block, device, first_report);
   }
-  if (!block->memory) block->memory = std::shared_ptr<char>(static_cast<char*>(::malloc(size)), ::free);
-  block->begin = block->memory.get();
+  if (!block->memory) block->memory = std::shared_ptr<char>(static_cast<char*>(::aligned_alloc(PAGE, size_with_page(size))), ::free);
+  block->begin = block->memory.get() + PAGE;
   {
     std::lock_guard<std::mutex> lock(G);
     live[block->id] = block;

@@ -4,6 +4,7 @@
 #include "autocast.h"
 #include "collectives.h"
 #include "hooks.h"
+#include "ipc.h"
 #include "peers.h"
 
 namespace sim {

@@ -79,13 +79,13 @@ def waits(rank: int, name: str) -> list[int]:
     """How often the host waits for its device in each of some steps over NCCL."""
     starts(rank, KIND, nccl=True)
     schedule, found = schedule_of(rank, name, modules_of(RANKS)[rank], KIND), []
-    batches = [batch_of(step, MICROBATCHES).to(KIND) for step in range(4)]
+    batches = [batch_of(step, MICROBATCHES).to(KIND) for step in range(5)]
     for x in batches:
         before = simulator.statistics(0)["host_waits"]
         schedule.step(x, target=x, return_outputs=False)
         found.append(simulator.statistics(0)["host_waits"] - before)
     schedule.close()
-    return found
+    return found[:-1]  # in the last one, another rank may close already, and a thread of this one gives back its memory
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.ranks import RankError, run_ranks
 from tests.thinned import thinned
 
 STUCK_S = 12.0  # for what takes two
+TRIES = 6  # to stand still: a busy host may post each transfer only after the one before has ended
 ANY = 64  # transfers in flight: more than there are
 
 CASES = [  # schedule, ranks, hardware queues, NCCL's kernels at a time (0: any number)
@@ -40,13 +42,14 @@ def on_device(
     in_turn: bool = True,
     at_once: int = 0,
     gives_up: bool = False,
+    seed: int = 0,
 ) -> Any:
     """One rank: what it computed, and what the checker reported."""
     from tests.accelerator import nccl as transports
 
     simulator.set_connections(queues)
     transports.install(nccl=nccl, most_kernels=kernels)
-    simulator.configure(True, MOST_DELAY_US, DELAYED, rank)
+    simulator.configure(True, MOST_DELAY_US, DELAYED, num_ranks * seed + rank)
     if gives_up:  # to show what stands still
         timer = threading.Timer(STUCK_S, os._exit, (1,))
         timer.daemon = True
@@ -75,14 +78,23 @@ def test_over_nccl(name: str, num_ranks: int, queues: int, kernels: int, one_thr
 def test_over_nccl_the_order_of_issue_is_what_it_takes() -> None:
     as_before = partial(on_device, nccl=True, in_turn=False, at_once=ANY)  # which is safe in the order of issue alone
     run_ranks(as_before, 4, "balanced_1f1b", 4, 0, 0)
-    with pytest.raises(RankError, match="died without a word"):
-        run_ranks(partial(as_before, gives_up=True), 4, "balanced_1f1b", 4, 1, 0)
+    assert stands_still(as_before, queues=1, kernels=0)
 
 
 @pytest.mark.exhaustive
 def test_over_nccl_more_in_flight_than_have_room_stand_still() -> None:
-    with pytest.raises(RankError, match="died without a word"):
-        run_ranks(partial(on_device, nccl=True, at_once=ANY, gives_up=True), 4, "balanced_1f1b", 4, 8, 1)
+    assert stands_still(partial(on_device, nccl=True, at_once=ANY), queues=8, kernels=1)
+
+
+def stands_still(ranks: Callable[..., Any], queues: int, kernels: int) -> bool:
+    """Whether it does with one of a few seeds of the device's delays."""
+    for seed in range(TRIES):
+        try:
+            run_ranks(partial(ranks, gives_up=True, seed=seed), 4, "balanced_1f1b", 4, queues, kernels)
+        except RankError as error:
+            assert "died without a word" in str(error)
+            return True
+    return False
 
 
 @pytest.mark.parametrize("name", thinned(["balanced_1f1b", "parts"], lambda name: name == "parts"))

@@ -10,7 +10,7 @@ import pytest
 
 from tests.accelerator import mutations
 from tests.accelerator.device import KIND, reports, simulator
-from tests.accelerator.mutations import IN_LOOPBACK, OVER_GLOO, OVER_NCCL, Mutation
+from tests.accelerator.mutations import IN_LOOPBACK, INTO_LENT_MEMORY, OVER_GLOO, OVER_NCCL, Mutation
 from tests.ranks import run_ranks
 
 
@@ -68,3 +68,10 @@ def test_over_gloo(mutation: Mutation) -> None:
 @pytest.mark.parametrize("mutation", some_of(OVER_NCCL))
 def test_over_nccl(mutation: Mutation) -> None:
     check(mutation, run_ranks(over, 4, mutation, True))
+
+
+@pytest.mark.skipif(KIND != "cuda", reason="only CUDA's memory is lent")
+@pytest.mark.parametrize("nccl", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("mutation", some_of(INTO_LENT_MEMORY))
+def test_into_lent_memory(mutation: Mutation, nccl: bool) -> None:
+    check(mutation, run_ranks(over, 4, mutation, nccl))
