@@ -23,6 +23,8 @@ if TYPE_CHECKING:
         GPipe,
         Interleaved1F1B,
         OneFOneB,
+        Seq1F1B,
+        TeraPipe,
         VHalf,
         VMin,
     )
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from bpipe.api.schedule import Schedule
     from bpipe.estimate.advisor import advise
     from bpipe.estimate.profile import profile
+    from bpipe.estimate.profile_slices import profile_slices
     from bpipe.model.stage import PipelineStage
     from bpipe.parallel.placement import pair_adjacent, place
     from bpipe.partition.choose import choose_stages
@@ -63,6 +66,8 @@ __all__ = [
     "OneFOneB",
     "PipelineStage",
     "Schedule",
+    "Seq1F1B",
+    "TeraPipe",
     "TiedWeights",
     "VHalf",
     "VMin",
@@ -77,6 +82,7 @@ __all__ = [
     "pair_adjacent",
     "place",
     "profile",
+    "profile_slices",
     "save_trace",
     "share_loss",
     "split_model",
@@ -90,11 +96,13 @@ OLDEST_TORCH = (2, 11)
 
 _NAMES = {  # of each module of bpipe
     "api.balanced": "Balanced",
-    "api.catalogue": "BalancedOneFOneB BreadthFirst DualPipeV FromPlan GPipe Interleaved1F1B OneFOneB VHalf VMin ZBH1 ZBH2 ZBV",
+    "api.catalogue": "BalancedOneFOneB BreadthFirst DualPipeV FromPlan GPipe Interleaved1F1B OneFOneB Seq1F1B TeraPipe VHalf "
+    "VMin ZBH1 ZBH2 ZBV",
     "api.loopback": "Loopback",
     "api.schedule": "Schedule",
     "estimate.advisor": "advise",
     "estimate.profile": "profile",
+    "estimate.profile_slices": "profile_slices",
     "model.stage": "PipelineStage",
     "parallel.placement": "pair_adjacent place",
     "partition.choose": "choose_stages",

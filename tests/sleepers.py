@@ -13,19 +13,19 @@ class _Sleep(torch.autograd.Function):
     """The identity, which takes its time both ways and saves some bytes."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float, saved_bytes: int) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float, saved_bytes: int, is_written: bool) -> torch.Tensor:
         start, ctx.backward_s = time.perf_counter(), backward_s
-        saved = x.new_empty(saved_bytes // x.element_size() + 1)  # untouched: fresh pages cost more than their transfer
-        saved[-1] = 1.0
+        saved = x.new_empty(saved_bytes // x.element_size() + 1)
+        saved[slice(None) if is_written else -1] = 1.0  # fresh pages cost more than their transfer
         ctx.save_for_backward(saved)
         time.sleep(max(0.0, forward_s - (time.perf_counter() - start)))
         return x * 1
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         (saved,) = ctx.saved_tensors  # which may take its own time: a checkpoint runs forward here
         time.sleep(ctx.backward_s)
-        return gradient * saved[-1], None, None, None
+        return gradient * saved[-1], None, None, None, None
 
 
 class Sleeper(nn.Module):
@@ -34,13 +34,14 @@ class Sleeper(nn.Module):
     Args:
         forward_s: seconds of a forward.
         saved_bytes: of a microbatch.
+        is_written: whether all of these bytes are written, in a forward's time; otherwise most of them have no memory yet.
     """
 
-    def __init__(self, forward_s: float, saved_bytes: int) -> None:
+    def __init__(self, forward_s: float, saved_bytes: int, *, is_written: bool = False) -> None:
         super().__init__()
         self.scale, self.sleeps = nn.Parameter(torch.ones(1)), True
-        self._forward_s, self._saved_bytes = forward_s, saved_bytes
+        self._forward_s, self._saved_bytes, self._is_written = forward_s, saved_bytes, is_written
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         forward_s = self._forward_s * self.sleeps
-        return _Sleep.apply(x * self.scale, forward_s, 2 * forward_s, self._saved_bytes)
+        return _Sleep.apply(x * self.scale, forward_s, 2 * forward_s, self._saved_bytes, self._is_written)

@@ -23,22 +23,26 @@ SCHEDULE = (
 STAGES = SCHEDULE.replace("(stage,", "(stages,")
 ADVISE = (
     "(model, batch, num_stages, device, memory_bytes, reserved_bytes, num_devices, tensor_parallel, sequence_parallel, sequence, "
-    "attention, precision, recomputations, microbatch_sizes, efficiency, bytes_per_parameter, layers, link, cross_link, nodes, "
-    "progress)"
+    "attention, precision, recomputations, microbatch_sizes, efficiency, bytes_per_parameter, layers, slices, link, cross_link, "
+    "nodes, progress)"
 )
+SLICE_OPTIONS = "slice_lengths, args_slice_spec, kwargs_slice_spec, target_slice_spec, output_slice_spec,"
+OF_SLICES = SCHEDULE.replace("slots,", f"slots, slices, {SLICE_OPTIONS}")
 SIGNATURES = {
     "Balanced": "(schedule, budget, parts, inside, to, costs, sizes, reserve_bytes, optimizer, replicas, by, measure, margin)",
     "BalancedOneFOneB": SCHEDULE,
     "BreadthFirst": STAGES,
     "DualPipeV": STAGES,
-    "FromPlan": SCHEDULE.replace("n_microbatches", "plan").replace(" slots,", ""),
+    "FromPlan": SCHEDULE.replace("n_microbatches", "plan").replace("slots,", SLICE_OPTIONS),
     "GPipe": SCHEDULE,
     "GradScaler": "(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled, group)",
-    "Interleaved1F1B": STAGES,
+    "Interleaved1F1B": OF_SLICES.replace("(stage,", "(stages,"),
     "Loopback": "(num_ranks, own_random_state)",
     "OneFOneB": SCHEDULE,
     "PipelineStage": "(submod, stage_index, num_stages, device, group, dw_builder, get_mesh)",
     "Schedule": SCHEDULE,
+    "Seq1F1B": OF_SLICES,
+    "TeraPipe": OF_SLICES,
     "TiedWeights": "(weights, group)",
     "VHalf": STAGES,
     "VMin": STAGES,
@@ -47,7 +51,9 @@ SIGNATURES = {
     "ZBV": STAGES,
     "advise": ADVISE,
     "check_split": "(model, parts, args, kwargs)",
-    "choose_stages": "(layers, num_stages, num_microbatches, schedule, num_ranks, slots, objective, memory_bytes, link)",
+    "choose_stages": (
+        "(layers, num_stages, num_microbatches, schedule, num_ranks, slots, objective, memory_bytes, link, slices, slice_lengths)"
+    ),
     "clip_grad_norm_": "(parameters, max_norm, norm_type, error_if_nonfinite, foreach, copies, group)",
     "draw": "(timeline, path, other, title, window)",
     "load_trace": "(path)",
@@ -55,6 +61,9 @@ SIGNATURES = {
     "pair_adjacent": "(num_stages, ranks_per_node)",
     "place": "(mesh, rule, stages_per_rank, ranks_per_node)",
     "profile": "(stage_module, example, microbatch_sizes, loss_fn, target, is_first, backward, repeats)",
+    "profile_slices": (
+        "(stage_module, example, lengths, contexts, loss_fn, target, is_first, args_slice_spec, target_slice_spec, repeats)"
+    ),
     "save_trace": "(timelines, path)",
     "share_loss": "(losses, reduction, group)",
     "split_model": "(model, stages, missing, keep_positions)",

@@ -11,7 +11,7 @@ from bpipe.api.schedule import Schedule
 from bpipe.comm.health.watchdog import SLOW_S
 from bpipe.comm.transport.in_flight import TRANSFERS_AT_ONCE
 from bpipe.errors import ConfigurationError
-from bpipe.schedules import Plan, verify
+from bpipe.schedules import Plan, build, verify
 
 __all__ = [
     "ZBH1",
@@ -24,6 +24,8 @@ __all__ = [
     "GPipe",
     "Interleaved1F1B",
     "OneFOneB",
+    "Seq1F1B",
+    "TeraPipe",
     "VHalf",
     "VMin",
 ]
@@ -83,17 +85,89 @@ class ZBH2(Schedule):
     rule = "zb_h2"
 
 
-class FromPlan(Schedule):
+class _Slices(Schedule):
+    """A schedule of slices; the other arguments are `Schedule`'s.
+
+    Args:
+        slices: k, the slices into which each microbatch is cut along its sequence; stages take them as `bpipe.slices` says. None:
+            stages take microbatches whole, as in a schedule without slices.
+        slice_lengths: of the slices, in positions or as shares of the sequence that add up to 1; default: equal ones.
+        args_slice_spec: for each positional argument a `TensorChunkSpec` with the dimension of the positions, a `slices.UpTo`, None
+            to give it to each slice whole, or a pytree of these; default: tensors are cut along dimension 1.
+        kwargs_slice_spec: likewise for each keyword argument.
+        target_slice_spec: likewise for the target.
+        output_slice_spec: how the outputs of slices become those of microbatches: a `TensorChunkSpec` or one of torch's reducers
+            for each value; default: tensors are concatenated along dimension 1. Then `output_merge_spec` merges microbatches.
+
+    Raises:
+        ConfigurationError: a stage takes no slices, or `slice_lengths` or a spec was given where nothing is cut.
+    """
+
+    def __init__(
+        self,
+        stage: Any,
+        n_microbatches: int,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        slots: int | Sequence[int | None] | None = None,
+        *,
+        slices: int | None = 1,
+        slice_lengths: Sequence[float] | None = None,
+        args_slice_spec: tuple[Any, ...] | None = None,
+        kwargs_slice_spec: dict[str, Any] | None = None,
+        target_slice_spec: Any = None,
+        output_slice_spec: Any = None,
+        timeout_s: float | None = None,
+        slow_s: float = SLOW_S,
+        transfers_at_once: int = TRANSFERS_AT_ONCE,
+    ) -> None:
+        self._slicing = (slice_lengths, args_slice_spec, kwargs_slice_spec, target_slice_spec, output_slice_spec)
+        if slices is None:
+            if any(option is not None for option in self._slicing):
+                raise ConfigurationError(
+                    f"{self.rule} takes whole microbatches here, but slice_lengths or a slice spec was given: leave these out, or "
+                    "say how many slices there are, by slices=k or, for FromPlan, by a plan that was built with it"
+                )
+            self._slicing = ()
+        self._slices = 1 if slices is None else slices
+        arguments = (loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads, slots)
+        super().__init__(stage, n_microbatches, *arguments, timeout_s=timeout_s, slow_s=slow_s, transfers_at_once=transfers_at_once)
+
+    def _make_plan(self, num_stages: int, num_ranks: int, n_microbatches: int, slots: int | Sequence[int | None] | None) -> Plan:
+        return build(self.rule, num_stages, n_microbatches, num_ranks=num_ranks, slots=slots, slices=self._slices)
+
+
+class Seq1F1B(_Slices):
+    """Seq1F1B: 1F1B over slices of each microbatch's sequence (Sun et al., arXiv 2406.03488).
+
+    With k slices, rank x of p holds at most (k+p-1-x)/k microbatches, and the bubble is 1F1B's divided by k; with one, it is 1F1B.
+    """
+
+    rule = "seq_1f1b"
+
+
+class TeraPipe(_Slices):
+    """TeraPipe: GPipe over slices of each microbatch's sequence; every rank holds m microbatches (Li et al., arXiv 2102.07988)."""
+
+    rule = "tera_pipe"
+
+
+class FromPlan(_Slices):
     """Any plan: one that you wrote or changed, or one from a file. It is verified here, before anything runs.
 
     Args:
         stage: as in `Schedule`; a list if the plan puts several stages on a rank.
         plan: a finished plan, the same on all ranks, such as `Plan.from_text(path.read_text())` gives.
-        loss_fn: this and the other arguments as in `Schedule`.
+        loss_fn: this and the other arguments as in `Schedule`, and for a plan of slices as in `Seq1F1B`; the plan says how many
+            slices there are.
 
     Raises:
         PlanError: the plan breaks a rule; the message lists every violation, and shows the first.
-        ConfigurationError: the plan is for other stages or ranks, or only evaluates.
+        ConfigurationError: the plan is for other stages or ranks, only evaluates, or has another number of slices than
+            `slice_lengths`, or none.
 
     Example:
         >>> from torch import nn
@@ -117,6 +191,11 @@ class FromPlan(Schedule):
         output_merge_spec: Any = None,
         scale_grads: bool = True,
         *,
+        slice_lengths: Sequence[float] | None = None,
+        args_slice_spec: tuple[Any, ...] | None = None,
+        kwargs_slice_spec: dict[str, Any] | None = None,
+        target_slice_spec: Any = None,
+        output_slice_spec: Any = None,
         timeout_s: float | None = None,
         slow_s: float = SLOW_S,
         transfers_at_once: int = TRANSFERS_AT_ONCE,
@@ -125,9 +204,25 @@ class FromPlan(Schedule):
         if not plan.has_backward:
             raise ConfigurationError(f"plan {plan.name!r} has no backwards: give a plan that trains, and call eval() to evaluate")
         self._given, self.rule = plan, plan.name
+        if plan.slices > 1 and slice_lengths is not None and len(slice_lengths) != plan.slices:
+            raise ConfigurationError(
+                f"plan {plan.name!r} cuts each microbatch into {plan.slices} slices, but slice_lengths={list(slice_lengths)} has "
+                f"{len(slice_lengths)}: give one length for each slice, or a plan with slices={len(slice_lengths)}"
+            )
         arguments = (loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads)
         super().__init__(
-            stage, plan.num_microbatches, *arguments, timeout_s=timeout_s, slow_s=slow_s, transfers_at_once=transfers_at_once
+            stage,
+            plan.num_microbatches,
+            *arguments,
+            slices=plan.slices if plan.slices > 1 else None,
+            slice_lengths=slice_lengths,
+            args_slice_spec=args_slice_spec,
+            kwargs_slice_spec=kwargs_slice_spec,
+            target_slice_spec=target_slice_spec,
+            output_slice_spec=output_slice_spec,
+            timeout_s=timeout_s,
+            slow_s=slow_s,
+            transfers_at_once=transfers_at_once,
         )
 
     def _make_plan(self, num_stages: int, num_ranks: int, *_: Any) -> Plan:
@@ -164,10 +259,11 @@ class _Stages(Schedule):
         )
 
 
-class Interleaved1F1B(_Stages):
+class Interleaved1F1B(_Slices):
     """Interleaved 1F1B: v >= 2 stages per rank in a loop, stage s on rank s mod p (Narayanan et al., arXiv 2104.04473).
 
-    It takes a multiple of p microbatches. Arguments are `Schedule`'s, except `stages`, the list of this rank's stages.
+    It takes a multiple of p microbatches, and with `slices=k`, which cuts these along their sequences, a multiple of p / gcd(p, k).
+    Arguments are `Seq1F1B`'s, except `stages`, the list of this rank's stages, which take whole microbatches by default.
 
     Example:
         >>> from torch import nn
@@ -180,6 +276,43 @@ class Interleaved1F1B(_Stages):
     """
 
     rule = "interleaved_1f1b"
+
+    def __init__(
+        self,
+        stages: Sequence[Any],
+        n_microbatches: int,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        slots: int | Sequence[int | None] | None = None,
+        *,
+        slices: int | None = None,
+        slice_lengths: Sequence[float] | None = None,
+        args_slice_spec: tuple[Any, ...] | None = None,
+        kwargs_slice_spec: dict[str, Any] | None = None,
+        target_slice_spec: Any = None,
+        output_slice_spec: Any = None,
+        timeout_s: float | None = None,
+        slow_s: float = SLOW_S,
+        transfers_at_once: int = TRANSFERS_AT_ONCE,
+    ) -> None:
+        arguments = (loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads, slots)
+        super().__init__(
+            stages,
+            n_microbatches,
+            *arguments,
+            slices=slices,
+            slice_lengths=slice_lengths,
+            args_slice_spec=args_slice_spec,
+            kwargs_slice_spec=kwargs_slice_spec,
+            target_slice_spec=target_slice_spec,
+            output_slice_spec=output_slice_spec,
+            timeout_s=timeout_s,
+            slow_s=slow_s,
+            transfers_at_once=transfers_at_once,
+        )
 
 
 class BreadthFirst(_Stages):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -15,12 +15,14 @@ from bpipe.comm.transport.in_process import LoopbackTransport
 from bpipe.errors import ConfigurationError, PipelineBrokenError
 from bpipe.memory.ledger import Ledger
 from bpipe.model.call import Call, Specs, call_of
-from bpipe.model.stage import stages_of
+from bpipe.model.stage import PipelineStage, stages_of
 from bpipe.schedules import Plan, build
 from bpipe.schedules.by_name import check_counts
 from bpipe.session.context import RankContext
 from bpipe.session.plan_source import PlanSource
 from bpipe.session.session import Session
+from bpipe.slices.protocol import check_takes_slices, takes_past
+from bpipe.slices.slicing import Slicing
 
 __all__ = ["Schedule"]
 
@@ -57,6 +59,7 @@ class Schedule:
     """
 
     rule: str
+    _slicing: tuple[Any, ...] = ()  # how sequences are cut, if they are
 
     def __init__(
         self,
@@ -83,6 +86,7 @@ class Schedule:
         first = next(iter(stages.values()))
         specs = Specs.checked(args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
         plan = self._make_plan(first.num_stages, first.num_stages // len(stages), n_microbatches, slots)
+        slicing = self._make_slicing(plan, stages)
         self._check_placement(plan, set(stages))
         self._source = PlanSource(plan, self.rule)
         self.group = group = _group(first.group, plan.num_ranks)
@@ -90,6 +94,7 @@ class Schedule:
             stages=stages,
             loss_fn=loss_fn,
             specs=specs,
+            slicing=slicing,
             scale_grads=scale_grads,
             group=group,
             transport=transport_for(group, first.device, plan.num_ranks, **settings),
@@ -101,6 +106,16 @@ class Schedule:
     def _make_plan(self, num_stages: int, num_ranks: int, n_microbatches: int, slots: int | Sequence[int | None] | None) -> Plan:
         """Build the plan that this schedule trains with."""
         return build(self.rule, num_stages, n_microbatches, num_ranks=num_ranks, slots=slots)
+
+    def _make_slicing(self, plan: Plan, stages: Mapping[int, PipelineStage]) -> Slicing | None:
+        """Return how microbatches are cut into slices; None if stages take them whole."""
+        if plan.slices == 1 and not any(takes_past(stage.submod) for stage in stages.values() if self._slicing):
+            if any(option is not None for option in self._slicing):
+                raise ConfigurationError("the stages take no slices, but slice_lengths or a slice spec was given: leave these out")
+            return None
+        for stage in stages.values():
+            check_takes_slices(stage.submod, f"stage {stage.stage_index}")
+        return Slicing(plan.slices, *self._slicing)
 
     def _check_placement(self, plan: Plan, stages: set[int]) -> None:
         expected = plan.stages_of(plan.stage_ranks[min(stages)])

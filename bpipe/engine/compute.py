@@ -27,13 +27,13 @@ from bpipe.errors import StageError
 from bpipe.memory.ledger import Key
 from bpipe.memory.saved.storages import keys_of, storages_of
 from bpipe.model import microbatch as mb
-from bpipe.model.merging import check_merge
 from bpipe.model.stage import ModuleSnapshot, PipelineStage
 from bpipe.parallel.ddp import equalise_buffers
 from bpipe.recomputation.rerun import Rerun, Reruns
 from bpipe.recomputation.restorable import BATCH
 from bpipe.recomputation.state import Learned
 from bpipe.schedules import Action
+from bpipe.slices.states import Sequences, past_of
 
 __all__: list[str] = []
 
@@ -50,9 +50,10 @@ class StepInputs:
         targets: by microbatch, or None.
         descriptions: the input shapes of each microbatch, as text.
         loss_fn: called as `loss_fn(output, target, **loss_kwargs)` on the last stage, or None.
-        loss_scale: the gradient with which the backward of each microbatch's loss starts.
+        loss_scales: the gradient with which the backward of each microbatch's loss starts.
         keeps_outputs: whether the last stage's outputs are returned.
-        merge_spec: how the outputs are merged.
+        check_output: raises if outputs like this one of a microbatch cannot be merged.
+        lengths: of all slices; None if there are none, or if no rank has cut anything.
     """
 
     args: Sequence[tuple[Any, ...]]
@@ -61,9 +62,10 @@ class StepInputs:
     descriptions: Sequence[str]
     loss_fn: Callable[..., torch.Tensor] | None
     loss_kwargs: Mapping[str, Any]
-    loss_scale: float
+    loss_scales: Sequence[float]
     keeps_outputs: bool
-    merge_spec: Any
+    check_output: Callable[[Any], None]
+    lengths: Sequence[int] | None = None
 
 
 class _Inputs(NamedTuple):
@@ -71,19 +73,23 @@ class _Inputs(NamedTuple):
 
     Args:
         args: the positional arguments.
-        input_grads: collects their gradients.
+        kwargs: the keyword arguments.
+        input_grads: collects the gradients of what the previous stage has sent, and of what earlier slices have left.
         shapes: a description of the microbatch's inputs.
         received: the inputs that the previous stage has sent: all, or none on the first stage.
         borrowed: for each input handed over by the previous stage on this rank: its tensor, ours over the same memory, our version.
         fixed: the storages of received inputs that never need a gradient.
+        past: the tensors that earlier slices have left.
     """
 
     args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     input_grads: InputGrads
     shapes: str
     borrowed: Sequence[tuple[torch.Tensor, torch.Tensor, int]] = ()
     received: tuple[Any, ...] = ()
     fixed: Collection[int] = ()
+    past: Sequence[torch.Tensor] = ()
 
     def report_changes(self) -> None:
         """Report in-place changes to autograd, so that the previous stage's backward raises if it has saved a changed tensor."""
@@ -105,6 +111,7 @@ class Compute:
         hooks: the user's hooks.
         recomputed: the microbatches whose forward runs twice.
         learned: what is known about the stages whose forwards run twice.
+        slices: into how many slices each sequence is cut, of which `microbatch` is the number; None if stages take no slices.
     """
 
     def __init__(
@@ -119,10 +126,12 @@ class Compute:
         hooks: UserHooks | None = None,
         recomputed: Collection[Key] = (),
         learned: MutableMapping[int, Learned],
+        slices: int | None = None,
     ) -> None:
         self.losses: list[torch.Tensor] = []
         self.outputs: list[Any] = []
         self.returned: list[torch.Tensor] = []  # the tensors of both, which the step will return to the user
+        self.lengths = step_inputs.lengths
         self._stages, self._step_inputs, self._traffic, self._has_backward = stages, step_inputs, traffic, has_backward
         self._last = {index for index, stage in stages.items() if stage.is_last}
         self._parts = parts
@@ -130,6 +139,9 @@ class Compute:
         self._learned = learned
         self.reruns = Reruns()
         self._microbatches = traffic.microbatches
+        self._sequences = (
+            Sequences(traffic.microbatches, slices, traffic.transport.device, has_backward=has_backward) if slices else None
+        )
         self._new_gradients = NewGradients(parts if has_backward else {})
         self._hooks = UserHooks({}, {}) if hooks is None else hooks
         self._divided = Divided(set() if undivided is None else undivided, self._hooks, self._new_gradients.separate)
@@ -153,14 +165,19 @@ class Compute:
         return self._non_activations
 
     def forward(self, action: Action, state: MicrobatchState, evictions: Evictions, pieces: PiecesOf | None) -> None:
-        stage, is_last = self._stages[action.stage], action.stage in self._last
+        is_last = action.stage in self._last
         if (state.stage, state.microbatch) in self._recomputed:
             self._first_forward(action, state)
             return
-        inputs, num_common = self._inputs(action, _input(state)), self._hooks.num_common
+        inputs, num_common = self._inputs(action, state, _input(state)), self._hooks.num_common
         stash = evictions.follow(action, state, inputs.shapes, inputs.received, pieces) if self._has_backward else None
+        if stash is not None and inputs.past:
+            stash.go_on_after(inputs.past)
         with torch.set_grad_enabled(self._has_backward), stash.capture() if stash is not None else nullcontext():
-            output = stage.submod(*inputs.args, **self._step_inputs.kwargs[action.microbatch])
+            if self._sequences is None:
+                output, left = self._stages[action.stage].submod(*inputs.args, **inputs.kwargs), list[torch.Tensor]()
+            else:
+                output, left = self._run(state, inputs, is_followed=stash is not None)
             if inputs.borrowed:
                 inputs.report_changes()
             input_grads, fixed = inputs.input_grads, inputs.fixed
@@ -177,23 +194,23 @@ class Compute:
             made = self._hand_on(output, state, borrowed, fixed)
         del output, loss  # which this frame must not own either when `after_forward` counts owners
         if self._has_backward:
-            state.graph = Graph(edges_of(made), input_grads, self._hooks.num_common > num_common)
-            del made
+            state.graph = Graph(edges_of([*made, *left]), input_grads, self._hooks.num_common > num_common)
+            del made, left
             evictions.after_forward(state, stash, state.graph.edges)
 
     def _first_forward(self, action: Action, state: MicrobatchState) -> None:
         """Run the first of a microbatch's two forwards: its results are sent on, and only its input is kept."""
         stage, message, microbatch = self._stages[action.stage], _input(state), action.microbatch
-        inputs = self._inputs(action, message)
+        inputs = self._inputs(action, state, message)
         target = self._step_inputs.targets[microbatch] if stage.is_last and self._step_inputs.targets is not None else None
-        given = mb.tensors_in([inputs.args, self._step_inputs.kwargs[microbatch], target, dict(self._step_inputs.loss_kwargs)])
+        given = mb.tensors_in([inputs.args, inputs.kwargs, target, dict(self._step_inputs.loss_kwargs)])
         equalise_buffers(self._parts[action.stage].modules)
         running = [stage.submod, *([self._step_inputs.loss_fn] if stage.is_last else ())]
         device, non_activations = self._traffic.transport.device, self.non_activations()
         rerun = Rerun(action.stage, microbatch, given, running, self._known(action.stage), self.reruns, device, non_activations)
         state.rerun = rerun, message
         with torch.enable_grad(), rerun.first():
-            output, loss = self._returned(action, inputs)
+            output, loss, _ = self._returned(action, state, inputs, is_followed=False)
         rerun.returned(output, loss)
         if stage.is_last:
             self._finish_microbatch(output, loss)
@@ -211,49 +228,83 @@ class Compute:
         """Run the second of a microbatch's two forwards, which builds the graph and saves what the backward needs."""
         assert state.rerun is not None, "a second forward follows the first one"
         (rerun, message), state.rerun = state.rerun, None
-        inputs, num_common = self._inputs(action, message), self._hooks.num_common
+        inputs, num_common = self._inputs(action, state, message), self._hooks.num_common
         del message  # so that `inputs` alone owns what arrived
         stash = evictions.follow(action, state, inputs.shapes, inputs.received, None)
+        if stash is not None and inputs.past:
+            stash.go_on_after(inputs.past)
         with torch.enable_grad(), rerun.again(), stash.capture() if stash is not None else nullcontext():
             if stash is not None:
                 modules = self._parts[action.stage].modules
                 stash.set_apart([buffer for one in modules for buffer in one._buffers.values() if buffer is not None], "a buffer")
-            output, loss = self._returned(action, inputs)
+            output, loss, left = self._returned(action, state, inputs, is_followed=stash is not None)
         rerun.returned(output, loss)
         input_grads = inputs.input_grads
         del inputs, rerun  # both own the received tensors, and `after_forward` counts owners
-        made = [loss] if loss is not None else flatten_message(output, f"stage {action.stage}, microbatch {action.microbatch}")[1]
+        made = [loss] if loss is not None else flatten_message(output, state.name)[1]
         if stash is not None:
             evictions.returned(state, (output, loss))
-        state.graph = Graph(edges_of(made), input_grads, self._hooks.num_common > num_common)
-        del output, loss, made  # for the same reason
+        state.graph = Graph(edges_of([*made, *left]), input_grads, self._hooks.num_common > num_common)
+        del output, loss, made, left  # for the same reason
         evictions.after_forward(state, stash, state.graph.edges)
 
-    def _returned(self, action: Action, inputs: _Inputs) -> tuple[Any, torch.Tensor | None]:
-        """Run a stage for a microbatch whose forward runs twice; return its output and, on the last stage, its loss."""
-        stage = self._stages[action.stage]
-        output = stage.submod(*inputs.args, **self._step_inputs.kwargs[action.microbatch])
-        return output, self._loss(output, action.microbatch) if stage.is_last else None
+    def _run(self, state: MicrobatchState, inputs: _Inputs, *, is_followed: bool) -> tuple[Any, list[torch.Tensor]]:
+        """Run a stage's module; return its output, and the tensors that it leaves for later slices."""
+        submod, sequences = self._stages[state.stage].submod, self._sequences
+        if sequences is None:
+            return submod(*inputs.args, **inputs.kwargs), []
+        with sequences.forward(state.name, is_followed=is_followed):
+            result = submod(*inputs.args, **inputs.kwargs)
+        return sequences.take(result, state)
 
-    def _inputs(self, action: Action, message: Message | None) -> _Inputs:
-        shapes = self._step_inputs.descriptions[action.microbatch]
+    def _returned(
+        self, action: Action, state: MicrobatchState, inputs: _Inputs, *, is_followed: bool
+    ) -> tuple[Any, torch.Tensor | None, list[torch.Tensor]]:
+        """Run a stage for a microbatch whose forward runs twice; return what `_run` does, with the loss on the last stage."""
+        output, left = self._run(state, inputs, is_followed=is_followed)
+        return output, self._loss(output, action.microbatch) if action.stage in self._last else None, left
+
+    def _inputs(self, action: Action, state: MicrobatchState, message: Message | None) -> _Inputs:
+        shapes, kwargs = self._step_inputs.descriptions[action.microbatch], self._step_inputs.kwargs[action.microbatch]
+        if message is None and self._sequences is None:
+            return _Inputs(self._step_inputs.args[action.microbatch], kwargs, InputGrads(), shapes)
+        find_mesh, trains = self._stages[action.stage].find_mesh, self._has_backward
+        tensors, needed = [], list[bool]()
+        if message is not None:
+            tensors = [tensor for tensor in message.tensors if tensor is not None]
+            needed = [meta.requires_grad and trains for meta in message.spec.tensors if meta is not None]
+        earlier = [] if self._sequences is None else self._sequences.before(state)
+        past = [tensor for left in earlier for tensor in left.tensors]
+        needed_past = [is_needed and trains for left in earlier for is_needed in left.is_needed]
+        entered, input_grads = enter([*tensors, *past], needed + needed_past)
+        received, again = entered[: len(tensors)], entered[len(tensors) :]
+        if self._sequences is not None:
+            if "past" in kwargs:
+                raise StageError("step(past=...): `past` is what the pipeline gives to stages that take slices; use another name")
+            kwargs = {**kwargs, "past": past_of(earlier, again, find_mesh)}
+            shapes = f"{shapes} after {len(earlier)} slices, {sum(tensor.nbytes for tensor in past)} bytes"
+        is_next_door = action.stage - 1 in self._stages
+        lent = [*(zip(tensors, received) if is_next_door else ()), *zip(past, again)] if trains else []
+        borrowed = [(theirs, ours, ours._version) for theirs, ours in lent if theirs is not ours]
         if message is None:
-            return _Inputs(self._step_inputs.args[action.microbatch], InputGrads(), shapes)
-        spec, arrived = message
-        tensors = [tensor for tensor in arrived if tensor is not None]
-        needs_gradient = [meta.requires_grad and self._has_backward for meta in spec.tensors if meta is not None]
-        entered, input_grads = enter(tensors, needs_gradient)
-        value = unflatten_message(spec.tree, entered, self._stages[action.stage].find_mesh)
+            args = self._step_inputs.args[action.microbatch]
+            return _Inputs(args, kwargs, input_grads, shapes, borrowed, past=past)
+        value = unflatten_message(message.spec.tree, received, find_mesh)
         args = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-        is_borrowed = self._has_backward and action.stage - 1 in self._stages
-        borrowed = [(lent, ours, ours._version) for lent, ours in zip(tensors, entered) if lent is not ours] if is_borrowed else ()
-        fixed = () if spec.is_open else keys_of(tensor for tensor, needed in zip(tensors, needs_gradient) if not needed)
-        return _Inputs(args, input_grads, f"{shapes} {spec}", borrowed, args, fixed)
+        fixed = () if message.spec.is_open else keys_of(tensor for tensor, is_needed in zip(tensors, needed) if not is_needed)
+        return _Inputs(args, kwargs, input_grads, f"{shapes} {message.spec}", borrowed, args, fixed, past)
 
     def _loss(self, output: Any, microbatch: int) -> torch.Tensor | None:
         if self._step_inputs.loss_fn is None or self._step_inputs.targets is None:
             return None
-        loss = self._step_inputs.loss_fn(output, self._step_inputs.targets[microbatch], **self._step_inputs.loss_kwargs)
+        if self.lengths:
+            self._check_positions(output, self.lengths[microbatch], microbatch)
+        if not self._step_inputs.loss_scales[microbatch]:
+            # A slice without a target that counts, whose mean would be 0 / 0. Its backward runs all the same, because hooks in it,
+            # as FSDP2's, may wait for other ranks.
+            loss: Any = sum((tensor * 0).sum() for tensor in mb.tensors_in(output) if tensor.is_floating_point())
+        else:
+            loss = self._step_inputs.loss_fn(output, self._step_inputs.targets[microbatch], **self._step_inputs.loss_kwargs)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             seen = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__qualname__
             raise StageError(f"loss_fn returned {seen} for microbatch {microbatch}: return one number, such as loss.mean()")
@@ -264,6 +315,15 @@ class Compute:
             )
         return loss
 
+    def _check_positions(self, output: Any, length: int, microbatch: int) -> None:
+        """Raise if the output of a slice has no dimension of its positions; numbers, such as losses, have none."""
+        shapes = [list(tensor.shape) for tensor in mb.tensors_in(output)]
+        if not any(length in shape or not shape for shape in shapes):
+            raise StageError(
+                f"slice {microbatch} of a step has {length} positions, but the output has the shape {shapes}: they do not belong "
+                "together (a shifted target must be as long as the inputs)"
+            )
+
     def _finish_microbatch(self, output: Any, loss: torch.Tensor | None) -> list[torch.Tensor]:
         """Store what the last stage returned; return the tensors where its backward begins."""
         if loss is not None:
@@ -272,7 +332,7 @@ class Compute:
             self.returned.append(self.losses[-1])
         if self._step_inputs.keeps_outputs:
             if not self.outputs:  # checked once, before any gradient is added
-                check_merge(output, self._step_inputs.merge_spec)
+                self._step_inputs.check_output(output)
             self.outputs.append(mb.detached(output))
             self.returned += mb.tensors_in(self.outputs[-1])
         return [] if loss is None else [loss]
@@ -324,6 +384,8 @@ class Compute:
         self._new_gradients.separate(action.stage)
         if pieces is not None:
             pieces.finish()
+        if self._sequences is not None:
+            evictions.handed_back(state, *self._sequences.hand_back(graph.input_grads.gradients, state))
         evictions.after_backward(state)
         self._hand_back(graph.input_grads, state)
 
@@ -340,6 +402,8 @@ class Compute:
         half.replace(owned(half.gradients(), beside=input_grads.gradients))
         state.half = half
         self._new_gradients.separate(action.stage)
+        if self._sequences is not None:
+            evictions.handed_back(state, *self._sequences.hand_back(input_grads.gradients, state))
         evictions.after_backward_input(state, half.gradients(), is_idle=is_idle or is_first_look, is_whole=self._divided.is_whole)
         self._hand_back(input_grads, state)
 
@@ -356,10 +420,12 @@ class Compute:
         assert state.graph is not None, "a backward follows its forward"
         graph, state.graph = state.graph, None
         if state.stage in self._last:
-            return graph, [torch.full_like(self.losses[state.microbatch], self._step_inputs.loss_scale)]
-        assert state.output_gradients is not None, "a backward follows the receipt of its gradients"
-        gradients, state.output_gradients = state.output_gradients.tensors, None
-        return graph, gradients
+            loss, scale = self.losses[state.microbatch], self._step_inputs.loss_scales[state.microbatch]
+            gradients: list[torch.Tensor | None] = [torch.full_like(loss, scale)]
+        else:
+            assert state.output_gradients is not None, "a backward follows the receipt of its gradients"
+            gradients, state.output_gradients = state.output_gradients.tensors, None
+        return graph, gradients if state.left is None else gradients + state.left.gradients
 
     def _hand_back(self, input_grads: InputGrads, state: MicrobatchState) -> None:
         stage, microbatch = state.stage, state.microbatch

@@ -159,6 +159,8 @@ class Evictions:
             del nodes
         if stage + 1 in self._traffic.stages:
             stash.lend(self._traffic.result_of(stage, state.microbatch))
+        if state.left is not None:
+            stash.leave(state.left.tensors)
         contents = stash.contents(self._returned, self._traffic.microbatches.tensors())
         stash.settle(contents, most_parts)
         if self._memory.is_inside:
@@ -314,6 +316,10 @@ class Evictions:
             account.is_measured, account.is_unknown = False, True
             between = 0
         self.ledger.backward_input(account, between)
+
+    def handed_back(self, state: MicrobatchState, given_bytes: int, collected_bytes: int) -> None:
+        """Count what a slice's backward has given to the states of earlier slices, and what it has taken of later ones."""
+        self.ledger.handed_back(_account(state), given_bytes, collected_bytes)
 
     def after_backward(self, state: MicrobatchState) -> None:
         account = _account(state)

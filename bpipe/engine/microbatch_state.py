@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -42,6 +42,47 @@ class PostedTransfer(NamedTuple):
     tensors: Sequence[torch.Tensor] = ()
 
 
+@dataclass
+class SliceState:
+    """What a slice has left on a stage for the later slices of its sequence.
+
+    Args:
+        tree: the state without its tensors.
+        tensors: its tensors, without their graph.
+        is_needed: for each tensor, whether it needs a gradient.
+        versions: of the tensors, which no later slice may change; none without a backward.
+        gradients: the sums of what later slices have given so far, one for each tensor that needs a gradient; None if nothing.
+    """
+
+    tree: str
+    tensors: list[torch.Tensor]
+    is_needed: list[bool]
+    versions: list[int]
+    gradients: list[torch.Tensor | None]
+
+    @classmethod
+    def of(cls, tree: str, tensors: Sequence[torch.Tensor], *, has_backward: bool) -> SliceState:
+        """Keep the state of a slice, as `flatten_message` has split it."""
+        is_needed = [tensor.requires_grad for tensor in tensors]
+        versions = [tensor._version for tensor in tensors] if has_backward else []  # inference tensors have none
+        return cls(tree, [tensor.detach() for tensor in tensors], is_needed, versions, [None] * sum(is_needed))
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether a tensor was changed in place."""
+        return [tensor._version for tensor in self.tensors] != self.versions
+
+    def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Add what a later slice gives to those tensors that need a gradient.
+
+        Later slices come in the same order in each step, so that the sums are the same to the bit.
+        """
+        for place, gradient in enumerate(gradients):
+            if gradient is not None:
+                known = self.gradients[place]
+                self.gradients[place] = gradient if known is None else known + gradient
+
+
 @dataclass(slots=True, eq=False)
 class MicrobatchState:
     """Everything that a rank has of one microbatch of one of its stages.
@@ -63,6 +104,7 @@ class MicrobatchState:
         unused_gradients: for each gradient that is agreed to come back, whether the stage has no use for it.
         transfers: the transfers in flight, by operation and part.
         graph: the autograd graph for the backward.
+        left: what it has left for later slices of its sequence, if it is a slice.
         rerun: the second forward that waits, with its input.
         half: the deferred weight gradient of the backward, if it waits.
         account: its entry in the ledger.
@@ -90,6 +132,7 @@ class MicrobatchState:
     unused_gradients: list[bool] | None = None
     transfers: dict[tuple[Op, int], PostedTransfer] = field(default_factory=dict)
     graph: Graph | None = None
+    left: SliceState | None = None
     rerun: tuple[Rerun, Message | None] | None = None
     half: DeferredWeightGrad | None = None
     account: Account | None = None
@@ -110,7 +153,7 @@ class MicrobatchState:
     def is_over(self) -> bool:
         """Whether this rank holds nothing of it any more."""
         messages = self.input or self.output or self.output_gradients or self.input_gradients or self.landing or self.transfers
-        return not (messages or self.graph or self.rerun or self.half or self.stash or self.evicted or self.kept)
+        return not (messages or self.graph or self.left or self.rerun or self.half or self.stash or self.evicted or self.kept)
 
     def __str__(self) -> str:
         return f"{self.name}: {'no action has run' if self.latest is None else whereabouts(self.latest)}"
@@ -125,6 +168,18 @@ class MicrobatchStates(dict[tuple[int, int], MicrobatchState]):
     def __missing__(self, key: tuple[int, int]) -> MicrobatchState:
         state = self[key] = MicrobatchState(*key)
         return state
+
+    def before(self, state: MicrobatchState, slices: int) -> list[MicrobatchState]:
+        """Return the states of the slices before one, where each sequence is cut into so many; the first one first."""
+        first = state.microbatch - state.microbatch % slices
+        return [self[state.stage, unit] for unit in range(first, state.microbatch)]
+
+    def release(self, states: Iterable[MicrobatchState]) -> None:
+        """Forget what slices have left, once no later one will ask for it, and those slices that are over now."""
+        for state in states:
+            state.left = None
+            if state.is_over:
+                del self[state.stage, state.microbatch]
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors between stages that the pipeline itself holds now."""

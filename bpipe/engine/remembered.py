@@ -10,14 +10,16 @@ import torch
 from bpipe.comm.transport.base import Transport
 from bpipe.device import Streams, is_asynchronous, on_stream, serving
 from bpipe.device.waits import DeviceWaits
+from bpipe.memory.device_buffers import DevicePeerMemory, LentBuffers
 from bpipe.memory.host_buffers import HostBuffers
 from bpipe.memory.ledger import Kind
 from bpipe.memory.remote_buffers import RemoteBuffers
 from bpipe.memory.saved.known import Known
 from bpipe.memory.shared_buffers import PeerMemory, SharedBuffers
+from bpipe.memory.shared_file import SharedFile
 from bpipe.plan.action import HOST
 from bpipe.plan.meter import slot
-from bpipe.plan.reserved import reserve
+from bpipe.plan.reserved import Reserved, reserve
 from bpipe.recomputation.state import Learned
 from bpipe.schedules import Action, Channel, Plan, Purpose
 
@@ -35,9 +37,10 @@ class Memory:
     grows: bool = False  # whether a microbatch may take more than planned: then it is measured, and a new plan is made
     planned: Callable[[Action], int] | None = None  # the most bytes that an eviction moves
     kinds: dict[Kind, Known] = field(default_factory=dict)  # the most recently used one stands last
-    remote_buffers: dict[int, RemoteBuffers | SharedBuffers] = field(default_factory=dict)  # by evictor
+    remote_buffers: dict[int, RemoteBuffers | SharedBuffers | LentBuffers] = field(default_factory=dict)  # by evictor
     host_buffers: HostBuffers | None = None
-    reached: dict[int | None, HostBuffers | PeerMemory] = field(default_factory=dict)  # by peer: this rank copies there by itself
+    # By peer: where this rank copies to and from by itself.
+    reached: dict[int | None, HostBuffers | PeerMemory | DevicePeerMemory] = field(default_factory=dict)
     device_waits: DeviceWaits | None = None  # set if only the device waits for transfers
     learned: dict[int, Learned] = field(default_factory=dict)  # for the stages whose forwards run twice
     silent: dict[int, frozenset[int]] = field(default_factory=dict)  # hooks on a stage's parameters that queue no callbacks
@@ -47,6 +50,8 @@ class Memory:
 
         Its channels must be open. Collective: acceptors lend memory to those evictors that reach it.
         """
+        self._give_back()
+        self.regain(transport)
         self.clear()
         device, streams = transport.device, transport.streams
         in_bytes = plan.sizes is not None
@@ -56,17 +61,15 @@ class Memory:
         for peer, chain in chains.items():
             channel, reserved = Channel(Purpose.EVICT, peer, rank), reserve(chain, moved)
             if transport.reaches(channel):
-                shared = self.remote_buffers[peer] = SharedBuffers(reserved, in_bytes=in_bytes)
-                transport.lend(channel, shared.files)  # before it is made, which may take seconds
-                shared.make()
+                lendable = self.remote_buffers[peer] = _lendable(reserved, transport, in_bytes=in_bytes)
+                with lendable.offered() as lent:
+                    transport.lend(channel, lent)
             else:
                 self.remote_buffers[peer] = RemoteBuffers(reserved, device, in_bytes=in_bytes)
-        self.reached = {}
         for peer in plan.acceptors(rank):
             if transport.reaches(channel := Channel(Purpose.EVICT, rank, peer)):
                 reserved = reserve(plan.chains(peer)[rank], moved)
-                files = transport.borrow(channel, len(reserved.sizes))
-                self.reached[peer] = PeerMemory(SharedBuffers(reserved, files, in_bytes=in_bytes), f"rank {peer}")
+                self.reached[peer] = _borrowed(reserved, channel, transport, in_bytes=in_bytes)
         self.host_buffers = None
         if of_host:
             stream = streams.of(("host", rank), device)
@@ -77,18 +80,34 @@ class Memory:
 
     def _make_buffers(self, rank: int, device: torch.device, streams: Streams) -> None:
         """Make those buffers whose sizes are known, each on the stream that uses it."""
-        for peer, remote_buffers in self.remote_buffers.items():
+        for peer, remote_buffers in self.served().items():
             with on_stream(streams.of(serving(rank, peer), device)):
                 remote_buffers.make()
         if self.host_buffers is not None:
             self.host_buffers.make()
 
     def clear(self) -> None:
-        """Free the memory of all buffers."""
+        """Free the memory of all buffers; what is lent to an evictor, as soon as that gives it back."""
+        self._give_back()
         for remote_buffers in self.remote_buffers.values():
             remote_buffers.clear()
+
+    def _give_back(self) -> None:
         for memory in self.reached.values():
             memory.clear()
+        self.reached = {}
+
+    def regain(self, transport: Transport) -> None:
+        """Wait until evictors have given back what this rank has lent them on its device, if anything.
+
+        Raises:
+            CommError: another rank has failed meanwhile, or an evictor does not give it back in time.
+        """
+        lent = {peer: buffers for peer, buffers in self.remote_buffers.items() if isinstance(buffers, LentBuffers)}
+        for buffers in lent.values():
+            buffers.recall()
+        for peer, buffers in lent.items():
+            transport.regain(f"rank {peer}", buffers.wait)
 
     def served(self) -> dict[int, RemoteBuffers]:
         """Return the buffers of the evictors that do not reach them, by evictor: this rank receives and returns for them."""
@@ -112,3 +131,20 @@ class Memory:
     @property
     def host_bytes(self) -> int:
         return 0 if self.host_buffers is None else self.host_buffers.num_bytes
+
+
+def _lendable(reserved: Reserved, transport: Transport, *, in_bytes: bool) -> SharedBuffers | LentBuffers:
+    """Return buffers for an evictor that reaches this rank's memory."""
+    if is_asynchronous(transport.device):
+        return LentBuffers(reserved, transport.device, transport.control.activity)
+    return SharedBuffers(reserved, in_bytes=in_bytes)
+
+
+def _borrowed(reserved: Reserved, channel: Channel, transport: Transport, *, in_bytes: bool) -> PeerMemory | DevicePeerMemory:
+    """Return what keeps microbatches in an acceptor's memory, which this rank reaches."""
+    device, name = transport.device, f"rank {channel.dst}"
+    if (stream := transport.streams.of(("borrowed", channel), device)) is not None:
+        (lent,) = transport.borrow(channel, 1)
+        return DevicePeerMemory(reserved, lent, device, stream, transport.control.activity, name)
+    files = [SharedFile(lent.descriptor) for lent in transport.borrow(channel, len(reserved.sizes))]
+    return PeerMemory(SharedBuffers(reserved, files, in_bytes=in_bytes), name)

@@ -63,6 +63,7 @@ class Run:
         specs: the agreed message specs, or an empty mapping to learn them into when `is_learning`.
         memory: what the schedule remembers from step to step.
         name: the name of this rank in messages.
+        takes_slices: whether the stages take sequences in slices.
         observer: called at the start of the step, and before and after each action on the thread that runs it.
     """
 
@@ -80,6 +81,7 @@ class Run:
         is_learning: bool,
         memory: Memory,
         name: str,
+        takes_slices: bool = False,
         observer: Observer | None = None,
     ) -> None:
         self.plan, self.rank, self.step, self.device, self._name = plan, rank, step, transport.device, name
@@ -100,6 +102,7 @@ class Run:
             hooks=self.hooks,
             recomputed=plan.recomputed(rank),
             learned=memory.learned,
+            slices=plan.slices if takes_slices else None,
         )
         num_parts = {stage: plan.num_parts(stage) for stage in stages}
         followed = {*plan.evicted(rank), *plan.interrupted(rank)}

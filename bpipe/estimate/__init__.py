@@ -1,4 +1,6 @@
-"""Predict what a model would need and gain, from formulas or from measurements of one stage. Only `profile` needs torch.
+"""Predict what a model would need and gain, from formulas or from measurements of one stage.
+
+Only `profile` and `profile_slices` need torch.
 
 Example:
     >>> from bpipe.estimate import Execution, model_named
@@ -13,8 +15,10 @@ from bpipe.estimate.advice import Advice, Candidate
 from bpipe.estimate.devices import Device, device_named
 from bpipe.estimate.execution import Execution
 from bpipe.estimate.huang import Estimate
+from bpipe.estimate.long_contexts import UnevenHalves, uneven_halves
 from bpipe.estimate.measurement import Measurement, Profile, costs_of
 from bpipe.estimate.models import model_named
+from bpipe.estimate.slice_profile import SliceMeasurement, SliceProfile
 from bpipe.estimate.stages import hiding_bytes_per_s
 from bpipe.estimate.state_bytes import bytes_per_parameter
 from bpipe.estimate.transformer import Transformer
@@ -27,10 +31,14 @@ __all__ = [
     "Execution",
     "Measurement",
     "Profile",
+    "SliceMeasurement",
+    "SliceProfile",
     "Transformer",
+    "UnevenHalves",
     "bytes_per_parameter",
     "costs_of",
     "device_named",
     "hiding_bytes_per_s",
     "model_named",
+    "uneven_halves",
 ]

@@ -25,10 +25,11 @@ class Candidate:
     Args:
         schedule: its name for `bpipe.schedules.build`.
         destination: where evicted activations go: "pair", or "" where none are evicted.
-        slots: the budget in microbatches to build it with, if it is balanced.
+        slots: the budget in microbatches, or in slices, to build it with, if it is balanced.
         num_stages: p.
         microbatch_size: b, in sequences.
         num_microbatches: m.
+        slices: k, of each microbatch.
         recomputation: "none", "selective", "full" or "as measured".
         step_s: predicted seconds of a step.
         times_plain: step_s over that of the same candidate without balancing; None if it is not balanced.
@@ -50,6 +51,7 @@ class Candidate:
     num_stages: int
     microbatch_size: int
     num_microbatches: int
+    slices: int
     recomputation: str
     step_s: float
     times_plain: float | None
@@ -72,7 +74,8 @@ class Candidate:
     @property
     def label(self) -> str:
         """The schedule, and whether it is balanced."""
-        return f"{self.schedule} balanced, {self.slots} slots" if self.is_balanced else self.schedule
+        name, unit = (f"{self.schedule} in {self.slices} slices", "slices") if self.slices > 1 else (self.schedule, "slots")
+        return f"{name} balanced, {self.slots} {unit}" if self.is_balanced else name
 
     @property
     def name(self) -> str:

@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from bpipe.errors import ConfigurationError
-from bpipe.estimate import advise_inputs, huang
+from bpipe.estimate import advise_inputs, huang, words
 from bpipe.estimate.advice import Advice, Candidate, gb_per_s, gib
-from bpipe.estimate.candidates import SCHEDULES
+from bpipe.estimate.candidates import SCHEDULES, SLICED
 from bpipe.estimate.checks import check_count, check_positive
 from bpipe.estimate.decision import verdict_on
 from bpipe.estimate.devices import Device, is_named
 from bpipe.estimate.evaluate import Evaluator, Progress, finite
 from bpipe.estimate.execution import RECOMPUTATIONS, Execution
+from bpipe.estimate.long_contexts import NOTICED, V_SHAPES, slowed, too_long
 from bpipe.estimate.measurement import Profile
 from bpipe.estimate.state_bytes import DEFAULT_BYTES_PER_PARAMETER
 from bpipe.estimate.transformer import Transformer
@@ -53,6 +54,7 @@ def advise(
     efficiency: float | Mapping[int, float] | None = None,
     bytes_per_parameter: float | None = None,
     layers: Sequence[int] | None = None,
+    slices: int = 1,
     link: str | float | None = None,
     cross_link: str | float | None = None,
     nodes: Sequence[int] | None = None,
@@ -86,6 +88,7 @@ def advise(
             whether a larger microbatch pays. Default: 0.45, an assumption that the verdict mentions.
         bytes_per_parameter: see `bpipe.estimate.state_bytes`; default: 18, or what was measured and Adam's states.
         layers: layers of each stage; default: as even as possible.
+        slices: k; if more than 1, Seq1F1B is ranked too, with each microbatch cut into k slices of equal cost along its sequence.
         link: between ranks of a node, a name ("nvlink3", "pcie4") or bytes per second and direction; default: the device's.
         cross_link: between nodes, which needs `nodes`; default: `link`.
         nodes: the node of each rank, for one number of stages; default: all on one.
@@ -103,6 +106,9 @@ def advise(
         Don't balance: it allows microbatch 2 instead of 1; the larger microbatch gains nothing per stage and costs 4.9% in bubble.
     """
     check_count("tensor_parallel", tensor_parallel)
+    check_count("slices", slices)
+    if slices > 1 and attention != "flash":
+        raise ConfigurationError(f"slices={slices} with attention={attention!r}: slices are estimated for attention='flash' only")
     if bytes_per_parameter is not None:
         check_positive("bytes_per_parameter", bytes_per_parameter, most=1024)
     found, profiles = advise_inputs.device_of(device), advise_inputs.profiles_in(model)
@@ -136,7 +142,7 @@ def advise(
         f"of which {gib(reserved)} are set aside, links of {gb_per_s(links.link.bytes_per_s)}"
     )
     many = MOST_MICROBATCHES if microbatch_sizes is None and workload.microbatch_sizes is None else batch
-    evaluator = Evaluator(workload, batch, batches, memory, reserved, many)
+    evaluator = Evaluator(workload, batch, batches, memory, reserved, many, slices)
     return _advice(title, evaluator, evaluator.ranked(sizes, progress))
 
 
@@ -147,21 +153,42 @@ def _advice(title: str, evaluator: Evaluator, candidates: tuple[Candidate, ...])
     return Advice(
         title=title,
         decision=verdict.decision,
-        verdict="\n".join(text for text in (verdict.text, caveat) if text),
+        verdict="\n".join(text for text in (verdict.text, caveat, _long_context(evaluator)) if text),
         breaks_even_bytes_per_s=verdict.breaks_even_bytes_per_s,
         candidates=candidates,
         estimate=verdict.estimate,
         memory_bytes=evaluator.memory_bytes,
         reserved_bytes=evaluator.reserved_bytes,
         link_bytes_per_s=finite(workload.links.link.bytes_per_s),
-        assumptions=(*workload.assumptions, *ASSUMPTIONS, *_added(candidates)),
+        assumptions=(*workload.assumptions, *ASSUMPTIONS, *_added(candidates), *_sliced(candidates)),
     )
 
 
 def _added(candidates: Sequence[Candidate]) -> list[str]:
     """Return a line that names the ranked schedules that are not bpipe's own."""
-    added = dict.fromkeys(one.schedule for one in candidates if one.schedule not in SCHEDULES)
+    added = dict.fromkeys(one.schedule for one in candidates if one.schedule not in (*SCHEDULES, SLICED))
     return [f"Ranked too, because they are registered: {', '.join(added)}."] if added else []
+
+
+def _sliced(candidates: Sequence[Candidate]) -> list[str]:
+    """Return a line on the schedule of slices, if it was ranked."""
+    sliced = next((one for one in candidates if one.slices > 1), None)
+    if sliced is None:
+        return []
+    return [
+        f"Ranked too is {sliced.schedule} with {sliced.slices} slices of equal cost, in which kernels are taken to be as efficient "
+        "as on a whole sequence, and whose keys and values to move with the rest; not with full recomputation, as later slices "
+        "read them.",
+    ]
+
+
+def _long_context(evaluator: Evaluator) -> str:
+    """Return a line if the backward for inputs is too long for V-Half and V-Min, to which one would turn for memory; else ""."""
+    attention, p = evaluator.workload.attention, max(evaluator.batches)
+    if attention is None or not too_long(attention):
+        return ""
+    times = {name: time for name in V_SHAPES if (time := slowed(name, p, attention)) > 1 + NOTICED}
+    return words.long_context(attention, times, p, evaluator.slices) if times else ""
 
 
 def _computing(device: Device | None, precision: str) -> Device:

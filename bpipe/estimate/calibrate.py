@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import median
+from typing import Any
 
 from bpipe.errors import ConfigurationError
 from bpipe.plan.meter import occupancy
-from bpipe.schedules import Costs, Op, Plan, Timeline
+from bpipe.schedules import Costs, Op, Plan, Sizes, StageSizes, Timeline
 
 __all__ = ["calibrated"]
 
@@ -38,8 +40,16 @@ def calibrated(timelines: Sequence[Timeline], plan: Plan) -> Costs:
         raise ConfigurationError(
             f"the trace is of {traced.plan.num_stages} stages, and the plan has {plan.num_stages}: trace the stages you plan for"
         )
+    if traced.plan.slices != plan.slices:
+        if traced.plan.slices > 1:
+            raise ConfigurationError(
+                f"the trace is of {traced.plan.slices} slices per microbatch, and the plan has {plan.slices}: trace as many, or one"
+            )
+        return calibrated(alike, replace(plan, slices=1)).of_slices(plan)
     taken: Taken = defaultdict(lambda: defaultdict(list))
     for timeline in alike:
+        if timeline.plan.slices != plan.slices:
+            continue
         for (op, stage, microbatch), seconds in _worked(timeline).items():
             taken[op, stage][microbatch].append(seconds)
     needed = dict.fromkeys(action.op for rank in range(plan.num_ranks) for action in plan.compute(rank))
@@ -48,19 +58,25 @@ def calibrated(timelines: Sequence[Timeline], plan: Plan) -> Costs:
     return Costs(**times, **_bytes(traced))  # type: ignore[arg-type]
 
 
-def _bytes(traced: Timeline) -> dict[str, list[int]]:
+def _bytes(traced: Timeline) -> dict[str, list[Any]]:
     """Return what a timeline says about each stage's bytes."""
     plan, sizes = traced.plan, traced.plan.sizes
     if sizes is None:
         saved = [_saved(traced, stage) for stage in range(plan.num_stages)]
         return {"saved_bytes": saved, "static_bytes": [_static(traced, rank, saved) for rank in plan.stage_ranks]}
     return {
-        "saved_bytes": [stage.saved for stage in sizes.stages],
-        "movable_bytes": [stage.movable for stage in sizes.stages],
-        "output_bytes": [stage.sent for stage in sizes.stages],
-        "gradient_bytes": [*(stage.received for stage in sizes.stages[1:]), 0],
+        "saved_bytes": [_of_slices(sizes, stage, lambda one: one.saved) for stage in range(plan.num_stages)],
+        "movable_bytes": [_of_slices(sizes, stage, lambda one: one.movable) for stage in range(plan.num_stages)],
+        "output_bytes": [_of_slices(sizes, stage, lambda one: one.sent) for stage in range(plan.num_stages)],
+        "gradient_bytes": [*(_of_slices(sizes, stage, lambda one: one.received) for stage in range(1, plan.num_stages)), 0],
         "static_bytes": [sizes.static[rank] // plan.stage_ranks.count(rank) for rank in plan.stage_ranks],
     }
+
+
+def _of_slices(sizes: Sizes, stage: int, number: Callable[[StageSizes], int]) -> int | list[int]:
+    """Return a number of a stage's sizes, or one for each slice of a microbatch if these differ."""
+    numbers = [number(stages[stage]) for stages in sizes.by_slice]
+    return numbers if sizes.later_slices else numbers[0]
 
 
 def _worked(timeline: Timeline) -> dict[tuple[Op, int, int], float]:
@@ -87,10 +103,13 @@ def _static(timeline: Timeline, rank: int, saved: Sequence[int]) -> int:
 
 
 def _series(taken: Taken, op: Op, stage: int, plan: Plan) -> list[float]:
-    """Return the seconds of an operation of a stage, by microbatch."""
+    """Return the seconds of an operation of a stage, by microbatch, or by slice of all microbatches."""
     by_microbatch = taken.get((op, stage))
     if not by_microbatch:
         raise ConfigurationError(f"the trace has no {op.value} of stage {stage}: trace a schedule that runs it, on all ranks")
-    if by_microbatch.keys() == set(range(plan.num_microbatches)):
-        return [median(by_microbatch[microbatch]) for microbatch in range(plan.num_microbatches)]
-    return [median(seconds for series in by_microbatch.values() for seconds in series)] * plan.num_microbatches
+    if by_microbatch.keys() == set(range(plan.num_units)):
+        return [median(by_microbatch[unit]) for unit in range(plan.num_units)]
+    by_slice: dict[int, list[float]] = defaultdict(list)
+    for unit, seconds in by_microbatch.items():
+        by_slice[unit % plan.slices] += seconds
+    return [median(by_slice[slice_]) for slice_ in range(plan.slices)] * plan.num_microbatches

@@ -17,6 +17,7 @@ from bpipe.schedules.registry import added_rules
 __all__ = ["Variant", "roomier", "variants"]
 
 
+SLICED = "seq_1f1b"
 SCHEDULES = ("1f1b", "gpipe", "balanced_1f1b")  # the first's name is kept where several are the same
 
 
@@ -30,21 +31,24 @@ class Variant:
 
     @property
     def slots(self) -> int | None:
-        """The budget of each rank in microbatches of one stage, for `build(schedule, ..., slots=slots)`."""
+        """The budget of each rank in microbatches or slices of one stage, for `build(schedule, ..., slots=slots)`."""
         budgets = [slots for slots in self.plan.slots if slots is not None]
         return max(budgets) if self.destination and budgets else None
 
 
-def variants(num_stages: int, num_microbatches: int) -> Iterator[Variant]:
+def variants(num_stages: int, num_microbatches: int, slices: int = 1) -> Iterator[Variant]:
     """Yield each different way to run `num_microbatches` on `num_stages` ranks, balanced ones with the least memory.
+
+    With several slices, Seq1F1B comes after those of whole microbatches.
 
     Example:
         >>> [(one.schedule, one.destination) for one in variants(4, 8)]
         [('1f1b', ''), ('1f1b', 'pair'), ('gpipe', '')]
     """
     seen = set()
-    for schedule in (*SCHEDULES, *added(num_stages, num_microbatches)):
-        plain = build(schedule, num_stages, num_microbatches)
+    whole = [(schedule, 1) for schedule in (*SCHEDULES, *added(num_stages, num_microbatches))]
+    for schedule, k in (*whole, *[(SLICED, slices)] * (slices > 1)):
+        plain = build(schedule, num_stages, num_microbatches, slices=k)
         if evicts(plain):  # it is another schedule, balanced
             continue
         for destination, plan in (("", plain), ("pair", _to_pairs(schedule, plain))):
@@ -77,7 +81,7 @@ def roomier(variant: Variant) -> tuple[Variant, ...]:
     while slots and evicts(plan):
         slots += 1
         try:
-            plan = build(variant.schedule, plan.num_ranks, plan.num_microbatches, slots=slots)
+            plan = build(variant.schedule, plan.num_ranks, plan.num_microbatches, slots=slots, slices=plan.slices)
         except PlanError:  # this budget cannot be met
             continue
         found.append(replace(variant, plan=plan))
@@ -98,7 +102,7 @@ def _to_pairs(schedule: str, plain: Plan) -> Plan | None:
     least = max((peaks[rank] + peaks[pair] + 2) // 2 for rank, pair in enumerate(mirror_pairs(len(peaks))))
     for slots in range(least, max(peaks)):
         try:
-            return build(schedule, plain.num_ranks, plain.num_microbatches, slots=slots)
+            return build(schedule, plain.num_ranks, plain.num_microbatches, slots=slots, slices=plain.slices)
         except PlanError:  # this budget cannot be met
             continue
     return None

@@ -69,13 +69,13 @@ def _verdict(
     decision: str, first: str, plain: Sequence[Candidate], balanced: Candidate, evaluator: Evaluator, even: float | None
 ) -> Verdict:
     before = best_of([one for one in plain if (one.num_stages, one.schedule) == (balanced.num_stages, balanced.schedule)])
-    estimate = None if before is None else balanced.estimate_over(before)
+    estimate = None if before is None or balanced.slices > 1 else balanced.estimate_over(before)
     lines = [first, words.numbers(plain, balanced, estimate), words.link(balanced, evaluator.link_bytes_per_s)]
     return Verdict(decision=decision, text="\n".join(lines), estimate=estimate, breaks_even_bytes_per_s=even)
 
 
-def _microbatches(one: Candidate) -> tuple[int, int, str]:
-    return one.num_stages, one.microbatch_size, one.recomputation
+def _microbatches(one: Candidate) -> tuple[int, int, int, str]:
+    return one.num_stages, one.microbatch_size, one.slices, one.recomputation
 
 
 def _alike(candidates: Sequence[Candidate], like: Candidate) -> list[Candidate]:

@@ -18,6 +18,7 @@ __all__: list[str] = []
 
 Progress = Callable[[int, int], None]
 Case = tuple[int, int, str]  # stages, microbatch size, recomputation
+RECOMPUTING_STATE = ("full",)  # recomputations that drop the keys and values which the slices behind a slice read
 
 
 @dataclass
@@ -30,6 +31,7 @@ class Evaluator:
     memory_bytes: int  # the memory of a device
     reserved_bytes: int  # of these, set aside
     many: int  # a case with more microbatches than this is simulated only if it may fit and no larger ones fit plain
+    slices: int = 1  # of a microbatch, for the schedules that take several
     _variants: dict[tuple[int, int], tuple[Variant, ...]] = field(default_factory=dict)
     _loads: dict[Case, Load] = field(default_factory=dict)
     _roomier: dict[tuple[str, str, int, int], tuple[Variant, ...]] = field(default_factory=dict)
@@ -38,7 +40,7 @@ class Evaluator:
         """Return the plans for a number of stages and of microbatches, which are built once."""
         key = (num_stages, num_microbatches)
         if key not in self._variants:
-            self._variants[key] = tuple(variants(*key))
+            self._variants[key] = tuple(variants(*key, self.slices))
         return self._variants[key]
 
     def load(self, case: Case) -> Load:
@@ -78,6 +80,8 @@ class Evaluator:
         """Yield a candidate per variant, and if only balancing makes a schedule fit, another with the largest budget that fits."""
         plain: dict[str, Candidate] = {}  # it comes before what balances it
         for variant in self.variants(case[0], self.batches[case[0]] // case[1]):
+            if variant.plan.slices > 1 and case[2] in RECOMPUTING_STATE:
+                continue
             twin = plain.get(variant.schedule)
             candidate = self._candidate(variant, case, twin)
             yield candidate
@@ -96,12 +100,14 @@ class Evaluator:
 
     def _fits(self, variant: Variant, case: Case) -> bool:
         plan, load = variant.plan, self.load((variant.plan.num_stages, *case[1:]))
-        peaks = [idle_bytes(plan, load.costs, rank) + max(own_bytes(plan, load.costs, rank)) for rank in range(plan.num_ranks)]
+        costs = self._costs(plan, load)
+        peaks = [idle_bytes(plan, costs, rank) + max(own_bytes(plan, costs, rank)) for rank in range(plan.num_ranks)]
         return self._verdict(peaks, load)[0]
 
     def _candidate(self, variant: Variant, case: Case, plain: Candidate | None) -> Candidate:
         plan, load = variant.plan, self.load((variant.plan.num_stages, *case[1:]))
-        timeline = simulate(plan, load.costs)
+        costs = self._costs(plan, load)
+        timeline = simulate(plan, costs)
         peaks = tuple(map(timeline.device_peak_bytes, range(plan.num_ranks)))
         fits, reason = self._verdict(peaks, load)
         return Candidate(
@@ -111,6 +117,7 @@ class Evaluator:
             num_stages=case[0],
             microbatch_size=case[1],
             num_microbatches=plan.num_microbatches,
+            slices=plan.slices,
             recomputation=case[2],
             step_s=timeline.makespan_s,
             times_plain=None if plain is None else timeline.makespan_s / plain.step_s,
@@ -123,8 +130,12 @@ class Evaluator:
             fits=fits,
             reason=reason,
             exposed_s=max(_exposed_s(timeline, rank) for rank in range(plan.num_ranks)),
-            hides_at_bytes_per_s=_hides_at(plan, load.costs),
+            hides_at_bytes_per_s=_hides_at(plan, costs),
         )
+
+    def _costs(self, plan: Plan, load: Load) -> Costs:
+        """Return the costs of a plan's microbatches, or of their slices."""
+        return load.costs.of_slices(plan, lengths=self.workload.slice_shares(plan.slices))
 
     def _verdict(self, peaks: Sequence[int], load: Load) -> tuple[bool, str]:
         aside = max(self.reserved_bytes, load.working_bytes)
@@ -153,7 +164,7 @@ class Evaluator:
         found = chain(tight, (one for variant in tight if variant.destination for one in self.roomier(variant)))
         name = (candidate.schedule, candidate.destination, candidate.slots)
         plan = next(one.plan for one in found if (one.schedule, one.destination, one.slots) == name)
-        return plan, self.load((plan.num_stages, candidate.microbatch_size, candidate.recomputation)).costs
+        return plan, self._costs(plan, self.load((plan.num_stages, candidate.microbatch_size, candidate.recomputation)))
 
 
 def _slowest_s(plan: Plan, costs: Costs) -> float:
@@ -166,9 +177,9 @@ def _exposed_s(timeline: Timeline, rank: int) -> float:
 
 
 def _hides_at(plan: Plan, costs: Costs) -> float | None:
-    """Return the bandwidth that moves a microbatch within one forward: simulated for p = 4..32, such transfers cost nothing."""
-    stages = {action.stage for lane in plan.served for action in lane}
-    speeds = [costs.movable(x) / costs.seconds(Op.F, x, 0) for x in stages if costs.seconds(Op.F, x, 0) > 0]
+    """Return the bandwidth that moves a microbatch or slice within one forward: for p = 4..32, such transfers cost nothing."""
+    moved = {(action.stage, action.microbatch) for lane in plan.served for action in lane}
+    speeds = [costs.movable(*one) / costs.seconds(Op.F, *one) for one in moved if costs.seconds(Op.F, *one) > 0]
     return max(speeds, default=None)
 
 

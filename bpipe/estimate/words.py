@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from bpipe.estimate.advice import Candidate, gb_per_s, gib
 from bpipe.estimate.huang import Estimate
+from bpipe.estimate.long_contexts import SLICES
 
 __all__: list[str] = []
 
@@ -96,10 +97,28 @@ def link(one: Candidate, bytes_per_s: float) -> str:
     return f"{need}{over}{how}"
 
 
+def long_context(attention: float, times: Mapping[str, float], num_stages: int, slices: int) -> str:
+    """Say that attention makes backwards for inputs too long for some schedules, and what to take instead.
+
+    Args:
+        attention: the part of a forward that it takes.
+        times: how many times longer than a rank computes a microbatch takes, by schedule.
+        num_stages: p.
+        slices: that were ranked.
+    """
+    slow = " and ".join(f"{time:.2f} with {name}" for name, time in times.items())
+    out = f"with {slices} it is ranked here" if slices > 1 else f"slices={SLICES} or --slices {SLICES} ranks it too"
+    return (
+        f"A long context: attention takes {_percent(attention)} of a layer's forward and has no weights, so W + 2F < 2I, for which "
+        f"schedules that save memory by halving backwards have no room: on {num_stages} ranks a microbatch takes {slow} times what "
+        f"a rank computes. 1F1B in slices of the sequence has no such limit: {out}."
+    )
+
+
 def _trade(plain: Candidate, balanced: Candidate) -> str:
     """Say what balancing allows, what a stage gains by it and what the bubble costs."""
     allows = f"it allows {_difference(plain, balanced)}; "
-    if plain.num_stages != balanced.num_stages:
+    if plain.num_stages != balanced.num_stages or max(plain.slices, balanced.slices) > 1:
         return f"{allows}together {100 * balanced.gain_over(plain):+.1f}% sequences per second"
     estimate = balanced.estimate_over(plain)
     is_larger = balanced.microbatch_size > plain.microbatch_size and balanced.recomputation == plain.recomputation
@@ -113,6 +132,7 @@ def _difference(plain: Candidate, balanced: Candidate) -> str:
     differences = [
         (f"microbatch {balanced.microbatch_size}", str(plain.microbatch_size), balanced.microbatch_size != plain.microbatch_size),
         (f"recomputation {balanced.recomputation}", plain.recomputation, balanced.recomputation != plain.recomputation),
+        (f"{balanced.slices} slices", str(plain.slices), balanced.slices != plain.slices),
         (f"{balanced.num_stages} stages", str(plain.num_stages), balanced.num_stages != plain.num_stages),
     ]
     texts = [f"{new} instead of {old}" for new, old, differs in differences if differs]

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from bpipe.errors import ConfigurationError
 from bpipe.estimate import huang
 from bpipe.estimate.devices import Device
+from bpipe.estimate.even_slices import even_shares
 from bpipe.estimate.execution import Execution
+from bpipe.estimate.long_contexts import attention_share
 from bpipe.estimate.measurement import Profile, costs_of
 from bpipe.estimate.stages import stages_of
 from bpipe.estimate.transformer import Transformer
@@ -79,6 +81,11 @@ class ModelWorkload:
         return sorted(self.efficiency) if isinstance(self.efficiency, Mapping) else None
 
     @property
+    def attention(self) -> float | None:
+        """The part of a layer's forward that fused attention takes; None if it is not fused."""
+        return attention_share(self.model) if self.execution.attention == "flash" else None
+
+    @property
     def caveat(self) -> str:
         """A caveat to print beside the verdict; "" if there is none."""
         if isinstance(self.efficiency, Mapping):
@@ -131,6 +138,10 @@ class ModelWorkload:
         mfu = huang.stage_mfu(microbatch_size, sequence_flops, stage_s, t * self.device.flops_per_s)
         return Load(costs=costs, working_bytes=max(stage.working_bytes for stage in stages), stage_mfu=mfu)
 
+    def slice_shares(self, slices: int) -> list[float]:
+        """Return the share of the sequence in each slice of a microbatch."""
+        return even_shares(attention_share(self.model), slices)
+
     def _efficiency_text(self) -> str:
         if isinstance(self.efficiency, Mapping):
             return ", ".join(f"{100 * share:.3g}% at microbatch {size}" for size, share in sorted(self.efficiency.items()))
@@ -156,6 +167,11 @@ class MeasuredWorkload:
     @property
     def microbatch_sizes(self) -> Sequence[int] | None:
         return sorted(set.intersection(*(set(profile.microbatch_sizes) for profile in self.profiles)))
+
+    @property
+    def attention(self) -> float | None:
+        """None: a profile does not say how much of it is attention."""
+        return None
 
     @property
     def caveat(self) -> str:
@@ -186,6 +202,10 @@ class MeasuredWorkload:
             bytes_per_parameter=self.bytes_per_parameter,
         )
         return Load(costs=costs, working_bytes=0, stage_mfu=None)
+
+    def slice_shares(self, slices: int) -> list[float]:
+        """Return the share of the sequence in each slice; a profile does not say how much of it is attention."""
+        return [1 / slices] * slices
 
 
 Workload = ModelWorkload | MeasuredWorkload  # all that advice asks of a model

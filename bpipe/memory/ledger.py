@@ -98,6 +98,12 @@ class Ledger:
         if between_bytes is not None:
             self._takes(account, between_bytes)
 
+    def handed_back(self, account: Account, given_bytes: int, collected_bytes: int) -> None:
+        """Count the first gradients that a slice gives to states of earlier ones, and forget those that came for its own state."""
+        account.footprint = account.known_footprint._replace(given_bytes=given_bytes, collected_bytes=collected_bytes)
+        self._change(given_bytes, 0)
+        self._change(-collected_bytes, 0)
+
     def _takes(self, account: Account, num_bytes: int) -> None:
         """Set the bytes that a microbatch takes from now on."""
         self._change(num_bytes - account.taken_bytes, 0)

@@ -66,6 +66,8 @@ class CutBatch(NamedTuple):
     kwargs: list[dict[str, Any]]
     targets: list[Any] | None
     are_alike: bool  # cut here, into equal parts
+    weights: list[float] | None = None  # of the losses of slices in the loss of their microbatch
+    lengths: list[int] | None = None  # of the slices, if something was cut
 
     def descriptions(self) -> list[mb.Description]:
         """Describe what each microbatch looks like."""

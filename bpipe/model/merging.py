@@ -16,26 +16,32 @@ __all__: list[str] = []
 Join = Callable[[Sequence[Any], Any], Any]  # joins values at the same place, given their spec
 
 
-def merge(outputs: Sequence[Any], spec: Any = None) -> Any:
+def merge(outputs: Sequence[Any], spec: Any = None, *, join_leaves: Join | None = None, option: str = "output_merge_spec") -> Any:
     """Merge the outputs of the microbatches: concatenate tensors along the dimension that the spec names (0 by default).
 
     Tensors without dimensions are stacked. A spec with `reduce_fn` and `init_value` (torch's reducers) folds instead;
     plain values (None, bool, int, float, str) are those of the first microbatch. With a tuple, list or dict of one spec, a single
     output comes back inside one, as in torch.
 
+    Args:
+        outputs: of the microbatches.
+        spec: of what is merged how.
+        join_leaves: joins values at the same place, given their spec; default: as described.
+        option: what users call the spec.
+
     Raises:
         ConfigurationError: the spec does not fit.
         StageError: the outputs do not fit together.
     """
-    return _merge(outputs, spec, _join)
+    return _merge(outputs, spec, join_leaves or join_values, option)
 
 
 def check_merge(output: Any, spec: Any = None) -> None:
     """Check that `merge` can merge outputs like this one of a single microbatch."""
-    _merge([output], spec, _check_join)
+    _merge([output], spec, _check_join, "output_merge_spec")
 
 
-def _merge(outputs: Sequence[Any], spec: Any, join_leaves: Join) -> Any:
+def _merge(outputs: Sequence[Any], spec: Any, join_leaves: Join, option: str) -> Any:
     try:
         if isinstance(spec, (tuple, list, dict)) and len(spec) == 1 and inside(outputs[0]) is None:
             ((key, one),) = spec.items() if isinstance(spec, dict) else enumerate(spec)
@@ -47,7 +53,7 @@ def _merge(outputs: Sequence[Any], spec: Any, join_leaves: Join) -> Any:
             raise
         raise StageError(
             f"the outputs of the microbatches do not fit together: {error}. "
-            "Make them alike, give an output_merge_spec, or pass return_outputs=False and use them in loss_fn"
+            f"Make them alike, give an {option}, or pass return_outputs=False and use them in loss_fn"
         ) from error
 
 
@@ -71,7 +77,8 @@ def _merged(column: Sequence[Any], spec: Any, path: str, join_leaves: Join) -> A
     return found.make([_merged(part, specs[i], found.path(i, path), join_leaves) for i, part in enumerate(columns)])
 
 
-def _join(parts: Sequence[Any], spec: Any) -> Any:
+def join_values(parts: Sequence[Any], spec: Any) -> Any:
+    """Join the values at one place in the outputs, as `merge` does by default."""
     if hasattr(spec, "reduce_fn"):
         value = spec.init_value
         for part in parts:

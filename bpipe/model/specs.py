@@ -43,10 +43,10 @@ def outline(value: Any) -> str:
     return f"{type(value).__qualname__} of {len(value)}" if isinstance(value, (tuple, list)) else type(value).__qualname__
 
 
-def check_specs(spec: Any, name: str, *, may_reduce: bool = False) -> None:
+def check_specs(spec: Any, name: str, *, may_reduce: bool = False, others: tuple[type, ...] = ()) -> None:
     """Check the specs that a schedule is given, before there are any values."""
     for leaf in _ends(spec):
-        is_cut = isinstance(getattr(leaf, "split_dim", None), int)
+        is_cut = isinstance(getattr(leaf, "split_dim", None), int) or isinstance(leaf, others)
         is_reducer = may_reduce and hasattr(leaf, "reduce_fn") and hasattr(leaf, "init_value")
         if not (leaf is None or is_cut or is_reducer or "_Replicate" in (getattr(leaf, "__name__", ""), type(leaf).__name__)):
             raise ConfigurationError(

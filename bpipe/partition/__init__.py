@@ -1,4 +1,6 @@
-"""Cut a model into stages, by the names of its modules or by what its layers take. Choosing stages needs no torch.
+"""Cut a model into stages, by the names of its modules or by what its layers take, and sequences into slices, by cost.
+
+Choosing stages and slices needs no torch.
 
 Example:
     >>> layers = [LayerCost(names=(f"layers.{i}",), forward_s=1.0, backward_s=2.0, saved_bytes=100) for i in range(8)]
@@ -9,5 +11,6 @@ Example:
 from bpipe.partition.choice import StageChoice
 from bpipe.partition.choose import choose_stages
 from bpipe.partition.layers import LayerCost
+from bpipe.partition.sequence import slice_lengths
 
-__all__ = ["LayerCost", "StageChoice", "choose_stages"]
+__all__ = ["LayerCost", "StageChoice", "choose_stages", "slice_lengths"]

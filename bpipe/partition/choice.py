@@ -25,6 +25,7 @@ class StageChoice:
         static_bytes: what stays on each stage: parameters, gradients, optimizer states.
         rank_bytes: the most that each rank holds, static bytes included; messages between stages are not counted.
         step_s: the simulated step.
+        slices: k, of each microbatch.
     """
 
     stages: tuple[tuple[str, ...], ...]
@@ -38,10 +39,11 @@ class StageChoice:
     static_bytes: tuple[int, ...]
     rank_bytes: tuple[int, ...]
     step_s: float
+    slices: int = 1
 
     @property
     def costs(self) -> Costs:
-        """The stages' costs, with free links, as `bpipe.schedules.simulate` takes them."""
+        """The stages' costs, with free links, as `bpipe.schedules.simulate` takes them: of whole microbatches."""
         return Costs(
             forward_s=self.forward_s,
             backward_s=self.backward_s,
@@ -64,10 +66,11 @@ class StageChoice:
         widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
         slowest, fullest = (values.index(max(values)) for values in (self.rank_s, self.rank_bytes))
         lines = ["  ".join(_aligned(cell, width, at == 2) for at, (cell, width) in enumerate(zip(row, widths))) for row in rows]
+        cut = f" of {self.slices} slices" if self.slices > 1 else ""
         return "\n".join(
             [
                 *(line.rstrip() for line in lines),
-                f"{self.schedule}, {self.num_microbatches} microbatches: a step of {1e3 * self.step_s:.4g} ms, simulated",
+                f"{self.schedule}, {self.num_microbatches} microbatches{cut}: a step of {1e3 * self.step_s:.4g} ms, simulated",
                 f"slowest: rank {slowest}, {1e3 * self.rank_s[slowest]:.4g} ms per microbatch; "
                 f"fullest: rank {fullest}, {_mib(self.rank_bytes[fullest])} MiB",
             ]

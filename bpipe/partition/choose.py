@@ -36,6 +36,8 @@ def choose_stages(
     objective: Objective = "time",
     memory_bytes: int | Sequence[int | None] | None = None,
     link: Link | None = None,
+    slices: int = 1,
+    slice_lengths: Sequence[float] | None = None,
 ) -> StageChoice:
     """Choose the stages of a model, given the time and memory that its layers take.
 
@@ -43,20 +45,26 @@ def choose_stages(
     if they are few, and a search finds a good one if they are many. It needs no torch, runs nothing, and is the same for the
     same numbers: measure on one rank and give the numbers, or the stages, to the others, because no two measurements agree.
 
+    With slices, layers still have the costs of whole microbatches. A slice is taken to keep bytes by its length, and to take 1/k of
+    each layer's time, as it does in layers that are alike where lengths are by cost (`bpipe.partition.slice_lengths`). A head's
+    time goes by length instead, and gradients that wait for earlier slices are not counted.
+
     Args:
         layers: in order, as `bpipe.measure_layers` returns them.
         num_stages: of all ranks together; each gets one layer or more.
         num_microbatches: m.
         schedule: a name of `bpipe.schedules.names()`.
         num_ranks: p; default: what the schedule takes.
-        slots: the budget in microbatches of one stage, as `build` takes it.
+        slots: the budget in microbatches of one stage (in slices, if there are several), as `build` takes it.
         objective: "time": the slowest rank computes as briefly as possible for a microbatch, and among such cuts the fullest rank
             holds as little as possible; "memory": the other way round.
         memory_bytes: the most bytes that a rank may hold, one number or one for each; default: no limit.
         link: between ranks, for the simulated step; default: free.
+        slices: k, for schedules that take slices.
+        slice_lengths: of the slices, in positions or as shares of the sequence; default: equal ones.
 
     Raises:
-        ConfigurationError: fewer layers than stages, or numbers that the schedule does not take.
+        ConfigurationError: fewer layers than stages, numbers that the schedule does not take, or not k lengths.
         BudgetError: no cut found is within `memory_bytes`; the message says what the fullest rank needs at least.
 
     Example:
@@ -71,8 +79,9 @@ def choose_stages(
         )
     if objective not in get_args(Objective):
         raise ConfigurationError(f"objective={objective!r}: give 'time' or 'memory'")
-    plan = build(schedule, num_stages, num_microbatches, num_ranks=num_ranks, slots=slots)
-    task = Task(Chain(layers), plan, _limits(memory_bytes, plan.num_ranks))
+    plan = build(schedule, num_stages, num_microbatches, num_ranks=num_ranks, slots=slots, slices=slices)
+    weights = None if slice_lengths is None else _weights(slice_lengths, slices)
+    task = Task(Chain(layers), plan, _limits(memory_bytes, plan.num_ranks), weights)
     ends = task.best(by_time=objective == "time")
     if not task.fits(ends):
         raise BudgetError(_too_full(task, ends))
@@ -80,11 +89,11 @@ def choose_stages(
 
 
 class Task:
-    """A chain to be cut for a plan, within limits."""
+    """A chain to be cut for a plan, within limits; slices keep bytes by their weights."""
 
-    def __init__(self, chain: Chain, plan: Plan, limits: Limits) -> None:
-        self.chain, self.plan, self.limits = chain, plan, limits
-        self.holdings = Holdings(plan)
+    def __init__(self, chain: Chain, plan: Plan, limits: Limits, weights: Sequence[int] | None = None) -> None:
+        self.chain, self.plan, self.limits, self.weights = chain, plan, limits, weights
+        self.holdings = Holdings(plan, weights)
 
     def best(self, *, by_time: bool) -> Ends:
         """Return the best cuts, or if none is within the limits, those that exceed them least."""
@@ -138,7 +147,7 @@ class Task:
 
     def _stage_bytes(self, stage: int, start: int, end: int) -> float:
         most = self.holdings.most(self.plan.stage_ranks[stage])
-        return self.chain.static_bytes(start, end) + most * self.chain.saved_bytes(start, end)
+        return self.chain.static_bytes(start, end) + self.holdings.bytes_of(most, self.chain.saved_bytes(start, end))
 
     def _stage_fits(self, stage: int, start: int, end: int) -> bool:
         return self._stage_bytes(stage, start, end) <= self.limits[self.plan.stage_ranks[stage]]
@@ -165,8 +174,18 @@ class Task:
             static_bytes=tuple(chain.static_bytes(*piece) for piece in stages),
             rank_bytes=tuple(self.rank_bytes(ends)),
             step_s=0.0,
+            slices=self.plan.slices,
         )
-        return replace(made, step_s=simulate(self.plan, replace(made.costs, link=link)).makespan_s)
+        lengths = None if self.weights is None else [weight / sum(self.weights) for weight in self.weights]
+        costs = replace(made.costs, link=link).of_slices(self.plan, lengths=lengths)
+        return replace(made, step_s=simulate(self.plan, costs).makespan_s)
+
+
+def _weights(lengths: Sequence[float], slices: int) -> list[int]:
+    """Return whole numbers in the proportion of lengths, to a millionth of the sequence."""
+    if len(lengths) != slices or not all(length > 0 for length in lengths):
+        raise ConfigurationError(f"slice_lengths={list(lengths)}: give {slices} positive numbers, one for each slice")
+    return [max(1, round(length / sum(lengths) * 1e6)) for length in lengths]
 
 
 def _limits(memory_bytes: int | Sequence[int | None] | None, num_ranks: int) -> Limits:

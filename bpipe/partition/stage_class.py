@@ -27,7 +27,7 @@ def stage_class(cls: Any, is_first: bool, is_last: bool) -> type[nn.Module]:
     """Return a subclass of the model's class, under the same name, with the forward of a stage."""
 
     def forward(self: nn.Module, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        unusable = next((name for name in NOT_OF_A_STAGE if kwargs.get(name) is not None), None)
+        unusable = next((name for name in NOT_OF_A_STAGE if not _is_usable(kwargs.get(name))), None)
         if unusable is not None:
             raise ConfigurationError(f"a stage of {cls.__name__} does not take {unusable}: {NOT_OF_A_STAGE[unusable]}")
         for name in kwargs:
@@ -44,5 +44,11 @@ def stage_class(cls: Any, is_first: bool, is_last: bool) -> type[nn.Module]:
             )
         return cast(Tensor, output["logits"] if "logits" in output else output[0])
 
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "forward": forward}
+    names: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    names["forward"] = forward
     return type(cls.__name__, (cls,), names)
+
+
+def _is_usable(value: Any) -> bool:
+    """Return whether a stage takes what it cannot use: nothing, or a cache of `sliced_transformer`."""
+    return value is None or getattr(value, "is_of_slices", False)

@@ -64,7 +64,7 @@ def communicate(plan: Plan, times: tuple[Sequence[array[int]], Moments] | None =
     Raises:
         PlanError: the computations wait for each other in a cycle.
     """
-    starts, begins = times or clock_by_result([plan.compute(rank) for rank in range(plan.num_ranks)], plan.num_stages)
+    starts, begins = times or clock_by_result([plan.compute(rank) for rank in range(plan.num_ranks)], plan.num_stages, plan.slices)
     sent, received = (_routes(plan, begins, find) for find in (sent_by, received_by))
     return replace(plan, actions=tuple(_Lane(plan, rank, times, sent, received).emit() for rank, times in enumerate(starts)))
 
@@ -110,7 +110,7 @@ class _Lane:
     """One rank's list: its computations, and the transfers at the boundary before each of them."""
 
     def __init__(self, plan: Plan, rank: int, begins: Sequence[int], sent: Routes, received: Routes) -> None:
-        self.rank, self.begins = rank, begins
+        self.rank, self.begins, self.slices = rank, begins, plan.slices
         self.steps: list[Action] = []
         self.before: list[list[Action]] = [[]]  # evictions and loads at each boundary
         self.inside: list[list[Action]] = []  # the first piece of each computation, with the actions between its pieces
@@ -174,7 +174,9 @@ class _Lane:
             received = times[microbatch]
             if received < 0:
                 user = OTHER_END[op](stage)[1]
-                raise PlanError(f"{Action(op, stage, microbatch)} sends a message that no computation of stage {user} uses")
+                raise PlanError(
+                    f"{Action(op, stage, microbatch).text(self.slices)} sends a message that no computation of stage {user} uses"
+                )
             received -= peer < self.rank  # of computations at one time, the one of the lower rank comes first
             while boundary < end and begins[boundary] <= received:
                 boundary += 1

@@ -69,7 +69,7 @@ def evict_or_recompute(
         raise ConfigurationError(f"{plan.name} has no backward, so it saves no activations to evict or recompute")
     if any(action.part and action.op in (Op.F, Op.B) for lane in plan.actions for action in lane):
         raise ConfigurationError(f"{plan.name} computes in pieces, which cannot be recomputed: use balance, or whole computations")
-    sizes.check(plan.num_stages, plan.num_ranks)
+    sizes.check(plan.num_stages, plan.num_ranks, plan.slices)
     search = _Search(replace(computations_only(plan), sizes=sizes), Destinations() if to is None else to, costs)
     given = checked(budgets, plan.num_ranks, "budgets")
     found = search.within(given)

@@ -19,7 +19,7 @@ def in_pieces(plan: Plan) -> Plan:
     """
     if plan.sizes is None:
         raise PlanError(f"plan {plan.name!r} has no sizes: give it sizes, which define the parts of a microbatch")
-    plan.sizes.check(plan.num_stages, plan.num_ranks)
+    plan.sizes.check(plan.num_stages, plan.num_ranks, plan.slices)
     return replace(plan, actions=tuple(tuple(piece for a in lane for piece in _pieces(plan, a)) for lane in plan.actions))
 
 

@@ -33,10 +33,12 @@ def profiling_order(plan: Plan) -> Plan:
     lanes = []
     for rank in range(plan.num_ranks):
         stages = plan.stages_of(rank)
-        order = [(Op.F, s) for s in stages] + [(op, s) for s in reversed(stages) for op in (HALVES if s in halved else (Op.B,))]
+        backwards = [(op, s) for s in reversed(stages) for op in (HALVES if s in halved else (Op.B,))]
         lane: list[Action] = []
         for microbatch in range(plan.num_microbatches):
-            actions = [Action(op, stage, microbatch) for op, stage in order]
+            units = plan.units_of(microbatch)
+            actions = [Action(Op.F, stage, unit) for unit in units for stage in stages]
+            actions += [Action(op, stage, unit) for unit in reversed(units) for op, stage in backwards]
             lane += [a for action in actions for a in (_gathered(action) if is_sharded else (action,))]
         lanes.append((*lane, *(Action(Op.REDUCE_GRAD, s, 0) for s in stages if is_sharded)))
     return replace(

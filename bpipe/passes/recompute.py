@@ -60,7 +60,7 @@ def recompute(
     if (slots is None) == (sizes is None) or (budgets is not None and sizes is None):
         raise ConfigurationError("give slots=, or sizes= and budgets=")
     if sizes is not None:
-        sizes.check(plan.num_stages, plan.num_ranks)
+        sizes.check(plan.num_stages, plan.num_ranks, plan.slices)
     search = RecomputeSearch(replace(computations_only(plan), sizes=sizes))
     given = slots if sizes is None else budgets
     if given is None:

@@ -94,7 +94,7 @@ Identity = tuple[Op, int, int, int]  # operation, stage, microbatch, part
 
 
 class Action(NamedTuple):
-    """An operation on one microbatch of one stage.
+    """An operation on one microbatch of one stage, or on one slice of a microbatch where a plan cuts each into k slices.
 
     Its first four fields identify it within a plan, except for UNSHARD, RESHARD and REDUCE_GRAD, which concern a whole
     stage and may occur again.
@@ -102,7 +102,8 @@ class Action(NamedTuple):
     Args:
         op: the operation.
         stage: the stage's index.
-        microbatch: its number; 0 if the operation concerns the whole stage.
+        microbatch: its number; 0 if the operation concerns the whole stage. In a plan with k slices per microbatch it counts units:
+            slice s of microbatch i is unit k*i + s (`PlanData.slices` has all that follows).
         part: for an eviction, the part of the microbatch's saved bytes that moves, from 1 on; 0 for all of them.
         peer: the rank at the other end of a transfer, or HOST for this rank's own host memory.
 
@@ -120,27 +121,37 @@ class Action(NamedTuple):
     peer: int | None = None
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, slices: int = 1) -> str:
+        """Write the action without its peer; in a plan with several slices per microbatch, with the slice: `2F0/1`."""
         if self.op in SHARDING:
             return f"{self.stage}{self.op.value}"
-        return f"{self.stage}{self.op.value}{self.microbatch}{f'.{self.part}' if self.part else ''}"
+        return f"{self.stage}{self.op.value}{unit_text(self.microbatch, slices)}{f'.{self.part}' if self.part else ''}"
 
     @classmethod
-    def parse(cls, text: str) -> Action:
+    def parse(cls, text: str, slices: int = 1) -> Action:
         """Read `2F0`, `2UNSHARD`, or `2EVICT0.1@5` with a part after the dot and the peer's rank, or `host`, after the @.
 
+        Args:
+            text: the action, which names a slice (`2F0/1`) if and only if a microbatch has several.
+            slices: k, the slices of a microbatch.
+
         Raises:
-            PlanError: the text is not an action.
+            PlanError: the text is not an action of such a plan.
         """
         match = _PATTERN.fullmatch(text.strip())
         if match is None:
             expected = "expected a stage, an operation and a microbatch, such as 2F0 or 2EVICT0@5"
             raise PlanError(f"{text[:MOST_SHOWN]!r} is not an action: {expected}")
-        stage, sharding, op, microbatch, part, peer = match.groups()
+        stage, sharding, op, microbatch, in_slices, part, peer = match.groups()
         if sharding is not None:
             return cls(Op(sharding), int(stage), 0)
-        return cls(
-            Op(op), int(stage), int(microbatch), int(part or 0), None if peer is None else HOST if peer == "host" else int(peer)
-        )
+        if (in_slices is None) is not (slices == 1) or int(in_slices or 0) >= slices:
+            expected = f"one of its {slices} slices, such as 2F0/{slices - 1}" if slices > 1 else "a whole microbatch, such as 2F0"
+            raise PlanError(f"{text[:MOST_SHOWN]!r} is not an action of a plan with slices={slices}: expected {expected}")
+        unit = int(microbatch) * slices + int(in_slices or 0)
+        return cls(Op(op), int(stage), unit, int(part or 0), None if peer is None else HOST if peer == "host" else int(peer))
 
     @property
     def key(self) -> MicrobatchKey:
@@ -174,7 +185,12 @@ class Action(NamedTuple):
     @property
     def full_text(self) -> str:
         """The action with its peer, as `parse` reads it."""
-        return str(self) if self.peer is None else f"{self}@{'host' if self.peer == HOST else self.peer}"
+        return f"{self}{self.at_peer}"
+
+    @property
+    def at_peer(self) -> str:
+        """The peer as it is written after the action; empty without one."""
+        return "" if self.peer is None else f"@{'host' if self.peer == HOST else self.peer}"
 
     def channel(self, rank: int) -> Channel:
         """Return the channel that this transfer, seen from `rank`, uses.
@@ -192,12 +208,23 @@ def channel_of(op: Op, rank: int, peer: int | None) -> Channel:
     return Channel(SENDS[op], rank, peer) if op in SENDS else Channel(RECEIVES[op], peer, rank)
 
 
+def unit_text(unit: int, slices: int) -> str:
+    """Write the microbatch of a unit, with its slice where a microbatch has several: `3`, or `3/1`.
+
+    Example:
+        >>> unit_text(13, slices=1), unit_text(13, slices=4)
+        ('13', '3/1')
+    """
+    return f"{unit}" if slices == 1 else f"{unit // slices}/{unit % slices}"
+
+
 def _names(ops: Iterable[Op]) -> str:
     return "|".join(sorted((op.value for op in ops), key=len, reverse=True))
 
 
 _NUMBER = r"\d{1,9}"
 _PATTERN = re.compile(
-    rf"({_NUMBER})(?:({_names(SHARDING)})|({_names(set(Op) - SHARDING)})({_NUMBER})(?:\.({_NUMBER}))?(?:@({_NUMBER}|host))?)",
+    rf"({_NUMBER})(?:({_names(SHARDING)})|({_names(set(Op) - SHARDING)})({_NUMBER})(?:/({_NUMBER}))?"
+    rf"(?:\.({_NUMBER}))?(?:@({_NUMBER}|host))?)",
     re.ASCII,
 )

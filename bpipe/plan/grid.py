@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from bpipe.plan.action import COMPUTE, HOST, Action, Op
+from bpipe.plan.action import COMPUTE, HOST, Action, Op, unit_text
 from bpipe.plan.amounts import show_each
 from bpipe.plan.order import UNITS, clock
 from bpipe.plan.plan_data import PlanData
@@ -26,8 +26,9 @@ Row = tuple[str, list[str]]  # its label and its cells
 def rows(plan: PlanData, columns: slice = slice(None)) -> list[str]:
     """Draw one line per rank, one column per forward's time: `F0`, `B0 b0` for the two units of a backward, `..` for idle.
 
-    With several stages on a rank, the stage is written too (`4F0`). Below a rank that evicts, `>3` stands where the eviction
-    of microbatch 3, or of parts of it, starts and `<3` where its load does; `^3` and `v3` if these go to the host.
+    With several stages on a rank, the stage is written too (`4F0`), with slices the slice (`F0/1`). Below a rank that
+    evicts, `>3` stands where the eviction of microbatch 3, or of parts of it, starts and `<3` where its load does; `^3` and `v3` if
+    these go to the host.
     """
     return _lines(_grid(plan, columns))
 
@@ -85,7 +86,7 @@ class _Clocked(NamedTuple):
 
 def _clocked(plan: PlanData) -> _Clocked:
     lanes = [plan.compute(rank) for rank in range(plan.num_ranks)]
-    starts = clock(lanes, plan.num_stages)
+    starts = clock(lanes, plan.num_stages, plan.slices)
     length = max((times[-1] + UNITS[lane[-1].op] for lane, times in zip(lanes, starts) if lane), default=0)
     return _Clocked(lanes, starts, length)
 
@@ -116,7 +117,7 @@ def _cells(plan: PlanData, lane: Sequence[Action], starts: Sequence[int], window
     cells = [".."] * len(window)
     several = plan.num_stages > plan.num_ranks
     for action, start in zip(lane, starts):
-        name = f"{action.stage if several else ''}{action.op}{action.microbatch}"
+        name = f"{action.stage if several else ''}{action.op}{unit_text(action.microbatch, plan.slices)}"
         for unit in range(UNITS[action.op]):
             if start + unit in window:
                 cells[start + unit - window.start] = name if unit == 0 else name.lower()
@@ -132,14 +133,16 @@ def _moves(plan: PlanData, rank: int, starts: Sequence[int], length: int) -> dic
             done += plan.ends(action)
         elif action.op in MARKS:
             column = starts[min(done, len(starts) - 1)]
-            moves.setdefault(min(column, length - 1), {})[f"{MARKS[action.op][action.peer == HOST]}{action.microbatch}"] = None
+            mark = f"{MARKS[action.op][action.peer == HOST]}{unit_text(action.microbatch, plan.slices)}"
+            moves.setdefault(min(column, length - 1), {})[mark] = None
     return {column: "".join(islice(marks, MOST_MARKS)) + "+" * (len(marks) > MOST_MARKS) for column, marks in moves.items()}
 
 
 def head(plan: PlanData) -> str:
     """Return a line with the plan's name and peaks: total and activation bytes of each device, or slots."""
     ranks = "" if plan.num_ranks == plan.num_stages else f" on {plan.num_ranks} ranks"
-    return f"{plan.name}: {plan.num_stages} stages, {plan.num_microbatches} microbatches{ranks}, {_memory(plan)}"
+    slices = f" of {plan.slices} slices" if plan.slices > 1 else ""
+    return f"{plan.name}: {plan.num_stages} stages, {plan.num_microbatches} microbatches{slices}{ranks}, {_memory(plan)}"
 
 
 def _memory(plan: PlanData) -> str:
@@ -148,7 +151,8 @@ def _memory(plan: PlanData) -> str:
         budget = "" if plan.budgets is None else f"; budget {show_each(plan.budgets)}"
         return f"planned: device {show_each(plan.device_peak_bytes)}; activations {show_each(plan.activation_peak_bytes)}{budget}"
     budget = "" if all(k is None for k in plan.slots) else f", budget {' '.join('-' if k is None else str(k) for k in plan.slots)}"
-    return f"peak slots {' '.join(map(str, plan.peak_slots))}{budget}"
+    unit = "slices" if plan.slices > 1 else "slots"
+    return f"peak {unit} {' '.join(map(str, plan.peak_slots))}{budget}"
 
 
 def draw(plan: PlanData) -> str:
@@ -165,7 +169,7 @@ def excerpt(plan: PlanData, rank: int, served: bool, position: int) -> str:
     lines = [f"rank {rank}{', served' if served else ''}:"]
     for index, action in enumerate(lane[first : position + EITHER_SIDE + 1], start=first):
         peer = "" if action.peer is None else "host" if action.peer == HOST else f"peer {action.peer}"
-        lines.append(f"  {index:>5} {action!s:<16}{peer:<10}".rstrip())
+        lines.append(f"  {index:>5} {plan.show(action):<16}{peer:<10}".rstrip())
         if index == position:
             lines[-1] += "   <-- ERROR HERE"
     return "\n".join(lines)

@@ -115,7 +115,7 @@ class _Issuing:
         self._plan, self._ranks = plan, range(plan.num_ranks)
         self._orders: list[list[Action]] = [[] for _ in self._ranks]
         computed = [plan.compute(rank) for rank in self._ranks]
-        starts = clock(computed, plan.num_stages)
+        starts = clock(computed, plan.num_stages, plan.slices)
         self._lanes = [
             _Lane(plan.actions[r], (start + UNITS[one.op] for start, one in zip(starts[r], computed[r]))) for r in self._ranks
         ]

@@ -24,7 +24,7 @@ class Amounts(NamedTuple):
 class Meter(NamedTuple):
     """The memory that actions allocate and free: for microbatches that stay or are evicted, and for those that are recomputed.
 
-    The first forward of a recomputed microbatch keeps only its input.
+    The first forward of a recomputed microbatch keeps only its input; that of a slice also its state.
     """
 
     usual: Amounts
@@ -110,7 +110,29 @@ def _messages(sizes: Sizes, stage_ranks: tuple[int, ...], stage: int) -> _Messag
 
 @lru_cache(maxsize=64)
 def bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...]) -> Meter:
-    """Return a meter of bytes, messages between stages included.
+    """Return a meter of bytes, messages between stages included."""
+    if not sizes.later_slices:
+        return _bytes_meter(sizes, stage_ranks)
+    return by_unit([_bytes_meter(Sizes(stages=stages, static=()), stage_ranks) for stages in sizes.by_slice])
+
+
+def by_unit(meters: Sequence[Meter]) -> Meter:
+    """Combine meters of consecutive units into one, which begins with the first again after the last."""
+    return Meter(_by_unit([meter.usual for meter in meters]), _by_unit([meter.recomputed for meter in meters]))
+
+
+def _by_unit(each: Sequence[Amounts]) -> Amounts:
+    takes = {op: _of_unit([one.takes[op] for one in each]) for op in each[0].takes}
+    gives = {op: _of_unit([one.gives[op] for one in each]) for op in each[0].gives}
+    return Amounts(takes, gives)
+
+
+def _of_unit(amounts: Sequence[Amount]) -> Amount:
+    return lambda action: amounts[action[2] % len(amounts)](action)
+
+
+def _bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...]) -> Meter:
+    """Return a meter of bytes for units that all have the same sizes.
 
     For a computation in pieces, the input counts until the last piece of the forward has run, and the output from then on; the
     gradient of the output counts during the first piece of the backward, that of the input from its last one on.
@@ -145,8 +167,8 @@ def bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...]) -> Meter:
         Op.WAIT_SEND_B: amounts(lambda s, part, n: messages[s].result),
     }
     takes_again = {
-        Op.F: amounts(lambda s, part, n: sizes.stages[s].sent),
-        Op.R: amounts(lambda s, part, n: messages[s].made + sizes.stages[s].saved - messages[s].kept),
+        Op.F: amounts(lambda s, part, n: sizes.stages[s].sent + sizes.stages[s].state),
+        Op.R: amounts(lambda s, part, n: messages[s].made + sizes.stages[s].saved - sizes.stages[s].state - messages[s].kept),
     }
     gives_again = {
         Op.F: amounts(lambda s, part, n: sizes.stages[s].sent * (s + 1 == len(stage_ranks))),

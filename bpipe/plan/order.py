@@ -23,8 +23,45 @@ UNITS = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1, Op.R: 1}
 RESULT = {Op.F: Op.F, Op.B: Op.B, Op.I: Op.B, Op.W: Op.W, Op.R: Op.R}
 
 
+def previous_unit(op: Op, unit: int, slices: int) -> int:
+    """Return the unit that a stage takes before another one; negative before the first.
+
+    A forward reads the state that the slice before left, such as keys and values. A backward uses the gradients that all later
+    slices give to its own state, so the slices of a microbatch run backward in descending order, microbatches in ascending order.
+
+    Example:
+        >>> [previous_unit(Op.F, unit, slices=3) for unit in range(6)], [previous_unit(Op.B, unit, slices=3) for unit in range(6)]
+        ([-1, 0, 1, 2, 3, 4], [1, 2, -3, 4, 5, 0])
+    """
+    if op is Op.F or slices == 1:
+        return unit - 1
+    return unit + 1 if (unit + 1) % slices else unit + 1 - 2 * slices
+
+
+def backward_units(num_microbatches: int, slices: int) -> list[int]:
+    """Return the order in which units run backward: microbatches ascending, the slices of each descending.
+
+    Example:
+        >>> backward_units(num_microbatches=2, slices=3)
+        [2, 1, 0, 5, 4, 3]
+    """
+    return [slices * i + s for i in range(num_microbatches) for s in reversed(range(slices))]
+
+
+def state_needs(action: Action, slices: int) -> OpKey | None:
+    """Return the computation of the same stage and microbatch whose state a slice's computation reads, or state's gradient."""
+    op, stage, unit, *_ = action
+    before = previous_unit(op, unit, slices)
+    if before // slices != unit // slices or op not in (Op.F, Op.B, Op.I):
+        return None
+    return (RESULT[op], stage, before)
+
+
 def needs(action: Action, last_stage: int) -> OpKey | None:
-    """Return the computation whose result a computation waits for, besides the earlier ones of its own rank."""
+    """Return the computation whose result a computation waits for, besides the earlier ones of its own rank.
+
+    A slice also needs the state of its stage: see `state_needs`.
+    """
     op, stage, microbatch, *_ = action
     if op is Op.F:
         return (Op.F, stage - 1, microbatch) if stage else None
@@ -73,8 +110,13 @@ def num_microbatches_of(lanes: Sequence[Sequence[Action]], num_stages: int) -> i
     return highest + 1
 
 
-def clock(lanes: Sequence[Sequence[Action]], num_stages: int) -> list[array[int]]:
+def clock(lanes: Sequence[Sequence[Action]], num_stages: int, slices: int = 1) -> list[array[int]]:
     """Compute when each computation starts, if F, I and W take one unit each, B takes two, and transfers take none.
+
+    Args:
+        lanes: the computations of each rank, whole ones.
+        num_stages: of all ranks together.
+        slices: k, the slices of a microbatch, which need the state of each other besides their inputs.
 
     Returns:
         One list of start times per rank, as long as its lane.
@@ -82,10 +124,10 @@ def clock(lanes: Sequence[Sequence[Action]], num_stages: int) -> list[array[int]
     Raises:
         PlanError: the lanes wait for each other in a cycle, or lack microbatches.
     """
-    return clock_by_result(lanes, num_stages)[0]
+    return clock_by_result(lanes, num_stages, slices)[0]
 
 
-def clock_by_result(lanes: Sequence[Sequence[Action]], num_stages: int) -> tuple[list[array[int]], Moments]:
+def clock_by_result(lanes: Sequence[Sequence[Action]], num_stages: int, slices: int = 1) -> tuple[list[array[int]], Moments]:
     """Return the start times of `clock`, and the same for each result: when the computation starts that makes it."""
     num_microbatches = num_microbatches_of(lanes, num_stages)
     begins, ends = Moments(num_stages, num_microbatches), Moments(num_stages, num_microbatches)
@@ -105,6 +147,8 @@ def clock_by_result(lanes: Sequence[Sequence[Action]], num_stages: int) -> tuple
         for index in range(len(starts[rank]), len(lane)):
             op, stage, microbatch, _, _ = lane[index]
             need, needs_ended, result, begun, ended, units = kinds[op, stage]
+            if slices > 1 and (state := state_needs(lane[index], slices)) is not None and ended[state[2]] < 0:
+                break  # it comes later in this very lane
             ready = needs_ended[microbatch]
             if ready < 0:
                 waiting[need, microbatch].append(rank)
@@ -120,7 +164,9 @@ def clock_by_result(lanes: Sequence[Sequence[Action]], num_stages: int) -> tuple
             ended[microbatch] = now
         free[rank] = now
     stuck = [
-        f"rank {rank} before {lane[len(done)]}" for rank, (done, lane) in enumerate(zip(starts, lanes)) if len(done) < len(lane)
+        f"rank {rank} before {lane[len(done)].text(slices)}"
+        for rank, (done, lane) in enumerate(zip(starts, lanes))
+        if len(done) < len(lane)
     ]
     if stuck:
         more = f" and {len(stuck) - MOST_TOLD} more" * (len(stuck) > MOST_TOLD)
@@ -182,7 +228,7 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
         lanes = [(rank, tuple([a for a in lane if a[0] in LINKED or a[3]])) for rank, lane in lanes]
     positions = [0] * len(lanes)
     width = 1 + max(map(plan.num_parts, range(plan.num_stages)))
-    happened = {op: [bytearray(plan.num_microbatches * width) for _ in plan.stage_ranks] for op in ENABLERS}
+    happened = {op: [bytearray(plan.num_units * width) for _ in plan.stage_ranks] for op in ENABLERS}
     kinds = {}  # of action: the event that must have happened first, and the event that it causes
     for op in Op:
         enabler, offset = ENABLED_BY.get(op, (None, 0))

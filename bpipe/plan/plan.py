@@ -17,14 +17,16 @@ class Plan(PlanData):
 
     Args:
         name: the rule that made it.
-        num_microbatches: m, the microbatches of a step.
+        num_microbatches: m, the microbatches of a step, whole ones: what a batch is cut into along its samples.
         stage_ranks: the rank that holds each stage.
         actions: one list per rank, the compute lane: forwards, backwards, transfers and their completions.
         served: one list per rank, the acceptor's lane: the actions for one peer form a chain, independent of the computations.
-        slots: the budget of each rank in microbatches of one stage; None for no budget.
-        sizes: the bytes of a microbatch; None if only slots are counted: numbers of bytes then raise a PlanError.
+        slots: the budget of each rank in microbatches of one stage, or in slices of one; None for no budget.
+        sizes: the bytes of a microbatch, or of a slice; None if only slots are counted: numbers of bytes then raise a PlanError.
         budgets: the budget of each rank in bytes, static ones included; None for no budget. Needs `sizes`.
         has_backward: False for evaluation, where only forwards run.
+        slices: k, the slices into which each microbatch is cut along the sequence; they pass through the stages one behind the
+            other. Actions, slots and sizes count slices then: slice s of microbatch i is unit k*i + s, written `i/s`.
 
     Example:
         >>> from bpipe.schedules import build

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from bpipe.errors import PlanError
 from bpipe.plan.action import COMPUTE, HOST, MIRROR, POSTS, Action, Channel, MicrobatchKey, Op
@@ -31,6 +31,24 @@ class PlanData:
     sizes: Sizes | None = None
     budgets: tuple[int | None, ...] | None = None
     has_backward: bool = True
+    slices: int = 1
+
+    @property
+    def num_units(self) -> int:
+        """The number of units, m*k: what actions, slots and sizes count. A unit is a slice, or a microbatch that is not cut."""
+        return self.num_microbatches * self.slices
+
+    def units_of(self, microbatch: int) -> range:
+        """Return the units of a microbatch, its slices in the order of the sequence: k*i to k*i + k-1."""
+        return range(microbatch * self.slices, (microbatch + 1) * self.slices)
+
+    def slice_of(self, unit: int) -> tuple[int, int]:
+        """Return the microbatch of a unit, and its slice, 0 for the beginning of the sequence."""
+        return divmod(unit, self.slices)
+
+    def show(self, action: Action) -> str:
+        """Write an action for people: with its microbatch and slice."""
+        return action.text(self.slices)
 
     @property
     def num_stages(self) -> int:
@@ -89,12 +107,11 @@ class PlanData:
 
     def activations_meter(self) -> Meter:
         """Return the meter that counts only saved bytes, without messages."""
-        sizes = self._sized()
-        return bytes_meter(replace(sizes, stages=tuple(stage.without_messages() for stage in sizes.stages)), self.stage_ranks)
+        return bytes_meter(self._sized().without_messages(), self.stage_ranks)
 
     @property
     def peak_slots(self) -> tuple[int, ...]:
-        """The most slots each rank occupies: its own microbatches and the buffers it reserves for remote activations.
+        """The most slots each rank occupies: its own microbatches (or slices) and the buffers it reserves for remote activations.
 
         A forward takes its slot when it starts, a backward frees it when it ends, and a transfer in flight counts
         at both ends.

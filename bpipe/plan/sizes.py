@@ -17,7 +17,7 @@ MOST_BYTES = 2**48  # of a stage or a rank: more than there are, and few enough 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSizes:
-    """The bytes that one microbatch takes on one stage.
+    """The bytes that one microbatch, or one slice of a microbatch, takes on one stage.
 
     Args:
         parts: its saved bytes that can move: one number, or one for each part that can move by itself, in the order in
@@ -28,10 +28,12 @@ class StageSizes:
         kept_received: the bytes of `received` that are among the saved bytes.
         kept_sent: the bytes of `sent` that are among the saved bytes.
         between: its bytes between I and W, including gradients that wait for W; None: all its saved bytes.
+        state: of a slice, the bytes of `fixed` that are its state, such as keys and values, which the slices behind it read: they
+            run forward after it and backward before it, so that it stays until its own backward, even if the slice is recomputed.
 
     Raises:
-        ConfigurationError: a negative number, or one of more than 256 TiB; no part, or more than 1023; or a kept size larger
-            than its message.
+        ConfigurationError: a negative number, or one of more than 256 TiB; no part, or more than 1023; a kept size larger
+            than its message, or a state larger than `fixed`.
     """
 
     parts: tuple[int, ...]
@@ -41,15 +43,19 @@ class StageSizes:
     kept_received: int = 0
     kept_sent: int = 0
     between: int | None = None
+    state: int = 0
 
     def __post_init__(self) -> None:
-        numbers = (*self.parts, self.fixed, self.received, self.sent, self.kept_received, self.kept_sent, self.between or 0)
+        messages = (self.received, self.sent, self.kept_received, self.kept_sent)
+        numbers = (*self.parts, self.fixed, self.state, self.between or 0, *messages)
         if not self.parts or not all(isinstance(n, int) and n >= 0 for n in numbers):
             raise ConfigurationError(f"sizes must be whole numbers of at least 0, with at least one part: {self}")
         if max(*numbers, self.saved) > MOST_BYTES or len(self.parts) > MOST_PARTS:
             raise ConfigurationError(f"a stage's microbatch has at most {MOST_BYTES} bytes and {MOST_PARTS} parts: {self!s:.200}")
         if self.kept_received > min(self.received, self.saved) or self.kept_sent > min(self.sent, self.saved):
             raise ConfigurationError(f"a stage cannot keep more of a message than it has: {self}")
+        if self.state > self.fixed:
+            raise ConfigurationError(f"a slice's state is among its fixed bytes, and cannot be more: {self}")
 
     @property
     def movable(self) -> int:
@@ -77,14 +83,17 @@ class StageSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The bytes of one microbatch on each stage, and the static bytes of each rank.
+    """The bytes of one microbatch, or of one slice of a microbatch, on each stage, and the static bytes of each rank.
 
     Args:
         stages: one entry per stage.
         static: the static bytes of each rank: parameters, gradients, optimizer states.
+        later_slices: one tuple like `stages`, which is the first slice's then, for each later slice of a microbatch; default:
+            slices are of equal size.
 
     Raises:
-        ConfigurationError: a negative number of static bytes, or one of more than 256 TiB.
+        ConfigurationError: a negative number of static bytes, or one of more than 256 TiB, or slices of different numbers of stages
+            or parts.
 
     Example:
         >>> Sizes.of([4, 6]).stages[1].saved
@@ -93,8 +102,14 @@ class Sizes:
 
     stages: tuple[StageSizes, ...]
     static: tuple[int, ...]
+    later_slices: tuple[tuple[StageSizes, ...], ...] = ()
 
     def __post_init__(self) -> None:
+        num_parts = [len(stage.parts) for stage in self.stages]
+        if any([len(stage.parts) for stage in slice_] != num_parts for slice_ in self.later_slices):
+            raise ConfigurationError(
+                f"later_slices: give each slice {len(self.stages)} stages, in {num_parts} parts as the first one"
+            )
         if not all(isinstance(n, int) and 0 <= n <= MOST_BYTES for n in self.static):
             raise ConfigurationError(f"static bytes must be whole numbers from 0 to {MOST_BYTES}: {self.static}")
 
@@ -104,12 +119,30 @@ class Sizes:
         stages = tuple(StageSizes(parts=_cut(size, num_parts)) for size in saved)
         return cls(stages=stages, static=(0,) * (len(stages) if num_ranks is None else num_ranks))
 
-    def check(self, num_stages: int, num_ranks: int) -> None:
+    @property
+    def by_slice(self) -> tuple[tuple[StageSizes, ...], ...]:
+        """The sizes on each stage, of each slice that has its own."""
+        return (self.stages, *self.later_slices)
+
+    def at(self, stage: int, unit: int) -> StageSizes:
+        """Return the sizes of a unit, a slice or a microbatch that is not cut, on a stage."""
+        return self.by_slice[unit % (1 + len(self.later_slices))][stage]
+
+    def without_messages(self) -> Sizes:
+        """Return these sizes with only the saved bytes."""
+        first, *later = (tuple(stage.without_messages() for stage in stages) for stages in self.by_slice)
+        return replace(self, stages=first, later_slices=tuple(later))
+
+    def check(self, num_stages: int, num_ranks: int, slices: int = 1) -> None:
         """Raise unless these sizes fit a plan.
 
         Raises:
-            ConfigurationError: they have different numbers of stages or ranks.
+            ConfigurationError: they have different numbers of stages, ranks or slices.
         """
+        if self.later_slices and len(self.by_slice) != slices:
+            raise ConfigurationError(
+                f"sizes of {len(self.by_slice)} slices for a plan with slices={slices}: give {slices - 1} later_slices, or none"
+            )
         if (len(self.stages), len(self.static)) != (num_stages, num_ranks):
             raise ConfigurationError(
                 f"sizes of {len(self.stages)} stages and {len(self.static)} ranks for a plan of {num_stages} and {num_ranks}: "
@@ -118,15 +151,15 @@ class Sizes:
 
     def moved(self, action: Action) -> int:
         """Return the bytes that an eviction or a load moves."""
-        return self.stages[action.stage].moved(action.part)
+        return self.at(*action.key).moved(action.part)
 
     def carried(self, action: Action) -> int:
         """Return the bytes that a transfer carries, on either end: an output is `sent`, a gradient its sender's `received`."""
-        op, stage = action.op, action.stage
+        op, stage, unit, *_ = action
         if op is Op.SEND_F or op is Op.RECV_F:
-            return self.stages[stage - (op is Op.RECV_F)].sent
+            return self.at(stage - (op is Op.RECV_F), unit).sent
         if op is Op.SEND_B or op is Op.RECV_B:
-            return self.stages[stage + (op is Op.RECV_B)].received
+            return self.at(stage + (op is Op.RECV_B), unit).received
         return self.moved(action)
 
 

@@ -8,7 +8,7 @@ import re
 from dataclasses import replace
 from typing import TypeVar
 
-from bpipe.errors import PlanError, is_printable
+from bpipe.errors import ConfigurationError, PlanError, is_printable
 from bpipe.plan.action import START_OF, Action, Op
 from bpipe.plan.plan_data import PlanData
 from bpipe.plan.sizes import Sizes, StageSizes
@@ -19,7 +19,8 @@ AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 
 HEADER = re.compile(
     r"bpipe-plan 1 name=(?P<name>\S+) microbatches=(?P<microbatches>\d{1,9}) "
-    r"stage_ranks=(?P<stage_ranks>\d{1,9}(?:,\d{1,9})*) slots=(?P<slots>[\d,-]+) backward=(?P<backward>[01])",
+    r"stage_ranks=(?P<stage_ranks>\d{1,9}(?:,\d{1,9})*) slots=(?P<slots>[\d,-]+) backward=(?P<backward>[01])"
+    r"(?: slices=(?P<slices>\d{1,9}))?",
     re.ASCII,
 )
 
@@ -44,15 +45,19 @@ def to_text(plan: PlanData) -> str:
     lines = [
         f"bpipe-plan 1 name={plan.name} microbatches={plan.num_microbatches} "
         f"stage_ranks={','.join(map(str, plan.stage_ranks))} slots={slots} backward={int(plan.has_backward)}"
+        + f" slices={plan.slices}"
+        * (plan.slices > 1)
     ]
     if plan.sizes is not None:
-        lines += [f"size {stage}: {','.join(map(str, s.parts))} {_numbers(s)}" for stage, s in enumerate(plan.sizes.stages)]
+        for number, stages in enumerate(plan.sizes.by_slice):
+            names = [f"{stage}/{number}" if plan.sizes.later_slices else f"{stage}" for stage in range(len(stages))]
+            lines += [f"size {name}: {','.join(map(str, s.parts))} {_numbers(s)}" for name, s in zip(names, stages)]
         lines.append(f"static: {' '.join(map(str, plan.sizes.static))}")
     if plan.budgets is not None:
         lines.append(f"budgets: {' '.join('-' if budget is None else str(budget) for budget in plan.budgets)}")
     for kind, lanes in (("rank", plan.actions), ("serve", plan.served)):
         for rank, lane in enumerate(lanes):
-            lines.append(" ".join([f"{kind} {rank}:", *(_write(action, plan.stage_ranks) for action in lane)]))
+            lines.append(" ".join([f"{kind} {rank}:", *(_write(plan, action) for action in lane)]))
     return "\n".join(lines) + "\n"
 
 
@@ -69,15 +74,18 @@ def from_text(text: str, plan_class: type[AnyPlan]) -> AnyPlan:
         slots = tuple(map(_limit, match["slots"].split(",")))
     except ValueError as error:
         raise PlanError(f"not a plan: slots={match['slots'][:MOST_SHOWN]!r} is not a list of numbers and '-'") from error
+    slices = int(match["slices"] or 1)
+    if slices < 1:
+        raise PlanError("not a plan: slices=0, expected at least 1")
     num_sizes = sum(line.startswith(("size ", "static:", "budgets:")) for line in lines)
-    sizes, budgets = _read_sizes(lines[:num_sizes])
+    sizes, budgets = _read_sizes(lines[:num_sizes], len(stage_ranks))
     lanes: dict[str, list[tuple[Action, ...]]] = {"rank": [], "serve": []}
     for number, line in enumerate(lines[num_sizes:], start=2 + num_sizes):
         start, _, words = line.partition(":")
         kind, _, rank = start.partition(" ")
         if kind not in lanes or rank != str(len(lanes[kind])):
             raise PlanError(f"not a plan: line {number} starts {line[:40]!r}, expected 'rank N:' or 'serve N:' in ascending order")
-        lanes[kind].append(tuple(_read(word, stage_ranks) for word in words.split()))
+        lanes[kind].append(tuple(_read(word, stage_ranks, slices) for word in words.split()))
     if not lanes["rank"]:
         raise PlanError("not a plan: it has no line that starts 'rank 0:'")
     return plan_class(
@@ -90,6 +98,7 @@ def from_text(text: str, plan_class: type[AnyPlan]) -> AnyPlan:
         sizes=sizes,
         budgets=budgets,
         has_backward=match["backward"] == "1",
+        slices=slices,
     )
 
 
@@ -106,22 +115,27 @@ def _limit(word: str) -> int | None:
 
 def _numbers(stage: StageSizes) -> str:
     numbers = [getattr(stage, name) for name in NUMBERS]
-    return " ".join(str(number) for number in numbers if number is not None)
+    return " ".join(str(number) for number in numbers if number is not None) + f" state={stage.state}" * bool(stage.state)
 
 
-def _read_sizes(lines: list[str]) -> tuple[Sizes | None, tuple[int | None, ...] | None]:
+def _read_sizes(lines: list[str], num_stages: int) -> tuple[Sizes | None, tuple[int | None, ...] | None]:
     """Read the lines of sizes and of budgets, if there are any."""
-    stages: list[StageSizes] = []
+    stages: list[StageSizes] = []  # of the first slice on all stages, then of the second one, ...
+    is_sliced = bool(lines) and lines[0].startswith("size 0/0:")
     sizes: Sizes | None = None
     budgets: tuple[int | None, ...] | None = None
     for line in lines:
         kind, _, words = line.partition(":")
+        number, stage = divmod(len(stages), num_stages)  # of the next slice and stage
         try:
-            if kind == f"size {len(stages)}":
+            if kind == (f"size {stage}/{number}" if is_sliced else f"size {len(stages)}"):
                 parts, *numbers = words.split()
+                has_state = bool(numbers) and numbers[-1].startswith("state=")
+                state = _whole(numbers.pop().removeprefix("state=")) if has_state else 0
                 if len(numbers) not in (len(NUMBERS) - 1, len(NUMBERS)):
                     raise ValueError(f"{len(numbers)} numbers")
-                stages.append(StageSizes(parts=tuple(map(_whole, parts.split(","))), **dict(zip(NUMBERS, map(_whole, numbers)))))
+                named = dict(zip(NUMBERS, map(_whole, numbers)))
+                stages.append(StageSizes(parts=tuple(map(_whole, parts.split(","))), state=state, **named))
             elif kind == "static" and sizes is None:
                 sizes = Sizes(stages=(), static=tuple(map(_whole, words.split())))
             elif kind == "budgets" and budgets is None:
@@ -132,17 +146,25 @@ def _read_sizes(lines: list[str]) -> tuple[Sizes | None, tuple[int | None, ...] 
             raise PlanError(f"not a plan: the sizes in {line[:MOST_SHOWN]!r} cannot be read: {error}") from error
     if bool(stages) != (sizes is not None):
         raise PlanError(f"not a plan: sizes of {len(stages)} stages, and {'no' if sizes is None else 'a'} line of static bytes")
-    return None if sizes is None else replace(sizes, stages=tuple(stages)), budgets
+    if sizes is not None:
+        first, *later = (
+            [tuple(stages[i : i + num_stages]) for i in range(0, len(stages), num_stages)] if is_sliced else [tuple(stages)]
+        )
+        try:
+            sizes = replace(sizes, stages=first, later_slices=tuple(later))
+        except ConfigurationError as error:
+            raise PlanError(f"not a plan: {error}") from error
+    return sizes, budgets
 
 
-def _write(action: Action, stage_ranks: tuple[int, ...]) -> str:
-    if action.peer == _implied_peer(action, stage_ranks):
-        return str(action)
-    return action.full_text if action.peer is not None else f"{action}@none"  # a valid plan never has it, and `parse` refuses it
+def _write(plan: PlanData, action: Action) -> str:
+    if action.peer == _implied_peer(action, plan.stage_ranks):
+        return plan.show(action)
+    return f"{plan.show(action)}{action.at_peer or '@none'}"  # a valid plan never has it, and `parse` refuses it
 
 
-def _read(word: str, stage_ranks: tuple[int, ...]) -> Action:
-    action = Action.parse(word)
+def _read(word: str, stage_ranks: tuple[int, ...], slices: int) -> Action:
+    action = Action.parse(word, slices)
     return action if action.peer is not None else action._replace(peer=_implied_peer(action, stage_ranks))
 
 
@@ -157,7 +179,10 @@ def _implied_peer(action: Action, stage_ranks: tuple[int, ...]) -> int | None:
 
 
 def to_csv(plan: PlanData) -> str:
-    """Write one row per rank, with only the starts of transfers, because torch adds the waits itself."""
+    """Write one row per rank, with only the starts of transfers, because torch adds the waits itself.
+
+    A plan of slices begins with a cell that says how many a microbatch has, at which torch stops: it would read `0F3/1` as `0F3`.
+    """
     actions = [action for lane in plan.actions for action in lane]
     for what, is_so in (
         ("evicts", any(action.op is Op.EVICT for action in actions)),
@@ -166,7 +191,9 @@ def to_csv(plan: PlanData) -> str:
     ):
         if is_so:
             raise PlanError(f"{plan.name} {what}, which torch.distributed.pipelining's CSV cannot express: use to_text()")
-    rows = [[str(action) for action in lane if action.op not in START_OF] for lane in plan.actions]
+    rows = [[plan.show(action) for action in lane if action.op not in START_OF] for lane in plan.actions]
+    if plan.slices > 1:
+        rows[0].insert(0, f"slices={plan.slices}")
     out = io.StringIO()
     csv.writer(out, lineterminator="\n").writerows(rows)
     return out.getvalue()

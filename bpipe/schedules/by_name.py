@@ -28,6 +28,7 @@ def build(
     slots: int | Sequence[int | None] | None = None,
     pairs: Sequence[int] | None = None,
     rule: Choice = "fewest",
+    slices: int = 1,
 ) -> Plan:
     """Build the finished and verified plan of a schedule.
 
@@ -36,13 +37,15 @@ def build(
         num_stages: the stages of all ranks together, at least 1.
         num_microbatches: m, at least 1; some schedules take only certain numbers.
         num_ranks: p; default: `num_stages` if the schedule takes one stage per rank, half of that if it takes several.
-        slots: the budget in microbatches of one stage, one number or one for each rank (None: no limit); any schedule can be
-            balanced. Default: ceil((p+2)/2) for "balanced_1f1b", none for the others.
+        slots: the budget in microbatches of one stage (in slices, if there are several), one number or one for each rank (None: no
+            limit); any schedule can be balanced. Default: ceil((p+2)/2) for "balanced_1f1b", none for the others.
         pairs: the rank to which each rank evicts; default p-1-x.
         rule: "fewest" evictions, or "eager" ones.
+        slices: k, for "seq_1f1b" and the others that cut each microbatch along its sequence into k slices of about equal cost.
 
     Raises:
-        ConfigurationError: an unknown name, or numbers that form no pipeline or that the schedule does not take.
+        ConfigurationError: an unknown name, numbers that form no pipeline or that the schedule does not take, or several slices
+            for a schedule of whole microbatches.
         BudgetError: `slots` cannot be met; the message names the smallest that can.
         PlanError: the order of a rule that you registered breaks a rule of the verifier.
 
@@ -58,7 +61,10 @@ def build(
         (0, 1, 2, 3, 3, 2, 1, 0)
     """
     to = Destinations(pairs=pairs, others=pairs is None)
-    return plan_by(rule_named(name), num_stages, num_microbatches, num_ranks=num_ranks, slots=slots, to=to, choice=rule)
+    check_counts(slices=slices)
+    return plan_by(
+        rule_named(name).with_slices(slices), num_stages, num_microbatches, num_ranks=num_ranks, slots=slots, to=to, choice=rule
+    )
 
 
 def plan_by(
@@ -95,6 +101,7 @@ def _computations(rule: Rule, num_stages: int, num_microbatches: int, num_ranks:
     return Plan(
         name=rule.name,
         num_microbatches=num_microbatches,
+        slices=rule.slices,
         stage_ranks=rule.placement.stage_ranks(num_ranks, stages_per_rank),
         actions=tuple(map(tuple, lanes)),
         served=((),) * num_ranks,

@@ -28,6 +28,8 @@ OWN_RULES = (
     v_shape.V_HALF,
     v_shape.V_MIN,
     dualpipe_v.RULE,
+    one_f_one_b.SEQ_1F1B,
+    gpipe.TERA_PIPE,
 )
 
 _RULES = {rule.name: rule for rule in OWN_RULES}  # the one module-level state of the package: `register` adds to it

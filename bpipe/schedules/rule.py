@@ -16,6 +16,7 @@ __all__ = ["Placement", "Rule"]
 Order = Callable[[int, int, int], list[list[Action]]]
 Peak = Callable[[int, int, int, int], Fraction | int]
 Bubble = Callable[[int, int, int, float, float, float], float]
+Period = Callable[[int, float, float, float], float]
 
 
 class Placement(Enum):
@@ -51,11 +52,15 @@ class Rule:
         peak: `peak(p, m, v, rank)`: the peak of a rank, in microbatches of all of its stages; exact for the fullest rank.
         bubble: `bubble(p, m, v, forward_s, input_s, weight_s)`: seconds of the makespan in which a rank does not compute,
             given those that all stages of a rank take for a microbatch; `bubble_text` says when it is exact.
+        period: `period(p, forward_s, input_s, weight_s)`: seconds from one microbatch to the next in the long run, given those
+            that all stages of a rank take for one; default: as long as a rank computes.
         peak_text: the formula of `peak`, for people, with x for the rank.
         bubble_text: the formula of `bubble`, for people, with F, I, W, and B = I + W.
         allows: `allows(p, m)`: whether it can run m microbatches on p ranks; default: any.
         allows_text: the same for people.
         slots: `slots(p)`: the budget within which it is balanced; default: not balanced.
+        slices: k, the slices of each microbatch, which the order counts then (`Plan` says how); peak and bubble count microbatches.
+        sliced: `sliced(k)`: the same rule for microbatches of k slices; default: it takes only whole microbatches.
 
     Example:
         >>> from bpipe.schedules import rules
@@ -71,11 +76,29 @@ class Rule:
     title: str = ""
     peak: Peak | None = None
     bubble: Bubble | None = None
+    period: Period = lambda p, f, i, w: f + i + w
     peak_text: str = "not given"
     bubble_text: str = "not given"
     allows: Callable[[int, int], bool] = lambda p, m: True
     allows_text: str = "any"
     slots: Callable[[int], int] | None = None
+    slices: int = 1
+    sliced: Callable[[int], Rule] | None = None
+
+    def with_slices(self, slices: int) -> Rule:
+        """Return the rule for microbatches of k slices.
+
+        Raises:
+            ConfigurationError: it takes only whole microbatches.
+        """
+        if slices == self.slices:
+            return self
+        if self.sliced is None:
+            raise ConfigurationError(
+                f"{self.name} runs whole microbatches, not slices={slices} of each: leave slices out, or choose a schedule such as "
+                "seq_1f1b, whose slices of a sequence follow each other"
+            )
+        return self.sliced(slices)
 
     @property
     def default_stages_per_rank(self) -> int:

@@ -15,6 +15,7 @@ from bpipe.plan.text import wrong_with_name
 __all__ = ["from_csv"]
 
 SHARDING = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)")  # torch writes it; FSDP shards by itself if the plan does not
+SLICES = re.compile(r"slices=([1-9]\d{0,8})", re.ASCII)  # the first cell of a plan of slices, which torch has not
 
 
 def from_csv(text: str, name: str = "csv") -> Plan:
@@ -34,7 +35,10 @@ def from_csv(text: str, name: str = "csv") -> Plan:
         cells = list(csv.reader(io.StringIO(text)))
     except csv.Error as error:
         raise PlanError(f"not a schedule: the text is not CSV, {error}") from error
-    rows = [[Action.parse(cell) for cell in row if cell.strip() and not SHARDING.fullmatch(cell.strip())] for row in cells]
+    slices = 1
+    if cells and cells[0] and (found := SLICES.fullmatch(cells[0][0].strip())):
+        slices, cells[0] = int(found[1]), cells[0][1:]
+    rows = [[Action.parse(cell, slices) for cell in row if cell.strip() and not SHARDING.fullmatch(cell.strip())] for row in cells]
     lanes = tuple(tuple(action for action in row if action.op in COMPUTE) for row in rows)
     owners = {action.stage: rank for rank, lane in enumerate(lanes) for action in lane}
     if sorted(owners) != list(range(len(owners))) or not owners:
@@ -42,11 +46,12 @@ def from_csv(text: str, name: str = "csv") -> Plan:
     return communicate(
         Plan(
             name=name,
-            num_microbatches=1 + max(action.microbatch for lane in lanes for action in lane),
+            num_microbatches=1 + max(action.microbatch for lane in lanes for action in lane) // slices,
             stage_ranks=tuple(owners[stage] for stage in range(len(owners))),
             actions=lanes,
             served=((),) * len(lanes),
             slots=(None,) * len(lanes),
             has_backward=any(action.op is not Op.F for lane in lanes for action in lane),
+            slices=slices,
         )
     )

@@ -16,6 +16,10 @@ rank 0 | 0F0 0F1 ..  ..  ..  ..  ..  7F0 7I0 0F2 7W0 ..  ..  7F1 7I1 0I0 7W1 0W0
 rank 1 | ..  1F0 ..  ..  ..  ..  6F0 1F1 ..  6I0 6W0 ..  6F1 1F2 1I0 6I1 1W0 6W1 6F2 ..  1I1 6I2 1W1 6W2 ..  ..  1I2 1W2 ..
 rank 2 | ..  ..  2F0 ..  ..  5F0 ..  ..  2F1 ..  5I0 5F1 5W0 2I0 2F2 2W0 5I1 5F2 5W1 2I1 2W1 ..  5I2 5W2 ..  2I2 2W2 ..  ..
 rank 3 | ..  ..  ..  3F0 4F0 ..  ..  ..  ..  3F1 4F1 4I0 3I0 4W0 3W0 3F2 4F2 4I1 3I1 4W1 3W1 ..  ..  4I2 3I2 4W2 3W2 ..  ..
+
+Every order and message is a line, "this runs before that", and lines form cycles from one microbatch to the next, which go through
+several ranks. With F = I = W no cycle is longer than what a rank computes; if they differ, the longest cycle sets the pace. So both
+suffer from long contexts, whose attention makes I long and W short. ZB-V does not: its cycles never take longer than a rank's work.
 """
 
 from __future__ import annotations
@@ -68,6 +72,21 @@ def _half_bubble(p: int, m: int, v: int, f: float, i: float, w: float) -> float:
     return max(p - 1, 3 * p - 4 - 3 * less, 4 * p - 3 - 2 * less - 2 * m, 4 * p - 1 - 4 * m) * f / 2
 
 
+def _half_period(p: int, f: float, i: float, w: float) -> float:
+    """Return the longest cycle of V-Half; F, I and W are those of a rank, twice those of a stage."""
+    work = f + i + w
+    if p < 3:
+        return work
+    if p % 2:
+        return max(work, 2 * f + w, 2 * i + (w / 2 if p > 3 else 0))
+    return max(work, 3 * (f + i) / 2, (4 * f + i + w) / 2, (f + 4 * i) / 2)
+
+
+def _min_period(p: int, f: float, i: float, w: float) -> float:
+    """Return the longest cycle of V-Min. On 3 ranks it is V-Half."""
+    return _half_period(p, f, i, w) if p < 4 else max(f + i + w, 3 * f, 3 * i)
+
+
 V_HALF = Rule(
     name="v_half",
     runs_as="VHalf",
@@ -78,6 +97,7 @@ V_HALF = Rule(
     peak_text="min(floor((p+2)/2), m)",
     bubble=_half_bubble,
     bubble_text="at most (3p-4)F/2 where F = I = W and m >= p",
+    period=_half_period,
 )
 
 V_MIN = Rule(
@@ -90,4 +110,5 @@ V_MIN = Rule(
     peak_text="min(floor((p+4)/3), m)",
     bubble=lambda p, m, v, f, i, w: max(p - 1, 4 * p - 5) * f / 2,
     bubble_text="at most (4p-5)F/2 where F = I = W",
+    period=_min_period,
 )

@@ -21,6 +21,7 @@ from bpipe.model.plain_numbers import CountedNumbers
 from bpipe.model.stage import PipelineStage
 from bpipe.plan.plan import Plan
 from bpipe.session.guard import Guard
+from bpipe.slices.slicing import Slicing
 
 __all__: list[str] = []
 
@@ -34,6 +35,7 @@ class RankContext:
     stages: Mapping[int, PipelineStage]  # the stages on this rank, by index
     loss_fn: Callable[..., torch.Tensor] | None  # called on the last stage, or None
     specs: Specs  # how batches are cut and outputs merged
+    slicing: Slicing | None  # cuts microbatches into slices, and puts outputs and losses together again
     scale_grads: bool  # whether the loss of each of m microbatches is scaled by 1/m
     group: Any  # the process group, or the rank's place in a loopback
     transport: Transport  # carries the rank's messages

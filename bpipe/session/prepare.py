@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,8 @@ from bpipe.engine.compute import StepInputs, modules_of
 from bpipe.engine.run import Run
 from bpipe.errors import ConfigurationError
 from bpipe.memory.makeup import Makeups
-from bpipe.model.call import Call, microbatches_of
+from bpipe.model.call import Call, CutBatch, microbatches_of
+from bpipe.model.merging import check_merge
 from bpipe.model.plain_numbers import InputForms
 from bpipe.model.stage import ModuleSnapshot
 from bpipe.session.context import RankContext
@@ -26,6 +28,7 @@ class PreparedCall(NamedTuple):
     step_inputs: StepInputs
     parts: Mapping[int, ModuleSnapshot]
     losses: list[torch.Tensor] | None
+    weights: list[float] | None
     forms: InputForms
 
 
@@ -41,6 +44,8 @@ class Preparation:
         self._check_context(is_training=is_training)
         context, holds_last_stage = self._context, any(stage.is_last for stage in self._context.stages.values())
         given = microbatches_of(call, num_microbatches, context.specs, is_training=is_training)
+        if context.slicing is not None:
+            given = context.slicing.cut(given)
         if is_training and holds_last_stage and given.targets is None:
             raise ConfigurationError(
                 "the last stage has a loss_fn but step() got no target: pass target= (or target_mbs=) on the last stage's rank"
@@ -58,11 +63,18 @@ class Preparation:
             descriptions=forms.counted,
             loss_fn=context.loss_fn,
             loss_kwargs=call.loss_kwargs or {},
-            loss_scale=1.0 / num_microbatches if context.scale_grads else 1.0,
+            loss_scales=self._loss_scales(given, num_microbatches),
             keeps_outputs=keeps_outputs,
-            merge_spec=context.specs.output,
+            check_output=partial(check_merge, spec=context.specs.output),
+            lengths=given.lengths,
         )
-        return PreparedCall(step_inputs, parts, call.losses, forms)
+        return PreparedCall(step_inputs, parts, call.losses, given.weights if context.scale_grads else None, forms)
+
+    def _loss_scales(self, given: CutBatch, num_microbatches: int) -> list[float]:
+        """Return the gradient with which the backward of each loss starts: 1/m, or a slice's part of that."""
+        if not self._context.scale_grads:
+            return [1.0] * len(given.args)
+        return [weight / num_microbatches for weight in given.weights or [1.0] * num_microbatches]
 
     def _check_context(self, *, is_training: bool) -> None:
         """Raise if a step cannot run in the present context."""

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing import util
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from bpipe.comm.health.activity import State
 from bpipe.comm.health.agreement import UNKNOWN_CUT, StepRecord, check
 from bpipe.comm.health.collective import Collective
 from bpipe.comm.transport.base import Transport
+from bpipe.engine.compute import StepInputs
 from bpipe.engine.messages import MessageSpecs
 from bpipe.engine.remembered import Memory
 from bpipe.engine.run import Observer, Run
@@ -47,6 +49,7 @@ class PreparedStep(NamedTuple):
     inputs: PreparedCall
     is_training: bool
     record: bytes
+    num_calls: int  # that it counts from
 
 
 class Session:
@@ -65,6 +68,7 @@ class Session:
         self._preparation = Preparation(context)
         self._learned = Recent[StepKey, MessageSpecs](REMEMBERED_SHAPES)
         self._connected: Plan | None = None
+        self._latest: tuple[Sequence[bytes], Sequence[StepRecord]] = (), ()  # that agreed, but for the number of the step
         self._counted = Stats(context.memory)
         self.adopt(source)
         self._finalizer = weakref.finalize(self, _close, context.transport, context.memory, os.getpid(), STEPPED.open())
@@ -123,7 +127,8 @@ class Session:
             self.context.lanes.prepare(plan, self.context.plan_rank)
         inputs = self._preparation.inputs(call, plan.num_microbatches, is_training=is_training)
         record = self.source.completed(self._record(inputs, is_training=is_training), inputs.forms)
-        return PreparedStep(inputs, is_training, record.pack())
+        num_calls = self.context.transport.control.activity.call
+        return PreparedStep(inputs, is_training, record.pack(num_calls), num_calls)
 
     def _record(self, inputs: PreparedCall, *, is_training: bool) -> StepRecord:
         source, stages, forms = self.source, self.context.stages, inputs.forms
@@ -147,13 +152,13 @@ class Session:
             states=states,
             peak=peak,
             plain_peak=plain_peak,
+            slices=tuple(inputs.step_inputs.lengths or ()),
         )
 
     def agree(self, step: PreparedStep, packed: Sequence[bytes], gather: Gather) -> Run:
         """Check that all ranks are about to run the same step, and prepare this rank's first action."""
         context, source = self.context, self.source
-        records = [StepRecord.unpack(data) for data in packed]
-        check(records)
+        records = self._checked(packed, step.num_calls)
         if not context.group_ranks:
             self._place(records, source.plan)
         if context.plan_rank == 0 and source.fullest.is_open:
@@ -170,13 +175,35 @@ class Session:
             stages=context.stages,
             parts=step.inputs.parts,
             transport=context.transport,
-            step_inputs=step.inputs.step_inputs,
+            step_inputs=self._informed(step.inputs.step_inputs, records),
             specs=self._learned.use(key, {}),  # those agreed for inputs of this form, or to be learned
             is_learning=is_learning,
             memory=context.memory,
             name=f"rank {context.group_rank}",
+            takes_slices=context.slicing is not None,
             observer=source.observer_of(step.inputs, plan, self.observer),
         )
+
+    def _informed(self, inputs: StepInputs, records: Sequence[StepRecord]) -> StepInputs:
+        """Let the last stage know how long slices are, though only the first one may have got a sequence."""
+        slicing = self.context.slicing
+        if slicing is None:
+            return inputs
+        lengths = next((record.slices for record in records if record.slices), None)
+
+        def check_output(output: Any) -> None:
+            slicing.check_output(output, lengths)
+            inputs.check_output(output)
+
+        return replace(inputs, lengths=lengths, check_output=check_output)
+
+    def _checked(self, packed: Sequence[bytes], num_calls: int) -> Sequence[StepRecord]:
+        """Return the records of all ranks, which agree; if they are those of the latest step, nothing is read or checked again."""
+        if packed != self._latest[0]:
+            records = [StepRecord.unpack(data, num_calls) for data in packed]
+            check(records)
+            self._latest = packed, records
+        return self._latest[1]
 
     def _place(self, records: Sequence[StepRecord], plan: Plan) -> None:
         """Learn which rank of the group runs which rank of the plan, and open the channels."""
@@ -190,13 +217,16 @@ class Session:
         if plan is self._connected or (self._connected is not None and not plan.has_backward):
             return
         context, transport = self.context, self.context.transport
-        transport.connect(plan.channels(), context.group_ranks)
+        transport.connect(plan.channels(), context.group_ranks, in_bytes=plan.sizes is not None)
         context.memory.reserve(plan, context.plan_rank, transport)
         self._connected = plan
 
     def result(self, run: Run) -> Any:
         """Return the result of the step: the merged outputs; None if there are none."""
-        return merge(run.compute.outputs, self.context.specs.output) if run.compute.outputs else None
+        outputs, slicing = run.compute.outputs, self.context.slicing
+        if outputs and slicing is not None:
+            outputs = slicing.merged(outputs, run.compute.lengths)
+        return merge(outputs, self.context.specs.output) if outputs else None
 
     def finish(self, step: PreparedStep, run: Run, started: float) -> None:
         """Finish a step whose actions have all run: learn from it, count its bytes and times, and hand out its losses."""
@@ -215,7 +245,8 @@ class Session:
         if self.observer is not None:
             self.observer.finished(run, self.stats)
         if run.holds_last_stage and step.inputs.losses is not None:
-            step.inputs.losses[:] = run.compute.losses
+            losses, slicing = run.compute.losses, self.context.slicing
+            step.inputs.losses[:] = losses if slicing is None else slicing.losses(losses, step.inputs.weights)
         if step.is_training:
             source.counted(run)
 
@@ -231,5 +262,9 @@ class Session:
 def _close(transport: Transport, memory: Memory, process: int, opened: object) -> None:
     if os.getpid() == process:  # a forked child must not release its parent's resources
         STEPPED.close(opened)
+        if transport.control.failure is None:
+            # What an evictor does not give back stays as long as it has it.
+            with suppress(CommError, RuntimeError):
+                memory.regain(transport)
         transport.close()
         memory.clear()

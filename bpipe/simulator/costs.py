@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from math import inf
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise, product
+from math import inf, isclose
 from typing import Any, TypeVar
 
 from bpipe.errors import ConfigurationError
@@ -16,7 +17,7 @@ __all__ = ["Costs", "Link"]
 T = TypeVar("T", int, float)
 
 Seconds = float | Sequence[float] | Sequence[Sequence[float]]
-Bytes = int | Sequence[int]
+Bytes = int | Sequence[int] | Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +46,10 @@ class Link:
 class Costs:
     """A cost model. Costs that are not given are zero, except that a forward takes 1 second and a backward twice a forward.
 
-    Times may be one number, one for each stage, or for each stage a series with one for each microbatch. Bytes are one number
-    or one for each stage, for one microbatch; a plan that has sizes of its own uses those instead.
+    Times may be one number, one for each stage, or for each stage a series with one for each microbatch. Bytes are one number or
+    one for each stage, for one microbatch; a plan that has sizes of its own uses those instead. In a plan of slices all of these
+    are of one slice, and a stage may have a series with one for each slice of a microbatch (or of times, for each slice of all);
+    `of_slices` makes them from those of a microbatch.
 
     Args:
         forward_s: seconds of F, and of R.
@@ -92,7 +95,7 @@ class Costs:
         for name in _TIMES:
             object.__setattr__(self, name, _checked(name, getattr(self, name), float, levels=2))
         for name in _BYTES:
-            object.__setattr__(self, name, _checked(name, getattr(self, name), int, levels=1))
+            object.__setattr__(self, name, _checked(name, getattr(self, name), int, levels=1 if name == "static_bytes" else 2))
         if not 1 <= self.slowdown <= _MOST_SECONDS:
             raise ConfigurationError(f"slowdown={self.slowdown}: give a factor of at least 1")
 
@@ -108,14 +111,13 @@ class Costs:
                 _check_length(name, value, plan.num_stages, "stages")
                 for stage, series in enumerate(value):
                     if isinstance(series, tuple):
-                        _check_length(f"{name}[{stage}]", series, plan.num_microbatches, "microbatches")
+                        _check_series(f"{name}[{stage}]", series, plan, is_bytes=name in _BYTES)
         if self.nodes is not None:
             _check_length("nodes", self.nodes, plan.num_ranks, "ranks")
-        for stage in range(plan.num_stages):
-            if self.movable(stage) > self.saved(stage):
-                raise ConfigurationError(
-                    f"movable_bytes: stage {stage} would move {self.movable(stage)} bytes but saves only {self.saved(stage)}"
-                )
+        for stage, unit in product(range(plan.num_stages), range(plan.slices)):
+            saved, movable = self.saved(stage, unit), self.movable(stage, unit)
+            if movable > saved:
+                raise ConfigurationError(f"movable_bytes: stage {stage} would move {movable} bytes but saves only {saved}")
 
     def seconds(self, op: Op, stage: int, microbatch: int) -> float:
         """Return the seconds that a computation takes by itself.
@@ -137,17 +139,43 @@ class Costs:
             return max(backward - half, 0.0) if self.weight_s is None else _of_microbatch(self.weight_s, stage, microbatch)
         raise KeyError(op)
 
-    def saved(self, stage: int) -> int:
+    def saved(self, stage: int, microbatch: int = 0) -> int:
         """Return the bytes that a microbatch keeps on a stage."""
-        return _of_stage(self.saved_bytes, stage)
+        return _of_microbatch(self.saved_bytes, stage, microbatch)
 
-    def movable(self, stage: int) -> int:
+    def movable(self, stage: int, microbatch: int = 0) -> int:
         """Return the bytes that an eviction of a stage's microbatch moves."""
-        return self.saved(stage) if self.movable_bytes is None else _of_stage(self.movable_bytes, stage)
+        of_all = self.saved_bytes if self.movable_bytes is None else self.movable_bytes
+        return _of_microbatch(of_all, stage, microbatch)
 
     def static(self, stage: int) -> int:
         """Return the bytes that a stage keeps throughout."""
-        return _of_stage(self.static_bytes, stage)
+        return _of_microbatch(self.static_bytes, stage, 0)
+
+    def of_slices(self, plan: Plan, *, lengths: Sequence[float] | None = None, seconds: Sequence[float] | None = None) -> Costs:
+        """Return the costs of a plan's slices, where these costs are those of its microbatches.
+
+        Args:
+            plan: gives the number of slices of a microbatch, k.
+            lengths: the share of the sequence, and so of the bytes, in each slice; default: 1/k.
+            seconds: the share of the time that each slice takes; default: 1/k, as slices that are cut by cost take.
+
+        Raises:
+            ConfigurationError: a series has not k shares, or they do not add up to 1.
+
+        Example:
+            >>> from bpipe.schedules import build
+            >>> costs = Costs(forward_s=8.0, saved_bytes=100)
+            >>> costs.of_slices(build("seq_1f1b", 2, 4, slices=2), lengths=[0.6, 0.4]).saved_bytes
+            ((60, 40), (60, 40))
+        """
+        shares = {name: _shares(name, given, plan.slices) for name, given in (("lengths", lengths), ("seconds", seconds))}
+        cut: dict[str, Any] = {}
+        for name in (*_TIMES, *_BYTES):
+            value, of_what = getattr(self, name), "lengths" if name in _BYTES else "seconds"
+            if plan.slices > 1 and value is not None and name != "static_bytes":
+                cut[name] = [_cut(value, stage, shares[of_what], is_whole=name in _BYTES) for stage in range(plan.num_stages)]
+        return replace(self, **cut)
 
     def carried(self, action: Action) -> int:
         """Return the bytes that a transfer carries, on either end.
@@ -155,14 +183,14 @@ class Costs:
         Raises:
             KeyError: the action posts no transfer.
         """
-        op, stage = action.op, action.stage
+        op, stage, microbatch, *_ = action
         if op in (Op.SEND_F, Op.RECV_F):
-            return _of_stage(self.output_bytes, stage - (op is Op.RECV_F))
+            return _of_microbatch(self.output_bytes, stage - (op is Op.RECV_F), microbatch)
         if op in (Op.SEND_B, Op.RECV_B):
             sizes = self.output_bytes if self.gradient_bytes is None else self.gradient_bytes
-            return _of_stage(sizes, stage - (op is Op.SEND_B))
+            return _of_microbatch(sizes, stage - (op is Op.SEND_B), microbatch)
         if op in (Op.EVICT, Op.ACCEPT, Op.LOAD, Op.RETURN):
-            return self.movable(stage)
+            return self.movable(stage, microbatch)
         raise KeyError(op)
 
     def link_between(self, src: int, dst: int) -> Link:
@@ -199,10 +227,39 @@ def _check_length(name: str, series: Sequence[object], expected: int, what: str)
         raise ConfigurationError(f"{name} has {len(series)} entries: give one number, or one for each of {expected} {what}")
 
 
-def _of_stage(value: Sequence[T] | T, stage: int) -> T:
-    return value[stage] if isinstance(value, Sequence) else value
+def _check_series(name: str, series: Sequence[object], plan: Plan, *, is_bytes: bool) -> None:
+    """Raise unless a series has an entry for each slice of a microbatch; or, if it is of times, for all of all microbatches."""
+    if is_bytes and plan.slices == 1:
+        raise ConfigurationError(f"{name} has {len(series)} entries: give one number, because microbatches are not cut into slices")
+    if is_bytes:
+        _check_length(name, series, plan.slices, "slices of a microbatch")
+    elif plan.slices == 1:
+        _check_length(name, series, plan.num_microbatches, "microbatches")
+    elif len(series) != plan.slices:
+        _check_length(name, series, plan.num_units, f"slices, or of the {plan.slices} of a microbatch")
 
 
-def _of_microbatch(value: Seconds, stage: int, microbatch: int) -> float:
+def _shares(name: str, given: Sequence[float] | None, slices: int) -> list[float]:
+    shares = [1 / slices] * slices if given is None else [float(share) for share in given]
+    if len(shares) != slices or not all(share >= 0 for share in shares) or not isclose(sum(shares), 1.0):
+        raise ConfigurationError(f"{name}={given!r}: give {slices} shares of at least 0, one for each slice, that add up to 1")
+    return shares
+
+
+def _cut(value: Any, stage: int, shares: Sequence[float], *, is_whole: bool) -> list[float]:
+    """Return the costs of a stage's slices from those of its microbatches; whole ones add up to the microbatch's."""
+    of_stage = value[stage] if isinstance(value, Sequence) else value
+    ends = [0.0, *accumulate(shares)]
+    cut: list[float] = []
+    for amount in of_stage if isinstance(of_stage, Sequence) else (of_stage,):
+        if is_whole:
+            cut += [end - begin for begin, end in pairwise([round(amount * end) for end in ends])]
+        else:
+            cut += [amount * share for share in shares]
+    return cut
+
+
+def _of_microbatch(value: Sequence[Sequence[T] | T] | T, stage: int, microbatch: int) -> T:
+    """Return a cost; a series that is shorter than the plan is for each slice of a microbatch."""
     series = value[stage] if isinstance(value, Sequence) else value
-    return series[microbatch] if isinstance(series, Sequence) else series
+    return series[microbatch % len(series)] if isinstance(series, Sequence) else series

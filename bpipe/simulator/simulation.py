@@ -73,7 +73,7 @@ def own_bytes(plan: Plan, costs: Costs, rank: int, *, with_messages: bool = True
 def _meter(plan: Plan, costs: Costs, with_messages: bool) -> Meter:
     """Return the meter of the plan's own sizes, or of the costs if it counts slots."""
     if plan.sizes is None:
-        return meter_of(lambda action: costs.saved(action.stage), lambda action: costs.movable(action.stage))
+        return meter_of(lambda action: costs.saved(*action.key), lambda action: costs.movable(*action.key))
     return plan.meter() if with_messages else plan.activations_meter()
 
 
@@ -92,7 +92,7 @@ def remote_buffer_bytes(plan: Plan, costs: Costs, rank: int) -> int:
     """Return the bytes of a rank's buffers for remote activations."""
     if plan.sizes is not None:
         return plan.remote_buffer_bytes(rank)
-    return sum(map(sum, plan.remote_buffers(rank, lambda action: costs.movable(action.stage)).values()))
+    return sum(map(sum, plan.remote_buffers(rank, lambda action: costs.movable(*action.key)).values()))
 
 
 class _LaneRun:

@@ -12,6 +12,9 @@ from typing import Any
 from bpipe.api.policy import MOST_PARTS
 from bpipe.errors import ConfigurationError, PlanError
 from bpipe.estimate.calibrate import calibrated
+from bpipe.estimate.even_slices import even_shares
+from bpipe.estimate.long_contexts import attention_share, halves
+from bpipe.estimate.models import model_named
 from bpipe.parallel.placement import pair_adjacent
 from bpipe.schedules import Costs, Link, Plan, Rule, Timeline, build, names, simulate, verify
 from bpipe.schedules.registry import rule_named
@@ -37,9 +40,15 @@ def add_plan(parser: argparse.ArgumentParser, *, num: str | None = None) -> None
     )
     parser.add_argument("--stages", type=whole, help="instead of one of these two, the stages of all ranks together")
     parser.add_argument(
+        "--slices",
+        type=whole,
+        metavar="K",
+        help="slices of each microbatch, for schedules such as seq_1f1b (default: 1)",
+    )
+    parser.add_argument(
         "--slots",
         type=slots,
-        help="most microbatches of a stage on a rank: one number, or one per rank, with commas ('-': no limit)",
+        help="most microbatches (or slices) of a stage on a rank: one number, or one per rank, with commas ('-': no limit)",
     )
     _add_costs(parser)
     _add_budget(parser)
@@ -47,7 +56,7 @@ def add_plan(parser: argparse.ArgumentParser, *, num: str | None = None) -> None
 
 def _add_costs(parser: argparse.ArgumentParser) -> None:
     """Add the options for the numbers of a `Costs`: one for all stages, or one per stage with commas between them."""
-    group = parser.add_argument_group("costs", "of a stage: one for all, or one for each with commas between them")
+    group = parser.add_argument_group("costs", "of a stage and a microbatch: one for all stages, or one for each, with commas")
     for name, (_, read, metavar, text) in BY_STAGE.items():
         group.add_argument(f"--{name}", type=quantity(read), metavar=metavar, help=text)
     for name, read, metavar, text in (
@@ -57,6 +66,14 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
         ("latency", seconds_of, "TIME", "of a link, such as 5us"),
     ):
         group.add_argument(f"--{name}", type=single(read), metavar=metavar, help=text)
+    group.add_argument(
+        "--attention-share",
+        type=share,
+        metavar="X",
+        help="of a forward, such as 40%%; its backward has no weights",
+    )
+    group.add_argument("--model", help="take attention's share from a model of this name, such as llama2-70b")
+    group.add_argument("--sequence", type=whole, metavar="N", help="tokens of its sequences (default: the model's)")
     group.add_argument("--per-rank", action="store_true", help="costs are of a whole rank: each of its V stages has 1/V of them")
     group.add_argument("--ranks-per-node", type=whole, metavar="N", help="ranks on a node; stages x and p-1-x share one")
     group.add_argument("--slowdown", type=float, metavar="X", help="a running transfer slows computations down by this factor")
@@ -97,6 +114,17 @@ def parts(text: str) -> int:
     if whole(text) > MOST_PARTS:
         raise argparse.ArgumentTypeError(f"{text} parts: more than {MOST_PARTS} gain nothing more")
     return whole(text)
+
+
+def share(text: str) -> float:
+    """Read `0.4`, or `40%`."""
+    try:
+        found = float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share, such as 0.4 or 40%")
+    return found
 
 
 def whole(text: str) -> int:
@@ -143,14 +171,30 @@ def plan_of(schedule: str, args: argparse.Namespace) -> Plan:
         if isinstance(args.schedule, str) and given:
             raise ConfigurationError(f"{schedule} is a file and says its own sizes: leave {', '.join(given)} out")
         return verified(Path(schedule))
-    num_stages, num_ranks = stages_and_ranks(rule_named(schedule), args)
+    rule = rule_named(schedule)
+    num_stages, num_ranks = stages_and_ranks(rule, args)
     if num_stages is None or args.microbatches is None:
         raise ConfigurationError(f"{schedule}: say how large, such as --ranks 4 --microbatches 8")
     with sign_of_life(f"Planning {schedule} for {num_stages} stages and {args.microbatches} microbatches"):
-        return build(schedule, num_stages, args.microbatches, num_ranks=num_ranks, slots=args.slots)
+        slices = slices_of(rule, args)
+        return build(schedule, num_stages, args.microbatches, num_ranks=num_ranks, slots=args.slots, slices=slices)
 
 
-SIZES = ("ranks", "stages", "stages_per_rank", "microbatches", "slots")
+CONTEXT = ("attention_share", "model", "sequence")
+SIZES = ("ranks", "stages", "stages_per_rank", "microbatches", "slices", "slots")
+
+
+def slices_of(rule: Rule, args: argparse.Namespace) -> int:
+    """Return the slices of a microbatch; among several schedules, --slices is for those that take them."""
+    is_for_rule = isinstance(args.schedule, str) or rule.sliced is not None
+    if args.slices is not None and not (is_for_rule or any(takes_slices(schedule) for schedule in args.schedule)):
+        raise ConfigurationError(f"--slices: none of {', '.join(args.schedule)} takes slices; seq_1f1b does")
+    return args.slices or 1 if is_for_rule else 1
+
+
+def takes_slices(schedule: str) -> bool:
+    """Return whether a schedule that is given by its name takes slices."""
+    return not is_file(schedule) and rule_named(schedule).sliced is not None
 
 
 def stages_and_ranks(rule: Rule, args: argparse.Namespace) -> tuple[int | None, int | None]:
@@ -241,12 +285,12 @@ def chosen_step(timelines: list[Timeline], step: int | None) -> Timeline:
 def costs_given(args: argparse.Namespace) -> list[str]:
     """Return the options for costs that were given."""
     others = ("bandwidth", "cross_bandwidth", "host_bandwidth", "latency", "ranks_per_node", "slowdown", "measured", "step")
-    given = [name for name in (*BY_STAGE, *others) if getattr(args, name) is not None] + ["per_rank"] * args.per_rank
+    given = [name for name in (*BY_STAGE, *others, *CONTEXT) if getattr(args, name) is not None] + ["per_rank"] * args.per_rank
     return [f"--{name.replace('_', '-')}" for name in given]
 
 
 def costs_of(args: argparse.Namespace, plan: Plan) -> Costs:
-    """Return the costs that the arguments give."""
+    """Return the costs that the arguments give; those of a microbatch are shared out evenly among its slices."""
     latency = args.latency or 0.0
     links: dict[str, Any] = {
         "link": Link(latency_s=latency, bytes_per_s=inf if args.bandwidth is None else args.bandwidth),
@@ -256,15 +300,46 @@ def costs_of(args: argparse.Namespace, plan: Plan) -> Costs:
         "slowdown": 1.0 if args.slowdown is None else args.slowdown,
     }
     given = {field: getattr(args, name) for name, (field, *_) in BY_STAGE.items() if getattr(args, name) is not None}
+    attention = attention_of(args)
     if args.measured is None:
-        return Costs(**(shared_out(given, plan) if args.per_rank else given), **links)
-    if given or args.per_rank:
-        raise ConfigurationError(f"--measured gives the times and bytes of stages: leave {', '.join(given) or '--per-rank'} out")
+        lengths = None if attention is None else even_shares(attention, plan.slices)
+        given = with_attention(given, attention)
+        return Costs(**(shared_out(given, plan) if args.per_rank else given), **links).of_slices(plan, lengths=lengths)
+    if given or args.per_rank or attention is not None:
+        found = ", ".join([*given, *["--per-rank"] * args.per_rank, *["attention's share"] * (attention is not None)])
+        raise ConfigurationError(f"--measured gives the times and bytes of stages: leave {found} out")
     steps = read_trace(args.measured)
     costs = calibrated(steps if args.step is None else [chosen_step(steps, args.step)], plan)
     if costs.gradient_bytes is None and plan.num_stages > 1:
         note(f"{plan.name}: the traced plan counts slots and says nothing of messages between stages, so they are not counted")
     return replace(costs, **links)
+
+
+def attention_of(args: argparse.Namespace) -> float | None:
+    """Return the share of a forward that attention takes, as given or as a model has it at a context length; None if not given."""
+    if args.model is None:
+        if args.sequence is not None:
+            raise ConfigurationError("--sequence needs --model, to say how much of a forward attention takes at this length")
+        return args.attention_share  # type: ignore[no-any-return]
+    if args.attention_share is not None:
+        raise ConfigurationError("--model and --attention-share both say how much of a forward attention takes: leave one out")
+    model = model_named(args.model)
+    return attention_share(model if args.sequence is None else replace(model, sequence=args.sequence))
+
+
+def with_attention(given: dict[str, Any], attention: float | None) -> dict[str, Any]:
+    """Add the seconds of a backward and of its half for inputs, if it is known how much of a forward attention takes."""
+    if attention is None:
+        return given
+    if "input_s" in given:
+        raise ConfigurationError("--input: attention's share of a forward says how a backward is halved, leave one out")
+    i, w = halves(attention)
+    backward = given.get("backward_s", _times(given.get("forward_s", 1.0), i + w))
+    return {**given, "backward_s": backward, "input_s": _times(backward, i / (i + w))}
+
+
+def _times(seconds: float | Sequence[float], factor: float) -> float | tuple[float, ...]:
+    return tuple(one * factor for one in seconds) if isinstance(seconds, Sequence) else seconds * factor
 
 
 def shared_out(given: dict[str, Any], plan: Plan) -> dict[str, Any]:

@@ -32,21 +32,26 @@ def sizes_of(plan: Plan, costs: Costs, num_parts: int) -> Sizes:
 
     A stage receives as much as it sends back. What the last stage returns is not known here.
     """
-    movable = Sizes.of(map(costs.movable, range(plan.num_stages)), num_parts=num_parts)
-    last = plan.num_stages - 1
-    stages = tuple(
-        StageSizes(
-            parts=part.parts,
-            fixed=costs.saved(stage) - costs.movable(stage),
-            received=costs.carried(Action(Op.SEND_B, stage, 0)) if stage else 0,
-            sent=costs.carried(Action(Op.SEND_F, stage, 0)) if stage < last else 0,
-        )
-        for stage, part in enumerate(movable.stages)
-    )
+    first, *later = (_sizes_of_slice(plan, costs, num_parts, slice_) for slice_ in range(plan.slices))
     static = [0] * plan.num_ranks
     for stage, rank in enumerate(plan.stage_ranks):
         static[rank] += costs.static(stage)
-    return Sizes(stages=stages, static=tuple(static))
+    return Sizes(stages=first, static=tuple(static), later_slices=tuple(later) if any(one != first for one in later) else ())
+
+
+def _sizes_of_slice(plan: Plan, costs: Costs, num_parts: int, slice_: int) -> tuple[StageSizes, ...]:
+    """Return the sizes on each stage of a slice of the first microbatch; of the microbatch itself, if it is not cut."""
+    last = plan.num_stages - 1
+    movable = Sizes.of((costs.movable(stage, slice_) for stage in range(plan.num_stages)), num_parts=num_parts)
+    return tuple(
+        StageSizes(
+            parts=part.parts,
+            fixed=costs.saved(stage, slice_) - costs.movable(stage, slice_),
+            received=costs.carried(Action(Op.SEND_B, stage, slice_)) if stage else 0,
+            sent=costs.carried(Action(Op.SEND_F, stage, slice_)) if stage < last else 0,
+        )
+        for stage, part in enumerate(movable.stages)
+    )
 
 
 def balance_notes(plan: Plan) -> list[str]:

@@ -254,7 +254,11 @@ def _events(
         place = _free_place(tracks.busy_ns[rank, one.lane], begin_ns, end_ns)
         yield from tracks.names(rank, one.lane, place)
         on = {"pid": pid, "tid": tracks.tids[rank, one.lane, place]}
-        args = {"action": str(one.action), "stage": one.action.stage, "microbatch": one.action.microbatch, **known}
+        name = timeline.plan.show(one.action)
+        microbatch, slice_ = timeline.plan.slice_of(one.action.microbatch)
+        args = {"action": name, "stage": one.action.stage, "microbatch": microbatch, **known}
+        if timeline.plan.slices > 1:
+            args["slice"] = slice_
         if one.action.part:
             args["part"] = one.action.part
         if then := whereabouts(one.action):
@@ -264,7 +268,7 @@ def _events(
         if one.true_ns != end_ns - begin_ns:
             args["ns"] = one.true_ns
         times = {"ts": _us(begin_ns), "dur": _us(end_ns - begin_ns)}
-        yield {"ph": "X", "name": str(one.action), "cat": one.lane, **on, **times, "args": args}
+        yield {"ph": "X", "name": name, "cat": one.lane, **on, **times, "args": args}
         for phase, identity, name in ends.get((rank, one.action), ()) if one.action.op in POSTS else ():
             binding = {"ts": times["ts"]} if phase == "s" else {"ts": _us(end_ns - 1), "bp": "e"}
             yield {"ph": phase, "name": name, "cat": "transfer", "id": identity, **on, **binding}

@@ -128,8 +128,8 @@ class _Places:
         self.of_rank: list[dict[str, list[int]]] = [defaultdict(list) for _ in self.lanes]
         for places, lane in zip(self.of_rank, self.lanes):
             for index, action in enumerate(lane):
-                places[str(action)].append(index)
-        self.of_computations = [{str(a): i for i, a in enumerate(computed(plan, rank))} for rank in range(plan.num_ranks)]
+                places[plan.show(action)].append(index)
+        self.of_computations = [{plan.show(a): i for i, a in enumerate(computed(plan, rank))} for rank in range(plan.num_ranks)]
 
 
 class _Filling:

@@ -33,8 +33,9 @@ def render(scene: Scene) -> str:
 def as_data(scene: Scene) -> Data:
     """Return the data that the page's script reads: times in seconds, places as fractions of a row's height.
 
-    A box is seven numbers in a row: role (an index into `roles`), stage, microbatch, part or 0, peer or -1, begin and end. A step
-    of memory is three: a time, and what is held from then on, of activations and in total.
+    A box is seven numbers in a row: role (an index into `roles`), stage, microbatch, part or 0, peer or -1, begin and end; where a
+    row's microbatches have several `slices`, the third is k*microbatch + slice. A step of memory is three: a time, and what is held
+    from then on, of activations and in total.
     """
     rows = [row for panel in scene.panels for row in panel.rows]
     return {
@@ -42,6 +43,7 @@ def as_data(scene: Scene) -> Data:
         "begin": scene.begin_s,
         "end": scene.end_s,
         "unit": scene.unit,
+        "slots_each": scene.slots_each,
         "top": scene.top,
         "layers": scene.layers(),
         "microbatches": scene.num_microbatches,
@@ -67,6 +69,7 @@ def _row(row: Row, panel: Panel) -> Data:
     band, height = band_at(panel, 0.0), row_height(panel)
     return {
         "rank": row.rank,
+        "slices": row.slices,
         "stages": row.stages,
         "places": row.places,
         "band": [round(y / height, 4) for y in band],

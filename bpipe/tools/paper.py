@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from bpipe.plan.action import unit_text
 from bpipe.schedules import Op, Span
 from bpipe.tools.scene import Panel, Row, Scene, time_unit
 
@@ -94,7 +95,8 @@ class Paper:
     def font(self) -> float:
         """The size of labels: as large as rows allow, smaller where that lets the short boxes have theirs."""
         tallest = min(FONTS[1], COMPUTATION * self.shrink * POINTS * 0.66)
-        digits = len(str(self.scene.num_microbatches - 1))
+        slices = max(row.slices for panel in self.scene.panels for row in panel.rows)
+        digits = len(unit_text(self.scene.num_microbatches * slices - 1, slices))
         fitting = 0.99 * self.inches(self.short_s) * POINTS / DIGIT / (digits + MARGIN)
         return min(tallest, fitting) if fitting >= FONTS[0] else tallest
 
@@ -118,9 +120,9 @@ class Paper:
             y = top + len(panel.rows) * step + PANEL_GAP
 
     def label(self, span: Span, row: Row) -> str:
-        """Return a computation's microbatch, with its stage where a rank has several, as far as that fits."""
+        """Return a computation's microbatch and slice, with its stage where a rank has several, as far as that fits."""
         room = self.inches(self.seen(span)[1] - self.seen(span)[0]) * POINTS / (self.font * DIGIT) - MARGIN
-        texts = [str(span.action)] * (len(row.stages) > 1) + [str(span.action.microbatch)]
+        texts = [span.action.text(row.slices)] * (len(row.stages) > 1) + [unit_text(span.action.microbatch, row.slices)]
         return next((text for text in texts if len(text) <= room), "")
 
     def seen(self, span: Span) -> tuple[float, float]:

@@ -201,7 +201,7 @@ class _Sheet:
         if len(row.stages) > 1:
             y = (band.moves + band.memory) / 2 if band.memory - band.moves > 0.1 * self.paper.shrink else band.moves
             self._write(-0.08, y, row.places, ha="right", fontsize=font - 1.5)
-        peaks = [f"holds {amount_text(row.peak, 'slots')}"]
+        peaks = ["holds " * (self.scene.slots_each == 1) + amount_text(row.peak, "slots", self.scene.slots_each)]
         if self.scene.unit == "bytes":
             peaks = [f"{name} {show_bytes(peak)}" for name, peak in (("device", row.device_peak), ("activations", row.peak))]
         step = (band.bottom - band.memory) / len(peaks)
@@ -243,6 +243,8 @@ def _legend(scene: Scene) -> list[Patch | Line2D]:
     rows = [row for panel in scene.panels for row in panel.rows]
     seen = {role(span.action) for row in rows for spans in (row.computations, row.waits, row.sends, *row.moves) for span in spans}
     several = ", lighter on a rank's later stages" if any(len(row.stages) > 1 for row in rows) else ""
+    if any(row.slices > 1 for row in rows):
+        several += ", 1/2: of slice 2 of microbatch 1"
     handles: list[Patch | Line2D] = []
     for op, name in NAMES.items():
         if op in seen and op in SENT:

@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from math import isfinite
+from math import isfinite, lcm
 
 from bpipe.errors import ConfigurationError
 from bpipe.plan.amounts import show_bytes
@@ -38,6 +38,7 @@ class Row:
 
     rank: int  # its number
     stages: tuple[int, ...]  # the stages it holds
+    slices: int  # of each microbatch; if there are several, boxes are of slices
     computations: tuple[Span, ...]  # F, B, I and W, one after the other; those in pieces as one, from the first to the last
     waits: tuple[Span, ...]  # when its compute lane waited, between pieces too
     # evictions, loads and their other ends, in tracks without overlaps: those that leave, then those that arrive
@@ -79,13 +80,14 @@ class Scene:
     begin_s: float  # where the time axis begins
     end_s: float
     unit: str  # of all memory, "bytes" or "slots"
+    slots_each: int  # how many of these slots a microbatch takes: several where a panel counts slices
     top: int  # the most memory or budget of any rank, at least 1: the scale of all memory strips
     num_microbatches: int  # the most of any panel
 
     def layers(self) -> dict[str, str]:
         """Return the layers that memory consists of, from the bottom up, with their names in words."""
         if self.unit == "slots":
-            return {"activations": "activations, in slots"}
+            return {"activations": f"activations, in {'slots' if self.slots_each == 1 else 'microbatches'}"}
         rows = [row for panel in self.panels for row in panel.rows]
         has_messages = any(held.device_bytes > row.stays + held.activation_bytes for row in rows for held in row.memory)
         stays = {"stays": "weights and what else stays"} if any(row.stays for row in rows) else {}
@@ -99,13 +101,16 @@ def compose(timelines: Sequence[Timeline], *, title: str | None = None, window: 
     """
     begin, end = _interval(timelines, window)
     unit = "bytes" if all(map(knows_bytes, timelines)) else "slots"
-    shown = timelines if unit == "bytes" else [in_slots(timeline) for timeline in timelines]
+    slots_each = lcm(*(timeline.plan.slices for timeline in timelines)) if unit == "slots" else 1
+    shown = timelines if unit == "bytes" else [in_slots(timeline, slots_each) for timeline in timelines]
     panels: list[Panel] = []
     for timeline in shown:
         spent = sum(row.num_boxes for panel in panels for row in panel.rows)
-        rows = tuple(_rows(timeline, (begin, end), unit, MAX_BOXES - spent))
+        slot = slots_each // timeline.plan.slices
+        rows = tuple(_rows(timeline, (begin, end), unit, slot, MAX_BOXES - spent))
         is_short = unit == "bytes" and not counts_messages(timeline) and any(map(counts_messages, timelines))
-        panels.append(Panel(name=timeline.plan.name, facts=_facts(timeline, unit) + ", messages left out" * is_short, rows=rows))
+        facts = _facts(timeline, unit, slots_each) + ", messages left out" * is_short
+        panels.append(Panel(name=timeline.plan.name, facts=facts, rows=rows))
     amounts = [amount for panel in panels for row in panel.rows for amount in (row.device_peak, row.budget or 0)]
     return Scene(
         title=title or "",
@@ -113,6 +118,7 @@ def compose(timelines: Sequence[Timeline], *, title: str | None = None, window: 
         begin_s=begin,
         end_s=end,
         unit=unit,
+        slots_each=slots_each,
         top=max([1, *amounts]),
         num_microbatches=max(timeline.plan.num_microbatches for timeline in timelines),
     )
@@ -130,18 +136,23 @@ def counts_messages(timeline: Timeline) -> bool:
     return timeline.source == "measured" or timeline.plan.sizes is not None
 
 
-def in_slots(timeline: Timeline) -> Timeline:
-    """Return the same timeline with its plan's slots in place of bytes: a rank's own and the buffers of its remote activations."""
+def in_slots(timeline: Timeline, slots_each: int = 1) -> Timeline:
+    """Return the same timeline with its plan's slots in place of bytes: a rank's own and the buffers of its remote activations.
+
+    Args:
+        slots_each: how many slots a microbatch counts as, a multiple of its slices.
+    """
     plan = timeline.plan
-    lanes = (_lane_in_slots(plan, rank, lane) for rank, lane in enumerate(timeline.actions))
+    slot = max(1, slots_each // plan.slices)
+    lanes = (_lane_in_slots(plan, rank, lane, slot) for rank, lane in enumerate(timeline.actions))
     return replace(timeline, actions=tuple(lanes))
 
 
-def _lane_in_slots(plan: Plan, rank: int, lane: Lane) -> Lane:
+def _lane_in_slots(plan: Plan, rank: int, lane: Lane, slot: int) -> Lane:
     """Return a lane that holds slots: its own microbatches' as activations, remote ones' as buffers, and none of anything else."""
-    remote_buffers = sum(map(len, plan.remote_buffers(rank).values()))
+    remote_buffers = slot * sum(map(len, plan.remote_buffers(rank).values()))
     # Without backwards nothing is kept: autograd saves nothing.
-    own = array("q", (live * plan.has_backward for live in occupancy(plan.actions[rank])))
+    own = array("q", (live * slot * plan.has_backward for live in occupancy(plan.actions[rank])))
     return replace(
         lane,
         activation_bytes=own,
@@ -167,10 +178,10 @@ def _interval(timelines: Sequence[Timeline], window: Window | None) -> Window:
     return window
 
 
-def _rows(timeline: Timeline, window: Window, unit: str, allowance: int) -> Iterator[Row]:
+def _rows(timeline: Timeline, window: Window, unit: str, slot: int, allowance: int) -> Iterator[Row]:
     """Yield a row for each rank; raise as soon as there are too many boxes."""
     for rank in range(timeline.num_ranks):
-        row = _row(timeline, rank, window, unit, allowance)
+        row = _row(timeline, rank, window, unit, slot, allowance)
         allowance -= row.num_boxes
         if allowance < 0:
             raise ConfigurationError(
@@ -181,14 +192,19 @@ def _rows(timeline: Timeline, window: Window, unit: str, allowance: int) -> Iter
         yield row
 
 
-def _row(timeline: Timeline, rank: int, window: Window, unit: str, allowance: int) -> Row:
+def _row(timeline: Timeline, rank: int, window: Window, unit: str, slot: int, allowance: int) -> Row:
     plan = timeline.plan
+    budget = None if plan.budgets is None else plan.budgets[rank]
+    if unit == "slots":
+        slots = plan.slots[rank]
+        budget = None if slots is None else slots * slot
     transfers = list(_within(filter(_is_drawn, timeline.transfers(rank)), window, allowance))
     leaving = _tracks(span for span in transfers if span.action.op in OUT)
     arriving = _tracks(span for span in transfers if span.action.op in IN)
     return Row(
         rank=rank,
         stages=tuple(plan.stages_of(rank)),
+        slices=plan.slices,
         computations=tuple(_within(_whole(plan, timeline.computations(rank)), window, allowance)),
         waits=tuple(_within(timeline.waits(rank), window, allowance)),
         moves=(*leaving, *arriving),
@@ -198,7 +214,7 @@ def _row(timeline: Timeline, rank: int, window: Window, unit: str, allowance: in
         stays=timeline.actions[rank].static_bytes,
         peak=timeline.peak_bytes(rank),
         device_peak=timeline.device_peak_bytes(rank),
-        budget=plan.slots[rank] if unit == "slots" else None if plan.budgets is None else plan.budgets[rank],
+        budget=budget,
     )
 
 
@@ -264,23 +280,24 @@ def _is_dip(last: Sequence[Holding], now: Holding) -> bool:
     return is_below and lowest.activation_bytes <= max(before.activation_bytes, now.activation_bytes)
 
 
-def _facts(timeline: Timeline, unit: str) -> str:
+def _facts(timeline: Timeline, unit: str, slots_each: int) -> str:
     """Return one line of numbers on a timeline."""
     plan, ranks = timeline.plan, range(timeline.num_ranks)
     makespan = timeline.makespan_s
     bubble = 1 - min(map(timeline.work_s, ranks)) / makespan if makespan else 0.0
     stages = f"p = {plan.num_ranks}" + (f" with {plan.num_stages} stages" if plan.num_ranks != plan.num_stages else "")
     step = "" if timeline.step is None else f" in step {timeline.step}"
+    slices = f" of k = {plan.slices} slices" if plan.slices > 1 else ""
     return (
-        f"{stages}, m = {plan.num_microbatches}   \N{MIDDLE DOT}   makespan {show_seconds(makespan)}   \N{MIDDLE DOT}   "
-        f"bubble {bubble:.1%}   \N{MIDDLE DOT}   {_fullest(timeline, unit)}   \N{MIDDLE DOT}   {timeline.source}{step}"
+        f"{stages}, m = {plan.num_microbatches}{slices}   \N{MIDDLE DOT}   makespan {show_seconds(makespan)}   \N{MIDDLE DOT}   "
+        f"bubble {bubble:.1%}   \N{MIDDLE DOT}   {_fullest(timeline, unit, slots_each)}   \N{MIDDLE DOT}   {timeline.source}{step}"
     )
 
 
-def _fullest(timeline: Timeline, unit: str) -> str:
+def _fullest(timeline: Timeline, unit: str, slots_each: int) -> str:
     """Return the rank that holds the most in total, and how much, in words."""
     rank = timeline.fullest_rank
-    return f"fullest rank {rank}: {'device ' * (unit == 'bytes')}{amount_text(timeline.device_peak_bytes(rank), unit)}"
+    return f"fullest rank {rank}: {'device ' * (unit == 'bytes')}{amount_text(timeline.device_peak_bytes(rank), unit, slots_each)}"
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
@@ -291,8 +308,10 @@ def time_unit(seconds: float) -> tuple[str, float]:
     return "\N{MICRO SIGN}s", 1e6
 
 
-def amount_text(amount: int, unit: str) -> str:
-    """Write an amount of memory for people: `3.25 GiB`, `3 slots`."""
+def amount_text(amount: int, unit: str, slots_each: int = 1) -> str:
+    """Write an amount of memory for people: `3.25 GiB`, `3 slots`, or `1.75 microbatches` if these take several slots each."""
+    if unit == "slots" and slots_each > 1:
+        return f"{amount / slots_each:.4g} microbatch{'' if amount == slots_each else 'es'}"
     if unit == "slots":
         return f"{amount} slot{'' if amount == 1 else 's'}"
     return show_bytes(amount)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from bpipe.estimate.long_contexts import uneven_halves
 from bpipe.plan.amounts import show_bytes, show_each
 from bpipe.plan.grid import head
 from bpipe.schedules import Op, Plan, Timeline
@@ -32,12 +33,24 @@ def data_of(timeline: Timeline) -> dict[str, Any]:
         "num_stages": timeline.plan.num_stages,
         "num_ranks": timeline.num_ranks,
         "num_microbatches": timeline.plan.num_microbatches,
+        "slices": timeline.plan.slices,
         "knows_bytes": knows_bytes(timeline),
         "counts_messages": counts_messages(timeline),
         "makespan_s": makespan,
         "ranks": [_rank(timeline, rank, makespan, slots) for rank, slots in enumerate(peak_slots)],
         "critical_path_s": critical_seconds(timeline),
     }
+
+
+def slow_notes(timelines: Sequence[Timeline], slices: int | None) -> list[str]:
+    """Return a line for each schedule whose order does not fit these lengths of F, I and W.
+
+    Args:
+        timelines: simulated or measured.
+        slices: that were asked for; None: the usual number.
+    """
+    found = (uneven_halves(timeline, **({} if slices is None else {"slices": slices})) for timeline in timelines)
+    return [str(one) for one in found if one is not None]
 
 
 def peak_bytes_of(plan: Plan) -> dict[str, tuple[int, ...] | None]:
@@ -90,7 +103,15 @@ def shown_of(timeline: Timeline, data: dict[str, Any]) -> list[Any]:
         )
         for rank in data["ranks"]
     ]
-    columns = ["", "computes", "bubble", "waits for evictions", "for messages", *HOLDS, "evicted"]
+    columns = [
+        "",
+        "computes",
+        "bubble",
+        "waits for evictions",
+        "for messages",
+        *HOLDS,
+        "evicted slices" if data["slices"] > 1 else "evicted",
+    ]
     if any(rank["host_bytes"] for rank in data["ranks"]):
         columns.append("on its host")
         rows = [(*row, show_bytes(rank["host_bytes"])) for row, rank in zip(rows, data["ranks"])]
@@ -106,13 +127,13 @@ def share(part: float, whole: float) -> float:
 def holds_of(rank: dict[str, Any], data: dict[str, Any]) -> tuple[str, str]:
     """Return the most that a rank's device holds in total, and of activations: bytes if they are known, else slots of activations.
 
-    With several stages per rank, the slots are also given in microbatches of all of them.
+    With several stages per rank or slices per microbatch, the slots are also given in microbatches of all of them.
     """
     if data["knows_bytes"]:
         return show_bytes(rank["device_peak_bytes"]), show_bytes(rank["peak_bytes"])
-    per_rank = data["num_stages"] / data["num_ranks"]
-    slots = f"{rank['peak_slots']} slots"
-    return "-", slots if per_rank == 1 else f"{rank['peak_slots'] / per_rank:g} microbatches ({slots})"
+    of_a_microbatch = data["slices"] * data["num_stages"] / data["num_ranks"]
+    slots = f"{rank['peak_slots']} {'slices' if data['slices'] > 1 else 'slots'}"
+    return "-", slots if of_a_microbatch == 1 else f"{rank['peak_slots'] / of_a_microbatch:.4g} microbatches ({slots})"
 
 
 def unknown(found: Sequence[dict[str, Any]]) -> list[str]:
@@ -140,11 +161,13 @@ def lacks_static(data: dict[str, Any]) -> bool:
 def name_of(data: dict[str, Any]) -> str:
     """Return the name of a timeline's row in a comparison."""
     file = f"{data['file']}: " if data.get("file") else ""
-    return f"{file}{data['name']}{_budget(data)}, {data['source']}"
+    slices = f" in {data['slices']} slices" if data["slices"] > 1 else ""
+    return f"{file}{data['name']}{slices}{_budget(data)}, {data['source']}"
 
 
 def _budget(data: dict[str, Any]) -> str:
     if data["budgets"] is not None:
         return f" within {show_each(data['budgets'])}"
     slots = sorted({"no limit" if k is None else str(k) for k in data["slots"]})
-    return "" if slots == ["no limit"] else f" within {' or '.join(slots)} slots"
+    unit = "slices" if data["slices"] > 1 else "slots"
+    return "" if slots == ["no limit"] else f" within {' or '.join(slots)} {unit}"

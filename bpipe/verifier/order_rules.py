@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import takewhile
 
 from bpipe.plan.action import BACKWARD, COMPUTE, SHARDING, Action, Op, PartKey
+from bpipe.plan.order import previous_unit
 from bpipe.verifier.presence_rules import EVICTION
 from bpipe.verifier.rank_index import BITS, Finding, RankIndex, mask, ops_in
 
@@ -59,7 +60,8 @@ MOST_TOLD = 8  # pieces, in an error
 def ordered(own: RankIndex) -> Iterator[Finding]:
     """Check that each action runs after the actions it depends on, and that each stage takes its microbatches in ascending order.
 
-    The order matters because the sum of gradients, dropout and BatchNorm depend on it.
+    The order matters because the sum of gradients, dropout and BatchNorm depend on it. Slices of a microbatch run forward in the
+    order of the sequence, and backward against it, because each reads what the one before left (`order.previous_unit`).
     """
     seen: defaultdict[PartKey, int] = defaultdict(int)
     in_parts = {stage for _, stage, part in own.at if part}
@@ -79,18 +81,26 @@ def ordered(own: RankIndex) -> Iterator[Finding]:
 
 def _simply_ordered(own: RankIndex, stage: int) -> Iterator[Finding]:
     """Check the order of a stage whose microbatches have no parts, and whose neighbours are on other ranks: nearly all stages."""
-    pairs = [(earlier, later, 0) for earlier, later in (*PRECEDENCE, *PRECEDENCE_OF_PARTS)]
-    pairs += [(kin, op, 1) for op, kins in KIN.items() for kin in ops_in(kins)]
-    for earlier, later, distance in pairs:
+    slices = own.plan.slices
+    for earlier, later in (*PRECEDENCE, *PRECEDENCE_OF_PARTS):
         first, second = own.at.get((earlier, stage, 0), {}), own.at.get((later, stage, 0), {})
-        for microbatch, index in second.items() if first else ():
-            if first.get(microbatch - distance, -1) > index:
-                yield own.place(index), f"{own.lane[index]} stands before {Action(earlier, stage, microbatch - distance)}"
+        for unit, index in second.items() if first else ():
+            if first.get(unit, -1) > index:
+                yield _before(own, index, Action(earlier, stage, unit))
+    for later, earlier in ((op, kin) for op, kins in KIN.items() for kin in ops_in(kins)):
+        first, second = own.at.get((earlier, stage, 0), {}), own.at.get((later, stage, 0), {})
+        for unit, index in second.items() if first else ():
+            if first.get(previous_unit(later, unit, slices), -1) > index:
+                yield _before(own, index, Action(earlier, stage, previous_unit(later, unit, slices)))
+
+
+def _before(own: RankIndex, index: int, other: Action) -> Finding:
+    return own.place(index), f"{own.show(own.lane[index])} stands before {own.show(other)}"
 
 
 def _early(own: RankIndex, index: int, which: PartKey, unseen: int) -> Iterator[Finding]:
     for op in ops_in(own.there(which) & unseen):
-        yield own.place(index), f"{own.lane[index]} stands before {Action(op, *which)}"
+        yield _before(own, index, Action(op, *which))
 
 
 def _neighbours(own: RankIndex, stage: int) -> list[int]:
@@ -106,7 +116,7 @@ def _needs(own: RankIndex, action: Action) -> Iterator[tuple[PartKey, int]]:
     yield (stage, microbatch, 0), EARLIER[op] & ~(0 if has_output else BITS[Op.WAIT_SEND_F] * (op is Op.WAIT_EVICT))
     yield (stage, microbatch, part), EARLIER_OF_PART[op]
     if op in COMPUTE:
-        yield (stage, microbatch - 1, 0), KIN.get(op, 0)
+        yield (stage, previous_unit(op, microbatch, own.plan.slices), 0), KIN.get(op, 0)
         for other in (0,) if part else range(1, num_parts + 1):  # moves of the whole, or of the part by itself
             yield (stage, microbatch, other), EARLIER_OF_PART[op]
     for near in _neighbours(own, stage):
@@ -123,13 +133,13 @@ def in_pieces(own: RankIndex) -> Iterator[Finding]:
         following = takewhile(lambda action: action.op in EVICTION or action.op in COMPUTE, _from(own, index))
         computed = (action for action in following if action.op in COMPUTE)
         if any(next(computed, None) != first._replace(part=part) for part in parts):
-            rest = " ".join(str(first._replace(part=part)) for part in parts[1 : MOST_TOLD + 1])
+            rest = " ".join(own.show(first._replace(part=part)) for part in parts[1 : MOST_TOLD + 1])
             more = " ..." * (len(parts) > MOST_TOLD + 1)
-            yield own.place(index), f"{first} begins a computation in pieces and is not followed by {rest}{more} alone"
+            yield own.place(index), f"{own.show(first)} begins a computation in pieces and is not followed by {rest}{more} alone"
     begun = {own.lane[index].op_key for index in own.begun}
     for index in own.pieces:
         if own.lane[index].op_key not in begun:
-            yield own.place(index), f"{own.lane[index]} continues a computation that never began"
+            yield own.place(index), f"{own.show(own.lane[index])} continues a computation that never began"
 
 
 def _from(own: RankIndex, index: int) -> Iterator[Action]:
@@ -143,9 +153,9 @@ def recomputed(own: RankIndex) -> Iterator[Finding]:
     for index in sorted(index for kind, found in own.at.items() if kind[0] is Op.R for index in found.values()):
         action = own.lane[index]
         if _neighbours(own, action.stage):
-            yield own.place(index), f"{action} recomputes a stage that shares memory with another one of rank {own.rank}"
+            yield own.place(index), f"{own.show(action)} recomputes a stage that shares memory with another one of rank {own.rank}"
         elif action.key in begun:
-            yield own.place(index), f"{action} recomputes a microbatch that runs in pieces"
+            yield own.place(index), f"{own.show(action)} recomputes a microbatch that runs in pieces"
 
 
 def sharded(own: RankIndex) -> Iterator[Finding]:
@@ -159,11 +169,11 @@ def sharded(own: RankIndex) -> Iterator[Finding]:
             continue
         is_gathered = stage in gathered
         if op in COMPUTE and not is_gathered:
-            yield own.place(index), f"{action} runs before {stage}UNSHARD"
+            yield own.place(index), f"{own.show(action)} runs before {stage}UNSHARD"
         if stage in reduced and op in COMPUTE - {Op.F} | {Op.REDUCE_GRAD}:
-            yield own.place(index), f"{action} comes after {stage}REDUCE_GRAD"
+            yield own.place(index), f"{own.show(action)} comes after {stage}REDUCE_GRAD"
         if is_gathered if op is Op.UNSHARD else op is Op.RESHARD and not is_gathered:
-            yield own.place(index), f"{action} finds the weights {'gathered' if is_gathered else 'not gathered'}"
+            yield own.place(index), f"{own.show(action)} finds the weights {'gathered' if is_gathered else 'not gathered'}"
         if op is Op.UNSHARD:
             gathered.add(stage)
         elif op is Op.RESHARD:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 
-from bpipe.plan.action import HOST, POSTS, RECEIVES, SENDS, SERVED, Action, Channel, Op, Purpose
+from bpipe.plan.action import HOST, POSTS, RECEIVES, SENDS, SERVED, Action, Channel, Op, Purpose, unit_text
 from bpipe.plan.order import run_greedily
 from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import MOST_PARTS
@@ -39,7 +39,7 @@ def _posted(plan: Plan, lane: tuple[Action, ...]) -> dict[tuple[Op, int | None],
     They name the message at the boundary after a stage, or a stage's saved bytes.
     """
     posted: dict[tuple[Op, int | None], array[int]] = defaultdict(lambda: array("q"))
-    m = plan.num_microbatches
+    m = plan.num_units
     for op, stage, microbatch, part, peer in lane:
         before = _STAGES_BEFORE.get(op)
         if before is not None and peer != HOST:
@@ -68,8 +68,8 @@ def _differing(
 
 def _tell(plan: Plan, message: int) -> str:
     microbatch, part = divmod(message, MOST_PARTS + 1)
-    stage, microbatch = divmod(microbatch, plan.num_microbatches)
-    return f"{f'part {part} of ' if part else ''}microbatch {microbatch} of stage {stage}"
+    stage, unit = divmod(microbatch, plan.num_units)
+    return f"{f'part {part} of ' if part else ''}microbatch {unit_text(unit, plan.slices)} of stage {stage}"
 
 
 def _receives(plan: Plan, rank: int, served: bool) -> _Receives:
@@ -86,7 +86,10 @@ def _progresses(plan: Plan) -> Iterator[Finding]:
     positions = cache(partial(_positions, plan))
     for rank, action, missing in run_greedily(plan):
         served = action.op in SERVED
-        yield (rank, served, positions(rank, served)[action]), f"rank {rank} waits forever at {action}, for {missing}"
+        yield (
+            (rank, served, positions(rank, served)[action]),
+            f"rank {rank} waits forever at {plan.show(action)}, for {plan.show(missing)}",
+        )
 
 
 def _positions(plan: Plan, rank: int, served: bool) -> dict[Action, int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from operator import itemgetter
 
 from bpipe.passes.communicate import received_by, sent_by
-from bpipe.plan.action import COMPUTE, HOST, SERVED, SHARDING, WAIT_OF, Action, Op, PartKey
+from bpipe.plan.action import COMPUTE, HOST, SERVED, SHARDING, WAIT_OF, Action, Op, PartKey, unit_text
 from bpipe.plan.plan import Plan
 from bpipe.verifier.rank_index import Finding, RankIndex, mask, ops_in
 
@@ -29,14 +29,14 @@ def belongs(own: RankIndex) -> Iterator[Finding]:
     plan = own.plan
     peers = {(op, stage): _peer(plan, op, stage) for op in (*COMPUTE, *SHARDING, *NEIGHBOURS) for stage in own.stages}
     for index in own.repeated:
-        yield own.place(index), f"{own.lane[index]} stands a second time"
+        yield own.place(index), f"{own.show(own.lane[index])} stands a second time"
     computing, serving = (set(map(_WITH_PEER, lanes[own.rank])) for lanes in (plan.actions, plan.served))
     kinds = computing | serving
     odd = {kind for kind in kinds if kind[2] != peers.get(kind[:2], NOWHERE) and not _moves_as_one(own, kind, kinds)}
     is_mixed = any(op in SERVED for op, _, _ in computing) or any(op not in SERVED for op, _, _ in serving)
     for index, action in enumerate(own.lane if odd or is_mixed else ()):
         if own.is_served(index) is not (action[0] in SERVED):
-            yield own.place(index), f"{action} stands in the wrong lane"
+            yield own.place(index), f"{own.show(action)} stands in the wrong lane"
         if odd and _WITH_PEER(action) in odd and not _is_moved(own, action):
             yield own.place(index), _misplaced(own, action)
 
@@ -80,7 +80,7 @@ def _misplaced(own: RankIndex, action: Action) -> str:
         rank, peer = own.rank if owner != own.rank else -1, owner
     elif action.op in EVICTION:
         peer = _acceptor(own, action)
-    return f"{action} on rank {own.rank} with {_named(action.peer)}: expected rank {rank} and {_named(peer)}"
+    return f"{own.show(action)} on rank {own.rank} with {_named(action.peer)}: expected rank {rank} and {_named(peer)}"
 
 
 def _named(peer: int | None) -> str:
@@ -107,7 +107,10 @@ def _moves_once(own: RankIndex, which: PartKey, found: int) -> Iterator[Finding]
     if found not in (0, mask(EVICTION)):
         yield from _lacking(own, which, [mask(EVICTION)])
     if found and own.there((*which[:2], 0)) & mask(EVICTION):
-        yield own.place(own.find(Op.EVICT, which)), f"part {which[2]} of microbatch {which[1]} moves by itself and with the whole"
+        yield (
+            own.place(own.find(Op.EVICT, which)),
+            f"part {which[2]} of microbatch {unit_text(which[1], own.plan.slices)} moves by itself and with the whole",
+        )
 
 
 def _complete_sets(plan: Plan, stage: int) -> list[frozenset[Op]]:
@@ -130,5 +133,5 @@ def _lacking(own: RankIndex, which: PartKey, complete: list[int]) -> Iterator[Fi
     here = own.find(Op.F, (*which[:2], 0))
     for op in ops_in(nearest ^ there):
         where = own.find(op, which)
-        text = f"{Action(op, *which)} is {'missing' if op in ops_in(nearest) else 'not part of this plan'}"
+        text = f"{own.show(Action(op, *which))} is {'missing' if op in ops_in(nearest) else 'not part of this plan'}"
         yield own.place(here if where is None else where), text

@@ -115,15 +115,17 @@ def _shape(plan: Plan) -> Iterator[str]:
     p, ranks = plan.num_stages, range(plan.num_ranks)
     if wrong := wrong_with_name(plan.name):
         yield wrong
-    if p < 1 or plan.num_microbatches < 1:
-        yield f"{p} stages and {plan.num_microbatches} microbatches: both must be at least 1"
+    if p < 1 or plan.num_microbatches < 1 or plan.slices < 1:
+        yield f"{p} stages, {plan.num_microbatches} microbatches and {plan.slices} slices: each must be at least 1"
     count = sum(map(len, plan.actions))
-    if 2 * count < p * plan.num_microbatches:  # far from complete: the rules need not list what is missing, one by one
-        yield f"{count} actions cannot run {p} stages and {plan.num_microbatches} microbatches"
+    if 2 * count < p * plan.num_units:  # far from complete: the rules need not list what is missing, one by one
+        yield f"{count} actions cannot run {p} stages and {_microbatches(plan)}"
     if len(plan.served) != plan.num_ranks or len(plan.slots) != plan.num_ranks:
         yield f"{plan.num_ranks} compute lanes, {len(plan.served)} served, {len(plan.slots)} budgets"
     if plan.sizes is not None and (len(plan.sizes.stages), len(plan.sizes.static)) != (p, plan.num_ranks):
         yield f"sizes of {len(plan.sizes.stages)} stages and {len(plan.sizes.static)} ranks, for {p} and {plan.num_ranks}"
+    if plan.sizes is not None and plan.sizes.later_slices and len(plan.sizes.by_slice) != plan.slices:
+        yield f"sizes of {len(plan.sizes.by_slice)} slices, for {plan.slices}"
     if plan.budgets is not None and (plan.sizes is None or len(plan.budgets) != plan.num_ranks):
         yield f"{len(plan.budgets)} budgets in bytes need sizes, and one for each of {plan.num_ranks} ranks"
     for stage, rank in enumerate(plan.stage_ranks):
@@ -131,11 +133,15 @@ def _shape(plan: Plan) -> Iterator[str]:
             yield f"stage {stage} is on rank {rank}, but the ranks are 0 to {plan.num_ranks - 1}"
 
 
+def _microbatches(plan: Plan) -> str:
+    return f"{plan.num_microbatches} microbatches" + f" of {plan.slices} slices" * (plan.slices > 1)
+
+
 def _names_others(own: RankIndex) -> bool:
     """Return whether a rank names stages, microbatches or parts that do not exist, as `_outside` tells one by one."""
-    plan, microbatches = own.plan, set(range(own.plan.num_microbatches))
+    plan, units = own.plan, set(range(own.plan.num_units))
     return any(
-        not (0 <= stage < plan.num_stages and found.keys() <= microbatches)
+        not (0 <= stage < plan.num_stages and found.keys() <= units)
         or (part and (op not in IN_PARTS or not 0 < part <= plan.num_parts(stage)))
         or (op in SHARDING and any(found))
         for (op, stage, part), found in own.at.items()
@@ -144,18 +150,21 @@ def _names_others(own: RankIndex) -> bool:
 
 def _outside(plan: Plan) -> Iterator[tuple[Place, str]]:
     """Yield actions that name stages, microbatches or parts that do not exist."""
-    p, m = plan.num_stages, plan.num_microbatches
+    p, num_units = plan.num_stages, plan.num_units
     num_parts = [plan.num_parts(stage) for stage in range(p)]
     for served, lanes in ((False, plan.actions), (True, plan.served)):
         for rank, lane in enumerate(lanes):
             for position, (op, stage, microbatch, part, _) in enumerate(lane):
-                if not (0 <= stage < p and 0 <= microbatch < m):
-                    yield (rank, served, position), f"{lane[position]} is outside {p} stages and {m} microbatches"
+                if not (0 <= stage < p and 0 <= microbatch < num_units):
+                    yield (rank, served, position), f"{plan.show(lane[position])} is outside {p} stages and {_microbatches(plan)}"
                 elif part and (op not in IN_PARTS or not 0 < part <= num_parts[stage]):
                     parts = f"a microbatch of this stage has {num_parts[stage]}"
-                    yield (rank, served, position), f"{lane[position]} names a part that does not exist: {parts}"
+                    yield (rank, served, position), f"{plan.show(lane[position])} names a part that does not exist: {parts}"
                 elif microbatch and op in SHARDING:
-                    yield (rank, served, position), f"{lane[position]} concerns a whole stage but names microbatch {microbatch}"
+                    yield (
+                        (rank, served, position),
+                        f"{lane[position]} concerns a whole stage but names microbatch {microbatch}",
+                    )
 
 
 _TURN = {rule: turn for turn, rule in enumerate(("shape", *RULES_OF_A_RANK, *RULES_OF_ALL))}

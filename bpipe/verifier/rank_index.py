@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 
-from bpipe.plan.action import COMPUTE, SHARDING, Op, OpKey, PartKey
+from bpipe.plan.action import COMPUTE, SHARDING, Action, Op, OpKey, PartKey
 from bpipe.plan.plan import Plan
 
 __all__: list[str] = []
@@ -57,7 +57,7 @@ class RankIndex:
     @cached_property
     def present(self) -> defaultdict[tuple[int, int], list[int]]:
         """The operations on each microbatch, by stage and part; a computation in pieces also counts for the whole microbatch."""
-        present: defaultdict[tuple[int, int], list[int]] = defaultdict(lambda: [0] * self.plan.num_microbatches)
+        present: defaultdict[tuple[int, int], list[int]] = defaultdict(lambda: [0] * self.plan.num_units)
         for (op, stage, part), found in self.at.items():
             bits, bit = present[stage, part], 0 if op in SHARDING else BITS[op]
             for microbatch in found:
@@ -77,6 +77,10 @@ class RankIndex:
         stage, microbatch, part = which
         index = self.at.get((Op.EVICT, stage, part), {}).get(microbatch)
         return None if index is None else self.lane[index].peer
+
+    def show(self, action: Action) -> str:
+        """Write an action for people."""
+        return self.plan.show(action)
 
     def is_served(self, index: int) -> bool:
         """Return whether an action of `lane` is in the served lane."""

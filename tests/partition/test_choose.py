@@ -104,6 +104,39 @@ def test_what_ranks_hold_is_the_plans_own_count(kind, data) -> None:
         assert holdings.num_bytes(rank, saved, static) == idle_bytes(plan, costs, rank) + max(own_bytes(plan, costs, rank))
 
 
+@settings(max_examples=60)
+@given(st.sampled_from([("seq_1f1b", 4, 4, None), ("seq_1f1b", 4, 4, 6), ("tera_pipe", 3, 3, None)]), st.data())
+def test_what_ranks_hold_of_slices_is_the_plans_own_count(kind, data) -> None:
+    schedule, p, num_stages, slots = kind
+    lengths = data.draw(st.permutations([1, 2, 3, 4]))
+    plan = build(schedule, num_stages, 5, slices=4, slots=slots)
+    saved, static = ([10 * data.draw(st.integers(0, 99)) for _ in range(num_stages)] for _ in range(2))
+    costs = Costs(saved_bytes=saved, static_bytes=static).of_slices(plan, lengths=[length / 10 for length in lengths])
+    holdings = Holdings(plan, lengths)
+    for rank in range(p):
+        assert holdings.num_bytes(rank, saved, static) == idle_bytes(plan, costs, rank) + max(own_bytes(plan, costs, rank))
+
+
+def test_slices_shape_the_cut() -> None:
+    """Slices of a microbatch leave little to do for memory; long first slices need more of it."""
+    layers = [layer(i, 1, 400, 0, 0) for i in range(12)]
+    whole = choose_stages(layers, 4, 8)
+    plan = build("seq_1f1b", 4, 8, slices=4)
+    even, by_cost = (
+        choose_stages(layers, 4, 8, schedule="seq_1f1b", slices=4, slice_lengths=lengths)
+        for lengths in (None, [366, 252, 205, 177])
+    )
+    assert even.step_s == pytest.approx(whole.step_s * 26.25 / 33) and by_cost.step_s == pytest.approx(even.step_s)
+    assert even.rank_bytes == (2100, 1800, 1500, 1200) and by_cost.rank_bytes[0] > even.rank_bytes[0]
+    assert even.step_s == pytest.approx(simulate(plan, even.costs.of_slices(plan)).makespan_s)
+    assert "seq_1f1b, 8 microbatches of 4 slices: a step of" in str(even)
+    limits = {"schedule": "seq_1f1b", "slices": 4, "memory_bytes": 1800}
+    assert [len(names) for names in choose_stages(layers, 4, 8, **limits).stages] == [2, 3, 3, 4]
+    for lengths in ([1, 2], [1, 2, 3, 0]):
+        with pytest.raises(ConfigurationError, match="give 4 positive numbers"):
+            choose_stages(layers, 4, 8, schedule="seq_1f1b", slices=4, slice_lengths=lengths)
+
+
 @given(chains(least=1))
 def test_a_chain_adds_up(layers) -> None:
     chain, n = Chain(layers), len(layers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from bpipe.schedules import Action, Plan
+from bpipe.schedules import Action, Plan, StageSizes
 
 
 @dataclass
@@ -62,16 +62,30 @@ class Bytes:
 
     def movable(self, action: Action) -> int:
         """The bytes that an eviction moves."""
-        return sum(self.part(action.stage, part) for part in self.concerned(action))
+        return sum(self.part(action.stage, action.microbatch, part) for part in self.concerned(action))
 
-    def part(self, stage: int, part: int) -> int:
-        return 0 if self.plan.sizes is None else self.plan.sizes.stages[stage].parts[part - 1]
+    def of(self, stage: int, unit: int) -> StageSizes:
+        """The sizes of a slice on a stage."""
+        assert self.plan.sizes is not None
+        slice_ = unit % self.plan.slices
+        return (
+            self.plan.sizes.later_slices[slice_ - 1][stage]
+            if slice_ and self.plan.sizes.later_slices
+            else self.plan.sizes.stages[stage]
+        )
 
-    def size(self, stage: int, name: str) -> int:
+    def part(self, stage: int, unit: int, part: int) -> int:
+        return 0 if self.plan.sizes is None else self.of(stage, unit).parts[part - 1]
+
+    def size(self, stage: int, unit: int, name: str) -> int:
         """A number of a stage's sizes by its name; what has no stage at its other end is no message."""
         if self.plan.sizes is None or (stage == 0 and "received" in name):
             return 0
-        return int(getattr(self.plan.sizes.stages[stage], name))
+        return int(getattr(self.of(stage, unit), name))
+
+    def made(self, stage: int, unit: int) -> int:
+        """The bytes of an output that are not among the saved ones."""
+        return self.size(stage, unit, "sent") - self.size(stage, unit, "kept_sent")
 
     def is_near(self, stage: int) -> bool:
         """Whether a stage hands its output to the next one on the same rank, or there is no next one."""
@@ -83,20 +97,20 @@ class Bytes:
     def arrive(self, rank: int, action: Action) -> None:
         """Memory for a message is taken."""
         kind, name = ("input", "received") if action.op.value == "RECV_F" else ("gradient", "sent")
-        self.stores[rank].hold(((kind, *action[1:3]), self.size(action.stage, name)))
+        self.stores[rank].hold(((kind, *action[1:3]), self.size(*action[1:3], name)))
 
     def before_forward(self, rank: int, action: Action) -> None:
         """The input becomes part of what is saved, as far as it is kept; of a forward in pieces, only in the end."""
         _, stage, microbatch, part, _ = action
         store, parts = self.stores[rank], self.concerned(action)
-        taken = [(("saved", stage, microbatch, k), self.part(stage, k)) for k in parts]
+        taken = [(("saved", stage, microbatch, k), self.part(stage, microbatch, k)) for k in parts]
         if 1 in parts:
-            taken.append((("fixed", stage, microbatch), self.size(stage, "fixed")))
+            taken.append((("fixed", stage, microbatch), self.size(stage, microbatch, "fixed")))
         if self.parts(stage)[-1] in parts:
-            taken.append((("output", stage, microbatch), self.size(stage, "sent") - self.size(stage, "kept_sent")))
+            taken.append((("output", stage, microbatch), self.made(stage, microbatch)))
         given = self.input_of(stage, microbatch)
         if not part and given in store.objects:
-            taken.append((given, max(0, store.objects[given] - self.size(stage, "kept_received"))))
+            taken.append((given, max(0, store.objects[given] - self.size(stage, microbatch, "kept_received"))))
         store.hold(*taken)
 
     def after_forward(self, rank: int, action: Action) -> None:
@@ -105,8 +119,9 @@ class Bytes:
             self.stores[rank].drop(("output", *action[1:3]))
 
     def before_first_forward(self, rank: int, action: Action) -> None:
-        """Of what runs again, the input stays beside the output; nothing is saved."""
-        self.stores[rank].hold((("output", *action[1:3]), self.size(action.stage, "sent")))
+        """Of what runs again, the input stays beside the output; nothing is saved but the state that other slices need."""
+        of = action[1:3]
+        self.stores[rank].hold((("output", *of), self.size(*of, "sent")), (("state", *of), self.size(*of, "state")))
 
     def after_first_forward(self, rank: int, action: Action) -> None:
         if action.stage + 1 == len(self.plan.stage_ranks):
@@ -116,11 +131,12 @@ class Bytes:
         """The output is made once more, and whoever has to send the first one may still have it."""
         _, stage, microbatch, *_ = action
         store, given = self.stores[rank], self.input_of(stage, microbatch)
-        taken = [(("saved", stage, microbatch, k), self.part(stage, k)) for k in self.parts(stage)]
-        taken.append((("fixed", stage, microbatch), self.size(stage, "fixed")))
-        taken.append((("second output", stage, microbatch), self.size(stage, "sent") - self.size(stage, "kept_sent")))
+        taken = [(("saved", stage, microbatch, k), self.part(stage, microbatch, k)) for k in self.parts(stage)]
+        fixed = self.size(stage, microbatch, "fixed") - self.size(stage, microbatch, "state")
+        taken.append((("fixed", stage, microbatch), fixed))
+        taken.append((("second output", stage, microbatch), self.made(stage, microbatch)))
         if given in store.objects:
-            taken.append((given, max(0, store.objects[given] - self.size(stage, "kept_received"))))
+            taken.append((given, max(0, store.objects[given] - self.size(stage, microbatch, "kept_received"))))
         store.hold(*taken)
 
     def after_second_forward(self, rank: int, action: Action) -> None:
@@ -134,9 +150,9 @@ class Bytes:
         _, stage, microbatch, part, _ = action
         taken = []
         if stage + 1 == len(self.plan.stage_ranks) and part in (0, self.parts(stage)[-1]):
-            taken.append((("gradient", stage, microbatch), self.size(stage, "sent")))
+            taken.append((("gradient", stage, microbatch), self.size(stage, microbatch, "sent")))
         if part in (0, 1) and stage:
-            taken.append((("result", stage, microbatch), self.size(stage, "received")))
+            taken.append((("result", stage, microbatch), self.size(stage, microbatch, "received")))
         self.stores[rank].hold(*taken)
 
     def after_backward_input(self, rank: int, action: Action) -> None:
@@ -147,17 +163,21 @@ class Bytes:
         _, stage, microbatch, *_ = action
         store, output = self.stores[rank], ("output", stage, microbatch)
         store.drop(("gradient", stage, microbatch), ("result", stage + 1, microbatch), *[output] * self.is_near(stage))
-        if action.op.value == "I" and self.plan.sizes is not None and self.plan.sizes.stages[stage].between is not None:
-            store.drop(("fixed", stage, microbatch), *(("saved", stage, microbatch, k) for k in self.parts(stage)))
-            under_way = [(output, self.size(stage, "sent"))] * (output in store.objects)
-            store.hold((("between", stage, microbatch), self.size(stage, "between")), *under_way)
+        if action.op.value == "I" and self.plan.sizes is not None and self.of(stage, microbatch).between is not None:
+            store.drop(
+                ("fixed", stage, microbatch),
+                ("state", stage, microbatch),
+                *(("saved", stage, microbatch, k) for k in self.parts(stage)),
+            )
+            under_way = [(output, self.size(stage, microbatch, "sent"))] * (output in store.objects)
+            store.hold((("between", stage, microbatch), self.size(stage, microbatch, "between")), *under_way)
 
     def after_weight_half(self, rank: int, action: Action) -> None:
         _, stage, microbatch, *_ = action
         parts = self.concerned(action)
         self.stores[rank].drop(*(("saved", stage, microbatch, k) for k in parts))
         if 1 in parts:
-            self.stores[rank].drop(("fixed", stage, microbatch), ("between", stage, microbatch))
+            self.stores[rank].drop(*((name, stage, microbatch) for name in ("fixed", "between", "state")))
 
     def gone(self, rank: int, action: Action) -> None:
         """A message has left, or saved bytes have."""
@@ -168,4 +188,4 @@ class Bytes:
 
     def back(self, rank: int, action: Action) -> None:
         """Memory for saved bytes that return is taken."""
-        self.stores[rank].hold(*((("saved", *action[1:3], k), self.part(action.stage, k)) for k in self.concerned(action)))
+        self.stores[rank].hold(*((("saved", *action[1:3], k), self.part(*action[1:3], k)) for k in self.concerned(action)))

@@ -80,7 +80,7 @@ class _Queue:
 class _Machine:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.p, self.m = len(plan.stage_ranks), plan.num_microbatches
+        self.p, self.m = len(plan.stage_ranks), plan.num_microbatches * plan.slices
         self.tokens: dict[Place, Token] = {}
         self.queues: dict[Place, _Queue] = defaultdict(_Queue)
         self.works: dict[Place, _Message] = {}  # started and not yet waited for
@@ -257,6 +257,8 @@ class _Machine:
         self.check_gathered(action)
         insist(self.plan.has_backward, "missing token: no graph for", action)
         self.in_order("input gradient", action)
+        self.state(rank, action)
+        self.tokens["done backward", stage, microbatch] = ()
         for place in self.saved(rank, action):
             self.use(place, place[1:], action, keep=True)
         if stage + 1 < self.p:
@@ -265,13 +267,22 @@ class _Machine:
             self.use(where, ("gradient", stage + 1, microbatch), action)
         self.bytes.after_backward_input(rank, action)
 
+    def state(self, rank: int, action: Action) -> None:
+        """A slice's backward uses the gradient of its state, which the slice behind it leaves; the last one has none."""
+        _, stage, unit, *_ = action
+        if (unit + 1) % self.plan.slices:
+            self.use((rank, "state gradient", stage, unit), ("state gradient", stage, unit), action)
+        if unit % self.plan.slices:
+            self.tokens[rank, "state gradient", stage, unit - 1] = ("state gradient", stage, unit - 1)
+
     def made_gradient(self, rank: int, action: Action) -> None:
         self.tokens[rank, "result", *action[1:3]] = ("gradient", *action[1:3])
 
     def backward_weight(self, rank: int, action: Action) -> None:
         self.check_gathered(action)
+        halves = self.counts["input gradient", action.stage], self.counts["weight gradient", action.stage]
+        insist(halves[0] > halves[1], "missing token: input half for", action)
         self.in_order("weight gradient", action)
-        insist(self.counts["input gradient", action.stage] > action.microbatch, "missing token: input half for", action)
         self.free(rank, action)
 
     def free(self, rank: int, action: Action) -> None:
@@ -300,7 +311,9 @@ class _Machine:
         self.reduced.add(action.stage)
 
     def in_order(self, what: str, action: Action) -> None:
-        insist(self.counts[what, action.stage] == action.microbatch, "out of order:", action, "is not the next", what)
+        k, done = self.plan.slices, self.counts[what, action.stage]
+        due = done if what == "forward" else k * (done // k) + k - 1 - done % k  # slices go back against the sequence
+        insist(due == action.microbatch, "out of order:", action, "is not the next", what)
         self.counts[what, action.stage] += 1
 
     def use(self, place: Place, expected: Token, action: Action, keep: bool = False) -> None:
@@ -395,7 +408,8 @@ class _Machine:
 
     def evict(self, rank: int, action: Action) -> None:
         _, stage, microbatch, _, peer = action
-        insist(self.counts["input gradient", stage] <= microbatch, "freed under its eviction:", action, "is late")
+        done = ("done backward", stage, microbatch) in self.tokens
+        insist(not done, "freed under its eviction:", action, "is late")
         if peer == HOST:
             insist(self.work(rank, action) not in self.works, "started twice:", action)
             self.works[self.work(rank, action)] = message = _Message(self.saved(rank, action), self.hosted(rank, action))

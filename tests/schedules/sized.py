@@ -32,10 +32,12 @@ def stage_sizes(draw: st.DrawFn, received: int, sent: int, most_parts: int) -> S
     """Those of a stage whose messages are given."""
     parts = tuple(draw(st.lists(FEW, min_size=1, max_size=most_parts)))
     fixed = draw(FEW)
+    state = draw(st.integers(0, fixed))
     kept = [min(draw(FEW), message, sum(parts) + fixed) for message in (received, sent)]
     return StageSizes(
         parts=parts,
         fixed=fixed,
+        state=state,
         received=received,
         sent=sent,
         kept_received=kept[0],

@@ -11,16 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bpipe.errors import PlanError
+from bpipe.passes.balance.balance import by_count
+from bpipe.passes.communicate import computations_only
 from bpipe.plan.action import HOST, POSTS, RECEIVER_OF, SERVED
 from bpipe.plan.issue_order import check_issue_orders, issue_orders
-from bpipe.schedules import Action, Plan, build, names, verify
+from bpipe.schedules import Action, Plan, build, finish, names, verify
 from bpipe.schedules.by_name import forward_plan
 from tests.schedules.sized import sized_plans
 from tests.schedules.strategies import gathering_plans, plans
 
 pytestmark = pytest.mark.usefixtures("little_effort")
 
-ONE_STAGE_A_RANK = ("gpipe", "1f1b", "balanced_1f1b", "zb_h1", "zb_h2")
+ONE_STAGE_A_RANK = ("gpipe", "1f1b", "balanced_1f1b", "zb_h1", "zb_h2", "seq_1f1b", "tera_pipe")
 Orders = list[list[Action]]
 
 
@@ -67,6 +69,13 @@ def test_every_schedule_is_issued(name: str, num_ranks: int) -> None:
     plan = plan_of(name, num_ranks)
     assert_issued(plan)
     assert_issued(forward_plan(plan))
+
+
+@pytest.mark.parametrize("name", ["seq_1f1b", "tera_pipe", "interleaved_1f1b"])
+def test_slices_are_issued(name: str) -> None:
+    plan = build(name, 8 if name == "interleaved_1f1b" else 4, 4, num_ranks=4, slices=3)
+    assert_issued(plan)
+    assert_issued(finish(by_count(computations_only(plan))))
 
 
 @given(plans() | gathering_plans() | sized_plans())

@@ -6,8 +6,10 @@ import re
 from collections import Counter
 from fractions import Fraction
 from itertools import product
-from math import ceil, floor
+from math import ceil, floor, lcm
+from random import Random
 from time import process_time
+from typing import Any
 
 import pytest
 
@@ -25,7 +27,9 @@ from bpipe.schedules import (
     breadth_first,
     build,
     dualpipe_v,
+    gpipe,
     interleaved,
+    one_f_one_b,
     rules,
     simulate,
     v_shape,
@@ -361,11 +365,17 @@ GRIDS = [
     (zbv, "zbv", 4, 4),
     (dualpipe_v, "dualpipe_v", 2, 4),
 ]
+SLICED = [(one_f_one_b, "seq_1f1b"), (gpipe, "tera_pipe")]
 
 
 @pytest.mark.parametrize(("module", "name", "p", "m"), GRIDS, ids=lambda value: value if isinstance(value, str) else "")
 def test_the_grid_in_a_rules_file_is_the_rules(module, name: str, p: int, m: int) -> None:
     assert "\n".join(rows(made(name, p, m))) in module.__doc__
+
+
+@pytest.mark.parametrize(("module", "name"), SLICED, ids=lambda value: value if isinstance(value, str) else "")
+def test_the_grid_of_slices_is_the_rules(module, name: str) -> None:
+    assert "\n".join(rows(build(name, 4, 2, slices=2))) in module.__doc__
 
 
 def test_every_rule_has_a_class_that_runs_it() -> None:
@@ -379,14 +389,14 @@ def test_every_rule_has_a_class_that_runs_it() -> None:
 @pytest.mark.parametrize("name", RULES)
 def test_formulas_for_people_are_those_that_are_computed(name: str) -> None:
     """The texts of the README, read as Python."""
-    rule = RULES[name]
-    for p, m in product((3, 4, 7, 8), (8, 16, 21, 56)):
+    for p, m, k in product((3, 4, 7, 8), (8, 16, 21, 56), (1, 2, 5)):
+        rule = RULES[name] if k == 1 or RULES[name].sliced is None else RULES[name].with_slices(k)
         if m < p or not rule.allows(p, m):
             continue
         v = rule.default_stages_per_rank
-        assert all(rule.peak(p, m, v, x) == read(rule.peak_text, p=p, m=m, v=v, x=x) for x in range(p))
+        assert all(rule.peak(p, m, v, x) == read(rule.peak_text, p=p, m=m, v=v, x=x, k=k) for x in range(p))
         formula = re.split(r" where |, transfers", rule.bubble_text)[0].replace("at most ", "")
-        found, told = rule.bubble(p, m, v, 3.0, 3.0, 3.0), float(read(formula, p=p, v=v, F=3.0, B=6.0, I=3.0, W=3.0))
+        found, told = rule.bubble(p, m, v, 3.0, 3.0, 3.0), float(read(formula, p=p, v=v, k=k, F=3.0, B=6.0, I=3.0, W=3.0))
         assert found <= told if "at most" in rule.bubble_text else found == pytest.approx(told)
 
 
@@ -394,4 +404,48 @@ def read(formula: str, **values: float) -> Fraction | float:
     text = formula.replace(" at most", "")
     text = re.sub(r"(?<=[0-9)])(?=[a-zA-Z(])", "*", text)
     exact = {name: Fraction(value) for name, value in values.items()}
-    return eval(text, {"min": min, "ceil": ceil, "floor": floor, **exact})
+    return eval(text, {"min": min, "lcm": lambda a, b: lcm(int(a), int(b)), "ceil": ceil, "floor": floor, **exact})
+
+
+def period_s(name: str, p: int, seconds: tuple[float, float, float]) -> float:
+    """Seconds from one microbatch to the next: the difference of two steps, long enough for the pace to have settled."""
+    v, m = RULES[name].default_stages_per_rank, 4 * p
+    f, i, w = (each / v for each in seconds)
+    steps = [simulate(made(name, p, n), Costs(forward_s=f, backward_s=i + w, input_s=i)).makespan_s for n in (m, 2 * m)]
+    return (steps[1] - steps[0]) / m
+
+
+@pytest.mark.parametrize(
+    ("name", "p"), thinned(product((*HALVED, "dualpipe_v"), range(1, 8)), lambda name, p: name.startswith("v_") and p < 7)
+)
+def test_periods_are_those_of_long_steps(name: str, p: int) -> None:
+    random = Random(p)
+    for _ in range(6):
+        seconds = (random.uniform(0.5, 2), random.uniform(0.5, 2), random.uniform(0.5, 2))
+        assert period_s(name, p, seconds) == pytest.approx(RULES[name].period(p, *seconds), rel=0.005), seconds
+
+
+@pytest.mark.parametrize(
+    ("name", "p", "fits", "does_not"),
+    [
+        ("v_half", 4, (1.0, 1.04, 1.03), (1.0, 1.08, 0.98)),  # F + I = 2W
+        ("v_half", 5, (1.0, 1.38, 0.8), (1.0, 1.44, 0.8)),  # 2I = W + 2F
+        ("v_min", 4, (1.0, 1.0, 1.0), (1.0, 1.05, 1.0)),  # 2I = F + W
+        ("zbv", 4, (1.0, 1.0, 1.0), None),
+    ],
+)
+def test_long_backwards_for_inputs_slow_v_schedules(name: str, p: int, fits: Any, does_not: Any) -> None:
+    """On both sides of a bound; ZB-V has none."""
+    assert period_s(name, p, fits) == pytest.approx(sum(fits), rel=1e-3)
+    if does_not is not None:
+        assert period_s(name, p, does_not) > 1.005 * sum(does_not)
+    long = (1.0, 1.6, 0.6)  # attention at 40% of a forward: W + 2F < 2I
+    assert (period_s(name, p, long) > 1.05 * sum(long)) == (name != "zbv")
+
+
+@pytest.mark.parametrize(("name", "times"), [("v_half", 1.347), ("v_min", 1.635), ("zbv", 1.068), ("1f1b", 1.219)])
+def test_steps_of_long_contexts(name: str, times: float) -> None:
+    """The step of 32 microbatches on 8 ranks over what a rank computes, with attention at 40% of a forward."""
+    v = RULES[name].default_stages_per_rank
+    step_s = simulate(made(name, 8, 32), Costs(forward_s=1 / v, backward_s=2.2 / v, input_s=1.6 / v)).makespan_s
+    assert round(step_s / (32 * 3.2), 3) == times

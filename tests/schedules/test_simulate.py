@@ -299,6 +299,7 @@ def test_sizes_that_do_not_fit_are_named() -> None:
         (Costs(forward_s=[1.0] * 3), "forward_s has 3 entries"),
         (Costs(forward_s=[[1.0] * 7] * 4), r"forward_s\[0\] has 7 entries"),
         (Costs(saved_bytes=[1] * 5), "saved_bytes has 5 entries"),
+        (Costs(saved_bytes=[[1] * 8] * 4), r"saved_bytes\[0\] has 8 entries: give one number"),
         (Costs(nodes=[0, 1]), "nodes has 2 entries"),
         (Costs(movable_bytes=3, saved_bytes=[3, 3, 2, 3]), "stage 2 would move 3 bytes but saves only 2"),
     ):
@@ -314,7 +315,7 @@ def test_sizes_that_do_not_fit_are_named() -> None:
         {"saved_bytes": [-1]},
         {"saved_bytes": 0.5},
         {"saved_bytes": 2**62},
-        {"saved_bytes": [[1] * 8] * 4},
+        {"saved_bytes": [[[1]] * 8] * 4},
     ):
         with pytest.raises(ConfigurationError, match=next(iter(wrong))):
             Costs(**wrong)

@@ -150,7 +150,7 @@ def run(tmp_path: Path, text: str, checks: str) -> Any:
 MIDDLES = """
     const middles = (kind) => places.panels.flatMap(({ panel, rows }) => rows.flatMap((place) => place.row.strips
       .filter((strip) => strip.kind === kind).flatMap((strip) => strip.boxes.filter((_, i) => i % STRIDE === 0).map((_, index) => {
-        const box = unpack(strip.boxes, index * STRIDE);
+        const box = unpack(place.row, strip.boxes, index * STRIDE);
         return { panel, place, box, px: x((box.begin + box.end) / 2), py: place.top + (strip.top + strip.bottom) / 2 * place.step };
       }))));
 """

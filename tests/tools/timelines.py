@@ -60,9 +60,10 @@ def costs(draw: st.DrawFn) -> Costs:
 @st.composite
 def timelines(draw: st.DrawFn) -> Timeline:
     """Of the schedules there are and of plans that no schedule makes, with parts, pieces and the host among them."""
-    p, m = draw(st.integers(1, 8)), draw(st.integers(1, 16))
-    possible = [rule for rule in rules() if rule.allows(p, m)]
-    built = st.sampled_from(possible).map(lambda rule: build(rule.name, p * rule.default_stages_per_rank, m))
+    p, m, k = draw(st.integers(1, 8)), draw(st.integers(1, 16)), draw(st.integers(1, 3))
+    sliced = [rule if rule.sliced is None else rule.with_slices(k) for rule in rules()]
+    possible = [rule for rule in sliced if rule.allows(p, m)]
+    built = st.sampled_from(possible).map(lambda rule: build(rule.name, p * rule.default_stages_per_rank, m, slices=rule.slices))
     return simulate(
         draw(built | plans(max_stages=4, max_microbatches=6) | sized_plans(max_stages=4, max_microbatches=6)), draw(costs())
     )

@@ -26,6 +26,10 @@ class Footprint(NamedTuple):
     kept_received_bytes: int = 0  # the bytes of the messages that are also own bytes
     kept_sent_bytes: int = 0
     between_bytes: int | None = None  # the bytes kept between backward_input and backward_weight, once known
+    # Of a slice, once its backward has run: the bytes of the first gradients that it gives to states of earlier slices, and of the
+    # gradients that later slices have given to its own state.
+    given_bytes: int = 0
+    collected_bytes: int = 0
 
     def seen_again(self, contents: StashContents, parts: tuple[int, ...]) -> Footprint:
         """Return the same microbatch's footprint, with the bytes that another look found."""
@@ -95,12 +99,17 @@ def spanning(one: Footprint, other: Footprint) -> Footprint:
         kept_received_bytes=min(one.kept_received_bytes, other.kept_received_bytes),
         kept_sent_bytes=min(one.kept_sent_bytes, other.kept_sent_bytes),
         between_bytes=max(between, default=None),
+        given_bytes=max(one.given_bytes, other.given_bytes),
+        collected_bytes=max(one.collected_bytes, other.collected_bytes),
     )
 
 
 def covering(footprints: Iterable[Footprint]) -> StageSizes:
-    """Return sizes that no given microbatch of a stage exceeds; if all are alike, the sizes of one."""
-    return largest_of(footprint.sizes() for footprint in set(footprints))
+    """Return sizes that no given microbatch of a stage exceeds; if all are alike, the sizes of one.
+
+    The gradients of a slice's state count as if they came with its forward.
+    """
+    return largest_of(replace(sizes := one.sizes(), fixed=sizes.fixed + one.collected_bytes) for one in set(footprints))
 
 
 def largest_of(some: Iterable[StageSizes]) -> StageSizes:

@@ -19,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from bpipe.errors import SavedTensorError, StageError, text_of
 from bpipe.memory.saved.attributes import Kept, tensors_kept_in
+from bpipe.memory.saved.joined import in_pieces, joined_again
 from bpipe.memory.saved.originals import APPLY, Original
 from bpipe.memory.saved.storages import Group, Held, Storage, grouped, keys_of, num_tensors, shares_parts, storages_of
 
@@ -172,7 +173,9 @@ class Stash:
         self._num_saved = 0
         self._outputs: set[int] = set()  # first savings of storages that are sent to the next stage
         self._lent: set[int] = set()  # likewise of those that the next stage, on this rank, got without a transfer
-        self._borrowed: dict[int, StorageWeakRef] = {}  # those that this one got so from the previous stage
+        self._borrowed: dict[int, StorageWeakRef] = {}  # those that this one got so from the previous stage, or an earlier slice
+        self._left: dict[int, tuple[StorageWeakRef, int]] = {}  # those that later slices of the sequence get, and their bytes
+        self._is_later_slice = False
         self._away: dict[int, list[weakref.ref[Saved]]] = {}  # by part; 0 stands for all
         self.has_functions = False  # whether custom Functions have saved something
         self.kept: list[Kept] = []  # tensors that no hook has seen
@@ -192,6 +195,8 @@ class Stash:
         if self.pieces is not None:
             self.pieces.reach(self._part(self._num_saved))
         value = tensor if self._users is None else self._users[0](tensor)
+        if self._is_later_slice:
+            value = in_pieces(value)
         order = self._num_saved
         self._num_saved += 1
         if not isinstance(value, torch.Tensor):
@@ -212,6 +217,8 @@ class Stash:
         if self.pieces is not None:
             self.pieces.reach(self._part(saved.order))
         value = saved.value if isinstance(saved, Packed) else self._alias(saved)
+        if self._is_later_slice:
+            value = joined_again(value)
         return value if self._users is None else self._users[1](value)
 
     def _alias(self, saved: Saved) -> torch.Tensor:
@@ -236,8 +243,18 @@ class Stash:
         self._non_activations, self._apart = {**self._non_activations, **dict.fromkeys(apart, reason)}, list(apart.values())
 
     def borrow(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Note tensors that belong to the previous stage, on this rank, as long as it keeps them."""
-        self._borrowed = {storage._cdata: StorageWeakRef(storage) for tensor in tensors for storage in storages_of(tensor)}
+        """Note tensors that belong to the previous stage, on this rank, or to an earlier slice, as long as these keep them."""
+        self._borrowed |= {storage._cdata: StorageWeakRef(storage) for tensor in tensors for storage in storages_of(tensor)}
+
+    def go_on_after(self, past: Iterable[torch.Tensor]) -> None:
+        """Note what earlier slices of the sequence have left: it is theirs, and what it is joined to is saved in pieces."""
+        self._is_later_slice = True
+        self.borrow(past)
+
+    def leave(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note tensors that later slices of the sequence get: they cannot move, and stay until this slice's backward."""
+        found = [storage for tensor in tensors for storage in storages_of(tensor)]
+        self._left = {storage._cdata: (StorageWeakRef(storage), storage.nbytes()) for storage in found}
 
     def lend(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note tensors that the next stage, on this rank, gets: they cannot move, because that stage may save them too."""
@@ -246,6 +263,10 @@ class Stash:
 
     def _is_borrowed(self, key: int) -> bool:
         return key in self._borrowed and not self._borrowed[key].expired()
+
+    def _is_known(self, key: int) -> bool:
+        """Return whether a storage is counted elsewhere, or as what later slices get."""
+        return key in self._non_activations or key in self._left or self._is_borrowed(key)
 
     def contents(self, ours: Iterable[torch.Tensor] = (), leaving: Iterable[torch.Tensor] = ()) -> StashContents:
         """Look at the tensors that are saved now.
@@ -270,7 +291,7 @@ class Stash:
                 continue
             elif any(saved.is_no_alias for saved in group.saved):
                 contents.shared[key] = _held(group, "inside a tensor subclass whose detach() makes no alias")
-            elif group.saved[0].order in self._lent:
+            elif group.saved[0].order in self._lent or key in self._left:
                 contents.fix(group.storage)
             elif others:
                 contents.shared[key] = _held(group, f"owned {others} more time{'s' * (others > 1)} outside the graph")
@@ -282,6 +303,9 @@ class Stash:
                     contents.fix(entry.storage)
                 else:
                     contents.movable.append(entry)
+        for key, (reference, num_bytes) in self._left.items():  # also what this slice's graph has not saved
+            if not (key in self._non_activations or self._is_borrowed(key) or reference.expired()):
+                contents.fixed[key] = num_bytes
         return contents
 
     def _groups(self) -> dict[int, Group[Saved]]:
@@ -300,7 +324,7 @@ class Stash:
         found: dict[int, tuple[Storage, Held]] = {}
         for tensor, reason in [(tensor, one.reason) for one in (*self.kept, *self._packed) if (tensor := one.tensor()) is not None]:
             for storage in storages_of(tensor):
-                if storage.nbytes() and not (storage._cdata in self._non_activations or self._is_borrowed(storage._cdata)):
+                if storage.nbytes() and not self._is_known(storage._cdata):
                     found[storage._cdata] = (storage, Held(tuple(tensor.shape), tensor.dtype, storage.nbytes(), reason))
         return found
 

@@ -23,12 +23,13 @@ from bpipe.simulator.costs import Costs
 __all__ = ["balance", "minimize_peak"]
 
 
-def default_slots(num_stages: int) -> int:
+def default_slots(num_stages: int, slices: int = 1) -> int:
     """Return ceil((p+2)/2), the most that any rank holds when p stages are balanced in pairs (Kim et al., ICML 2023).
 
     Stages x and p-1-x hold (p-x) + (x+1) = p+1 microbatches at their peaks, and one in flight counts at both ends.
+    With k slices per microbatch they hold (k+p-1-x) + (k+x) = 2k+p-1 slices, which makes k + ceil(p/2).
     """
-    return (num_stages + 3) // 2
+    return slices + (num_stages + 1) // 2
 
 
 def balance(
@@ -45,8 +46,8 @@ def balance(
 
     Args:
         plan: any; its computations are kept, whole or in pieces, and its transfers are dropped: `finish` adds new ones.
-        slots: the budget in microbatches, one number or one per rank (None: unlimited).
-        sizes: the bytes of a microbatch, to count bytes instead of slots.
+        slots: the budget in microbatches, or in slices if microbatches have several, one number or one per rank (None: unlimited).
+        sizes: the bytes of a microbatch or slice, to count bytes instead of slots.
         budgets: with `sizes`, the budget in bytes, static bytes included, one number or one per rank.
         to: the ranks that may store evicted activations; default: the pair p-1-x, then any rank with free memory.
         costs: how long computations and transfers take; evictions that computations can hide are chosen first. Each rank
@@ -130,11 +131,11 @@ def _refusal(problem: Problem, given: Budgets, lacking: str, lowest: Solution) -
 def by_count(plan: Plan, to: Destinations | None = None) -> Plan:
     """Balance a plan of computations to at most ceil((p+2)/2) microbatches per rank, or else to as few as the pass reaches.
 
-    The former (Kim et al., ICML 2023) is for plans with one stage per rank that can meet it.
+    The former (Kim et al., ICML 2023; of slices, `default_slots`) is for plans with one stage per rank that can meet it.
     """
     if plan.num_stages == plan.num_ranks:
         with suppress(BudgetError):
-            return balance(plan, slots=default_slots(plan.num_stages), to=to)
+            return balance(plan, slots=default_slots(plan.num_stages, plan.slices), to=to)
     lowest = minimize_peak(plan, Sizes.of([1] * plan.num_stages, num_ranks=plan.num_ranks), to=to)
     slots = (None,) * plan.num_ranks if lowest.budgets is None else lowest.budgets
     return replace(lowest, sizes=None, budgets=None, slots=slots)

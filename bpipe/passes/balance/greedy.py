@@ -24,6 +24,10 @@ from bpipe.plan.action import BACKWARD, Op
 __all__: list[str] = []
 
 
+# For each stage of a rank and each slice of a microbatch that has its own sizes: the size of each part that can move.
+PartSizes = Mapping[tuple[int, int], Sequence[int]]
+
+
 class Eviction(NamedTuple):
     """A part of a microbatch, or all of it, that leaves and comes back, with the steps before which its transfers start and end."""
 
@@ -56,7 +60,7 @@ class Shortage(NamedTuple):
     text: str
 
 
-def are_uneven(sizes: Mapping[int, Sequence[int]]) -> bool:
+def are_uneven(sizes: PartSizes) -> bool:
     """Return whether the parts that can move differ in size."""
     return len({size for parts in sizes.values() for size in parts if size}) > 1
 
@@ -68,7 +72,7 @@ class GreedyEviction:
     rank: RankSteps  # its steps
     times: StepTimes  # the begin times of its steps, and the durations of transfers
     limit: int  # the most that it may occupy
-    sizes: Mapping[int, Sequence[int]]  # for each of its stages, the size of each part of a microbatch that can move
+    sizes: PartSizes  # of its stages
     capacities: Sequence[Capacity]  # the peers that may store them, best first
     most_parts: int  # the most parts of one microbatch that may be away, so that loads come evenly
     size_exponent: float = 1.0  # the exponent of a candidate's size, which counts against it
@@ -85,12 +89,14 @@ class GreedyEviction:
         self._num_away: defaultdict[Which, int] = defaultdict(int)  # parts evicted of each microbatch
         self._full: set[Which] = set()  # microbatches of which no more parts may leave
         self._is_even = not are_uneven(self.sizes)
+        self._num_slices = len({slice_ for _, slice_ in self.sizes})
 
     def run(self) -> Decision | Shortage:
         """Decide all evictions, or return why they cannot keep to the limit."""
         for t, (action, parts) in enumerate(zip(self.rank.steps, self.rank.parts)):
             if action is not None and action[0] is Op.F:
-                self._live.update((part, size) for part, size in zip(parts, self.sizes[action[1]]) if size)
+                sizes = self.sizes[action[1], action[2] % self._num_slices]
+                self._live.update((part, size) for part, size in zip(parts, sizes) if size)
             while self._occupied[t] > self.limit:
                 if not self._evict_before(t):
                     needed = f"{self._occupied[t]} of {self.limit}"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 from typing import Literal, NamedTuple
 
-from bpipe.passes.balance.greedy import Shortage
+from bpipe.passes.balance.greedy import PartSizes, Shortage
 from bpipe.passes.balance.insert_evictions import mirrored
 from bpipe.passes.balance.rank_planner import RankPlanner, RankSolution, SearchBudget
 from bpipe.passes.balance.rank_steps import steps_of
@@ -63,7 +63,7 @@ class Problem:
     ) -> None:
         to.check(plan.num_ranks)
         if sizes is not None:
-            sizes.check(plan.num_stages, plan.num_ranks)
+            sizes.check(plan.num_stages, plan.num_ranks, plan.slices)
         self.plan = replace(without_transfers(plan, keeps_recomputed=keeps_recomputed), sizes=sizes)
         self.to, self.is_timed, self.rule = to, costs is not None, rule
         ranks = steps_of(self.plan)
@@ -78,9 +78,13 @@ class Problem:
             timings[rank].append(uniform(len(steps.steps), largest, hides=costs is None))
             self.ranks.append(RankPlanner(rank, steps, timings[rank], parts, slot if sizes is None else sizes.moved))
 
-    def _parts(self, rank: int) -> dict[int, Sequence[int]]:
-        sizes = self.plan.sizes
-        return {stage: (1,) if sizes is None else sizes.stages[stage].parts for stage in self.plan.stages_of(rank)}
+    def _parts(self, rank: int) -> PartSizes:
+        by_slice = (None,) if self.plan.sizes is None else self.plan.sizes.by_slice
+        return {
+            (stage, slice_): (1,) if stages is None else stages[stage].parts
+            for slice_, stages in enumerate(by_slice)
+            for stage in self.plan.stages_of(rank)
+        }
 
     def checked(self, given: int | Sequence[int | None] | None) -> Budgets:
         """Return one budget per rank."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from bpipe.passes.balance.eager import evict_eagerly
-from bpipe.passes.balance.greedy import Decision, GreedyEviction, Shortage, are_uneven
+from bpipe.passes.balance.greedy import Decision, GreedyEviction, PartSizes, Shortage, are_uneven
 from bpipe.passes.balance.insert_evictions import insert_evictions, mirrored
 from bpipe.passes.balance.rank_steps import RankSteps
 from bpipe.passes.balance.remote_capacity import Capacity
@@ -60,7 +60,7 @@ class RankPlanner:
     rank: int  # its number
     steps: RankSteps  # its steps
     timings: Sequence[StepTimes]  # the times of its steps, the best first
-    sizes: Mapping[int, Sequence[int]]  # for each of its stages, the size of each part of a microbatch that can move
+    sizes: PartSizes  # of its stages
     moved: Amount  # the amount that an eviction moves
 
     def has_choice(self, decision: Decision) -> bool:

@@ -121,7 +121,7 @@ class RankSteps:
 
 def steps_of(plan: Plan) -> list[RankSteps]:
     """Return the steps of every rank of a plan of computations."""
-    begins, moments = clock_by_result([plan.compute(rank) for rank in range(plan.num_ranks)], plan.num_stages)
+    begins, moments = clock_by_result([plan.compute(rank) for rank in range(plan.num_ranks)], plan.num_stages, plan.slices)
     static = (0,) * plan.num_ranks if plan.sizes is None else plan.sizes.static
     with_messages = plan if plan.sizes is None else communicate(plan, (begins, moments))
     arrival = partial(_arrival, plan.stage_ranks, moments)

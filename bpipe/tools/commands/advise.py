@@ -64,6 +64,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--precision", default="bf16", help="precision of activations (default: bf16)")
     run.add_argument("--recomputations", type=several(str), metavar="HOW", help="which to try: none,selective,full (default: all)")
     run.add_argument("--layers-by-stage", type=several(whole), metavar="N", help="of each stage, such as 9,10,10,9 (default: even)")
+    run.add_argument("--slices", type=whole, default=1, metavar="K", help="rank seq_1f1b too, with K slices per microbatch")
     run.add_argument("--microbatch-sizes", type=several(whole), metavar="N", help="to try (default: all that divide the batch)")
     run.add_argument("--efficiency", type=efficiency, metavar="X", help="of one stage: 0.45, or by microbatch size: 1=0.33,2=0.47")
     run.add_argument("--bytes-per-parameter", type=float, metavar="N", help="of weights, gradients and optimizer (default: 18)")
@@ -105,6 +106,7 @@ def run(args: argparse.Namespace) -> Result:
             microbatch_sizes=args.microbatch_sizes,
             **({} if args.recomputations is None else {"recomputations": args.recomputations}),
             layers=args.layers_by_stage,
+            slices=args.slices,
             nodes=nodes_of_pairs(args, args.stages),
             efficiency=args.efficiency,
             bytes_per_parameter=args.bytes_per_parameter,

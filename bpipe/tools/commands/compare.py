@@ -19,7 +19,7 @@ from bpipe.tools.balancing import balance_notes
 from bpipe.tools.draw import SUFFIXES
 from bpipe.tools.output import check_out, write
 from bpipe.tools.quantities import show_seconds
-from bpipe.tools.summary import HOLDS, data_of, holds_of, lacks_static, name_of, share, unknown
+from bpipe.tools.summary import HOLDS, data_of, holds_of, lacks_static, name_of, share, slow_notes, unknown
 from bpipe.tools.terminal import Result, table
 
 if TYPE_CHECKING:
@@ -31,6 +31,8 @@ EXAMPLES = """examples:
   bpipe compare gpipe 1f1b balanced_1f1b -p 8 -m 32 --saved 1.5GiB --forward 20ms --bandwidth 20GB/s
   bpipe compare 1f1b balanced_1f1b -p 4 -m 8 --out both.html
   bpipe compare 1f1b zbv v_half v_min -p 8 -m 32 --per-rank --forward 20ms
+  bpipe compare 1f1b seq_1f1b -p 8 -m 16 --slices 4 --saved 8GiB --forward 200ms --budget lowest
+  bpipe compare 1f1b v_half zbv seq_1f1b -p 8 -m 32 --slices 4 --per-rank --forward 200ms --attention-share 40%
   bpipe compare 1f1b zbv -p 8 -m 32 --per-rank --saved 2GiB --bandwidth 20GB/s --forward 20ms --budget lowest --parts 2
   bpipe compare runs/gpt/trace balanced_1f1b -p 4 -m 8 --measured runs/gpt/trace   measured beside predicted"""
 
@@ -47,9 +49,10 @@ def run(args: argparse.Namespace) -> Result:
     timelines = [timeline_of(schedule, args) for schedule in args.schedule]
     written = write(timelines[0], args.out, other=timelines[1])
     files = [schedule if is_file(schedule) else None for schedule in args.schedule]
-    found = [{**data_of(timeline), "file": file} for timeline, file in zip(timelines, files)]
+    slow = [slow_notes([timeline], args.slices) for timeline in timelines]
+    found = [{**data_of(timeline), "file": file, "notes": notes} for timeline, file, notes in zip(timelines, files, slow)]
     said = [line for timeline in timelines for line in balance_notes(timeline.plan)]
-    said += [*unknown(found), *unlike(timelines, args)]
+    said += [*(line for notes in slow for line in notes), *unknown(found), *unlike(timelines, args)]
     return Result(data=found, shown=lambda: [compared(found), *ranked(found), *said, *written])
 
 

@@ -1,6 +1,7 @@
 """Draw a schedule's grid: one row per rank, one column per forward's time.
 
-F0 is a forward of microbatch 0, B0 b0 its backward, I0 and W0 the halves of one; 4F0 is of stage 4, where a rank has several.
+F0 is a forward of microbatch 0, B0 b0 its backward, I0 and W0 the halves of one; 4F0 is of stage 4, where a rank has several;
+F0/1 is of slice 1 of microbatch 0, where --slices cuts microbatches into several; a column is then a forward of a slice.
 Under a rank that evicts, >1 is where microbatch 1, or parts of it, leaves and <1 where it comes back; ^1 and v1 to and from
 the rank's own host. With --budget it is balanced first.
 """
@@ -28,16 +29,17 @@ __all__: list[str] = []
 EXAMPLES = """examples:
   bpipe show 1f1b --ranks 4 --microbatches 8
   bpipe show interleaved_1f1b -p 4 -m 8 -v 3
+  bpipe show seq_1f1b -p 4 -m 4 --slices 4
   bpipe show balanced_1f1b -p 64 -m 1024 --from 500
   bpipe show 1f1b -p 4 -m 8 --saved 3GiB,2GiB,2GiB,5GiB --budget lowest --parts 4 --inside
   bpipe show plan.txt --json"""
 
 STYLES = {
-    r"\b\d*F\d+": "bold blue",
-    r"\b\d*[Bb]\d+": "green",
-    r"\b\d*[IiWw]\d+": "yellow",
-    r"[>^]\d+": "bold red",
-    r"[<v]\d+": "bold magenta",
+    r"\b\d*F[\d/]+": "bold blue",
+    r"\b\d*[Bb][\d/]+": "green",
+    r"\b\d*[IiWw][\d/]+": "yellow",
+    r"[>^][\d/]+": "bold red",
+    r"[<v][\d/]+": "bold magenta",
 }
 
 
@@ -69,6 +71,7 @@ def _data(plan: Plan) -> dict[str, object]:
         "name": plan.name,
         "num_stages": plan.num_stages,
         "num_microbatches": plan.num_microbatches,
+        "slices": plan.slices,
         "stage_ranks": plan.stage_ranks,
         "slots": plan.slots,
         "peak_slots": plan.peak_slots,
@@ -76,8 +79,8 @@ def _data(plan: Plan) -> dict[str, object]:
         **peak_bytes_of(plan),
         "unbalanced_device_peak_bytes": None if plan.sizes is None else unbalanced_peaks(plan),
         "evicted": [len(plan.evicted(rank)) for rank in range(plan.num_ranks)],
-        "actions": [" ".join(map(str, lane)) for lane in plan.actions],
-        "served": [" ".join(map(str, lane)) for lane in plan.served],
+        "actions": [" ".join(map(plan.show, lane)) for lane in plan.actions],
+        "served": [" ".join(map(plan.show, lane)) for lane in plan.served],
     }
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from bpipe.tools.arguments import add_plan, timeline_of
 from bpipe.tools.balancing import balance_notes
 from bpipe.tools.output import check_out, write
-from bpipe.tools.summary import data_of, shown_of, unknown
+from bpipe.tools.summary import data_of, shown_of, slow_notes, unknown
 from bpipe.tools.terminal import Result
 
 __all__: list[str] = []
@@ -17,6 +17,7 @@ EXAMPLES = """examples:
   bpipe simulate balanced_1f1b -p 4 -m 8
   bpipe simulate balanced_1f1b -p 8 -m 32 --forward 20ms --saved 1.5GiB --output 32MiB --bandwidth 20GB/s
   bpipe simulate 1f1b -p 8 -m 32 --saved 1.5GiB --budget 8GiB --host last --bandwidth 20GB/s --host-bandwidth 10GB/s
+  bpipe simulate v_half -p 8 -m 32 --per-rank --forward 1s --model llama2-70b --sequence 32768
   bpipe simulate 1f1b -p 4 -m 8 --forward 20ms,20ms,20ms,35ms --out predicted.html"""
 
 
@@ -29,5 +30,7 @@ def run(args: argparse.Namespace) -> Result:
     check_out(args.out)
     timeline = timeline_of(args.schedule, args)
     written = write(timeline, args.out)
-    data = data_of(timeline)
-    return Result(data=data, shown=lambda: [*shown_of(timeline, data), *balance_notes(timeline.plan), *unknown([data]), *written])
+    slow = slow_notes([timeline], args.slices)
+    data = {**data_of(timeline), "notes": slow}
+    said = [*balance_notes(timeline.plan), *slow, *unknown([data])]
+    return Result(data=data, shown=lambda: [*shown_of(timeline, data), *said, *written])

@@ -1,0 +1,183 @@
+"""Run one stage alone, as the runtime does: the bench of `profile` and `profile_slices`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map_only
+
+from bpipe.backward.autograd import InputGrads, edges_of, enter, run_backward
+from bpipe.comm.wire.message import dense, flatten_message, unflatten_message
+from bpipe.device import synchronize
+from bpipe.errors import ConfigurationError, StageError
+from bpipe.estimate.checks import check_count
+from bpipe.memory.saved.footprint import Footprint, footprint_of
+from bpipe.memory.saved.stash import Stash
+from bpipe.memory.saved.storages import element_bytes, keys_of, storages_of
+from bpipe.model.microbatch import tensors_in
+
+__all__: list[str] = []
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+def check_measurable(module: Any, example: Any, repeats: Any, caller: str) -> None:
+    """Raise unless a stage can be run alone, without a trace that stays.
+
+    Raises:
+        ConfigurationError: not a module, an example without tensors, parameters that are not there yet, or hooks that would change
+            the parameters during a backward.
+    """
+    if not isinstance(module, torch.nn.Module):
+        raise ConfigurationError(f"{caller} measures an nn.Module, got {type(module).__qualname__}")
+    check_count("repeats", repeats)
+    if not tensors_in(example):
+        raise ConfigurationError("the example has no tensor: give the stage's input, or a tuple of its arguments")
+    for parameter in module.parameters():
+        if is_lazy(parameter) or parameter.device.type == "meta":
+            raise ConfigurationError("parameters are not there yet (lazy, or on the meta device): initialise the module first")
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ConfigurationError(
+                "a parameter has a post-accumulate-grad hook, such as an optimizer's, that a backward would run: take it off first"
+            )
+
+
+def device_of(module: torch.nn.Module, args: tuple[Any, ...]) -> torch.device:
+    """Return the device of a stage, which is that of its first parameter or input."""
+    return next((tensor.device for tensor in (*module.parameters(), *tensors_in(args))), torch.device("cpu"))
+
+
+def seems_first(args: tuple[Any, ...]) -> bool:
+    """Return whether inputs look like a first stage's: none of them has floating point numbers."""
+    return not any(map(is_differentiable, tensors_in(args)))
+
+
+@dataclass
+class Forward:
+    """The rest of a forward, as in the runtime: where gradients enter, and the tensors that were handed on."""
+
+    edges: list[GradientEdge]
+    gradients: list[torch.Tensor]
+    box: InputGrads
+    sent: list[torch.Tensor]  # to the next stage
+    kept: list[torch.Tensor]  # for the user: the last stage's outputs and loss
+
+
+@dataclass
+class Bench:
+    """One stage, run as `bpipe.engine.compute` runs it."""
+
+    module: torch.nn.Module
+    args: tuple[Any, ...]
+    target: Any
+    loss_fn: Loss | None
+    device: torch.device
+    is_first: bool
+    has_backward: bool
+
+    def counted(self, size: int) -> tuple[Footprint, int, int]:
+        """Return the footprint of a microbatch, and the bytes of its output and of its inputs' gradients."""
+        args, target, box = self._inputs(size)
+        non_activations = self._non_activations(args if self.is_first else (), target)
+        stash = Stash(f"a microbatch of {size}", non_activations, self.device) if self.has_backward else None
+        ran = self._forward(args, target, box, non_activations, stash)
+        del args
+        footprint = Footprint(0, 0, 0) if stash is None else footprint_of(stash.contents(ran.kept, ran.sent))
+        output_bytes = sum(map(element_bytes, ran.sent))
+        self._backward(ran)
+        return footprint, output_bytes, sum(element_bytes(gradient) for gradient in ran.box.gradients if gradient is not None)
+
+    def timed(self, size: int) -> tuple[float, float]:
+        """Return the seconds of a forward and of its backward."""
+        args, target, box = self._inputs(size)
+        non_activations = self._non_activations((), None)
+        start = self.now()
+        ran = self._forward(args, target, box, non_activations, None)
+        del args
+        middle = self.now()
+        self._backward(ran)
+        return middle - start, self.now() - middle if self.has_backward else 0.0
+
+    def now(self) -> float:
+        """Return the time when all that was queued on the device has run."""
+        synchronize(self.device)
+        return time.perf_counter()
+
+    def _inputs(self, size: int) -> tuple[tuple[Any, ...], Any, InputGrads]:
+        """Make the arguments in memory of their own and, except on the first stage, as if they had come from another stage."""
+        target = _resized(self.target, size)
+        if self.is_first:
+            return tuple(_resized(self.args, size)), target, InputGrads(0)
+        tree, tensors = flatten_message(_resized(self.args, size), "the example")
+        needed = [self.has_backward and is_differentiable(tensor) for tensor in tensors]
+        entered, box = enter(tensors, needed)
+        del tensors
+        return tuple(unflatten_message(tree, entered)), target, box
+
+    def _non_activations(self, args: Any, target: Any) -> dict[int, str]:
+        """Return the storages that are not activations, by kind; buffers among them stay alive while the module is measured."""
+        kinds: list[tuple[str, Iterable[torch.Tensor]]] = [
+            ("the step's batch", tensors_in([args, target])),
+            ("a buffer", self.module.buffers()),
+            ("a parameter", self.module.parameters()),
+        ]
+        return {storage._cdata: kind for kind, tensors in kinds for tensor in tensors for storage in storages_of(tensor)}
+
+    def _forward(
+        self, args: tuple[Any, ...], target: Any, box: InputGrads, non_activations: dict[int, str], stash: Stash | None
+    ) -> Forward:
+        with torch.set_grad_enabled(self.has_backward), stash.capture() if stash is not None else nullcontext():
+            output = self.module(*args)
+            loss = None if self.loss_fn is None else self.loss_fn(output, target)
+        return self.handed_on(output, loss, box, non_activations)
+
+    def handed_on(self, output: Any, loss: Any, box: InputGrads, non_activations: dict[int, str]) -> Forward:
+        """Return what stays of a forward, given what the module returned, and the loss if there is one."""
+        if loss is not None:
+            return self._lost(output, loss, box)
+        _, tensors = flatten_message(output, type(self.module).__name__)
+        self._check_trainable(tensors)
+        sent = [dense(tensor.clone() if keys_of([tensor]) & non_activations.keys() else tensor) for tensor in tensors]
+        gradients = [torch.ones_like(one) for one, tensor in zip(sent, tensors) if tensor.requires_grad]
+        return Forward(edges_of(tensors), gradients, box, sent, [])
+
+    def _lost(self, output: Any, loss: Any, box: InputGrads) -> Forward:
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise StageError("loss_fn returned something else than one number: return a tensor, such as loss.mean()")
+        self._check_trainable([loss])
+        outputs = tensors_in(tree_map_only(torch.Tensor, torch.Tensor.detach, output))
+        return Forward(edges_of([loss]), [torch.ones_like(loss)], box, [], [*outputs, loss.detach()])
+
+    def _check_trainable(self, tensors: Sequence[torch.Tensor]) -> None:
+        if self.has_backward and not any(tensor.requires_grad for tensor in tensors):
+            raise StageError(
+                f"nothing that {type(self.module).__name__} returned needs a gradient, so it has no backward to measure: keep "
+                "something trainable, say is_first=False if its input needs a gradient, or profile with backward=False"
+            )
+
+    def _backward(self, ran: Forward) -> None:
+        if self.has_backward:
+            run_backward(ran.edges, ran.gradients)
+        ran.edges.clear()
+
+
+def _resized(value: Any, size: int) -> Any:
+    """Copy a pytree, with rows repeated or cut to a size."""
+
+    def rows(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim == 0 or not len(tensor):
+            raise ConfigurationError(f"the example has a tensor of shape {list(tensor.shape)}: dimension 0 must be rows, 1 or more")
+        return tensor.detach()[torch.arange(size, device=tensor.device) % len(tensor)]
+
+    return tree_map_only(torch.Tensor, rows, value)
+
+
+def is_differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

@@ -1,0 +1,133 @@
+"""The measurements of `bpipe.profile_slices`, and a formula for the seconds of any slice that is fitted to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+
+from bpipe.errors import ConfigurationError
+from bpipe.estimate.checks import check_count, check_positive
+
+__all__ = ["SliceMeasurement", "SliceProfile"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceMeasurement:
+    """The measured seconds of one slice on a stage, medians.
+
+    Args:
+        length: its positions.
+        context: the positions of the sequence before it.
+        forward_s: seconds of its forward.
+        backward_s: seconds of its backward, with what it gives to earlier slices.
+
+    Raises:
+        ConfigurationError: a value is not a number, or negative.
+    """
+
+    length: int
+    context: int
+    forward_s: float
+    backward_s: float
+
+    def __post_init__(self) -> None:
+        check_count("length", self.length)
+        check_count("context", self.context, least=0)
+        check_positive("forward_s", self.forward_s)
+        check_positive("backward_s", self.backward_s)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of its forward and backward together."""
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliceProfile:
+    """A stage, measured on slices of several lengths. `str` formats it as a table.
+
+    Args:
+        name: the module's class.
+        device: where it ran.
+        measurements: one for each length and context.
+
+    Raises:
+        ConfigurationError: they are not of two lengths or more.
+
+    Example:
+        >>> taken = {(l, x): 3.0 + 2.0 * l + 0.5 * l * (2 * x + l) for l in (1, 2, 4) for x in (0, 4)}
+        >>> measured = [SliceMeasurement(length=l, context=x, forward_s=s / 3, backward_s=2 * s / 3) for (l, x), s in taken.items()]
+        >>> profile = SliceProfile(name="Stage", device="cpu", measurements=tuple(measured))
+        >>> round(profile.seconds(3, 8), 6), round(profile.error, 6)
+        (37.5, 0.0)
+    """
+
+    name: str
+    device: str
+    measurements: tuple[SliceMeasurement, ...]
+
+    def __post_init__(self) -> None:
+        if not self.measurements or not all(isinstance(one, SliceMeasurement) for one in self.measurements):
+            raise ConfigurationError("measurements: give a tuple of SliceMeasurement")
+        if len({one.length for one in self.measurements}) < 2:
+            raise ConfigurationError("slices of one length do not show what length costs: measure two or more, such as [256, 1024]")
+
+    @cached_property
+    def coefficients(self) -> tuple[float, float, float, float]:
+        """The seconds of a slice for itself, for each of its positions, for each before it, and for attention's products.
+
+        None is negative, and the squares of their relative errors add up to as little as possible.
+        """
+        rows = [[term / one.seconds for term in _terms(one.length, one.context)] for one in self.measurements]
+        known = [place for place, column in enumerate(zip(*rows)) if any(column)]
+        found = [_solved(rows, kept) for size in range(1, 1 + len(known)) for kept in combinations(known, size)]
+        _, best = min(((error, solution) for error, solution in found if min(solution) >= 0), key=lambda one: one[0])
+        return best
+
+    def seconds(self, length: int, context: int) -> float:
+        """Return the seconds of a slice, forward and backward, as `bpipe.partition.slice_lengths` takes them.
+
+        Args:
+            length: its positions.
+            context: the positions before it.
+        """
+        return float(sum(one * term for one, term in zip(self.coefficients, _terms(length, context))))
+
+    @cached_property
+    def error(self) -> float:
+        """The largest relative error of `seconds` at what was measured: 0.05 for 5%."""
+        return max(abs(self.seconds(one.length, one.context) / one.seconds - 1) for one in self.measurements)
+
+    def __str__(self) -> str:
+        head = f"{'length':>8} {'context':>8} {'forward ms':>12} {'backward ms':>12} {'fitted ms':>10} {'us/position':>12}"
+        rows = (
+            f"{one.length:8} {one.context:8} {1e3 * one.forward_s:12.3f} {1e3 * one.backward_s:12.3f} "
+            f"{1e3 * self.seconds(one.length, one.context):10.3f} {1e6 * one.seconds / one.length:12.3f}"
+            for one in self.measurements
+        )
+        fixed, position, before, pair = self.coefficients
+        return "\n".join(
+            [
+                head,
+                *rows,
+                f"seconds(length, context) = {fixed:.3g} + {position:.3g} length + {before:.3g} context + "
+                f"{pair:.3g} length (2 context + length), within {100 * self.error:.0f}% of what was measured",
+            ]
+        )
+
+
+def _terms(length: int, context: int) -> tuple[float, float, float, float]:
+    return 1.0, float(length), float(context), float(length * (2 * context + length))
+
+
+def _solved(rows: Sequence[Sequence[float]], kept: Iterable[int]) -> tuple[float, tuple[float, float, float, float]]:
+    """Return the least squares solution for some of the columns, with ones on the right, and its error; the others are 0."""
+    import numpy as np  # not above: what needs no profile starts sooner
+
+    matrix, columns, solution = np.array(rows), list(kept), np.zeros(4)
+    scales = matrix[:, columns].max(axis=0)
+    solution[columns] = np.linalg.lstsq(matrix[:, columns] / scales, np.ones(len(matrix)), rcond=None)[0] / scales
+    a, b, c, d = map(float, solution)
+    return float(np.square(matrix @ solution - 1).sum()), (a, b, c, d)

@@ -1,0 +1,105 @@
+"""Join the pieces of what earlier slices have left, so that autograd saves the pieces and not what they were joined to.
+
+Slices share their pieces, but each slice would save a joined tensor of its own: k slices together would save keys and values
+(k + 1) / 2 times. So a joined tensor that is saved is replaced by its
+pieces, and joined again when the backward asks for it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from bpipe.errors import SavedTensorError
+
+__all__: list[str] = []
+
+
+class _Join(NamedTuple):
+    """How a tensor was joined, and who it is: the reference keeps its address from being reused."""
+
+    storage: StorageWeakRef
+    pieces: Sequence[torch.Tensor]
+    dim: int
+
+
+class _Joins(threading.local):
+    """The joined tensors of the slice whose forward runs in this thread, by storage; None outside of one."""
+
+    current: dict[int, _Join] | None = None
+
+
+_JOINS = _Joins()
+
+
+def join(pieces: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    """Concatenate tensors of earlier slices and of this one, as `torch.cat` does; where the result is saved, its pieces are.
+
+    Args:
+        pieces: tensors whose other dimensions are equal.
+        dim: along which they are joined.
+    """
+    joined = torch.cat(list(pieces), dim)
+    if torch.compiler.is_compiling():  # what a compiled region saves is its compiler's choice
+        return joined
+    if _JOINS.current is not None and len(pieces) > 1:
+        storage = joined.untyped_storage()
+        _JOINS.current[storage._cdata] = _Join(StorageWeakRef(storage), [piece.detach() for piece in pieces], dim)
+    return joined
+
+
+class Joined:
+    """What is saved in place of a view of a joined tensor: its pieces."""
+
+    def __init__(self, join: _Join, view: torch.Tensor) -> None:
+        self.pieces, self._dim = join.pieces, join.dim
+        self._versions = [piece._version for piece in self.pieces]
+        self._layout = view.size(), view.stride(), view.storage_offset()
+
+    def join(self) -> torch.Tensor:
+        """Join the pieces again.
+
+        Raises:
+            SavedTensorError: a piece was changed in place.
+        """
+        if [piece._version for piece in self.pieces] != self._versions:
+            raise SavedTensorError(
+                "a piece of a joined tensor was modified in place after a slice had saved it for its backward: "
+                "replace the in-place operation, or clone the state before it"
+            )
+        return torch.cat(list(self.pieces), self._dim).as_strided(*self._layout)
+
+
+def in_pieces(tensor: Any) -> Any:
+    """Return what to save for a tensor: its pieces, if it is an unchanged view of a joined one, else itself."""
+    joins = _JOINS.current
+    if not joins or type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+        return tensor
+    found = joins.get(tensor.untyped_storage()._cdata)
+    is_view = found is not None and not found.storage.expired() and not tensor._version and tensor.dtype == found.pieces[0].dtype
+    return Joined(found, tensor) if found is not None and is_view else tensor
+
+
+def joined_again(saved: Any) -> Any:
+    """Return what `in_pieces` got."""
+    return saved.join() if isinstance(saved, Joined) else saved
+
+
+@contextmanager
+def keeping_pieces(*, is_followed: bool) -> Iterator[None]:
+    """Run a slice's forward: what it joins is saved in pieces.
+
+    Args:
+        is_followed: whether a stash asks `in_pieces` about each tensor that is saved; otherwise this sets hooks that do.
+    """
+    before, _JOINS.current = _JOINS.current, {}
+    try:
+        with nullcontext() if is_followed else torch.autograd.graph.saved_tensors_hooks(in_pieces, joined_again):
+            yield
+    finally:
+        _JOINS.current = before

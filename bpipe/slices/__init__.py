@@ -1,0 +1,18 @@
+"""For stages that take a sequence in slices: causal attention to earlier slices, joined tensors, and what is cut how.
+
+A stage that takes slices is called as `module(*args, past=past, **kwargs)`. `past` is a tuple of what it has returned as its state
+for the earlier slices of the same sequence, the first one first, and it returns its output and its own state:
+
+    class Block(nn.Module):
+        def forward(self, x, past=()):
+            q, k, v = self.heads(x)                                     # [batch, heads, positions of this slice, width of a head]
+            x = x + self.out(causal_attention(q, k, v, past))
+            return x + self.mlp(x), (k, v)                              # what later slices of the sequence need
+"""
+
+from bpipe.memory.saved.joined import join
+from bpipe.slices.attention import causal_attention
+from bpipe.slices.hugging_face import sliced_transformer
+from bpipe.slices.positions import UpTo
+
+__all__ = ["UpTo", "causal_attention", "join", "sliced_transformer"]

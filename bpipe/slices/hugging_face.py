@@ -1,0 +1,232 @@
+"""Let stages of Hugging Face Transformers models take sequences in slices, without a change to the model.
+
+These models hand keys and values to a cache (`past_key_values`), and leave attention to a function that they look up by name. Here
+the cache gives the slice's own keys and values to a function that attends to earlier slices too. transformers is imported on the
+first use.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from bpipe.errors import ConfigurationError, StageError
+from bpipe.memory.saved.joined import join
+from bpipe.slices.attention import causal_attention
+
+__all__ = ["sliced_transformer"]
+
+NAME = "bpipe_slices"  # of the attention function
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+MIXING = (nn.Conv1d, nn.RNNBase, nn.RNNCellBase)
+ROPES = {"default", "linear", "llama3", "yarn", "proportional"}  # the others look at the length of the sequence
+UNKNOWN = ("softcap", "s_aux", "head_mask", "position_bias")  # what torch's attention does not do
+OUTSIDE = -1  # of any backward
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class _Running(threading.local):
+    """The keys and values of the slice whose forward runs in this thread; None outside of one."""
+
+    pieces: Any = None
+
+
+_RUNNING = _Running()
+
+
+def sliced_transformer(stage: nn.Module) -> nn.Module:
+    """Return a module that runs a stage of a Transformers model on slices of a sequence.
+
+    It takes and returns what the stage does, with the argument `past` and the state that `bpipe.slices` describes. Positions,
+    rotary embeddings, padding masks and sliding windows are those of the whole sequence; give padding masks with `UpTo(1)`.
+
+    Args:
+        stage: what `split_transformer` returned, or a whole model of one stage. Its attention function is replaced, for good; in a
+            forward without slices that is torch's scaled_dot_product_attention, as Transformers calls it.
+
+    Raises:
+        ConfigurationError: the model has dropout, or no attention function that can be replaced.
+
+    Example:
+        parts = bpipe.split_transformer(LlamaForCausalLM(config), 4)
+        stage = bpipe.PipelineStage(bpipe.slices.sliced_transformer(parts[rank]), rank, 4, device)
+        schedule = bpipe.Seq1F1B(stage, 16, loss_fn=loss, slices=4)
+    """
+    _check(stage)
+    _register()
+    try:
+        stage.set_attn_implementation(NAME)  # type: ignore[operator]
+    except (AttributeError, ValueError) as error:
+        raise ConfigurationError(
+            f"a {type(stage).__name__} cannot take slices: its attention cannot be replaced: {error}"
+        ) from error
+    for module in stage.modules():  # the layers of a part keep the configuration of the whole model
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation_internal"):
+            config._attn_implementation_internal = NAME
+    return SlicedTransformer(stage)
+
+
+def _check(stage: nn.Module) -> None:
+    """Raise if a stage has something whose result for a slice depends on more than the keys and values of earlier ones."""
+    name = type(stage).__name__
+    for path, module in stage.named_modules():
+        kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
+        if isinstance(module, MIXING) or not ATTENTION.issuperset(kinds):
+            raise ConfigurationError(
+                f"{name} cannot take slices: {path or 'it'} has layers besides attention that mix positions, and nobody hands on "
+                "their state"
+            )
+        rope = getattr(module, "rope_type", ())
+        found = {rope} if isinstance(rope, str) else set(rope.values()) if isinstance(rope, dict) else set()
+        if not found <= ROPES:
+            raise ConfigurationError(
+                f"{name} cannot take slices: the rotary embeddings of {path} ({', '.join(sorted(found - ROPES))}) depend on the "
+                "length of what they are given"
+            )
+    if any(getattr(module, "gradient_checkpointing", False) for module in stage.modules()):
+        raise ConfigurationError(
+            f"{name} cannot take slices with gradient checkpointing: use bpipe.Balanced(schedule, by='recompute')"
+        )
+
+
+def _check_positions(kwargs: dict[str, Any], start: int) -> None:
+    """Raise if the positions of a slice are not those of one sequence; where there is a mask, this says which attends to which."""
+    positions = kwargs.get("position_ids")
+    if positions is None or kwargs.get("attention_mask") is not None:
+        return
+    if not bool((positions == torch.arange(start, start + positions.shape[-1], device=positions.device)).all()):
+        raise StageError(
+            f"position_ids of a slice that begins at position {start} do not go on from there, and have no attention_mask: "
+            "slices of packed sequences would attend to other documents. Give each microbatch one sequence"
+        )
+
+
+class SlicedTransformer(nn.Module):
+    """A stage of a Transformers model that takes slices."""
+
+    def __init__(self, stage: nn.Module) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, hidden_states: torch.Tensor, past: tuple[Any, ...] = (), **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        """Run the stage on a slice: word ids [batch, positions] on the first stage, hidden states on the others."""
+        pieces, before = _cache_class()(past), _RUNNING.pieces
+        _check_positions(kwargs, pieces.start)
+        _RUNNING.pieces = pieces
+        try:
+            output = self.stage(hidden_states, past_key_values=pieces, **kwargs)
+        finally:
+            _RUNNING.pieces = before
+        return output, pieces.state(hidden_states.shape[1], type(self.stage).__name__)
+
+
+@cache
+def _cache_class() -> Callable[[tuple[Any, ...]], Any]:
+    from transformers.cache_utils import Cache
+
+    class Pieces(Cache):
+        """The keys and values of earlier slices and of this one, by layer."""
+
+        is_of_slices = True
+
+        def __init__(self, past: tuple[Any, ...]) -> None:
+            super().__init__(layers=[])
+            self.start: int = sum(one["positions"] for one in past)
+            self._past = past
+            self.own: dict[int, Pair] = {}
+            self.attended: set[int] = set()
+
+        @property
+        def is_compileable(self) -> bool:
+            return False
+
+        @property
+        def is_sliding(self) -> list[bool]:
+            return [False]
+
+        def earlier(self, layer: int) -> list[Pair]:
+            return [one["layers"][layer] for one in self._past]
+
+        def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> Pair:
+            self.own[layer_idx] = key_states, value_states
+            return key_states, value_states
+
+        def get_seq_length(self, layer_idx: int = 0) -> int:
+            return self.start
+
+        def get_query_offset(self, layer_idx: int = 0) -> int:
+            return self.start
+
+        def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+            return self.start + query_length, 0
+
+        def state(self, positions: int, name: str) -> dict[str, Any]:
+            """Return what later slices need.
+
+            Raises:
+                StageError: a layer has not attended to the earlier slices.
+            """
+            if not self.own or self.own.keys() != self.attended:
+                raise StageError(
+                    f"{name} cannot take slices: of its layers, {sorted(self.own)} have handed over keys and values, and "
+                    f"{sorted(self.attended)} have attended to those of earlier slices. Its attention does not go through "
+                    "Transformers' attention functions, or it has none"
+                )
+            return {"layers": dict(self.own), "positions": positions}
+
+    return Pieces
+
+
+@cache
+def _register() -> None:
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    def attend(
+        module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+    ) -> Any:
+        pieces = _RUNNING.pieces
+        if pieces is None:
+            if torch._C._current_graph_task_id() != OUTSIDE:
+                raise StageError(
+                    f"{type(module).__name__} runs again in a backward, where it has no earlier slices (activation checkpointing): "
+                    "recompute with bpipe.Balanced(schedule, by='recompute') instead"
+                )
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        unknown = [name for name in UNKNOWN if kwargs.get(name) is not None]
+        if unknown or kwargs.get("dropout"):
+            raise StageError(f"attention over slices has no {unknown[0] if unknown else 'dropout: set attention_dropout to 0'}")
+        layer: Any = module.layer_idx
+        pieces.attended.add(layer)
+        earlier = pieces.earlier(layer)
+        given = kwargs.get("is_causal")
+        if not (getattr(module, "is_causal", True) if given is None else given):
+            raise StageError(f"{type(module).__name__} looks ahead, where a slice has nothing: leave slices out")
+        if attention_mask is None:
+            return causal_attention(query, key, value, earlier, scale=kwargs.get("scaling")).transpose(1, 2).contiguous(), None
+        if earlier:
+            key, value = join([*(k for k, _ in earlier), key], 2), join([*(v for _, v in earlier), value], 2)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+    def mask(**kwargs: Any) -> Any:
+        if _RUNNING.pieces is not None:
+            padding = kwargs.get("attention_mask")
+            if padding is not None and padding.shape[-1] != kwargs["kv_length"]:
+                raise StageError(
+                    f"an attention_mask of {padding.shape[-1]} positions came with a slice that ends at {kwargs['kv_length']}: "
+                    "give kwargs_slice_spec={'attention_mask': bpipe.slices.UpTo(1)}"
+                )
+            if kwargs.get("mask_function") in (None, causal_mask_function) and (padding is None or bool(padding.all())):
+                return None  # `causal_attention` needs none
+            kwargs["allow_is_causal_skip"] = False  # which knows of a slice's first position only
+        return sdpa_mask(**kwargs)
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, mask)

@@ -1,0 +1,164 @@
+"""Cut microbatches into slices of their sequences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+
+from bpipe.errors import ConfigurationError
+from bpipe.model.cutting import is_repeatable, name_of
+from bpipe.model.pytree import inside
+from bpipe.model.specs import DEFAULT, is_repeating, misfit, specs_of
+
+__all__ = ["UpTo"]
+
+SEQUENCE = 1  # the dimension of a sequence's positions, unless a spec names another one
+
+
+class UpTo:
+    """A spec of a value of which a slice gets all up to its own end, because it tells of earlier positions too: a padding mask.
+
+    Args:
+        dim: the dimension of the sequence's positions.
+    """
+
+    def __init__(self, dim: int = SEQUENCE) -> None:
+        self.dim = dim
+
+    def __repr__(self) -> str:
+        return f"UpTo({self.dim})"
+
+
+class SliceCutting:
+    """Cut the values of one microbatch.
+
+    Args:
+        lengths_of: returns the lengths of the slices of a sequence of so many positions.
+    """
+
+    def __init__(self, lengths_of: Callable[[int], Sequence[int]]) -> None:
+        self._lengths_of = lengths_of
+        self._first: tuple[int, str] | None = None  # the number of positions, and the value that shows it
+        self.lengths: Sequence[int] = ()
+        self._cut: list[str] = []
+
+    def has_cut(self, name: str) -> bool:
+        """Return whether something in a value was cut."""
+        return any(path.startswith(name) for path in self._cut)
+
+    def split(self, value: Any, spec: Any, name: str, num_slices: int) -> list[Any]:
+        """Cut everything in a pytree that has one entry for each position of the sequence.
+
+        Args:
+            value: of one microbatch.
+            spec: None, or a pytree like `value` with a `TensorChunkSpec` for each value that is cut along a dimension, an `UpTo`,
+                or None for each value that each slice gets whole. By default, tensors are cut along dimension 1, and those with
+                fewer dimensions are given whole.
+            num_slices: k.
+
+        Returns:
+            k pytrees like `value`; tensors are views, not copies.
+
+        Raises:
+            ConfigurationError: a value does not fit to the sequence, or may be a mask.
+        """
+        return self._split(value, DEFAULT if spec is None else spec, name, num_slices)
+
+    def _split(self, value: Any, spec: Any, path: str, k: int) -> list[Any]:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value, spec, path, k)
+        if spec is not DEFAULT and not isinstance(spec, UpTo) and is_repeating(spec):
+            return [value] * k
+        found = inside(value)
+        if found is None:
+            if spec is DEFAULT and is_repeatable(value):
+                return [value] * k
+            raise ConfigurationError(
+                f"{path} is a {name_of(value)}, which cannot be cut along a sequence: give tensors, or the spec None for a "
+                "value that each slice gets whole"
+            )
+        specs = [DEFAULT] * found.num_own if spec is DEFAULT else specs_of(found, value, spec, path)
+        specs += [DEFAULT] * (len(found.parts) - found.num_own)
+        columns = [self._split(part, specs[i], found.path(i, path), k) for i, part in enumerate(found.parts)]
+        return [found.make([column[i] for column in columns]) for i in range(k)]
+
+    def _tensor(self, tensor: torch.Tensor, spec: Any, path: str, k: int) -> list[torch.Tensor]:
+        if spec is not DEFAULT and not isinstance(spec, UpTo) and is_repeating(spec):
+            return [tensor] * k
+        if tensor.is_nested:
+            raise ConfigurationError(
+                f"{path} is a nested tensor, whose sequences cannot be cut at the same places: pad it, or give the spec None if "
+                "each slice gets it whole"
+            )
+        if spec is DEFAULT and tensor.ndim <= SEQUENCE:
+            return [tensor] * k
+        dim = SEQUENCE if spec is DEFAULT else spec.dim if isinstance(spec, UpTo) else getattr(spec, "split_dim", None)
+        if not isinstance(dim, int):
+            raise misfit(path, tensor, spec)
+        if not -tensor.ndim <= dim < tensor.ndim:
+            raise ConfigurationError(f"{path} has the shape {list(tensor.shape)}, and no dimension {dim} of positions")
+        ends = self._ends(tensor.shape[dim], path, is_default=spec is DEFAULT)
+        is_square = tensor.shape[-2:] == (tensor.shape[dim],) * 2
+        if spec is DEFAULT and is_square and path.startswith("kwargs"):
+            raise ConfigurationError(
+                f"{path} has the shape {list(tensor.shape)}: it may be a mask of queries and keys, which may look ahead. Slices "
+                "attend to themselves and to the slices before them, so leave a causal mask out; or give a spec"
+            )
+        if isinstance(spec, UpTo):
+            return [tensor.narrow(dim, 0, end) for end in ends[1:]]
+        parts = [tensor.narrow(dim, start, end - start) for start, end in pairwise(ends)]
+        # Words and labels are small, and losses usually view them as one row.
+        return parts if tensor.is_floating_point() else [part.contiguous() for part in parts]
+
+    def _ends(self, size: int, path: str, *, is_default: bool) -> list[int]:
+        """Return where slices begin and end in a value of this size, which must be that of the sequence."""
+        self._cut.append(path)
+        if self._first is None:
+            self._first, self.lengths = (size, path), self._lengths_of(size)
+        elif self._first[0] != size:
+            first_size, first = self._first
+            advice = "give a spec: None for a value that each slice gets whole" if is_default else "correct its spec"
+            raise ConfigurationError(
+                f"{path} has {size} positions and {first} has {first_size}: they may not belong together; {advice}"
+            )
+        return [0, *accumulate(self.lengths)]
+
+
+def equal_lengths(size: int, num_slices: int) -> list[int]:
+    """Return lengths of slices that differ by 1 at most, the longer ones first.
+
+    Raises:
+        ConfigurationError: there are fewer positions than slices.
+    """
+    if size < num_slices:
+        raise ConfigurationError(f"a sequence of {size} positions cannot be cut into {num_slices} slices: give fewer slices")
+    each, rest = divmod(size, num_slices)
+    return [each + (i < rest) for i in range(num_slices)]
+
+
+def given_lengths(lengths: Sequence[float], size: int) -> list[int]:
+    """Return the lengths of the slices of a sequence of so many positions.
+
+    Args:
+        lengths: numbers of positions, or shares of the sequence that add up to 1, whose slices end at the nearest position.
+
+    Raises:
+        ConfigurationError: they do not add up to the sequence, or a slice would have no position.
+    """
+    if all(isinstance(length, int) for length in lengths):
+        found = list(lengths)
+    else:
+        ends = [0, *(round(size * share) for share in accumulate(lengths))]
+        found = [end - start for start, end in pairwise(ends)]
+        if not math.isclose(math.fsum(lengths), 1.0, abs_tol=1e-6):
+            raise ConfigurationError(f"slice_lengths={lengths}: shares of a sequence must add up to 1, not {math.fsum(lengths):g}")
+    if sum(found) != size or min(found) < 1:
+        raise ConfigurationError(
+            f"slice_lengths={list(lengths)} makes slices of {found} positions, but the sequence has {size}: each slice needs at "
+            "least one, and together they must have all"
+        )
+    return [int(length) for length in found]

@@ -1,0 +1,133 @@
+"""What the slices of a sequence hand on to later slices on the same stage: forwards take states, and backwards return gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from bpipe.backward.new_gradients import owned
+from bpipe.comm.wire.message import flatten_message, unflatten_message
+from bpipe.device import random_state
+from bpipe.engine.microbatch_state import MicrobatchState, MicrobatchStates, SliceState
+from bpipe.errors import StageError
+from bpipe.memory.saved.joined import keeping_pieces
+from bpipe.model.microbatch import tensors_in
+from bpipe.slices.reentrant import check_checkpoints
+
+__all__: list[str] = []
+
+
+def split_result(result: object, where: str) -> tuple[Any, str, list[torch.Tensor]]:
+    """Return a stage's output, and its state split by `flatten_message`.
+
+    Raises:
+        StageError: the stage has returned something else, or a state that cannot be kept.
+    """
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise StageError(
+            f"{where}: a stage that takes slices returns (output, state), where state is what it wants back in `past` for the "
+            f"later slices of the sequence, or None; this one returned a {type(result).__qualname__}"
+        )
+    output, value = result
+    tree, tensors = flatten_message(value, f"the state of {where}")
+    return output, tree, tensors
+
+
+def past_of(states: Sequence[SliceState], tensors: Sequence[torch.Tensor], find_mesh: Callable[..., Any]) -> tuple[Any, ...]:
+    """Put earlier slices' states together again, with other tensors in place of their own."""
+    values, begin = [], 0
+    for state in states:
+        end = begin + len(state.tensors)
+        values.append(unflatten_message(state.tree, tensors[begin:end], find_mesh))
+        begin = end
+    return tuple(values)
+
+
+class Sequences:
+    """The slices of the sequences of one rank: each forward gets what the earlier slices have left, and leaves its own state.
+
+    Args:
+        microbatches: the states of all slices.
+        slices: into how many slices each sequence is cut.
+        device: the stages'.
+        has_backward: whether graphs are built.
+    """
+
+    def __init__(self, microbatches: MicrobatchStates, slices: int, device: torch.device, *, has_backward: bool) -> None:
+        self._microbatches, self._slices, self._device, self._has_backward = microbatches, slices, device, has_backward
+
+    def before(self, state: MicrobatchState) -> list[SliceState]:
+        """Return what the earlier slices of the same sequence have left, the first one first.
+
+        Raises:
+            StageError: a slice has changed the state of an earlier one in place.
+        """
+        found = [earlier.left for earlier in self._microbatches.before(state, self._slices)]
+        assert None not in found, "slices of a sequence run forward in order, and backward in the opposite order"
+        states = [left for left in found if left is not None]
+        if self._has_backward and any(left.is_changed for left in states):
+            raise StageError(
+                f"{state.name}: the state of an earlier slice was changed in place, so gradients would be wrong. Return a new "
+                "tensor as the state, or clone what is in `past` first"
+            )
+        return states
+
+    @contextmanager
+    def forward(self, name: str, *, is_followed: bool) -> Iterator[None]:
+        """Run a slice's forward: what it joins is saved in pieces, and it draws no random numbers that a backward depends on.
+
+        Raises:
+            StageError: it has drawn some: each slice would draw other numbers than the whole sequence.
+        """
+        before = self._random_state() if self._has_backward else []
+        with keeping_pieces(is_followed=is_followed) if self._has_backward else nullcontext():
+            yield
+        if self._has_backward and not all(map(torch.equal, before, self._random_state())):
+            raise StageError(
+                f"{name} drew random numbers in its forward (dropout?), and slices draw other ones than the whole sequence: set "
+                "dropout to 0, or train without slices"
+            )
+
+    def _random_state(self) -> list[torch.Tensor]:
+        return [state for state in (torch.get_rng_state(), random_state(self._device)) if state is not None]
+
+    def take(self, result: object, state: MicrobatchState) -> tuple[Any, list[torch.Tensor]]:
+        """Return the output in a stage's result, and the tensors of the state that it leaves for later slices.
+
+        Raises:
+            StageError: the stage has returned something else.
+        """
+        output, tree, tensors = split_result(result, state.name)
+        if state.microbatch == 1 and self._has_backward:  # the first one with an earlier slice; the others are alike
+            check_checkpoints(tensors_in(output), tensors, state.name)
+        if state.microbatch % self._slices < self._slices - 1:
+            if state.left is None:  # a second forward leaves nothing new
+                state.left = SliceState.of(tree, tensors, has_backward=self._has_backward)
+            return output, tensors
+        if not self._has_backward:
+            self._microbatches.release(self._microbatches.before(state, self._slices))
+        return output, []
+
+    def hand_back(self, gradients: list[torch.Tensor | None], state: MicrobatchState) -> tuple[int, int]:
+        """Give the earlier slices their part of the gradients of a backward's inputs, and leave the others in the list.
+
+        Returns:
+            The bytes of the gradients that are the first ones for their tensors, and of those that came for this slice's state.
+        """
+        earlier, collected, given_bytes = self.before(state), 0, 0
+        if state.left is not None:
+            collected, state.left = _bytes_of(state.left.gradients), None
+        begin = len(gradients) - sum(len(left.gradients) for left in earlier)
+        given, gradients[begin:] = owned(gradients[begin:]), []
+        for left in earlier:
+            end, before = len(left.gradients), _bytes_of(left.gradients)
+            left.add(given[:end])
+            given, given_bytes = given[end:], given_bytes + _bytes_of(left.gradients) - before
+        return given_bytes, collected
+
+
+def _bytes_of(gradients: Sequence[torch.Tensor | None]) -> int:
+    return sum(gradient.nbytes for gradient in gradients if gradient is not None)

@@ -1,0 +1,235 @@
+"""What cannot be cut into slices, or computes something else in slices, is refused with the way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer
+
+from bpipe import Loopback, PipelineStage, Seq1F1B
+from bpipe.errors import AgreementError, ConfigurationError, SavedTensorError, StageError
+from bpipe.slices import UpTo
+from tests.slices.models import WIDTH, Stage
+
+mse = nn.functional.mse_loss
+
+
+class Changed(nn.Module):
+    """A stage that does something else with a slice."""
+
+    def __init__(self, how: Any = lambda x, past: x) -> None:
+        super().__init__()
+        self.linear, self._how = nn.Linear(WIDTH, WIDTH), how
+
+    def forward(self, x: torch.Tensor, past: tuple[Any, ...] = ()) -> Any:
+        y = self.linear(x)
+        return self._how(y, past)
+
+
+class Normed(Changed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.BatchNorm1d(4))
+
+
+class Grouped(Changed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.GroupNorm(2, 4)
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.seen: list[Any] = []
+        self.lengths: list[int] = []
+
+    def forward(self, x: torch.Tensor, past: tuple[Any, ...] = (), **kwargs: Any) -> Any:
+        self.lengths.append(x.shape[1])
+        self.seen.append({name: tuple(value.shape) for name, value in kwargs.items()})
+        return self.linear(x), None
+
+
+def schedule_of(module: nn.Module, m: int = 1, **options: Any) -> Any:
+    return Seq1F1B(PipelineStage(module, 0, 1, "cpu", Loopback(1).rank(0)), m, loss_fn=mse, **{"slices": 3, **options})
+
+
+def step(module: nn.Module, positions: int = 6, target: torch.Tensor | None = None, kwargs: Any = None, **options: Any) -> None:
+    x = torch.randn(2, positions, WIDTH)
+    schedule_of(module, **options).step(x, target=x if target is None else target, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "module, told",
+    [
+        (nn.Linear(WIDTH, WIDTH), r"stage 0 does not take slices: the forward of its Linear has no argument `past`"),
+        (Grouped(), r"inner is a GroupNorm"),
+        (Normed(), r"inner\.0 is a BatchNorm1d, whose statistics would be those of a slice"),
+    ],
+)
+def test_modules_that_take_no_slices(module: nn.Module, told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        schedule_of(module)
+
+
+@pytest.mark.parametrize(
+    "how, told",
+    [
+        (lambda y, past: y, r"returns \(output, state\).*this one returned a Tensor"),
+        (lambda y, past: (y, object()), r"the state of microbatch 0 of stage 0 returned a builtins\.object"),
+        (lambda y, past: (nn.functional.dropout(y, 0.5), None), r"drew random numbers in its forward \(dropout\?\)"),
+    ],
+)
+def test_forwards_that_do_something_else(how: Any, told: str) -> None:
+    with pytest.raises(StageError, match=told):
+        step(Changed(how))
+
+
+def test_a_state_that_a_later_slice_changes_in_place() -> None:
+    def changed(y: torch.Tensor, past: tuple[Any, ...]) -> Any:
+        for state in past:
+            state.mul_(2)
+        state = y * 1
+        return (y * state).exp(), state
+
+    with pytest.raises((SavedTensorError, RuntimeError, StageError), match=r"modified in place|inplace operation|changed in place"):
+        step(Changed(changed))
+
+
+def test_a_running_sum_in_place() -> None:
+    """The third slice would get the sum, and its gradient would go to the first slice alone."""
+
+    def summed(y: torch.Tensor, past: tuple[Any, ...]) -> Any:
+        total = past[0] if past else torch.zeros(2, 1, WIDTH)
+        total = total.add_(y.sum(1, keepdim=True)) if past else y.sum(1, keepdim=True)
+        return y + total, total
+
+    with pytest.raises(StageError, match="the state of an earlier slice was changed in place, so gradients would be wrong"):
+        step(Changed(summed))
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ({"slice_lengths": [3, 2, 2]}, r"makes slices of \[3, 2, 2\] positions, but the sequence has 6"),
+        ({"slice_lengths": [0.5, 0.4, 0.2]}, r"shares of a sequence must add up to 1, not 1\.1"),
+        ({"slice_lengths": [0.9, 0.05, 0.05]}, r"each slice needs at least one"),
+        ({"slices": 7}, r"a sequence of 6 positions cannot be cut into 7 slices: give fewer slices"),
+        ({"target": torch.randn(2, 5, WIDTH)}, r"the target has 5 positions and args\[0\] has 6"),
+        ({"kwargs": {"mask": torch.ones(6, 6)}}, r"kwargs\['mask'\] .* may be a mask of queries and keys, which may look ahead"),
+        ({"target": torch.randn(2)}, r"the target has no dimension of positions, so no slice can be compared with it"),
+        ({"target_slice_spec": "x"}, r"target_slice_spec contains a str"),
+        ({"kwargs": {"mask": torch.ones(2, 6, 6)}}, r"kwargs\['mask'\] .* may be a mask of queries and keys, which may look ahead"),
+        ({"kwargs": {"mask": torch.ones(2, 1, 6, 6)}}, r"kwargs\['mask'\] has 1 positions"),
+        ({"args_slice_spec": (TensorChunkSpec(5),)}, r"args\[0\] has the shape .* and no dimension 5"),
+        (
+            {"kwargs": {"ids": np.zeros((2, 6))}},
+            r"kwargs\['ids'\] is a numpy\.ndarray, which cannot be cut along a sequence: give tensors",
+        ),
+        (
+            {"kwargs": {"rows": torch.nested.nested_tensor([torch.ones(6, 2)] * 2, layout=torch.jagged)}},
+            r"kwargs\['rows'\] is a nested tensor",
+        ),
+        ({"output_slice_spec": "x"}, r"output_slice_spec contains a str"),
+    ],
+)
+def test_values_that_do_not_fit(options: Any, told: str) -> None:
+    with pytest.raises(ConfigurationError, match=told):
+        step(Masked(), **options)
+
+
+@pytest.mark.parametrize("lengths", [[1.0], [3, 3], [4, 3, -1]])
+def test_lengths_that_are_none(lengths: list[float]) -> None:
+    with pytest.raises(ConfigurationError, match="give 3 positive numbers, one for each slice"):
+        schedule_of(Masked(), slice_lengths=lengths)
+
+
+def test_what_each_slice_gets() -> None:
+    module = Masked()
+    kwargs = {"ids": torch.arange(12).view(2, 6), "padding": torch.ones(2, 6), "scale": torch.ones(2), "table": torch.ones(2, 9)}
+    step(module, kwargs=kwargs, kwargs_slice_spec={"ids": TensorChunkSpec(1), "padding": UpTo(), "scale": None, "table": None})
+    assert module.seen == [{"ids": (2, 2), "padding": (2, end), "scale": (2,), "table": (2, 9)} for end in (2, 4, 6)]
+
+
+def test_what_there_is_no_slice_for() -> None:
+    with pytest.raises(ConfigurationError, match="the stages take no slices, but slice_lengths or a slice spec was given"):
+        schedule_of(nn.Linear(WIDTH, WIDTH), slices=1, slice_lengths=[1.0])
+    with pytest.raises(StageError, match=r"step\(past=\.\.\.\)"):
+        step(Masked(), kwargs={"past": torch.ones(2, 6)})
+
+
+@pytest.mark.parametrize(
+    "how, told",
+    [
+        (
+            lambda y, past: (y.transpose(1, 2), None),
+            r"slices of \[2\] positions .*, not with these in dimension 1.*output_slice_spec",
+        ),
+        (
+            lambda y, past: (y.sum((1, 2)) + 0 * y.sum(), None),
+            r"slice 0 of a step has 2 positions, but the output has the shape \[\[4\]\]",
+        ),
+        (lambda y, past: (y[:, :1], None), "slice 0 of a step has 2 positions, but the output has the shape"),
+    ],
+)
+def test_outputs_without_the_positions_of_their_slice(how: Any, told: str) -> None:
+    """They are refused before any gradient is added."""
+    module = Changed(how)
+    schedule = Seq1F1B(PipelineStage(module, 0, 1, "cpu", Loopback(1).rank(0)), 1, loss_fn=lambda output, _: output.sum(), slices=3)
+    with pytest.raises(StageError, match=told):
+        schedule.step(torch.randn(4, 6, WIDTH), target=torch.randn(4, 6))
+    assert module.linear.weight.grad is None
+
+
+@pytest.mark.parametrize("how", [lambda y: y.transpose(1, 2), lambda y: y.sum(1), lambda y: y.sum((0, 1, 2))])
+def test_outputs_of_evaluations_without_a_target(how: Any) -> None:
+    """The last rank learns from the first one how long slices are."""
+    loopback = Loopback(2)
+    modules = [Changed(lambda y, past: (y, None)), Changed(lambda y, past: (how(y), None))]
+    stages = [PipelineStage(one, i, 2, "cpu", loopback.rank(i)) for i, one in enumerate(modules)]
+    schedules = [Seq1F1B(stage, 1, slices=3) for stage in stages]
+    with pytest.raises(StageError, match=r"positions.*output_slice_spec"):
+        loopback.eval(schedules, torch.randn(2, 6, WIDTH))
+
+
+def test_outputs_with_a_spec() -> None:
+    loopback = Loopback(1)
+    module = Changed(lambda y, past: ({"turned": y.transpose(1, 2), "sum": y.sum((0, 1))}, None))
+    stage = PipelineStage(module, 0, 1, "cpu", loopback.rank(0))
+    spec = {"turned": TensorChunkSpec(2), "sum": _CustomReducer(torch.zeros(WIDTH), torch.add)}
+    schedule = Seq1F1B(
+        stage, 2, slices=3, output_slice_spec=spec, output_merge_spec={"turned": TensorChunkSpec(0), "sum": spec["sum"]}
+    )
+    x = torch.randn(2, 6, WIDTH)
+    found, expected = schedule.eval(x), module.linear(x)
+    torch.testing.assert_close(found["turned"], expected.transpose(1, 2))
+    torch.testing.assert_close(found["sum"], expected.sum((0, 1)))
+
+
+def test_ranks_that_cut_at_different_places() -> None:
+    """Without a loss nothing else would show it."""
+    loopback, x = Loopback(2), torch.randn(2, 6, WIDTH)
+    stages = [PipelineStage(Masked(), i, 2, "cpu", loopback.rank(i)) for i in range(2)]
+    schedules = [Seq1F1B(stage, 1, slices=3, slice_lengths=lengths) for stage, lengths in zip(stages, ([2, 2, 2], [3, 2, 1]))]
+    with pytest.raises(AgreementError, match=r"ranks 0 and 1 cut .* their slices have 2, 2, 2 and 3, 2, 1 positions"):
+        loopback.eval(schedules, x, ids=torch.zeros(2, 6))
+
+
+def test_widths_as_large_as_the_sequence_are_no_masks() -> None:
+    x, module = torch.randn(2, WIDTH, WIDTH), Masked()
+    schedule = schedule_of(module, slice_lengths=[6, 5, 5])
+    assert schedule.step(x, target=x).shape == x.shape
+    assert module.lengths == [6, 5, 5]
+
+
+def test_a_stage_may_stand_in_a_wrapper() -> None:
+    """As in torch.compile's and DistributedDataParallel's."""
+    torch.manual_seed(0)
+    stage, x = Stage("lstm"), torch.randn(2, 6, WIDTH)
+    expected, _ = stage(x)
+    torch.testing.assert_close(schedule_of(nn.parallel.DataParallel(stage)).step(x, target=x), expected)

@@ -1,0 +1,77 @@
+"""The loss of a microbatch is that of its whole sequence, whatever its slices hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from bpipe import Loopback, PipelineStage, Seq1F1B
+from bpipe.slices.slicing import Slicing
+from tests.slices.models import WIDTH, Stage, batch_of
+from tests.slices.test_run import furthest, taken
+
+
+class Head(nn.Module):
+    """A stage, and a head over words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stage, self.head = Stage("attention"), nn.Linear(WIDTH, 7)
+
+    def forward(self, x: torch.Tensor, past: tuple[Any, ...] = ()) -> tuple[torch.Tensor, Any]:
+        x, state = self.stage(x, past)
+        return self.head(x), state
+
+
+def cross_entropy(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), words.flatten())
+
+
+@pytest.mark.parametrize("num_padded", [0, 3, 4, 9])
+def test_words_that_do_not_count(num_padded: int) -> None:
+    """With 9 of 12 positions padded, two slices of four positions have no word that counts."""
+    torch.manual_seed(0)
+    modules = [Stage("attention").double(), Head().double()]
+    x, _ = batch_of(2)
+    words = torch.randint(0, 7, (4, 12))
+    words[:, 12 - num_padded :] = -100
+    words[0, 2] = -100
+    expected_losses = []
+    for part, target in zip(x.chunk(2), words.chunk(2)):
+        loss = cross_entropy(modules[1](modules[0](part)[0])[0], target)
+        expected_losses.append(loss.detach())
+        (loss / 2).backward()
+    expected = taken(modules)
+    loopback, losses = Loopback(2), list[torch.Tensor]()
+    schedules = [
+        Seq1F1B(PipelineStage(one, i, 2, "cpu", loopback.rank(i)), 2, loss_fn=cross_entropy, slices=3)
+        for i, one in enumerate(modules)
+    ]
+    loopback.step(schedules, x, target=words, losses=losses)
+    assert furthest(taken(modules), expected) < 1e-12
+    torch.testing.assert_close(losses, expected_losses, rtol=1e-12, atol=0)
+
+
+def test_sums_are_added() -> None:
+    """With scale_grads=False the loss is the user's own part of a sum."""
+    torch.manual_seed(0)
+    modules, (x, target) = [Stage("lstm").double()], batch_of(2)
+    nn.functional.mse_loss(modules[0](x)[0], target, reduction="sum").backward()
+    expected, losses, loopback = taken(modules), list[torch.Tensor](), Loopback(1)
+    stage = PipelineStage(modules[0], 0, 1, "cpu", loopback.rank(0))
+    schedule = Seq1F1B(stage, 2, loss_fn=nn.MSELoss(reduction="sum"), scale_grads=False, slices=4)
+    loopback.step([schedule], x, target=target, losses=losses)
+    assert furthest(taken(modules), expected) < 1e-12
+    whole = [
+        nn.functional.mse_loss(modules[0](part)[0], of_part, reduction="sum") for part, of_part in zip(x.chunk(2), target.chunk(2))
+    ]
+    torch.testing.assert_close(losses, [loss.detach() for loss in whole], rtol=1e-12, atol=0)
+
+
+def test_lengths_in_positions_and_shares() -> None:
+    assert Slicing(3)._lengths_of(10) == [4, 3, 3]
+    assert Slicing(3, [5, 3, 2])._lengths_of(10) == [5, 3, 2]
+    assert Slicing(4, [0.366, 0.252, 0.205, 0.177])._lengths_of(1000) == [366, 252, 205, 177]
