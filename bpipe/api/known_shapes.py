@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from bpipe.memory.ledger import Key
 from bpipe.memory.recent import Recent
-from bpipe.memory.saved.footprint import Footprint, largest_of, with_margin
-from bpipe.schedules import Plan, Sizes, StageSizes
+from bpipe.memory.saved.footprint import Footprint, covering, largest_of, with_margin
+from bpipe.schedules import Plan, StageSizes
 from bpipe.session.session import REMEMBERED_SHAPES, StepKey
 
 __all__: list[str] = []
@@ -18,7 +18,7 @@ __all__: list[str] = []
 class MeasuredSizes:
     """The results of a step that measured, on this rank: its stages' sizes, its modules' static bytes, and the returned bytes."""
 
-    stages: dict[int, StageSizes]
+    stages: dict[int, tuple[StageSizes, ...]]  # by slice
     held_bytes: int
     returned_bytes: int
 
@@ -31,7 +31,7 @@ class Shapes:
     measured: MeasuredSizes | None = None  # the results of the latest step that measured
     plan: Plan | None = None  # the plan made from them
     states: tuple[int, ...] = ()  # the bytes of each rank's optimizer states when the plan was made
-    seen: dict[int, StageSizes] = field(default_factory=dict)  # the largest microbatch of each stage that exceeded its plan
+    seen: dict[tuple[int, int], StageSizes] = field(default_factory=dict)  # the largest slice of each stage that exceeded its plan
     static_bytes: int = 0  # those of this rank's modules: the most that were planned with, or seen since
     varying: set[int] = field(default_factory=set)  # the stages whose microbatches took different memory in one step
 
@@ -51,25 +51,33 @@ class Shapes:
         self.states, self.plan = states, None
         return was_known
 
-    def stages(self, margin: float) -> dict[int, StageSizes]:
-        """Return sizes that cover the measured step and later ones, with a margin on the saved bytes of stages that vary."""
+    def stages(self, margin: float) -> dict[int, tuple[StageSizes, ...]]:
+        """Return sizes of each slice that cover the measured step and later ones, with a margin for stages that vary."""
         assert self.measured is not None, "a plan is made from measurements"
         covered = {stage: self._covered(stage, sizes) for stage, sizes in self.measured.stages.items()}
-        return {stage: with_margin(sizes, margin) if stage in self.varying else sizes for stage, sizes in covered.items()}
+        return {
+            stage: tuple(with_margin(one, margin) for one in sizes) if stage in self.varying else sizes
+            for stage, sizes in covered.items()
+        }
 
-    def _covered(self, stage: int, sizes: StageSizes) -> StageSizes:
+    def _covered(self, stage: int, slices: tuple[StageSizes, ...]) -> tuple[StageSizes, ...]:
         """Return sizes of a stage that cover later microbatches; unchanged if these took no more, whatever parts they had."""
-        seen = self.seen.get(stage, sizes)
-        return sizes if seen.saved <= sizes.saved else largest_of([sizes, seen])
+        seen = [self.seen.get((stage, number), sizes) for number, sizes in enumerate(slices)]
+        return covering([[one, other] if other.saved > one.saved else [one] for one, other in zip(slices, seen)])
 
-    def outgrown(self, sizes: Sizes, footprints: Mapping[Key, Footprint]) -> Iterable[int]:
-        """Yield stages whose microbatches take more than planned and than any before, and remember their sizes."""
-        for stage in {stage for stage, _ in footprints}:
-            found = largest_of(footprint.sizes() for (of, _), footprint in footprints.items() if of == stage)
-            known = self.seen.get(stage, found)
-            if found.saved > sizes.stages[stage].saved and (known is found or found.saved > known.saved):
-                self.seen[stage] = largest_of([found, known])
-                yield stage
+    def outgrown(self, plan: Plan, footprints: Mapping[Key, Footprint]) -> list[int]:
+        """Return the stages whose microbatches take more than planned and than any before, and remember their sizes."""
+        assert plan.sizes is not None, "a plan in bytes"
+        found: dict[tuple[int, int], list[StageSizes]] = {}
+        for (stage, unit), footprint in footprints.items():
+            found.setdefault((stage, unit % plan.slices), []).append(footprint.sizes())
+        grown = set()
+        for key, some in found.items():
+            largest, known = largest_of(some), self.seen.get(key)
+            if largest.saved > max(plan.sizes.at(*key).saved, known.saved if known else 0):
+                self.seen[key] = largest_of([largest, known or largest])
+                grown.add(key[0])
+        return sorted(grown)
 
 
 class KnownShapes(Recent[StepKey, Shapes]):

@@ -161,9 +161,10 @@ class MeasuredPlans(PlanSource):
         shapes = self._shapes.latest()
         if run.plan is self._profiling_plan or run.plan is self._in_order:
             ledger, returned = run.evictions.ledger, bytes_under(run.compute.returned, run.device)
-            shapes.measured = MeasuredSizes(stages=run.evictions.settled(), held_bytes=ledger.held_bytes, returned_bytes=returned)
+            stages = run.evictions.settled(run.plan.slices)
+            shapes.measured = MeasuredSizes(stages=stages, held_bytes=ledger.held_bytes, returned_bytes=returned)
         elif run.plan.sizes is not None:
-            for stage in shapes.outgrown(run.plan.sizes, run.evictions.measured()):
+            for stage in shapes.outgrown(run.plan, run.evictions.measured()):
                 self.measure_again(f"a microbatch of stage {stage} saves more than planned")
         shapes.varying |= run.evictions.varying()
 
@@ -212,8 +213,10 @@ class MeasuredPlans(PlanSource):
         by_stage = {stage: sizes for report in reports for stage, sizes in report.stages.items()}
         if sorted(by_stage) != list(range(self._base.num_stages)):
             raise CommError(f"the ranks sent the sizes of stages {sorted(by_stage)}, but there are {self._base.num_stages} stages")
-        stages = tuple(by_stage[stage] for stage in range(self._base.num_stages))
-        sizes = Sizes(stages=stages, static=tuple(report.static for report in reports))
+        slices = [by_stage[stage] for stage in range(self._base.num_stages)]
+        if {len(of_stage) for of_stage in slices} != {self._base.slices}:
+            raise CommError(f"the ranks sent sizes of {[*map(len, slices)]} slices, but a microbatch has {self._base.slices}")
+        sizes = Sizes.of_slices(zip(*slices), static=tuple(report.static for report in reports))
         budgets = None if self._is_lowest else [report.budget for report in reports]
         plan = self._agreed_plan(sizes, budgets, [report.states for report in reports], gather)
         self._say(outcome(plan))

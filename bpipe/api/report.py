@@ -17,14 +17,15 @@ class Report(NamedTuple):
     """The report of one rank."""
 
     rank: int  # its number in the plan
-    stages: Mapping[int, StageSizes]  # the bytes of a microbatch, by stage
+    stages: Mapping[int, tuple[StageSizes, ...]]  # the bytes of each slice of a microbatch, by stage
     static: int = 0  # bytes of the rank besides microbatches
     budget: int | None = None  # the bytes that it may use; None for no limit, or for as low as possible
     refusal: str = ""  # why it cannot go on; empty if it can
     states: int = 0  # the bytes of optimizer states among the static bytes
 
     def pack(self) -> bytes:
-        return json.dumps({**self._asdict(), "stages": {stage: asdict(sizes) for stage, sizes in self.stages.items()}}).encode()
+        stages = {stage: [asdict(sizes) for sizes in slices] for stage, slices in self.stages.items()}
+        return json.dumps({**self._asdict(), "stages": stages}).encode()
 
     @classmethod
     def unpack(cls, data: bytes, sender: int) -> Report:
@@ -32,8 +33,8 @@ class Report(NamedTuple):
         try:
             fields = json.loads(data)
             stages = {
-                int(stage): StageSizes(**{**numbers, "parts": tuple(numbers["parts"])})
-                for stage, numbers in fields.pop("stages").items()
+                int(stage): tuple(StageSizes(**{**numbers, "parts": tuple(numbers["parts"])}) for numbers in slices)
+                for stage, slices in fields.pop("stages").items()
             }
             report = cls(stages=stages, **{**fields, "refusal": printable(fields["refusal"])})
             numbers = (report.rank, report.static, report.budget or 0, report.states)

@@ -177,7 +177,7 @@ class Compute:
             if self._sequences is None:
                 output, left = self._stages[action.stage].submod(*inputs.args, **inputs.kwargs), list[torch.Tensor]()
             else:
-                output, left = self._run(state, inputs, is_followed=stash is not None)
+                output, left = self._run(state, inputs, sets_hooks=stash is None)
             if inputs.borrowed:
                 inputs.report_changes()
             input_grads, fixed = inputs.input_grads, inputs.fixed
@@ -210,7 +210,7 @@ class Compute:
         rerun = Rerun(action.stage, microbatch, given, running, self._known(action.stage), self.reruns, device, non_activations)
         state.rerun = rerun, message
         with torch.enable_grad(), rerun.first():
-            output, loss, _ = self._returned(action, state, inputs, is_followed=False)
+            output, loss, _ = self._returned(action, state, inputs, sets_hooks=False)
         rerun.returned(output, loss)
         if stage.is_last:
             self._finish_microbatch(output, loss)
@@ -237,7 +237,7 @@ class Compute:
             if stash is not None:
                 modules = self._parts[action.stage].modules
                 stash.set_apart([buffer for one in modules for buffer in one._buffers.values() if buffer is not None], "a buffer")
-            output, loss, left = self._returned(action, state, inputs, is_followed=stash is not None)
+            output, loss, left = self._returned(action, state, inputs, sets_hooks=stash is None)
         rerun.returned(output, loss)
         input_grads = inputs.input_grads
         del inputs, rerun  # both own the received tensors, and `after_forward` counts owners
@@ -248,20 +248,20 @@ class Compute:
         del output, loss, made, left  # for the same reason
         evictions.after_forward(state, stash, state.graph.edges)
 
-    def _run(self, state: MicrobatchState, inputs: _Inputs, *, is_followed: bool) -> tuple[Any, list[torch.Tensor]]:
+    def _run(self, state: MicrobatchState, inputs: _Inputs, *, sets_hooks: bool) -> tuple[Any, list[torch.Tensor]]:
         """Run a stage's module; return its output, and the tensors that it leaves for later slices."""
         submod, sequences = self._stages[state.stage].submod, self._sequences
         if sequences is None:
             return submod(*inputs.args, **inputs.kwargs), []
-        with sequences.forward(state.name, is_followed=is_followed):
+        with sequences.forward(state.name, sets_hooks=sets_hooks):
             result = submod(*inputs.args, **inputs.kwargs)
         return sequences.take(result, state)
 
     def _returned(
-        self, action: Action, state: MicrobatchState, inputs: _Inputs, *, is_followed: bool
+        self, action: Action, state: MicrobatchState, inputs: _Inputs, *, sets_hooks: bool
     ) -> tuple[Any, torch.Tensor | None, list[torch.Tensor]]:
         """Run a stage for a microbatch whose forward runs twice; return what `_run` does, with the loss on the last stage."""
-        output, left = self._run(state, inputs, is_followed=is_followed)
+        output, left = self._run(state, inputs, sets_hooks=sets_hooks)
         return output, self._loss(output, action.microbatch) if action.stage in self._last else None, left
 
     def _inputs(self, action: Action, state: MicrobatchState, message: Message | None) -> _Inputs:

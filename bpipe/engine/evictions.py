@@ -237,11 +237,13 @@ class Evictions:
         """Return the stages with microbatches of one kind that took different amounts of memory in this step."""
         return {stage for stage, _ in self._varying()}
 
-    def settled(self) -> dict[int, StageSizes]:
-        """Return, for each stage, sizes that cover this step's microbatches as they were before their backward."""
-        kinds = dict.fromkeys(account.kind for account in self.ledger.accounts.values())
-        stages = dict.fromkeys(stage for stage, _ in kinds)
-        return {stage: covering(self._memory.kinds[kind].expected for kind in kinds if kind[0] == stage) for stage in stages}
+    def settled(self, num_slices: int) -> dict[int, tuple[StageSizes, ...]]:
+        """Return, for each stage and slice, sizes that cover this step's microbatches as they were before their backward."""
+        kinds: dict[int, list[dict[Kind, None]]] = {}  # of each stage, by slice
+        for (stage, unit), account in self.ledger.accounts.items():
+            kinds.setdefault(stage, [{} for _ in range(num_slices)])[unit % num_slices][account.kind] = None
+        known = self._memory.kinds
+        return {stage: covering([[known[one].expected.sizes() for one in of] for of in slices]) for stage, slices in kinds.items()}
 
     def measured(self) -> dict[Key, Footprint]:
         """Return the footprints of the microbatches that were measured in this step.

@@ -197,7 +197,7 @@ class _SliceBench:
         received, again = entered[: len(tensors)], entered[len(tensors) :]
         args = case.args if bench.is_first else tuple(unflatten_message(tree, received))
         name = f"a slice of {type(bench.module).__name__}"
-        with case.sequences.forward(name, is_followed=False):
+        with case.sequences.forward(name, sets_hooks=True):
             result = bench.module(*args, past=past_of(earlier, again, _no_mesh))
         output, left = case.sequences.take(result, state)
         loss = None if bench.loss_fn is None else bench.loss_fn(output, case.target)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,14 +18,16 @@ COMPARED = (*SAVED, "received", "sent")
 VARIES = -2
 
 
-def difference(group: dist.ProcessGroup, stages: Mapping[int, StageSizes], varying: Container[int], device: torch.device) -> str:
+def difference(
+    group: dist.ProcessGroup, stages: Mapping[int, Sequence[StageSizes]], varying: Container[int], device: torch.device
+) -> str:
     """Describe how the sizes of ranks with the same stages differ; empty if they are equal. Collective over their group; blocks.
 
-    A stage's saved bytes are not compared if they vary in one of the replicas.
+    A stage's saved bytes are not compared if they vary in one of the replicas. Those of slices are compared together.
     """
     mine = torch.full((MOST_STAGES, 1 + len(COMPARED)), -1, dtype=torch.int64)
-    for row, (stage, sizes) in enumerate(sorted(stages.items())):
-        numbers = [VARIES if stage in varying and name in SAVED else getattr(sizes, name) for name in COMPARED]
+    for row, (stage, slices) in enumerate(sorted(stages.items())):
+        numbers = [VARIES if stage in varying and name in SAVED else sum(getattr(s, name) for s in slices) for name in COMPARED]
         mine[row] = torch.tensor([stage, *numbers])
     carried = mine.to("cpu" if "cpu" in backends_of(group) else device)
     gathered = [torch.empty_like(carried) for _ in range(dist.get_world_size(group))]

@@ -24,7 +24,8 @@ class Amounts(NamedTuple):
 class Meter(NamedTuple):
     """The memory that actions allocate and free: for microbatches that stay or are evicted, and for those that are recomputed.
 
-    The first forward of a recomputed microbatch keeps only its input; that of a slice also its state.
+    The first forward of a recomputed microbatch keeps only its input; that of a slice also its state, until the second forward
+    has made that again.
     """
 
     usual: Amounts
@@ -135,7 +136,8 @@ def _bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...]) -> Meter:
     """Return a meter of bytes for units that all have the same sizes.
 
     For a computation in pieces, the input counts until the last piece of the forward has run, and the output from then on; the
-    gradient of the output counts during the first piece of the backward, that of the input from its last one on.
+    gradient of the output counts during the first piece of the backward, that of the input from its last one on. Gradients of
+    the states of slices come and go with the last piece of a backward.
     """
     messages = [_messages(sizes, stage_ranks, stage) for stage in range(len(stage_ranks))]
 
@@ -153,27 +155,34 @@ def _bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...]) -> Meter:
         Op.RECV_F: amounts(lambda s, part, n: sizes.stages[s].received),
         Op.F: amounts(lambda s, part, n: saved(s, part) + messages[s].made * (part in (0, n)) - messages[s].kept * (part == 0)),
         Op.RECV_B: amounts(lambda s, part, n: sizes.stages[s].sent),
-        Op.B: amounts(lambda s, part, n: messages[s].result * (part in (0, 1)) + messages[s].begun * (part in (0, n))),
-        Op.I: amounts(lambda s, part, n: messages[s].result + messages[s].begun),
+        Op.B: amounts(
+            lambda s, part, n: (sizes.stages[s].given + messages[s].result) * (part in (0, 1))
+            + messages[s].begun * (part in (0, n))
+        ),
+        Op.I: amounts(lambda s, part, n: messages[s].result + sizes.stages[s].given + messages[s].begun),
     }
     gives: dict[Op, Amount] = {
         Op.F: amounts(
             lambda s, part, n: (messages[s].handed + messages[s].ended) * (part in (0, n)) - messages[s].kept * (part == 0)
         ),
         Op.WAIT_SEND_F: amounts(lambda s, part, n: messages[s].made),
-        Op.B: amounts(lambda s, part, n: saved(s, part) + messages[s].used * (part in (0, n))),
-        Op.I: amounts(lambda s, part, n: messages[s].used + sizes.stages[s].saved - sizes.stages[s].late),
+        Op.B: amounts(
+            lambda s, part, n: saved(s, part) + messages[s].used * (part in (0, n)) + sizes.stages[s].collected * (part in (0, 1))
+        ),
+        Op.I: amounts(
+            lambda s, part, n: messages[s].used + sizes.stages[s].collected + sizes.stages[s].saved - sizes.stages[s].late
+        ),
         Op.W: amounts(lambda s, part, n: sizes.stages[s].late),
         Op.WAIT_SEND_B: amounts(lambda s, part, n: messages[s].result),
     }
     takes_again = {
         Op.F: amounts(lambda s, part, n: sizes.stages[s].sent + sizes.stages[s].state),
-        Op.R: amounts(lambda s, part, n: messages[s].made + sizes.stages[s].saved - sizes.stages[s].state - messages[s].kept),
+        Op.R: amounts(lambda s, part, n: messages[s].made + sizes.stages[s].saved - messages[s].kept),
     }
     gives_again = {
         Op.F: amounts(lambda s, part, n: sizes.stages[s].sent * (s + 1 == len(stage_ranks))),
         Op.WAIT_SEND_F: amounts(lambda s, part, n: sizes.stages[s].sent),
-        Op.R: amounts(lambda s, part, n: messages[s].made + messages[s].handed - messages[s].kept),
+        Op.R: amounts(lambda s, part, n: messages[s].made + messages[s].handed - messages[s].kept + sizes.stages[s].state),
     }
     again = Amounts({**takes, **takes_again}, {**gives, **gives_again})
     return Meter(Amounts({**own.takes, **takes}, {**own.gives, **gives}), again)

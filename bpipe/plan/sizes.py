@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -30,6 +30,9 @@ class StageSizes:
         between: its bytes between I and W, including gradients that wait for W; None: all its saved bytes.
         state: of a slice, the bytes of `fixed` that are its state, such as keys and values, which the slices behind it read: they
             run forward after it and backward before it, so that it stays until its own backward, even if the slice is recomputed.
+        given: of a slice, the bytes of the first gradients that its backward gives to states of earlier slices, which stay until
+            the backwards of these; what it adds to gradients that are there already takes nothing more.
+        collected: of a slice, the bytes of the gradients that later slices have given to its state, which its backward frees.
 
     Raises:
         ConfigurationError: a negative number, or one of more than 256 TiB; no part, or more than 1023; a kept size larger
@@ -44,10 +47,12 @@ class StageSizes:
     kept_sent: int = 0
     between: int | None = None
     state: int = 0
+    given: int = 0
+    collected: int = 0
 
     def __post_init__(self) -> None:
         messages = (self.received, self.sent, self.kept_received, self.kept_sent)
-        numbers = (*self.parts, self.fixed, self.state, self.between or 0, *messages)
+        numbers = (*self.parts, self.fixed, self.state, self.given, self.collected, self.between or 0, *messages)
         if not self.parts or not all(isinstance(n, int) and n >= 0 for n in numbers):
             raise ConfigurationError(f"sizes must be whole numbers of at least 0, with at least one part: {self}")
         if max(*numbers, self.saved) > MOST_BYTES or len(self.parts) > MOST_PARTS:
@@ -119,6 +124,12 @@ class Sizes:
         stages = tuple(StageSizes(parts=_cut(size, num_parts)) for size in saved)
         return cls(stages=stages, static=(0,) * (len(stages) if num_ranks is None else num_ranks))
 
+    @classmethod
+    def of_slices(cls, slices: Iterable[tuple[StageSizes, ...]], *, static: tuple[int, ...]) -> Sizes:
+        """Return sizes of slices, given each one's on all stages; if all slices are alike, one stands for them."""
+        first, *later = slices
+        return cls(stages=first, static=static, later_slices=tuple(later) if any(one != first for one in later) else ())
+
     @property
     def by_slice(self) -> tuple[tuple[StageSizes, ...], ...]:
         """The sizes on each stage, of each slice that has its own."""
@@ -137,17 +148,27 @@ class Sizes:
         """Raise unless these sizes fit a plan.
 
         Raises:
-            ConfigurationError: they have different numbers of stages, ranks or slices.
+            ConfigurationError: they have different numbers of stages, ranks or slices, or `wrong_with_slices`.
         """
-        if self.later_slices and len(self.by_slice) != slices:
-            raise ConfigurationError(
-                f"sizes of {len(self.by_slice)} slices for a plan with slices={slices}: give {slices - 1} later_slices, or none"
-            )
+        if wrong := self.wrong_with_slices(slices):
+            raise ConfigurationError(wrong)
         if (len(self.stages), len(self.static)) != (num_stages, num_ranks):
             raise ConfigurationError(
                 f"sizes of {len(self.stages)} stages and {len(self.static)} ranks for a plan of {num_stages} and {num_ranks}: "
                 "give a StageSizes for each stage and the static bytes of each rank"
             )
+
+    def wrong_with_slices(self, slices: int) -> str:
+        """Return why these cannot be the sizes of microbatches of so many slices; empty if they can be."""
+        if self.later_slices and len(self.by_slice) != slices:
+            return f"sizes of {len(self.by_slice)} slices for a plan with slices={slices}: give {slices - 1} later_slices, or none"
+        for stage in range(len(self.stages)):
+            if not gradients_are_collected([sizes[stage] for sizes in self.by_slice]):
+                return (
+                    f"sizes of stage {stage}: each byte that a slice has given to states of earlier slices must be collected by "
+                    "these, which run backward after it"
+                )
+        return ""
 
     def moved(self, action: Action) -> int:
         """Return the bytes that an eviction or a load moves."""
@@ -161,6 +182,17 @@ class Sizes:
         if op is Op.SEND_B or op is Op.RECV_B:
             return self.at(stage + (op is Op.RECV_B), unit).received
         return self.moved(action)
+
+
+def gradients_are_collected(slices: Sequence[StageSizes]) -> bool:
+    """Return whether the slices of a microbatch collect on a stage, in the order of backwards, all that later ones have given."""
+    waiting = 0
+    for sizes in reversed(slices):
+        waiting -= sizes.collected
+        if waiting < 0:
+            return False
+        waiting += sizes.given
+    return not waiting
 
 
 def _cut(size: int, num_parts: int) -> tuple[int, ...]:

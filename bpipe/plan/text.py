@@ -28,6 +28,7 @@ MOST_NAME = 256  # characters
 MOST_DIGITS = 18
 MOST_SHOWN = 60  # of what could not be read, in an error
 NUMBERS = ("fixed", "received", "sent", "kept_received", "kept_sent", "between")  # of a stage, the last one if there is one
+OF_SLICES = ("state", "given", "collected")  # likewise, by name, where they are not 0
 
 
 def wrong_with_name(name: str) -> str:
@@ -115,7 +116,8 @@ def _limit(word: str) -> int | None:
 
 def _numbers(stage: StageSizes) -> str:
     numbers = [getattr(stage, name) for name in NUMBERS]
-    return " ".join(str(number) for number in numbers if number is not None) + f" state={stage.state}" * bool(stage.state)
+    named = [f"{name}={number}" for name in OF_SLICES if (number := getattr(stage, name))]
+    return " ".join([*(str(number) for number in numbers if number is not None), *named])
 
 
 def _read_sizes(lines: list[str], num_stages: int) -> tuple[Sizes | None, tuple[int | None, ...] | None]:
@@ -129,13 +131,7 @@ def _read_sizes(lines: list[str], num_stages: int) -> tuple[Sizes | None, tuple[
         number, stage = divmod(len(stages), num_stages)  # of the next slice and stage
         try:
             if kind == (f"size {stage}/{number}" if is_sliced else f"size {len(stages)}"):
-                parts, *numbers = words.split()
-                has_state = bool(numbers) and numbers[-1].startswith("state=")
-                state = _whole(numbers.pop().removeprefix("state=")) if has_state else 0
-                if len(numbers) not in (len(NUMBERS) - 1, len(NUMBERS)):
-                    raise ValueError(f"{len(numbers)} numbers")
-                named = dict(zip(NUMBERS, map(_whole, numbers)))
-                stages.append(StageSizes(parts=tuple(map(_whole, parts.split(","))), state=state, **named))
+                stages.append(_read_stage(words.split()))
             elif kind == "static" and sizes is None:
                 sizes = Sizes(stages=(), static=tuple(map(_whole, words.split())))
             elif kind == "budgets" and budgets is None:
@@ -155,6 +151,20 @@ def _read_sizes(lines: list[str], num_stages: int) -> tuple[Sizes | None, tuple[
         except ConfigurationError as error:
             raise PlanError(f"not a plan: {error}") from error
     return sizes, budgets
+
+
+def _read_stage(words: list[str]) -> StageSizes:
+    """Read the parts of a stage, its numbers in order, and then those of slices by their names."""
+    parts, *numbers = words
+    named: dict[str, int] = {}
+    while numbers and "=" in numbers[-1]:
+        name, _, number = numbers.pop().partition("=")
+        if name not in OF_SLICES or name in named:
+            raise ValueError(f"{name[:MOST_SHOWN]}= is unknown, or there twice")
+        named[name] = _whole(number)
+    if len(numbers) not in (len(NUMBERS) - 1, len(NUMBERS)):
+        raise ValueError(f"{len(numbers)} numbers")
+    return StageSizes(parts=tuple(map(_whole, parts.split(","))), **dict(zip(NUMBERS, map(_whole, numbers))), **named)
 
 
 def _write(plan: PlanData, action: Action) -> str:

@@ -76,14 +76,14 @@ class Sequences:
         return states
 
     @contextmanager
-    def forward(self, name: str, *, is_followed: bool) -> Iterator[None]:
+    def forward(self, name: str, *, sets_hooks: bool) -> Iterator[None]:
         """Run a slice's forward: what it joins is saved in pieces, and it draws no random numbers that a backward depends on.
 
         Raises:
             StageError: it has drawn some: each slice would draw other numbers than the whole sequence.
         """
         before = self._random_state() if self._has_backward else []
-        with keeping_pieces(is_followed=is_followed) if self._has_backward else nullcontext():
+        with keeping_pieces(sets_hooks=sets_hooks) if self._has_backward else nullcontext():
             yield
         if self._has_backward and not all(map(torch.equal, before, self._random_state())):
             raise StageError(
@@ -104,8 +104,10 @@ class Sequences:
         if state.microbatch == 1 and self._has_backward:  # the first one with an earlier slice; the others are alike
             check_checkpoints(tensors_in(output), tensors, state.name)
         if state.microbatch % self._slices < self._slices - 1:
-            if state.left is None:  # a second forward leaves nothing new
-                state.left = SliceState.of(tree, tensors, has_backward=self._has_backward)
+            left = SliceState.of(tree, tensors, has_backward=self._has_backward)
+            if state.left is not None:  # a second forward makes the same again, which its graph may have saved
+                left.gradients = state.left.gradients
+            state.left = left
             return output, tensors
         if not self._has_backward:
             self._microbatches.release(self._microbatches.before(state, self._slices))

@@ -32,11 +32,11 @@ def sizes_of(plan: Plan, costs: Costs, num_parts: int) -> Sizes:
 
     A stage receives as much as it sends back. What the last stage returns is not known here.
     """
-    first, *later = (_sizes_of_slice(plan, costs, num_parts, slice_) for slice_ in range(plan.slices))
     static = [0] * plan.num_ranks
     for stage, rank in enumerate(plan.stage_ranks):
         static[rank] += costs.static(stage)
-    return Sizes(stages=first, static=tuple(static), later_slices=tuple(later) if any(one != first for one in later) else ())
+    slices = (_sizes_of_slice(plan, costs, num_parts, slice_) for slice_ in range(plan.slices))
+    return Sizes.of_slices(slices, static=tuple(static))
 
 
 def _sizes_of_slice(plan: Plan, costs: Costs, num_parts: int, slice_: int) -> tuple[StageSizes, ...]:

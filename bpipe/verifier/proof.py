@@ -124,8 +124,8 @@ def _shape(plan: Plan) -> Iterator[str]:
         yield f"{plan.num_ranks} compute lanes, {len(plan.served)} served, {len(plan.slots)} budgets"
     if plan.sizes is not None and (len(plan.sizes.stages), len(plan.sizes.static)) != (p, plan.num_ranks):
         yield f"sizes of {len(plan.sizes.stages)} stages and {len(plan.sizes.static)} ranks, for {p} and {plan.num_ranks}"
-    if plan.sizes is not None and plan.sizes.later_slices and len(plan.sizes.by_slice) != plan.slices:
-        yield f"sizes of {len(plan.sizes.by_slice)} slices, for {plan.slices}"
+    elif plan.sizes is not None and (wrong := plan.sizes.wrong_with_slices(plan.slices)):
+        yield wrong
     if plan.budgets is not None and (plan.sizes is None or len(plan.budgets) != plan.num_ranks):
         yield f"{len(plan.budgets)} budgets in bytes need sizes, and one for each of {plan.num_ranks} ranks"
     for stage, rank in enumerate(plan.stage_ranks):

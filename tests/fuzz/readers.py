@@ -286,7 +286,7 @@ def _run(arguments: list[str]) -> None:
     shown.encode()
 
 
-SIZED = Report(1, {1: StageSizes(parts=(3, 4), fixed=1, received=2, sent=2)}, static=5, budget=100, refusal="", states=1)
+SIZED = Report(1, {1: (StageSizes(parts=(3, 4), fixed=1, received=2, sent=2),)}, static=5, budget=100, refusal="", states=1)
 TEXTS = [plan.to_text().encode() for plan in PLANS]
 CSV = [build("1f1b", 4, 4).to_csv().encode(), build("zbv", 4, 4).to_csv().encode()]
 TRACES = [_trace([simulate(PLANS[0], Costs(saved_bytes=9))]), _trace([_measured(PLANS[2])] * 2)]
@@ -298,7 +298,7 @@ READERS: dict[str, Reader] = {
     "trace": Reader(TRACES, read_trace),
     "folder": Reader([OF_RANK_0], read_folder),
     "profile": Reader(PROFILES, read_profile),
-    "report": Reader([SIZED.pack()], lambda data: Sizes(stages=tuple(Report.unpack(data, 1).stages.values()), static=(0,))),
+    "report": Reader([SIZED.pack()], lambda data: Sizes.of_slices(zip(*Report.unpack(data, 1).stages.values()), static=(0,))),
     "record": Reader([encode(record) for record in RECORDS], read_record),
     "header": Reader([HEADER, EVICTION, NOTE], read_header),
     "frames": Reader([Frame(Kind.CALL, 3, b"body").pack() + Frame(Kind.ASK, 4).pack()], read_frames),

@@ -15,7 +15,7 @@ from bpipe.memory.peaks import Peaks
 from bpipe.memory.saved.footprint import Footprint, covering, footprint_of
 from bpipe.memory.saved.stash import Movable, StashContents
 from bpipe.memory.saved.storages import Held
-from bpipe.schedules import Action, Op, Plan, Sizes, build
+from bpipe.schedules import Action, Op, Plan, Sizes, StageSizes, build
 from tests.schedules.strategies import plans
 
 Key = tuple[int, int]
@@ -49,6 +49,12 @@ def follow(ledger: Ledger, actions: tuple[Action, ...], footprints: Footprints) 
         elif action.op is Op.LOAD:
             ledger.loading(action, footprints[key].movable_bytes)
         yield action
+
+
+def covered(footprints: list[Footprint]) -> StageSizes:
+    """The sizes that cover microbatches that are not cut into slices."""
+    (sizes,) = covering([[one.sizes() for one in footprints]])
+    return sizes
 
 
 def recount(actions: tuple[Action, ...], footprints: Footprints) -> tuple[int, int]:
@@ -170,16 +176,16 @@ def test_nothing_to_predict() -> None:
 
 def test_one_kind_is_covered_exactly() -> None:
     footprint = Footprint(10, 7, 0, parts=(3, 4), **MESSAGES)
-    assert covering([footprint, footprint]) == footprint.sizes()
+    assert covered([footprint, footprint]) == footprint.sizes()
 
 
 def test_what_covers_has_as_many_parts_as_any() -> None:
-    assert covering([Footprint(3, 3, 0, parts=(1, 2)), Footprint(4, 4, 0, parts=(4,))]).parts == (4, 2)
+    assert covered([Footprint(3, 3, 0, parts=(1, 2)), Footprint(4, 4, 0, parts=(4,))]).parts == (4, 2)
 
 
 @given(st.lists(FOOTPRINTS_WITH_MESSAGES, min_size=1, max_size=4))
 def test_what_covers_has_room_for_each_at_every_action(footprints: list[Footprint]) -> None:
-    sizes = Sizes(stages=(covering(footprints),) * 4, static=(0,) * 2)
+    sizes = Sizes(stages=(covered(footprints),) * 4, static=(0,) * 2)
     for name, num_stages in (("1f1b", 2), ("zb_h1", 2), ("zbv", 4)):
         plan = replace(build(name, num_stages, 4, num_ranks=2), sizes=replace(sizes, stages=sizes.stages[:num_stages]))
         for rank in range(2):
@@ -190,3 +196,12 @@ def test_what_covers_has_room_for_each_at_every_action(footprints: list[Footprin
 def test_what_is_kept_of_a_message_is_no_more_than_what_is_saved() -> None:
     sizes = Footprint(3, 3, 0, received_bytes=8, sent_bytes=8, kept_received_bytes=8, kept_sent_bytes=4).sizes()
     assert (sizes.kept_received, sizes.kept_sent) == (3, 3)
+
+
+def test_slices_are_covered_one_by_one() -> None:
+    first = StageSizes(parts=(8,), fixed=3, state=2, collected=4)
+    last = StageSizes(parts=(5, 1), fixed=1, given=4)
+    assert covering([[first, first], [last]]) == (replace(first, parts=(8, 0)), last)
+    other = replace(first, parts=(9,), collected=6)  # what it collects, nobody has given
+    assert covering([[first, other], [last]]) == (replace(first, parts=(9, 0), fixed=9, collected=0), replace(last, given=0))
+    assert covering([[other], [last]]) == (replace(other, parts=(9, 0), fixed=9, collected=0), replace(last, given=0))

@@ -128,19 +128,18 @@ class Bytes:
             self.stores[rank].drop(("output", *action[1:3]))
 
     def before_second_forward(self, rank: int, action: Action) -> None:
-        """The output is made once more, and whoever has to send the first one may still have it."""
+        """The output is made once more, and whoever has to send the first one may still have it. So is a slice's state."""
         _, stage, microbatch, *_ = action
         store, given = self.stores[rank], self.input_of(stage, microbatch)
         taken = [(("saved", stage, microbatch, k), self.part(stage, microbatch, k)) for k in self.parts(stage)]
-        fixed = self.size(stage, microbatch, "fixed") - self.size(stage, microbatch, "state")
-        taken.append((("fixed", stage, microbatch), fixed))
+        taken.append((("fixed", stage, microbatch), self.size(stage, microbatch, "fixed")))
         taken.append((("second output", stage, microbatch), self.made(stage, microbatch)))
         if given in store.objects:
             taken.append((given, max(0, store.objects[given] - self.size(stage, microbatch, "kept_received"))))
         store.hold(*taken)
 
     def after_second_forward(self, rank: int, action: Action) -> None:
-        self.stores[rank].drop(self.input_of(*action[1:3]), ("second output", *action[1:3]))
+        self.stores[rank].drop(self.input_of(*action[1:3]), ("second output", *action[1:3]), ("state", *action[1:3]))
 
     def input_of(self, stage: int, microbatch: int) -> tuple[object, ...]:
         return ("output", stage - 1, microbatch) if stage and self.is_near(stage - 1) else ("input", stage, microbatch)
@@ -153,7 +152,22 @@ class Bytes:
             taken.append((("gradient", stage, microbatch), self.size(stage, microbatch, "sent")))
         if part in (0, 1) and stage:
             taken.append((("result", stage, microbatch), self.size(stage, microbatch, "received")))
+        if part in (0, 1):
+            given = self.gradients_of_states(stage, microbatch)
+            taken.append((given, self.stores[rank].objects.get(given, 0) + self.size(stage, microbatch, "given")))
         self.stores[rank].hold(*taken)
+
+    def gradients_of_states(self, stage: int, unit: int) -> tuple[object, ...]:
+        """What the slices of a microbatch have given to states of earlier ones, and these have not collected."""
+        return ("gradients of states", stage, unit // self.plan.slices)
+
+    def after_backward(self, rank: int, action: Action) -> None:
+        """A slice has used the gradients of its state up."""
+        objects, given = self.stores[rank].objects, self.gradients_of_states(*action[1:3])
+        objects[given] -= self.size(*action[1:3], "collected")
+        assert objects[given] >= 0, f"{action} collects more than was given"
+        if not objects[given]:
+            del objects[given]
 
     def after_backward_input(self, rank: int, action: Action) -> None:
         """The gradient of the output is used up; so is the output, where it was kept for no other rank.

@@ -277,6 +277,7 @@ class _Machine:
 
     def made_gradient(self, rank: int, action: Action) -> None:
         self.tokens[rank, "result", *action[1:3]] = ("gradient", *action[1:3])
+        self.bytes.after_backward(rank, action)
 
     def backward_weight(self, rank: int, action: Action) -> None:
         self.check_gathered(action)

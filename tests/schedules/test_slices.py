@@ -264,9 +264,11 @@ def test_a_text_with_other_slices_is_refused(line: str) -> None:
 
 
 def uneven(p: int, k: int, parts: int = 1, *, grows: bool = False) -> Sizes:
-    """Sizes in which each slice is smaller than the one before, or larger."""
-    each = [StageSizes(parts=(10 * n,) * parts, fixed=n, received=1 + n, sent=1 + n) for n in range(1, k + 1)]
-    by_slice = [(one,) * p for one in (each if grows else reversed(each))]
+    """Sizes in which each slice is smaller than the one before, or larger; the last one gives gradients to all other states."""
+    lengths = sorted(range(1, k + 1), reverse=not grows)
+    each = [StageSizes(parts=(10 * n,) * parts, fixed=n, received=1 + n, sent=1 + n, state=n, collected=5 * n) for n in lengths]
+    each[-1] = replace(each[-1], state=0, given=5 * sum(lengths[:-1]), collected=0)
+    by_slice = [(one,) * p for one in each]
     return Sizes(stages=by_slice[0], static=(7,) * p, later_slices=tuple(by_slice[1:]))
 
 
@@ -296,6 +298,24 @@ def test_a_recomputed_slice_keeps_its_state(state: int) -> None:
     assert (plan.device_peak_bytes[0] > without.device_peak_bytes[0]) is (state > 0)
 
 
+@pytest.mark.parametrize("change", [{"given": 1}, {"collected": 4}, {"collected": 6}, {"given": 5, "collected": 10}])
+def test_gradients_of_states_are_collected_after_they_are_given(change: dict[str, int]) -> None:
+    plan, sizes = build("seq_1f1b", 2, 2, slices=2), uneven(2, 2, grows=True)
+    finish(replace(computations_only(plan), sizes=sizes))
+    wrong = replace(sizes, stages=(sizes.stages[0], replace(sizes.stages[1], **change)))
+    with pytest.raises(PlanError, match="sizes of stage 1: each byte that a slice has given"):
+        finish(replace(computations_only(plan), sizes=wrong))
+    with pytest.raises(ConfigurationError, match="sizes of stage 1: each byte that a slice has given"):
+        minimize_peak(plan, wrong)
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_recomputed_slices_of_different_sizes(grows: bool) -> None:
+    plan = finish(recompute(computations_only(build("seq_1f1b", 4, 6, slices=3)), sizes=uneven(4, 3, grows=grows)))
+    assert plan.recomputed(0) and occupied_bytes(plan) == plan.device_peak_bytes
+    assert Plan.from_text(plan.to_text()) == plan
+
+
 def test_a_state_is_among_the_fixed_bytes() -> None:
     with pytest.raises(ConfigurationError, match="a slice's state is among its fixed bytes"):
         StageSizes(parts=(1,), fixed=1, state=2)
@@ -305,7 +325,7 @@ def test_sizes_of_another_number_of_slices_are_refused() -> None:
     plan = build("seq_1f1b", 2, 2, slices=2)
     with pytest.raises(ConfigurationError, match="sizes of 3 slices for a plan with slices=2"):
         balance(plan, sizes=uneven(2, 3), budgets=100)
-    with pytest.raises(PlanError, match="sizes of 3 slices, for 2"):
+    with pytest.raises(PlanError, match="sizes of 3 slices for a plan with slices=2"):
         verify(replace(plan, sizes=uneven(2, 3)))
     with pytest.raises(ConfigurationError, match="later_slices: give each slice 2 stages"):
         replace(uneven(2, 2), later_slices=(uneven(2, 2, 3).stages,))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from math import ceil
 from typing import NamedTuple
 
 from bpipe.memory.saved.stash import StashContents
-from bpipe.plan.sizes import StageSizes
+from bpipe.plan.sizes import StageSizes, gradients_are_collected
 
 __all__: list[str] = []
 
@@ -30,6 +30,7 @@ class Footprint(NamedTuple):
     # gradients that later slices have given to its own state.
     given_bytes: int = 0
     collected_bytes: int = 0
+    state_bytes: int = 0  # the own bytes that later slices read
 
     def seen_again(self, contents: StashContents, parts: tuple[int, ...]) -> Footprint:
         """Return the same microbatch's footprint, with the bytes that another look found."""
@@ -73,13 +74,16 @@ class Footprint(NamedTuple):
             kept_received=min(self.kept_received_bytes, self.own_bytes),
             kept_sent=min(self.kept_sent_bytes, self.own_bytes),
             between=self.between_bytes,
+            state=min(self.state_bytes, self.own_bytes - self.movable_bytes),
+            given=self.given_bytes,
+            collected=self.collected_bytes,
         )
 
 
 def footprint_of(contents: StashContents) -> Footprint:
     """Return the bytes found in a look at a microbatch, as a footprint."""
     shared = sum(held.num_bytes for held in contents.shared.values())
-    return Footprint(contents.own_bytes, contents.movable_bytes, shared)
+    return Footprint(contents.own_bytes, contents.movable_bytes, shared, state_bytes=contents.state_bytes)
 
 
 def spanning(one: Footprint, other: Footprint) -> Footprint:
@@ -101,15 +105,22 @@ def spanning(one: Footprint, other: Footprint) -> Footprint:
         between_bytes=max(between, default=None),
         given_bytes=max(one.given_bytes, other.given_bytes),
         collected_bytes=max(one.collected_bytes, other.collected_bytes),
+        state_bytes=max(one.state_bytes, other.state_bytes),
     )
 
 
-def covering(footprints: Iterable[Footprint]) -> StageSizes:
-    """Return sizes that no given microbatch of a stage exceeds; if all are alike, the sizes of one.
+def covering(slices: Sequence[Iterable[StageSizes]]) -> tuple[StageSizes, ...]:
+    """Return sizes for each slice of a microbatch on a stage that none of those given for it exceed, all with as many parts.
 
-    The gradients of a slice's state count as if they came with its forward.
+    If they do not say the same of the gradients of states, these count as if they came with the forward whose state it is.
     """
-    return largest_of(replace(sizes := one.sizes(), fixed=sizes.fixed + one.collected_bytes) for one in set(footprints))
+    given = [list(dict.fromkeys(sizes)) for sizes in slices]
+    are_alike = all(len({(one.given, one.collected) for one in sizes}) == 1 for sizes in given)
+    if not are_alike or not gradients_are_collected([sizes[0] for sizes in given]):
+        given = [[replace(one, fixed=one.fixed + one.collected, given=0, collected=0) for one in sizes] for sizes in given]
+    found = [largest_of(sizes) for sizes in given]
+    most = max(len(sizes.parts) for sizes in found)
+    return tuple(replace(sizes, parts=(*sizes.parts, *[0] * (most - len(sizes.parts)))) for sizes in found)
 
 
 def largest_of(some: Iterable[StageSizes]) -> StageSizes:
@@ -124,6 +135,9 @@ def largest_of(some: Iterable[StageSizes]) -> StageSizes:
         kept_received=min(one.kept_received for one in sizes),
         kept_sent=min(one.kept_sent for one in sizes),
         between=max(one.late for one in sizes) if is_halved else None,
+        state=max(one.state for one in sizes),
+        given=max(one.given for one in sizes),
+        collected=max(one.collected for one in sizes),
     )
 
 

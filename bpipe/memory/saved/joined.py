@@ -91,15 +91,16 @@ def joined_again(saved: Any) -> Any:
 
 
 @contextmanager
-def keeping_pieces(*, is_followed: bool) -> Iterator[None]:
+def keeping_pieces(*, sets_hooks: bool) -> Iterator[None]:
     """Run a slice's forward: what it joins is saved in pieces.
 
     Args:
-        is_followed: whether a stash asks `in_pieces` about each tensor that is saved; otherwise this sets hooks that do.
+        sets_hooks: whether to set hooks that ask `in_pieces` about each tensor that is saved: not where a stash does, nor in the
+            first of two forwards, which saves nothing.
     """
     before, _JOINS.current = _JOINS.current, {}
     try:
-        with nullcontext() if is_followed else torch.autograd.graph.saved_tensors_hooks(in_pieces, joined_again):
+        with torch.autograd.graph.saved_tensors_hooks(in_pieces, joined_again) if sets_hooks else nullcontext():
             yield
     finally:
         _JOINS.current = before

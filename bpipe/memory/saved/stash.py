@@ -111,6 +111,7 @@ class StashContents:
 
     movable: list[Movable] = field(default_factory=list, repr=False)
     fixed: dict[int, int] = field(default_factory=dict)  # this microbatch's own but not movable: bytes by storage
+    state_bytes: int = 0  # of the fixed ones: what later slices read
     unmovable: list[Held] = field(default_factory=list)  # those of them that its module could make movable
     borrowed_bytes: int = 0  # bytes of the previous stage, on this rank, which has saved them too
     shared: dict[int, Held] = field(default_factory=dict)  # with other owners too, by storage
@@ -306,6 +307,7 @@ class Stash:
         for key, (reference, num_bytes) in self._left.items():  # also what this slice's graph has not saved
             if not (key in self._non_activations or self._is_borrowed(key) or reference.expired()):
                 contents.fixed[key] = num_bytes
+                contents.state_bytes += num_bytes
         return contents
 
     def _groups(self) -> dict[int, Group[Saved]]:

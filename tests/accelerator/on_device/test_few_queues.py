@@ -92,7 +92,8 @@ def stands_still(ranks: Callable[..., Any], queues: int, kernels: int) -> bool:
         try:
             run_ranks(partial(ranks, gives_up=True, seed=seed), 4, "balanced_1f1b", 4, queues, kernels)
         except RankError as error:
-            assert "died without a word" in str(error)
+            if "died without a word" not in str(error):
+                raise
             return True
     return False
 
