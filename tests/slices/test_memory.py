@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import bpipe
 from bpipe import Loopback, PipelineStage, Seq1F1B
 from tests.occupied import Counting, Whose
 from tests.slices.models import batch_of, stages_of
+from tests.thinned import thinned
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -35,14 +37,40 @@ def counted(kind: str, lengths: Any, **options: Any) -> tuple[list[Any], list[Co
     return schedules, counts
 
 
-@pytest.mark.parametrize("options", [{"budget": 2**40}, {}, {"by": "recompute"}], ids=["plain", "evicted", "recomputed"])
-@pytest.mark.parametrize("lengths", [None, LENGTHS], ids=["equal", "by cost"])
-@pytest.mark.parametrize("kind", ["attention", "lstm"])
-def test_plans_say_what_slices_take(kind: str, lengths: Any, options: dict[str, Any]) -> None:
-    schedules, counts = counted(kind, lengths, **options)
+OPTIONS = {"plain": {"budget": 2**40}, "evicted": {}, "recomputed": {"by": "recompute"}}
+CASES = list(product(["attention", "lstm"], ["by cost", "equal"], OPTIONS))
+
+
+@pytest.mark.parametrize(("kind", "lengths", "how"), thinned(CASES, lambda kind, lengths, _: (kind, lengths) == CASES[0][:2]))
+def test_plans_say_what_slices_take(kind: str, lengths: str, how: str) -> None:
+    schedules, counts = counted(kind, LENGTHS if lengths == "by cost" else None, **OPTIONS[how])
     plan = schedules[0].plan
     for rank, (schedule, count) in enumerate(zip(schedules, counts)):
         for moment in count.moments():
             assert moment.counted_after == moment.planned_after, moment
         stats = schedule.stats
         assert stats["device_peak_bytes"] == stats["predicted_device_peak_bytes"] == plan.device_peak_bytes[rank]
+
+
+def test_sizes_that_were_measured_can_be_given() -> None:
+    measured = counted("attention", LENGTHS)[0][0].plan
+    assert len(measured.sizes.later_slices) == K - 1
+    schedules, counts = counted("attention", LENGTHS, sizes=measured.sizes, budget=max(measured.device_peak_bytes))
+    assert schedules[0].plan.budgets is not None and schedules[0].plan.evicted(0)
+    for rank, (schedule, count) in enumerate(zip(schedules, counts)):
+        assert all(moment.counted_after == moment.planned_after for moment in count.moments())
+        assert schedule.stats["device_peak_bytes"] == schedule.plan.device_peak_bytes[rank]
+
+
+def test_sequences_of_other_lengths_are_planned_with_their_own_sizes() -> None:
+    """A step with sequences of a new length measures, and its plan counts that length's slices."""
+    modules, loopback = stages_of("attention", P, torch.float32), Loopback(P)
+    stages = [PipelineStage(module, i, P, "cpu", loopback.rank(i)) for i, module in enumerate(modules)]
+    schedules = [bpipe.Balanced(Seq1F1B(stage, M, loss_fn=nn.functional.mse_loss, slices=K)) for stage in stages]
+    found = []
+    for positions in (32, 32, 20, 20):
+        x, target = batch_of(M, positions, torch.float32)
+        loopback.step(schedules, x, target=target, return_outputs=False)
+        found.append(schedules[0].plan.sizes)
+    assert found[0] is found[2] is None
+    assert [found[3].at(1, unit).saved * 8 for unit in range(K)] == [found[1].at(1, unit).saved * 5 for unit in range(K)]
