@@ -12,6 +12,7 @@ from bpipe.comm.health.watchdog import SLOW_S
 from bpipe.comm.transport.in_flight import TRANSFERS_AT_ONCE
 from bpipe.errors import ConfigurationError
 from bpipe.schedules import Plan, build, verify
+from bpipe.slices.positions import Lengths
 
 __all__ = [
     "ZBH1",
@@ -91,7 +92,8 @@ class _Slices(Schedule):
     Args:
         slices: k, the slices into which each microbatch is cut along its sequence; stages take them as `bpipe.slices` says. None:
             stages take microbatches whole, as in a schedule without slices.
-        slice_lengths: of the slices, in positions or as shares of the sequence that add up to 1; default: equal ones.
+        slice_lengths: of the slices, in positions or as shares of the sequence that add up to 1; or a function that returns the
+            positions of each slice, given those of a microbatch, of which each may have another number; default: equal ones.
         args_slice_spec: for each positional argument a `TensorChunkSpec` with the dimension of the positions, a `slices.UpTo`, None
             to give it to each slice whole, or a pytree of these; default: tensors are cut along dimension 1.
         kwargs_slice_spec: likewise for each keyword argument.
@@ -115,7 +117,7 @@ class _Slices(Schedule):
         slots: int | Sequence[int | None] | None = None,
         *,
         slices: int | None = 1,
-        slice_lengths: Sequence[float] | None = None,
+        slice_lengths: Lengths | None = None,
         args_slice_spec: tuple[Any, ...] | None = None,
         kwargs_slice_spec: dict[str, Any] | None = None,
         target_slice_spec: Any = None,
@@ -191,7 +193,7 @@ class FromPlan(_Slices):
         output_merge_spec: Any = None,
         scale_grads: bool = True,
         *,
-        slice_lengths: Sequence[float] | None = None,
+        slice_lengths: Lengths | None = None,
         args_slice_spec: tuple[Any, ...] | None = None,
         kwargs_slice_spec: dict[str, Any] | None = None,
         target_slice_spec: Any = None,
@@ -204,7 +206,7 @@ class FromPlan(_Slices):
         if not plan.has_backward:
             raise ConfigurationError(f"plan {plan.name!r} has no backwards: give a plan that trains, and call eval() to evaluate")
         self._given, self.rule = plan, plan.name
-        if plan.slices > 1 and slice_lengths is not None and len(slice_lengths) != plan.slices:
+        if plan.slices > 1 and slice_lengths is not None and not callable(slice_lengths) and len(slice_lengths) != plan.slices:
             raise ConfigurationError(
                 f"plan {plan.name!r} cuts each microbatch into {plan.slices} slices, but slice_lengths={list(slice_lengths)} has "
                 f"{len(slice_lengths)}: give one length for each slice, or a plan with slices={len(slice_lengths)}"
@@ -289,7 +291,7 @@ class Interleaved1F1B(_Slices):
         slots: int | Sequence[int | None] | None = None,
         *,
         slices: int | None = None,
-        slice_lengths: Sequence[float] | None = None,
+        slice_lengths: Lengths | None = None,
         args_slice_spec: tuple[Any, ...] | None = None,
         kwargs_slice_spec: dict[str, Any] | None = None,
         target_slice_spec: Any = None,

@@ -36,9 +36,9 @@ def merge(outputs: Sequence[Any], spec: Any = None, *, join_leaves: Join | None 
     return _merge(outputs, spec, join_leaves or join_values, option)
 
 
-def check_merge(output: Any, spec: Any = None) -> None:
-    """Check that `merge` can merge outputs like this one of a single microbatch."""
-    _merge([output], spec, _check_join, "output_merge_spec")
+def check_merge(outputs: Sequence[Any], spec: Any = None) -> None:
+    """Check that `merge` can merge outputs like these, which may be that of a single microbatch, and need no content."""
+    _merge(outputs, spec, _check_join, "output_merge_spec")
 
 
 def _merge(outputs: Sequence[Any], spec: Any, join_leaves: Join, option: str) -> Any:
@@ -94,7 +94,17 @@ def join_values(parts: Sequence[Any], spec: Any) -> Any:
 
 
 def _check_join(parts: Sequence[Any], spec: Any) -> Any:
-    reason = None if hasattr(spec, "reduce_fn") or type(parts[0]) in PLAIN else cannot_join(parts[0], getattr(spec, "split_dim", 0))
+    if hasattr(spec, "reduce_fn") or type(parts[0]) in PLAIN:
+        return parts[0]
+    dim = getattr(spec, "split_dim", 0)
+    reason = cannot_join(parts[0], dim)
     if reason is not None:
         raise TypeError(reason)
+    if len(parts) > 1 and len({_shape_beside(part, dim) for part in parts}) > 1:
+        raise TypeError(f"those of the shapes {[list(part.shape) for part in parts]} cannot be concatenated along dimension {dim}")
     return parts[0]
+
+
+def _shape_beside(part: Any, dim: int) -> tuple[int, ...]:
+    """Return the shape of a tensor or an array without the dimension along which they are concatenated."""
+    return tuple(size for i, size in enumerate(part.shape) if i != dim % part.ndim)

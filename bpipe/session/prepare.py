@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -65,7 +64,7 @@ class Preparation:
             loss_kwargs=call.loss_kwargs or {},
             loss_scales=self._loss_scales(given, num_microbatches),
             keeps_outputs=keeps_outputs,
-            check_output=partial(check_merge, spec=context.specs.output),
+            check_output=lambda output: check_merge([output], context.specs.output),
             lengths=given.lengths,
         )
         return PreparedCall(step_inputs, parts, call.losses, given.weights if context.scale_grads else None, forms)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from bpipe._version import __version__
 from bpipe.cleanup import noted_on
 from bpipe.comm.health.activity import State
-from bpipe.comm.health.agreement import UNKNOWN_CUT, StepRecord, check
+from bpipe.comm.health.agreement import UNKNOWN_CUT, StepRecord, check, slices_of
 from bpipe.comm.health.collective import Collective
 from bpipe.comm.transport.base import Transport
 from bpipe.engine.compute import StepInputs
@@ -29,7 +29,7 @@ from bpipe.memory.static import standing
 from bpipe.model import microbatch as mb
 from bpipe.model.call import Call
 from bpipe.model.cut import cut_of
-from bpipe.model.merging import merge
+from bpipe.model.merging import check_merge, merge
 from bpipe.plan.plan import Plan
 from bpipe.session.context import RankContext
 from bpipe.session.plan_source import Gather, PlanSource
@@ -189,11 +189,10 @@ class Session:
         slicing = self.context.slicing
         if slicing is None:
             return inputs
-        lengths = next((record.slices for record in records if record.slices), None)
+        lengths = slices_of(records) or None
 
         def check_output(output: Any) -> None:
-            slicing.check_output(output, lengths)
-            inputs.check_output(output)
+            check_merge(slicing.expected(output, lengths), self.context.specs.output)
 
         return replace(inputs, lengths=lengths, check_output=check_output)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
-from bpipe.errors import ConfigurationError
+from bpipe.errors import ConfigurationError, format_error
 from bpipe.model.cutting import is_repeatable, name_of
 from bpipe.model.pytree import inside
 from bpipe.model.specs import DEFAULT, is_repeating, misfit, specs_of
@@ -17,6 +19,9 @@ from bpipe.model.specs import DEFAULT, is_repeating, misfit, specs_of
 __all__ = ["UpTo"]
 
 SEQUENCE = 1  # the dimension of a sequence's positions, unless a spec names another one
+
+# Of the slices: positions, or shares of a sequence; or a function that returns the positions, given those of the sequence.
+Lengths = Sequence[float] | Callable[[int], Sequence[int]]
 
 
 class UpTo:
@@ -91,8 +96,8 @@ class SliceCutting:
             return [tensor] * k
         if tensor.is_nested:
             raise ConfigurationError(
-                f"{path} is a nested tensor, whose sequences cannot be cut at the same places: pad it, or give the spec None if "
-                "each slice gets it whole"
+                f"{path} is a nested tensor, whose sequences cannot be cut at the same places: pad it, give each sequence as a "
+                "microbatch of its own (arg_mbs, kwarg_mbs, target_mbs), or give the spec None if each slice gets it whole"
             )
         if spec is DEFAULT and tensor.ndim <= SEQUENCE:
             return [tensor] * k
@@ -128,27 +133,64 @@ class SliceCutting:
         return [0, *accumulate(self.lengths)]
 
 
-def equal_lengths(size: int, num_slices: int) -> list[int]:
-    """Return lengths of slices that differ by 1 at most, the longer ones first.
+def rule_of(lengths: Lengths | None, num_slices: int) -> Callable[[int], list[int]]:
+    """Return the function that returns the lengths of the slices of a sequence of so many positions.
+
+    Args:
+        lengths: of the slices, as the user gave them; None: equal ones.
+        num_slices: k.
 
     Raises:
-        ConfigurationError: there are fewer positions than slices.
+        ConfigurationError: there are not k lengths, or they are not positive. The function raises it for a sequence that cannot be
+            cut so.
     """
-    if size < num_slices:
-        raise ConfigurationError(f"a sequence of {size} positions cannot be cut into {num_slices} slices: give fewer slices")
+    if lengths is None:
+        return partial(_equal_lengths, num_slices)
+    if callable(lengths):
+        return partial(_returned_lengths, lengths, num_slices)
+    if len(lengths) != num_slices or not all(length > 0 for length in lengths):
+        raise ConfigurationError(
+            f"slice_lengths={list(lengths)}: give {num_slices} positive numbers, one for each slice: of positions, or shares of "
+            "the sequence; or a function that returns them for a number of positions"
+        )
+    return partial(_given_lengths, lengths)
+
+
+def _equal_lengths(num_slices: int, size: int) -> list[int]:
+    """Return lengths of slices that differ by 1 at most, the longer ones first."""
+    _check_size(size, num_slices)
     each, rest = divmod(size, num_slices)
     return [each + (i < rest) for i in range(num_slices)]
 
 
-def given_lengths(lengths: Sequence[float], size: int) -> list[int]:
-    """Return the lengths of the slices of a sequence of so many positions.
+def _check_size(size: int, num_slices: int) -> None:
+    if size < num_slices:
+        raise ConfigurationError(f"a sequence of {size} positions cannot be cut into {num_slices} slices: give fewer slices")
 
-    Args:
-        lengths: numbers of positions, or shares of the sequence that add up to 1, whose slices end at the nearest position.
 
-    Raises:
-        ConfigurationError: they do not add up to the sequence, or a slice would have no position.
-    """
+def _returned_lengths(function: Callable[[int], Sequence[int]], num_slices: int, size: int) -> list[int]:
+    """Return what the user's function returns for a sequence of so many positions, once it is checked."""
+    _check_size(size, num_slices)
+    try:
+        returned = function(size)
+    except Exception as error:
+        raise ConfigurationError(
+            f"slice_lengths({size}) raised {format_error(error)}. It is called with the number of positions of each microbatch"
+        ) from error
+    try:
+        found = [operator.index(length) for length in returned]
+    except TypeError:
+        found = []
+    if len(found) != num_slices or sum(found) != size or min(found) < 1:
+        raise ConfigurationError(
+            f"slice_lengths({size}) returned {returned}: return {num_slices} whole numbers of at least 1, the positions of each "
+            f"slice, that add up to {size}, those of the microbatch"
+        )
+    return found
+
+
+def _given_lengths(lengths: Sequence[float], size: int) -> list[int]:
+    """Return given lengths in positions: shares of the sequence end at the nearest one."""
     if all(isinstance(length, int) for length in lengths):
         found = list(lengths)
     else:
@@ -159,6 +201,6 @@ def given_lengths(lengths: Sequence[float], size: int) -> list[int]:
     if sum(found) != size or min(found) < 1:
         raise ConfigurationError(
             f"slice_lengths={list(lengths)} makes slices of {found} positions, but the sequence has {size}: each slice needs at "
-            "least one, and together they must have all"
+            "least one, and together they must have all. For sequences of several lengths, give shares, or a function of the length"
         )
     return [int(length) for length in found]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,11 +15,22 @@ from bpipe.model.chunks import cannot_join, join
 from bpipe.model.merging import join_values, merge
 from bpipe.model.microbatch import tensors_in
 from bpipe.model.specs import check_specs
-from bpipe.slices.positions import SEQUENCE, SliceCutting, UpTo, equal_lengths, given_lengths
+from bpipe.slices.positions import SEQUENCE, Lengths, SliceCutting, UpTo, rule_of
 
 __all__: list[str] = []
 
 IGNORED = -100  # a target that cross_entropy leaves out
+UNKNOWN = 0  # the length of a slice that this rank has nothing of
+
+
+class _Slices(NamedTuple):
+    """One microbatch in slices."""
+
+    args: Sequence[tuple[Any, ...]]
+    kwargs: Sequence[dict[str, Any]]
+    targets: Sequence[Any]  # none if the call has none
+    weights: Sequence[float]  # of the slices' losses in that of the microbatch
+    lengths: Sequence[int]  # UNKNOWN where nothing was cut
 
 
 class Slicing:
@@ -26,7 +38,8 @@ class Slicing:
 
     Args:
         num_slices: k.
-        lengths: of the slices, in positions or as shares of the sequence that add up to 1; default: equal ones.
+        lengths: of the slices, in positions or as shares of the sequence that add up to 1, or a function that returns them for a
+            number of positions; default: equal ones. It is asked for each microbatch.
         args_spec: how positional arguments are cut along the sequence, nested as they are: see `SliceCutting.split`.
         kwargs_spec: likewise for keyword arguments.
         target_spec: likewise for the target.
@@ -39,54 +52,53 @@ class Slicing:
     def __init__(
         self,
         num_slices: int,
-        lengths: Sequence[float] | None = None,
+        lengths: Lengths | None = None,
         args_spec: Any = None,
         kwargs_spec: Any = None,
         target_spec: Any = None,
         output_spec: Any = None,
     ) -> None:
-        if lengths is not None and (len(lengths) != num_slices or not all(length > 0 for length in lengths)):
-            raise ConfigurationError(
-                f"slice_lengths={list(lengths)}: give {num_slices} positive numbers, one for each slice: of positions, or "
-                "shares of the sequence"
-            )
         for spec, name in ((args_spec, "args"), (kwargs_spec, "kwargs"), (target_spec, "target")):
             check_specs(spec, f"{name}_slice_spec", others=(UpTo,))
         check_specs(output_spec, "output_slice_spec", may_reduce=True)
         self.num_slices = num_slices
-        self._lengths_of = partial(equal_lengths, num_slices=num_slices) if lengths is None else partial(given_lengths, lengths)
+        self._lengths_of = rule_of(lengths, num_slices)
         self._specs, self._output_spec = (args_spec, kwargs_spec, target_spec), output_spec
 
     def cut(self, given: CutBatch) -> CutBatch:
-        """Cut all microbatches of a call.
+        """Cut all microbatches of a call, each by its own number of positions.
 
         Raises:
-            ConfigurationError: a value does not fit to the sequence, or may be a mask.
+            ConfigurationError: a value does not fit to the sequence, or may be a mask; it names the microbatch.
         """
+        found = []
+        for number in range(len(given.args)):
+            try:
+                found.append(self._cut(given, number))
+            except ConfigurationError as error:
+                raise ConfigurationError(f"microbatch {number}: {error}") from error
+        args, kwargs, targets, weights, lengths = (list(chain.from_iterable(column)) for column in zip(*found))
+        return CutBatch(
+            args, kwargs, targets if given.targets is not None else None, False, weights or None, lengths if any(lengths) else None
+        )
+
+    def _cut(self, given: CutBatch, number: int) -> _Slices:
         args_spec, kwargs_spec, target_spec = self._specs
-        args: list[tuple[Any, ...]] = []
-        kwargs: list[dict[str, Any]] = []
-        targets: list[Any] = []
-        weights: list[float] = []
-        lengths: list[int] = []
-        for number, (one_args, one_kwargs) in enumerate(zip(given.args, given.kwargs)):
-            cutting = SliceCutting(self._lengths_of)
-            args += cutting.split(one_args, args_spec, "args", self.num_slices)
-            kwargs += cutting.split(one_kwargs, kwargs_spec, "kwargs", self.num_slices)
+        cutting = SliceCutting(self._lengths_of)
+        args = cutting.split(given.args[number], args_spec, "args", self.num_slices)
+        kwargs = cutting.split(given.kwargs[number], kwargs_spec, "kwargs", self.num_slices)
+        if given.targets is None:
+            return _Slices(args, kwargs, [], [], cutting.lengths or [UNKNOWN] * self.num_slices)
+        known = cutting.lengths
+        targets = cutting.split(given.targets[number], target_spec, "the target", self.num_slices)
+        if target_spec is None:
+            if not cutting.has_cut("the target"):
+                raise ConfigurationError(
+                    "the target has no dimension of positions, so no slice can be compared with it: give one with an entry for "
+                    "each position (-100 where there is nothing to learn), or train without slices"
+                )
             known = cutting.lengths
-            if given.targets is not None:
-                cut = cutting.split(given.targets[number], target_spec, "the target", self.num_slices)
-                if target_spec is None and not cutting.has_cut("the target"):
-                    raise ConfigurationError(
-                        "the target has no dimension of positions, so no slice can be compared with it: give one with an entry for "
-                        "each position (-100 where there is nothing to learn), or train without slices"
-                    )
-                if target_spec is None:
-                    known = cutting.lengths
-                targets += cut
-                weights += _weights(cut, cutting.lengths)
-            lengths += known
-        return CutBatch(args, kwargs, targets if given.targets is not None else None, False, weights or None, lengths or None)
+        return _Slices(args, kwargs, targets, _weights(targets, cutting.lengths), known or [UNKNOWN] * self.num_slices)
 
     def merged(self, outputs: Sequence[Any], lengths: Sequence[int] | None) -> list[Any]:
         """Return the outputs of the microbatches, given those of their slices.
@@ -107,15 +119,24 @@ class Slicing:
             found.append(merge(outputs[begin:end], self._output_spec, join_leaves=join, option="output_slice_spec"))
         return found
 
-    def check_output(self, output: Any, lengths: Sequence[int] | None) -> None:
-        """Check that `merged` can merge outputs like this one, of the first slice.
+    def expected(self, output: Any, lengths: Sequence[int] | None) -> list[Any]:
+        """Return what the outputs of microbatches will look like, given that of the first slice.
+
+        Args:
+            lengths: of all slices, where they are known.
+
+        Returns:
+            One of them, or, if their sequences have different lengths, all; their tensors have shapes, but no content.
 
         Raises:
-            StageError: it does not have the positions of its slice.
+            StageError: the output does not have the positions of its slice.
         """
-        if self.num_slices > 1:
-            join = partial(_join, lengths=lengths[:1] if lengths else None)
-            merge([output], self._output_spec, join_leaves=join, option="output_slice_spec")
+        if self.num_slices == 1:
+            return [output]
+        merged = partial(merge, [output], self._output_spec, option="output_slice_spec")
+        first = merged(join_leaves=partial(_join, lengths=lengths[:1] if lengths else None))
+        sizes = [sum(lengths[i : i + self.num_slices]) for i in range(0, len(lengths), self.num_slices)] if lengths else []
+        return [merged(join_leaves=partial(_outline, size=size)) for size in sizes] if len(set(sizes)) > 1 else [first]
 
     def losses(self, losses: Sequence[torch.Tensor], weights: Sequence[float] | None) -> list[torch.Tensor]:
         """Return the losses of the microbatches: the sums of their slices' losses, each times its weight."""
@@ -123,6 +144,16 @@ class Slicing:
         if weights is not None:
             found = found * torch.tensor(weights, dtype=found.dtype, device=found.device)
         return list(found.reshape(-1, self.num_slices).sum(1))
+
+
+def _outline(parts: Sequence[Any], spec: Any, *, size: int) -> Any:
+    """Return what `_join` will make of the values at one place, for a sequence of so many positions."""
+    joined = _join(parts, spec, lengths=None)
+    if hasattr(spec, "reduce_fn") or not isinstance(joined, torch.Tensor):
+        return joined
+    shape = list(joined.shape)
+    shape[getattr(spec, "split_dim", SEQUENCE)] = size
+    return torch.empty(shape, dtype=joined.dtype, device="meta")
 
 
 def _join(parts: Sequence[Any], spec: Any, *, lengths: Sequence[int] | None) -> Any:
@@ -153,7 +184,12 @@ def _weights(targets: Sequence[Any], lengths: Sequence[int]) -> list[float]:
     found = tensors_in(targets[0])
     if len(found) == 1 and not (found[0].is_floating_point() or found[0].is_complex()):
         counts = [int((tensors_in(target)[0] != IGNORED).sum()) for target in targets]
-    else:
+    elif lengths:
         counts = list(lengths)
+    else:
+        raise ConfigurationError(
+            "nothing on the last stage's rank shows how long slices are, so their losses cannot be weighted: give step() the "
+            "inputs there too, or a target that is cut"
+        )
     total = sum(counts)
     return [count / total if total else 0.0 for count in counts]

@@ -35,7 +35,7 @@ class StepRecord(NamedTuple):
     peak: int = 0  # the most bytes that its device has held, where its plan has to show that this is less
     plain_peak: int = 0  # than this, which it would have held without evictions or recomputation
     inputs: bytes = bytes(16)  # 16 bytes, where replicas compare: what this rank's inputs look like, apart from its modules
-    slices: tuple[int, ...] = ()  # the positions of each slice of the step's sequences; none if this rank cuts nothing
+    slices: tuple[int, ...] = ()  # of all slices, in positions: 0 where this rank has nothing of a microbatch, () if it cuts none
 
     def pack(self, num_calls: int = 0) -> bytes:
         """Return the record as the bytes that are sent.
@@ -117,17 +117,48 @@ def _check_cut(records: Sequence[StepRecord]) -> None:
         )
 
 
+def slices_of(records: Sequence[StepRecord]) -> tuple[int, ...]:
+    """Return the positions of all slices of a step, on which the ranks agree; () if no rank cuts anything."""
+    return tuple(map(max, zip(*{record.slices for record in records if record.slices}, strict=True)))
+
+
 def _check_slices(records: Sequence[StepRecord]) -> None:
-    """Raise if two ranks cut the sequences of a step at different places."""
-    known = [(rank, record.slices) for rank, record in enumerate(records) if record.slices]
+    """Raise if two ranks cut a microbatch of a step at different places, or if only some microbatches have positions."""
+    known, m = [(rank, record.slices) for rank, record in enumerate(records) if record.slices], records[0].num_microbatches
     for rank, slices in known:
-        first, expected = known[0]
-        if slices != expected:
-            at = next((i for i, (one, other) in enumerate(zip(slices, expected)) if one != other), min(len(slices), len(expected)))
+        if m < 1 or len(slices) % m or len(slices) != len(known[0][1]):
             raise AgreementError(
-                f"ranks {first} and {rank} cut the sequences of this step at different places: their slices have "
-                f"{_shown(expected, at)} and {_shown(slices, at)} positions. Give all ranks the same slice_lengths, and inputs and "
-                "targets of as many positions (or a slice spec for a value that is not along the sequence)"
+                f"ranks {known[0][0]} and {rank} cut the {m} microbatches of this step into {len(known[0][1])} and {len(slices)} "
+                "slices: give all ranks the same number of slices"
+            )
+    agreed = slices_of(records)
+    if all(slices == agreed for _, slices in known) and 0 not in agreed:
+        return
+    each = len(agreed) // m  # slices in a microbatch
+    for number in range(m):
+        _check_slices_of(number, [(rank, slices[number * each :][:each]) for rank, slices in known])
+
+
+def _check_slices_of(microbatch: int, slices: Sequence[tuple[int, Sequence[int]]]) -> None:
+    """Raise if two ranks cut a microbatch at different places, or if none has a sequence.
+
+    Args:
+        slices: ranks, and how long the slices are there: 0 where a rank has nothing of the microbatch.
+    """
+    known = [(rank, lengths) for rank, lengths in slices if any(lengths)]
+    if not known:
+        raise AgreementError(
+            f"microbatch {microbatch} of this step has no sequence that could be cut into slices, and others have one: give it "
+            "an input whose dimension 1 are the positions, or a slice spec that says which dimension they are"
+        )
+    first, expected = known[0]
+    for rank, lengths in known:
+        if lengths != expected:
+            at = next(i for i, (one, other) in enumerate(zip(lengths, expected)) if one != other)
+            raise AgreementError(
+                f"ranks {first} and {rank} cut microbatch {microbatch} of this step at different places: their slices have "
+                f"{_shown(expected, at)} and {_shown(lengths, at)} positions. Give all ranks the same slice_lengths, and inputs "
+                "and targets of as many positions (or a slice spec for a value that is not along the sequence)"
             )
 
 
