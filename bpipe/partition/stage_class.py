@@ -13,6 +13,7 @@ __all__: list[str] = []
 
 NOT_OF_A_STAGE = {
     "labels": "give them to the schedule as target=, and the loss as loss_fn=",
+    "cache": "a pipeline trains without one",
     "past_key_values": "a pipeline trains without a cache",
     "inputs_embeds": "the first stage takes input_ids, and the others hidden states",
 }

@@ -1,6 +1,6 @@
 """Let stages of Hugging Face Transformers models take sequences in slices, without a change to the model.
 
-These models hand keys and values to a cache (`past_key_values`), and leave attention to a function that they look up by name. Here
+These models hand keys and values to a cache, and leave attention to a function that they look up by name. Here
 the cache gives the slice's own keys and values to a function that attends to earlier slices too. transformers is imported on the
 first use.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from bpipe.slices.attention import causal_attention
 __all__ = ["sliced_transformer"]
 
 NAME = "bpipe_slices"  # of the attention function
+OLD_NAME = "past_key_values"  # of the argument by which models take a cache
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 MIXING = (nn.Conv1d, nn.RNNBase, nn.RNNCellBase)
 ROPES = {"default", "linear", "llama3", "yarn", "proportional"}  # the others look at the length of the sequence
@@ -107,12 +109,19 @@ def _check_positions(kwargs: dict[str, Any], start: int) -> None:
         )
 
 
+def _name_of_cache(stage: nn.Module) -> str:
+    """Return the argument by which a model takes a cache: Transformers 5.24 has renamed it."""
+    classes = (*type(stage).__mro__, *type(getattr(stage, "base_model", stage)).__mro__)
+    forwards = [vars(one)["forward"] for one in classes if "forward" in vars(one)]
+    return "cache" if any("cache" in signature(forward).parameters for forward in forwards) else OLD_NAME
+
+
 class SlicedTransformer(nn.Module):
     """A stage of a Transformers model that takes slices."""
 
     def __init__(self, stage: nn.Module) -> None:
         super().__init__()
-        self.stage = stage
+        self.stage, self._name_of_cache = stage, _name_of_cache(stage)
 
     def forward(self, hidden_states: torch.Tensor, past: tuple[Any, ...] = (), **kwargs: Any) -> tuple[torch.Tensor, Any]:
         """Run the stage on a slice: word ids [batch, positions] on the first stage, hidden states on the others."""
@@ -120,7 +129,7 @@ class SlicedTransformer(nn.Module):
         _check_positions(kwargs, pieces.start)
         _RUNNING.pieces = pieces
         try:
-            output = self.stage(hidden_states, past_key_values=pieces, **kwargs)
+            output = self.stage(hidden_states, **{self._name_of_cache: pieces}, **kwargs)
         finally:
             _RUNNING.pieces = before
         return output, pieces.state(hidden_states.shape[1], type(self.stage).__name__)

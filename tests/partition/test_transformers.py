@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -164,12 +165,15 @@ def test_a_model_without_a_head_and_one_on_meta() -> None:
     assert all(parameter.is_meta for part in parts for parameter in part.parameters())
 
 
+NAME_OF_CACHE = "cache" if "cache" in signature(transformers.LlamaModel.forward).parameters else "past_key_values"  # before 5.24
+
+
 def test_nothing_is_cached() -> None:
     caches: list[Any] = []
     model = model_of("llama")
     assert model.config.use_cache
     for layer in model.model.layers:
-        layer.register_forward_pre_hook(lambda _, args, kwargs: caches.append(kwargs["past_key_values"]), with_kwargs=True)
+        layer.register_forward_pre_hook(lambda _, args, kwargs: caches.append(kwargs[NAME_OF_CACHE]), with_kwargs=True)
     gradients_piped(split_transformer(model, 2), M, inputs()["x"], inputs()["y"])
     assert caches == [None] * (4 * M)
 
