@@ -89,7 +89,7 @@ def test_autocast() -> None:
 def test_what_is_saved_of_a_conjugate() -> None:
     pieces = [torch.randn(2, 3, dtype=torch.complex64, requires_grad=True) for _ in range(2)]
     weight, gradients = torch.randn(2, 6, dtype=torch.complex64, requires_grad=True), []
-    for kept in (keeping_pieces(is_followed=False), nullcontext()):
+    for kept in (keeping_pieces(sets_hooks=True), nullcontext()):
         with kept:
             made = (join(pieces, 1).conj() * weight).abs().sum()
         gradients.append(torch.autograd.grad(made, [weight, *pieces]))
