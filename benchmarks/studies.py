@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
-from benchmarks import against_torch, balanced_plain, growth, one_gpu, overheads, same_cap
+from benchmarks import against_torch, balanced_plain, growth, one_gpu, overheads, same_cap, sliced_plain
 
-STUDIES = (against_torch.STUDY, balanced_plain.STUDY, same_cap.STUDY, overheads.STUDY, one_gpu.STUDY, growth.STUDY)
+STUDIES = (
+    against_torch.STUDY,
+    balanced_plain.STUDY,
+    sliced_plain.STUDY,
+    same_cap.STUDY,
+    overheads.STUDY,
+    one_gpu.STUDY,
+    growth.STUDY,
+)

@@ -49,3 +49,19 @@ class Sleeper(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         forward_s = self._forward_s * self.sleeps
         return _Sleep.apply(x * self.scale, forward_s, 2 * forward_s, self._saved_bytes, self._is_written)
+
+
+class SlicedSleeper(nn.Module):
+    """A stage that takes sequences in slices, each of which reads what all earlier ones have left.
+
+    Args:
+        sleeper: what runs for each slice, in the time of a slice.
+    """
+
+    def __init__(self, sleeper: Sleeper) -> None:
+        super().__init__()
+        self.sleeper = sleeper
+
+    def forward(self, x: torch.Tensor, past: tuple[torch.Tensor, ...] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+        state = self.sleeper.scale * x.mean(1, keepdim=True)
+        return self.sleeper(sum(past, start=x)), state

@@ -10,7 +10,7 @@ from statistics import median
 import pytest
 import torch
 
-from benchmarks import against_torch, balanced_plain, growth, same_cap
+from benchmarks import against_torch, balanced_plain, growth, same_cap, sliced_plain
 from benchmarks.__main__ import HEAD
 from benchmarks.alternate import Step, peak_bytes
 from benchmarks.intervals import interval, ratios
@@ -97,6 +97,7 @@ def test_every_study_draws_and_tells_what_it_kept(study):
         (against_torch, against_torch.Work("1F1B", 2, 2, "small")),
         (against_torch, against_torch.Work("interleaved", 2, 4, "small")),
         (balanced_plain, balanced_plain.Work(2, 5, "blocks", schedule="GPipe")),
+        (sliced_plain, sliced_plain.Work(2, 2, 2, forward_s=0.001)),
     ],
 )
 def test_a_case_is_measured(module, work):
