@@ -23,7 +23,7 @@ SECONDS = 25.0  # of alternating steps, in each case
 SAVED_BYTES = 4 * 1024**2  # of a whole microbatch
 WIDTH = 64
 MOST_OVER_IDEAL = 1.05  # where p = m = k = 4
-WHY = "each slice pays for its messages and calls, and these are as many as k slices need"
+WHY = "each slice pays for its own messages and Python calls"
 
 
 class Work(NamedTuple):
