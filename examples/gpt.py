@@ -2,12 +2,16 @@
 
 A part keeps the names of the whole: `blocks.3.attention.query.weight` is called so on any number of stages. Each
 parameter is drawn from a generator seeded by its own name, so a model starts from the same bits however it is cut.
+
+A part takes sequences whole or in slices. A slice's state are the keys and values of each block, which later slices of its
+sequence attend to.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,16 +21,24 @@ from torch import Tensor, nn
 
 __all__ = ["GPT", "GPTConfig", "blocks_of_stage", "build_stage"]
 
+Pair = tuple[Tensor, Tensor]  # keys and values of a block: (batch, heads of keys, positions, head width) each
+State = tuple[Pair, ...]  # of a slice: a pair for each block
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTConfig:
-    """Sizes of the model; the defaults give 6.4 million parameters."""
+    """Sizes of the model; the defaults give 6.4 million parameters.
+
+    Args:
+        num_key_heads: of keys and values, each shared by a group of queries' heads; None: as many as there are of queries.
+    """
 
     vocabulary: int = 256
     sequence_length: int = 256
     num_blocks: int = 8
     num_heads: int = 4
     width: int = 256
+    num_key_heads: int | None = None
 
 
 class GPT(nn.Module):
@@ -45,12 +57,14 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.width) if is_last else nn.Identity()
         self.head = nn.Linear(config.width, config.vocabulary, bias=False) if is_last else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embedding(x)
-        for block in self.blocks.values():
-            x = block(x)
+    def forward(self, x: Tensor, past: Sequence[State] | None = None) -> Tensor | tuple[Tensor, State]:
+        """Run a sequence, or with `past`, the states of its earlier slices, a slice: then return its state too."""
+        x, state = self.embedding(x), []
+        for place, block in enumerate(self.blocks.values()):
+            x, pair = block(x, [pairs[place] for pairs in past or ()])
+            state.append(pair)
         logits: Tensor = self.head(self.norm(x))
-        return logits
+        return logits if past is None else (logits, tuple(state))
 
 
 class Block(nn.Module):
@@ -64,14 +78,14 @@ class Block(nn.Module):
         self.up = nn.Linear(config.width, 4 * config.width, bias=False)
         self.down = nn.Linear(4 * config.width, config.width, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm_1(x))
-        hidden: Tensor = x + self.down(F.gelu(self.up(self.norm_2(x))))
-        return hidden
+    def forward(self, x: Tensor, earlier: Sequence[Pair]) -> tuple[Tensor, Pair]:
+        mixed, pair = self.attention(self.norm_1(x), earlier)
+        x = x + mixed
+        return x + self.down(F.gelu(self.up(self.norm_2(x)))), pair
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions: (batch, sequence, width) to the same."""
+    """Causal self-attention with rotary positions, to a slice and to those before it: (batch, sequence, width) to the same."""
 
     turns: Tensor
 
@@ -79,26 +93,28 @@ class Attention(nn.Module):
         super().__init__()
         self.head_width = config.width // config.num_heads
         self.query = nn.Linear(config.width, config.width, bias=False)
-        self.key = nn.Linear(config.width, config.width, bias=False)
-        self.value = nn.Linear(config.width, config.width, bias=False)
+        key_width = self.head_width * (config.num_key_heads or config.num_heads)
+        self.key = nn.Linear(config.width, key_width, bias=False)
+        self.value = nn.Linear(config.width, key_width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
         turns = rotary_turns(config.sequence_length, self.head_width)
         self.register_buffer("turns", turns, persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, earlier: Sequence[Pair]) -> tuple[Tensor, Pair]:
         query, key, value = (self._heads(linear(x)) for linear in (self.query, self.key, self.value))
-        mixed = causal_attention(self._rotate(query), self._rotate(key), value)
-        output: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return output
+        start = sum(keys.shape[2] for keys, _ in earlier)
+        query, key = self._rotate(query, start), self._rotate(key, start)
+        mixed = causal_attention(query, key, value, earlier)
+        return self.out(mixed.transpose(1, 2).flatten(2)), (key, value)
 
     def _heads(self, x: Tensor) -> Tensor:
         """(batch, sequence, width) to (batch, heads, sequence, head width); a tensor-parallel rank has some of the heads."""
         return x.unflatten(2, (-1, self.head_width)).transpose(1, 2)
 
-    def _rotate(self, x: Tensor) -> Tensor:
+    def _rotate(self, x: Tensor, start: int) -> Tensor:
         """Turn each pair of numbers, taken as a complex one, by its place in the sequence."""
         pairs = torch.view_as_complex(x.unflatten(3, (-1, 2)))
-        return torch.view_as_real(pairs * self.turns[: x.shape[2]]).flatten(3)
+        return torch.view_as_real(pairs * self.turns[start : start + x.shape[2]]).flatten(3)
 
 
 def rotary_turns(sequence_length: int, head_width: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""Draw a run's memory: the peak of each rank's device, plain beside balanced, and the plan's prediction.
+"""Draw a run's memory: the peak of each rank under each schedule, and the plan's prediction.
 
-A bar is the peak of all that the device holds. Its top is the peak of activations; below are weights, gradients, buffers, optimizer
-states and messages between stages.
+Of plain beside balanced, a bar is the peak of all that the device holds. Its top is the peak of activations; below are weights,
+gradients, buffers, optimizer states and messages between stages. Of other schedules, a bar is the peak of activations alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-__all__ = ["draw_memory", "fullest_of"]
+__all__ = ["draw_activations", "draw_memory", "fullest_of"]
 
 MIB = 1024**2
 BAR_WIDTH = 0.36
@@ -22,6 +22,7 @@ BAR_WIDTH = 0.36
 # Okabe and Ito's palette, apart for every kind of colour vision; light and hatched beside dark, so apart in grey too.
 COLORS = {"plain": "#E69F00", "balanced": "#0072B2"}
 HATCHES = {"plain": "///", "balanced": ""}
+LOOKS = (("#E69F00", "///"), ("#0072B2", ""), ("#F0E442", "..."), ("#009E73", ""))  # of schedules in a row
 BELOW = "#b0b0b0"  # static memory, the same under every schedule
 
 Summaries = Sequence[dict[str, dict[str, float]]]  # of each rank, those of each schedule
@@ -72,3 +73,25 @@ def headline(ranks: Summaries) -> str:
 def fullest_of(ranks: Summaries, name: str) -> int:
     """The rank whose device holds the most under a schedule."""
     return max(range(len(ranks)), key=lambda rank: ranks[rank][name]["device_peak_bytes"])
+
+
+def draw_activations(path: Path, ranks: Summaries, title: str) -> None:
+    """Write a PNG of the most activations of each rank under each schedule, and of what its plan predicts."""
+    figure = Figure(figsize=(max(6.4, 2.0 * len(ranks)), 4.6), layout="constrained")
+    axes = figure.subplots()
+    names = list(ranks[0])
+    width = 0.84 / len(names)
+    for place, (name, (color, hatch)) in enumerate(zip(names, LOOKS, strict=True)):
+        places = [rank + (place - (len(names) - 1) / 2) * width for rank in range(len(ranks))]
+        measured, predicted = ([rank[name][key] / MIB for rank in ranks] for key in ("peak_bytes", "predicted_peak_bytes"))
+        bars = axes.bar(places, measured, width, color=color, hatch=hatch, edgecolor="black", linewidth=0.6, label=name)
+        axes.bar_label(bars, [f"{peak:.0f}" for peak in measured], padding=5, fontsize=8)
+        axes.plot(places, predicted, "D", color="white", markeredgecolor="black", markersize=4, label="predicted by the plan")
+    axes.set_xticks(range(len(ranks)), [f"rank {rank}" for rank in range(len(ranks))])
+    axes.set_ylabel("the most activations a rank holds, MiB")
+    axes.set_title(title, fontsize=11)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_ylim(top=1.3 * axes.get_ylim()[1])
+    axes.legend(handles=[*axes.containers, axes.get_lines()[0]], loc="upper right", ncols=3, frameon=False)
+    with whole(path) as part:
+        figure.savefig(part, format="png", dpi=160)

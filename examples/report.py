@@ -56,15 +56,19 @@ HEADINGS = (
     "bal.\ns",
 )
 
-# One rank's numbers: of each schedule, "plain" and "balanced", the keys above.
+# One rank's numbers: of each schedule, the keys above.
 Summary = dict[str, dict[str, float]]
 
 
 class Measurements:
-    """This rank's stats of every step, by the name of the schedule that took it."""
+    """This rank's stats of every step, by the name of the schedule that took it.
 
-    def __init__(self) -> None:
-        self.steps: dict[str, list[dict[str, float]]] = {"plain": [], "balanced": []}
+    Args:
+        names: of the schedules.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self.steps: dict[str, list[dict[str, float]]] = {name: [] for name in names}
 
     def add(self, name: str, stats: Mapping[str, float]) -> None:
         """Keep what one step measured."""
@@ -85,14 +89,14 @@ class Measurements:
         return [self._named(row.tolist()) for row in rows]
 
     def _named(self, row: list[float]) -> Summary:
-        halves = {"plain": row[: len(REDUCED)], "balanced": row[len(REDUCED) :]}
-        return {name: dict(zip(REDUCED, half, strict=True)) for name, half in halves.items()}
+        values = iter(row)
+        return {name: {key: next(values) for key in REDUCED} for name in self.steps}
 
 
 def summarise(steps: list[dict[str, float]], num_compared: int) -> list[float]:
     """Reduce the steps of one schedule to one number per key: the highest of all steps, or the median.
 
-    Medians are over the steps that both schedules took in turns, so that neither had the quieter machine. They leave
+    Medians are over the steps that all schedules took in turns, so that none had the quieter machine. They leave
     out the first step, because it also agrees on shapes.
     """
     compared = steps[1:num_compared] or steps

@@ -53,7 +53,7 @@ def main() -> None:
     plain = bpipe.OneFOneB(stage, n_microbatches=NUM_MICROBATCHES, loss_fn=loss_fn)
     balanced = bpipe.BalancedOneFOneB(stage, n_microbatches=NUM_MICROBATCHES, loss_fn=loss_fn)
 
-    first_step, stop, measurements = history["step"], Stop(), Measurements()
+    first_step, stop, measurements = history["step"], Stop(), Measurements("plain", "balanced")
     turns = Turns(plain, balanced, steps=range(first_step, first_step + 2 * options.compare), folder=folder / "trace")
     with Journal(history, num_steps=options.steps, is_shown=rank == 0) as journal, turns:
         for step in range(first_step, options.steps):

@@ -34,6 +34,7 @@ RUNS: dict[str, tuple[int, str]] = {
     "compile": (4, r"rank 0: 1 graph\(s\), 0 breaks, [1-9]\d* KiB"),
     "fsdp": (4, r"pipeline 1, stage 0: \d+ of \d+ weights here"),
     "huggingface": (4, r"rank 3: \d+ tensors, at most \d+ KiB of activations"),
+    "long_context": (4, r"agreement   all four compute the same but for rounding"),
     "mixed_precision": (4, r"step 60/60  loss [\d.]+  norm [\d.]+  next scale \d+"),
     "mixture_of_experts": (4, r"rank 2: its experts get .+ of the tokens"),
     "own_model": (2, r"rank 1: \d+ layers, at most \d+ KiB of activations"),
@@ -42,8 +43,12 @@ RUNS: dict[str, tuple[int, str]] = {
     "tensor_parallel": (8, r"stage 0, tensor rank 1: at most \d+ KiB of activations, [1-9]\d* KiB evicted per step"),
     "tied_embeddings": (4, r"rank 0: the matrix sums to (-?[\d.]+)(?s:.*)rank 3: the matrix sums to \1"),
 }
-COSTLY = {"huggingface", "tensor_parallel"}  # what transformers imports in four processes, and eight processes: for `make test-all`
-ARGUMENTS = {"compile": ["--backend", "aot_eager"]}  # inductor takes a minute for what it compiles
+# For `make test-all`: what transformers imports in four processes, four schedules in turns, and eight processes.
+COSTLY = {"huggingface", "long_context", "tensor_parallel"}
+ARGUMENTS = {
+    "compile": ["--backend", "aot_eager"],  # inductor takes a minute for what it compiles
+    "long_context": ["--tokens", "512", "--slices", "4", "--steps", "2"],  # attention to 32,768 tokens takes minutes
+}
 ELSEWHERE = {"train_gpt", "two_nodes"}  # the main job, and one that takes agents of torchrun: below
 
 
