@@ -17,7 +17,11 @@ if TYPE_CHECKING:
         ZBH2,
         ZBV,
         BalancedOneFOneB,
+        BitPipe,
+        BitPipeReordered,
+        BitPipeZB,
         BreadthFirst,
+        Chimera,
         DualPipeV,
         FromPlan,
         GPipe,
@@ -56,7 +60,11 @@ __all__ = [
     "ZBV",
     "Balanced",
     "BalancedOneFOneB",
+    "BitPipe",
+    "BitPipeReordered",
+    "BitPipeZB",
     "BreadthFirst",
+    "Chimera",
     "DualPipeV",
     "FromPlan",
     "GPipe",
@@ -96,8 +104,8 @@ OLDEST_TORCH = (2, 11)
 
 _NAMES = {  # of each module of bpipe
     "api.balanced": "Balanced",
-    "api.catalogue": "BalancedOneFOneB BreadthFirst DualPipeV FromPlan GPipe Interleaved1F1B OneFOneB Seq1F1B TeraPipe VHalf "
-    "VMin ZBH1 ZBH2 ZBV",
+    "api.catalogue": "BalancedOneFOneB BitPipe BitPipeReordered BitPipeZB BreadthFirst Chimera DualPipeV FromPlan GPipe "
+    "Interleaved1F1B OneFOneB Seq1F1B TeraPipe VHalf VMin ZBH1 ZBH2 ZBV",
     "api.loopback": "Loopback",
     "api.schedule": "Schedule",
     "estimate.advisor": "advise",

@@ -59,6 +59,11 @@ class _Pipelining:
     def __init__(self, schedule: type[Schedule], balanced: Mapping[str, Any] | None, options: dict[str, Any]) -> None:
         self._schedule, self._balanced, self._options = schedule, balanced, options
         self._rule = rule_named(schedule.rule)
+        if self._rule.placement.directions > 1:
+            raise ConfigurationError(
+                f"{schedule.__name__} holds every stage twice, with the same weights, and torchtitan initialises each stage by "
+                "itself: choose a schedule of one direction, such as ZBV"
+            )
 
     def __call__(
         self,

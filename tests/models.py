@@ -219,6 +219,11 @@ def held_by(schedule: type[bpipe.Schedule], num_ranks: int, num_stages: int) -> 
     return [[stage for stage, owner in enumerate(stage_ranks) if owner == rank] for rank in range(num_ranks)]
 
 
+def directions_of(schedule: type[bpipe.Schedule]) -> int:
+    """Whether its stages are the model once, or twice."""
+    return next(rule.placement.directions for rule in rules() if rule.name == schedule.rule)
+
+
 def in_loopback(
     kind: str,
     num_stages: int,

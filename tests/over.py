@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 import bpipe
-from tests.models import held_by
+from tests.models import directions_of, held_by
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,10 @@ def pipeline(
     """A loopback and a schedule for each of its ranks."""
     loopback = bpipe.Loopback(num_ranks or len(modules))
     stages = [
-        [bpipe.PipelineStage(modules[i], i, len(modules), device, loopback.rank(rank)) for i in held]
+        [
+            bpipe.PipelineStage(modules[i], i, len(modules), device, loopback.rank(rank), directions=directions_of(schedule))
+            for i in held
+        ]
         for rank, held in enumerate(held_by(schedule, loopback.num_ranks, len(modules)))
     ]
     return loopback, [schedule(of_rank, m, loss_fn=loss_fn) for of_rank in stages]

@@ -36,6 +36,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 M, STEPS = 8, 3  # the first step measures, the second is the first that is balanced
 ONE_STAGE = [bpipe.OneFOneB, bpipe.GPipe, bpipe.BalancedOneFOneB, bpipe.ZBH1, bpipe.ZBH2]
 OF_SLICES = {bpipe.Seq1F1B, bpipe.TeraPipe}  # tests/slices
+OF_TWINS = {bpipe.BitPipe, bpipe.BitPipeReordered, bpipe.BitPipeZB, bpipe.Chimera}  # tests/test_two_directions.py
 TWO_STAGES = [bpipe.Interleaved1F1B, bpipe.BreadthFirst, bpipe.ZBV, bpipe.VHalf, bpipe.VMin, bpipe.DualPipeV]
 SCHEDULES = [*ONE_STAGE, *TWO_STAGES]
 # One stage on a rank may draw random numbers, several draw them in the order of the rank's list.
@@ -70,7 +71,7 @@ def squeezed(result: Result, slots: float) -> tuple[int | None, ...]:
 
 
 def test_all_classes_are_here():
-    found = {schedule.__name__ for schedule in {*SCHEDULES, *OF_SLICES}}
+    found = {schedule.__name__ for schedule in {*SCHEDULES, *OF_SLICES, *OF_TWINS}}
     assert found == set(bpipe.api.catalogue.__all__) - {"FromPlan"}  # which is of no rule
 
 

@@ -19,7 +19,11 @@ __all__ = [
     "ZBH2",
     "ZBV",
     "BalancedOneFOneB",
+    "BitPipe",
+    "BitPipeReordered",
+    "BitPipeZB",
     "BreadthFirst",
+    "Chimera",
     "DualPipeV",
     "FromPlan",
     "GPipe",
@@ -347,6 +351,57 @@ class VMin(_Stages):
     """V-Min: a third of 1F1B's memory, (p+4)//3 microbatches on every rank, placed as in `ZBV` (Qi et al., arXiv 2405.15362)."""
 
     rule = "v_min"
+
+
+class BitPipe(_Stages):
+    """BitPipe: two V-shaped pipelines in opposite directions (Wu et al., arXiv 2410.19367), in the order that was published.
+
+    Every stage exists twice: of 4p stages on p ranks, p even, stages 0 to 2p-1 are the model, and stage s + 2p is the twin of
+    stage s, on rank p-1-x if that is on rank x. Even microbatches take the first direction, odd ones the other. Both ranks that
+    hold a first stage get the inputs, and both that hold a last one the targets; each of these returns the outputs and losses of
+    the microbatches of its direction. m is a multiple of p.
+
+    Twins start with the same weights, which the first step checks, and exchange their gradients within the step, so that an
+    optimizer with the same settings keeps them equal to the bit. Gradients are those of `OneFOneB`, added up in two halves.
+    Buffers, such as BatchNorm's statistics, are each twin's own. `docs/two-directions.md` has the details.
+
+    Example:
+        >>> from torch import nn
+        >>> from bpipe import Loopback, PipelineStage
+        >>> loopback, model = Loopback(2), [nn.Linear(4, 4) for _ in range(4)]
+        >>> def stage(index, rank):
+        ...     module = nn.Linear(4, 4)
+        ...     module.load_state_dict(model[index % 4].state_dict())
+        ...     return PipelineStage(module, index, 8, "cpu", loopback.rank(rank), directions=2)
+        >>> held = ([0, 3, 5, 6], [1, 2, 4, 7])
+        >>> ranks = [BitPipe([stage(s, r) for s in held[r]], 2, nn.functional.mse_loss) for r in range(2)]
+        >>> loopback.step(ranks, torch.zeros(4, 4), target=torch.zeros(4, 4)).shape
+        torch.Size([4, 4])
+    """
+
+    rule = "bitpipe"
+
+
+class BitPipeReordered(_Stages):
+    """`BitPipe` whose units of p microbatches are mixed: shorter steps for m > p, with p/4 - 1/2 more microbatches on a rank."""
+
+    rule = "bitpipe_reordered"
+
+
+class BitPipeZB(_Stages):
+    """`BitPipe` with backwards in halves: the weights' half fills what waits are left, within p microbatches on a rank."""
+
+    rule = "bitpipe_zb"
+
+
+class Chimera(_Stages):
+    """Chimera: two pipelines in opposite directions, with one stage of each on a rank (Li and Hoefler, arXiv 2107.06925).
+
+    Of 2p stages on p ranks, p even, stages 0 to p-1 are the model, and stage s + p is the twin of stage s, on rank p-1-s. All else
+    is as for `BitPipe`.
+    """
+
+    rule = "chimera"
 
 
 class DualPipeV(_Stages):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bpipe.memory.ledger import Key
 from bpipe.memory.recent import Recent
@@ -19,6 +19,7 @@ class MeasuredSizes:
     """The results of a step that measured, on this rank: its stages' sizes, its modules' static bytes, and the returned bytes."""
 
     stages: dict[int, tuple[StageSizes, ...]]  # by slice
+    exchanged: Mapping[int, int]  # the bytes of the gradients that each stage exchanges with its twin
     held_bytes: int
     returned_bytes: int
 
@@ -55,6 +56,8 @@ class Shapes:
         """Return sizes of each slice that cover the measured step and later ones, with a margin for stages that vary."""
         assert self.measured is not None, "a plan is made from measurements"
         covered = {stage: self._covered(stage, sizes) for stage, sizes in self.measured.stages.items()}
+        for stage, gradients in self.measured.exchanged.items():
+            covered[stage] = tuple(replace(one, gradients=gradients) for one in covered[stage])
         return {
             stage: tuple(with_margin(one, margin) for one in sizes) if stage in self.varying else sizes
             for stage, sizes in covered.items()

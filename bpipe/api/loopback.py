@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import takewhile
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -25,6 +25,8 @@ from bpipe.session.plan_source import PlanSource
 from bpipe.session.session import Session
 
 __all__ = ["Loopback", "LoopbackGroup"]
+
+T = TypeVar("T")
 
 
 class HasSession(Protocol):
@@ -149,8 +151,10 @@ class Loopback:
                 for session, run in zip(sessions, runs):
                     breaking.enter_context(session.guard.breaking())
                     breaking.enter_context(run.sharding.in_charge())
+                    breaking.enter_context(run.twins.in_charge())
                     breaking.enter_context(run.hooks.watched())
                 self._execute(runs)
+                _share_results(runs)
                 result = next((session.result(run) for session, run in zip(sessions, runs) if run.holds_last_stage), None)
                 for session, step, run in zip(sessions, steps, runs):
                     session.finish(step, run, started)
@@ -217,6 +221,22 @@ class Loopback:
 
     def _on_stream(self, lane: _Lane) -> AbstractContextManager[Any]:
         return keeping(on_stream(self._stream(lane))) if is_asynchronous(lane.device) else nullcontext()
+
+
+def _share_results(runs: Sequence[Run]) -> None:
+    """Give each rank with a last stage the results of both directions, if there are two: the caller gets all of a loopback's."""
+    ends = [run.compute for run in runs if run.holds_last_stage]
+    if len(ends) > 1:
+        outputs = _merged(end.outputs for end in ends)
+        losses = _merged(end.losses for end in ends)
+        for end in ends:
+            end.outputs, end.losses = outputs, losses
+
+
+def _merged(results: Iterable[Mapping[int, T]]) -> dict[int, T]:
+    """Return the results of several ranks, by microbatch, in the order of microbatches."""
+    found = {microbatch: result for of_rank in results for microbatch, result in of_rank.items()}
+    return {microbatch: found[microbatch] for microbatch in sorted(found)}
 
 
 class _RandomState:

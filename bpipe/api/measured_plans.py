@@ -162,7 +162,9 @@ class MeasuredPlans(PlanSource):
         if run.plan is self._profiling_plan or run.plan is self._in_order:
             ledger, returned = run.evictions.ledger, bytes_under(run.compute.returned, run.device)
             stages = run.evictions.settled(run.plan.slices)
-            shapes.measured = MeasuredSizes(stages=stages, held_bytes=ledger.held_bytes, returned_bytes=returned)
+            shapes.measured = MeasuredSizes(
+                stages=stages, exchanged=run.twins.exchanged_bytes, held_bytes=ledger.held_bytes, returned_bytes=returned
+            )
         elif run.plan.sizes is not None:
             for stage in shapes.outgrown(run.plan, run.evictions.measured()):
                 self.measure_again(f"a microbatch of stage {stage} saves more than planned")

@@ -87,6 +87,7 @@ class Schedule:
         specs = Specs.checked(args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
         plan = self._make_plan(first.num_stages, first.num_stages // len(stages), n_microbatches, slots)
         slicing = self._make_slicing(plan, stages)
+        self._check_directions(plan, first.directions)
         self._check_placement(plan, set(stages))
         self._source = PlanSource(plan, self.rule)
         self.group = group = _group(first.group, plan.num_ranks)
@@ -116,6 +117,15 @@ class Schedule:
         for stage in stages.values():
             check_takes_slices(stage.submod, f"stage {stage.stage_index}")
         return Slicing(plan.slices, *self._slicing)
+
+    def _check_directions(self, plan: Plan, directions: int) -> None:
+        if plan.directions != directions:
+            raise ConfigurationError(
+                f"{self.rule} has {plan.directions} direction{'s' * (plan.directions > 1)}, and its stages were made for "
+                f"{directions}: give PipelineStage(directions={plan.directions})"
+            )
+        if plan.directions > 1 and plan.slices > 1:
+            raise ConfigurationError(f"{self.rule} has two directions and slices={plan.slices}, which no schedule runs together")
 
     def _check_placement(self, plan: Plan, stages: set[int]) -> None:
         expected = plan.stages_of(plan.stage_ranks[min(stages)])

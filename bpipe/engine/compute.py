@@ -128,12 +128,13 @@ class Compute:
         learned: MutableMapping[int, Learned],
         slices: int | None = None,
     ) -> None:
-        self.losses: list[torch.Tensor] = []
-        self.outputs: list[Any] = []
+        self.losses: dict[int, torch.Tensor] = {}  # by microbatch, in the order of forwards
+        self.outputs: dict[int, Any] = {}
         self.returned: list[torch.Tensor] = []  # the tensors of both, which the step will return to the user
         self.lengths = step_inputs.lengths
         self._stages, self._step_inputs, self._traffic, self._has_backward = stages, step_inputs, traffic, has_backward
         self._last = {index for index, stage in stages.items() if stage.is_last}
+        self._first = {index for index, stage in stages.items() if stage.is_first}
         self._parts = parts
         self._recomputed = recomputed
         self._learned = learned
@@ -189,7 +190,7 @@ class Compute:
         if is_last:
             if stash is not None:
                 evictions.returned(state, (output, loss))
-            made = self._finish_microbatch(output, loss)
+            made = self._finish_microbatch(output, loss, action.microbatch)
         else:
             made = self._hand_on(output, state, borrowed, fixed)
         del output, loss  # which this frame must not own either when `after_forward` counts owners
@@ -213,7 +214,7 @@ class Compute:
             output, loss, _ = self._returned(action, state, inputs, sets_hooks=False)
         rerun.returned(output, loss)
         if stage.is_last:
-            self._finish_microbatch(output, loss)
+            self._finish_microbatch(output, loss, microbatch)
         else:
             self._hand_on(output, state, set(), inputs.fixed)
 
@@ -283,7 +284,7 @@ class Compute:
                 raise StageError("step(past=...): `past` is what the pipeline gives to stages that take slices; use another name")
             kwargs = {**kwargs, "past": past_of(earlier, again, find_mesh)}
             shapes = f"{shapes} after {len(earlier)} slices, {sum(tensor.nbytes for tensor in past)} bytes"
-        is_next_door = action.stage - 1 in self._stages
+        is_next_door = message is not None and action.stage - 1 in self._stages
         lent = [*(zip(tensors, received) if is_next_door else ()), *zip(past, again)] if trains else []
         borrowed = [(theirs, ours, ours._version) for theirs, ours in lent if theirs is not ours]
         if message is None:
@@ -324,17 +325,17 @@ class Compute:
                 "together (a shifted target must be as long as the inputs)"
             )
 
-    def _finish_microbatch(self, output: Any, loss: torch.Tensor | None) -> list[torch.Tensor]:
+    def _finish_microbatch(self, output: Any, loss: torch.Tensor | None, microbatch: int) -> list[torch.Tensor]:
         """Store what the last stage returned; return the tensors where its backward begins."""
         if loss is not None:
             is_part = loss.untyped_storage().nbytes() > loss.element_size()  # part of a larger storage, which it would keep alive
-            self.losses.append(loss.detach().clone() if is_part else loss.detach())
-            self.returned.append(self.losses[-1])
+            self.losses[microbatch] = loss.detach().clone() if is_part else loss.detach()
+            self.returned.append(self.losses[microbatch])
         if self._step_inputs.keeps_outputs:
             if not self.outputs:  # checked once, before any gradient is added
                 self._step_inputs.check_output(output)
-            self.outputs.append(mb.detached(output))
-            self.returned += mb.tensors_in(self.outputs[-1])
+            self.outputs[microbatch] = mb.detached(output)
+            self.returned += mb.tensors_in(self.outputs[microbatch])
         return [] if loss is None else [loss]
 
     def _hand_on(self, output: Any, state: MicrobatchState, borrowed: set[int], fixed: Collection[int]) -> list[torch.Tensor]:
@@ -429,7 +430,7 @@ class Compute:
 
     def _hand_back(self, input_grads: InputGrads, state: MicrobatchState) -> None:
         stage, microbatch = state.stage, state.microbatch
-        if stage == 0:
+        if stage in self._first:
             return
         waiting = set() if state.half is None else keys_of(state.half.gradients())  # these may become a `.grad`, too
         sent = [None if gradient is None else dense(gradient) for gradient in owned(input_grads.gradients, waiting)]

@@ -90,7 +90,7 @@ class Evictions:
         state.received_bytes = MessageBytes.of(tensors_in(received) if received else ())
         stash = Stash(state.name, self._find_non_activations(), device, cuts, is_inside=self._memory.is_inside)
         stash.pieces = pieces
-        if action.stage - 1 in self._traffic.stages:
+        if received and action.stage - 1 in self._traffic.stages:
             stash.borrow(tensors_in(received))
         if action.part:
             self.begin_piece(action, state)

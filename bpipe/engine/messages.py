@@ -50,10 +50,14 @@ class Messages:
         specs: the agreed message specs, or an empty mapping to be filled when `is_learning`.
         is_learning: whether this step learns the specs.
         trainable: the stages on this rank that have trainable parameters, if there is a backward.
+        depth: how many stages a microbatch passes.
     """
 
-    def __init__(self, traffic: Traffic, specs: MessageSpecs, *, is_learning: bool, trainable: Container[int] = ()) -> None:
+    def __init__(
+        self, traffic: Traffic, specs: MessageSpecs, *, is_learning: bool, trainable: Container[int] = (), depth: int
+    ) -> None:
         self._traffic, self._specs, self._is_learning, self._trainable = traffic, specs, is_learning, trainable
+        self._depth = depth
         self._unlearned: dict[Channel, deque[Action]] = defaultdict(deque)
 
     def agreed(self, microbatch: int, stages: Iterable[int]) -> list[MessageSpec | None]:
@@ -101,7 +105,8 @@ class Messages:
 
     def _could_need_gradient(self, stage: int, microbatch: int) -> bool:
         """Return whether a stage's output could need a gradient: the stage has trainable parameters, or gets such an input."""
-        while stage >= 0:
+        first = stage - stage % self._depth
+        while stage >= first:
             received = self._specs.get((Purpose.FORWARD, stage - 1, microbatch))
             if stage in self._trainable:
                 return True

@@ -122,6 +122,6 @@ class Recorder(Observer):
         plan, footprints, taken_bytes = self._scanned
         if plan is not run.plan or footprints != run.evictions.ledger.footprints:
             footprints = dict(run.evictions.ledger.footprints)
-            taken_bytes = array("q", taken(run.plan, run.rank, footprints, with_messages=True))
+            taken_bytes = array("q", taken(run.plan, run.rank, footprints, run.twins.exchanged_bytes, with_messages=True))
             self._scanned = (run.plan, footprints, taken_bytes)
         return taken_bytes

@@ -23,6 +23,7 @@ from bpipe.engine.remembered import Memory
 from bpipe.engine.traffic import Traffic
 from bpipe.model.stage import ModuleSnapshot, PipelineStage
 from bpipe.parallel.fsdp import Sharding
+from bpipe.parallel.twins import Twins
 from bpipe.plan.action import COMPUTE, SERVED, SHARDING
 from bpipe.schedules import Action, Op, Plan
 
@@ -90,6 +91,7 @@ class Run:
         self.microbatches = MicrobatchStates()
         self.traffic = Traffic(transport, rank, step, self.microbatches, stages, memory.device_waits)
         self.sharding = Sharding(parts, plan.actions[rank])
+        self.twins = Twins(plan, rank, parts, self.traffic)
         is_split = Op.I in map(itemgetter(0), plan.actions[rank])
         self.hooks = UserHooks(parts if is_split else {}, memory.silent)
         self.compute = Compute(
@@ -108,7 +110,7 @@ class Run:
         followed = {*plan.evicted(rank), *plan.interrupted(rank)}
         self.evictions = Evictions(self.traffic, followed, memory, self.compute.non_activations, self.compute.returned, num_parts)
         trainable = {i for i, of in parts.items() if any(p.requires_grad for p in of.parameters)} if plan.has_backward else set()
-        self._messages = Messages(self.traffic, specs, is_learning=is_learning, trainable=trainable)
+        self._messages = Messages(self.traffic, specs, is_learning=is_learning, trainable=trainable, depth=plan.depth)
         self._acceptors = {
             peer: Acceptor(Traffic(transport, rank, step, MicrobatchStates()), buffers) for peer, buffers in memory.served().items()
         }
@@ -230,7 +232,8 @@ _METHODS: dict[Op, Callable[[Run, Action, MicrobatchState], None]] = {
     Op.R: lambda run, action, state: run.compute.recompute(action, state, run.evictions),
     Op.UNSHARD: lambda run, action, state: run.sharding.unshard(action),
     Op.RESHARD: lambda run, action, state: run.sharding.reshard(action),
-    Op.REDUCE_GRAD: lambda run, action, state: run.sharding.reduce(action),
+    Op.REDUCE_GRAD: lambda run, action, state: (run.sharding.reduce if action.peer is None else run.twins.start)(action),
+    Op.WAIT_REDUCE_GRAD: lambda run, action, state: run.twins.complete(action),
     Op.SEND_F: lambda run, action, state: run._messages.send(action, state),
     Op.SEND_B: lambda run, action, state: run._messages.send(action, state),
     Op.RECV_F: lambda run, action, state: run._messages.receive(action, state),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from types import MappingProxyType
 
 from bpipe.memory.ledger import Key
 from bpipe.memory.saved.footprint import Footprint
@@ -12,6 +14,7 @@ from bpipe.schedules import Plan, Sizes, StageSizes
 __all__: list[str] = []
 
 ELSEWHERE = StageSizes(parts=(0,))  # for a stage of another rank
+NOTHING: Mapping[int, int] = MappingProxyType({})
 
 
 class Peaks:
@@ -19,23 +22,25 @@ class Peaks:
 
     def __init__(self, *, with_messages: bool) -> None:
         self._with_messages = with_messages
-        self._scanned: tuple[Plan | None, Mapping[Key, Footprint], int] = (None, {}, 0)
+        self._scanned: tuple[Plan | None, Mapping[Key, Footprint], Mapping[int, int], int] = (None, {}, {}, 0)
 
-    def of(self, plan: Plan, rank: int, footprints: Mapping[Key, Footprint]) -> int:
-        """Return the most bytes that a rank's own microbatches take."""
-        known, same, peak = self._scanned
-        if known is not plan or same != footprints:
-            peak = max(taken(plan, rank, footprints, with_messages=self._with_messages), default=0)
-            self._scanned = (plan, dict(footprints), peak)
+    def of(self, plan: Plan, rank: int, footprints: Mapping[Key, Footprint], exchanged: Mapping[int, int] = NOTHING) -> int:
+        """Return the most bytes that a rank's own microbatches take, with the gradients that twins `exchanged`, by stage."""
+        known, same, still, peak = self._scanned
+        if known is not plan or same != footprints or still != exchanged:
+            peak = max(taken(plan, rank, footprints, exchanged, with_messages=self._with_messages), default=0)
+            self._scanned = (plan, dict(footprints), dict(exchanged), peak)
         return peak
 
 
-def taken(plan: Plan, rank: int, footprints: Mapping[Key, Footprint], *, with_messages: bool) -> Iterator[int]:
+def taken(
+    plan: Plan, rank: int, footprints: Mapping[Key, Footprint], exchanged: Mapping[int, int] = NOTHING, *, with_messages: bool
+) -> Iterator[int]:
     """Yield the bytes that a rank's own microbatches take while each of its actions runs."""
-    return occupancy(plan.actions[rank], _meter(plan, footprints, with_messages))
+    return occupancy(plan.actions[rank], _meter(plan, footprints, exchanged, with_messages))
 
 
-def _meter(plan: Plan, footprints: Mapping[Key, Footprint], with_messages: bool) -> Meter:
+def _meter(plan: Plan, footprints: Mapping[Key, Footprint], exchanged: Mapping[int, int], with_messages: bool) -> Meter:
     """Return a meter of bytes in which each microbatch counts its own footprint."""
     stages = range(plan.num_stages)
     alike: dict[tuple[Footprint | None, ...], Meter] = {}
@@ -43,8 +48,10 @@ def _meter(plan: Plan, footprints: Mapping[Key, Footprint], with_messages: bool)
     for microbatch in range(plan.num_units):
         found = tuple(footprints.get((stage, microbatch)) for stage in stages)
         if found not in alike:
-            sizes = (ELSEWHERE if one is None else _sizes(one, plan.num_parts(s), with_messages) for s, one in enumerate(found))
-            alike[found] = bytes_meter(Sizes(stages=tuple(sizes), static=()), plan.stage_ranks)
+            sizes = [ELSEWHERE if one is None else _sizes(one, plan.num_parts(s), with_messages) for s, one in enumerate(found)]
+            for stage, gradients in exchanged.items() if with_messages else ():
+                sizes[stage] = replace(sizes[stage], gradients=gradients)
+            alike[found] = bytes_meter(Sizes(stages=tuple(sizes), static=()), plan.stage_ranks, plan.depth)
         meters.append(alike[found])
     return by_unit(meters)
 

@@ -62,6 +62,8 @@ class PipelineStage:
             or at once if the schedule has none.
         get_mesh: `get_mesh(mesh_dim_names, mesh_layout)` gives the mesh of this rank for DTensors that the neighbouring stages
             send, as torch's does (the layout is None here); default: that of the stage's own parameters.
+        directions: 2 for a schedule of two directions, such as `BitPipe`: then stages 0 to S-1 are the model, of num_stages = 2S,
+            and stages S to 2S-1 are their twins, which start with the same weights.
 
     Raises:
         ConfigurationError: an index outside the pipeline, an argument that is not a module, a module that `split_model` made for
@@ -84,6 +86,7 @@ class PipelineStage:
         *,
         dw_builder: Callable[[], Callable[..., None]] | None = None,
         get_mesh: Callable[[tuple[str, ...], Any], Any] | None = None,
+        directions: int = 1,
     ) -> None:
         if not isinstance(submod, torch.nn.Module):
             raise ConfigurationError(f"a stage needs an nn.Module, got {type(submod).__qualname__}")
@@ -91,15 +94,22 @@ class PipelineStage:
             raise ConfigurationError(f"num_stages={num_stages!r}: give a whole number of at least 1")
         if not isinstance(stage_index, int) or not 0 <= stage_index < num_stages:
             raise ConfigurationError(f"stage_index={stage_index!r}: with {num_stages} stages it is 0 to {num_stages - 1}")
+        if directions not in (1, 2) or num_stages % directions:
+            raise ConfigurationError(
+                f"directions={directions!r} of {num_stages} stages: give 1, or 2 for a schedule such as BitPipe, with half of "
+                "them each"
+            )
+        depth = num_stages // directions
         cut = cut_of(submod)
-        if cut is not None and cut[1:] != (stage_index, num_stages):
+        if cut is not None and cut[1:] != (stage_index % depth, depth):
             raise ConfigurationError(
                 f"the module is stage {cut.stage} of {cut.num_stages} of the model that it was cut from, "
-                f"but it was given as stage {stage_index} of {num_stages}"
+                f"but it was given as stage {stage_index % depth} of {depth}"
             )
         self.submod = submod
         self.stage_index = stage_index
         self.num_stages = num_stages
+        self.directions = directions
         self.device = with_index(torch.device(device) if device is not None else _device_of(submod))
         self.group = group_of(group)
         self._get_mesh = get_mesh
@@ -123,12 +133,22 @@ class PipelineStage:
     @property
     def is_first(self) -> bool:
         """Whether this stage gets the pipeline's inputs."""
-        return self.stage_index == 0
+        return self.stage_index % self._depth == 0
 
     @property
     def is_last(self) -> bool:
         """Whether this stage returns the pipeline's outputs."""
-        return self.stage_index == self.num_stages - 1
+        return (self.stage_index + 1) % self._depth == 0
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether a stage of the first direction has the same weights, which `clip_grad_norm_` is to count once."""
+        return self.stage_index >= self._depth
+
+    @property
+    def _depth(self) -> int:
+        """The number of stages that a microbatch passes."""
+        return self.num_stages // self.directions
 
     def find_mesh(self, names: tuple[str, ...] | None, shape: tuple[int, ...]) -> Any:
         """Return the mesh for this stage's shards of DTensors that come from a device mesh with these names and this shape.
@@ -180,7 +200,7 @@ def stages_of(given: Any) -> dict[int, PipelineStage]:
     stages = [PipelineStage.adopt(one) for one in (given if isinstance(given, (list, tuple)) else [given])]
     if not stages or len(stages) > MOST_STAGES:
         raise ConfigurationError(f"a rank holds 1 to {MOST_STAGES} stages, got {len(stages)}")
-    for name in ("num_stages", "device", "group"):
+    for name in ("num_stages", "directions", "device", "group"):
         values = [getattr(one, name) for one in stages]
         if any(value != values[0] for value in values):
             raise ConfigurationError(f"the stages of a rank must have the same {name}, got {', '.join(map(str, values))}")

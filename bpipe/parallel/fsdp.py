@@ -30,6 +30,14 @@ REDUCING = ("reduce_grads", "all_reduce_grads")
 # The attributes of a parameter group that keep FSDP from freeing weights by itself after a forward or a backward.
 KEEPING = {"post_forward_mesh_info": None, "reshard_after_backward": False}
 BACKWARDS = (Op.B, Op.I, Op.W)
+GATHERED = "_unsharded_param"
+
+
+def trained(modules: Sequence[nn.Module], parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters that an optimizer trains: the sharded ones for those that FSDP2 has gathered in their place."""
+    groups = [group for unit in _units(modules) for group in _groups(unit._get_fsdp_state())]
+    kept = {id(one._unsharded_param): one.sharded_param for group in groups for one in group.fsdp_params if hasattr(one, GATHERED)}
+    return [kept.get(id(parameter), parameter) for parameter in parameters]
 
 
 class Sharding:
@@ -37,7 +45,7 @@ class Sharding:
 
     def __init__(self, stages: Mapping[int, ModuleSnapshot], lane: Sequence[Action]) -> None:
         units = {index: _units(parts.modules) for index, parts in stages.items()}
-        planned = {action.stage for action in lane if action.op in SHARDING}
+        planned = {action.stage for action in lane if action.op in SHARDING and action.peer is None}
         self._last = last_of(lane, BACKWARDS) if any(units.values()) else {}
         self._stages = {
             index: _ShardedStage(found, is_planned=index in planned)

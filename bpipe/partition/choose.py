@@ -17,6 +17,7 @@ from bpipe.partition.holdings import Holdings
 from bpipe.partition.layers import Chain, LayerCost
 from bpipe.partition.search import Ends, best_of_all, even, improved, narrowest, pieces
 from bpipe.schedules import Link, Plan, build, simulate
+from bpipe.schedules.registry import rule_named
 
 __all__ = ["choose_stages"]
 
@@ -79,6 +80,11 @@ def choose_stages(
         )
     if objective not in get_args(Objective):
         raise ConfigurationError(f"objective={objective!r}: give 'time' or 'memory'")
+    if rule_named(schedule).placement.directions > 1:
+        raise ConfigurationError(
+            f"{schedule} holds every stage twice: choose the stages of one direction, with schedule='zbv' for instance, and use "
+            "them for both"
+        )
     plan = build(schedule, num_stages, num_microbatches, num_ranks=num_ranks, slots=slots, slices=slices)
     weights = None if slice_lengths is None else _weights(slice_lengths, slices)
     task = Task(Chain(layers), plan, _limits(memory_bytes, plan.num_ranks), weights)

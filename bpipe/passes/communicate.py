@@ -6,6 +6,9 @@ complete and start evictions and loads; and complete this computation's own rece
 
     SEND_F2  RECV_B1  WAIT_SEND_F1  WAIT_EVICT0 ... EVICT1  WAIT_RECV_B0  B0
 
+Where a plan has two directions, each stage exchanges gradients with its twin as soon as its last backward has run, and adds them up
+when its rank has computed everything.
+
 A send is completed once the next one of its channel has started, before its microbatch has been evicted or runs backward,
 but not before its receive has completed in one global order of the computations (`order.clock`). All lists are
 projections of that order, so they cannot deadlock; `verify` nevertheless proves it for the result.
@@ -22,7 +25,7 @@ from typing import NamedTuple
 
 from bpipe.errors import PlanError
 from bpipe.plan.action import BACKWARD, COMPUTE, SHARDING, WAIT_OF, Action, Op
-from bpipe.plan.order import Moments, clock_by_result
+from bpipe.plan.order import UNITS, Moments, clock_by_result
 from bpipe.plan.plan import Plan
 
 __all__: list[str] = []
@@ -64,32 +67,34 @@ def communicate(plan: Plan, times: tuple[Sequence[array[int]], Moments] | None =
     Raises:
         PlanError: the computations wait for each other in a cycle.
     """
-    starts, begins = times or clock_by_result([plan.compute(rank) for rank in range(plan.num_ranks)], plan.num_stages, plan.slices)
+    computed = [plan.compute(rank) for rank in range(plan.num_ranks)]
+    starts, begins = times or clock_by_result(computed, plan.num_stages, plan.slices, plan.directions)
     sent, received = (_routes(plan, begins, find) for find in (sent_by, received_by))
-    return replace(plan, actions=tuple(_Lane(plan, rank, times, sent, received).emit() for rank, times in enumerate(starts)))
+    exchanges = _exchanges(plan, computed, starts)
+    return replace(
+        plan,
+        actions=tuple(_Lane(plan, rank, times, sent, received, exchanges[rank]).emit() for rank, times in enumerate(starts)),
+    )
 
 
 def sent_by(plan: Plan, action: Action) -> Action | None:
     """Return the send that follows a computation if its result goes to another rank, else None."""
-    if action.op is Op.F and action.stage + 1 < plan.num_stages:
-        return _remote(plan, action, Op.SEND_F, action.stage + 1)
-    if action.op in BACKWARD and action.stage:
-        return _remote(plan, action, Op.SEND_B, action.stage - 1)
-    return None
+    if action.op is Op.F:
+        return _remote(plan, action, Op.SEND_F, +1)
+    return _remote(plan, action, Op.SEND_B, -1) if action.op in BACKWARD else None
 
 
 def received_by(plan: Plan, action: Action) -> Action | None:
     """Return the receive that a computation needs if its input comes from another rank, else None."""
-    if action.op is Op.F and action.stage:
-        return _remote(plan, action, Op.RECV_F, action.stage - 1)
-    if action.op in BACKWARD and action.stage + 1 < plan.num_stages:
-        return _remote(plan, action, Op.RECV_B, action.stage + 1)
-    return None
+    if action.op is Op.F:
+        return _remote(plan, action, Op.RECV_F, -1)
+    return _remote(plan, action, Op.RECV_B, +1) if action.op in BACKWARD else None
 
 
-def _remote(plan: Plan, action: Action, op: Op, other_stage: int) -> Action | None:
-    peer = plan.stage_ranks[other_stage]
-    return None if peer == plan.stage_ranks[action.stage] else Action(op, action.stage, action.microbatch, peer=peer)
+def _remote(plan: Plan, action: Action, op: Op, offset: int) -> Action | None:
+    other_stage = plan.neighbour(action.stage, offset)
+    peer = None if other_stage is None else plan.stage_ranks[other_stage]
+    return None if peer in (None, plan.stage_ranks[action.stage]) else Action(op, action.stage, action.microbatch, peer=peer)
 
 
 def _routes(plan: Plan, begins: Moments, find: Callable[[Plan, Action], Action | None]) -> Routes:
@@ -106,11 +111,39 @@ def _routes(plan: Plan, begins: Moments, find: Callable[[Plan, Action], Action |
     return routes
 
 
+def _exchanges(plan: Plan, computed: Sequence[Sequence[Action]], starts: Sequence[Sequence[int]]) -> list[list[tuple[int, Action]]]:
+    """Return for each rank the exchanges of gradients with twins, each with the number of computations after which it starts.
+
+    Two ranks exchange those of their stages in one order: that in which the later of both twins runs its last backward.
+    """
+    exchanges: list[list[tuple[int, Action]]] = [[] for _ in computed]
+    if plan.directions == 1 or not plan.has_backward:
+        return exchanges
+    last: dict[int, tuple[int, int]] = {}  # of each stage: when its last backward has ended, and after how many computations
+    for lane, times in zip(computed, starts):
+        done = enumerate(zip(lane, times), start=1)
+        last |= {action.stage: (start + UNITS[action.op], index) for index, (action, start) in done if action.op is not Op.F}
+    for stage in sorted(range(plan.depth), key=lambda stage: max(last[stage][0], last[stage + plan.depth][0])):
+        for one, other in ((stage, stage + plan.depth), (stage + plan.depth, stage)):
+            own = exchanges[plan.stage_ranks[one]]
+            after = max([last[one][1], *(index for index, _ in own)])
+            own.append((after, Action(Op.REDUCE_GRAD, one, 0, peer=plan.stage_ranks[other])))
+    return exchanges
+
+
 class _Lane:
     """One rank's list: its computations, and the transfers at the boundary before each of them."""
 
-    def __init__(self, plan: Plan, rank: int, begins: Sequence[int], sent: Routes, received: Routes) -> None:
-        self.rank, self.begins, self.slices = rank, begins, plan.slices
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        begins: Sequence[int],
+        sent: Routes,
+        received: Routes,
+        exchanges: Sequence[tuple[int, Action]] = (),
+    ) -> None:
+        self.rank, self.begins, self.slices, self.exchanges = rank, begins, plan.slices, exchanges
         self.steps: list[Action] = []
         self.before: list[list[Action]] = [[]]  # evictions and loads at each boundary
         self.inside: list[list[Action]] = []  # the first piece of each computation, with the actions between its pieces
@@ -132,8 +165,11 @@ class _Lane:
     def emit(self) -> tuple[Action, ...]:
         at_boundary = zip(self.posted, self.completed, self.before)
         lane = [action for actions in next(at_boundary) for action in actions]
-        for step, inside, receive, send, (posted, completed, moves) in zip(
-            self.steps, self.inside, self.receives, self.sends, at_boundary
+        exchanged: list[list[Action]] = [[] for _ in self.steps]
+        for after, action in self.exchanges:
+            exchanged[after - 1].append(action)
+        for step, inside, receive, send, exchanges, (posted, completed, moves) in zip(
+            self.steps, self.inside, self.receives, self.sends, exchanged, at_boundary
         ):
             _, stage, microbatch, _, _ = step
             if receive is not None:
@@ -141,10 +177,11 @@ class _Lane:
             lane += inside
             if send is not None:
                 lane.append(_action((send[0], stage, microbatch, 0, send[2])))
+            lane += exchanges
             lane += posted
             lane += completed
             lane += moves
-        return tuple(lane)
+        return (*lane, *(action._replace(op=Op.WAIT_REDUCE_GRAD) for _, action in self.exchanges))
 
     def _posts(self) -> list[list[Action]]:
         """Return the receives by boundary: one computation before the one that uses them, or earlier if the channel requires it.
@@ -204,7 +241,7 @@ class _Lane:
 def without_transfers(plan: Plan, *, keeps_recomputed: bool = False) -> Plan:
     """Return a plan without its transfers, recomputations and budgets, but with its pieces: the input of a balance pass."""
     kept = KEPT | {Op.R} if keeps_recomputed else KEPT
-    lanes = tuple(tuple(a for a in lane if a[0] in kept) for lane in plan.actions)
+    lanes = tuple(tuple(a for a in lane if a[0] in kept and a[4] is None) for lane in plan.actions)
     return replace(plan, actions=lanes, served=((),) * plan.num_ranks, slots=(None,) * plan.num_ranks, budgets=None)
 
 

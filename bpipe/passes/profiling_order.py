@@ -28,7 +28,7 @@ def profiling_order(plan: Plan) -> Plan:
     neither on the other stages of its rank nor on whether a backward comes before the next forward (`engine/ordered.py` checks).
     If the plan gathers weights, they are gathered for each computation, and gradients are reduced once.
     """
-    is_sharded = any(action.op in SHARDING for lane in plan.actions for action in lane)
+    is_sharded = any(action.op in SHARDING and action.peer is None for lane in plan.actions for action in lane)
     halved = {action.stage for lane in plan.actions for action in lane if action.op is Op.I}
     lanes = []
     for rank in range(plan.num_ranks):
@@ -37,8 +37,8 @@ def profiling_order(plan: Plan) -> Plan:
         lane: list[Action] = []
         for microbatch in range(plan.num_microbatches):
             units = plan.units_of(microbatch)
-            actions = [Action(Op.F, stage, unit) for unit in units for stage in stages]
-            actions += [Action(op, stage, unit) for unit in reversed(units) for op, stage in backwards]
+            actions = [Action(Op.F, stage, unit) for unit in units for stage in stages if plan.passes(stage, unit)]
+            actions += [Action(op, stage, unit) for unit in reversed(units) for op, stage in backwards if plan.passes(stage, unit)]
             lane += [a for action in actions for a in (_gathered(action) if is_sharded else (action,))]
         lanes.append((*lane, *(Action(Op.REDUCE_GRAD, s, 0) for s in stages if is_sharded)))
     return replace(

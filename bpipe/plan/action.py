@@ -31,7 +31,8 @@ class Op(StrEnum):
     RETURN = "RETURN"  # the acceptor's end of a LOAD
     UNSHARD = "UNSHARD"  # gather a stage's weights (fully sharded data parallelism); for a stage, not for a microbatch
     RESHARD = "RESHARD"  # free the gathered weights
-    REDUCE_GRAD = "REDUCE_GRAD"  # reduce a stage's gradients over the data-parallel replicas
+    # reduce a stage's gradients over the data-parallel replicas, or with a peer: exchange them with the stage's twin on that rank
+    REDUCE_GRAD = "REDUCE_GRAD"
     WAIT_SEND_F = "WAIT_SEND_F"
     WAIT_RECV_F = "WAIT_RECV_F"
     WAIT_SEND_B = "WAIT_SEND_B"
@@ -40,12 +41,13 @@ class Op(StrEnum):
     WAIT_LOAD = "WAIT_LOAD"
     WAIT_ACCEPT = "WAIT_ACCEPT"
     WAIT_RETURN = "WAIT_RETURN"
+    WAIT_REDUCE_GRAD = "WAIT_REDUCE_GRAD"  # with a peer: add up what both twins have
 
     __hash__ = str.__hash__  # Enum's own is a Python call, and plans hash millions of operations
 
 
 COMPUTE = frozenset({Op.F, Op.B, Op.I, Op.W, Op.R})
-SHARDING = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD})
+SHARDING = frozenset({Op.UNSHARD, Op.RESHARD, Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD})  # for a stage, not for a microbatch
 BACKWARD = frozenset({Op.B, Op.I})  # operations that need the gradient of a stage's outputs
 SERVED = frozenset({Op.ACCEPT, Op.WAIT_ACCEPT, Op.RETURN, Op.WAIT_RETURN})
 
@@ -63,6 +65,7 @@ class Purpose(StrEnum):
     BACKWARD = "backward"
     EVICT = "evict"
     RETURN = "return"
+    TWIN = "twin"
 
     __hash__ = str.__hash__
 
@@ -96,8 +99,8 @@ Identity = tuple[Op, int, int, int]  # operation, stage, microbatch, part
 class Action(NamedTuple):
     """An operation on one microbatch of one stage, or on one slice of a microbatch where a plan cuts each into k slices.
 
-    Its first four fields identify it within a plan, except for UNSHARD, RESHARD and REDUCE_GRAD, which concern a whole
-    stage and may occur again.
+    Its first four fields identify it within a plan, except for UNSHARD, RESHARD and REDUCE_GRAD without a peer, which concern a
+    whole stage and may occur again.
 
     Args:
         op: the operation.
@@ -144,9 +147,9 @@ class Action(NamedTuple):
         if match is None:
             expected = "expected a stage, an operation and a microbatch, such as 2F0 or 2EVICT0@5"
             raise PlanError(f"{text[:MOST_SHOWN]!r} is not an action: {expected}")
-        stage, sharding, op, microbatch, in_slices, part, peer = match.groups()
+        stage, sharding, twin, op, microbatch, in_slices, part, peer = match.groups()
         if sharding is not None:
-            return cls(Op(sharding), int(stage), 0)
+            return cls(Op(sharding), int(stage), 0, peer=None if twin is None else int(twin))
         if (in_slices is None) is not (slices == 1) or int(in_slices or 0) >= slices:
             expected = f"one of its {slices} slices, such as 2F0/{slices - 1}" if slices > 1 else "a whole microbatch, such as 2F0"
             raise PlanError(f"{text[:MOST_SHOWN]!r} is not an action of a plan with slices={slices}: expected {expected}")
@@ -181,6 +184,16 @@ class Action(NamedTuple):
             KeyError: the action does not complete a transfer.
         """
         return (START_OF[self[0]], *self[1:4])
+
+    @property
+    def is_post(self) -> bool:
+        """Whether it starts a transfer with another rank or the host, without waiting for its end."""
+        return self[0] in POSTS or self.is_exchange
+
+    @property
+    def is_exchange(self) -> bool:
+        """Whether it starts to exchange the gradients of its stage with the stage's twin: a send and a receive."""
+        return self[0] is Op.REDUCE_GRAD and self[4] is not None
 
     @property
     def full_text(self) -> str:
@@ -224,7 +237,7 @@ def _names(ops: Iterable[Op]) -> str:
 
 _NUMBER = r"\d{1,9}"
 _PATTERN = re.compile(
-    rf"({_NUMBER})(?:({_names(SHARDING)})|({_names(set(Op) - SHARDING)})({_NUMBER})(?:/({_NUMBER}))?"
+    rf"({_NUMBER})(?:({_names(SHARDING)})(?:@({_NUMBER}))?|({_names(set(Op) - SHARDING)})({_NUMBER})(?:/({_NUMBER}))?"
     rf"(?:\.({_NUMBER}))?(?:@({_NUMBER}|host))?)",
     re.ASCII,
 )

@@ -86,7 +86,7 @@ class _Clocked(NamedTuple):
 
 def _clocked(plan: PlanData) -> _Clocked:
     lanes = [plan.compute(rank) for rank in range(plan.num_ranks)]
-    starts = clock(lanes, plan.num_stages, plan.slices)
+    starts = clock(lanes, plan.num_stages, plan.slices, plan.directions)
     length = max((times[-1] + UNITS[lane[-1].op] for lane, times in zip(lanes, starts) if lane), default=0)
     return _Clocked(lanes, starts, length)
 

@@ -68,10 +68,11 @@ def check_issue_orders(plan: Plan, orders: Sequence[Sequence[Action]]) -> None:
         rank = runnable.pop()
         while positions[rank] < len(orders[rank]):
             action = orders[rank][positions[rank]]
-            if action.op in POSTS and action.peer != HOST:
-                other = there.pop(_transfer(action), None)
+            if action.is_post and action.peer != HOST:
+                transfer = _transfer(plan, action)
+                other = there.pop(transfer, None)
                 if other is None:
-                    there[_transfer(action)] = rank
+                    there[transfer] = rank
                     break
                 positions[other] += 1
                 runnable.append(other)
@@ -115,7 +116,7 @@ class _Issuing:
         self._plan, self._ranks = plan, range(plan.num_ranks)
         self._orders: list[list[Action]] = [[] for _ in self._ranks]
         computed = [plan.compute(rank) for rank in self._ranks]
-        starts = clock(computed, plan.num_stages, plan.slices)
+        starts = clock(computed, plan.num_stages, plan.slices, plan.directions)
         self._lanes = [
             _Lane(plan.actions[r], (start + UNITS[one.op] for start, one in zip(starts[r], computed[r]))) for r in self._ranks
         ]
@@ -155,11 +156,11 @@ class _Issuing:
 
     def _issue(self, rank: int, action: Action) -> list[int] | None:
         """Issue an action, or note that a rank has reached it; return the ranks that waited for it, or None if it must wait."""
-        is_own, transfer = action.peer is None or action.peer == HOST, _transfer(action)
+        is_own, transfer = action.peer is None or action.peer == HOST, _transfer(self._plan, action)
         if action.op in START_OF and not is_own and transfer not in self._issued:
             self._waiting[transfer].append(rank)
             return None
-        if action.op in POSTS and action.op not in MIRROR:
+        if action.is_post and action.op not in MIRROR:
             return self._come(rank, action, transfer)
         self._orders[rank].append(action)
         if action.op in POSTS and not is_own:
@@ -187,9 +188,11 @@ class _Issuing:
                 break
 
 
-def _transfer(action: Action) -> Transfer | None:
-    """Return the transfer that an action starts or completes, as its sender names it."""
+def _transfer(plan: Plan, action: Action) -> Transfer | None:
+    """Return the transfer that an action starts or completes, as its sender names it; of twins, the one of the first direction."""
     start = START_OF.get(action.op, action.op)
+    if start is Op.REDUCE_GRAD and action.peer is not None:
+        return (start, action.stage % plan.depth, 0, 0)
     if start not in POSTS:
         return None
     send, offset = _SENDER_OF.get(start, (start, 0))

@@ -88,10 +88,10 @@ class _Messages(NamedTuple):
     begun: int  # the part of `used` that the backward makes itself: the gradient of that output
 
 
-def _messages(sizes: Sizes, stage_ranks: tuple[int, ...], stage: int) -> _Messages:
+def _messages(sizes: Sizes, stage_ranks: tuple[int, ...], depth: int, stage: int) -> _Messages:
     """Compute the bytes of a stage's messages; stages of one rank receive nothing: one's output is the other's input."""
     own = sizes.stages[stage]
-    is_first, is_last = stage == 0, stage + 1 == len(stage_ranks)
+    is_first, is_last = stage % depth == 0, (stage + 1) % depth == 0
     made = own.sent - own.kept_sent
     handed, used = own.received, own.sent
     if not is_first and stage_ranks[stage - 1] == stage_ranks[stage]:
@@ -110,11 +110,11 @@ def _messages(sizes: Sizes, stage_ranks: tuple[int, ...], stage: int) -> _Messag
 
 
 @lru_cache(maxsize=64)
-def bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...]) -> Meter:
-    """Return a meter of bytes, messages between stages included."""
+def bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...], depth: int) -> Meter:
+    """Return a meter of bytes, messages between stages included; a microbatch passes `depth` stages."""
     if not sizes.later_slices:
-        return _bytes_meter(sizes, stage_ranks)
-    return by_unit([_bytes_meter(Sizes(stages=stages, static=()), stage_ranks) for stages in sizes.by_slice])
+        return _bytes_meter(sizes, stage_ranks, depth)
+    return by_unit([_bytes_meter(Sizes(stages=stages, static=()), stage_ranks, depth) for stages in sizes.by_slice])
 
 
 def by_unit(meters: Sequence[Meter]) -> Meter:
@@ -132,14 +132,14 @@ def _of_unit(amounts: Sequence[Amount]) -> Amount:
     return lambda action: amounts[action[2] % len(amounts)](action)
 
 
-def _bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...]) -> Meter:
+def _bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...], depth: int) -> Meter:
     """Return a meter of bytes for units that all have the same sizes.
 
     For a computation in pieces, the input counts until the last piece of the forward has run, and the output from then on; the
     gradient of the output counts during the first piece of the backward, that of the input from its last one on. Gradients of
     the states of slices come and go with the last piece of a backward.
     """
-    messages = [_messages(sizes, stage_ranks, stage) for stage in range(len(stage_ranks))]
+    messages = [_messages(sizes, stage_ranks, depth, stage) for stage in range(len(stage_ranks))]
 
     def amounts(of: Callable[[int, int, int], int]) -> Amount:
         """Tabulate the amount of an action, by its stage, its part and its stage's number of parts; part 0 stands for all."""
@@ -160,6 +160,7 @@ def _bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...]) -> Meter:
             + messages[s].begun * (part in (0, n))
         ),
         Op.I: amounts(lambda s, part, n: messages[s].result + sizes.stages[s].given + messages[s].begun),
+        Op.REDUCE_GRAD: amounts(lambda s, part, n: sizes.stages[s].gradients),
     }
     gives: dict[Op, Amount] = {
         Op.F: amounts(
@@ -174,13 +175,14 @@ def _bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...]) -> Meter:
         ),
         Op.W: amounts(lambda s, part, n: sizes.stages[s].late),
         Op.WAIT_SEND_B: amounts(lambda s, part, n: messages[s].result),
+        Op.WAIT_REDUCE_GRAD: amounts(lambda s, part, n: sizes.stages[s].gradients),
     }
     takes_again = {
         Op.F: amounts(lambda s, part, n: sizes.stages[s].sent + sizes.stages[s].state),
         Op.R: amounts(lambda s, part, n: messages[s].made + sizes.stages[s].saved - messages[s].kept),
     }
     gives_again = {
-        Op.F: amounts(lambda s, part, n: sizes.stages[s].sent * (s + 1 == len(stage_ranks))),
+        Op.F: amounts(lambda s, part, n: sizes.stages[s].sent * ((s + 1) % depth == 0)),
         Op.WAIT_SEND_F: amounts(lambda s, part, n: sizes.stages[s].sent),
         Op.R: amounts(lambda s, part, n: messages[s].made + messages[s].handed - messages[s].kept + sizes.stages[s].state),
     }

@@ -23,7 +23,7 @@ UNITS = {Op.F: 1, Op.B: 2, Op.I: 1, Op.W: 1, Op.R: 1}
 RESULT = {Op.F: Op.F, Op.B: Op.B, Op.I: Op.B, Op.W: Op.W, Op.R: Op.R}
 
 
-def previous_unit(op: Op, unit: int, slices: int) -> int:
+def previous_unit(op: Op, unit: int, slices: int, directions: int = 1) -> int:
     """Return the unit that a stage takes before another one; negative before the first.
 
     A forward reads the state that the slice before left, such as keys and values. A backward uses the gradients that all later
@@ -34,8 +34,8 @@ def previous_unit(op: Op, unit: int, slices: int) -> int:
         ([-1, 0, 1, 2, 3, 4], [1, 2, -3, 4, 5, 0])
     """
     if op is Op.F or slices == 1:
-        return unit - 1
-    return unit + 1 if (unit + 1) % slices else unit + 1 - 2 * slices
+        return unit - 1 if unit % slices else unit - 1 - (directions - 1) * slices
+    return unit + 1 if (unit + 1) % slices else unit + 1 - (directions + 1) * slices
 
 
 def backward_units(num_microbatches: int, slices: int) -> list[int]:
@@ -57,19 +57,23 @@ def state_needs(action: Action, slices: int) -> OpKey | None:
     return (RESULT[op], stage, before)
 
 
-def needs(action: Action, last_stage: int) -> OpKey | None:
+def needs(action: Action, depth: int) -> OpKey | None:
     """Return the computation whose result a computation waits for, besides the earlier ones of its own rank.
 
     A slice also needs the state of its stage: see `state_needs`.
+
+    Args:
+        action: the computation.
+        depth: the number of stages that a microbatch passes; a plan of two directions has as many again for the other one.
     """
     op, stage, microbatch, *_ = action
     if op is Op.F:
-        return (Op.F, stage - 1, microbatch) if stage else None
+        return (Op.F, stage - 1, microbatch) if stage % depth else None
     if op is Op.R:
         return (Op.F, stage, microbatch)
     if op is Op.W:
         return (Op.B, stage, microbatch)
-    return (Op.F, stage, microbatch) if stage == last_stage else (Op.B, stage + 1, microbatch)
+    return (Op.B, stage + 1, microbatch) if (stage + 1) % depth else (Op.F, stage, microbatch)
 
 
 class Moments:
@@ -110,13 +114,14 @@ def num_microbatches_of(lanes: Sequence[Sequence[Action]], num_stages: int) -> i
     return highest + 1
 
 
-def clock(lanes: Sequence[Sequence[Action]], num_stages: int, slices: int = 1) -> list[array[int]]:
+def clock(lanes: Sequence[Sequence[Action]], num_stages: int, slices: int = 1, directions: int = 1) -> list[array[int]]:
     """Compute when each computation starts, if F, I and W take one unit each, B takes two, and transfers take none.
 
     Args:
         lanes: the computations of each rank, whole ones.
         num_stages: of all ranks together.
         slices: k, the slices of a microbatch, which need the state of each other besides their inputs.
+        directions: 2 if stages of the second half run other microbatches than those of the first half.
 
     Returns:
         One list of start times per rank, as long as its lane.
@@ -124,17 +129,19 @@ def clock(lanes: Sequence[Sequence[Action]], num_stages: int, slices: int = 1) -
     Raises:
         PlanError: the lanes wait for each other in a cycle, or lack microbatches.
     """
-    return clock_by_result(lanes, num_stages, slices)[0]
+    return clock_by_result(lanes, num_stages, slices, directions)[0]
 
 
-def clock_by_result(lanes: Sequence[Sequence[Action]], num_stages: int, slices: int = 1) -> tuple[list[array[int]], Moments]:
+def clock_by_result(
+    lanes: Sequence[Sequence[Action]], num_stages: int, slices: int = 1, directions: int = 1
+) -> tuple[list[array[int]], Moments]:
     """Return the start times of `clock`, and the same for each result: when the computation starts that makes it."""
     num_microbatches = num_microbatches_of(lanes, num_stages)
     begins, ends = Moments(num_stages, num_microbatches), Moments(num_stages, num_microbatches)
     at_once = array("q", [0]) * num_microbatches
     kinds = {}  # of computation: what it needs, when that has ended; its own result, when that begins, and has ended; its duration
     for (op, stage), ended in ends.by_computation().items():
-        needed = needs(Action(op, stage, 0), num_stages - 1)
+        needed = needs(Action(op, stage, 0), num_stages // directions)
         needs_ended, result = at_once if needed is None else ends.of(*needed[:2]), (RESULT[op], stage)
         kinds[op, stage] = (needed and needed[:2], needs_ended, result, begins.of(*result), ended, UNITS[op])
     starts = [array("q") for _ in lanes]
@@ -178,9 +185,10 @@ def _enablers() -> dict[Op, tuple[Op, int]]:
     """Return the event at the other end that must happen before an action can go on, as (operation, offset of the stage).
 
     Every transfer is an unbuffered rendezvous: a receive completes once its send has started, a send once its receive has
-    completed. An ACCEPT starts once its EVICT has, because the sizes arrive with it.
+    completed. An ACCEPT starts once its EVICT has, because the sizes arrive with it. An exchange of gradients completes once both
+    twins have started it; how far the twin lies depends on the plan.
     """
-    enabled_by: dict[Op, tuple[Op, int]] = {Op.ACCEPT: (Op.EVICT, 0)}
+    enabled_by: dict[Op, tuple[Op, int]] = {Op.ACCEPT: (Op.EVICT, 0), Op.WAIT_REDUCE_GRAD: (Op.REDUCE_GRAD, 0)}
     for send, (receive, offset) in RECEIVER_OF.items():
         enabled_by[WAIT_OF[receive]] = (send, -offset)
         enabled_by[WAIT_OF[send]] = (WAIT_OF[receive], offset)
@@ -228,10 +236,13 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
         lanes = [(rank, tuple([a for a in lane if a[0] in LINKED or a[3]])) for rank, lane in lanes]
     positions = [0] * len(lanes)
     width = 1 + max(map(plan.num_parts, range(plan.num_stages)))
+    num_stages = plan.num_stages
     happened = {op: [bytearray(plan.num_units * width) for _ in plan.stage_ranks] for op in ENABLERS}
+    happened[Op.REDUCE_GRAD] *= 2  # a twin lies `depth` stages further on, or as many back
     kinds = {}  # of action: the event that must have happened first, and the event that it causes
     for op in Op:
         enabler, offset = ENABLED_BY.get(op, (None, 0))
+        offset = plan.depth if op is Op.WAIT_REDUCE_GRAD else offset
         kinds[op] = (None if enabler is None else happened[enabler], offset, happened.get(op))
     waiting: dict[tuple[Op, int, int], list[int]] = defaultdict(list)
     blocked: dict[int, Action] = {}
@@ -249,7 +260,7 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
             if enabling is not None and peer != HOST and enabling[stage + offset][which] != YES:
                 enabling[stage + offset][which] = AWAITED
                 enabler = ENABLED_BY[op][0]
-                waiting[enabler, stage + offset, which].append(index)
+                waiting[enabler, (stage + offset) % num_stages, which].append(index)
                 blocked[index] = action
                 positions[index] = position
                 break
@@ -268,10 +279,11 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
                     else:
                         runnable.append(woken)
             happening[stage][which] = YES
-    return [Stuck(lanes[index][0], action, _missing(action)) for index, action in blocked.items()]
+    return [Stuck(lanes[index][0], action, _missing(plan, action)) for index, action in blocked.items()]
 
 
-def _missing(action: Action) -> Action:
+def _missing(plan: PlanData, action: Action) -> Action:
     """Return what must happen on the other end before an action can go on."""
     enabler, offset = ENABLED_BY[action.op]
-    return action._replace(op=enabler, stage=action.stage + offset, peer=None)
+    twin = plan.twin(action.stage) if action.op is Op.WAIT_REDUCE_GRAD else None
+    return action._replace(op=enabler, stage=action.stage + offset if twin is None else twin, peer=None)

@@ -27,6 +27,9 @@ class Plan(PlanData):
         has_backward: False for evaluation, where only forwards run.
         slices: k, the slices into which each microbatch is cut along the sequence; they pass through the stages one behind the
             other. Actions, slots and sizes count slices then: slice s of microbatch i is unit k*i + s, written `i/s`.
+        directions: 2 if the plan has every stage of the model twice, for two streams of microbatches that flow against each other:
+            stages 0 to S-1 run even microbatches, stages S to 2S-1 odd ones. Stage s and its twin s + S hold the same weights on
+            two ranks, and add up their gradients: `REDUCE_GRAD` with a peer.
 
     Example:
         >>> from bpipe.schedules import build

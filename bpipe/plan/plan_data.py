@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from bpipe.errors import PlanError
-from bpipe.plan.action import COMPUTE, HOST, MIRROR, POSTS, Action, Channel, MicrobatchKey, Op
+from bpipe.plan.action import COMPUTE, HOST, MIRROR, POSTS, Action, Channel, MicrobatchKey, Op, Purpose
 from bpipe.plan.meter import SLOTS, Amount, Meter, bytes_meter, occupancy, slot
 from bpipe.plan.reserved import reserve
 from bpipe.plan.sizes import Sizes
@@ -32,6 +32,7 @@ class PlanData:
     budgets: tuple[int | None, ...] | None = None
     has_backward: bool = True
     slices: int = 1
+    directions: int = 1
 
     @property
     def num_units(self) -> int:
@@ -45,6 +46,32 @@ class PlanData:
     def slice_of(self, unit: int) -> tuple[int, int]:
         """Return the microbatch of a unit, and its slice, 0 for the beginning of the sequence."""
         return divmod(unit, self.slices)
+
+    @property
+    def depth(self) -> int:
+        """The number of stages that a microbatch passes: those of one direction."""
+        return len(self.stage_ranks) // self.directions
+
+    def is_last(self, stage: int) -> bool:
+        """Return whether a stage is the last one that its microbatches pass."""
+        return (stage + 1) % self.depth == 0
+
+    def is_first(self, stage: int) -> bool:
+        """Return whether a stage is the first one that its microbatches pass."""
+        return stage % self.depth == 0
+
+    def neighbour(self, stage: int, offset: int) -> int | None:
+        """Return the stage before (-1) or behind (+1) a stage, in its direction; None if there is none."""
+        ends = self.is_last(stage) if offset > 0 else self.is_first(stage)
+        return None if ends else stage + offset
+
+    def passes(self, stage: int, unit: int) -> bool:
+        """Return whether a unit passes a stage: microbatches take the directions in turns."""
+        return unit // self.slices % self.directions == stage // self.depth
+
+    def twin(self, stage: int) -> int | None:
+        """Return the stage of the other direction that holds the same weights; None in a plan of one direction."""
+        return None if self.directions == 1 else (stage + self.depth) % self.num_stages
 
     def show(self, action: Action) -> str:
         """Write an action for people: with its microbatch and slice."""
@@ -103,11 +130,11 @@ class PlanData:
 
     def meter(self) -> Meter:
         """Return the meter that counts the plan's memory: in bytes where it has sizes, else in slots."""
-        return SLOTS if self.sizes is None else bytes_meter(self.sizes, self.stage_ranks)
+        return SLOTS if self.sizes is None else bytes_meter(self.sizes, self.stage_ranks, self.depth)
 
     def activations_meter(self) -> Meter:
         """Return the meter that counts only saved bytes, without messages."""
-        return bytes_meter(self._sized().without_messages(), self.stage_ranks)
+        return bytes_meter(self._sized().without_messages(), self.stage_ranks, self.depth)
 
     @property
     def peak_slots(self) -> tuple[int, ...]:
@@ -161,7 +188,9 @@ class PlanData:
     def channels(self) -> list[Channel]:
         """Return the channels that the plan uses, in the same order on all ranks."""
         lanes = [(rank, lane) for lanes in (self.actions, self.served) for rank, lane in enumerate(lanes)]
-        return sorted({a.channel(rank) for rank, lane in lanes for a in lane if a.op in POSTS and a.peer != HOST})
+        channels = {a.channel(rank) for rank, lane in lanes for a in lane if a.op in POSTS and a.peer != HOST}
+        exchanges = {(rank, a.peer) for rank, lane in enumerate(self.actions) for a in lane if a.peer is not None and a.is_exchange}
+        return sorted({*channels, *(Channel(Purpose.TWIN, *ends) for ends in exchanges)})
 
     def evicted(self, rank: int) -> list[MicrobatchKey]:
         """Return the (stage, microbatch) pairs of which a rank evicts all or parts, in the order of their first eviction."""

@@ -33,6 +33,8 @@ class StageSizes:
         given: of a slice, the bytes of the first gradients that its backward gives to states of earlier slices, which stay until
             the backwards of these; what it adds to gradients that are there already takes nothing more.
         collected: of a slice, the bytes of the gradients that later slices have given to its state, which its backward frees.
+        gradients: in a plan of two directions, the bytes of the stage's gradients, which its twin sends: they take as many bytes
+            until they are added up.
 
     Raises:
         ConfigurationError: a negative number, or one of more than 256 TiB; no part, or more than 1023; a kept size larger
@@ -49,10 +51,11 @@ class StageSizes:
     state: int = 0
     given: int = 0
     collected: int = 0
+    gradients: int = 0
 
     def __post_init__(self) -> None:
         messages = (self.received, self.sent, self.kept_received, self.kept_sent)
-        numbers = (*self.parts, self.fixed, self.state, self.given, self.collected, self.between or 0, *messages)
+        numbers = (*self.parts, self.fixed, self.state, self.given, self.collected, self.gradients, self.between or 0, *messages)
         if not self.parts or not all(isinstance(n, int) and n >= 0 for n in numbers):
             raise ConfigurationError(f"sizes must be whole numbers of at least 0, with at least one part: {self}")
         if max(*numbers, self.saved) > MOST_BYTES or len(self.parts) > MOST_PARTS:
@@ -79,7 +82,7 @@ class StageSizes:
 
     def without_messages(self) -> StageSizes:
         """Return these sizes with only the saved bytes."""
-        return replace(self, received=0, sent=0, kept_received=0, kept_sent=0)
+        return replace(self, received=0, sent=0, kept_received=0, kept_sent=0, gradients=0)
 
     def moved(self, part: int) -> int:
         """Return the bytes that an eviction of a part moves; part 0 stands for all parts."""
@@ -181,6 +184,8 @@ class Sizes:
             return self.at(stage - (op is Op.RECV_F), unit).sent
         if op is Op.SEND_B or op is Op.RECV_B:
             return self.at(stage + (op is Op.RECV_B), unit).received
+        if op is Op.REDUCE_GRAD:
+            return self.stages[stage].gradients
         return self.moved(action)
 
 

@@ -20,7 +20,7 @@ AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 HEADER = re.compile(
     r"bpipe-plan 1 name=(?P<name>\S+) microbatches=(?P<microbatches>\d{1,9}) "
     r"stage_ranks=(?P<stage_ranks>\d{1,9}(?:,\d{1,9})*) slots=(?P<slots>[\d,-]+) backward=(?P<backward>[01])"
-    r"(?: slices=(?P<slices>\d{1,9}))?",
+    r"(?: slices=(?P<slices>\d{1,9}))?(?: directions=(?P<directions>\d{1,9}))?",
     re.ASCII,
 )
 
@@ -28,7 +28,7 @@ MOST_NAME = 256  # characters
 MOST_DIGITS = 18
 MOST_SHOWN = 60  # of what could not be read, in an error
 NUMBERS = ("fixed", "received", "sent", "kept_received", "kept_sent", "between")  # of a stage, the last one if there is one
-OF_SLICES = ("state", "given", "collected")  # likewise, by name, where they are not 0
+NAMED = ("state", "given", "collected", "gradients")  # likewise, by name, where they are not 0
 
 
 def wrong_with_name(name: str) -> str:
@@ -46,8 +46,8 @@ def to_text(plan: PlanData) -> str:
     lines = [
         f"bpipe-plan 1 name={plan.name} microbatches={plan.num_microbatches} "
         f"stage_ranks={','.join(map(str, plan.stage_ranks))} slots={slots} backward={int(plan.has_backward)}"
-        + f" slices={plan.slices}"
-        * (plan.slices > 1)
+        + f" slices={plan.slices}" * (plan.slices > 1)
+        + f" directions={plan.directions}" * (plan.directions > 1)
     ]
     if plan.sizes is not None:
         for number, stages in enumerate(plan.sizes.by_slice):
@@ -75,9 +75,12 @@ def from_text(text: str, plan_class: type[AnyPlan]) -> AnyPlan:
         slots = tuple(map(_limit, match["slots"].split(",")))
     except ValueError as error:
         raise PlanError(f"not a plan: slots={match['slots'][:MOST_SHOWN]!r} is not a list of numbers and '-'") from error
-    slices = int(match["slices"] or 1)
+    slices, directions = int(match["slices"] or 1), int(match["directions"] or 1)
     if slices < 1:
         raise PlanError("not a plan: slices=0, expected at least 1")
+    if directions not in (1, 2) or len(stage_ranks) % directions:
+        raise PlanError(f"not a plan: {len(stage_ranks)} stages in directions={directions}, expected 1, or 2 with half each")
+    depth = len(stage_ranks) // directions
     num_sizes = sum(line.startswith(("size ", "static:", "budgets:")) for line in lines)
     sizes, budgets = _read_sizes(lines[:num_sizes], len(stage_ranks))
     lanes: dict[str, list[tuple[Action, ...]]] = {"rank": [], "serve": []}
@@ -86,7 +89,7 @@ def from_text(text: str, plan_class: type[AnyPlan]) -> AnyPlan:
         kind, _, rank = start.partition(" ")
         if kind not in lanes or rank != str(len(lanes[kind])):
             raise PlanError(f"not a plan: line {number} starts {line[:40]!r}, expected 'rank N:' or 'serve N:' in ascending order")
-        lanes[kind].append(tuple(_read(word, stage_ranks, slices) for word in words.split()))
+        lanes[kind].append(tuple(_read(word, stage_ranks, slices, depth) for word in words.split()))
     if not lanes["rank"]:
         raise PlanError("not a plan: it has no line that starts 'rank 0:'")
     return plan_class(
@@ -100,6 +103,7 @@ def from_text(text: str, plan_class: type[AnyPlan]) -> AnyPlan:
         budgets=budgets,
         has_backward=match["backward"] == "1",
         slices=slices,
+        directions=directions,
     )
 
 
@@ -116,7 +120,7 @@ def _limit(word: str) -> int | None:
 
 def _numbers(stage: StageSizes) -> str:
     numbers = [getattr(stage, name) for name in NUMBERS]
-    named = [f"{name}={number}" for name in OF_SLICES if (number := getattr(stage, name))]
+    named = [f"{name}={number}" for name in NAMED if (number := getattr(stage, name))]
     return " ".join([*(str(number) for number in numbers if number is not None), *named])
 
 
@@ -159,7 +163,7 @@ def _read_stage(words: list[str]) -> StageSizes:
     named: dict[str, int] = {}
     while numbers and "=" in numbers[-1]:
         name, _, number = numbers.pop().partition("=")
-        if name not in OF_SLICES or name in named:
+        if name not in NAMED or name in named:
             raise ValueError(f"{name[:MOST_SHOWN]}= is unknown, or there twice")
         named[name] = _whole(number)
     if len(numbers) not in (len(NUMBERS) - 1, len(NUMBERS)):
@@ -168,22 +172,22 @@ def _read_stage(words: list[str]) -> StageSizes:
 
 
 def _write(plan: PlanData, action: Action) -> str:
-    if action.peer == _implied_peer(action, plan.stage_ranks):
+    if action.peer == _implied_peer(action, plan.stage_ranks, plan.depth):
         return plan.show(action)
     return f"{plan.show(action)}{action.at_peer or '@none'}"  # a valid plan never has it, and `parse` refuses it
 
 
-def _read(word: str, stage_ranks: tuple[int, ...], slices: int) -> Action:
+def _read(word: str, stage_ranks: tuple[int, ...], slices: int, depth: int) -> Action:
     action = Action.parse(word, slices)
-    return action if action.peer is not None else action._replace(peer=_implied_peer(action, stage_ranks))
+    return action if action.peer is not None else action._replace(peer=_implied_peer(action, stage_ranks, depth))
 
 
 _NEIGHBOUR = {Op.SEND_F: 1, Op.RECV_B: 1, Op.RECV_F: -1, Op.SEND_B: -1}
 
 
-def _implied_peer(action: Action, stage_ranks: tuple[int, ...]) -> int | None:
+def _implied_peer(action: Action, stage_ranks: tuple[int, ...], depth: int) -> int | None:
     offset = _NEIGHBOUR.get(START_OF.get(action.op, action.op))
-    if offset is None or not 0 <= action.stage + offset < len(stage_ranks):
+    if offset is None or action.stage >= len(stage_ranks) or not 0 <= action.stage % depth + offset < depth:
         return None
     return stage_ranks[action.stage + offset]
 
@@ -198,6 +202,7 @@ def to_csv(plan: PlanData) -> str:
         ("evicts", any(action.op is Op.EVICT for action in actions)),
         ("recomputes", any(action.op is Op.R for action in actions)),
         ("computes in pieces", any(action.part for action in actions)),
+        ("has two directions", plan.directions > 1),
     ):
         if is_so:
             raise PlanError(f"{plan.name} {what}, which torch.distributed.pipelining's CSV cannot express: use to_text()")

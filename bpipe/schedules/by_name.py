@@ -102,6 +102,7 @@ def _computations(rule: Rule, num_stages: int, num_microbatches: int, num_ranks:
         name=rule.name,
         num_microbatches=num_microbatches,
         slices=rule.slices,
+        directions=rule.placement.directions,
         stage_ranks=rule.placement.stage_ranks(num_ranks, stages_per_rank),
         actions=tuple(map(tuple, lanes)),
         served=((),) * num_ranks,

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+from bpipe.passes.halves import Step, numbered
 from bpipe.plan.action import Action, Op
-from bpipe.schedules.halves import Step, numbered
 from bpipe.schedules.rule import Placement, Rule
 
 __all__: list[str] = []

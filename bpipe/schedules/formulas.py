@@ -35,16 +35,17 @@ def check_rule(rule: Rule, num_ranks: int, num_microbatches: int) -> Plan:
         PlanError: the plan breaks a rule of the verifier, or a formula differs from it; the message has both numbers.
         ConfigurationError: the rule does not take these numbers.
     """
-    stages_per_rank = rule.default_stages_per_rank
+    stages_per_rank, directions = rule.default_stages_per_rank, rule.placement.directions
     plan = plan_by(rule, num_ranks * stages_per_rank, num_microbatches, num_ranks=num_ranks)
     sizes = (num_ranks, num_microbatches, stages_per_rank)
     at = f"rule {rule.name!r} with p = {num_ranks} and m = {num_microbatches}"
+    passed = stages_per_rank // directions * rule.slices  # computations of a microbatch on a rank
     if rule.peak is not None:
-        said = [rule.peak(*sizes, rank) * stages_per_rank * rule.slices for rank in range(num_ranks)]
+        said = [rule.peak(*sizes, rank) * passed for rank in range(num_ranks)]
         if max(plan.peak_slots) != max(said) or any(found > most for found, most in zip(plan.peak_slots, said)):
             raise PlanError(f"{at}: its peaks are {_numbers(plan.peak_slots)} slots, but its formula gives {_numbers(said)}")
     if rule.bubble is not None:
-        given = rule.bubble(*sizes, *[float(stages_per_rank * rule.slices)] * 3)
+        given = rule.bubble(*sizes, *[float(passed)] * 3)
         found = simulate(plan, Costs(forward_s=1.0, backward_s=2.0)).bubble_s(0)
         if found > given + TOLERANCE or (found < given - TOLERANCE and "at most" not in rule.bubble_text):
             unit = "a slice on a stage" if rule.slices > 1 else "a stage"

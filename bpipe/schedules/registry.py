@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from bpipe.errors import ConfigurationError
 from bpipe.logs import LOG
 from bpipe.plan.text import wrong_with_name
-from bpipe.schedules import breadth_first, dualpipe_v, gpipe, interleaved, one_f_one_b, v_shape, zbv, zero_bubble
+from bpipe.schedules import bidirectional, breadth_first, dualpipe_v, gpipe, interleaved, one_f_one_b, v_shape, zbv, zero_bubble
 from bpipe.schedules.rule import Rule
 
 __all__ = ["names", "register", "rules", "unregister"]
@@ -30,6 +30,10 @@ OWN_RULES = (
     dualpipe_v.RULE,
     one_f_one_b.SEQ_1F1B,
     gpipe.TERA_PIPE,
+    bidirectional.CHIMERA,
+    bidirectional.BITPIPE,
+    bidirectional.BITPIPE_REORDERED,
+    bidirectional.BITPIPE_ZB,
 )
 
 _RULES = {rule.name: rule for rule in OWN_RULES}  # the one module-level state of the package: `register` adds to it

@@ -25,18 +25,31 @@ class Placement(Enum):
     ONE = "one stage per rank"
     LOOPED = "two or more stages per rank, in a loop"
     V = "two stages per rank, in a V"
+    BOTH_WAYS = "two stages per rank, one of each direction"
+    TWO_VS = "four stages per rank, in a V of each direction"
 
     def stage_ranks(self, num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-        """Return the rank of each stage: s mod p, or in a V down the ranks and up again.
+        """Return the rank of each stage: s mod p, or in a V down the ranks and up again; the other direction on the ranks reversed.
 
         Example:
             >>> Placement.LOOPED.stage_ranks(3, 2), Placement.V.stage_ranks(3, 2)
             ((0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0))
+            >>> Placement.BOTH_WAYS.stage_ranks(3, 2)
+            (0, 1, 2, 2, 1, 0)
         """
+        if self.directions == 2:
+            one_way = Placement.V if self is Placement.TWO_VS else Placement.ONE
+            down = one_way.stage_ranks(num_ranks, stages_per_rank // 2)
+            return (*down, *(num_ranks - 1 - rank for rank in down))
         stages = range(num_ranks * stages_per_rank)
         if self is Placement.V:
             return tuple(min(stage, 2 * num_ranks - 1 - stage) for stage in stages)
         return tuple(stage % num_ranks for stage in stages)
+
+    @property
+    def directions(self) -> int:
+        """The number of streams of microbatches, each of which has stages of its own."""
+        return 2 if self in (Placement.BOTH_WAYS, Placement.TWO_VS) else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +62,8 @@ class Rule:
         placement: the rank of each stage; default: one stage per rank.
         runs_as: the class of `bpipe` that runs it; default: a subclass of `Schedule` that you write, with `rule = "its name"`.
         title: its published name, and its source.
-        peak: `peak(p, m, v, rank)`: the peak of a rank, in microbatches of all of its stages; exact for the fullest rank.
+        peak: `peak(p, m, v, rank)`: the peak of a rank, in microbatches of all of its stages (of those of one direction, if there
+            are two); exact for the fullest rank.
         bubble: `bubble(p, m, v, forward_s, input_s, weight_s)`: seconds of the makespan in which a rank does not compute,
             given those that all stages of a rank take for a microbatch; `bubble_text` says when it is exact.
         period: `period(p, forward_s, input_s, weight_s)`: seconds from one microbatch to the next in the long run, given those
@@ -103,7 +117,7 @@ class Rule:
     @property
     def default_stages_per_rank(self) -> int:
         """The default of v."""
-        return 1 if self.placement is Placement.ONE else 2
+        return {Placement.ONE: 1, Placement.TWO_VS: 4}.get(self.placement, 2)
 
     def check(self, num_stages: int, num_microbatches: int, num_ranks: int) -> None:
         """Raise unless the rule can run these numbers of stages, microbatches and ranks.
@@ -127,11 +141,16 @@ class Rule:
         """
         if not self._fits(num_stages, num_ranks):
             fitting = num_ranks * self.default_stages_per_rank
+            would = f"{fitting} would" if self._takes(num_ranks) else "nor do others: the number of ranks must be even"
             raise ConfigurationError(
-                f"{self.name} takes {self.placement.value}: {num_stages} stages on {num_ranks} ranks do not fit, {fitting} would"
+                f"{self.name} takes {self.placement.value}: {num_stages} stages on {num_ranks} ranks do not fit, {would}"
             )
+
+    def _takes(self, num_ranks: int) -> bool:
+        """Return whether the rule runs on this number of ranks: two directions meet in the middle of two ranks."""
+        return num_ranks % self.placement.directions == 0
 
     def _fits(self, num_stages: int, num_ranks: int) -> bool:
         if self.placement is Placement.LOOPED:
             return num_stages % num_ranks == 0 and num_stages > num_ranks
-        return num_stages == num_ranks * self.default_stages_per_rank
+        return num_stages == num_ranks * self.default_stages_per_rank and self._takes(num_ranks)

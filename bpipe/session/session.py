@@ -30,6 +30,7 @@ from bpipe.model import microbatch as mb
 from bpipe.model.call import Call
 from bpipe.model.cut import cut_of
 from bpipe.model.merging import check_merge, merge
+from bpipe.parallel.twins import weights_of
 from bpipe.plan.plan import Plan
 from bpipe.session.context import RankContext
 from bpipe.session.plan_source import Gather, PlanSource
@@ -103,7 +104,7 @@ class Session:
                 transport.control.activity.state = State.PREPARING
                 run = self.agree(step, records, lambda ask: transport.exchange(Collective.PLAN, ask(self.source)))
             with guard.failing_together():
-                with run.sharding.in_charge(), run.hooks.watched(), transport.control.interruptible():
+                with run.sharding.in_charge(), run.twins.in_charge(), run.hooks.watched(), transport.control.interruptible():
                     self.context.lanes.drive(run, transport.control, self.context.group_ranks)
                 result = self.result(run)
                 self.finish(step, run, started)
@@ -153,6 +154,7 @@ class Session:
             peak=peak,
             plain_peak=plain_peak,
             slices=tuple(inputs.step_inputs.lengths or ()),
+            weights=weights_of(inputs.parts, with_values=not self.context.group_ranks) if plan.directions > 1 else (),
         )
 
     def agree(self, step: PreparedStep, packed: Sequence[bytes], gather: Gather) -> Run:
@@ -222,7 +224,7 @@ class Session:
 
     def result(self, run: Run) -> Any:
         """Return the result of the step: the merged outputs; None if there are none."""
-        outputs, slicing = run.compute.outputs, self.context.slicing
+        outputs, slicing = list(run.compute.outputs.values()), self.context.slicing
         if outputs and slicing is not None:
             outputs = slicing.merged(outputs, run.compute.lengths)
         return merge(outputs, self.context.specs.output) if outputs else None
@@ -244,7 +246,7 @@ class Session:
         if self.observer is not None:
             self.observer.finished(run, self.stats)
         if run.holds_last_stage and step.inputs.losses is not None:
-            losses, slicing = run.compute.losses, self.context.slicing
+            losses, slicing = list(run.compute.losses.values()), self.context.slicing
             step.inputs.losses[:] = losses if slicing is None else slicing.losses(losses, step.inputs.weights)
         if step.is_training:
             source.counted(run)

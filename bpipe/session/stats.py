@@ -71,15 +71,17 @@ class Stats:
             "wait_send_s": waited[Op.WAIT_SEND_F] + waited[Op.WAIT_SEND_B],
             "wait_evict_s": waited[Op.WAIT_EVICT],
             "wait_load_s": waited[Op.WAIT_LOAD],
+            "wait_exchange_s": waited[Op.WAIT_REDUCE_GRAD],
             "wait_step": of_step,
         }
 
     def _device_peaks(self, run: Run, static_bytes: int) -> dict[str, float]:
         plan, rank, always, planned = run.plan, run.rank, static_bytes + self._memory.remote_buffer_bytes, self._plan(run)
-        used = always + self._device.of(plan, rank, run.evictions.ledger.footprints)
-        predicted = planned.device_bytes
+        always += run.twins.held_bytes
+        used = always + self._device.of(plan, rank, run.evictions.ledger.footprints, run.twins.exchanged_bytes)
+        predicted = None if planned.device_bytes is None else planned.device_bytes + run.twins.held_bytes
         if predicted is None:
-            predicted = always + self._predicted_device.of(plan, rank, run.evictions.predicted())
+            predicted = always + self._predicted_device.of(plan, rank, run.evictions.predicted(), run.twins.exchanged_bytes)
         return {
             "device_peak_bytes": used,
             "predicted_device_peak_bytes": predicted,

@@ -61,6 +61,7 @@ class Costs:
         output_bytes: bytes that a stage's forward sends to the next stage.
         gradient_bytes: bytes that the next stage's backward sends back across the same boundary; default: `output_bytes`.
         static_bytes: bytes that a stage keeps throughout: parameters, gradients, optimizer states, buffers.
+        exchanged_bytes: bytes of a stage's gradients, which twins exchange in a plan of two directions.
         link: the link between ranks of one node.
         cross_link: the link between ranks of different nodes, as given by `nodes`; default: `link`.
         host_link: the link between a rank and its own host's memory, in each direction; default: `link`.
@@ -85,6 +86,7 @@ class Costs:
     output_bytes: Bytes = 0
     gradient_bytes: Bytes | None = None
     static_bytes: Bytes = 0
+    exchanged_bytes: Bytes = 0
     link: Link = field(default_factory=Link)
     cross_link: Link | None = None
     host_link: Link | None = None
@@ -95,7 +97,7 @@ class Costs:
         for name in _TIMES:
             object.__setattr__(self, name, _checked(name, getattr(self, name), float, levels=2))
         for name in _BYTES:
-            object.__setattr__(self, name, _checked(name, getattr(self, name), int, levels=1 if name == "static_bytes" else 2))
+            object.__setattr__(self, name, _checked(name, getattr(self, name), int, levels=1 if name in _OF_STAGE else 2))
         if not 1 <= self.slowdown <= _MOST_SECONDS:
             raise ConfigurationError(f"slowdown={self.slowdown}: give a factor of at least 1")
 
@@ -173,7 +175,7 @@ class Costs:
         cut: dict[str, Any] = {}
         for name in (*_TIMES, *_BYTES):
             value, of_what = getattr(self, name), "lengths" if name in _BYTES else "seconds"
-            if plan.slices > 1 and value is not None and name != "static_bytes":
+            if plan.slices > 1 and value is not None and name not in _OF_STAGE:
                 cut[name] = [_cut(value, stage, shares[of_what], is_whole=name in _BYTES) for stage in range(plan.num_stages)]
         return replace(self, **cut)
 
@@ -191,6 +193,8 @@ class Costs:
             return _of_microbatch(sizes, stage - (op is Op.SEND_B), microbatch)
         if op in (Op.EVICT, Op.ACCEPT, Op.LOAD, Op.RETURN):
             return self.movable(stage, microbatch)
+        if op is Op.REDUCE_GRAD:
+            return _of_microbatch(self.exchanged_bytes, stage, 0)
         raise KeyError(op)
 
     def link_between(self, src: int, dst: int) -> Link:
@@ -202,14 +206,15 @@ class Costs:
 
 
 _TIMES = ("forward_s", "backward_s", "input_s", "weight_s")
-_BYTES = ("saved_bytes", "movable_bytes", "output_bytes", "gradient_bytes", "static_bytes")
+_OF_STAGE = ("static_bytes", "exchanged_bytes")  # not of a microbatch
+_BYTES = ("saved_bytes", "movable_bytes", "output_bytes", "gradient_bytes", *_OF_STAGE)
 _MOST_SECONDS = 1e9
 _MOST_BYTES = 2**56  # sums of some thousands of them stay numbers of 64 bits
 
 
 def _checked(name: str, value: Any, kind: type[int] | type[float], levels: int) -> Any:
     """Return a number, or tuples of numbers nested up to `levels` deep; arrays count as sequences."""
-    if value is None and name not in ("forward_s", "saved_bytes", "output_bytes", "static_bytes"):
+    if value is None and name not in ("forward_s", "saved_bytes", "output_bytes", *_OF_STAGE):
         return None
     if hasattr(value, "tolist"):
         value = value.tolist()

@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from bpipe.plan.action import COMPUTE, HOST, POSTS, RECEIVER_OF, RECEIVES, SENDS, SERVED, START_OF, Action, Identity
+from bpipe.plan.action import COMPUTE, HOST, RECEIVER_OF, RECEIVES, SENDS, SERVED, START_OF, Action, Identity, Op
 from bpipe.simulator.timeline import Lane, Span, Timeline
 
 __all__ = ["Step", "critical_path"]
@@ -70,7 +70,9 @@ class _Walk:
     def back(self) -> Iterator[Step]:
         """Yield the path from its end."""
         last = max(self.timeline.computing_ranks(), key=lambda rank: self.timeline.span_s(rank)[1])
-        place = self._before(_Place(last, False, len(self.plan.actions[last])))
+        lane = self.plan.actions[last]
+        end = max(position for position, action in enumerate(lane) if action.op in COMPUTE)
+        place: _Place | None = _Place(last, False, end)
         while place is not None:
             span = self._span(place)
             if span.action.op in COMPUTE:
@@ -85,7 +87,7 @@ class _Walk:
         actions, _ = self._lane(place.rank, place.served)
         peer = actions[place.position].peer if place.served else None
         for position in range(place.position - 1, -1, -1):
-            if actions[position].op not in POSTS and (not place.served or actions[position].peer == peer):
+            if not actions[position].is_post and (not place.served or actions[position].peer == peer):
                 return _Place(place.rank, place.served, position)
         return None
 
@@ -93,7 +95,8 @@ class _Walk:
         """Return the sending end of the transfer that a lane waited for; the rank's own end if its host is the other one."""
         start = completion.start_identity
         here = place._replace(position=self.positions(place.rank, place.served)[start])
-        return here if start[0] in SENDS or completion.peer == HOST else self._other_end(here)
+        is_here = start[0] in SENDS or start[0] is Op.REDUCE_GRAD or completion.peer == HOST
+        return here if is_here else self._other_end(here)
 
     def _ends(self, send: _Place) -> tuple[_Place, ...]:
         """Return the places where a transfer is posted: at both ends, or only at the rank's own if the other is a host."""
@@ -101,8 +104,10 @@ class _Walk:
 
     def _other_end(self, place: _Place) -> _Place:
         action = self._span(place).action
-        op, offset = _OTHER_END[action.op]
         assert action.peer is not None
+        if (twin := self.plan.twin(action.stage)) is not None and action.is_exchange:
+            return _Place(action.peer, False, self.positions(action.peer, False)[action.op, twin, *action[2:4]])
+        op, offset = _OTHER_END[action.op]
         served = op in SERVED
         return _Place(action.peer, served, self.positions(action.peer, served)[op, action.stage + offset, *action[2:4]])
 
@@ -118,7 +123,7 @@ class _Walk:
             later = max(ends, key=self._reached_s)
             if self.timeline.source != "simulated" or span.begin_s <= self._reached_s(later):
                 return self._before(later)
-            link = self.link(send.rank, span.action.peer, span.action.op in SENDS)
+            link = self.link(send.rank, span.action.peer, span.action.op in SENDS or span.action.is_exchange)
             send = link[bisect_left(link, (span.begin_s,)) - 1][1]
             arrival_s = self._span(send).end_s
 
@@ -133,6 +138,6 @@ class _Walk:
             _Place(rank, served, position)
             for served in (False, True)
             for position, action in enumerate(self._lane(rank, served)[0])
-            if action.op in ops and action.peer == peer
+            if (action.op in ops or action.is_exchange) and action.peer == peer
         )
         return sorted((self._span(place).begin_s, place) for place in places)

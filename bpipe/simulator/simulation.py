@@ -145,7 +145,7 @@ class _Events:
         lane, agenda = self.lanes[index], self.agenda
         while lane.position < len(lane.actions):
             action = lane.actions[lane.position]
-            if action.op in POSTS:
+            if action.op in POSTS or action.is_exchange:
                 self._post(lane, action, now)
                 lane.position += 1
                 continue
@@ -166,7 +166,7 @@ class _Events:
     def _end_s(self, index: int, action: Action) -> float | None:
         """Return when an action that has begun ends; None while that is unknown."""
         lane = self.lanes[index]
-        if action.op in SHARDING:
+        if action.op in SHARDING and action.peer is None:
             return lane.begin_s[lane.position]
         return self._computed_s(lane, action) if action.op in COMPUTE else self._arrived_s(index, action)
 
@@ -193,13 +193,29 @@ class _Events:
         op, peer = action.op, action.peer
         assert peer is not None
         mine, is_send = _End(lane, lane.position, action.identity), op in SENDS
+        if action.is_exchange:
+            self._exchange(mine, lane.rank, peer, self.carried(action), now)
+            return
         purpose, src, dst = (SENDS[op], lane.rank, peer) if is_send else (RECEIVES[op], peer, lane.rank)
         theirs = self.lonely.get((purpose, src, dst, not is_send))
         if not theirs and peer != HOST:
             self.lonely[purpose, src, dst, is_send].append(mine)
             return
         begin, end = self._carry(src, dst, self.carried(action), now)
-        for side in (mine, theirs.popleft()) if theirs else (mine,):
+        self._arrive((mine, theirs.popleft()) if theirs else (mine,), begin, end, now)
+
+    def _exchange(self, mine: _End, rank: int, peer: int, num_bytes: int, now: float) -> None:
+        """Post one end of an exchange between twins; the second end starts it, both ways at once."""
+        theirs = self.lonely.get((Purpose.TWIN, peer, rank, True))
+        if not theirs:
+            self.lonely[Purpose.TWIN, rank, peer, True].append(mine)
+            return
+        ways = [self._carry(*ends, num_bytes, now) for ends in ((rank, peer), (peer, rank))]
+        self._arrive((mine, theirs.popleft()), min(begin for begin, _ in ways), max(end for _, end in ways), now)
+
+    def _arrive(self, sides: Sequence[_End], begin: float, end: float, now: float) -> None:
+        """Note when a transfer is in flight on each of its ends, and wake the lanes that wait for it."""
+        for side in sides:
             side.lane.begin_s[side.position], side.lane.end_s[side.position] = begin, end
             self.arrival_s[side.key] = end
             if side.key in self.blocked:

@@ -11,7 +11,7 @@ from operator import add
 from typing import NamedTuple
 
 from bpipe.errors import ConfigurationError
-from bpipe.plan.action import COMPUTE, POSTS, RECEIVES, SENDS, START_OF, Action, Op
+from bpipe.plan.action import COMPUTE, RECEIVES, SENDS, START_OF, Action, Op
 from bpipe.plan.plan import Plan
 
 __all__ = ["Holding", "Lane", "Span", "Timeline"]
@@ -192,7 +192,7 @@ class Timeline:
             if op in START_OF:
                 began = starts.pop(action.start_identity)
                 exposed[op] += max(0.0, end - max(begin, began))
-            elif op in POSTS:
+            elif action.is_post:
                 starts[action.identity] = begin
         return dict(exposed)
 

@@ -169,7 +169,7 @@ def _slices(timeline: Timeline, rank: int) -> Iterator[_Slice]:
             if isnan(begin_s):
                 continue
             begin_ns, end_ns = _ns(begin_s), _ns(end_s)
-            shown_ns = max(end_ns, begin_ns + LEAST_NS) if action.op in POSTS else end_ns
+            shown_ns = max(end_ns, begin_ns + LEAST_NS) if action.is_post else end_ns
             place = _lane_of(action, end_ns > begin_ns)
             yield _Slice(begin_ns, shown_ns, place, action, activations, messages, end_ns - begin_ns)
     if isinstance(timeline, Measured) and timeline.device[rank].begin_s:

@@ -211,7 +211,7 @@ def _timeline(record: RecordedStep, rank: int, zero_ns: int, errors: tuple[float
     began_ns = min(filter(None, record.begin_ns))
     begin_s, end_s = (_seconds(times_ns, began_ns) for times_ns in (record.begin_ns, record.end_ns))
     for action, index in places.index.items():
-        if action.op in WAIT_OF:  # a transfer is under way until it is known to be complete
+        if action.is_post:  # a transfer is under way until it is known to be complete
             end_s[index] = end_s[places.index[action._replace(op=WAIT_OF[action.op])]]
     messages = array("q", [max(0, taken - live) for taken, live in zip(record.taken_bytes, record.live_bytes)])
     device_s = _seconds(record.device_ns, began_ns)

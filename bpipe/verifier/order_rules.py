@@ -81,7 +81,7 @@ def ordered(own: RankIndex) -> Iterator[Finding]:
 
 def _simply_ordered(own: RankIndex, stage: int) -> Iterator[Finding]:
     """Check the order of a stage whose microbatches have no parts, and whose neighbours are on other ranks: nearly all stages."""
-    slices = own.plan.slices
+    slices, directions = own.plan.slices, own.plan.directions
     for earlier, later in (*PRECEDENCE, *PRECEDENCE_OF_PARTS):
         first, second = own.at.get((earlier, stage, 0), {}), own.at.get((later, stage, 0), {})
         for unit, index in second.items() if first else ():
@@ -90,8 +90,8 @@ def _simply_ordered(own: RankIndex, stage: int) -> Iterator[Finding]:
     for later, earlier in ((op, kin) for op, kins in KIN.items() for kin in ops_in(kins)):
         first, second = own.at.get((earlier, stage, 0), {}), own.at.get((later, stage, 0), {})
         for unit, index in second.items() if first else ():
-            if first.get(previous_unit(later, unit, slices), -1) > index:
-                yield _before(own, index, Action(earlier, stage, previous_unit(later, unit, slices)))
+            if first.get(previous_unit(later, unit, slices, directions), -1) > index:
+                yield _before(own, index, Action(earlier, stage, previous_unit(later, unit, slices, directions)))
 
 
 def _before(own: RankIndex, index: int, other: Action) -> Finding:
@@ -105,7 +105,7 @@ def _early(own: RankIndex, index: int, which: PartKey, unseen: int) -> Iterator[
 
 def _neighbours(own: RankIndex, stage: int) -> list[int]:
     """Return the previous and next stage if they are on this rank as well: they exchange tensors without a message."""
-    return [near for near in (stage - 1, stage + 1) if stage in own.stages and near in own.stages]
+    return [near for offset in (-1, +1) if stage in own.stages and (near := own.plan.neighbour(stage, offset)) in own.stages]
 
 
 def _needs(own: RankIndex, action: Action) -> Iterator[tuple[PartKey, int]]:
@@ -116,7 +116,7 @@ def _needs(own: RankIndex, action: Action) -> Iterator[tuple[PartKey, int]]:
     yield (stage, microbatch, 0), EARLIER[op] & ~(0 if has_output else BITS[Op.WAIT_SEND_F] * (op is Op.WAIT_EVICT))
     yield (stage, microbatch, part), EARLIER_OF_PART[op]
     if op in COMPUTE:
-        yield (stage, previous_unit(op, microbatch, own.plan.slices), 0), KIN.get(op, 0)
+        yield (stage, previous_unit(op, microbatch, own.plan.slices, own.plan.directions), 0), KIN.get(op, 0)
         for other in (0,) if part else range(1, num_parts + 1):  # moves of the whole, or of the part by itself
             yield (stage, microbatch, other), EARLIER_OF_PART[op]
     for near in _neighbours(own, stage):
@@ -158,9 +158,28 @@ def recomputed(own: RankIndex) -> Iterator[Finding]:
             yield own.place(index), f"{own.show(action)} recomputes a microbatch that runs in pieces"
 
 
+def twins(own: RankIndex) -> Iterator[Finding]:
+    """Check that each stage with a twin exchanges its gradients with it once, after its last backward, and adds them up."""
+    if own.plan.directions == 1:
+        return
+    expected = (Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD) if own.plan.has_backward else ()
+    seen: dict[int, list[Op]] = {stage: [] for stage in own.stages}
+    for index, action in enumerate(own.lane[: own.num_computing]):
+        done = seen.get(action.stage, [])
+        if action.op in SHARDING and action.peer is not None:
+            if action.op not in expected[len(done) : len(done) + 1]:
+                yield own.place(index), f"{own.show(action)} does not follow {' '.join(done) or 'the backwards of its stage'}"
+            done.append(action.op)
+        elif action.op in COMPUTE and action.op is not Op.F and done:
+            yield own.place(index), f"{own.show(action)} comes after {action.stage}REDUCE_GRAD"
+    for stage, done in seen.items():
+        for op in expected[len(done) :]:
+            yield None, f"{stage}{op} is missing on rank {own.rank}: the gradients of its twin would not be added"
+
+
 def sharded(own: RankIndex) -> Iterator[Finding]:
     """Check that a stage with weights gathered by the plan computes only while they are, and reduces once, after its backwards."""
-    stages = {stage for op, stage, _ in own.at if op in SHARDING}
+    stages = {action.stage for action in own.lane if action[0] in SHARDING and action.peer is None}
     gathered: set[int] = set()
     reduced: set[int] = set()
     for index, action in enumerate(own.lane if stages else ()):

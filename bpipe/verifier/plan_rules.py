@@ -98,4 +98,21 @@ def _positions(plan: Plan, rank: int, served: bool) -> dict[Action, int]:
     return {action: position for position, action in reversed(list(enumerate(lane)))}
 
 
-RULES_OF_ALL: dict[str, Callable[[Plan], Iterator[Finding]]] = {"matched": _matched, "progresses": _progresses}
+def _meeting(plan: Plan) -> Iterator[Finding]:
+    """Check that two ranks exchange the gradients of their stages in the same order."""
+    exchanges: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for rank, lane in enumerate(plan.actions if plan.directions > 1 else ()):
+        for op, stage, _, _, peer in lane:
+            if op is Op.REDUCE_GRAD and peer is not None:
+                exchanges[rank, peer].append(stage % plan.depth)
+    for (rank, peer), stages in exchanges.items():
+        if rank < peer and stages != exchanges[peer, rank]:
+            order = f"those of stages {stages}, and rank {peer} those of {exchanges[peer, rank]}"
+            yield None, f"rank {rank} exchanges gradients with rank {peer} in another order: {order} of a direction"
+
+
+RULES_OF_ALL: dict[str, Callable[[Plan], Iterator[Finding]]] = {
+    "matched": _matched,
+    "meeting": _meeting,
+    "progresses": _progresses,
+}

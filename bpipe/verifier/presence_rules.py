@@ -20,6 +20,7 @@ NEIGHBOURS = {
     for op in (start, WAIT_OF[start])
 }
 NOWHERE = -2
+EXCHANGE = frozenset({Op.REDUCE_GRAD, Op.WAIT_REDUCE_GRAD})
 WithPeer = tuple[Op, int, int | None]
 _WITH_PEER: Callable[[Action], WithPeer] = itemgetter(0, 1, 4)  # an action's operation, stage and peer
 
@@ -28,6 +29,8 @@ def belongs(own: RankIndex) -> Iterator[Finding]:
     """Check that each action occurs once, on its stage's rank, in the lane of its kind, and that transfers name the right peer."""
     plan = own.plan
     peers = {(op, stage): _peer(plan, op, stage) for op in (*COMPUTE, *SHARDING, *NEIGHBOURS) for stage in own.stages}
+    if plan.directions == 1:
+        peers = {kind: peer for kind, peer in peers.items() if kind[0] is not Op.WAIT_REDUCE_GRAD}
     for index in own.repeated:
         yield own.place(index), f"{own.show(own.lane[index])} stands a second time"
     computing, serving = (set(map(_WITH_PEER, lanes[own.rank])) for lanes in (plan.actions, plan.served))
@@ -54,9 +57,9 @@ def _moves_as_one(own: RankIndex, kind: WithPeer, kinds: set[WithPeer]) -> bool:
 
 
 def _peer(plan: Plan, op: Op, stage: int) -> int | None:
-    """Return the rank at the other end of a message between stages; None if there is none, or if `op` is not a message."""
-    neighbour = stage + NEIGHBOURS.get(op, plan.num_stages)
-    return plan.stage_ranks[neighbour] if 0 <= neighbour < plan.num_stages else None
+    """Return the rank at the other end of a message between stages, or between twins; None if there is none."""
+    other = plan.twin(stage) if op in EXCHANGE else plan.neighbour(stage, NEIGHBOURS[op]) if op in NEIGHBOURS else None
+    return None if other is None else plan.stage_ranks[other]
 
 
 def _is_moved(own: RankIndex, action: Action) -> bool:
@@ -92,8 +95,10 @@ def complete(own: RankIndex) -> Iterator[Finding]:
     sets = {stage: [mask(ops) for ops in _complete_sets(own.plan, stage)] for stage in own.stages}
     for stage, accepted in sets.items():
         for microbatch, found in enumerate(own.present[stage, 0]):
-            if found not in accepted:
+            if found not in accepted and own.plan.passes(stage, microbatch):
                 yield from _lacking(own, (stage, microbatch, 0), accepted)
+            elif found and not own.plan.passes(stage, microbatch):
+                yield from _lacking(own, (stage, microbatch, 0), [0])
     for (stage, part), bits in own.present.items():
         for microbatch, found in enumerate(bits) if part or stage not in sets else ():
             if stage in sets:

@@ -11,7 +11,7 @@ from bpipe.plan.grid import excerpt
 from bpipe.plan.meter import SLOTS, Meter, occupancy
 from bpipe.plan.plan import Plan
 from bpipe.plan.text import wrong_with_name
-from bpipe.verifier.order_rules import in_pieces, ordered, recomputed, sharded
+from bpipe.verifier.order_rules import in_pieces, ordered, recomputed, sharded, twins
 from bpipe.verifier.plan_rules import RULES_OF_ALL
 from bpipe.verifier.presence_rules import IN_PARTS, belongs, complete
 from bpipe.verifier.rank_index import Finding, Place, RankIndex, Rule
@@ -50,6 +50,7 @@ RULES_OF_A_RANK: dict[str, Rule] = {
     "ordered": ordered,
     "in pieces": in_pieces,
     "sharded": sharded,
+    "twins": twins,
     "recomputed": recomputed,
     "affordable": affordable,
 }
@@ -115,6 +116,9 @@ def _shape(plan: Plan) -> Iterator[str]:
     p, ranks = plan.num_stages, range(plan.num_ranks)
     if wrong := wrong_with_name(plan.name):
         yield wrong
+    if plan.directions not in (1, 2) or p % plan.directions:
+        yield f"{p} stages in {plan.directions} directions: there are 1 or 2, with equally many stages each"
+        return
     if p < 1 or plan.num_microbatches < 1 or plan.slices < 1:
         yield f"{p} stages, {plan.num_microbatches} microbatches and {plan.slices} slices: each must be at least 1"
     count = sum(map(len, plan.actions))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from copy import deepcopy
 from itertools import count
 from typing import Any
 
@@ -16,7 +17,7 @@ from bpipe.errors import RankFailedError
 from bpipe.schedules import Destinations
 from tests.accelerator.build import make
 from tests.edge_cases.case import SCHEDULES, TWO_STAGES
-from tests.models import held_by
+from tests.models import directions_of, held_by
 from tests.over import Over, pipeline
 
 WIDTH, TOKENS, BATCH = 16, 8, 2
@@ -26,8 +27,10 @@ RULES: dict[str, Any] = {
     "host": Over(bpipe.OneFOneB, {"budget": "lowest", "to": Destinations(host="only")}),
     "breadth_first": bpipe.BreadthFirst,
     "v_min": bpipe.VMin,
+    "bitpipe_zb": bpipe.BitPipeZB,
+    "chimera": bpipe.Chimera,
 }
-SEVERAL = {*TWO_STAGES, "breadth_first", "v_min"}  # stages on a rank
+STAGES = dict.fromkeys((*TWO_STAGES, "breadth_first", "v_min", "chimera"), 2) | {"bitpipe_zb": 4}  # on a rank; default: one
 
 
 class Block(nn.Module):
@@ -44,9 +47,10 @@ class Block(nn.Module):
         return x + self.down(torch.cat([nn.functional.gelu(a).mul_(0.5), b.tanh()], -1))
 
 
-def modules_of(num_stages: int) -> list[nn.Module]:
+def modules_of(num_stages: int, directions: int = 1) -> list[nn.Module]:
     torch.manual_seed(0)
-    return [nn.Sequential(Block(), Block()) for _ in range(num_stages)]
+    once = [nn.Sequential(Block(), Block()) for _ in range(num_stages // directions)]
+    return [*once, *(deepcopy(once) * (directions - 1))]
 
 
 def batch_of(step: int, num_microbatches: int) -> torch.Tensor:
@@ -61,7 +65,8 @@ def results_of(modules: list[nn.Module]) -> list[torch.Tensor]:
 
 def in_loopback(name: str, device: str, *, num_ranks: int = 4, num_microbatches: int = 8, steps: int = 3) -> list[torch.Tensor]:
     """Train under a schedule, all ranks in this process: what `results_of` says, and the outputs of each step."""
-    modules = [module.to(device) for module in modules_of(num_ranks * (2 if name in SEVERAL else 1))]
+    all_stages = modules_of(num_ranks * STAGES.get(name, 1), directions_of(RULES[name]))
+    modules = [module.to(device) for module in all_stages]
     loopback, schedules = pipeline(RULES[name], modules, num_microbatches, nn.functional.mse_loss, num_ranks, device)
     outputs = []
     for step in range(steps):
@@ -76,10 +81,10 @@ def as_rank(
     rank: int, name: str, device: str, *, num_ranks: int, num_microbatches: int = 8, steps: int = 3, **how: Any
 ) -> list[torch.Tensor]:
     """Train under a schedule as one of several processes: what `results_of` says of this rank."""
-    num_stages = num_ranks * (2 if name in SEVERAL else 1)
+    num_stages, directions = num_ranks * STAGES.get(name, 1), directions_of(RULES[name])
     held = held_by(RULES[name], num_ranks, num_stages)[rank]
-    modules = modules_of(num_stages)
-    stages = [bpipe.PipelineStage(modules[i].to(device), i, num_stages, device) for i in held]
+    modules = modules_of(num_stages, directions)
+    stages = [bpipe.PipelineStage(modules[i].to(device), i, num_stages, device, directions=directions) for i in held]
     schedule = RULES[name](stages, num_microbatches, loss_fn=nn.functional.mse_loss, timeout_s=60, **how)
     for step in range(steps):
         x = batch_of(step, num_microbatches).to(device) * 1  # made on the device, by the caller

@@ -50,6 +50,7 @@ class Bytes:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.depth = len(plan.stage_ranks) // plan.directions
         self.stores = [Store() for _ in plan.actions]
 
     def parts(self, stage: int) -> range:
@@ -79,7 +80,7 @@ class Bytes:
 
     def size(self, stage: int, unit: int, name: str) -> int:
         """A number of a stage's sizes by its name; what has no stage at its other end is no message."""
-        if self.plan.sizes is None or (stage == 0 and "received" in name):
+        if self.plan.sizes is None or (stage % self.depth == 0 and "received" in name):
             return 0
         return int(getattr(self.of(stage, unit), name))
 
@@ -89,8 +90,19 @@ class Bytes:
 
     def is_near(self, stage: int) -> bool:
         """Whether a stage hands its output to the next one on the same rank, or there is no next one."""
-        ranks = self.plan.stage_ranks
-        return stage + 1 == len(ranks) or ranks[stage] == ranks[stage + 1]
+        return self.is_last(stage) or self.plan.stage_ranks[stage] == self.plan.stage_ranks[stage + 1]
+
+    def is_last(self, stage: int) -> bool:
+        """Whether a microbatch ends there."""
+        return (stage + 1) % self.depth == 0
+
+    def exchange(self, rank: int, stage: int) -> None:
+        """Memory for the gradients of a stage's twin is taken."""
+        self.stores[rank].hold((("gradients", stage), 0 if self.plan.sizes is None else self.plan.sizes.stages[stage].gradients))
+
+    def added(self, rank: int, stage: int) -> None:
+        """They have been added up."""
+        self.stores[rank].drop(("gradients", stage))
 
     # The life of a microbatch's objects.
 
@@ -115,7 +127,7 @@ class Bytes:
 
     def after_forward(self, rank: int, action: Action) -> None:
         self.stores[rank].drop(self.input_of(action.stage, action.microbatch))
-        if action.stage + 1 == len(self.plan.stage_ranks):  # the loss has been computed
+        if self.is_last(action.stage):  # the loss has been computed
             self.stores[rank].drop(("output", *action[1:3]))
 
     def before_first_forward(self, rank: int, action: Action) -> None:
@@ -124,7 +136,7 @@ class Bytes:
         self.stores[rank].hold((("output", *of), self.size(*of, "sent")), (("state", *of), self.size(*of, "state")))
 
     def after_first_forward(self, rank: int, action: Action) -> None:
-        if action.stage + 1 == len(self.plan.stage_ranks):
+        if self.is_last(action.stage):
             self.stores[rank].drop(("output", *action[1:3]))
 
     def before_second_forward(self, rank: int, action: Action) -> None:
@@ -142,15 +154,16 @@ class Bytes:
         self.stores[rank].drop(self.input_of(*action[1:3]), ("second output", *action[1:3]), ("state", *action[1:3]))
 
     def input_of(self, stage: int, microbatch: int) -> tuple[object, ...]:
-        return ("output", stage - 1, microbatch) if stage and self.is_near(stage - 1) else ("input", stage, microbatch)
+        is_handed_over = stage % self.depth and self.is_near(stage - 1)
+        return ("output", stage - 1, microbatch) if is_handed_over else ("input", stage, microbatch)
 
     def before_backward(self, rank: int, action: Action) -> None:
         """A backward makes its result at its end; its last piece is part 1. The loss's makes the last output's gradient."""
         _, stage, microbatch, part, _ = action
         taken = []
-        if stage + 1 == len(self.plan.stage_ranks) and part in (0, self.parts(stage)[-1]):
+        if self.is_last(stage) and part in (0, self.parts(stage)[-1]):
             taken.append((("gradient", stage, microbatch), self.size(stage, microbatch, "sent")))
-        if part in (0, 1) and stage:
+        if part in (0, 1) and stage % self.depth:
             taken.append((("result", stage, microbatch), self.size(stage, microbatch, "received")))
         if part in (0, 1):
             given = self.gradients_of_states(stage, microbatch)

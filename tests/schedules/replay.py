@@ -17,7 +17,7 @@ from tests.schedules.counted import Bytes, RemoteBuffers
 
 HOST = -1
 MOVES = ("EVICT", "WAIT_EVICT", "LOAD", "WAIT_LOAD")
-SHARDING = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
+SHARDING = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD")
 
 Place = tuple[object, ...]  # (rank, what, stage, microbatch)
 Token = tuple[object, ...]
@@ -81,6 +81,9 @@ class _Machine:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.p, self.m = len(plan.stage_ranks), plan.num_microbatches * plan.slices
+        self.depth = self.p // plan.directions  # stages that a microbatch passes
+        ways, units = range(plan.directions), range(self.m)
+        self.passing = [[unit for unit in units if unit // plan.slices % plan.directions == way] for way in ways]
         self.tokens: dict[Place, Token] = {}
         self.queues: dict[Place, _Queue] = defaultdict(_Queue)
         self.works: dict[Place, _Message] = {}  # started and not yet waited for
@@ -94,9 +97,11 @@ class _Machine:
         )  # in bytes, by acceptor and evictor
         self.under_way: dict[int, tuple[object, ...]] = {}  # a rank's next piece of a computation in pieces
         self.again = {a[1:3] for lane in plan.actions for a in lane if a.op.value == "R"}  # microbatches that run forward twice
-        self.sharded = {a.stage for lane in plan.actions for a in lane if a.op.value in SHARDING}
+        self.sharded = {a.stage for lane in plan.actions for a in lane if a.op.value in SHARDING and a.peer is None}
         self.gathered: set[int] = set()
         self.reduced: set[int] = set()
+        self.exchanged: set[int] = set()  # stages whose gradients are on their way to their twins
+        self.added: set[int] = set()
 
     def run(self) -> None:
         lanes = [(rank, list(lane), self.computing) for rank, lane in enumerate(self.plan.actions)]
@@ -120,13 +125,16 @@ class _Machine:
     def check_end(self) -> None:
         for stage in range(self.p):
             done = {what: self.counts[what, stage] for what in ("forward", "input gradient", "weight gradient")}
-            expected = [self.m, self.m * self.plan.has_backward, self.m * self.plan.has_backward]
+            m = len(self.units(stage))
+            expected = [m, m * self.plan.has_backward, m * self.plan.has_backward]
             insist(list(done.values()) == expected, "undone: stage", stage, done)
         insist(not self.works, "undone: nobody waits for", *self.works)
         insist(not self.away, "undone: still away", *self.away)
         insist(not self.under_way, "undone: a computation in pieces lacks", *self.under_way.values())
         insist(not self.gathered, "undone: weights stay gathered of", *self.gathered)
         insist(not self.plan.has_backward or self.reduced == self.sharded, "undone: gradients of", *self.sharded - self.reduced)
+        twins = set(range(self.p)) if self.plan.directions > 1 and self.plan.has_backward else set()
+        insist(self.added == twins, "undone: gradients of twins were not added up:", *twins ^ self.added)
         for rank, budget in enumerate(self.plan.slots):
             peak = self.occupied(rank)
             insist(budget is None or peak <= budget, "budget: rank", rank, "occupies", peak, "of", budget)
@@ -153,6 +161,8 @@ class _Machine:
         insist(do, "wrong lane:", action, "among the computations of rank", rank)
         known = 0 <= action.stage < self.p and 0 <= action.microbatch < self.m
         insist(known and self.plan.stage_ranks[action.stage] == rank, "misplaced:", action, "on rank", rank)
+        passes = action.microbatch // self.plan.slices % self.plan.directions == action.stage // self.depth
+        insist(passes or action.op.value in SHARDING, "misplaced:", action, "is of the other direction")
         self.check_part(action, (*MOVES, "F", "B"))
         due = self.under_way.get(rank)
         insist(due is None or action.op.value in MOVES or action[:4] == due, "cut in two:", due, "is due and not", action)
@@ -180,7 +190,7 @@ class _Machine:
             return
         if self.begins(rank, action, first=1, last=self.bytes.parts(stage)[-1]):
             self.in_order("forward", action)
-            if stage:
+            if stage % self.depth:
                 near = self.plan.stage_ranks[stage - 1] == rank
                 where = (rank, "output", stage - 1, microbatch) if near else (rank, "input", stage, microbatch)
                 self.use(where, ("output", stage - 1, microbatch), action, keep=near)
@@ -197,9 +207,9 @@ class _Machine:
         """Nothing is saved but the input: whoever goes backward from here finds nothing."""
         _, stage, microbatch, *_ = action
         insist(not action.part, "cut in two:", action, "is to run again as a whole")
-        insist(not {stage - 1, stage + 1} & self.stages_of(rank), "shared memory:", action, "is next to a stage of its rank")
+        insist(not self.near(stage) & self.stages_of(rank), "shared memory:", action, "is next to a stage of its rank")
         self.in_order("forward", action)
-        if stage:
+        if stage % self.depth:
             self.use((rank, "input", stage, microbatch), ("output", stage - 1, microbatch), action)
         self.tokens[rank, "kept", stage, microbatch] = ("kept", stage, microbatch)
         self.bytes.before_first_forward(rank, action)
@@ -219,6 +229,14 @@ class _Machine:
             self.tokens[place] = place[1:]
         self.bytes.after_second_forward(rank, action)
 
+    def near(self, stage: int) -> set[int]:
+        """The stages before and behind one."""
+        return {other for other in (stage - 1, stage + 1) if other // self.depth == stage // self.depth}
+
+    def units(self, stage: int) -> list[int]:
+        """What passes a stage, in the order of forwards: every microbatch, or every other one."""
+        return self.passing[stage // self.depth]
+
     def stages_of(self, rank: int) -> set[int]:
         return {stage for stage, owner in enumerate(self.plan.stage_ranks) if owner == rank}
 
@@ -233,7 +251,7 @@ class _Machine:
 
     def check_gathered(self, action: Action) -> None:
         insist(action.stage not in self.sharded - self.gathered, "weights not there:", action)
-        insist(action.op.value == "F" or action.stage not in self.reduced, "reduced too early:", action)
+        insist(action.op.value == "F" or action.stage not in self.reduced | self.exchanged, "reduced too early:", action)
 
     def saved(self, rank: int, action: Action) -> list[Place]:
         return [(rank, "saved", *action[1:3], part) for part in self.bytes.concerned(action)]
@@ -261,7 +279,7 @@ class _Machine:
         self.tokens["done backward", stage, microbatch] = ()
         for place in self.saved(rank, action):
             self.use(place, place[1:], action, keep=True)
-        if stage + 1 < self.p:
+        if (stage + 1) % self.depth:
             near = self.plan.stage_ranks[stage + 1] == rank
             where = (rank, "result", stage + 1, microbatch) if near else (rank, "gradient", stage, microbatch)
             self.use(where, ("gradient", stage + 1, microbatch), action)
@@ -308,13 +326,42 @@ class _Machine:
         self.gathered.remove(action.stage)
 
     def reduce(self, rank: int, action: Action) -> None:
+        if action.peer is not None:
+            self.exchange(rank, action)
+            return
         insist(action.microbatch == 0 and action.stage not in self.reduced, "reduced twice:", action)
         self.reduced.add(action.stage)
 
+    def exchange(self, rank: int, action: Action) -> None:
+        """A stage's gradients leave for its twin, and memory for the twin's is taken."""
+        _, stage, microbatch, _, peer = action
+        insist(self.plan.directions > 1 and microbatch == 0, "misplaced:", action)
+        insist(stage not in self.exchanged, "reduced twice:", action)
+        there, back = self.queues["twin", rank, peer], self.queues["twin", peer, rank]
+        there.at(there.sent).sources = [(rank, "gradients", stage)]
+        message = self.works[self.work(rank, action)] = back.at(back.received)
+        message.targets = [(rank, "gradients of the twin", stage)]
+        there.sent, back.received = there.sent + 1, back.received + 1
+        self.tokens[rank, "gradients", stage] = ("gradients", stage, self.counts["weight gradient", stage])
+        self.exchanged.add(stage)
+        self.bytes.exchange(rank, stage)
+
+    def exchange_ended(self, rank: int, action: Action) -> bool:
+        message = self.started(rank, action)
+        if not message.sources:
+            return False
+        twin = (action.stage + self.depth) % self.p
+        self.carry(message, action)
+        self.use((rank, "gradients of the twin", action.stage), ("gradients", twin, len(self.units(twin))), action)
+        del self.works[self.work(rank, action)]
+        self.added.add(action.stage)
+        self.bytes.added(rank, action.stage)
+        return True
+
     def in_order(self, what: str, action: Action) -> None:
-        k, done = self.plan.slices, self.counts[what, action.stage]
+        k, done, units = self.plan.slices, self.counts[what, action.stage], self.units(action.stage)
         due = done if what == "forward" else k * (done // k) + k - 1 - done % k  # slices go back against the sequence
-        insist(due == action.microbatch, "out of order:", action, "is not the next", what)
+        insist(due < len(units) and units[due] == action.microbatch, "out of order:", action, "is not the next", what)
         self.counts[what, action.stage] += 1
 
     def use(self, place: Place, expected: Token, action: Action, keep: bool = False) -> None:
@@ -436,8 +483,9 @@ class _Machine:
         """The output may share its bytes with the last part, so it must have arrived where it is used."""
         _, stage, microbatch, *_ = action
         insist((rank, "SEND_F", *action[1:3]) not in {work[:4] for work in self.works}, "emptied under its send:", action)
-        if self.plan.stage_ranks[stage + 1 : stage + 2] == (rank,):
-            insist(self.counts["forward done", stage + 1] > microbatch, "emptied under its use:", action)
+        if (stage + 1) % self.depth and self.plan.stage_ranks[stage + 1] == rank:
+            done = self.counts["forward done", stage + 1]
+            insist(microbatch in self.units(stage + 1)[:done], "emptied under its use:", action)
         else:
             self.tokens.pop((rank, "output", stage, microbatch), None)
 
@@ -507,6 +555,7 @@ COMPUTING: Dispatch = {
     "UNSHARD": _Machine.gather,
     "RESHARD": _Machine.scatter,
     "REDUCE_GRAD": _Machine.reduce,
+    "WAIT_REDUCE_GRAD": _Machine.exchange_ended,
 }
 SERVING: Dispatch = {
     "ACCEPT": _Machine.accept,

@@ -123,7 +123,7 @@ def test_the_lowest_is_lower_than_any_that_is_refused(plan, data):
         recompute(plan, sizes=sizes, budgets=lowest.budgets[0] - quantum)
 
 
-@given(recomputed_plans(), st.lists(st.integers(1, 9), min_size=10, max_size=10))
+@given(recomputed_plans(), st.lists(st.integers(1, 9), min_size=32, max_size=32))
 @settings(max_examples=60)
 def test_a_recomputation_takes_a_forward(plan, forward_s):
     costs = Costs(forward_s=forward_s[: plan.num_stages])

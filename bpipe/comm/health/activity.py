@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from bpipe.comm.wire.codec import decode, encode
 from bpipe.errors import CommError
-from bpipe.plan.action import HOST, RECEIVES, WAIT_OF
+from bpipe.plan.action import HOST, RECEIVES, SHARDING, WAIT_OF
 from bpipe.schedules import Action, Plan
 
 __all__: list[str] = []
@@ -136,4 +136,5 @@ def action_at(plan: Plan | None, status: Status) -> Action | None:
 
 def place_of(action: Action) -> str:
     """Describe an action in words."""
-    return f"stage {action.stage}, microbatch {action.microbatch}, action {action}"
+    microbatch = "" if action.op in SHARDING else f" microbatch {action.microbatch},"
+    return f"stage {action.stage},{microbatch} action {action}"

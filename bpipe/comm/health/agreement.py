@@ -35,6 +35,7 @@ class StepRecord(NamedTuple):
     peak: int = 0  # the most bytes that its device has held, where its plan has to show that this is less
     plain_peak: int = 0  # than this, which it would have held without evictions or recomputation
     inputs: bytes = bytes(16)  # 16 bytes, where replicas compare: what this rank's inputs look like, apart from its modules
+    weights: tuple[int, ...] = ()  # where twins compare them: a checksum of the weights of each of its stages, at first with values
     slices: tuple[int, ...] = ()  # of all slices, in positions: 0 where this rank has nothing of a microbatch, () if it cuts none
 
     def pack(self, num_calls: int = 0) -> bytes:
@@ -100,6 +101,7 @@ def check(records: Sequence[StepRecord]) -> None:
             if stage in owner:
                 raise AgreementError(f"stage {stage} is on two ranks, {owner[stage]} and {rank}: give each its own stage_index")
             owner[stage] = rank
+    _check_twins(records)
     missing = next((stage for stage in range(records[0].num_stages) if stage not in owner), None)
     if missing is not None:
         held = ", ".join(f"rank {rank}: {list(record.stages)}" for rank, record in enumerate(records))
@@ -115,6 +117,19 @@ def _check_cut(records: Sequence[StepRecord]) -> None:
             f"ranks {known[0][0]} and {other} have cut the model into different stages: choose the stages on one rank, because two "
             "measurements differ, and send the lists of names to the others (torch.distributed.broadcast_object_list)"
         )
+
+
+def _check_twins(records: Sequence[StepRecord]) -> None:
+    """Raise if two stages that are twins do not have the same weights."""
+    sums = {stage: (weights, rank) for rank, one in enumerate(records) for stage, weights in zip(one.stages, one.weights)}
+    depth = records[0].num_stages // 2
+    for stage in range(depth):
+        if stage in sums and stage + depth in sums and sums[stage][0] != sums[stage + depth][0]:
+            raise AgreementError(
+                f"stages {stage} and {stage + depth} are twins, but their weights differ (on ranks {sums[stage][1]} and "
+                f"{sums[stage + depth][1]}): give both the same parameters in the same order, freeze the same of them, and load "
+                "the same values before the first step"
+            )
 
 
 def slices_of(records: Sequence[StepRecord]) -> tuple[int, ...]:

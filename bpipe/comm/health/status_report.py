@@ -64,6 +64,8 @@ def _at(own: Activity, plan: Plan, status: Status, action: Action, since: str) -
 
 def _whereabouts(plan: Plan, status: Status, action: Action) -> str:
     """Return where an action's microbatch is, by the latest action for it in the rank's lane; empty if that has none."""
+    if action.op in SHARDING:  # which concerns a stage
+        return ""
     done = islice(reversed(plan.actions[status.rank][: status.position]), MOST_LOOKED_AT)
     latest = next((one for one in done if one.key == action.key and one.op not in SHARDING), None)
     return "" if latest is None else whereabouts(latest)

@@ -121,23 +121,25 @@ class RankSteps:
 
 def steps_of(plan: Plan) -> list[RankSteps]:
     """Return the steps of every rank of a plan of computations."""
-    begins, moments = clock_by_result([plan.compute(rank) for rank in range(plan.num_ranks)], plan.num_stages, plan.slices)
+    computed = [plan.compute(rank) for rank in range(plan.num_ranks)]
+    begins, moments = clock_by_result(computed, plan.num_stages, plan.slices, plan.directions)
     static = (0,) * plan.num_ranks if plan.sizes is None else plan.sizes.static
     with_messages = plan if plan.sizes is None else communicate(plan, (begins, moments))
-    arrival = partial(_arrival, plan.stage_ranks, moments)
+    arrival = partial(_arrival, plan, moments)
     return [
         RankSteps(plan, rank, static[rank], _occupied_during(lane, plan.meter()), partial(arrival, begins[rank]))
         for rank, lane in enumerate(with_messages.actions)
     ]
 
 
-def _arrival(stage_ranks: Sequence[int], moments: Moments, begins: array[int], which: Which) -> int:
+def _arrival(plan: Plan, moments: Moments, begins: array[int], which: Which) -> int:
     """Return the index of the rank's first computation after a microbatch's output is used, in the one order of all ranks."""
     stage, microbatch = which
-    if stage + 1 == len(stage_ranks):
+    behind = plan.neighbour(stage, +1)
+    if behind is None:
         return 0
-    moment = moments.of(Op.F, stage + 1)[microbatch]
-    return bisect_right(begins, moment - (stage_ranks[stage + 1] < stage_ranks[stage]))
+    moment = moments.of(Op.F, behind)[microbatch]
+    return bisect_right(begins, moment - (plan.stage_ranks[behind] < plan.stage_ranks[stage]))
 
 
 def _occupied_during(lane: Sequence[Action], meter: Meter) -> Iterator[int]:

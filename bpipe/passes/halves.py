@@ -34,9 +34,9 @@ def numbered(steps: Sequence[Step]) -> Iterator[Action]:
 class _Rank:
     """A rank that computes: the rest of its order, the W actions that are due, and its free slots."""
 
-    def __init__(self, order: Sequence[Action], slots: int, last_stage: int) -> None:
+    def __init__(self, order: Sequence[Action], slots: int, depth: int) -> None:
         self.order, self.due = deque(order), deque[Action]()
-        self.slots, self.last_stage = slots, last_stage
+        self.slots, self.depth = slots, depth
         self.lane: list[Action] = []
 
     def compute(self, arrived: set[OpKey]) -> Action | None:
@@ -58,7 +58,7 @@ class _Rank:
         return action
 
     def _can(self, action: Action, arrived: set[OpKey]) -> bool:
-        needed = needs(action, self.last_stage)
+        needed = needs(action, self.depth)
         return (needed is None or needed in arrived) and (action.op is not Op.F or self.slots > 0)
 
 
@@ -68,12 +68,12 @@ def with_weights(orders: Sequence[Sequence[Action]], slots: int) -> list[list[Ac
     A computation may overtake one backward whose input has not arrived. It takes the slot that it would have taken after it,
     only sooner: an order that keeps to `slots` with each W right after its I still does, and still ends.
     """
-    last_stage = 2 * len(orders) - 1
-    ranks = [_Rank(order, slots, last_stage) for order in orders]
+    depth = 2 * len(orders)
+    ranks = [_Rank(order, slots, depth) for order in orders]
     arrived: set[OpKey] = set()
     while computed := [action for rank in ranks if (action := rank.compute(arrived)) is not None]:
         halves = [action for action in computed if action.op is not Op.W]
-        arrived.difference_update(needs(action, last_stage) for action in halves)  # a result is needed once
+        arrived.difference_update(needs(action, depth) for action in halves)  # a result is needed once
         arrived.update((RESULT[op], stage, microbatch) for op, stage, microbatch, *_ in halves)
     assert not any(rank.order for rank in ranks), "an order that does not keep to its slots"
     return [rank.lane for rank in ranks]

@@ -1,0 +1,172 @@
+"""Twins: two stages that hold the same weights and run different microbatches. They exchange their gradients, and add them up.
+
+    0B6   REDUCE_GRAD: both twins post what they have      ...   WAIT_REDUCE_GRAD: .grad = .grad + the twin's
+    8B7   REDUCE_GRAD                                      ...   WAIT_REDUCE_GRAD
+
+Addition of two numbers has the same bits either way round, so both twins have the same gradients, and after the same optimizer step
+the same weights. What was in `.grad` before the step is set aside meanwhile, because both twins have it already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from bpipe.comm.transport.base import Transfer
+from bpipe.engine.traffic import Traffic
+from bpipe.errors import StageError
+from bpipe.model.stage import ModuleSnapshot
+from bpipe.parallel.fsdp import trained
+from bpipe.plan.plan import Plan
+from bpipe.recomputation.checksums import sum_of_bits
+from bpipe.schedules import Action, Channel, Purpose
+
+__all__: list[str] = []
+
+COPY = "_bpipe_copy"  # the attribute of parameters whose twin in the first direction counts, where gradients are clipped
+
+
+def weights_of(parts: Mapping[int, ModuleSnapshot], *, with_values: bool) -> tuple[int, ...]:
+    """Return a checksum for each stage, in ascending order, by which twins compare what they exchange.
+
+    Args:
+        parts: a snapshot of each stage's modules and parameters.
+        with_values: whether to count the weights' bits, for which the host waits, or only what they look like.
+    """
+    found = (trained(parts[stage].modules, parts[stage].parameters) for stage in sorted(parts))
+    return tuple(_checksum(parameters, with_values=with_values) for parameters in found)
+
+
+def _checksum(parameters: Sequence[nn.Parameter], *, with_values: bool) -> int:
+    total = len(parameters)
+    for parameter in parameters:
+        looks = str(parameter.requires_grad)
+        if not is_lazy(parameter):
+            looks += f" {parameter.dtype} {list(parameter.shape)}"
+            total += int(sum_of_bits(_local(parameter.detach()))) if with_values else 0
+        total = (31 * total + crc32(looks.encode())) % 2**61
+    return total
+
+
+class _Exchange(NamedTuple):
+    """An exchange under way."""
+
+    sent: list[torch.Tensor]
+    received: list[torch.Tensor]
+    transfers: Sequence[Transfer]
+
+
+class Twins:
+    """The exchanges of one rank during one step.
+
+    Args:
+        plan: names the exchanges; `rank` is this rank's place in it.
+        parts: a snapshot of the modules and parameters of this rank's stages.
+        traffic: carries them.
+    """
+
+    def __init__(self, plan: Plan, rank: int, parts: Mapping[int, ModuleSnapshot], traffic: Traffic) -> None:
+        self._traffic = traffic
+        self._parameters: dict[int, list[nn.Parameter]] = {}  # by stage; one that stages of a rank share goes with the last of them
+        seen: set[int] = set()
+        for stage in (action.stage for action in reversed(plan.actions[rank]) if action.is_exchange):
+            all_of_stage = trained(parts[stage].modules, parts[stage].parameters)
+            self._parameters[stage] = [one for one in all_of_stage if one.requires_grad and id(one) not in seen]
+            seen.update(map(id, self._parameters[stage]))
+        self.exchanged_bytes: dict[int, int] = {}  # by stage: the copies that an exchange makes
+        self._before: dict[int, torch.Tensor] = {}  # by parameter: its gradient from earlier steps
+        self.held_bytes = 0  # of those gradients, which stay beside the ones of this step
+        self._under_way: dict[int, _Exchange] = {}
+        self._depth = plan.depth
+
+    @contextmanager
+    def in_charge(self) -> Iterator[None]:
+        """Set aside the gradients of earlier steps; if the step fails, give them back as they were.
+
+        What an exchange still sends or receives stays in `_under_way`: a device may not have come to it.
+        """
+        everything = [parameter for parameters in self._parameters.values() for parameter in parameters]
+        self._set_aside(everything)
+        try:
+            yield
+        except BaseException:
+            for parameter in everything:
+                parameter.grad = self._before.pop(id(parameter), parameter.grad)
+            raise
+
+    def _set_aside(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._before[id(parameter)], parameter.grad = parameter.grad, None
+        self.held_bytes = sum(_local(gradient).nbytes for gradient in self._before.values())
+
+    @torch.no_grad()
+    def _give_back(self, parameter: nn.Parameter) -> None:
+        """Add what a step has made to the gradient of earlier steps, in the tensor of that."""
+        before = self._before.pop(id(parameter), None)
+        if before is not None:
+            if parameter.grad is not None:
+                before += parameter.grad
+            parameter.grad = before
+
+    @torch.no_grad()
+    def start(self, action: Action) -> None:
+        """Post this stage's gradients, and the receive of its twin's; nothing may change them until `complete`."""
+        assert action.peer is not None
+        parameters, rank, transport = self._parameters[action.stage], self._traffic.rank, self._traffic.transport
+        has = [parameter.grad is not None for parameter in parameters]
+        flags = torch.tensor([True, *has], dtype=torch.uint8, device=transport.device)  # never empty
+        sent = [flags, *(_gradient(parameter, action.stage) for parameter in parameters)]
+        received = [torch.empty_like(tensor) for tensor in sent]
+        sending = transport.send(Channel(Purpose.TWIN, rank, action.peer), sent)
+        receiving = transport.receive(Channel(Purpose.TWIN, action.peer, rank), received)
+        # Zeros take the place of gradients that are still to come, and are counted among the static bytes.
+        made = zip(sent[1:], has, parameters)
+        copies = [copy for copy, is_there, parameter in made if is_there and copy is not _local(parameter.grad)]
+        self.exchanged_bytes[action.stage] = sum(one.nbytes for one in (*received, flags, *copies))
+        self._under_way[action.stage] = _Exchange(sent, received, (sending, receiving))
+
+    @torch.no_grad()
+    def complete(self, action: Action) -> None:
+        """Wait for the twin's gradients, and add them."""
+        sent, received, transfers = self._under_way[action.stage]
+        for transfer in transfers:
+            self._traffic.timed(action.op, transfer.wait)
+        parameters = self._parameters[action.stage]
+        is_whole = all(parameter.grad is not None for parameter in parameters)
+        there = [True] * len(parameters) if is_whole else received[0][1:].tolist()  # the host waits only for what it does not know
+        for parameter, twin_has, made, gradient in zip(parameters, there, sent[1:], received[1:], strict=True):
+            if parameter.grad is None and twin_has:
+                parameter.grad = torch.zeros_like(parameter, dtype=made.dtype)
+            if parameter.grad is not None:
+                torch.add(made, gradient, out=_local(parameter.grad))  # zeros are added, too: a sum has no negative zero then
+            self._give_back(parameter)
+            setattr(parameter, COPY, action.stage >= self._depth)
+        del self._under_way[action.stage]
+
+
+def _gradient(parameter: nn.Parameter, stage: int) -> torch.Tensor:
+    """Return what a parameter's gradient sends: zeros if it has none."""
+    gradient = parameter.grad
+    if gradient is None:
+        dtype = getattr(parameter, "grad_dtype", None)
+        return torch.zeros_like(_local(parameter), dtype=dtype, memory_format=torch.contiguous_format)
+    if gradient.layout is not torch.strided:
+        raise StageError(
+            f"stage {stage}: a gradient of shape {list(gradient.shape)} is sparse, and twins exchange dense ones: use "
+            "nn.Embedding(sparse=False)"
+        )
+    return _local(gradient).contiguous()
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """Return this rank's shard of a DTensor, or the tensor itself."""
+    shard: torch.Tensor | None = getattr(tensor, "_local_tensor", None)
+    whole: torch.Tensor = tensor
+    return whole if shard is None else shard
