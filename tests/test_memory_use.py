@@ -16,7 +16,7 @@ from torch import nn
 import bpipe
 import bpipe.engine.acceptor
 from bpipe.engine.run import Observer
-from bpipe.memory.shared_buffers import HEAD, SharedBuffers
+from bpipe.memory.shared_buffers import ALIGNED, HEAD, SharedBuffers
 from bpipe.plan.action import SERVED
 from bpipe.schedules import Op, Purpose
 from tests.models import Block
@@ -66,8 +66,7 @@ class Watched(Observer):
     def _lent_bytes(self) -> int:
         """What this process lends to evictors of its host, as the kernel counts it."""
         lent = self.schedule.session.context.memory.remote_buffers.values()
-        files = [file for buffers in lent if isinstance(buffers, SharedBuffers) for file in buffers.files]
-        return sum(os.fstat(file.descriptor).st_size - HEAD for file in files)
+        return sum(_bytes_of_rooms(buffers) for buffers in lent if isinstance(buffers, SharedBuffers))
 
     def step(self, x: torch.Tensor, target: torch.Tensor) -> None:
         self.peak, self.losses, self.batch = 0, [], (x, target)
@@ -86,6 +85,14 @@ class Watched(Observer):
         with self._count.mode():
             self.schedule.step(x, target=target, return_outputs=False)
         self.schedule.session.context.loss_fn, bpipe.engine.acceptor.AcceptorThread.run = loss_fn, serve
+
+
+def _bytes_of_rooms(buffers: SharedBuffers) -> int:
+    """The bytes of buffers for an evictor, if the kernel counts as many beside what stands before and between the rooms."""
+    num_rooms, size = len(buffers._reserved.sizes), os.fstat(buffers.file.descriptor).st_size
+    rest = size - HEAD - buffers.num_bytes if buffers.num_bytes else 0
+    assert num_rooms * HEAD * (buffers.num_bytes > 0) <= rest < num_rooms * (HEAD + ALIGNED)
+    return buffers.num_bytes
 
 
 def stage_of_a_language_model(rank: int, p: int, width: int) -> nn.Module:

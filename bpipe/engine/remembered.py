@@ -13,10 +13,10 @@ from bpipe.device.waits import DeviceWaits
 from bpipe.memory.device_buffers import DevicePeerMemory, LentBuffers
 from bpipe.memory.host_buffers import HostBuffers
 from bpipe.memory.ledger import Kind
+from bpipe.memory.lending import accept_offer, is_taken, offer
 from bpipe.memory.remote_buffers import RemoteBuffers
 from bpipe.memory.saved.known import Known
 from bpipe.memory.shared_buffers import PeerMemory, SharedBuffers
-from bpipe.memory.shared_file import SharedFile
 from bpipe.plan.action import HOST
 from bpipe.plan.meter import slot
 from bpipe.plan.reserved import Reserved, reserve
@@ -25,6 +25,7 @@ from bpipe.schedules import Action, Channel, Plan, Purpose
 
 __all__: list[str] = []
 
+Peer = PeerMemory | DevicePeerMemory
 REMEMBERED_KINDS = 1024  # of microbatches, by stage and shapes
 
 
@@ -40,7 +41,7 @@ class Memory:
     remote_buffers: dict[int, RemoteBuffers | SharedBuffers | LentBuffers] = field(default_factory=dict)  # by evictor
     host_buffers: HostBuffers | None = None
     # By peer: where this rank copies to and from by itself.
-    reached: dict[int | None, HostBuffers | PeerMemory | DevicePeerMemory] = field(default_factory=dict)
+    reached: dict[int | None, HostBuffers | Peer] = field(default_factory=dict)
     device_waits: DeviceWaits | None = None  # set if only the device waits for transfers
     learned: dict[int, Learned] = field(default_factory=dict)  # for the stages whose forwards run twice
     silent: dict[int, frozenset[int]] = field(default_factory=dict)  # hooks on a stage's parameters that queue no callbacks
@@ -58,18 +59,22 @@ class Memory:
         moved = slot if plan.sizes is None else plan.sizes.moved
         chains, of_host = plan.chains(rank), plan.host_chain(rank)
         self.remote_buffers = {}
+        lent: dict[Channel, Reserved] = {}
         for peer, chain in chains.items():
             channel, reserved = Channel(Purpose.EVICT, peer, rank), reserve(chain, moved)
-            if transport.reaches(channel):
-                lendable = self.remote_buffers[peer] = _lendable(reserved, transport, in_bytes=in_bytes)
-                with lendable.offered() as lent:
-                    transport.lend(channel, lent)
-            else:
-                self.remote_buffers[peer] = RemoteBuffers(reserved, device, in_bytes=in_bytes)
+            lendable = _lendable(reserved, channel, transport, in_bytes=in_bytes)
+            if isinstance(lendable, SharedBuffers):
+                lent[channel] = reserved
+            self.remote_buffers[peer] = lendable or RemoteBuffers(reserved, device, in_bytes=in_bytes)
         for peer in plan.acceptors(rank):
             if transport.reaches(channel := Channel(Purpose.EVICT, rank, peer)):
                 reserved = reserve(plan.chains(peer)[rank], moved)
-                self.reached[peer] = _borrowed(reserved, channel, transport, in_bytes=in_bytes)
+                if (borrowed := _borrowed(reserved, channel, transport, in_bytes=in_bytes)) is not None:
+                    self.reached[peer] = borrowed
+        for channel, reserved in lent.items():  # behind the loop above, in which the other ranks answer
+            shared = self.remote_buffers[channel.src]
+            if isinstance(shared, SharedBuffers) and not is_taken(shared, channel, transport):
+                self.remote_buffers[channel.src] = RemoteBuffers(reserved, device, in_bytes=in_bytes)
         self.host_buffers = None
         if of_host:
             stream = streams.of(("host", rank), device)
@@ -133,18 +138,22 @@ class Memory:
         return 0 if self.host_buffers is None else self.host_buffers.num_bytes
 
 
-def _lendable(reserved: Reserved, transport: Transport, *, in_bytes: bool) -> SharedBuffers | LentBuffers:
-    """Return buffers for an evictor that reaches this rank's memory."""
-    if is_asynchronous(transport.device):
-        return LentBuffers(reserved, transport.device, transport.control.activity)
-    return SharedBuffers(reserved, in_bytes=in_bytes)
+def _lendable(reserved: Reserved, channel: Channel, transport: Transport, *, in_bytes: bool) -> SharedBuffers | LentBuffers | None:
+    """Return buffers for an evictor that reaches this rank's memory, which it gets to know; None if there is no such memory."""
+    if not transport.reaches(channel):
+        return None
+    if not is_asynchronous(transport.device):
+        return offer(reserved, channel, transport, in_bytes=in_bytes)
+    buffers = LentBuffers(reserved, transport.device, transport.control.activity)
+    with buffers.offered() as lent:
+        transport.lend(channel, lent)
+    return buffers
 
 
-def _borrowed(reserved: Reserved, channel: Channel, transport: Transport, *, in_bytes: bool) -> PeerMemory | DevicePeerMemory:
-    """Return what keeps microbatches in an acceptor's memory, which this rank reaches."""
+def _borrowed(reserved: Reserved, channel: Channel, transport: Transport, *, in_bytes: bool) -> Peer | None:
+    """Return what keeps microbatches in an acceptor's memory, which this rank reaches; None if there is no such memory."""
     device, name = transport.device, f"rank {channel.dst}"
-    if (stream := transport.streams.of(("borrowed", channel), device)) is not None:
-        (lent,) = transport.borrow(channel, 1)
-        return DevicePeerMemory(reserved, lent, device, stream, transport.control.activity, name)
-    files = [SharedFile(lent.descriptor) for lent in transport.borrow(channel, len(reserved.sizes))]
-    return PeerMemory(SharedBuffers(reserved, files, in_bytes=in_bytes), name)
+    if (stream := transport.streams.of(("borrowed", channel), device)) is None:
+        return accept_offer(reserved, channel, transport, in_bytes=in_bytes)
+    (lent,) = transport.borrow(channel, 1)
+    return DevicePeerMemory(reserved, lent, device, stream, transport.control.activity, name)

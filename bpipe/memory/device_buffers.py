@@ -22,7 +22,7 @@ from bpipe.device import Stream, check_fits, current
 from bpipe.device.handles import OpenedMemory, handle_of
 from bpipe.device.pinned import pinned, return_
 from bpipe.errors import TransferError
-from bpipe.memory.shared_file import Lent
+from bpipe.memory.shared_file import Lent, close_in_children
 from bpipe.memory.side_copies import Copied, copy_beside
 from bpipe.plan.action import PartKey
 from bpipe.plan.reserved import Reserved
@@ -71,6 +71,7 @@ class LentBuffers:
         memory = torch.empty(total, dtype=torch.uint8, device=self._device)
         handle = handle_of(memory)
         self._lease, theirs = socket.socketpair(socket.AF_UNIX)
+        close_in_children(self._lease)  # or the evictor would not see this process end
         self._memory.append(memory)
         with theirs:
             yield [Lent(theirs.fileno(), handle)]
@@ -126,6 +127,7 @@ class DevicePeerMemory:
         self._activity, self._name = activity, name
         with ExitStack() as unless_done:
             self._lease = unless_done.enter_context(socket.socket(fileno=lent.descriptor))
+            close_in_children(self._lease)
             self._opened = OpenedMemory(lent.data, device)
             unless_done.pop_all()
         begins = [0, *_ends(reserved.sizes)]

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from bpipe.comm.transport.local_links import LocalLink
+from bpipe.comm.rendezvous.local_links import LocalLink
 from bpipe.device import current_stream
 from bpipe.device.handles import OpenedMemory, handle_of
 

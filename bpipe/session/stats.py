@@ -38,6 +38,9 @@ class Stats:
             `peak_slots`. Each peak has a second entry with the prefix `predicted_`, computed from the plan: with the plan's sizes,
             or if it has none with the largest memory that microbatches of each shape took before.
 
+            In no peak, because no plan knows of it, as of the buffers of gloo and of the kernel: `shared_message_bytes`, the memory
+            through which this rank sends large messages to ranks of its host, 8 MiB for each channel that had one.
+
             Optimizer states count once their optimizer has stepped while a schedule was open, including states that were loaded
             before. Gradients count before they exist, buffers before their first remote activation arrives, and in a step with
             new shapes messages count as if their shapes were known.
@@ -66,6 +69,7 @@ class Stats:
             "loaded_bytes": ledger.loaded_bytes,
             "held_bytes": ledger.held_bytes,
             "remote_buffer_bytes": self._memory.remote_buffer_bytes,
+            "shared_message_bytes": run.traffic.transport.shared_message_bytes(),
             "wait_forward_s": waited[Op.WAIT_RECV_F],
             "wait_backward_s": waited[Op.WAIT_RECV_B],
             "wait_send_s": waited[Op.WAIT_SEND_F] + waited[Op.WAIT_SEND_B],

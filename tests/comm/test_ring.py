@@ -19,11 +19,12 @@ from bpipe.comm.transport import ring as ring_module
 from bpipe.comm.transport import socket_channel
 from bpipe.comm.transport.ring import NUM_CHUNKS, Ring
 from bpipe.comm.transport.socket_channel import Receiver, Sender
-from bpipe.errors import TransferError
-from bpipe.memory.shared_file import SharedFile
+from bpipe.errors import CommError, TransferError
+from bpipe.memory.shared_file import SharedFile, no_memory
 
 CHUNK, SMALL = 64, 16  # of these tests
 NAME = "forward messages from rank 0 to 1"
+NEVER: Any = None  # called: there is memory
 
 
 @pytest.fixture(autouse=True)
@@ -33,13 +34,13 @@ def little_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def connected() -> Iterator[tuple[Sender, Receiver]]:
+def connected(say_why: Any = NEVER) -> Iterator[tuple[Sender, Receiver]]:
     """Two ends, each with its own descriptor of the same memory, as in two processes."""
     ours, theirs = socket.socketpair()
     file = SharedFile()
     with ours, theirs:
-        sender = Sender(ours, NAME, Ring(file, ours))
-        receiver = Receiver(theirs, NAME, Ring(SharedFile(os.dup(file.descriptor)), theirs))
+        sender = Sender(ours, NAME, Ring(file, ours, say_why))
+        receiver = Receiver(theirs, NAME, Ring(SharedFile(os.dup(file.descriptor)), theirs, NEVER))
         yield sender, receiver
         sender.end()
         sender.close()
@@ -60,16 +61,48 @@ MESSAGES = st.lists(
 def test_messages_arrive_whole_and_in_order(messages: list[tuple[list[int], bytes | None]], reads_at_once: bool) -> None:
     """Large and small ones, with and without a note, posted before they are sent or behind, and waited for in any order."""
     with connected() as (sender, receiver):
-        sent = [([numbers(7 * i + k, size) for k, size in enumerate(sizes)], note) for i, (sizes, note) in enumerate(messages)]
-        found = [[torch.zeros_like(tensor) for tensor in tensors] for tensors, _ in sent]
-        receipts = [receiver.receive(tensors) for tensors in found] if reads_at_once else []
-        sends = [sender.send(None, tensors, note) for tensors, note in sent]
-        receipts = receipts or [receiver.receive(tensors) for tensors in found]
-        notes = [receipt.wait() for receipt in reversed(receipts)][::-1]
-        for send in sends:
-            send.wait()
-        assert notes == [note for _, note in messages]
-        assert all(torch.equal(a, b) for (tensors, _), got in zip(sent, found) for a, b in zip(tensors, got))
+        all_arrive(sender, receiver, messages, reads_at_once=reads_at_once)
+
+
+def all_arrive(sender: Sender, receiver: Receiver, messages: list[tuple[list[int], bytes | None]], *, reads_at_once: bool) -> None:
+    sent = [([numbers(7 * i + k, size) for k, size in enumerate(sizes)], note) for i, (sizes, note) in enumerate(messages)]
+    found = [[torch.zeros_like(tensor) for tensor in tensors] for tensors, _ in sent]
+    receipts = [receiver.receive(tensors) for tensors in found] if reads_at_once else []
+    sends = [sender.send(None, tensors, note) for tensors, note in sent]
+    receipts = receipts or [receiver.receive(tensors) for tensors in found]
+    notes = [receipt.wait() for receipt in reversed(receipts)][::-1]
+    for send in sends:
+        send.wait()
+    assert notes == [note for _, note in messages]
+    assert all(torch.equal(a, b) for (tensors, _), got in zip(sent, found) for a, b in zip(tensors, got))
+
+
+@settings(deadline=None, max_examples=60)
+@given(MESSAGES, st.booleans())
+def test_messages_arrive_over_the_connection_if_there_is_no_memory(
+    messages: list[tuple[list[int], bytes | None]], reads_at_once: bool
+) -> None:
+    """The receiver learns of it with the first large message."""
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SharedFile, "grow", no_memory_at_all)
+        with connected(said.append) as (sender, receiver):
+            all_arrive(sender, receiver, messages, reads_at_once=reads_at_once)
+            assert sender.num_bytes == receiver.num_bytes == 0
+    assert said == ["7 bytes of it cannot be reserved (as the test says)"] * any(sum(sizes) > SMALL for sizes, _ in messages)
+
+
+def no_memory_at_all(self: SharedFile, num_bytes: int) -> None:
+    raise no_memory(7, "as the test says")
+
+
+def test_a_receiver_that_may_not_map_the_memory_says_what_to_do() -> None:
+    with connected() as (sender, receiver):
+        receiver._ring._file.map = lambda *_: no_memory_at_all(SharedFile(), 0)  # type: ignore[union-attr, method-assign, assignment]
+        receipt = receiver.receive([torch.zeros(2 * CHUNK, dtype=torch.uint8)])
+        sender.send(None, [numbers(0, 2 * CHUNK)])
+        with pytest.raises(CommError, match="BPIPE_SHARED_MEMORY=0"):
+            receipt.wait()
 
 
 def test_headers_stand_between_large_messages() -> None:
@@ -155,7 +188,7 @@ def test_a_sender_that_closes_at_once_loses_nothing(size: int) -> None:
             ours = socket.create_connection(server.getsockname())
             theirs, _ = server.accept()
         file = SharedFile()
-        sender, receiver = Sender(ours, NAME, Ring(file, ours)), Receiver(theirs, NAME, Ring(file, theirs))
+        sender, receiver = Sender(ours, NAME, Ring(file, ours, NEVER)), Receiver(theirs, NAME, Ring(file, theirs, NEVER))
         done = threading.Thread(target=send_and_close, args=(sender, size))
         done.start()
         target = torch.zeros(size, dtype=torch.uint8)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bpipe.errors import CommError, TransferError
-from bpipe.memory.shared_buffers import PeerMemory, SharedBuffers
+from bpipe.memory.shared_buffers import HEAD, PeerMemory, SharedBuffers
 from bpipe.memory.shared_file import SharedFile
 from bpipe.plan.reserved import Reserved
 
@@ -20,9 +20,10 @@ RESERVED = Reserved((100, 300), {FIRST: 0, SECOND: 1, THIRD: 0})
 def both_ends(*, in_bytes: bool = True) -> tuple[SharedBuffers, PeerMemory]:
     """The acceptor's, and the evictor's with descriptors of its own, as in two processes."""
     lent = SharedBuffers(RESERVED, in_bytes=in_bytes)
-    with lent.offered() as offered:
-        files = [SharedFile(os.dup(one.descriptor)) for one in offered]
-    return lent, PeerMemory(SharedBuffers(RESERVED, files, in_bytes=in_bytes), "rank 3")
+    lent.reserve()
+    ours = SharedBuffers(RESERVED, SharedFile(os.dup(lent.file.descriptor)), in_bytes=in_bytes)
+    ours.map()
+    return lent, PeerMemory(ours, "rank 3")
 
 
 def message(value: int, *sizes: int) -> list[torch.Tensor]:
@@ -77,10 +78,71 @@ def test_a_larger_activation_grows_its_buffer_for_both() -> None:
 def test_what_others_wrote_is_not_loaded(what: str) -> None:
     lent, peer = both_ends()
     peer.store(FIRST, message(1, 100)).wait()
-    foreign = SharedFile(os.dup(lent.files[0].descriptor))
-    os.pwrite(foreign.descriptor, bytes(64) if what == "nothing" else bytes(range(64)), 0)
+    os.pwrite(lent.file.descriptor, bytes(HEAD) if what == "nothing" else bytes(range(HEAD)), HEAD)
     with pytest.raises(TransferError, match="rank 3 no longer has what this rank has stored there of microbatch 1 of stage 0"):
         peer.fetch(FIRST, message(0, 100)).wait()
+
+
+def whole(lent: SharedBuffers) -> bytes:
+    return os.pread(lent.file.descriptor, lent.file.num_bytes, 0)
+
+
+@pytest.mark.parametrize("what", ["an earlier step", "another pipeline"])
+def test_what_another_step_or_pipeline_left_there_is_not_loaded(what: str) -> None:
+    """Even if all of it is in its place, the head too: as after a copy that was lost."""
+    lent, peer = both_ends()
+    if what == "another pipeline":
+        other_lent, other = both_ends()
+        other.store(FIRST, message(1, 100)).wait()
+        left = whole(other_lent)
+    else:
+        peer.store(FIRST, message(1, 100)).wait()
+        left = whole(lent)
+        peer.fetch(FIRST, message(0, 100)).wait()
+    peer.store(FIRST, message(2, 100)).wait()
+    os.pwrite(lent.file.descriptor, left, 0)
+    with pytest.raises(TransferError, match="no longer has what this rank has stored there of microbatch 1 of stage 0"):
+        peer.fetch(FIRST, message(0, 100)).wait()
+
+
+def test_bytes_that_something_else_changes_are_not_noticed() -> None:
+    """As docs/composing.md says: a checksum would cost as much as the copy."""
+    lent, peer = both_ends()
+    peer.store(FIRST, message(1, 100)).wait()
+    os.pwrite(lent.file.descriptor, bytes([77]), 2 * HEAD)
+    found = message(0, 100)
+    peer.fetch(FIRST, found).wait()
+    assert found[0][:2].tolist() == [77, 1]
+
+
+def times_open(file: SharedFile) -> int:
+    """How many open files of this process are this one."""
+    links = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return sum(os.path.samestat(os.stat(link), os.fstat(file.descriptor)) for link in links if os.path.exists(link))
+
+
+def test_one_file_has_all_buffers_and_what_grows_gives_its_place_back() -> None:
+    many = Reserved((4096,) * 50, {(0, index, 0): index for index in range(50)})
+    lent = SharedBuffers(many, in_bytes=True)
+    lent.reserve()
+    ours = SharedBuffers(many, SharedFile(os.dup(lent.file.descriptor)), in_bytes=True)
+    ours.map()
+    peer = PeerMemory(ours, "rank 3")
+    for size in (4096, 40_960, 409_600):
+        for index in range(50):
+            peer.store((0, index, 0), message(index, size)).wait()
+        assert lent.num_bytes == 50 * size
+        assert 512 * os.fstat(lent.file.descriptor).st_blocks < 50 * (size + 3 * 4096)
+        for index in range(50):
+            found = message(0, size)
+            peer.fetch((0, index, 0), found).wait()
+            assert torch.equal(found[0], message(index, size)[0])
+    assert times_open(lent.file) == 2
+    peer.clear()
+    assert times_open(lent.file) == 1
+    assert lent.num_bytes == 50 * 409_600
+    lent.clear()
+    assert lent.num_bytes == 0
 
 
 def test_a_copy_keeps_its_tensors_until_it_is_waited_for() -> None:

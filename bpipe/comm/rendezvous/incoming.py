@@ -39,6 +39,7 @@ class IncomingConnections:
         num_expected: how many connections are expected.
         on_hello: called with each connection whose hello has arrived, and with the hello. It owns the connection, which does not
             block, and nothing behind the hello was read from them.
+        admits: whether a connection is accepted at all.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class IncomingConnections:
         selector: selectors.BaseSelector,
         num_expected: int,
         on_hello: OnFrame,
+        admits: Callable[[socket.socket], bool] = lambda _: True,
     ) -> None:
+        self._admits = admits
         self._selector, self._most, self._on_hello = selector, num_expected + MOST_SILENT, on_hello
         self._silent: dict[socket.socket, _Awaited] = {}  # the oldest first
         self._proving: dict[socket.socket, _Awaited] = {}  # likewise, of those that have said hello
@@ -79,6 +82,9 @@ class IncomingConnections:
         with suppress(OSError):  # there are no more, or one has ended already
             while True:
                 connection, _ = listener.accept()
+                if not self._admits(connection):
+                    connection.close()
+                    continue
                 connection.setblocking(False)
                 self._await(connection, self._silent, self._most, _Awaited(FrameReader(ONLY_HELLO), self._on_hello))
 

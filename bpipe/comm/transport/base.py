@@ -86,12 +86,24 @@ class Transport(ABC):
         """Return the memory that the acceptor of a channel lends."""
         raise NotImplementedError
 
+    def say(self, channel: Channel, text: str) -> None:
+        """Tell the rank at the other end of a channel something, where its evictor `reaches` the acceptor; it must `hear` it."""
+        raise NotImplementedError
+
+    def hear(self, channel: Channel) -> str:
+        """Return what the rank at the other end of a channel says. Blocks until it does."""
+        raise NotImplementedError
+
     def regain(self, evictor: str, wait: Callable[[], None]) -> None:
         """Wait until an evictor has given back what this rank lent it; `wait` blocks until then."""
         raise NotImplementedError
 
     def connection_bytes(self) -> int:
         """Return the bytes that a channel takes on the device, as far as the open channels show."""
+        return 0
+
+    def shared_message_bytes(self) -> int:
+        """Return the bytes of the host's memory through which this rank sends messages, and others receive them."""
         return 0
 
     @abstractmethod

@@ -26,6 +26,8 @@ from bpipe.comm.health.links import links
 from bpipe.comm.health.watchdog import SLOW_S, Timeouts
 from bpipe.comm.rendezvous.addresses import own_addresses
 from bpipe.comm.rendezvous.interruptible import Interruptible
+from bpipe.comm.rendezvous.local_door import open_local_links
+from bpipe.comm.rendezvous.local_links import LocalLink
 from bpipe.comm.rendezvous.meeting import OtherPipelineError, meet_peers
 from bpipe.comm.rendezvous.peers import Peers
 from bpipe.comm.rendezvous.store import using_store
@@ -35,7 +37,6 @@ from bpipe.comm.transport.communicators import Communicators, maker_of
 from bpipe.comm.transport.connect import open_connections
 from bpipe.comm.transport.device_watchdog import DeviceWatchdog
 from bpipe.comm.transport.in_flight import TRANSFERS_AT_ONCE, InFlight
-from bpipe.comm.transport.local_links import LocalLink, open_local_links
 from bpipe.comm.transport.process_group import backends_of, count_pipelines
 from bpipe.comm.transport.ring import Ring
 from bpipe.comm.transport.socket_channel import SMALL, Receiver, Sender, SocketChannel
@@ -46,9 +47,9 @@ from bpipe.device import Streams, is_asynchronous
 from bpipe.device.handles import why_no_handles
 from bpipe.environment import may_share_memory, shared_secret
 from bpipe.errors import AgreementError, ConfigurationError, TransferTimeoutError
-from bpipe.logs import LOG
+from bpipe.logs import LOG, warn_not_shared
 from bpipe.memory.reach import find_reached
-from bpipe.memory.shared_file import Lent, SharedFile, can_share
+from bpipe.memory.shared_file import Lent, SharedFile, why_not_shared
 from bpipe.schedules import Channel, Purpose
 
 __all__: list[str] = []
@@ -227,6 +228,9 @@ class C10dTransport(Transport):
     def connection_bytes(self) -> int:
         return 0 if self._communicators is None else self._communicators.bytes_of_one
 
+    def shared_message_bytes(self) -> int:
+        return sum(sender.num_bytes for sender in self._senders.values())
+
     def _connect_devices(self, communicators: Communicators, channels: Sequence[Channel]) -> None:
         """Make a communicator for each channel."""
         timeout = timedelta(seconds=max(DEVICE_MARGIN * self._timeouts.timeout_s, LEAST_DEVICE_S))
@@ -276,12 +280,16 @@ class C10dTransport(Transport):
 
     def _share_memory(self, channels: Sequence[Channel], connections: Mapping[int, socket.socket]) -> dict[int, Ring]:
         """Share memory with processes of this host, and return the rings of their channels, by index."""
-        return {index: Ring(file, connections[index]) for index, file in self._open_links(channels, is_able=can_share()).items()}
+        say_why = partial(warn_not_shared, self.rank)
+        if (why := why_not_shared()) and may_share_memory():
+            say_why(why)
+        files = self._open_links(channels, say_why, is_able=not why)
+        return {index: Ring(file, connections[index], say_why) for index, file in files.items()}
 
-    def _open_links(self, channels: Sequence[Channel], *, is_able: bool) -> dict[int, SharedFile]:
+    def _open_links(self, channels: Sequence[Channel], say_why: Callable[[str], None], *, is_able: bool) -> dict[int, SharedFile]:
         """Open links between processes of one host, keep those of evictions, and return the file of each channel, by index."""
         ends, is_able = [self._ends(channel) for channel in channels], is_able and may_share_memory()
-        opened = open_local_links(ends, self.rank, self._token, self.control, can_share=is_able, secret=self._secret)
+        opened = open_local_links(ends, self.rank, self._token, self.control, say_why, can_share=is_able, secret=self._secret)
         for index, (link, _) in opened.items():
             if channels[index].purpose is Purpose.EVICT:
                 self._links[channels[index]] = link
@@ -294,7 +302,8 @@ class C10dTransport(Transport):
         """Open links between processes of one host, and keep those whose evictor reaches the memory of the acceptor's device."""
         if (why := why_no_handles(self.device)) and may_share_memory():
             LOG.info("rank %d: evictions do not go straight to another device's memory: %s", self.rank, why)
-        self._open_links(channels, is_able=not why)
+        say_why = partial(LOG.warning, "rank %d: evictions do not go straight to another device's memory: %s", self.rank)
+        self._open_links(channels, say_why, is_able=not why)
         self.control.check()  # a failure before this line has not ended them
         links = {one: (self._links[one], self._ends(one)[0] == self.rank) for one in channels if one in self._links}
         opening = self._interruptible()
@@ -313,6 +322,14 @@ class C10dTransport(Transport):
         opening = self._interruptible()
         opening.note = f"memory for {self._named(channel)} has not come"
         return opening.run(partial(self._links[channel].take, number))
+
+    def say(self, channel: Channel, text: str) -> None:
+        self._links[channel].say(text)
+
+    def hear(self, channel: Channel) -> str:
+        opening = self._interruptible()
+        opening.note = f"the other rank has not said whether {self._named(channel)} go through memory that both share"
+        return opening.run(self._links[channel].hear)
 
     def regain(self, evictor: str, wait: Callable[[], None]) -> None:
         opening = self._interruptible()

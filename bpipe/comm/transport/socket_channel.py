@@ -130,14 +130,14 @@ class Sender(SocketChannel):
     def _push_through(
         self, ring: Ring, before: list[memoryview], body: list[memoryview], behind: list[memoryview], owners: object
     ) -> None:
-        """Send the body of a message through shared memory, and what comes before and behind it over the connection."""
+        """Send the body of a message through shared memory, if there is any, and the rest over the connection."""
         self._pushed(before, 0)
         try:
-            ring.push(body)
+            is_through = ring.push(body)
         except OSError as error:
             self.end()
             raise self._lost(error) from error
-        self._pushed(behind, 0)
+        self._pushed(behind if is_through else [*body, *behind], 0)
 
     def _pushed(self, parts: list[memoryview], flags: int) -> list[memoryview]:
         """Send as much as the connection takes; return the rest."""
@@ -235,12 +235,12 @@ class Receiver(SocketChannel):
             raise CommError(f"{self._name}: a message of {size & ~NOTED} bytes arrived where {expected} were expected")
         self._fill(rest)
         if ring is not None:
-            self._pull(ring, parts)
+            self._fill([] if self._pull(ring, parts) else parts)
         return self._read_sized("note", MOST_NOTE_BYTES) if size & NOTED else None
 
-    def _pull(self, ring: Ring, parts: list[memoryview]) -> None:
+    def _pull(self, ring: Ring, parts: list[memoryview]) -> bool:
         try:
-            ring.pull(parts)
+            return ring.pull(parts)
         except OSError as error:
             raise self._lost(error) from error
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import bpipe
 from bpipe.comm.health.activity import Activity
-from bpipe.comm.transport.local_links import LocalLink
+from bpipe.comm.rendezvous.local_links import LocalLink
 from bpipe.device.handles import OpenedMemory
 from bpipe.errors import RankFailedError, RankLostError, TransferError
 from bpipe.memory.device_buffers import ALIGNED, DevicePeerMemory, LentBuffers
@@ -366,6 +366,40 @@ def test_memory_stays_until_it_is_given_back(how: str) -> None:
     acceptor, evictor = run_ranks(given_back, 2, how, expect_errors=how == "ended")
     assert acceptor == ([4000, 4000, 0], [])
     assert "died without a word" in str(evictor) if how == "ended" else evictor == ([], [])
+
+
+def is_open_in_a_child(descriptor: int) -> bool:
+    child = os.fork()
+    if not child:
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os._exit(0)
+        os._exit(1)
+    return bool(os.waitpid(child, 0)[1])
+
+
+def leased(rank: int) -> bool:
+    """Whether a rank's forked child, which may outlive it, has what tells the other rank that this one has ended."""
+    link, activity, device = linked(rank), Activity(), torch.device(KIND, 0)
+    reserved = Reserved((1000,), {FIRST: 0})
+    if rank == 0:
+        buffers = LentBuffers(reserved, device, activity)
+        with buffers.offered() as lent:
+            link.pass_on(lent)
+        is_open = buffers._lease is None or is_open_in_a_child(buffers._lease.fileno())
+        link.say("looked")
+        buffers.wait()
+        return is_open
+    peer = DevicePeerMemory(reserved, link.take(1)[0], device, MODULE.Stream(), activity, "rank 0")
+    is_open = is_open_in_a_child(peer._lease.fileno())
+    link.hear()
+    peer.clear()
+    return is_open
+
+
+def test_a_forked_child_has_no_part_of_what_is_lent() -> None:
+    assert run_ranks(leased, 2) == [False, False]
 
 
 def test_a_buffer_with_another_activation_is_not_loaded() -> None:
