@@ -6,6 +6,7 @@ import fcntl
 import os
 import resource
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -58,7 +59,8 @@ def test_a_link_is_opened_between_ends_of_one_secret(secret: bytes) -> None:
 
 def test_an_opener_without_the_secret_is_disconnected() -> None:
     with door_with(b"secret") as door:
-        assert "no link to rank 1" in opened(door, proofs_with(b"another"))
+        proofs = proofs_with(b"secret")
+        assert "no link to rank 1" in opened(door, proofs._replace(opener=proofs_with(b"another").opener))
         assert not opened(door, proofs_with(b"secret"))  # the door is as before
 
 
@@ -95,6 +97,23 @@ def test_other_users_are_strangers(who: str, monkeypatch: pytest.MonkeyPatch) ->
             why = opened(door, proofs_with(b""))
             assert ("belongs to another user" in why) == (who == "acceptor") and "no link to rank 1" in why
         assert not opened(door, proofs_with(b""))
+
+
+def test_a_full_queue_at_the_door_is_waited_for() -> None:
+    """Strangers know a door's name, and may fill its queue before the door opens."""
+    door, strangers = Door(), []
+    with suppress(BlockingIOError):
+        while True:
+            strangers.append(socket.socket(socket.AF_UNIX))
+            strangers[-1].setblocking(False)
+            strangers[-1].connect(door.name)
+    opening = threading.Timer(0.2, door.open, ({0: proofs_with(b"")},))
+    opening.start()
+    assert not opened(door, proofs_with(b""))
+    opening.join()
+    door.close(())
+    for stranger in strangers:
+        stranger.close()
 
 
 def test_another_host_is_no_reason() -> None:
