@@ -26,6 +26,7 @@ RECORDS = st.builds(
     signature=st.binary(min_size=16, max_size=16),
     stages=st.lists(st.integers(0, 2**32 - 1), max_size=MOST_STAGES).map(tuple),
     slices=st.lists(st.integers(0, 2**32 - 1), max_size=9).map(tuple),
+    weights=st.lists(st.integers(0, 2**61 - 1), max_size=9).map(tuple),
     revision=st.integers(0, 2**32 - 1),
     cut=st.binary(min_size=16, max_size=16),
     form=st.binary(min_size=16, max_size=16),
