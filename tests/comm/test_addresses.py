@@ -159,17 +159,17 @@ def free_range(num_ports: int) -> int:
 def test_ports_come_from_the_range_until_all_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     first = free_range(3)
     monkeypatch.setenv("BPIPE_PORT_RANGE", f"{first}-{first + 2}")
-    taken = [Listeners([LOOPBACK], 1) for _ in range(3)]
+    taken = [Listeners([LOOPBACK]) for _ in range(3)]
     assert [one.places for one in taken] == [(("127.0.0.1", first + index),) for index in range(3)]
     with pytest.raises(
         CommError, match=rf"^all ports of BPIPE_PORT_RANGE={first}-{first + 2} are taken at 127.0.0.1: widen the range"
     ):
-        Listeners([LOOPBACK], 1)
-    with Listeners([OTHER], 1) as other:
+        Listeners([LOOPBACK])
+    with Listeners([OTHER]) as other:
         assert other.places == (("127.0.0.7", first),)
     for one in taken:
         one.close()
-    with Listeners([LOOPBACK], 1) as again:
+    with Listeners([LOOPBACK]) as again:
         assert again.places[0][1] == first
 
 
@@ -177,12 +177,12 @@ def test_ports_come_from_the_range_until_all_are_taken(monkeypatch: pytest.Monke
 def test_what_is_no_range_of_ports_is_refused(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     monkeypatch.setenv("BPIPE_PORT_RANGE", given)
     with pytest.raises(ConfigurationError, match="is not a range of ports: give two ports, such as 29600-29700"):
-        Listeners([LOOPBACK], 1)
+        Listeners([LOOPBACK])
 
 
 def test_an_address_that_is_not_this_machine_s_is_left_out() -> None:
     elsewhere = Address("192.0.2.1", socket.AF_INET)
-    with Listeners([elsewhere, LOOPBACK], 1) as listeners:
+    with Listeners([elsewhere, LOOPBACK]) as listeners:
         assert [address for address, _ in listeners.places] == ["127.0.0.1"]
     with pytest.raises(CommError, match=r"cannot listen at any of its addresses \(192\.0\.2\.1: "):
-        Listeners([elsewhere], 1)
+        Listeners([elsewhere])

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -217,7 +218,7 @@ def opened(secrets: list[bytes], says: Sequence[bytes] = ()) -> list[Any]:
     group = Together(2)
 
     def on_rank(rank: int) -> dict[int, socket.socket]:
-        return open_connections(ENDS, rank, HERE, TOKEN, Line(group, rank, says), secret=secrets[rank])
+        return open_connections(ENDS, rank, HERE, TOKEN, Line(group, rank, says), quietly, secret=secrets[rank])
 
     found = together([partial(on_rank, rank) for rank in range(2)])
     for stranger in group.strangers:
@@ -237,17 +238,52 @@ def test_channels_open_between_those_who_have_the_secret() -> None:
 
 
 def test_who_knows_the_token_alone_opens_no_channel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connect, "HELLO_S", 0.3)
-    found = opened([OURS, THEIRS])
-    assert all(isinstance(error, TransferError) for error in found)
+    monkeypatch.setattr(connect, "REACH_S", 0.3)
+    for error in opened([OURS, THEIRS]):
+        assert isinstance(error, TransferError)
+        assert "who answers there has not proved that it has the secret in BPIPE_SECRET" in str(error)
 
 
-def test_one_who_accepts_in_a_rank_s_place_is_not_believed() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        theirs.sendall(Frame(Kind.PROOF, 0, b"x" * 32).pack())
-        with pytest.raises(TransferError, match="who answered at rank 1's address has not proved that it has the secret"):
-            connect._check_proved(ours, 1, channel_proof(OURS, "receiver", TOKEN, 0, (0, 1), [b"a", b"b"]))
+class Answering:
+    """What a rank that opens channels asks of another one, which is played here: it has the token, and not the secret."""
+
+    def __init__(self) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.heard: list[bytes] = []
+
+    def exchange(self, call: Collective, data: bytes) -> list[bytes]:
+        return [encode(Endpoint((self.listener.getsockname(),), name=b"n" * 16)), data]
+
+    def answer(self, proof_of: Callable[[bytes, bytes], bytes]) -> None:
+        connection, _ = self.listener.accept()
+        self.listener.close()
+        with connection:
+            hello = heard(connection)
+            mine = connect._Hello(0, b"", b"m" * 16)
+            said = proof_of(hello.body, encode(mine))
+            connection.sendall(Frame(Kind.HELLO, 0, encode(mine._replace(proof=said))).pack() + Frame(Kind.PROOF, 0).pack())
+            with suppress(OSError, CommError):
+                self.heard.append(heard(connection).body)
+
+
+@pytest.mark.parametrize("key, is_let_in", [(TOKEN, False), (TOKEN + THEIRS, False), (TOKEN + OURS, True)])
+def test_one_who_accepts_in_a_rank_s_place_is_believed_with_the_secret_alone(
+    key: bytes, is_let_in: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connect, "REACH_S", 0.2)
+    played: Any = Answering()
+    with played.listener:
+        opened, _ = together(
+            [
+                lambda: open_connections([(1, 0)], 1, HERE, TOKEN, played, quietly, secret=OURS),
+                lambda: played.answer(lambda *said: proof(key, "answer", *said)),
+            ]
+        )
+    assert bool(played.heard) == is_let_in
+    if is_let_in:
+        opened[0].close()
+    else:
+        assert "rank 0 cannot be reached at 127.0.0.1" in str(opened)
 
 
 # Processes

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import selectors
 import socket
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from bpipe.comm.wire.frames import ONLY_HELLO, ONLY_PROOF, Frame, FrameReader
@@ -18,6 +19,8 @@ from bpipe.errors import CommError
 __all__: list[str] = []
 
 MOST_SILENT = 64  # connections besides those that are expected
+LOOK_S = 1.0  # between two looks at whether to go on
+ACCEPTED_AT_ONCE = 16  # before those that have said something are heard
 
 OnReady = Callable[[socket.socket], None]  # the data of each socket in a selector: what to call once it is ready
 OnFrame = Callable[[socket.socket, Frame], None]
@@ -80,13 +83,14 @@ class IncomingConnections:
 
     def _accept(self, listener: socket.socket) -> None:
         with suppress(OSError):  # there are no more, or one has ended already
-            while True:
+            for _ in range(ACCEPTED_AT_ONCE):
                 connection, _ = listener.accept()
                 if not self._admits(connection):
                     connection.close()
                     continue
                 connection.setblocking(False)
                 self._await(connection, self._silent, self._most, _Awaited(FrameReader(ONLY_HELLO), self._on_hello))
+                self._hear(connection)  # at once: whose hello has come is not dropped for the strangers behind him
 
     def _await(self, connection: socket.socket, among: dict[socket.socket, _Awaited], most: int, awaited: _Awaited) -> None:
         if len(among) >= most:
@@ -136,3 +140,23 @@ def serve(selector: selectors.BaseSelector, most_s: float) -> None:
     for key, _ in selector.select(most_s):
         if selector.get_map().get(key.fd) is key:  # an earlier one of these may have taken it out
             key.data(key.fileobj)
+
+
+@contextmanager
+def served(selector: selectors.BaseSelector) -> Iterator[None]:
+    """Serve a selector in a thread as long as this context lasts, because the caller waits for something else."""
+    woken, waker = socket.socketpair()
+    with woken, waker, ThreadPoolExecutor(1, "bpipe-opening") as pool:
+        selector.register(woken, selectors.EVENT_READ, selector.unregister)
+        serving = pool.submit(_serve_until, selector, woken.fileno())
+        try:
+            yield
+        finally:
+            waker.send(b"\0")
+            serving.result()
+
+
+def _serve_until(selector: selectors.BaseSelector, descriptor: int) -> None:
+    """Serve a selector until a descriptor is no longer registered."""
+    while descriptor in selector.get_map():
+        serve(selector, LOOK_S)

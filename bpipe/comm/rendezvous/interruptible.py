@@ -40,6 +40,11 @@ class Interruptible:
         if self._reason is not None:
             raise GivenUpError(format_error(self._reason))
 
+    def look(self, note: str) -> None:
+        """Record what the caller itself waits for, and raise if it has to give up. The caller calls this."""
+        self.note = note
+        self._look()
+
     def run(self, work: Callable[[], T]) -> T:
         """Run a piece of work in another thread, and wait for it."""
         results: list[T] = []

@@ -13,19 +13,22 @@ from bpipe.errors import CommError
 
 __all__: list[str] = []
 
+# How many connections may wait to be accepted. They are accepted at once, but a burst of strangers must not fill this up: a kernel
+# whose call finds no place repeats it only after a second.
+BACKLOG = 1024
+
 
 class Listeners(ExitStack):
     """Sockets that listen at each of some addresses, closed with this context. An address that the system refuses is left out.
 
     Args:
         addresses: this machine's.
-        backlog: how many connections may wait at each address.
 
     Raises:
         CommError: there is no address that one can listen at, or all allowed ports are taken.
     """
 
-    def __init__(self, addresses: Sequence[Address], backlog: int) -> None:
+    def __init__(self, addresses: Sequence[Address]) -> None:
         super().__init__()
         self.sockets: list[socket.socket] = []
         refused = []
@@ -33,7 +36,7 @@ class Listeners(ExitStack):
             unless_done.push(self)
             for address in addresses:
                 try:
-                    self.sockets.append(self.enter_context(_listening(address, backlog)))
+                    self.sockets.append(self.enter_context(_listening(address)))
                 except OSError as error:
                     refused.append(f"{address.text}: {error}")
             if not self.sockets:
@@ -46,11 +49,11 @@ class Listeners(ExitStack):
         return tuple(one.getsockname()[:2] for one in self.sockets)
 
 
-def _listening(address: Address, backlog: int) -> socket.socket:
+def _listening(address: Address) -> socket.socket:
     ports = port_range()
     for port in [0] if ports is None else range(ports[0], ports[1] + 1):
         try:
-            return socket.create_server((address.text, port), family=address.family, backlog=backlog)
+            return socket.create_server((address.text, port), family=address.family, backlog=BACKLOG)
         except OSError as error:
             if ports is None or error.errno != errno.EADDRINUSE:
                 raise

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 from bpipe.cleanup import noted_on
 from bpipe.comm.rendezvous.addresses import Endpoint, own_addresses, read_endpoint
-from bpipe.comm.rendezvous.incoming import MOST_SILENT, IncomingConnections, serve
+from bpipe.comm.rendezvous.incoming import IncomingConnections, serve
 from bpipe.comm.rendezvous.listening import Listeners
 from bpipe.comm.rendezvous.outgoing import OutgoingConnections
 from bpipe.comm.rendezvous.peers import NAME_BYTES, PeerConnection, Peers, process_name
-from bpipe.comm.rendezvous.secret import difference, fingerprint, is_same, nonce, proof
+from bpipe.comm.rendezvous.secret import UNPROVED, difference, fingerprint, is_same, nonce, proof
 from bpipe.comm.rendezvous.store import using_store
 from bpipe.comm.rendezvous.tcp import prepare
 from bpipe.comm.wire.codec import decode, decode_text, encode
@@ -94,7 +94,7 @@ def meet_peers(
         CommError: the store does not answer.
     """
     links = {*range(size)} - {rank} if links is None else {*links}
-    with Listeners(own_addresses(store), len(links) + MOST_SILENT) as listeners:
+    with Listeners(own_addresses(store)) as listeners:
         name = os.urandom(NAME_BYTES)
         own = Endpoint(listeners.places, socket.gethostname(), name, fingerprint(secret, name))
         with _Meeting(store, key, rank, links, pipeline, secret, own, listeners) as meeting:
@@ -201,7 +201,7 @@ class _Meeting:
     def _hello(self, to: bytes) -> Hello:
         return Hello(self._rank, self._pipeline, self._own.name, to, process_name(os.getpid()), nonce(self._secret))
 
-    def _first_word(self, to: Endpoint) -> Frame:
+    def _first_word(self, _: int, to: Endpoint) -> Frame:
         return Frame(Kind.HELLO, 0, encode(self._hello(to.name)))
 
     def _on_hello(self, connection: socket.socket, frame: Frame) -> None:
@@ -235,8 +235,10 @@ class _Meeting:
         with ExitStack() as unless_done:
             unless_done.callback(connection.close)
             try:
+                place = connection.getpeername()[:2]
                 hello = decode(Hello, frame.body, "hello")
-                if (hello.rank, hello.name, hello.to) != (other, to.name, self._own.name):  # of another meeting
+                if (hello.rank, hello.name, hello.to) != (other, to.name, self._own.name):
+                    self._outgoing.was_wrong(other, place, "who answers there is in another meeting")
                     return
                 both = said, encode(hello._replace(proof=b""))
                 # Also to a rank with a different secret, so that it notices.
@@ -244,6 +246,7 @@ class _Meeting:
             except (OSError, CommError):
                 return
             if bool(hello.nonce) != bool(self._secret) or not is_same(hello.proof, proof(self._secret, "answer", *both)):
+                self._outgoing.was_wrong(other, place, UNPROVED)
                 self._check_secret(other, hello.name, to)
                 return
             unless_done.pop_all()

@@ -18,14 +18,16 @@ from bpipe.errors import CommError
 __all__: list[str] = []
 
 CONNECT_S = 5.0  # a reachable machine accepts a connection within this time
+FIRST_S = 0.1  # a near one within this: the kernel itself tries again only after a second, where strangers have filled the queue
+PAUSE_S, MOST_DOUBLED = 0.005, 3  # between two attempts, and how often it doubles
 LOOK_S = 0.25  # between two looks at whether a rank that does not answer has another endpoint by now
 
 
 class _Attempt:
     """A connection that is not answered yet."""
 
-    def __init__(self, connection: socket.socket, to: Endpoint) -> None:
-        self.connection, self.to = connection, to
+    def __init__(self, connection: socket.socket, to: Endpoint, place: tuple[str, int]) -> None:
+        self.connection, self.to, self.place = connection, to, place
         self.reader = FrameReader(ONLY_HELLO)
         self.said = b""  # in the hello, once it is sent
         self.began_s = self.looked_s = time.monotonic()
@@ -36,100 +38,128 @@ class OutgoingConnections:
 
     Args:
         selector: becomes ready when data has arrived; then call `serve`.
-        find: returns where a rank listens; None if that is not known yet.
-        hello: makes the hello to an endpoint.
-        on_answer: called with each connection that was answered, its rank, the endpoint, the body of the hello and the answer, a
+        find: returns where who has this number listens; None if that is not known yet.
+        hello: makes the hello to a number, at its endpoint.
+        on_answer: called with each connection that was answered, its number, the endpoint, the body of the hello and the answer, a
             hello too. It owns the connection, which does not block.
+
+    Attributes:
+        endpoints: of all numbers that a connection was opened to.
+        refused: why the latest attempt at each place failed, by number.
     """
 
     def __init__(
         self,
         selector: selectors.BaseSelector,
         find: Callable[[int], Endpoint | None],
-        hello: Callable[[Endpoint], Frame],
+        hello: Callable[[int, Endpoint], Frame],
         on_answer: Callable[[socket.socket, int, Endpoint, bytes, Frame], None],
     ) -> None:
         self._selector, self._find, self._hello, self._on_answer = selector, find, hello, on_answer
         self._attempts: dict[int, _Attempt] = {}
-        self._num_failed: dict[int, int] = {}  # attempts of each rank, which try its places in turn
-        self.endpoints: dict[int, Endpoint] = {}  # of all ranks that a connection was opened to
+        self._num_failed: dict[int, int] = {}  # attempts of each number, which try its places in turn
+        self._again_s: dict[int, float] = {}  # when to try again
+        self.endpoints: dict[int, Endpoint] = {}
+        self.refused: dict[int, dict[tuple[str, int], str]] = {}
 
-    def open(self, ranks: Iterable[int]) -> None:
-        """Open connections to the ranks that have none, as far as it is known where they listen."""
+    def open(self, numbers: Iterable[int]) -> None:
+        """Open connections to those that have none, as far as it is known where they listen."""
         now = time.monotonic()
-        for rank in ranks:
-            attempt = self._attempts.get(rank)
+        for number in numbers:
+            attempt = self._attempts.get(number)
             if attempt is None:
-                if (endpoint := self._find(rank)) is not None:
-                    self._connect(rank, endpoint)
-            elif now - attempt.looked_s >= LOOK_S:
-                attempt.looked_s = now
-                if self._find(rank) != attempt.to or now - attempt.began_s > self._patience_s(rank, attempt):
-                    self._disconnect(rank)
+                if now >= self._again_s.get(number, 0.0) and (endpoint := self._find(number)) is not None:
+                    self._connect(number, endpoint)
+            elif (took_s := now - attempt.began_s) > self._patience_s(number, attempt) or self._has_moved(number, attempt, now):
+                self._disconnect(number, f"no answer in {took_s:.1f} s")
 
-    def close(self, last: Frame) -> None:
+    def close(self, last: Frame | None = None) -> None:
         """Close the connections that are not answered, after a last frame to those who may take one for this rank's."""
-        for rank, attempt in list(self._attempts.items()):
+        for number, attempt in list(self._attempts.items()):
             with suppress(OSError):
-                if attempt.said:
+                if attempt.said and last is not None:
                     attempt.connection.send(last.pack())
-            self._disconnect(rank)
+            self._forget(number).close()
 
-    def _patience_s(self, rank: int, attempt: _Attempt) -> float:
-        """Return how long to wait at a place: briefly at first if there are others, because who listens there may be a stranger."""
+    def has_reached(self, number: int) -> bool:
+        """Return whether somebody listens where this one should be."""
+        return (attempt := self._attempts.get(number)) is not None and bool(attempt.said)
+
+    def was_wrong(self, number: int, place: tuple[str, int], why: str) -> None:
+        """Take note that it was somebody else who answered."""
+        self.refused.setdefault(number, {})[place] = why
+        self._count_failure(number)
+
+    def _has_moved(self, number: int, attempt: _Attempt, now: float) -> bool:
+        """Return whether another endpoint is known by now; asked seldom, because that may be a request to the store."""
+        if now - attempt.looked_s < LOOK_S:
+            return False
+        attempt.looked_s = now
+        return self._find(number) != attempt.to
+
+    def _patience_s(self, number: int, attempt: _Attempt) -> float:
+        """Return how long to wait at a place: briefly at first, because a full queue or a stranger may be there."""
         num_places = len(attempt.to.places)
-        if num_places == 1:
-            return math.inf if attempt.said else CONNECT_S
-        return float(min(CONNECT_S, LOOK_S * 2 ** min(8, self._num_failed.get(rank, 0) // num_places)))
+        if num_places == 1 and attempt.said:
+            return math.inf
+        first_s = LOOK_S if attempt.said else FIRST_S
+        return float(min(CONNECT_S, first_s * 2 ** min(8, self._num_failed.get(number, 0) // num_places)))
 
-    def _connect(self, rank: int, to: Endpoint) -> None:
+    def _connect(self, number: int, to: Endpoint) -> None:
         if not to.places:
             return
-        self.endpoints[rank] = to
-        place = to.places[self._num_failed.get(rank, 0) % len(to.places)]
-        with suppress(OSError, OverflowError, UnicodeError), ExitStack() as unless_done:
-            unless_done.callback(self._count_failure, rank)
-            family, kind, protocol, _, address = socket.getaddrinfo(*place, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0]
-            connection = unless_done.enter_context(socket.socket(family, kind, protocol))
-            connection.setblocking(False)
-            with suppress(BlockingIOError):
-                connection.connect(address)
-            self._selector.register(connection, selectors.EVENT_WRITE, partial(self._speak, rank))
-            self._attempts[rank] = _Attempt(connection, to)
-            unless_done.pop_all()
-
-    def _speak(self, rank: int, connection: socket.socket) -> None:
-        """Say hello, once the other machine has accepted the connection."""
-        attempt = self._attempts[rank]
+        self.endpoints[number] = to
+        place = to.places[self._num_failed.get(number, 0) % len(to.places)]
         try:
-            hello = self._hello(attempt.to)
+            with ExitStack() as unless_done:
+                family, kind, protocol, _, address = socket.getaddrinfo(
+                    *place, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+                )[0]
+                connection = unless_done.enter_context(socket.socket(family, kind, protocol))
+                connection.setblocking(False)
+                with suppress(BlockingIOError):
+                    connection.connect(address)
+                self._selector.register(connection, selectors.EVENT_WRITE, partial(self._speak, number))
+                self._attempts[number] = _Attempt(connection, to, place)
+                unless_done.pop_all()
+        except (OSError, OverflowError, UnicodeError) as error:
+            self.was_wrong(number, place, str(error))
+
+    def _speak(self, number: int, connection: socket.socket) -> None:
+        """Say hello, once the other machine has accepted the connection."""
+        attempt = self._attempts[number]
+        try:
+            hello = self._hello(number, attempt.to)
             connection.sendall(hello.pack())  # raises if the connection was refused
-        except OSError:
-            self._disconnect(rank)
+        except OSError as error:
+            self._disconnect(number, str(error))
             return
         attempt.said = hello.body
-        self._selector.modify(connection, selectors.EVENT_READ, partial(self._hear, rank))
+        self._selector.modify(connection, selectors.EVENT_READ, partial(self._hear, number))
 
-    def _hear(self, rank: int, connection: socket.socket) -> None:
-        attempt = self._attempts[rank]
+    def _hear(self, number: int, connection: socket.socket) -> None:
+        attempt = self._attempts[number]
         try:
             answer = read_frame(connection, attempt.reader)
-        except (OSError, CommError):
-            self._disconnect(rank)
+        except (OSError, CommError) as error:
+            self._disconnect(number, str(error))
             return
         if answer is not None:
-            self._forget(rank)
-            self._on_answer(connection, rank, attempt.to, attempt.said, answer)
+            self._forget(number)
+            self._on_answer(connection, number, attempt.to, attempt.said, answer)
 
-    def _disconnect(self, rank: int) -> None:
+    def _disconnect(self, number: int, why: str) -> None:
         """Give up an attempt; `open` makes another one."""
-        self._count_failure(rank)
-        self._forget(rank).close()
+        self.was_wrong(number, self._attempts[number].place, why)
+        self._forget(number).close()
 
-    def _count_failure(self, rank: int) -> None:
-        self._num_failed[rank] = self._num_failed.get(rank, 0) + 1
+    def _count_failure(self, number: int) -> None:
+        self._num_failed[number] = failed = self._num_failed.get(number, 0) + 1
+        rounds, rest = divmod(failed, len(self.endpoints[number].places))
+        if not rest:  # all of its places were tried
+            self._again_s[number] = time.monotonic() + PAUSE_S * 2 ** min(rounds - 1, MOST_DOUBLED)
 
-    def _forget(self, rank: int) -> socket.socket:
-        connection = self._attempts.pop(rank).connection
+    def _forget(self, number: int) -> socket.socket:
+        connection = self._attempts.pop(number).connection
         self._selector.unregister(connection)
         return connection

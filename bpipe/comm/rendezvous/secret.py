@@ -15,6 +15,7 @@ from bpipe.comm.rendezvous.addresses import Endpoint
 __all__: list[str] = []
 
 NONCE_BYTES = FINGERPRINT_BYTES = 16
+UNPROVED = "who answers there has not proved that it has the secret in BPIPE_SECRET"
 
 
 def nonce(secret: bytes) -> bytes:

@@ -265,7 +265,8 @@ class C10dTransport(Transport):
 
     def _open_socket_channels(self, channels: Sequence[Channel]) -> None:
         ends, addresses = [self._ends(channel) for channel in channels], own_addresses(self._store)
-        connections = open_connections(ends, self.rank, addresses, self._token, self.control, self._reached, self._secret)
+        look = self._interruptible().look
+        connections = open_connections(ends, self.rank, addresses, self._token, self.control, look, self._reached, self._secret)
         self.control.channel_sockets += connections.values()
         rings = {} if is_asynchronous(self.device) else self._share_memory(channels, connections)
         for index, connection in connections.items():
