@@ -23,6 +23,8 @@ from bpipe.comm.transport.c10d import C10dTransport
 from bpipe.comm.wire.header import Subject, pack_eviction
 from bpipe.errors import CommError, ConfigurationError
 from bpipe.schedules import Channel, Purpose
+from tests.faults.case import Setup
+from tests.faults.pipeline import Pipeline
 from tests.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -160,6 +162,50 @@ def pipelines_and_keys(rank: int, num_pipelines: int) -> list[int]:
 def test_pipelines_leave_no_keys_in_the_store(num_pipelines: int) -> None:
     before = run_ranks(keys_before, 2)
     assert run_ranks(pipelines_and_keys, 2, num_pipelines) == [[count] * 2 for count in before]
+
+
+def keys_of_a_step(rank: int, num_ranks: int, late: str) -> list[int]:
+    """How many keys the store has before a pipeline, after its only step, and after it is closed; large tensors go over gloo."""
+    os.environ |= {"BPIPE_SHARED_MEMORY": "0", "TORCH_GLOO_LAZY_INIT": late}
+    store, pipeline, counts = dist.distributed_c10d._get_default_store(), Pipeline(rank, num_ranks, Setup()), list[int]()
+
+    def count() -> None:
+        dist.barrier()
+        counts.append(store.num_keys())
+        dist.barrier()
+
+    count()
+    pipeline.check_step()
+    count()
+    pipeline.schedule.close()
+    count()
+    return counts
+
+
+@pytest.mark.parametrize("late", ["0", "1"])
+def test_a_pipeline_leaves_no_keys_after_one_step(late: str) -> None:
+    for before, after_step, closed in run_ranks(keys_of_a_step, 4, 4, late):
+        assert closed == before
+        assert (after_step > before) == (late == "1")  # gloo may still read them
+
+
+def keys_of_a_meeting_that_failed(rank: int) -> list[int]:
+    """Rank 1 does not come."""
+    store = dist.distributed_c10d._get_default_store()
+    before = store.num_keys()
+    dist.barrier()
+    if rank == 0:
+        transport = C10dTransport(None, CPU, timeout_s=0.5)
+        with pytest.raises(CommError, match=r"ranks \[1\] have not reached their first step"):
+            transport.exchange(Collective.STEP, b"")
+    counts = [before, store.num_keys()]
+    dist.barrier()
+    return counts
+
+
+def test_a_meeting_that_failed_leaves_no_keys() -> None:
+    before, after = run_ranks(keys_of_a_meeting_that_failed, 2)[0]
+    assert before == after
 
 
 def keys_before(rank: int) -> int:

@@ -98,6 +98,7 @@ def meet_peers(
         name = os.urandom(NAME_BYTES)
         own = Endpoint(listeners.places, socket.gethostname(), name, fingerprint(secret, name))
         with _Meeting(store, key, rank, links, pipeline, secret, own, listeners) as meeting:
+            check("it writes its addresses to the process group's store")
             with using_store():
                 store.set(f"{key}/{rank}", encode(own))
             pause_s = LEAST_PAUSE_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -17,7 +18,8 @@ class WrittenKeys:
 
     def __init__(self) -> None:
         self._keys: list[tuple[Any, str]] = []
-        self._removing: threading.Thread | None = None
+        self._late: list[tuple[Any, str]] = []  # that others may read as long as the pipeline is open
+        self._removing: list[threading.Thread] = []
 
     def add(self, store: Any, key: str) -> None:
         """Take note of a key that this rank writes."""
@@ -26,22 +28,34 @@ class WrittenKeys:
     def add_gloo(self, store: Any, rank: int) -> None:
         """Take note of the keys that gloo writes for a rank of one group: one for each network interface that it uses.
 
-        Where gloo connects late, it may read them at any time, so they stay.
+        Where gloo connects late, it may read them at any time, so they stay until the pipeline is closed.
         """
-        if not gloo_connects_late():
-            self._keys += [(store, f"{interface}/{rank}") for interface in range(max(1, len(gloo_interfaces())))]
+        written = [(store, f"{interface}/{rank}") for interface in range(max(1, len(gloo_interfaces())))]
+        (self._late if gloo_connects_late() else self._keys).extend(written)
 
-    def remove(self) -> None:
-        """Begin to remove the keys, in a thread, because a store whose host is frozen would hold up the caller for minutes."""
+    def remove(self, most_s: float = 0.0) -> None:
+        """Remove the keys that nobody needs any longer, in a thread, because the host of the store may be frozen.
+
+        Args:
+            most_s: how long to wait for it, so that a pipeline that is made next can write the same keys.
+        """
         if self._keys:
             keys, self._keys = self._keys, []
-            self._removing = threading.Thread(target=_remove, args=(keys,), name="bpipe-store-keys", daemon=True)
-            self._removing.start()
+            self._removing.append(threading.Thread(target=_remove, args=(keys,), name="bpipe-store-keys", daemon=True))
+            self._removing[-1].start()
+            self._removing[-1].join(most_s)
+
+    def remove_all(self) -> None:
+        """Begin to remove all keys, because this rank closes the pipeline."""
+        self._keys, self._late = self._keys + self._late, []
+        self.remove()
 
     def wait(self, most_s: float) -> None:
         """Wait until the keys are removed, but no longer than so many seconds."""
-        if self._removing is not None:
-            self._removing.join(most_s)
+        until = time.monotonic() + most_s
+        for thread in self._removing:
+            thread.join(max(0.0, until - time.monotonic()))
+        self._removing.clear()
 
 
 def _remove(keys: Sequence[tuple[Any, str]]) -> None:

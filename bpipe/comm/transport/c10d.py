@@ -45,7 +45,7 @@ from bpipe.comm.transport.works import Noted, Works, transferring
 from bpipe.comm.wire.header import MOST_BYTES
 from bpipe.device import Streams, is_asynchronous
 from bpipe.device.handles import why_no_handles
-from bpipe.environment import may_share_memory, shared_secret
+from bpipe.environment import gloo_connects_late, may_share_memory, shared_secret
 from bpipe.errors import AgreementError, ConfigurationError, TransferTimeoutError
 from bpipe.logs import LOG, warn_not_shared
 from bpipe.memory.reach import find_reached
@@ -57,7 +57,7 @@ __all__: list[str] = []
 TAGS = {purpose: tag for tag, purpose in enumerate(Purpose, start=1)}
 ID_KEY = "0"  # of the first communicator that NCCL makes over a store
 EVICTIONS = (Purpose.EVICT, Purpose.RETURN)
-NO_TAG = len(Purpose) + 1  # that no message has
+NO_TAG, GREETING = len(Purpose) + 1, len(Purpose) + 2  # tags that no message has
 AT_ONCE = timedelta(milliseconds=1)
 POLL_S = 0.001
 MARGIN_S = 60.0  # gloo's own timeout is this much later than ours, because our error says more
@@ -124,7 +124,7 @@ class C10dTransport(Transport):
     def exchange(self, call: Collective, data: bytes) -> list[bytes]:
         self._open()
         given = self.control.exchange(call, data)
-        self._written.remove()  # all ranks have come, and so have read it
+        self._written.remove(REMOVED_S)  # all ranks have come, and so have read them
         return given
 
     def refuse(self, why: str) -> None:
@@ -180,8 +180,11 @@ class C10dTransport(Transport):
                     store, key, self.rank, self.size, opening.check, links=to, pipeline=self.identity, secret=self._secret
                 )
             )
-        except OtherPipelineError as error:  # so that both ranks count the next pipelines alike
-            count_pipelines(self.group, max(0, error.theirs - count_pipelines(self.group, 0)))
+        except BaseException as error:
+            self._written.remove(REMOVED_S)
+            if not isinstance(error, OtherPipelineError):
+                raise
+            count_pipelines(self.group, max(0, error.theirs - count_pipelines(self.group, 0)))  # so that both count the next alike
             raise AgreementError(str(error)) from None
 
     def _connect_gloo(self, channels: Sequence[Channel]) -> None:
@@ -194,6 +197,12 @@ class C10dTransport(Transport):
             self._written.add_gloo(own, end)
             with using_store():
                 self._gloo[channel] = opening.run(partial(dist.ProcessGroupGloo, own, end, 2, timeout))
+        if not gloo_connects_late():
+            for channel in channels:
+                opening = self._interruptible()
+                opening.note = f"gloo's connection for {self._named(channel)} is there, but its other rank does not greet"
+                opening.run(partial(_greet, self._gloo[channel], self._other_end(channel)))
+        self._written.remove()  # who greets has read them
 
     def _release(self) -> None:
         """End all transfers, and all waits for one.
@@ -403,6 +412,7 @@ class C10dTransport(Transport):
     def close(self) -> None:
         if self._staging is not None:
             self._staging.close()
+        self._written.remove_all()
         is_whole = self.control.failure is None
         if self._communicators is not None and is_whole:
             self._let_arrive(self._communicators.in_flight)
@@ -441,6 +451,14 @@ class C10dTransport(Transport):
 def _place_of(channel: Channel) -> str:
     """Return what a channel's two ranks find each other by in the store."""
     return f"{channel.purpose.value}/{channel.src}/{channel.dst}"
+
+
+def _greet(gloo: Any, other: int) -> None:
+    """Exchange a byte with the other rank of a group of two, which can send its own only once it is connected, too."""
+    mine, theirs = (torch.zeros(1, dtype=torch.uint8, device="cpu") for _ in range(2))
+    sent = gloo.send([mine], other, GREETING)
+    gloo.recv([theirs], other, GREETING).wait()
+    sent.wait()
 
 
 def _timeout_of(group: Any) -> timedelta:
