@@ -8,7 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count, islice
 from typing import Any
 
@@ -170,6 +170,18 @@ def test_closing_gives_the_thread_and_the_connections_back(store):
     with planes(store, 3):
         assert threading.active_count() == before[0] + 3
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+
+
+def test_closing_waits_for_all_frozen_peers_together(store, monkeypatch):
+    monkeypatch.setattr("bpipe.comm.health.driver.PATIENCE_S", 0.4)
+    with planes(store, 5) as made, ExitStack() as stack:
+        for plane in made[1:]:
+            stack.enter_context(plane._changed)  # so that they read nothing
+        made[0]._do(made[0]._members.begin_call(Collective.GATHER, os.urandom(20_000_000)))
+        assert all(peer.num_waiting for peer in made[0].peers.values())
+        began = time.monotonic()
+        made[0].close()
+        assert 0.4 <= time.monotonic() - began < 1.0
 
 
 @pytest.mark.parametrize("call", Collective)

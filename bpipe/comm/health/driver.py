@@ -24,7 +24,7 @@ from bpipe.comm.health.failure import Failure
 from bpipe.comm.health.gather import MAX_PARTS
 from bpipe.comm.health.membership import Membership
 from bpipe.comm.health.watchdog import Timeouts
-from bpipe.comm.rendezvous.peers import PeerConnection
+from bpipe.comm.rendezvous.peers import PeerConnection, close_all
 from bpipe.comm.wire.frames import FrameReader
 from bpipe.errors import CommError, TransferError
 from bpipe.logs import LOG
@@ -33,7 +33,7 @@ __all__: list[str] = []
 
 TICK_S = 0.25  # between two looks at whether something takes too long
 LOOK_S = 0.5  # between two looks at what keeps the others
-PATIENCE_S = 30.0  # until a peer reads some more before its connection is closed: its reader is a thread that does nothing else
+PATIENCE_S = 30.0  # until some peer reads some more before all are closed: their readers are threads that do nothing else
 SETTLE_S = 1.0  # to wait for the reason of a failed transfer, if another rank caused it
 
 
@@ -229,8 +229,7 @@ class ConnectedControlPlane(ControlPlane):
             with self._changed:
                 self._let_in(self._members.raised(error, "in its control thread"))
         self._do_due()
-        for peer in self.peers.values():
-            peer.close(PATIENCE_S if self.failure is None else SETTLE_S)
+        close_all(self.peers.values(), PATIENCE_S if self.failure is None else SETTLE_S)
         self._woken.close()
         self._waker.close()
 

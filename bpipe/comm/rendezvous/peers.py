@@ -7,6 +7,7 @@ import selectors
 import socket
 import threading
 from collections import deque
+from collections.abc import Collection
 from contextlib import suppress
 from functools import cache
 from typing import NamedTuple
@@ -92,14 +93,8 @@ class PeerConnection:
         except OSError:
             return b""
 
-    def close(self, patience_s: float = 0.0) -> None:
-        """Close the connection, after reading what has arrived, because a close with unread data might discard what was sent.
-
-        Args:
-            patience_s: how long to wait for the peer to read some more of what waits.
-        """
-        while self._waiting and writable(self.connection, patience_s):
-            self.flush()
+    def close(self) -> None:
+        """Close the connection, after reading what has arrived, because a close with unread data might discard what was sent."""
         self._disconnect()
         with suppress(OSError):
             while self.connection.recv(2**16, socket.MSG_DONTWAIT):
@@ -127,11 +122,23 @@ class Peers(NamedTuple):
         return found
 
 
-def writable(connection: socket.socket, most_s: float) -> bool:
-    """Wait until a connection takes more data, or has ended, but for `most_s` seconds at most; return whether it does."""
+def close_all(peers: Collection[PeerConnection], patience_s: float) -> None:
+    """Close connections, once the peers have read what waits for them.
+
+    Args:
+        patience_s: the longest time to wait until some peer reads some more: of those that are frozen nobody is waited for longer.
+    """
     with selectors.DefaultSelector() as selector:
-        selector.register(connection, selectors.EVENT_WRITE)
-        return bool(selector.select(most_s))
+        for peer in peers:
+            if peer.num_waiting:
+                selector.register(peer.connection, selectors.EVENT_WRITE, peer)
+        while selector.get_map() and (ready := selector.select(patience_s)):
+            for key, _ in ready:
+                key.data.flush()
+                if not key.data.num_waiting:
+                    selector.unregister(key.fileobj)
+    for peer in peers:
+        peer.close()
 
 
 @cache
