@@ -225,6 +225,29 @@ def test_a_rank_that_leaves_in_the_middle_of_a_step_is_lost(num_steps: int, is_l
     assert not is_lost or "in the middle of step 5" in str(one.failure)
 
 
+@pytest.mark.parametrize("state", [State.PREPARING, State.RUNNING])
+@pytest.mark.parametrize("num_steps, is_lost", [(4, True), (5, True), (6, False)])
+def test_a_rank_that_leaves_before_its_first_action_is_missed(state: State, num_steps: int, is_lost: bool) -> None:
+    """Its word comes while this rank is still in the call that began the step, or prepares it, or runs it."""
+    for has_begun in (False, True):
+        one = member()
+        one.activity.step = 5
+        one.begin_call(STEP, b"")
+        for rank in (1, 2):
+            one.receive(rank, call(1, rank))
+        if has_begun:
+            one.end_call(state)
+        effects = one.receive(2, left(num_steps, num_calls=1))
+        if not has_begun:
+            assert one.failure is None
+            one.end_call(state)
+            effects = one.tick(0.25)
+        assert (Signal.RELEASE in effects) == is_lost
+        if is_lost:
+            with pytest.raises(RankLostError, match="rank 2 closed this pipeline in the middle of step 5"):
+                one.check()
+
+
 def test_nothing_fails_in_a_pipeline_that_was_left() -> None:
     one = member()
     one.activity.step = 7

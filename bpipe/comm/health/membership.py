@@ -248,11 +248,17 @@ class Membership:
 
     def _see_off(self, rank: int, left: Left) -> Effects:
         self._left[rank] = left
+        return self._miss() or ([] if self._call is None else self._go_on(self._call))
+
+    def _miss(self) -> Effects:
+        """Break the pipeline if a rank has left in the middle of this rank's step, or before it began its own part of that."""
         step = self.activity.step
-        if self.activity.state is State.RUNNING and left.num_steps <= step:
-            error = f"rank {rank} closed this pipeline in the middle of step {step}: its program has probably ended"
-            return self.fail(Failure(Cause.LOST, rank, step, "", error))
-        return [] if self._call is None else self._go_on(self._call)
+        if self.activity.state in (State.PREPARING, State.RUNNING):
+            for rank, left in self._left.items():
+                if left.num_steps <= step:
+                    error = f"rank {rank} closed this pipeline in the middle of step {step}: its program has probably ended"
+                    return self.fail(Failure(Cause.LOST, rank, step, "", error))
+        return []
 
     def _answer(self, rank: int, frame: Frame) -> Effects:
         """Answer a question, and forward it if this is the first time that it has come."""
@@ -349,8 +355,8 @@ class Membership:
     # Time, and the end
 
     def tick(self, now: float) -> Effects:
-        """Look whether this rank waits too long."""
-        effects: Effects = []
+        """Look whether this rank waits too long, or for one that had left before it began to."""
+        effects = self._miss()
         for finding in self._watchdog.tick(now, self.waits_for()):
             effects += self.fail(finding) if isinstance(finding, Failure) else [finding]
         return effects
