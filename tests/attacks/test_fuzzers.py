@@ -17,7 +17,7 @@ from bpipe.comm.health.agreement import StepRecord
 from bpipe.comm.health.clocks import Reading
 from bpipe.comm.health.collective import Collective
 from bpipe.comm.health.failure import Cause, Failure
-from bpipe.comm.health.gather import MAX_PARTS
+from bpipe.comm.health.gather import most_in_part
 from bpipe.comm.rendezvous.addresses import Endpoint
 from bpipe.comm.rendezvous.meeting import Hello
 from bpipe.comm.wire.codec import decode, encode
@@ -54,7 +54,7 @@ def mutated(random: random.Random, data: bytes) -> bytes:
 
 def read_frames(max_bodies: Any = None) -> Callable[[bytes], Any]:
     def read(data: bytes) -> Any:
-        reader = FrameReader(max_calls=MAX_PARTS) if max_bodies is None else FrameReader(max_bodies)
+        reader = FrameReader(most_of_call=lambda _, call: most_in_part(call, 4)) if max_bodies is None else FrameReader(max_bodies)
         found = list(reader.feed(data))
         assert len(reader._data) <= len(data) and reader.num_missing > -(2**33)
         return found

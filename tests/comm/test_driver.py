@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import count, islice
 from typing import Any
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from bpipe.comm.health.collective import Collective
 from bpipe.comm.health.driver import ConnectedControlPlane
 from bpipe.comm.health.failure import Cause, Failure
-from bpipe.comm.health.gather import MAX_GIVEN, MAX_PARTS
+from bpipe.comm.health.gather import most_given, most_in_part
 from bpipe.comm.health.watchdog import ASKING, Timeouts
 from bpipe.comm.rendezvous.peers import MOST_WAITING
 from bpipe.comm.wire.frames import HEAD, MAGIC, VERSION, Frame, Kind
@@ -43,8 +43,14 @@ def planes(store: Any, size: int) -> Iterator[list[ConnectedControlPlane]]:
             plane.close()
 
 
+def begin_a_trace(made: Sequence[ConnectedControlPlane]) -> None:
+    """So that there may be something to gather."""
+    together([lambda plane=plane: plane.exchange(Collective.TRACE, b"") for plane in made])
+
+
 def test_calls_give_every_rank_s_bytes_to_all(store):
     with planes(store, 3) as made:
+        begin_a_trace(made)
         for payload in (b"", b"x" * 3_000_000):
             found = together(
                 [
@@ -147,6 +153,7 @@ def test_many_ranks_agree_and_fail_over_few_connections(store, monkeypatch):
 def test_long_messages_are_handed_on_while_all_ranks_send_them(store):
     """More than a connection holds: threads that only read would wait for each other if they sent them."""
     with planes(store, 8) as made:
+        begin_a_trace(made)
         found = together(
             [lambda plane=plane, r=r: plane.exchange(Collective.GATHER, bytes([r]) * 3_000_000) for r, plane in enumerate(made)]
         )
@@ -184,10 +191,15 @@ def test_closing_waits_for_all_frozen_peers_together(store, monkeypatch):
         assert 0.4 <= time.monotonic() - began < 1.0
 
 
+@pytest.mark.parametrize("traces", [False, True])
 @pytest.mark.parametrize("call", Collective)
-def test_a_call_longer_than_its_kind_can_be_is_refused_before_it_comes(store, call):
+def test_a_call_longer_than_its_kind_can_be_is_refused_before_it_comes(store, call, traces):
+    """A trace only once one was begun."""
     with planes(store, 2) as made:
-        head = HEAD.pack(MAGIC, VERSION, Kind.CALL, MAX_PARTS[call] + 1, 1)
+        if traces:
+            begin_a_trace(made)
+        bound = Collective.TRACE if call is Collective.GATHER and not traces else call
+        head = HEAD.pack(MAGIC, VERSION, Kind.CALL, most_in_part(bound, 2) + 1, 1 + traces)
         made[1].peers[0].connection.sendall(head + bytes([call]))
         with pytest.raises(AgreementError, match="rank 1 sent rank 0 bytes that are not a bpipe message"):
             made[0].exchange(Collective.STEP, b"")
@@ -195,8 +207,16 @@ def test_a_call_longer_than_its_kind_can_be_is_refused_before_it_comes(store, ca
 
 @pytest.mark.parametrize("call", [one for one in Collective if one is not Collective.GATHER])
 def test_a_call_that_is_too_long_is_an_error_where_it_is_made(store, call):
-    with planes(store, 2) as made, pytest.raises(CommError, match=r"\d+ bytes are more than a rank can say when it "):
-        made[0].exchange(call, bytes(MAX_GIVEN[call] + 1))
+    with planes(store, 2) as made, pytest.raises(CommError, match=r"\d+ bytes are more than rank 0 of 2 can say when it "):
+        made[0].exchange(call, bytes(most_given(call, 2) + 1))
+
+
+def test_a_trace_that_is_too_long_says_what_to_do(store, monkeypatch):
+    monkeypatch.setattr("bpipe.comm.health.gather.MOST_TOGETHER", 2000)
+    with planes(store, 2) as made:
+        begin_a_trace(made)
+        with pytest.raises(CommError, match=r"1001 bytes are more than rank 0 of 2 can say .*, which is 1000: trace fewer steps"):
+            made[0].exchange(Collective.GATHER, bytes(1001))
 
 
 def test_a_peer_that_does_not_read_its_answers_is_named_and_holds_up_nobody(store):
@@ -225,6 +245,7 @@ def test_a_peer_that_does_not_read_its_answers_is_named_and_holds_up_nobody(stor
 def test_a_long_message_leaves_while_its_sender_does_something_else(store):
     data = os.urandom(20_000_000)
     with planes(store, 2) as made:
+        begin_a_trace(made)
         with made[1]._changed:  # rank 1 reads later
             effects = made[0]._members.begin_call(Collective.GATHER, data)
             made[0]._do(effects)
@@ -235,6 +256,7 @@ def test_a_long_message_leaves_while_its_sender_does_something_else(store):
 def test_what_waits_leaves_before_the_connection_is_closed(store):
     data = os.urandom(20_000_000)
     with planes(store, 2) as made:
+        begin_a_trace(made)
         with made[1]._changed:
             made[0]._do(made[0]._members.begin_call(Collective.GATHER, data))
             closing = threading.Thread(target=made[0].close)

@@ -15,10 +15,11 @@ from bpipe.comm.health.activity import Activity, State
 from bpipe.comm.health.collective import HAS_LEFT, MAX_TEXT, REFUSES, Collective, Objection
 from bpipe.comm.health.effects import Effect, Send, Signal, Warn
 from bpipe.comm.health.failure import Cause, Failure
-from bpipe.comm.health.gather import Part
+from bpipe.comm.health.gather import MAX_GIVEN, Part, _in_parts, longest, most_given, most_in_part
 from bpipe.comm.health.links import links
-from bpipe.comm.health.membership import LEFT, MOST_AHEAD, Membership
+from bpipe.comm.health.membership import LEFT, MOST_AHEAD, MOST_AHEAD_BYTES, Membership
 from bpipe.comm.health.watchdog import ANSWERS_S, Timeouts
+from bpipe.comm.rendezvous.peers import MOST_WAITING
 from bpipe.comm.wire.frames import Frame, Kind
 from bpipe.errors import AgreementError, CommError, RankFailedError, RankLostError, TransferTimeoutError
 
@@ -161,14 +162,70 @@ def test_a_rank_far_ahead_breaks_the_pipeline_and_is_named() -> None:
 
 
 def test_a_rank_that_sends_too_much_for_later_calls_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bpipe.comm.health.membership.MOST_AHEAD_BYTES", 5000)
+    monkeypatch.setattr("bpipe.comm.health.membership.MOST_AHEAD_BYTES", 4000)
+    monkeypatch.setattr("bpipe.comm.health.membership.longest", lambda num_told, size, *, traces: 1050)
     one = member()
     for number in range(1, 5):
         one.receive(2, call(number, 2, bytes(1000)))
         one.receive(1, call(number, 1, bytes(1000)))  # each rank by itself
     assert one.failure is None
     one.receive(2, call(5, 2, bytes(1000)))
-    assert "rank 2 is 5 calls ahead of rank 0, and has sent 5022 bytes for them" in str(one.failure)
+    assert "rank 2 has sent 1022 bytes to call 5, " in str(one.failure)
+
+
+@pytest.mark.parametrize("is_in_call", [False, True])
+def test_a_call_s_parts_are_bounded_together(is_in_call: bool) -> None:
+    """Each of them may be as long as the longest; in parts a rank could send for ever."""
+    one = member()
+    if is_in_call:
+        one.begin_call(STEP, b"")
+    body, number = Part(STEP, 0, {1: bytes(100_000)}, is_last=False).pack(), 0
+    while one.failure is None and number < 10:
+        one.receive(1, Frame(Kind.CALL, 1, body))
+        number += 1
+    assert number == 3 and "rank 1 has sent 300066 bytes to call 1, where 262180 are the most allowed" in str(one.failure)
+    for _ in range(5):
+        one.receive(2, Frame(Kind.CALL, 1, Part(STEP, 0, {2: bytes(100_000)}, is_last=False).pack()))
+    assert sum(map(len, one._parts[1][1].entries.values())) <= 200_000
+
+
+@pytest.mark.parametrize("size, source, tells", [(3, 1, {2}), (16, 14, {12}), (16, 14, {13, 14, 15}), (16, 8, {9})])
+def test_a_rank_tells_only_of_those_it_can_have_heard_of(size: int, source: int, tells: set[int]) -> None:
+    one = member(0, size)
+    with pytest.raises(CommError, match=r"it tells of rank \d+, of which it cannot have heard"):
+        one.receive(source, Frame(Kind.CALL, 1, Part(STEP, 0, dict.fromkeys(tells, b"")).pack()))
+
+
+def test_a_trace_may_be_gathered_only_once_one_was_begun() -> None:
+    one = member()
+    one.begin_call(STEP, b"")
+    for number in (1, 2):  # in the same call and in the next one
+        assert one.most_of_call(1, number, Collective.GATHER) == one.most_of_call(1, number, TRACE) < 2**23
+        assert one.most_of_call(1, number, 99) < 100
+    one.end_call(State.OUTSIDE)
+    one.begin_call(TRACE, b"")
+    one.end_call(State.OUTSIDE)
+    one.begin_call(STEP, b"")
+    assert one.most_of_call(1, 3, Collective.GATHER) > 2**28
+
+
+@pytest.mark.parametrize("size", [2, 7, 64, 512, 4096])
+def test_what_a_link_makes_a_rank_keep_is_bounded(size: int) -> None:
+    """Whatever it says, before a trace and after one was begun."""
+    one = member(0, size)
+    most = [MOST_AHEAD_BYTES + longest(size // 2, size, traces=traces) for traces in (False, True)]
+    assert most[0] <= 2**26 + 2**30 and most[1] <= 2**26 + 2**30
+    assert max(one.most_of_call(link, 1, kind) for link in one.links for kind in Collective) < 2**25
+
+
+@pytest.mark.parametrize("size", [2, 100, 2048, 2049, 4096, 20_000])
+def test_a_gathered_trace_has_fewer_parts_than_may_wait(size: int) -> None:
+    """Each rank gives as much as it may; a message of the last round tells of half of them."""
+    data = bytes(most_given(Collective.GATHER, size))
+    parts = list(_in_parts(Collective.GATHER, 0, dict.fromkeys(range((size + 1) // 2), data)))
+    assert len(parts) <= MOST_WAITING / 2
+    for part in parts:
+        assert sum(map(len, part.entries.values())) + 8 * len(part.entries) < most_in_part(Collective.GATHER, size)
 
 
 def test_a_rank_that_does_not_read_is_named() -> None:
@@ -543,7 +600,7 @@ def test_one_rank_s_word_reaches_all_in_a_few_hops(size: int, num_away: int, kin
 @pytest.mark.parametrize("size", [4, 7, 12, 64])
 def test_a_late_rank_keeps_all_that_sound_ranks_give(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A link hands on what up to half of the ranks give, each of them as much as it may."""
-    monkeypatch.setattr("bpipe.comm.health.membership.MOST_AHEAD_BYTES", 1100)
+    monkeypatch.setitem(MAX_GIVEN, STEP, 1000)
     ranks = Ranks(size, 1, lambda rank: b"%04d" % rank * 250)
     ranks.left_to_do[0] = 0
     ranks.settle()

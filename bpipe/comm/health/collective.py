@@ -27,6 +27,8 @@ class Collective(IntEnum):
     CONNECT = 5
 
 
+KNOWN = frozenset({REFUSES, HAS_LEFT, *Collective})  # what an objection may tell of: each once, so that they are few
+
 DOING = {
     Collective.STEP: "runs a step",
     Collective.PLAN: "makes a plan",
@@ -72,7 +74,7 @@ class Objection(NamedTuple):
             CommError: the bytes are not an objection.
         """
         rank, doing, num_steps = HEAD.unpack_from(body) if len(body) >= HEAD.size else (size, 0, 0)
-        if rank >= size:
+        if rank >= size or doing not in KNOWN:
             raise CommError(f"{len(body)} bytes are not a refusal of a rank in a pipeline of {size}")
         return cls(rank, doing, num_steps, decode_text(body[HEAD.size :]))
 
@@ -90,6 +92,5 @@ class Objection(NamedTuple):
                 "make the same calls on all ranks"
             )
         if self.doing != call:
-            known = self.doing in Collective.__members__.values()
-            doing = DOING[Collective(self.doing)] if known else "does something unknown"
+            doing = DOING[Collective(self.doing)]
             raise AgreementError(f"rank {self.rank} {doing} while this one {DOING[call]}: make the same calls on all ranks")

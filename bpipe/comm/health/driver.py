@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 
 from bpipe.cleanup import keeping
 from bpipe.comm.health import call_order
@@ -21,7 +22,6 @@ from bpipe.comm.health.collective import Collective
 from bpipe.comm.health.control_plane import ControlPlane
 from bpipe.comm.health.effects import Effect, Send, Signal, Warn
 from bpipe.comm.health.failure import Failure
-from bpipe.comm.health.gather import MAX_PARTS
 from bpipe.comm.health.membership import Membership
 from bpipe.comm.health.watchdog import Timeouts
 from bpipe.comm.rendezvous.peers import PeerConnection, close_all
@@ -61,7 +61,7 @@ class ConnectedControlPlane(ControlPlane):
         self.name, self._release = name, release
         self.peers = {peer.rank: peer for peer in connections}
         for peer in self.peers.values():
-            peer.reader = FrameReader(max_calls=MAX_PARTS)
+            peer.reader = FrameReader(most_of_call=partial(self._most_of_call, peer.rank))
         self._members = Membership(rank, size, self.activity, timeouts, time.monotonic())
         self._changed = threading.Condition()  # held while an event is let in
         self._due: deque[Effect] = deque()  # for the control thread
@@ -277,6 +277,9 @@ class ConnectedControlPlane(ControlPlane):
         if signal.SIGINT in signals:
             with self._changed:
                 self._let_in(self._members.interrupted())
+
+    def _most_of_call(self, rank: int, number: int, call: int) -> int:
+        return self._members.most_of_call(rank, number, call)
 
     def _read(self, peer: PeerConnection) -> bool:
         """Take in what a peer sends; return False once the peer is gone, or has sent something that is not a message of bpipe."""

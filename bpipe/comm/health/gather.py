@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import NamedTuple
 
 from bpipe.comm.health.collective import DOING, Collective
 from bpipe.comm.health.effects import Send
 from bpipe.comm.health.links import strides
 from bpipe.comm.wire.codec import MAX_BYTES
-from bpipe.comm.wire.frames import MAX_BODY, Frame, Kind
+from bpipe.comm.wire.frames import Frame, Kind
 from bpipe.errors import CommError
 
 __all__: list[str] = []
@@ -24,15 +25,37 @@ HEAD = struct.Struct("<B?QI")  # call, whether this part is the last, number of 
 ENTRY = struct.Struct("<II")  # rank, number of bytes, which follow
 PART_BYTES = 2**22  # a part with this many bytes gets no further entry
 
-# The most bytes that a rank gives to a call: records, sizes of stages or a reason, and only a trace has no other bound.
+# The most bytes that a rank gives to a call: records, sizes of stages or a reason; and a trace, of which all ranks together bound
+# how much each may give, because every rank holds what all give. So a message also has few parts, however many ranks it tells of.
+MOST_TOGETHER = 2**30
 MAX_GIVEN: dict[int, int] = {
     Collective.STEP: MAX_BYTES,
     Collective.PLAN: 2**24,
     Collective.TRACE: MAX_BYTES,
-    Collective.GATHER: MAX_BODY - 2 * PART_BYTES,
+    Collective.GATHER: MOST_TOGETHER,
     Collective.CONNECT: MAX_BYTES,
 }
-MAX_PARTS = {call: HEAD.size + PART_BYTES + ENTRY.size + most for call, most in MAX_GIVEN.items()}
+
+
+def most_given(call: int, size: int) -> int:
+    """Return the most bytes that one of `size` ranks gives to a call; 0 if there is no such call."""
+    return min(MAX_GIVEN.get(call, 0), MOST_TOGETHER // size)
+
+
+def most_in_part(call: int, size: int) -> int:
+    """Return the most bytes of one part of a message."""
+    return HEAD.size + PART_BYTES + ENTRY.size + most_given(call, size)
+
+
+def most_in_parts(call: int, num_told: int, size: int) -> int:
+    """Return the most bytes of all parts of a message together that tells of so many ranks."""
+    return HEAD.size + num_told * (HEAD.size + ENTRY.size + most_given(call, size))
+
+
+@cache
+def longest(num_told: int, size: int, *, traces: bool) -> int:
+    """Return the most bytes of all parts of a message together, whatever the call, but for a trace unless there may be one."""
+    return max(most_in_parts(call, num_told, size) for call in Collective if traces or call is not Collective.GATHER)
 
 
 class Given(NamedTuple):
@@ -110,8 +133,11 @@ class AllGather:
     """
 
     def __init__(self, rank: int, size: int, call: Collective, number: int, data: bytes, earlier: Given) -> None:
-        if len(data) > (most := MAX_GIVEN[call]):
-            raise CommError(f"{len(data)} bytes are more than a rank can say when it {DOING[call]}, which is {most}")
+        if len(data) > (most := most_given(call, size)):
+            shorter = ": trace fewer steps" if call is Collective.GATHER else ""
+            raise CommError(
+                f"{len(data)} bytes are more than rank {rank} of {size} can say when it {DOING[call]}, which is {most}{shorter}"
+            )
         self.call, self.number = call, number
         self._rank, self._size, self._earlier = rank, size, earlier
         self._entries = {} if earlier.number and earlier.data[rank] == data else {rank: data}

@@ -37,14 +37,16 @@ def links(rank: int, size: int) -> frozenset[int]:
     return frozenset((rank + step) % size for stride in ahead for step in (stride, -stride))
 
 
-def num_told(rank: int, source: int, size: int) -> int:
-    """Return of how many ranks another one tells this rank in a call, at most.
+@cache
+def told_by(rank: int, source: int, size: int) -> frozenset[int]:
+    """Return of which ranks another one tells this rank in a call, at most.
 
-    >>> [num_told(0, source, 12) for source in (11, 10, 8, 4)], num_told(0, 1, 4)
-    ([1, 2, 4, 4], 1)
+    >>> [sorted(told_by(0, source, 12)) for source in (11, 10, 8, 4, 1)], sorted(told_by(0, 1, 4))
+    ([[11], [9, 10], [5, 6, 7, 8], [1, 2, 3, 4], []], [1])
     """
     stride = (rank - source) % size
-    return min(stride, size - stride) if (stride,) in strides(size) else 1
+    number = 1 if size <= FEW else min(stride, size - stride) if (stride,) in strides(size) else 0
+    return frozenset((source - back) % size for back in range(number))
 
 
 def onward(rank: int, source: int, size: int) -> frozenset[int]:

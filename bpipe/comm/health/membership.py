@@ -10,7 +10,7 @@ when it hears of it for the first time. So it reaches every rank on many ways, w
 from __future__ import annotations
 
 import struct
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection
 from typing import NamedTuple
 
@@ -18,8 +18,8 @@ from bpipe.comm.health.activity import Activity, State, Status
 from bpipe.comm.health.collective import HAS_LEFT, REFUSES, Collective, Objection
 from bpipe.comm.health.effects import Effect, Send, Signal
 from bpipe.comm.health.failure import Cause, Failure
-from bpipe.comm.health.gather import AllGather, Given, Part
-from bpipe.comm.health.links import links, num_told, onward, strides
+from bpipe.comm.health.gather import AllGather, Given, Part, longest, most_in_part, most_in_parts
+from bpipe.comm.health.links import links, onward, strides, told_by
 from bpipe.comm.health.watchdog import ASKING, Timeouts, Watchdog
 from bpipe.comm.wire.codec import decode_text
 from bpipe.comm.wire.frames import Frame, Kind
@@ -33,7 +33,7 @@ STATUS = struct.Struct("<II")  # who asks and who answers; the status follows
 # A call completes only when all ranks have made it, so another rank is at most one call ahead of this one, and further only by
 # calls that a rank has refused or made differently, which complete for nobody.
 MOST_AHEAD = 64
-MOST_AHEAD_BYTES = 2**30 + 2**26  # of one rank, for each rank that it tells of: the longest call, and refusals
+MOST_AHEAD_BYTES = 2**26  # of one link, besides the longest message that it can send now
 
 Effects = list[Effect]
 
@@ -70,6 +70,8 @@ class Membership:
         self._call: AllGather | None = None  # under way
         self._num_calls = 0  # up to the latest one that takes nothing more from this rank
         self._parts: dict[int, dict[int, Part]] = defaultdict(dict)  # from the links, by call and rank
+        self._kept: dict[int, Counter[int]] = defaultdict(Counter)  # the bytes of those
+        self._has_traced = False  # only then is there something to gather
         self._objections: dict[int, dict[int, Objection]] = defaultdict(dict)  # by call and what the rank does instead
         self._latest_step = Given()  # that all ranks have agreed on
         self._left: dict[int, Left] = {}
@@ -82,6 +84,7 @@ class Membership:
         """Take part in the next call; `end_call` must follow, also after an error."""
         self.activity.state = State.MEETING
         number = self._next_call()
+        self._has_traced |= call is Collective.TRACE
         earlier = self._latest_step if call is Collective.STEP else Given()
         self._call = AllGather(self.rank, self.size, call, number, data, earlier)
         return [*self._call.begin(), *self._go_on(self._call)]
@@ -94,7 +97,7 @@ class Membership:
     def _next_call(self) -> int:
         self.activity.call += 1
         for number in [number for number in self._parts if number < self.activity.call]:
-            del self._parts[number]
+            del self._parts[number], self._kept[number]
         if self._objections:
             for number in [number for number in self._objections if number < self.activity.call - 1]:  # others may be in that call
                 del self._objections[number]
@@ -157,6 +160,7 @@ class Membership:
         """Go back to the state that this rank was in before the call."""
         self.activity.state, self._call = state, None
         self._parts.pop(self.activity.call, None)
+        self._kept.pop(self.activity.call, None)
 
     def waits_for(self) -> set[int]:
         """Return the ranks that may not have come to the call under way; of those that are far away this rank hears last."""
@@ -216,7 +220,15 @@ class Membership:
             return []
         if effects := self._check_ahead(rank, frame):
             return effects
-        part, parts = Part.unpack(frame.body, self.size), self._parts[frame.number]
+        part = Part.unpack(frame.body, self.size)
+        if len(frame.body) > (most := self.most_of_call(rank, frame.number, part.call)):
+            kept = self._kept[frame.number][rank]
+            how = f"has sent {kept + len(frame.body)} bytes to call {frame.number}, where {kept + most} are the most allowed: it"
+            return self._exceeds(rank, how)
+        if strange := part.entries.keys() - told_by(self.rank, rank, self.size):
+            raise CommError(f"it tells of rank {min(strange)}, of which it cannot have heard then")
+        self._kept[frame.number][rank] += len(frame.body)
+        parts = self._parts[frame.number]
         parts[rank] = parts[rank].followed_by(part) if rank in parts else part
         return [] if call is None else self._go_on(call)
 
@@ -233,17 +245,30 @@ class Membership:
             self._left.setdefault(objection.rank, Left(objection.num_steps, frame.number - 1))
         return [*self._object(frame.number, objection, rank), Signal.WAKE]
 
+    def most_of_call(self, rank: int, number: int, call: int) -> int:
+        """Return how many bytes the next part of a message may have that a link sends to a call.
+
+        Only what may come now is waited for: to that call no more than its kind allows, a trace only once one was begun, and to
+        all calls together no more than the longest message and some others.
+        """
+        num_told = len(told_by(self.rank, rank, self.size))
+        to_this, to_all = self._kept[number][rank] if number in self._kept else 0, sum(kept[rank] for kept in self._kept.values())
+        if call == Collective.GATHER and not self._has_traced:
+            call = Collective.TRACE
+        return min(
+            most_in_part(call, self.size),
+            most_in_parts(call, num_told, self.size) - to_this,
+            longest(num_told, self.size, traces=self._has_traced) + MOST_AHEAD_BYTES - to_all,
+        )
+
     def _check_ahead(self, rank: int, frame: Frame) -> Effects:
-        """Break the pipeline if a rank says more to later calls than it can have to say; a broken one keeps nothing more."""
+        """Break the pipeline if a rank is further ahead than it can be; a broken one keeps nothing more."""
         ahead = frame.number - self.activity.call
         if self.failure is not None:
             return [Signal.WAKE]
-        if ahead <= 0:
+        if ahead <= MOST_AHEAD:
             return []
-        kept = sum(len(data) for parts in self._parts.values() if rank in parts for data in parts[rank].entries.values())
-        if ahead <= MOST_AHEAD and kept + len(frame.body) <= MOST_AHEAD_BYTES * num_told(self.rank, rank, self.size):
-            return []
-        how = f"is {ahead} calls ahead of rank {self.rank}, and has sent {kept + len(frame.body)} bytes for them"
+        how = f"is {ahead} calls ahead of rank {self.rank}"
         return self._exceeds(rank, f"{how}: either its loop catches the error of each call and calls again, or it")
 
     def _see_off(self, rank: int, left: Left) -> Effects:

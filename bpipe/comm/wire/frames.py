@@ -8,7 +8,7 @@ then the body
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -64,11 +64,14 @@ class FrameReader:
 
     Args:
         max_bodies: the kinds that may come, and the most bytes of each one's body.
-        max_calls: likewise of the calls, by the first byte of a call's body; None for any call.
+        most_of_call: likewise of a call that has more than a small body, by its number and the first byte of the body, now; None
+            for any call.
     """
 
-    def __init__(self, max_bodies: Mapping[Kind, int] = MAX_BODIES, max_calls: Mapping[int, int] | None = None) -> None:
-        self._max_bodies, self._max_calls = max_bodies, max_calls
+    def __init__(
+        self, max_bodies: Mapping[Kind, int] = MAX_BODIES, most_of_call: Callable[[int, int], int] | None = None
+    ) -> None:
+        self._max_bodies, self._most_of_call = max_bodies, most_of_call
         self._data = bytearray()
 
     @property
@@ -91,16 +94,15 @@ class FrameReader:
             if magic != MAGIC or version != VERSION or length > self._max_bodies.get(kind, -1):
                 raise CommError(f"not a bpipe frame of version {VERSION}: it starts {bytes(self._data[:8])!r}, kind {kind}")
             end = HEAD.size + length
-            if kind == Kind.CALL and self._max_calls is not None and len(self._data) > HEAD.size:
-                self._check_call(self._data[HEAD.size], length)
+            if kind == Kind.CALL and length > SMALL_BODY and len(self._data) > HEAD.size:
+                self._check_call(number, self._data[HEAD.size], length)
             if len(self._data) < end:
                 return
             frame = Frame(Kind(kind), number, bytes(self._data[HEAD.size : end]))
             del self._data[:end]
             yield frame
 
-    def _check_call(self, call: int, length: int) -> None:
+    def _check_call(self, number: int, call: int, length: int) -> None:
         """Refuse a call before its body has come, if the body is longer than such a call's can be."""
-        assert self._max_calls is not None
-        if length > (most := self._max_calls.get(call, 0)):
+        if self._most_of_call is not None and length > (most := self._most_of_call(number, call)):
             raise CommError(f"a call of kind {call} with {length} bytes, which may have {most}")
