@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import against_torch, balanced_plain, growth, one_gpu, overheads, same_cap, sliced_plain
+from benchmarks import against_torch, balanced_plain, growth, many_ranks, one_gpu, overheads, same_cap, sliced_plain
 
 STUDIES = (
     against_torch.STUDY,
@@ -12,4 +12,5 @@ STUDIES = (
     overheads.STUDY,
     one_gpu.STUDY,
     growth.STUDY,
+    many_ranks.STUDY,
 )

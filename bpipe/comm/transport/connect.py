@@ -103,6 +103,7 @@ class _Opening:
         self, ends: Sequence[tuple[int, int]], rank: int, key: bytes, listeners: Listeners, reached: Mapping[int, str]
     ) -> None:
         self._ends, self._rank, self._key, self._reached = ends, rank, key, reached
+        self._own = [index for index, pair in enumerate(ends) if rank in pair]
         self.name = os.urandom(NONCE_BYTES)
         self._endpoints: Sequence[Endpoint] = ()
         self._since_s = 0.0  # when the first calls were made
@@ -130,7 +131,7 @@ class _Opening:
 
     def missing(self) -> list[int]:
         """Return the connections of this rank that are not there yet."""
-        return [index for index, pair in enumerate(self._ends) if self._rank in pair and index not in self._opened]
+        return [index for index in self._own if index not in self._opened]
 
     def connect(self, missing: Iterable[int]) -> None:
         """Call those who receive from this rank.
