@@ -26,6 +26,7 @@ from statistics import median
 from typing import Any
 
 import torch.distributed as dist
+from bpipe.comm.transport.local_links import open_local_links
 from matplotlib.figure import Figure
 
 from benchmarks.study import Case, Claim, Row, Study
@@ -40,7 +41,6 @@ from bpipe.comm.rendezvous.meeting import meet_peers
 from bpipe.comm.rendezvous.peers import PeerConnection
 from bpipe.comm.rendezvous.tcp import prepare
 from bpipe.comm.transport.connect import TOKEN_BYTES, open_connections
-from bpipe.comm.transport.local_links import open_local_links
 from bpipe.comm.wire.frames import HEAD, Frame, Kind
 from bpipe.errors import AgreementError, CommError
 from bpipe.schedules import Purpose, build
