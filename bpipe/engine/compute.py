@@ -112,6 +112,7 @@ class Compute:
         recomputed: the microbatches whose forward runs twice.
         learned: what is known about the stages whose forwards run twice.
         slices: into how many slices each sequence is cut, of which `microbatch` is the number; None if stages take no slices.
+        is_learning: whether the step is the first one with its shapes, so that what slices may not do is looked for closely.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class Compute:
         recomputed: Collection[Key] = (),
         learned: MutableMapping[int, Learned],
         slices: int | None = None,
+        is_learning: bool = False,
     ) -> None:
         self.losses: dict[int, torch.Tensor] = {}  # by microbatch, in the order of forwards
         self.outputs: dict[int, Any] = {}
@@ -141,7 +143,15 @@ class Compute:
         self.reruns = Reruns()
         self._microbatches = traffic.microbatches
         self._sequences = (
-            Sequences(traffic.microbatches, slices, traffic.transport.device, has_backward=has_backward) if slices else None
+            Sequences(
+                traffic.microbatches,
+                slices,
+                traffic.transport.device,
+                has_backward=has_backward,
+                num_close=slices * len(stages) if is_learning else 0,
+            )
+            if slices
+            else None
         )
         self._new_gradients = NewGradients(parts if has_backward else {})
         self._hooks = UserHooks({}, {}) if hooks is None else hooks
@@ -254,9 +264,9 @@ class Compute:
         submod, sequences = self._stages[state.stage].submod, self._sequences
         if sequences is None:
             return submod(*inputs.args, **inputs.kwargs), []
-        with sequences.forward(state.name, sets_hooks=sets_hooks):
+        with sequences.forward(state.name, self._parts[state.stage].modules, sets_hooks=sets_hooks) as casts:
             result = submod(*inputs.args, **inputs.kwargs)
-        return sequences.take(result, state)
+        return sequences.take(result, state, casts)
 
     def _returned(
         self, action: Action, state: MicrobatchState, inputs: _Inputs, *, sets_hooks: bool
@@ -303,9 +313,9 @@ class Compute:
         if not self._step_inputs.loss_scales[microbatch]:
             # A slice without a target that counts, whose mean would be 0 / 0. Its backward runs all the same, because hooks in it,
             # as FSDP2's, may wait for other ranks.
-            loss: Any = sum((tensor * 0).sum() for tensor in mb.tensors_in(output) if tensor.is_floating_point())
+            loss: Any = sum(_nothing(tensor) for tensor in mb.tensors_in(output) if tensor.is_floating_point())
         else:
-            loss = self._step_inputs.loss_fn(output, self._step_inputs.targets[microbatch], **self._step_inputs.loss_kwargs)
+            loss = self._called_loss(output, microbatch)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             seen = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__qualname__
             raise StageError(f"loss_fn returned {seen} for microbatch {microbatch}: return one number, such as loss.mean()")
@@ -315,6 +325,15 @@ class Compute:
                 "return a loss that depends on the output, and keep at least one parameter trainable"
             )
         return loss
+
+    def _called_loss(self, output: Any, microbatch: int) -> Any:
+        """Return what the user's loss function returns."""
+        inputs = self._step_inputs
+        assert inputs.loss_fn is not None and inputs.targets is not None
+        if self._sequences is None:
+            return inputs.loss_fn(output, inputs.targets[microbatch], **inputs.loss_kwargs)
+        with self._sequences.watching(f"the loss of microbatch {microbatch}", list(modules_of(inputs.loss_fn))):
+            return inputs.loss_fn(output, inputs.targets[microbatch], **inputs.loss_kwargs)
 
     def _check_positions(self, output: Any, length: int, microbatch: int) -> None:
         """Raise if the output of a slice has no dimension of its positions; numbers, such as losses, have none."""
@@ -426,7 +445,7 @@ class Compute:
         else:
             assert state.output_gradients is not None, "a backward follows the receipt of its gradients"
             gradients, state.output_gradients = state.output_gradients.tensors, None
-        return graph, gradients if state.left is None else gradients + state.left.gradients
+        return graph, gradients if state.left is None else gradients + state.left.summed()
 
     def _hand_back(self, input_grads: InputGrads, state: MicrobatchState) -> None:
         stage, microbatch = state.stage, state.microbatch
@@ -442,6 +461,11 @@ class Compute:
         else:
             state.input_gradients = message
             self._note_versions(state, message)
+
+
+def _nothing(tensor: torch.Tensor) -> torch.Tensor:
+    """Return 0, from which a backward leads to a tensor; its values may be infinite, so they are no factor."""
+    return tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0).sum()
 
 
 def _input(state: MicrobatchState) -> Message | None:

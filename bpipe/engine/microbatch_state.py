@@ -25,6 +25,7 @@ __all__: list[str] = []
 
 LAST = frozenset({Op.F, Op.B, Op.W, Op.WAIT_SEND_F, Op.WAIT_SEND_B, Op.WAIT_RETURN})  # possible last actions of a microbatch
 
+HALF = (torch.float16, torch.bfloat16)
 Versions = list[tuple[torch.Tensor, int]]  # tensors that must not change, each with its version at that time
 
 
@@ -50,7 +51,8 @@ class SliceState:
         tree: the state without its tensors.
         tensors: its tensors, without their graph.
         is_needed: for each tensor, whether it needs a gradient.
-        versions: of the tensors, which no later slice may change; none without a backward.
+        versions: of the tensors, which no later slice may change; 0 for inference tensors, which have none.
+        copies: of inference tensors, to compare them with.
         gradients: the sums of what later slices have given so far, one for each tensor that needs a gradient; None if nothing.
     """
 
@@ -58,29 +60,52 @@ class SliceState:
     tensors: list[torch.Tensor]
     is_needed: list[bool]
     versions: list[int]
+    copies: list[torch.Tensor]
     gradients: list[torch.Tensor | None]
 
     @classmethod
-    def of(cls, tree: str, tensors: Sequence[torch.Tensor], *, has_backward: bool) -> SliceState:
-        """Keep the state of a slice, as `flatten_message` has split it."""
+    def of(cls, tree: str, tensors: Sequence[torch.Tensor], *, keeps_copies: bool) -> SliceState:
+        """Keep the state of a slice, as `flatten_message` has split it.
+
+        Args:
+            keeps_copies: whether to copy inference tensors: of one sequence in a step, as what is done in place is done to all.
+        """
         is_needed = [tensor.requires_grad for tensor in tensors]
-        versions = [tensor._version for tensor in tensors] if has_backward else []  # inference tensors have none
-        return cls(tree, [tensor.detach() for tensor in tensors], is_needed, versions, [None] * sum(is_needed))
+        kept = [tensor.detach() for tensor in tensors]
+        copies = [tensor.clone() for tensor in kept if tensor.is_inference()] if keeps_copies else []
+        return cls(tree, kept, is_needed, _versions(kept), copies, [None] * sum(is_needed))
 
     @property
     def is_changed(self) -> bool:
         """Whether a tensor was changed in place."""
-        return [tensor._version for tensor in self.tensors] != self.versions
+        inference = [tensor for tensor in self.tensors if tensor.is_inference()]
+        return _versions(self.tensors) != self.versions or not all(map(_is_same, inference, self.copies))
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Add what a later slice gives to those tensors that need a gradient.
+        """Add what a later slice gives to those tensors that need a gradient, in single precision at least.
 
-        Later slices come in the same order in each step, so that the sums are the same to the bit.
+        In half precision, a sum of many slices' gradients would lose more than the whole sequence's, whose kernels add in single
+        precision. Later slices come in the same order in each step, so that the sums are the same to the bit.
         """
         for place, gradient in enumerate(gradients):
             if gradient is not None:
+                wide = gradient.float() if gradient.dtype in HALF else gradient
                 known = self.gradients[place]
-                self.gradients[place] = gradient if known is None else known + gradient
+                self.gradients[place] = wide if known is None else known + wide
+
+    def summed(self) -> list[torch.Tensor | None]:
+        """Return the gradients as the backward takes them."""
+        needed = [tensor for tensor, is_needed in zip(self.tensors, self.is_needed) if is_needed]
+        return [one if one is None else one.to(tensor.dtype) for one, tensor in zip(self.gradients, needed, strict=True)]
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether tensors are equal; NaN is equal to itself."""
+    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 @dataclass(slots=True, eq=False)

@@ -105,6 +105,7 @@ class Run:
             recomputed=plan.recomputed(rank),
             learned=memory.learned,
             slices=plan.slices if takes_slices else None,
+            is_learning=is_learning,
         )
         num_parts = {stage: plan.num_parts(stage) for stage in stages}
         followed = {*plan.evicted(rank), *plan.interrupted(rank)}

@@ -183,7 +183,7 @@ class _SliceBench:
         needed = [tensor for tensor, is_needed in zip(state.left.tensors, state.left.is_needed) if is_needed]
         state.left.add([torch.ones_like(tensor) for tensor in needed])  # as later slices do
         begun = self.bench.now()
-        run_backward(ran.edges, [*ran.gradients, *state.left.gradients])
+        run_backward(ran.edges, [*ran.gradients, *state.left.summed()])
         case.sequences.hand_back(ran.box.gradients, state)
         return middle - start, self.bench.now() - begun
 
@@ -197,9 +197,9 @@ class _SliceBench:
         received, again = entered[: len(tensors)], entered[len(tensors) :]
         args = case.args if bench.is_first else tuple(unflatten_message(tree, received))
         name = f"a slice of {type(bench.module).__name__}"
-        with case.sequences.forward(name, sets_hooks=True):
+        with case.sequences.forward(name, [], sets_hooks=True) as casts:
             result = bench.module(*args, past=past_of(earlier, again, _no_mesh))
-        output, left = case.sequences.take(result, state)
+        output, left = case.sequences.take(result, state, casts)
         loss = None if bench.loss_fn is None else bench.loss_fn(output, case.target)
         ran = bench.handed_on(output, loss, box, {})
         ran.edges.extend(edges_of(left))

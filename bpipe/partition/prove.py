@@ -42,7 +42,7 @@ def difference_when_cut(model: nn.Module, cut: Cut, cut_small: Cut) -> Differenc
     Raises:
         NotProvenError: no small model could be made, or it does not run; the cause says why.
     """
-    with _on_cpu():
+    with on_cpu():
         try:
             twin, is_copy = _twin(model)
             parts = (cut if is_copy else cut_small)(twin)
@@ -62,7 +62,7 @@ def difference_when_cut(model: nn.Module, cut: Cut, cut_small: Cut) -> Differenc
 
 
 @contextmanager
-def _on_cpu() -> Iterator[None]:
+def on_cpu() -> Iterator[None]:
     """Run on the CPU, from a fixed seed and without warnings, independent of the caller's device and random state."""
     with torch.device("cpu"), torch.random.fork_rng([]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a small configuration lacks is nothing that a user should hear of
@@ -74,13 +74,18 @@ def _twin(model: nn.Module) -> tuple[nn.Module, bool]:
     """Return a small model that may be run, and whether it is a copy of the model."""
     twin, is_copy = _copied(model), True
     if twin is None:
-        twin, is_copy = _rebuilt(model), False
+        twin, is_copy = rebuilt(type(model), shrunk(model.config)), False
+    return filled(twin), is_copy
+
+
+def filled(twin: nn.Module) -> nn.Module:
+    """Return a small model that trains, with random values added to its parameters, so that no weight hides behind a zero."""
     twin.float().train()
     with torch.no_grad():
         for parameter in twin.parameters():
             if parameter.is_floating_point():
                 parameter.requires_grad_().add_(0.1 * torch.randn(parameter.shape))
-    return twin, is_copy
+    return twin
 
 
 def _copied(model: nn.Module) -> nn.Module | None:
@@ -100,15 +105,19 @@ def _copied(model: nn.Module) -> nn.Module | None:
     return twin
 
 
-def _rebuilt(model: nn.Module) -> nn.Module:
-    """Build a model of the same class with a smaller configuration."""
-    config, cls = shrunk(model.config), type(model)
+def rebuilt(cls: Any, config: Any) -> nn.Module:
+    """Build a model of a class with a small configuration.
+
+    Raises:
+        ValueError: it is not small.
+    """
     _make_plain(config)
     with torch.device("meta"):
         num_parameters = sum(parameter.numel() for parameter in cls(config).parameters())
     if num_parameters > MOST_PARAMETERS:
         raise ValueError(f"bpipe knows to make it no smaller than {num_parameters} parameters")
-    return cls(config)
+    model: nn.Module = cls(config)
+    return model
 
 
 def _make_plain(config: Any) -> None:
@@ -124,7 +133,7 @@ def _samples(model: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], bool]]
     """Yield keyword arguments, and whether the model may refuse them: words; padding and a mask; positions; token types."""
     config: Any = model.config
     text = text_config(config)
-    ids = torch.tensor(_words(config, text))[torch.randint(MOST_WORDS, (ROWS, TOKENS))]
+    ids = torch.tensor(words_of(config, text))[torch.randint(MOST_WORDS, (ROWS, TOKENS))]
     yield {"input_ids": ids}, False
     named = inspect.signature(model.forward).parameters
     if "attention_mask" in named:
@@ -139,7 +148,7 @@ def _samples(model: nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], bool]]
         yield {"input_ids": ids, "token_type_ids": torch.arange(TOKENS).remainder(2).repeat(ROWS, 1)}, True
 
 
-def _words(config: Any, text: Any) -> list[int]:
+def words_of(config: Any, text: Any) -> list[int]:
     """Return ids of words alone, without those that stand for something else, such as a picture."""
     named = [value for one in (config, text) for name, value in vars(one).items() if name.endswith(("_id", "_ids", "_index"))]
     special = set(tree_leaves(named))

@@ -47,17 +47,17 @@ SIZES = {
 def shrunk(config: Any) -> Any:
     """Return a copy of a configuration with small sizes, in its parts too."""
     small = copy.deepcopy(config)
-    for part in _parts(small):
+    for part in parts_of(small):
         _shrink(part)
     return small
 
 
-def _parts(config: Any) -> Iterator[Any]:
+def parts_of(config: Any) -> Iterator[Any]:
     """Yield a configuration and those inside it."""
     yield config
     for value in list(vars(config).values()):
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            yield from _parts(value)
+            yield from parts_of(value)
 
 
 def _kind(name: str) -> str | None:

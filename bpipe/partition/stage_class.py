@@ -21,6 +21,7 @@ OF_PICTURES_AND_SOUND = (
     *("pixel_", "image_", "video_", "audio_", "vision_", "speech_"),
     *("input_features", "input_values", "input_image", "input_audio"),
 )
+CUT_FROM = "_bpipe_cut_from"  # the attribute of a stage's class with the model's
 
 
 @cache
@@ -46,7 +47,7 @@ def stage_class(cls: Any, is_first: bool, is_last: bool) -> type[nn.Module]:
         return cast(Tensor, output["logits"] if "logits" in output else output[0])
 
     names: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    names["forward"] = forward
+    names["forward"], names[CUT_FROM] = forward, cls
     return type(cls.__name__, (cls,), names)
 
 

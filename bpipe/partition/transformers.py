@@ -74,7 +74,7 @@ def split_transformer(
 def _prove(model: nn.Module, stages: int | Sequence[int] | Sequence[Sequence[str]], num_stages: int) -> None:
     """Raise unless a small model of the kind computes the same in stages as whole."""
     try:
-        found = difference_when_cut(model, lambda copy: _cut(copy, stages), lambda twin: _cut_finely(twin, num_stages))
+        found = difference_when_cut(model, lambda copy: _cut(copy, stages), lambda twin: cut_finely(twin, num_stages))
     except NotProvenError as error:
         raise ConfigurationError(
             f"{_what(model)}: the cut cannot be proven, because {error}. If a small model of this class runs on input_ids and "
@@ -107,7 +107,7 @@ def _leave_unscaled(part: nn.Module, layer: str) -> None:
             setattr(above, name, 1.0)
 
 
-def _cut_finely(model: nn.Module, num_stages: int) -> list[nn.Module]:
+def cut_finely(model: nn.Module, num_stages: int) -> list[nn.Module]:
     """Cut into this many stages, or into as many as a small model has layers if it has fewer."""
     return _cut(model, min(num_stages, len(_outline(model).layers)))
 

@@ -1,37 +1,31 @@
-"""Causal attention of a slice of a sequence to the slices before it and to itself, piece by piece.
-
-Each slice's keys and values are attended to by themselves, and the results are put together by the logarithms of their sums of
-exponentials, as flash attention does with blocks (Dao et al., arXiv 2205.14135) and ring attention with ranks (Liu et al., arXiv
-2310.01889). So no joined tensor of keys or values is made, and only the pieces are saved, which the slices share.
-"""
+"""Causal attention of a slice of a sequence to the slices before it and to itself, piece by piece."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
-from torch.backends.cuda import SDPAParams, can_use_flash_attention
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import logsigmoid, scaled_dot_product_attention, sigmoid
+from torch.nn.functional import scaled_dot_product_attention
 
 from bpipe.errors import StageError
-from bpipe.memory.saved.joined import join
+from bpipe.memory.saved.joined import cast
+from bpipe.slices.by_pieces import attend_by_pieces
+from bpipe.slices.flash import attend_with_flash, takes_flash
+from bpipe.slices.masks import Ahead, Documents, Given, Mask
 
 __all__ = ["causal_attention"]
 
-CUDA_WIDTHS = 8  # flash attention on CUDA takes heads whose width is a multiple of this
-Options = tuple[Any, ...]  # what CUDA's backward wants back from its forward
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def causal_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    earlier: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    earlier: Sequence[Pair],
     *,
     scale: float | None = None,
+    documents: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend to all earlier slices of a sequence, and causally to the slice itself; without dropout.
 
@@ -41,6 +35,9 @@ def causal_attention(
         v: [batch, heads of keys, n, width of values].
         earlier: keys and values of the slices before this one, the first one first; their lengths may differ.
         scale: of the products of queries and keys; default 1 / sqrt(width).
+        documents: [batch, positions from the sequence's first to this slice's last], whole numbers: of several short sequences
+            that are packed into one, each position attends to those with its own number. Give it to `step` with the spec
+            `UpTo(1)`. Default: the sequence is one document.
 
     Returns:
         [batch, heads, n, width of values].
@@ -55,114 +52,53 @@ def causal_attention(
                 "[batch, heads, positions, width], with as many keys as values, and as queries for the slice itself; the heads of "
                 "the queries are a multiple of the heads of the keys"
             )
-    is_grouped = k.shape[1] != q.shape[1]
-    if not earlier:
-        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=is_grouped)
-    is_cast = torch.is_autocast_enabled(q.device.type)
-    dtype = torch.get_autocast_dtype(q.device.type) if is_cast and q.dtype is not torch.float64 else q.dtype
-    q, *pieces = [tensor.to(dtype) for tensor in (q, *(tensor for pair in earlier for tensor in pair), k, v)]
-    if _has_kernel(q, pieces[-2], pieces[-1]):
-        return _Attention.apply(q, scale, *pieces)  # type: ignore[no-untyped-call, no-any-return]
-    joined = join(pieces[::2], 2), join(pieces[1::2], 2)
-    mask: Any = causal_lower_right(q.shape[2], joined[0].shape[2])
-    return scaled_dot_product_attention(q, *joined, attn_mask=mask, scale=scale, enable_gqa=is_grouped)
+    k, v = cast(k, kept_dtype(q)), cast(v, kept_dtype(q))
+    end = sum(keys.shape[2] for keys, _ in earlier) + k.shape[2]
+    if documents is None:
+        if not earlier:
+            return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
+        return _attended(q, k, v, earlier, scale, Ahead(q.shape[2], end))
+    if documents.shape not in ((q.shape[0], end), (1, end)):
+        raise StageError(
+            f"causal_attention got documents {list(documents.shape)} for {q.shape[0]} sequences up to position {end}: give a "
+            "number for each position from the first one to the slice's end, with args_slice_spec or kwargs_slice_spec UpTo(1)"
+        )
+    return _attended(q, k, v, earlier, scale, Documents(documents, q.shape[2]))
+
+
+def masked_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, earlier: Sequence[Pair], mask: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """Attend to what a mask shows of earlier slices and of the slice itself; only the pieces are saved.
+
+    Args:
+        mask: [batch or 1, heads or 1, n, positions up to the slice's end]: True for what is seen, or numbers to be added.
+
+    Raises:
+        StageError: the mask needs a gradient.
+    """
+    if mask.requires_grad:
+        raise StageError("attention over slices gives no gradient to its mask, which is learned here: train whole sequences")
+    return _attended(q, k, v, earlier, scale, Given(mask))
+
+
+def kept_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Return the type in which attention computes: autocast's, where that is on."""
+    is_cast = torch.is_autocast_enabled(tensor.device.type)
+    return torch.get_autocast_dtype(tensor.device.type) if is_cast and tensor.dtype is not torch.float64 else tensor.dtype
+
+
+def _attended(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, earlier: Sequence[Pair], scale: float | None, mask: Mask
+) -> torch.Tensor:
+    dtype, pieces = kept_dtype(q), [*earlier, (k, v)]
+    if isinstance(mask, Ahead) and takes_flash(q, dtype):
+        return attend_with_flash(q.to(dtype), [(keys.to(dtype), values.to(dtype)) for keys, values in pieces], scale)
+    found: torch.Tensor = attend_by_pieces(q, mask, scale, dtype, [tensor for pair in pieces for tensor in pair])
+    return found
 
 
 def _fit(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, is_own: bool) -> bool:
     if not q.ndim == k.ndim == v.ndim == 4 or k.shape[:3] != v.shape[:3] or (is_own and k.shape[2] != q.shape[2]):
         return False
     return (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3]) and q.shape[1] % k.shape[1] == 0
-
-
-def _has_kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Return whether torch has a kernel that gives the logarithms, too."""
-    if type(q) is not torch.Tensor or q.shape[3] != v.shape[3]:
-        return False
-    if q.device.type == "cpu":
-        return q.dtype.is_floating_point
-    is_grouped = k.shape[1] != q.shape[1]
-    fits = q.device.type == "cuda" and q.shape[3] % CUDA_WIDTHS == 0
-    return fits and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, True, is_grouped))
-
-
-class _Piece(NamedTuple):
-    """The attention to one piece.
-
-    Args:
-        output: [batch, heads, n, width].
-        logs: [batch, heads, n], the logarithms of the sums of exponentials.
-        options: for the backward.
-    """
-
-    output: torch.Tensor
-    logs: torch.Tensor
-    options: Options = ()
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, *, is_causal: bool) -> _Piece:
-    aten = torch.ops.aten
-    if q.device.type == "cpu":
-        return _Piece(*aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale))
-    output, logs, *options, _ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)
-    return _Piece(output, logs, tuple(options))
-
-
-def _gradients(
-    gradient: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    whole: _Piece,
-    scale: float | None,
-    *,
-    is_causal: bool,
-) -> Sequence[torch.Tensor]:
-    """Return the gradients of q, k and v by the attention to one piece, given the output and the logarithms of all pieces."""
-    aten, (output, logs, options) = torch.ops.aten, whole
-    if q.device.type == "cpu":
-        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return backward(gradient, q, k, v, output, logs, 0.0, is_causal, scale=scale)  # type: ignore[no-any-return]
-    sums_q, sums_k, most_q, most_k, seed, offset = options
-    backward = aten._scaled_dot_product_flash_attention_backward
-    found = backward(gradient, q, k, v, output, logs, sums_q, sums_k, most_q, most_k, 0.0, is_causal, seed, offset, scale=scale)
-    return found  # type: ignore[no-any-return]
-
-
-def _by_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose rows lie in one piece, as the kernels need it; the dispatcher that checks it is left out here."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, scale: float | None, *given: torch.Tensor) -> torch.Tensor:
-        ctx.scale, ctx.options = scale, []
-        q, *pieces = map(_by_rows, (q, *given))
-        output = logs = None
-        for place in range(0, len(pieces), 2):
-            piece = _attend(q, pieces[place], pieces[place + 1], scale, is_causal=place == len(pieces) - 2)
-            ctx.options.append(piece.options)
-            wide = piece.output.to(piece.logs.dtype)
-            if output is None or logs is None:
-                output, logs = wide, piece.logs
-            else:
-                output = output - sigmoid(piece.logs - logs).unsqueeze(-1) * (output - wide)
-                logs = logs - logsigmoid(logs - piece.logs)
-        assert output is not None and logs is not None, "a slice attends to itself, too"
-        output = output.to(q.dtype)
-        ctx.save_for_backward(q, output, logs, *pieces)
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradient = _by_rows(gradient)
-        q, output, logs, *pieces = ctx.saved_tensors
-        of_queries, of_pieces = None, []
-        for place in range(0, len(pieces), 2):
-            k, v = pieces[place : place + 2]
-            whole = _Piece(output, logs, ctx.options[place // 2])
-            of_q, *of_both = _gradients(gradient, q, k, v, whole, ctx.scale, is_causal=place == len(pieces) - 2)
-            of_queries = of_q if of_queries is None else of_queries + of_q
-            of_pieces += of_both
-        return (of_queries, None, *of_pieces)

@@ -8,7 +8,7 @@ first use.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -17,17 +17,18 @@ import torch
 from torch import nn
 
 from bpipe.errors import ConfigurationError, StageError
-from bpipe.memory.saved.joined import join
-from bpipe.slices.attention import causal_attention
+from bpipe.memory.saved.joined import cast
+from bpipe.slices.attention import causal_attention, kept_dtype, masked_attention
+from bpipe.slices.masks import Documents
 
-__all__ = ["sliced_transformer"]
+__all__: list[str] = []
 
 NAME = "bpipe_slices"  # of the attention function
 OLD_NAME = "past_key_values"  # of the argument by which models take a cache
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 MIXING = (nn.Conv1d, nn.RNNBase, nn.RNNCellBase)
 ROPES = {"default", "linear", "llama3", "yarn", "proportional"}  # the others look at the length of the sequence
-UNKNOWN = ("softcap", "s_aux", "head_mask", "position_bias")  # what torch's attention does not do
+UNKNOWN = ("softcap", "s_aux", "head_mask", "position_bias", "cu_seq_lens_q")  # what torch's attention does not do
 OUTSIDE = -1  # of any backward
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -41,23 +42,11 @@ class _Running(threading.local):
 _RUNNING = _Running()
 
 
-def sliced_transformer(stage: nn.Module) -> nn.Module:
-    """Return a module that runs a stage of a Transformers model on slices of a sequence.
-
-    It takes and returns what the stage does, with the argument `past` and the state that `bpipe.slices` describes. Positions,
-    rotary embeddings, padding masks and sliding windows are those of the whole sequence; give padding masks with `UpTo(1)`.
-
-    Args:
-        stage: what `split_transformer` returned, or a whole model of one stage. Its attention function is replaced, for good; in a
-            forward without slices that is torch's scaled_dot_product_attention, as Transformers calls it.
+def in_slices(stage: nn.Module) -> SlicedTransformer:
+    """Return a module that runs a stage on slices, where nothing that can be seen from outside speaks against it.
 
     Raises:
-        ConfigurationError: the model has dropout, or no attention function that can be replaced.
-
-    Example:
-        parts = bpipe.split_transformer(LlamaForCausalLM(config), 4)
-        stage = bpipe.PipelineStage(bpipe.slices.sliced_transformer(parts[rank]), rank, 4, device)
-        schedule = bpipe.Seq1F1B(stage, 16, loss_fn=loss, slices=4)
+        ConfigurationError: a layer mixes positions in another way than by attention, or attention that cannot be replaced.
     """
     _check(stage)
     _register()
@@ -97,16 +86,27 @@ def _check(stage: nn.Module) -> None:
         )
 
 
-def _check_positions(kwargs: dict[str, Any], start: int) -> None:
-    """Raise if the positions of a slice are not those of one sequence; where there is a mask, this says which attends to which."""
+def _documents(kwargs: dict[str, Any], past: Sequence[Any], name: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return a slice's positions, and the documents of all positions up to its end, if several are packed into the sequence.
+
+    A document ends where positions do not go on. Where there is an attention_mask, this says which attends to which.
+
+    Raises:
+        StageError: some slices have positions and others have none, or they are not [batch, positions].
+    """
     positions = kwargs.get("position_ids")
     if positions is None or kwargs.get("attention_mask") is not None:
-        return
-    if not bool((positions == torch.arange(start, start + positions.shape[-1], device=positions.device)).all()):
-        raise StageError(
-            f"position_ids of a slice that begins at position {start} do not go on from there, and have no attention_mask: "
-            "slices of packed sequences would attend to other documents. Give each microbatch one sequence"
-        )
+        return None, None
+    known = [one["position_ids"] for one in past]
+    if any(one is None for one in known):
+        raise StageError(f"{name} got position_ids with a slice, and none with an earlier one: give them to `step` for all")
+    all_positions = torch.cat([*known, positions], -1)
+    goes_on = all_positions.diff(dim=-1) == 1
+    if bool(goes_on.all()):
+        return positions, None
+    if positions.ndim != 2:
+        raise StageError(f"{name} got position_ids {list(positions.shape)} that do not go on: give sequences that are not packed")
+    return positions, nn.functional.pad((~goes_on).cumsum(-1), (1, 0))
 
 
 def _name_of_cache(stage: nn.Module) -> str:
@@ -125,18 +125,26 @@ class SlicedTransformer(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, past: tuple[Any, ...] = (), **kwargs: Any) -> tuple[torch.Tensor, Any]:
         """Run the stage on a slice: word ids [batch, positions] on the first stage, hidden states on the others."""
-        pieces, before = _cache_class()(past), _RUNNING.pieces
-        _check_positions(kwargs, pieces.start)
+        name = type(self.stage).__name__
+        positions, documents = _documents(kwargs, past, name)
+        pieces, before = _cache_class()(past, name, documents), _RUNNING.pieces
         _RUNNING.pieces = pieces
         try:
             output = self.stage(hidden_states, **{self._name_of_cache: pieces}, **kwargs)
         finally:
             _RUNNING.pieces = before
-        return output, pieces.state(hidden_states.shape[1], type(self.stage).__name__)
+        return output, {**pieces.state(hidden_states.shape[1]), "position_ids": positions}
+
+
+def _runs_again(name: str) -> StageError:
+    return StageError(
+        f"{name} runs again in a backward, where it has no earlier slices (activation checkpointing): "
+        "recompute with bpipe.Balanced(schedule, by='recompute') instead"
+    )
 
 
 @cache
-def _cache_class() -> Callable[[tuple[Any, ...]], Any]:
+def _cache_class() -> Callable[..., Any]:
     from transformers.cache_utils import Cache
 
     class Pieces(Cache):
@@ -144,12 +152,13 @@ def _cache_class() -> Callable[[tuple[Any, ...]], Any]:
 
         is_of_slices = True
 
-        def __init__(self, past: tuple[Any, ...]) -> None:
+        def __init__(self, past: tuple[Any, ...], name: str, documents: torch.Tensor | None) -> None:
             super().__init__(layers=[])
             self.start: int = sum(one["positions"] for one in past)
             self._past = past
             self.own: dict[int, Pair] = {}
             self.attended: set[int] = set()
+            self.name, self.documents = name, documents
 
         @property
         def is_compileable(self) -> bool:
@@ -163,8 +172,30 @@ def _cache_class() -> Callable[[tuple[Any, ...]], Any]:
             return [one["layers"][layer] for one in self._past]
 
         def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> Pair:
+            if _RUNNING.pieces is not self:
+                raise _runs_again(self.name)
+            if layer_idx in self.own:
+                raise StageError(f"{self.name} cannot take slices: its layer {layer_idx} hands over keys and values twice")
             self.own[layer_idx] = key_states, value_states
             return key_states, value_states
+
+        def attend(self, module: nn.Module, key: torch.Tensor, value: torch.Tensor) -> list[Pair]:
+            """Note that a layer attends to its own keys and values, and return those of earlier slices.
+
+            Raises:
+                StageError: they are not what it has handed over, which is what it would get of earlier slices, or it has
+                    attended already.
+            """
+            layer: Any = getattr(module, "layer_idx", None)
+            own = self.own.get(layer)
+            if own is None or own[0] is not key or own[1] is not value or layer in self.attended:
+                raise StageError(
+                    f"{self.name} cannot take slices: its {type(module).__name__} attends "
+                    f"{'twice' if layer in self.attended else 'to other keys and values than it has handed to its cache'}, so "
+                    "those of earlier slices would not be what it would attend to in a whole sequence"
+                )
+            self.attended.add(layer)
+            return self.earlier(layer)
 
         def get_seq_length(self, layer_idx: int = 0) -> int:
             return self.start
@@ -175,7 +206,7 @@ def _cache_class() -> Callable[[tuple[Any, ...]], Any]:
         def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
             return self.start + query_length, 0
 
-        def state(self, positions: int, name: str) -> dict[str, Any]:
+        def state(self, positions: int) -> dict[str, Any]:
             """Return what later slices need.
 
             Raises:
@@ -183,7 +214,7 @@ def _cache_class() -> Callable[[tuple[Any, ...]], Any]:
             """
             if not self.own or self.own.keys() != self.attended:
                 raise StageError(
-                    f"{name} cannot take slices: of its layers, {sorted(self.own)} have handed over keys and values, and "
+                    f"{self.name} cannot take slices: of its layers, {sorted(self.own)} have handed over keys and values, and "
                     f"{sorted(self.attended)} have attended to those of earlier slices. Its attention does not go through "
                     "Transformers' attention functions, or it has none"
                 )
@@ -204,25 +235,26 @@ def _register() -> None:
         pieces = _RUNNING.pieces
         if pieces is None:
             if torch._C._current_graph_task_id() != OUTSIDE:
-                raise StageError(
-                    f"{type(module).__name__} runs again in a backward, where it has no earlier slices (activation checkpointing): "
-                    "recompute with bpipe.Balanced(schedule, by='recompute') instead"
-                )
+                raise _runs_again(type(module).__name__)
             return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         unknown = [name for name in UNKNOWN if kwargs.get(name) is not None]
         if unknown or kwargs.get("dropout"):
             raise StageError(f"attention over slices has no {unknown[0] if unknown else 'dropout: set attention_dropout to 0'}")
-        layer: Any = module.layer_idx
-        pieces.attended.add(layer)
-        earlier = pieces.earlier(layer)
         given = kwargs.get("is_causal")
         if not (getattr(module, "is_causal", True) if given is None else given):
             raise StageError(f"{type(module).__name__} looks ahead, where a slice has nothing: leave slices out")
+        earlier = pieces.attend(module, key, value)
+        key, value = (cast(one, kept_dtype(query)) for one in (key, value))  # rotary embeddings leave keys in single precision
+        scale, documents = kwargs.get("scaling"), pieces.documents
         if attention_mask is None:
-            return causal_attention(query, key, value, earlier, scale=kwargs.get("scaling")).transpose(1, 2).contiguous(), None
-        if earlier:
-            key, value = join([*(k for k, _ in earlier), key], 2), join([*(v for _, v in earlier), value], 2)
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+            found = causal_attention(query, key, value, earlier, scale=scale, documents=documents)
+            return found.transpose(1, 2).contiguous(), None
+        if documents is not None:
+            attention_mask = attention_mask & Documents(documents, query.shape[2]).whole()
+        if not earlier:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        found = masked_attention(query, key, value, earlier, attention_mask, scale)
+        return found.transpose(1, 2).contiguous(), None
 
     def mask(**kwargs: Any) -> Any:
         if _RUNNING.pieces is not None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from bpipe.backward.new_gradients import owned
 from bpipe.comm.wire.message import flatten_message, unflatten_message
-from bpipe.device import random_state
 from bpipe.engine.microbatch_state import MicrobatchState, MicrobatchStates, SliceState
 from bpipe.errors import StageError
-from bpipe.memory.saved.joined import keeping_pieces
+from bpipe.memory.saved.joined import Casts, keeping_pieces
 from bpipe.model.microbatch import tensors_in
+from bpipe.slices.randomness import Randomness
 from bpipe.slices.reentrant import check_checkpoints
 
 __all__: list[str] = []
@@ -54,10 +54,14 @@ class Sequences:
         slices: into how many slices each sequence is cut.
         device: the stages'.
         has_backward: whether graphs are built.
+        num_close: how many forwards are looked at closely for random numbers.
     """
 
-    def __init__(self, microbatches: MicrobatchStates, slices: int, device: torch.device, *, has_backward: bool) -> None:
+    def __init__(
+        self, microbatches: MicrobatchStates, slices: int, device: torch.device, *, has_backward: bool, num_close: int = 0
+    ) -> None:
         self._microbatches, self._slices, self._device, self._has_backward = microbatches, slices, device, has_backward
+        self._num_close = num_close
 
     def before(self, state: MicrobatchState) -> list[SliceState]:
         """Return what the earlier slices of the same sequence have left, the first one first.
@@ -68,43 +72,71 @@ class Sequences:
         found = [earlier.left for earlier in self._microbatches.before(state, self._slices)]
         assert None not in found, "slices of a sequence run forward in order, and backward in the opposite order"
         states = [left for left in found if left is not None]
-        if self._has_backward and any(left.is_changed for left in states):
+        if any(left.is_changed for left in states):
+            what = "gradients would be wrong" if self._has_backward else "it is not what that slice has left"
             raise StageError(
-                f"{state.name}: the state of an earlier slice was changed in place, so gradients would be wrong. Return a new "
-                "tensor as the state, or clone what is in `past` first"
+                f"{state.name}: the state of an earlier slice was changed in place, so {what}. Return a new tensor as the state, "
+                "or clone what is in `past` first"
             )
         return states
 
     @contextmanager
-    def forward(self, name: str, *, sets_hooks: bool) -> Iterator[None]:
+    def forward(self, name: str, modules: Sequence[torch.nn.Module], *, sets_hooks: bool) -> Iterator[Casts]:
         """Run a slice's forward: what it joins is saved in pieces, and it draws no random numbers that a backward depends on.
+
+        Yields what the slice casts.
 
         Raises:
             StageError: it has drawn some: each slice would draw other numbers than the whole sequence.
         """
-        before = self._random_state() if self._has_backward else []
-        with keeping_pieces(sets_hooks=sets_hooks) if self._has_backward else nullcontext():
+        with ExitStack() as stack:
+            stack.enter_context(self.watching(name, modules))
+            yield stack.enter_context(keeping_pieces(sets_hooks=sets_hooks)) if self._has_backward else {}
+
+    @contextmanager
+    def watching(self, name: str, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+        """Run the user's code for a slice that a backward depends on, which must not draw random numbers.
+
+        The first sequence of a step with new shapes is looked at closely, because random numbers are drawn from the beginning.
+
+        Args:
+            name: of the slice.
+            modules: that may have generators.
+
+        Raises:
+            StageError: it has drawn some: each slice would draw other numbers than the whole sequence.
+        """
+        if not self._has_backward or self._slices == 1:  # which is the whole sequence
             yield
-        if self._has_backward and not all(map(torch.equal, before, self._random_state())):
+            return
+        found = Randomness(self._device)
+        with ExitStack() as stack:
+            if self._num_close > 0:
+                self._num_close -= 1
+                stack.enter_context(found.closely(modules))
+            stack.enter_context(found.states())
+            yield
+        if found.is_found:
             raise StageError(
                 f"{name} drew random numbers in its forward (dropout?), and slices draw other ones than the whole sequence: set "
                 "dropout to 0, or train without slices"
             )
 
-    def _random_state(self) -> list[torch.Tensor]:
-        return [state for state in (torch.get_rng_state(), random_state(self._device)) if state is not None]
-
-    def take(self, result: object, state: MicrobatchState) -> tuple[Any, list[torch.Tensor]]:
+    def take(self, result: object, state: MicrobatchState, casts: Casts) -> tuple[Any, list[torch.Tensor]]:
         """Return the output in a stage's result, and the tensors of the state that it leaves for later slices.
+
+        Args:
+            casts: what the slice has cast, which replaces what it was cast from in the state.
 
         Raises:
             StageError: the stage has returned something else.
         """
         output, tree, tensors = split_result(result, state.name)
+        tensors = [casts.get(id(tensor), (None, tensor))[1] for tensor in tensors]
         if state.microbatch == 1 and self._has_backward:  # the first one with an earlier slice; the others are alike
             check_checkpoints(tensors_in(output), tensors, state.name)
         if state.microbatch % self._slices < self._slices - 1:
-            left = SliceState.of(tree, tensors, has_backward=self._has_backward)
+            left = SliceState.of(tree, tensors, keeps_copies=state.microbatch < self._slices)
             if state.left is not None:  # a second forward makes the same again, which its graph may have saved
                 left.gradients = state.left.gradients
             state.left = left

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from tests.partition.sweep.classes import class_names, class_of, groups, takes_hidden_states, transformers
 from tests.partition.sweep.outcome import NOT_BUILT, REFUSED, RIGHT, WRONG, Outcome, outcomes
-from tests.partition.sweep.table import PATH, page
+from tests.partition.sweep.table import IN_SLICES, PATH, page
 
 NUM_PROCESSES = 2
 LIMIT_S = 3000
@@ -72,7 +72,7 @@ def test_every_class(request: pytest.FixtureRequest) -> None:
     assert len(found) == len(names) > 500 and sum(one.kind == NOT_BUILT for one in found) < 0.1 * len(found)
     text = page(found, len(known) - len(names), transformers.__version__)
     if request.config.getoption("--write-transformers"):
-        PATH.write_text(text)
+        PATH.write_text(text + "".join(PATH.read_text().partition(IN_SLICES)[1:]))  # which another sweep writes
     if f"transformers {transformers.__version__} " in PATH.read_text():  # what is not built depends on other packages
         assert right_of(PATH.read_text()) == right_of(text)
 

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bpipe.errors import StageError
 from bpipe.memory.saved.joined import join, keeping_pieces
-from bpipe.slices import attention, causal_attention
+from bpipe.slices import by_pieces, causal_attention
 
 LENGTHS = [5, 3, 4, 1]
 LIMITS = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -22,7 +22,7 @@ LIMITS = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_pieces_make_the_whole(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, key_heads: int, has_kernel: bool) -> None:
     if not has_kernel:
-        monkeypatch.setattr(attention, "_has_kernel", lambda *_: False)
+        monkeypatch.setattr(by_pieces, "has_kernel", lambda *_: False)
     torch.manual_seed(0)
     whole = [torch.randn(2, heads, sum(LENGTHS), 16, dtype=dtype, requires_grad=True) for heads in (4, key_heads, key_heads)]
     expected = scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=key_heads < 4)
@@ -94,3 +94,40 @@ def test_what_is_saved_of_a_conjugate() -> None:
             made = (join(pieces, 1).conj() * weight).abs().sum()
         gradients.append(torch.autograd.grad(made, [weight, *pieces]))
     assert all(map(torch.equal, *gradients))
+
+
+def in_documents(documents: torch.Tensor, whole: list[torch.Tensor]) -> torch.Tensor:
+    """Each document by itself."""
+    rows = []
+    for row, of_row in enumerate(documents):
+        parts = [[one[row : row + 1, :, of_row == document] for one in whole] for document in of_row.unique_consecutive()]
+        rows.append(torch.cat([scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True) for part in parts], 2))
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("has_kernel", [True, False])
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_documents_that_are_packed(monkeypatch: pytest.MonkeyPatch, key_heads: int, has_kernel: bool) -> None:
+    """Short sequences in one long one, which is cut in the middle of some."""
+    if not has_kernel:
+        monkeypatch.setattr(by_pieces, "has_kernel", lambda *_: False)
+    torch.manual_seed(0)
+    documents = torch.tensor([[0] * 4 + [1] * 5 + [2] * 4, [7] * 7 + [8] * 1 + [9] * 5])
+    whole = [torch.randn(2, heads, 13, 8, dtype=torch.float64, requires_grad=True) for heads in (4, key_heads, key_heads)]
+    expected = in_documents(documents, whole)
+    expected.backward(gradient := torch.randn_like(expected))
+    again = [one.detach().requires_grad_() for one in whole]
+    q, k, v = (one.split(LENGTHS, 2) for one in again)
+    ends = torch.tensor(LENGTHS).cumsum(0)
+    found = torch.cat(
+        [causal_attention(q[s], k[s], v[s], list(zip(k[:s], v[:s])), documents=documents[:, : ends[s]]) for s in range(4)], 2
+    )
+    found.backward(gradient)
+    for one, other in zip([found, *(each.grad for each in again)], [expected, *(each.grad for each in whole)]):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_documents_of_the_slice_alone() -> None:
+    q = torch.randn(2, 2, 3, 8)
+    with pytest.raises(StageError, match=r"got documents \[2, 3\] for 2 sequences up to position 6: .* UpTo\(1\)"):
+        causal_attention(q, q, q, [(q, q)], documents=torch.zeros(2, 3))

@@ -98,11 +98,40 @@ def test_a_mask_that_is_cut_like_words() -> None:
         stepped(model_of("Llama"), words, words, words, kwargs_slice_spec=None)
 
 
-def test_packed_sequences() -> None:
-    module = sliced_transformer(model_of("Llama", num_hidden_layers=1))
-    positions = torch.tensor([[0, 1, 2, 0, 1, 2]])
-    with pytest.raises(StageError, match="packed sequences would attend to other documents"):
-        module(torch.ones(1, 6, dtype=torch.long), position_ids=positions)
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_packed_sequences(name: str) -> None:
+    """Positions that begin again say where a document does; each computes what it does by itself."""
+    model, generator = model_of(name), torch.Generator().manual_seed(1)
+    words, target = torch.randint(0, 37, (2, 2, 12), generator=generator)
+    lengths = [[5, 3, 4], [2, 9, 1]]
+    positions = torch.stack([torch.cat([torch.arange(length) for length in of_row]) for of_row in lengths])
+    for row, of_row in enumerate(lengths):
+        parts = zip(words[row].split(of_row), target[row].split(of_row))
+        losses = [loss_of(model(input_ids=one[None]).logits, other[None]) * len(one) for one, other in parts]
+        (sum(losses) / words.numel()).backward()
+    expected = {path: parameter.grad for path, parameter in model.named_parameters()}
+    model.zero_grad()
+    loopback = Loopback(2)
+    stages = [
+        PipelineStage(sliced_transformer(part), i, 2, "cpu", loopback.rank(i))
+        for i, part in enumerate(bpipe.split_transformer(model, 2))
+    ]
+    schedules = [Seq1F1B(stage, 2, loss_fn=loss_of, slices=3, slice_lengths=[6, 4, 2]) for stage in stages]
+    loopback.step(schedules, words, target=target, position_ids=positions)
+    for path, parameter in model.named_parameters():
+        assert float((parameter.grad - expected[path]).abs().max() / expected[path].abs().max()) < 1e-12, path
+
+
+def test_positions_that_some_slices_lack() -> None:
+    module = sliced_transformer(model_of("Llama", num_hidden_layers=1), prove=False)
+    words = torch.ones(1, 4, dtype=torch.long)
+    _, state = module(words)
+    with pytest.raises(StageError, match="got position_ids with a slice, and none with an earlier one"):
+        module(words, past=(state,), position_ids=torch.arange(4)[None])
+    with pytest.raises(StageError, match=r"position_ids \[3, 1, 4\] that do not go on"):
+        module(words, position_ids=torch.tensor([0, 1, 0, 1]).expand(3, 1, 4))
+    with pytest.raises(StageError, match="attention over slices has no cu_seq_lens_q"):
+        module(words, cu_seq_lens_q=torch.tensor([0, 2, 4]))
 
 
 def test_checkpointing_in_a_stage() -> None:

@@ -28,10 +28,14 @@ class _Join(NamedTuple):
     dim: int
 
 
+Casts = dict[int, tuple[torch.Tensor, torch.Tensor]]  # tensors and what they were cast to, by the tensor's identity
+
+
 class _Joins(threading.local):
-    """The joined tensors of the slice whose forward runs in this thread, by storage; None outside of one."""
+    """The joined tensors of the slice whose forward runs in this thread, by storage, and what it has cast; None outside of one."""
 
     current: dict[int, _Join] | None = None
+    casts: Casts | None = None
 
 
 _JOINS = _Joins()
@@ -51,6 +55,17 @@ def join(pieces: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         storage = joined.untyped_storage()
         _JOINS.current[storage._cdata] = _Join(StorageWeakRef(storage), [piece.detach() for piece in pieces], dim)
     return joined
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a slice's own tensor in another type, in which it is also handed on if it is part of the slice's state.
+
+    Otherwise each later slice would cast it again, and save that.
+    """
+    found = tensor.to(dtype)
+    if found is not tensor and _JOINS.casts is not None and not torch.compiler.is_compiling():
+        _JOINS.casts[id(tensor)] = tensor, found
+    return found
 
 
 class Joined:
@@ -91,16 +106,17 @@ def joined_again(saved: Any) -> Any:
 
 
 @contextmanager
-def keeping_pieces(*, sets_hooks: bool) -> Iterator[None]:
-    """Run a slice's forward: what it joins is saved in pieces.
+def keeping_pieces(*, sets_hooks: bool) -> Iterator[Casts]:
+    """Run a slice's forward: what it joins is saved in pieces. Yields what it casts.
 
     Args:
         sets_hooks: whether to set hooks that ask `in_pieces` about each tensor that is saved: not where a stash does, nor in the
             first of two forwards, which saves nothing.
     """
-    before, _JOINS.current = _JOINS.current, {}
+    before, casts = (_JOINS.current, _JOINS.casts), Casts()
+    _JOINS.current, _JOINS.casts = {}, casts
     try:
         with torch.autograd.graph.saved_tensors_hooks(in_pieces, joined_again) if sets_hooks else nullcontext():
-            yield
+            yield casts
     finally:
-        _JOINS.current = before
+        _JOINS.current, _JOINS.casts = before

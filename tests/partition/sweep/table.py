@@ -28,6 +28,26 @@ The sweep writes this page:
     make test-all ARGS="-n 0 tests/partition/test_all_transformers.py --write-transformers"
 """
 
+IN_SLICES = "## In slices"
+SLICES = """{title}
+
+Another sweep hands stages to `bpipe.slices.sliced_transformer`: those of the classes above that predict words, without dropout. It
+compares the gradients of a step in three slices with those of whole sequences, in double precision where a class computes in it.
+{num_right} classes are right, and {num_refused} are refused by name, which happens before anything is trained, because
+`sliced_transformer` proves each kind of model on a small one of your own configuration.
+
+    make test-all ARGS="-n 0 tests/slices/test_transformers_by_class.py --write-transformers"
+
+"""
+
+
+def slices_section(found: Sequence[Outcome]) -> str:
+    """Return the end of the page: which of the classes that are cut take slices."""
+    kinds = {kind: [one for one in sorted(found, key=lambda one: one.name) if one.kind == kind] for kind in (RIGHT, REFUSED)}
+    head = SLICES.format(title=IN_SLICES, num_right=len(kinds[RIGHT]), num_refused=len(kinds[REFUSED]))
+    names = ", ".join(f"`{one.name}`" for one in kinds[RIGHT])
+    return head + "\n".join([f"### Take slices\n\n{names}\n", *_table("Take no slices", kinds[REFUSED], level="###")])
+
 
 def page(found: Sequence[Outcome], num_others: int, version: str) -> str:
     """The page, with the classes that are cut, those that are refused by reason, and the rest."""
@@ -45,9 +65,9 @@ def page(found: Sequence[Outcome], num_others: int, version: str) -> str:
     return "\n".join(parts)
 
 
-def _table(title: str, found: Sequence[Outcome]) -> list[str]:
+def _table(title: str, found: Sequence[Outcome], level: str = "##") -> list[str]:
     by_reason: dict[str, list[str]] = defaultdict(list)
     for one in found:
         by_reason[one.why].append(f"`{one.name}`")
     rows = sorted(by_reason.items(), key=lambda row: (-len(row[1]), row[0]))
-    return [f"## {title}\n", "| why | classes |", "|---|---|", *(f"| {why} | {', '.join(names)} |" for why, names in rows), ""]
+    return [f"{level} {title}\n", "| why | classes |", "|---|---|", *(f"| {why} | {', '.join(names)} |" for why, names in rows), ""]
