@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,64 @@ def test_a_state_that_a_later_slice_changes_in_place() -> None:
 
     with pytest.raises((SavedTensorError, RuntimeError, StageError), match=r"modified in place|inplace operation|changed in place"):
         step(Changed(changed))
+
+
+GENERATOR = torch.Generator()
+
+
+def restored(y: torch.Tensor) -> torch.Tensor:
+    state = torch.get_rng_state()
+    mask = torch.rand(y.shape) > 0.5
+    torch.set_rng_state(state)
+    return mask
+
+
+DRAWS: dict[str, Any] = {
+    "a generator of one's own": lambda y: torch.rand(y.shape, generator=GENERATOR) > 0.5,
+    "numpy": lambda y: torch.from_numpy(np.random.rand(*y.shape)) > 0.5,
+    "random": lambda y: torch.tensor([random.random() > 0.5 for _ in range(y.shape[1])])[:, None],
+    "a restored state": restored,
+}
+
+
+@pytest.mark.parametrize("how", DRAWS)
+def test_random_numbers_from_elsewhere(how: str) -> None:
+    module = Changed(lambda y, past: (y * DRAWS[how](y), None))
+    with pytest.raises(StageError, match=r"drew random numbers in its forward \(dropout\?\)"):
+        step(module)
+
+
+def test_generators_of_a_compiled_module() -> None:
+    """Where operations cannot be looked at, those that modules hold are."""
+    module: Any = Changed(lambda y, past: (y * float(module.own.random()), None))
+    module.own = np.random.default_rng(0)
+    module._compiled_call_impl = module._call_impl
+    with pytest.raises(StageError, match=r"drew random numbers"):
+        step(module)
+
+
+def test_random_numbers_in_the_loss() -> None:
+    x = torch.randn(2, 6, WIDTH)
+    stage = PipelineStage(Changed(lambda y, past: (y, None)), 0, 1, "cpu", Loopback(1).rank(0))
+    schedule = Seq1F1B(stage, 1, loss_fn=lambda y, t: mse(nn.functional.dropout(y, 0.5), t), slices=3)
+    with pytest.raises(StageError, match=r"the loss of .* drew random numbers"):
+        schedule.step(x, target=x)
+
+
+def test_one_slice_may_draw_random_numbers() -> None:
+    """It is the whole sequence."""
+    dropping = Changed(lambda y, past: (nn.functional.dropout(y, 0.5), None))
+    step(dropping, slices=1)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_state_that_is_changed_in_place_in_an_evaluation(mode: Any) -> None:
+    def summed(y: torch.Tensor, past: tuple[Any, ...]) -> Any:
+        return y + past[0] if past else y, past[0].add_(1.0) if past else y.sum(1, keepdim=True)
+
+    schedule = schedule_of(Changed(summed))
+    with mode(), pytest.raises(StageError, match="was changed in place, so it is not what that slice has left"):
+        schedule.eval(torch.randn(2, 6, WIDTH))
 
 
 def test_a_running_sum_in_place() -> None:

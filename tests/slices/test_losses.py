@@ -75,3 +75,26 @@ def test_lengths_in_positions_and_shares() -> None:
     assert Slicing(3)._lengths_of(10) == [4, 3, 3]
     assert Slicing(3, [5, 3, 2])._lengths_of(10) == [5, 3, 2]
     assert Slicing(4, [0.366, 0.252, 0.205, 0.177])._lengths_of(1000) == [366, 252, 205, 177]
+
+
+class Limited(Head):
+    """A head that leaves words out, as for a vocabulary that is filled up."""
+
+    def forward(self, x: torch.Tensor, past: tuple[Any, ...] = ()) -> tuple[torch.Tensor, Any]:
+        logits, state = super().forward(x, past)
+        return logits.masked_fill(torch.arange(7) > 4, -torch.inf), state
+
+
+def test_slices_of_padding_with_infinite_logits() -> None:
+    """Before, 0 times minus infinity was the loss of a slice in which nothing counts."""
+    torch.manual_seed(0)
+    module, (x, _), losses = Limited().double(), batch_of(2), list[torch.Tensor]()
+    words = torch.randint(0, 5, (4, 12))
+    words[:, 8:] = -100
+    whole = [cross_entropy(module(part)[0], target) for part, target in zip(x.chunk(2), words.chunk(2))]
+    (sum(whole) / 2).backward()
+    expected = taken([module])
+    stage = PipelineStage(module, 0, 1, "cpu", Loopback(1).rank(0))
+    Seq1F1B(stage, 2, loss_fn=cross_entropy, slices=3).step(x, target=words, losses=losses)
+    assert furthest(taken([module]), expected) < 1e-12
+    torch.testing.assert_close(losses, [loss.detach() for loss in whole], rtol=1e-12, atol=0)
