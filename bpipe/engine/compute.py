@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from bpipe.recomputation.rerun import Rerun, Reruns
 from bpipe.recomputation.restorable import BATCH
 from bpipe.recomputation.state import Learned
 from bpipe.schedules import Action
+from bpipe.slices.loss_check import LossCheck
 from bpipe.slices.states import Sequences, past_of
 
 __all__: list[str] = []
@@ -54,6 +56,7 @@ class StepInputs:
         keeps_outputs: whether the last stage's outputs are returned.
         check_output: raises if outputs like this one of a microbatch cannot be merged.
         lengths: of all slices; None if there are none, or if no rank has cut anything.
+        loss_check: compares the losses of slices with those of whole sequences; None if there are none.
     """
 
     args: Sequence[tuple[Any, ...]]
@@ -66,6 +69,7 @@ class StepInputs:
     keeps_outputs: bool
     check_output: Callable[[Any], None]
     lengths: Sequence[int] | None = None
+    loss_check: LossCheck | None = None
 
 
 class _Inputs(NamedTuple):
@@ -134,6 +138,7 @@ class Compute:
         self.outputs: dict[int, Any] = {}
         self.returned: list[torch.Tensor] = []  # the tensors of both, which the step will return to the user
         self.lengths = step_inputs.lengths
+        self._is_learning = is_learning
         self._stages, self._step_inputs, self._traffic, self._has_backward = stages, step_inputs, traffic, has_backward
         self._last = {index for index, stage in stages.items() if stage.is_last}
         self._first = {index for index, stage in stages.items() if stage.is_first}
@@ -202,7 +207,7 @@ class Compute:
                 evictions.returned(state, (output, loss))
             made = self._finish_microbatch(output, loss, action.microbatch)
         else:
-            made = self._hand_on(output, state, borrowed, fixed)
+            made = self._hand_on(output, state, borrowed | keys_of(left), fixed)
         del output, loss  # which this frame must not own either when `after_forward` counts owners
         if self._has_backward:
             state.graph = Graph(edges_of([*made, *left]), input_grads, self._hooks.num_common > num_common)
@@ -221,12 +226,12 @@ class Compute:
         rerun = Rerun(action.stage, microbatch, given, running, self._known(action.stage), self.reruns, device, non_activations)
         state.rerun = rerun, message
         with torch.enable_grad(), rerun.first():
-            output, loss, _ = self._returned(action, state, inputs, sets_hooks=False)
+            output, loss, left = self._returned(action, state, inputs, sets_hooks=False)
         rerun.returned(output, loss)
         if stage.is_last:
             self._finish_microbatch(output, loss, microbatch)
         else:
-            self._hand_on(output, state, set(), inputs.fixed)
+            self._hand_on(output, state, keys_of(left), inputs.fixed)
 
     def _known(self, stage: int) -> Learned:
         """Return what is known about a stage whose forwards run twice: nothing yet, if its makeup has changed."""
@@ -318,10 +323,12 @@ class Compute:
             loss = self._called_loss(output, microbatch)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             seen = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__qualname__
-            raise StageError(f"loss_fn returned {seen} for microbatch {microbatch}: return one number, such as loss.mean()")
+            raise StageError(
+                f"loss_fn returned {seen} for {self._microbatches.named(microbatch)}: return one number, such as loss.mean()"
+            )
         if self._has_backward and not loss.requires_grad:
             raise StageError(
-                f"the loss of microbatch {microbatch} needs no gradient, so the step would train nothing: "
+                f"the loss of {self._microbatches.named(microbatch)} needs no gradient, so the step would train nothing: "
                 "return a loss that depends on the output, and keep at least one parameter trainable"
             )
         return loss
@@ -332,16 +339,21 @@ class Compute:
         assert inputs.loss_fn is not None and inputs.targets is not None
         if self._sequences is None:
             return inputs.loss_fn(output, inputs.targets[microbatch], **inputs.loss_kwargs)
-        with self._sequences.watching(f"the loss of microbatch {microbatch}", list(modules_of(inputs.loss_fn))):
-            return inputs.loss_fn(output, inputs.targets[microbatch], **inputs.loss_kwargs)
+        name, target = f"the loss of {self._microbatches.named(microbatch)}", inputs.targets[microbatch]
+        call = partial(inputs.loss_fn, **inputs.loss_kwargs)
+        with self._sequences.watching(name, list(modules_of(inputs.loss_fn))):
+            loss = call(output, target)
+        if self._is_learning and self._has_backward and inputs.loss_check is not None and self.lengths:
+            inputs.loss_check.look(microbatch, output, target, self.lengths[microbatch], call, name)
+        return loss
 
     def _check_positions(self, output: Any, length: int, microbatch: int) -> None:
         """Raise if the output of a slice has no dimension of its positions; numbers, such as losses, have none."""
         shapes = [list(tensor.shape) for tensor in mb.tensors_in(output)]
         if not any(length in shape or not shape for shape in shapes):
             raise StageError(
-                f"slice {microbatch} of a step has {length} positions, but the output has the shape {shapes}: they do not belong "
-                "together (a shifted target must be as long as the inputs)"
+                f"{self._microbatches.named(microbatch)} has {length} positions, but the output has the shape {shapes}: they do "
+                "not belong together (a shifted target must be as long as the inputs)"
             )
 
     def _finish_microbatch(self, output: Any, loss: torch.Tensor | None, microbatch: int) -> list[torch.Tensor]:
@@ -360,7 +372,7 @@ class Compute:
     def _hand_on(self, output: Any, state: MicrobatchState, borrowed: set[int], fixed: Collection[int]) -> list[torch.Tensor]:
         """Flatten a stage's output for the next one; return its tensors, where its backward begins."""
         stage, microbatch = state.stage, state.microbatch
-        tree, tensors = flatten_message(output, f"stage {stage}, microbatch {microbatch}")
+        tree, tensors = flatten_message(output, state.place)
         non_activations = self.non_activations().keys()  # the stage keeps these, and may change them while they are sent
         sent = all_dense([tensor if non_activations.isdisjoint(keys_of([tensor])) else tensor.clone() for tensor in tensors])
         if stage + 1 in self._stages:
@@ -491,7 +503,7 @@ def _apart(tensors: Iterable[torch.Tensor], borrowed: Iterable[int]) -> Iterator
 
     Args:
         tensors: the outputs of a stage.
-        borrowed: the storages that the stage got from its previous stage in the same way.
+        borrowed: the storages that the stage got from its previous stage in the same way, or has left for later slices.
     """
     taken = set(borrowed)
     for tensor in tensors:

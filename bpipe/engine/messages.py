@@ -70,7 +70,7 @@ class Messages:
         if state.unsent_versions is not None:
             for tensor, version in state.unsent_versions:
                 if tensor._version != version:
-                    raise _modified(action, tensor)
+                    raise _modified(state, tensor)
             state.unsent_versions = None
         boundary, subject = self._boundary(action), Subject(self._traffic.step, action.stage, action.microbatch)
         data = note = None
@@ -83,7 +83,7 @@ class Messages:
             if action.op is Op.SEND_F:
                 note = self._changed_needs(action, state, agreed, spec)
             elif not can_tell(agreed, spec):
-                raise _changed(action, agreed, spec)
+                raise _changed(action, state, agreed, spec)
             else:
                 tensors, note = with_note(subject, agreed, spec, tensors, self._traffic.transport.device)
                 self._specs[boundary] = renewed(agreed, spec)
@@ -122,11 +122,11 @@ class Messages:
             StageError: the output differs in something else, or no parameter that is known to be trained leads to it.
         """
         if not _is_alike(agreed, spec):
-            raise _changed(action, agreed, spec)
+            raise _changed(action, state, agreed, spec)
         note, after = None, needing(agreed, spec)
         if after != agreed:
             if not agreed.is_open:  # then the receiver does not look for a note
-                raise _needs_now(action)
+                raise _needs_now(state)
             self._agree_on_more(action, agreed, after)
             note = header.pack_spec(Subject(self._traffic.step, action.stage, action.microbatch), after)
         pairs = [(one.requires_grad, other.requires_grad) for one, other in zip(after.tensors, spec.tensors) if one and other]
@@ -144,7 +144,7 @@ class Messages:
         self._traffic.wait(state, action)
         for tensor, version in state.sent_versions.pop(START_OF[action.op]):
             if tensor._version != version:
-                raise _modified(action, tensor)
+                raise _modified(state, tensor)
 
     def receive(self, action: Action, state: MicrobatchState) -> None:
         if self._is_learning and self._traffic.transport.waits_on_device:
@@ -233,9 +233,9 @@ def _taken(state: MicrobatchState, op: Op) -> Message:
     return message
 
 
-def _modified(action: Action, tensor: torch.Tensor) -> StageError:
+def _modified(state: MicrobatchState, tensor: torch.Tensor) -> StageError:
     return StageError(
-        f"stage {action.stage}, microbatch {action.microbatch}: an output of shape {list(tensor.shape)} was modified "
+        f"{state.place}: an output of shape {list(tensor.shape)} was modified "
         "in place while it was being sent. Return a clone of a tensor that the stage modifies later."
     )
 
@@ -249,21 +249,21 @@ def _is_alike(one: MessageSpec, other: MessageSpec) -> bool:
     return one.tree == other.tree and [m and m.extent for m in one.tensors] == [m and m.extent for m in other.tensors]
 
 
-def _needs_now(action: Action) -> StageError:
+def _needs_now(state: MicrobatchState) -> StageError:
     return StageError(
-        f"stage {action.stage}, microbatch {action.microbatch}: an output needs a gradient, but in an earlier step with the same "
+        f"{state.place}: an output needs a gradient, but in an earlier step with the same "
         "input shapes the stage had no trainable parameters, or the output was an input or buffer passed through. Register "
         "trained tensors as Parameters of the stage's module, and return a clone of a tensor that is passed through in some steps."
     )
 
 
-def _changed(action: Action, agreed: MessageSpec, spec: MessageSpec) -> StageError:
+def _changed(action: Action, state: MicrobatchState, agreed: MessageSpec, spec: MessageSpec) -> StageError:
     what = "output" if action.op is Op.SEND_F else "gradient of the input"
     texts = [str(agreed), str(spec)]
     if texts[0] == texts[1]:
         texts = [f"{one}, strides {[meta.stride for meta in one.tensors if meta]}" for one in (agreed, spec)]
     return StageError(
-        f"stage {action.stage}, microbatch {action.microbatch}: the {what} changed although this step's inputs look like "
+        f"{state.place}: the {what} changed although this step's inputs look like "
         f"an earlier step's: agreed {texts[0]}, got {texts[1]}. Shapes must depend only on the shapes of the inputs: "
         "send data of varying size as a tensor of fixed shape with a mask or a length, and make it contiguous if strides vary."
     )

@@ -17,7 +17,7 @@ from bpipe.memory.saved.bundle import Bundle
 from bpipe.memory.saved.shown import Shown
 from bpipe.memory.saved.stash import Stash
 from bpipe.memory.saved.storages import MessageBytes
-from bpipe.plan.whereabouts import whereabouts
+from bpipe.plan.whereabouts import named, whereabouts
 from bpipe.recomputation.rerun import Rerun
 from bpipe.schedules import Action, Op
 
@@ -141,7 +141,9 @@ class MicrobatchState:
         received_bytes: the bytes of its input, if it is followed.
         returned_bytes: the bytes of its result that is not sent.
         kept: its parts that this rank stores for their evictor.
+        slices: how many slices each sequence has, of which it may be one.
         name: its name in messages.
+        place: the same, beginning with the stage.
     """
 
     stage: int
@@ -169,10 +171,13 @@ class MicrobatchState:
     received_bytes: MessageBytes | None = None
     returned_bytes: MessageBytes | None = None
     kept: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    slices: int = 1
     name: str = field(init=False)
+    place: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self.name = f"microbatch {self.microbatch} of stage {self.stage}"
+        unit = named(self.microbatch, self.slices)
+        self.name, self.place = f"{unit} of stage {self.stage}", f"stage {self.stage}, {unit}"
 
     @property
     def is_over(self) -> bool:
@@ -188,10 +193,21 @@ class MicrobatchStates(dict[tuple[int, int], MicrobatchState]):
     """The states of the microbatches that a rank holds, by stage and microbatch, in the order in which they arrived.
 
     A state is created when it is first asked for.
+
+    Args:
+        slices: into how many slices each sequence is cut, which its messages name.
     """
 
+    def __init__(self, slices: int = 1) -> None:
+        super().__init__()
+        self._slices = slices
+
+    def named(self, unit: int) -> str:
+        """Return the name of a unit in messages."""
+        return named(unit, self._slices)
+
     def __missing__(self, key: tuple[int, int]) -> MicrobatchState:
-        state = self[key] = MicrobatchState(*key)
+        state = self[key] = MicrobatchState(*key, slices=self._slices)
         return state
 
     def before(self, state: MicrobatchState, slices: int) -> list[MicrobatchState]:

@@ -88,7 +88,7 @@ class Run:
         self.plan, self.rank, self.step, self.device, self._name = plan, rank, step, transport.device, name
         self._stages = tuple(stages)
         self.holds_last_stage = any(stage.is_last for stage in stages.values())
-        self.microbatches = MicrobatchStates()
+        self.microbatches = MicrobatchStates(plan.slices)
         self.traffic = Traffic(transport, rank, step, self.microbatches, stages, memory.device_waits)
         self.sharding = Sharding(parts, plan.actions[rank])
         self.twins = Twins(plan, rank, parts, self.traffic)
@@ -113,7 +113,8 @@ class Run:
         trainable = {i for i, of in parts.items() if any(p.requires_grad for p in of.parameters)} if plan.has_backward else set()
         self._messages = Messages(self.traffic, specs, is_learning=is_learning, trainable=trainable, depth=plan.depth)
         self._acceptors = {
-            peer: Acceptor(Traffic(transport, rank, step, MicrobatchStates()), buffers) for peer, buffers in memory.served().items()
+            peer: Acceptor(Traffic(transport, rank, step, MicrobatchStates(plan.slices)), buffers)
+            for peer, buffers in memory.served().items()
         }
         self._advance: Callable[[Action], None] | None = None
         self._piece: Action | None = None  # the piece that runs now
@@ -203,7 +204,10 @@ class Run:
             else:
                 self._execute_observed(action, state)
         except BaseException as error:
-            note(error, f"bpipe: {self._name}, {place_of(action)}, step {self.step}" + f"; {state}" * (not is_sharding))
+            note(
+                error,
+                f"bpipe: {self._name}, {place_of(action, self.plan.slices)}, step {self.step}" + f"; {state}" * (not is_sharding),
+            )
             raise
         if not is_sharding:
             state.latest = action

@@ -66,6 +66,7 @@ class Preparation:
             keeps_outputs=keeps_outputs,
             check_output=lambda output: check_merge([output], context.specs.output),
             lengths=given.lengths,
+            loss_check=context.slicing.loss_check(is_mean=context.scale_grads) if context.slicing is not None else None,
         )
         return PreparedCall(step_inputs, parts, call.losses, given.weights if context.scale_grads else None, forms)
 

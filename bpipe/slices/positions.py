@@ -29,13 +29,16 @@ class UpTo:
 
     Args:
         dim: the dimension of the sequence's positions.
+        rows: of a mask of queries and keys, the dimension of the queries, of which a slice gets its own: `UpTo(3, rows=2)` of
+            [batch, heads, queries, keys]. True, or a number that is not very low, says that a key is seen, and none may be seen
+            that lies behind the slice's end.
     """
 
-    def __init__(self, dim: int = SEQUENCE) -> None:
-        self.dim = dim
+    def __init__(self, dim: int = SEQUENCE, *, rows: int | None = None) -> None:
+        self.dim, self.rows = dim, rows
 
     def __repr__(self) -> str:
-        return f"UpTo({self.dim})"
+        return f"UpTo({self.dim})" if self.rows is None else f"UpTo({self.dim}, rows={self.rows})"
 
 
 class SliceCutting:
@@ -43,10 +46,12 @@ class SliceCutting:
 
     Args:
         lengths_of: returns the lengths of the slices of a sequence of so many positions.
+        num_microbatches: m, into how many of them the batch was cut.
     """
 
-    def __init__(self, lengths_of: Callable[[int], Sequence[int]]) -> None:
-        self._lengths_of = lengths_of
+    def __init__(self, lengths_of: Callable[[int], Sequence[int]], num_microbatches: int = 1) -> None:
+        self._lengths_of, self._m = lengths_of, num_microbatches
+        self._given_whole: list[tuple[str, int]] = []  # tensors of one dimension without a spec, and their sizes
         self._first: tuple[int, str] | None = None  # the number of positions, and the value that shows it
         self.lengths: Sequence[int] = ()
         self._cut: list[str] = []
@@ -100,24 +105,71 @@ class SliceCutting:
                 "microbatch of its own (arg_mbs, kwarg_mbs, target_mbs), or give the spec None if each slice gets it whole"
             )
         if spec is DEFAULT and tensor.ndim <= SEQUENCE:
+            self._given_whole += [(path, size) for size in tensor.shape]
             return [tensor] * k
+        if spec is DEFAULT and self._first is None and path.startswith("args") and tensor.ndim == 2 and tensor.is_floating_point():
+            raise ConfigurationError(
+                f"{path} has the shape {list(tensor.shape)}, which may be [batch, positions] or [batch, features]: give "
+                "args_slice_spec, with TensorChunkSpec(1) to cut it along its positions, or None to give it to each slice whole"
+            )
         dim = SEQUENCE if spec is DEFAULT else spec.dim if isinstance(spec, UpTo) else getattr(spec, "split_dim", None)
         if not isinstance(dim, int):
             raise misfit(path, tensor, spec)
         if not -tensor.ndim <= dim < tensor.ndim:
             raise ConfigurationError(f"{path} has the shape {list(tensor.shape)}, and no dimension {dim} of positions")
         ends = self._ends(tensor.shape[dim], path, is_default=spec is DEFAULT)
-        is_square = tensor.shape[-2:] == (tensor.shape[dim],) * 2
-        if spec is DEFAULT and is_square and path.startswith("kwargs"):
+        if spec is DEFAULT and self._may_be_mask(tensor, path):
             raise ConfigurationError(
                 f"{path} has the shape {list(tensor.shape)}: it may be a mask of queries and keys, which may look ahead. Slices "
-                "attend to themselves and to the slices before them, so leave a causal mask out; or give a spec"
+                "attend to themselves and to the slices before them, so leave a causal mask out; or give a spec: "
+                "bpipe.slices.UpTo(3, rows=2) for a mask [batch, heads, queries, keys] that does not look ahead"
             )
         if isinstance(spec, UpTo):
-            return [tensor.narrow(dim, 0, end) for end in ends[1:]]
+            return self._up_to(tensor, spec, path, ends)
         parts = [tensor.narrow(dim, start, end - start) for start, end in pairwise(ends)]
         # Words and labels are small, and losses usually view them as one row.
         return parts if tensor.is_floating_point() else [part.contiguous() for part in parts]
+
+    def _may_be_mask(self, tensor: torch.Tensor, path: str) -> bool:
+        """Return whether a tensor may have queries and keys; one of two dimensions may have been cut into microbatches."""
+        if not path.startswith(("args", "kwargs")) or path == "args[0]":
+            return False
+        rows, columns = tensor.shape[-2:]
+        is_cut = tensor.ndim == 2 and rows * self._m == columns and (tensor.is_floating_point() or tensor.dtype is torch.bool)
+        return columns == tensor.shape[SEQUENCE] and (rows == columns or is_cut)
+
+    def _up_to(self, tensor: torch.Tensor, spec: UpTo, path: str, ends: list[int]) -> list[torch.Tensor]:
+        if spec.rows is None:
+            return [tensor.narrow(spec.dim, 0, end) for end in ends[1:]]
+        if not -tensor.ndim <= spec.rows < tensor.ndim or tensor.shape[spec.rows] != ends[-1]:
+            raise ConfigurationError(
+                f"{path} has the shape {list(tensor.shape)}, and no dimension {spec.rows} of {ends[-1]} queries"
+            )
+        parts = []
+        for start, end in pairwise(ends):
+            rows = tensor.narrow(spec.rows, start, end - start)
+            if bool(_is_seen(rows.narrow(spec.dim, end, ends[-1] - end)).any()):
+                raise ConfigurationError(
+                    f"{path} shows queries of positions {start} to {end - 1} keys behind them, where a slice that ends there has "
+                    "nothing: a mask may not look ahead (True, or a number that is not very low, says that a key is seen)"
+                )
+            parts.append(rows.narrow(spec.dim, 0, end))
+        return parts
+
+    def finish(self) -> None:
+        """Check that no value which each slice got whole may have an entry for each position.
+
+        Raises:
+            ConfigurationError: one may.
+        """
+        size, first = self._first or (0, "")
+        for path, own in self._given_whole:
+            if size > 1 and not path.startswith("the target") and own in (size, size / self._m):
+                name = "args" if path.startswith("args") else "kwargs"
+                raise ConfigurationError(
+                    f"{path} has {own} entries and one dimension, and {first} has {size} positions: it may have an entry for each. "
+                    f"Give {name}_slice_spec: TensorChunkSpec(0) to cut it, None to give it to each slice whole"
+                )
 
     def _ends(self, size: int, path: str, *, is_default: bool) -> list[int]:
         """Return where slices begin and end in a value of this size, which must be that of the sequence."""
@@ -131,6 +183,11 @@ class SliceCutting:
                 f"{path} has {size} positions and {first} has {first_size}: they may not belong together; {advice}"
             )
         return [0, *accumulate(self.lengths)]
+
+
+def _is_seen(mask: torch.Tensor) -> torch.Tensor:
+    """Return where a mask shows keys, as scaled_dot_product_attention and Transformers read it."""
+    return mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask.bool()
 
 
 def rule_of(lengths: Lengths | None, num_slices: int) -> Callable[[int], list[int]]:

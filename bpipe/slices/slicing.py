@@ -15,6 +15,7 @@ from bpipe.model.chunks import cannot_join, join
 from bpipe.model.merging import join_values, merge
 from bpipe.model.microbatch import tensors_in
 from bpipe.model.specs import check_specs
+from bpipe.slices.loss_check import Dims, LossCheck
 from bpipe.slices.positions import SEQUENCE, Lengths, SliceCutting, UpTo, rule_of
 
 __all__: list[str] = []
@@ -65,6 +66,17 @@ class Slicing:
         self._lengths_of = rule_of(lengths, num_slices)
         self._specs, self._output_spec = (args_spec, kwargs_spec, target_spec), output_spec
 
+    def loss_check(self, *, is_mean: bool) -> LossCheck:
+        """Return what compares the losses of slices with those of whole sequences.
+
+        Args:
+            is_mean: whether a microbatch's loss is the mean of its slices' losses, and not their sum.
+        """
+        dims = Dims(
+            *(SEQUENCE if spec is None else getattr(spec, "split_dim", None) for spec in (self._output_spec, self._specs[2]))
+        )
+        return LossCheck(self.num_slices, dims, _weights if is_mean else None)
+
     def cut(self, given: CutBatch) -> CutBatch:
         """Cut all microbatches of a call, each by its own number of positions.
 
@@ -84,13 +96,15 @@ class Slicing:
 
     def _cut(self, given: CutBatch, number: int) -> _Slices:
         args_spec, kwargs_spec, target_spec = self._specs
-        cutting = SliceCutting(self._lengths_of)
+        cutting = SliceCutting(self._lengths_of, len(given.args))
         args = cutting.split(given.args[number], args_spec, "args", self.num_slices)
         kwargs = cutting.split(given.kwargs[number], kwargs_spec, "kwargs", self.num_slices)
         if given.targets is None:
+            cutting.finish()
             return _Slices(args, kwargs, [], [], cutting.lengths or [UNKNOWN] * self.num_slices)
         known = cutting.lengths
         targets = cutting.split(given.targets[number], target_spec, "the target", self.num_slices)
+        cutting.finish()
         if target_spec is None:
             if not cutting.has_cut("the target"):
                 raise ConfigurationError(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer
 
-from bpipe import Loopback, PipelineStage, Seq1F1B
+from bpipe import Interleaved1F1B, Loopback, PipelineStage, Seq1F1B
 from bpipe.errors import AgreementError, ConfigurationError, SavedTensorError, StageError
 from bpipe.slices import UpTo
 from tests.slices.models import WIDTH, Stage
@@ -82,7 +82,7 @@ def test_modules_that_take_no_slices(module: nn.Module, told: str) -> None:
     "how, told",
     [
         (lambda y, past: y, r"returns \(output, state\).*this one returned a Tensor"),
-        (lambda y, past: (y, object()), r"the state of microbatch 0 of stage 0 returned a builtins\.object"),
+        (lambda y, past: (y, object()), r"the state of slice 0 of microbatch 0 of stage 0 returned a builtins\.object"),
         (lambda y, past: (nn.functional.dropout(y, 0.5), None), r"drew random numbers in its forward \(dropout\?\)"),
     ],
 )
@@ -231,9 +231,9 @@ def test_what_there_is_no_slice_for() -> None:
         ),
         (
             lambda y, past: (y.sum((1, 2)) + 0 * y.sum(), None),
-            r"slice 0 of a step has 2 positions, but the output has the shape \[\[4\]\]",
+            r"slice 0 of microbatch 0 has 2 positions, but the output has the shape \[\[4\]\]",
         ),
-        (lambda y, past: (y[:, :1], None), "slice 0 of a step has 2 positions, but the output has the shape"),
+        (lambda y, past: (y[:, :1], None), "slice 0 of microbatch 0 has 2 positions, but the output has the shape"),
     ],
 )
 def test_outputs_without_the_positions_of_their_slice(how: Any, told: str) -> None:
@@ -292,3 +292,94 @@ def test_a_stage_may_stand_in_a_wrapper() -> None:
     stage, x = Stage("lstm"), torch.randn(2, 6, WIDTH)
     expected, _ = stage(x)
     torch.testing.assert_close(schedule_of(nn.parallel.DataParallel(stage)).step(x, target=x), expected)
+
+
+SQUARE = r"may be a mask of queries and keys, which may look ahead.*UpTo\(3, rows=2\)"
+
+
+@pytest.mark.parametrize(
+    "m, given, told",
+    [
+        (1, torch.ones(6, 6), SQUARE),
+        (1, torch.ones(2, 6, 6), SQUARE),
+        (2, torch.ones(6, 6), SQUARE),
+        (3, torch.ones(6, 6, dtype=torch.bool), SQUARE),
+        (1, torch.arange(6), r"\[.*\] has 6 entries and one dimension, and args\[0\] has 6 positions: .* TensorChunkSpec\(0\)"),
+        (2, torch.arange(6), r"\[.*\] has 3 entries and one dimension, and args\[0\] has 6 positions"),
+    ],
+)
+@pytest.mark.parametrize("is_positional", [False, True])
+def test_values_that_are_ambiguous(m: int, given: torch.Tensor, told: str, is_positional: bool) -> None:
+    """Before, they were cut wrongly, or given to each slice whole, without a word."""
+    x = torch.randn(6, 6, WIDTH)
+    more: Any = {} if is_positional else {"given": given}
+    with pytest.raises(ConfigurationError, match=told):
+        schedule_of(Masked(), m).step(x, *([given] if is_positional else []), target=x, **more)
+
+
+def test_features_are_no_positions() -> None:
+    x = torch.randn(4, 6)
+    with pytest.raises(ConfigurationError, match=r"\[batch, positions\] or \[batch, features\]: give args_slice_spec"):
+        schedule_of(Masked()).step(x, target=x)
+
+
+def test_masks_of_queries_and_keys() -> None:
+    """Each slice gets its queries' rows, and the keys up to its end."""
+    module, mask = Masked(), torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    step(module, kwargs={"mask": mask}, kwargs_slice_spec={"mask": UpTo(3, rows=2)})
+    assert module.seen == [{"mask": (2, 1, 2, end)} for end in (2, 4, 6)]
+    for ahead in (torch.ones_like(mask), torch.zeros(2, 1, 6, 6)):
+        with pytest.raises(ConfigurationError, match="shows queries of positions 0 to 1 keys behind them"):
+            step(module, kwargs={"mask": ahead}, kwargs_slice_spec={"mask": UpTo(3, rows=2)})
+    with pytest.raises(ConfigurationError, match="no dimension 1 of 6 queries"):
+        step(module, kwargs={"mask": mask}, kwargs_slice_spec={"mask": UpTo(3, rows=1)})
+
+
+def test_errors_name_microbatches_and_slices() -> None:
+    """Before, they named the number of the slice among all as that of a microbatch."""
+
+    def fails(y: torch.Tensor, past: tuple[Any, ...]) -> Any:
+        if len(past) == 1 and module.linear.weight.grad is not None:
+            raise ValueError("no more")
+        return y, None
+
+    module = Changed(fails)
+    x = torch.randn(4, 6, WIDTH)
+    with pytest.raises(ValueError, match="no more") as caught:
+        schedule_of(module, 2).step(x, target=x)
+    assert "slice 1 of microbatch 1, action 0F1/1" in caught.value.__notes__[0]
+    with pytest.raises(StageError, match=r"loss_fn returned a tensor of shape \[2, 2, 16\] for slice 0 of microbatch 0"):
+        Seq1F1B(
+            PipelineStage(Changed(lambda y, past: (y, None)), 0, 1, "cpu", Loopback(1).rank(0)), 1, loss_fn=lambda y, t: y, slices=3
+        ).step(x[:2], target=x[:2])
+
+
+class Keeping(Changed):
+    """A stage whose output is its state, too."""
+
+    def forward(self, x: torch.Tensor, past: tuple[Any, ...] = ()) -> Any:
+        y = self.linear(x)
+        y = y + past[-1].sum(1, keepdim=True) if past else y
+        return y, y
+
+
+def test_an_output_that_is_the_state_may_be_changed_by_the_next_stage_on_the_rank() -> None:
+    """As over a link. Before, the stage that had not changed it was blamed."""
+
+    class Adding(Changed):
+        def forward(self, x: torch.Tensor, past: tuple[Any, ...] = ()) -> Any:
+            return self.linear(x.add_(1.0)), None
+
+    x, found = torch.randn(2, 6, WIDTH), []
+    for ranks in (2, 1):
+        torch.manual_seed(0)
+        modules, loopback = [Keeping(), Adding()], Loopback(ranks)
+        stages = [PipelineStage(one, i, 2, "cpu", loopback.rank(i % ranks)) for i, one in enumerate(modules)]
+        options: Any = {"loss_fn": mse, "slices": 3}
+        if ranks == 2:
+            schedules: list[Any] = [Seq1F1B(stage, 1, **options) for stage in stages]
+        else:
+            schedules = [Interleaved1F1B(stages, 1, **options)]
+        loopback.step(schedules, x, target=x)
+        found.append([parameter.grad for module in modules for parameter in module.parameters()])
+    assert all(map(torch.equal, *found))

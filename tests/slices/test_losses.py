@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from bpipe import Loopback, PipelineStage, Seq1F1B
+from bpipe.errors import StageError
 from bpipe.slices.slicing import Slicing
 from tests.slices.models import WIDTH, Stage, batch_of
 from tests.slices.test_run import furthest, taken
@@ -98,3 +99,31 @@ def test_slices_of_padding_with_infinite_logits() -> None:
     Seq1F1B(stage, 2, loss_fn=cross_entropy, slices=3).step(x, target=words, losses=losses)
     assert furthest(taken([module]), expected) < 1e-12
     torch.testing.assert_close(losses, [loss.detach() for loss in whole], rtol=1e-12, atol=0)
+
+
+def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().sum()
+
+
+def root(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean().sqrt()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "loss_fn, options, told",
+    [
+        (summed, {}, r"the mean of its losses .* or, with scale_grads=False, a part of a sum"),
+        (root, {}, "the mean of its losses"),
+        (nn.functional.mse_loss, {"scale_grads": False}, r"the sum of its losses .* leave scale_grads out for a mean"),
+    ],
+)
+def test_losses_that_slices_do_not_make_up(loss_fn: Any, options: Any, told: str, dtype: torch.dtype) -> None:
+    """Before, a sum trained with 1/k of its gradients, without a word."""
+    torch.manual_seed(0)
+    module, (x, target) = Stage("lstm").to(dtype), batch_of(2, dtype=torch.float64)
+    stage = PipelineStage(module, 0, 1, "cpu", Loopback(1).rank(0))
+    schedule = Seq1F1B(stage, 2, loss_fn=loss_fn, slices=4, **options)
+    with pytest.raises(StageError, match=told):
+        schedule.step(x.to(dtype), target=target.to(dtype))
+    assert all(parameter.grad is None for parameter in module.parameters())

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from bpipe.comm.wire.codec import decode, encode
 from bpipe.errors import CommError
 from bpipe.plan.action import HOST, RECEIVES, SHARDING, WAIT_OF
+from bpipe.plan.whereabouts import named
 from bpipe.schedules import Action, Plan
 
 __all__: list[str] = []
@@ -113,10 +114,15 @@ class Activity:
         """Return the action under way; None outside a step, or when only the activations of others keep this rank in it."""
         return self.under_way or action_at(self.plan, self.status())
 
+    @property
+    def slices(self) -> int:
+        """Into how many slices the plan under way cuts each sequence."""
+        return 1 if self.plan is None else self.plan.slices
+
     def place(self) -> str:
         """Describe the stage, microbatch and action under way; empty outside a step."""
         action = self.action()
-        return "" if action is None else place_of(action)
+        return "" if action is None else place_of(action, self.slices)
 
     def is_waiting(self) -> bool:
         """Return whether this rank cannot go on without another one."""
@@ -134,7 +140,7 @@ def action_at(plan: Plan | None, status: Status) -> Action | None:
     return lane[status.position] if 0 <= status.position < len(lane) else None
 
 
-def place_of(action: Action) -> str:
-    """Describe an action in words."""
-    microbatch = "" if action.op in SHARDING else f" microbatch {action.microbatch},"
-    return f"stage {action.stage},{microbatch} action {action}"
+def place_of(action: Action, slices: int = 1) -> str:
+    """Describe an action in words; in a plan of several slices for each microbatch, with the slice."""
+    which = "" if action.op in SHARDING else f" {named(action.microbatch, slices)},"
+    return f"stage {action.stage},{which} action {action.text(slices)}"

@@ -145,7 +145,9 @@ class Watchdog:
         action = self._activity.action()
         if action is None:
             return f"in step {status.step} for {RELOADS}"
-        return f"in step {status.step}, {place_of(action)}, for rank {self._activity.group_rank(action.peer)}"
+        return (
+            f"in step {status.step}, {place_of(action, self._activity.slices)}, for rank {self._activity.group_rank(action.peer)}"
+        )
 
     def _report(self) -> str:
         statuses = {**self._answers, self._rank: self._status()}
