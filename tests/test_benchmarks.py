@@ -10,7 +10,7 @@ from statistics import median
 import pytest
 import torch
 
-from benchmarks import against_torch, balanced_plain, growth, same_cap, sliced_plain
+from benchmarks import against_torch, balanced_plain, growth, many_ranks, same_cap, sliced_plain
 from benchmarks.__main__ import HEAD
 from benchmarks.alternate import Step, peak_bytes
 from benchmarks.intervals import interval, ratios
@@ -121,3 +121,12 @@ def test_ours_keep_the_cap():
 def highest_slots(rank: int, names: list[str]) -> list[int]:
     pipelines = [same_cap.Pipeline(rank, same_cap.Work(4, 8, "real"), same_cap.WAYS[name]) for name in names]
     return [max(pipeline.schedule.plan.peak_slots) for pipeline in pipelines]
+
+
+@pytest.mark.alone
+def test_many_ranks_stay_cheap():
+    """What the study claims of hundreds of ranks, of 32."""
+    rows = many_ranks.measure(32, num_rounds=2, num_failures=1)
+    late = {claim.what: claim.value for claim in many_ranks.claims(rows) if claim.value > claim.target}
+    assert not late
+    assert rows[0]["frames"] == 5 and rows[0]["bytes"] < 500

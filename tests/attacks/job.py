@@ -1,7 +1,7 @@
 """A job that torchrun starts again after a rank was killed in some phase: `torchrun ... -m tests.attacks.job PHASE`.
 
-Rank 1 is killed in the first attempt and rank 0 in the second one. Both may be in another phase than the rest, and have made other
-numbers of pipelines, all over one store.
+Rank 1 is killed in the first attempt and rank 0 in the second one. Where activations move, it is the rank that stores them, and
+then the one that evicts them. They may be in another phase than the rest, and have made other numbers of pipelines, all over one store.
 """
 
 from __future__ import annotations
@@ -15,13 +15,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import bpipe
 from bpipe.comm.rendezvous.outgoing import OutgoingConnections
 from bpipe.comm.transport import c10d
+from bpipe.engine.evictions import Evictions
 from bpipe.session.session import Session
 from tests.faults.case import Setup, Where
 from tests.faults.pipeline import Pipeline
 
 VICTIMS = [1, 0]  # by attempt
+LENT = {  # likewise what a victim is killed in place of where activations move, if not in a backward while another rank's are here
+    "lending": [(c10d.C10dTransport, "lend"), (c10d.C10dTransport, "borrow")],
+    "lent": [None, (Evictions, "load")],
+}
 PLACES: dict[str, tuple[Any, str]] = {  # what a victim is killed in place of
     "meeting": (OutgoingConnections, "open"),
     "groups": (c10d.C10dTransport, "_connect_gloo"),
@@ -29,7 +35,7 @@ PLACES: dict[str, tuple[Any, str]] = {  # what a victim is killed in place of
     "connecting": (c10d, "open_connections"),
     "connected": (c10d.C10dTransport, "receive"),
 }
-PHASES = ["making", *PLACES, "forward", "backward", "between steps", "closing"]
+PHASES = ["making", *PLACES, *LENT, "forward", "backward", "between steps", "closing"]
 
 
 def kill(*_: Any, **__: Any) -> None:
@@ -52,20 +58,25 @@ def join(rank: int, size: int, attempt: int) -> None:
 
 def main(phase: str) -> None:
     rank, size, attempt = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
-    is_victim = attempt < len(VICTIMS) and VICTIMS[attempt] == rank
+    victims = [size - 1, 0] if phase in LENT else VICTIMS
+    is_victim = attempt < len(victims) and victims[attempt] == rank
     join(rank, size, attempt)
 
     def struck(stage: int, where: Where, call: int, value: Any) -> Any:
-        if is_victim and where == phase and call == 5:
+        is_storing = phase == "lent" and attempt == 0 and where == "backward" and call == 1
+        if is_victim and ((where == phase and call == 5) or is_storing):
             kill()
         return value
 
-    pipelines = [Pipeline(rank, size, Setup(options={"timeout_s": 20.0}), struck)]
+    schedule = bpipe.BalancedOneFOneB if phase in LENT else bpipe.OneFOneB
+    pipelines = [Pipeline(rank, size, Setup(schedule=schedule, rows=1000, options={"timeout_s": 20.0}), struck)]
     if is_victim and phase == "making":
         pipelines += [Pipeline(rank, size, Setup()) for _ in range(2 - attempt)]
         kill()
     if is_victim and phase in PLACES:
         setattr(*PLACES[phase], kill)
+    if is_victim and phase in LENT and (place := LENT[phase][attempt]) is not None:
+        setattr(*place, kill)
     for index in range(3):
         pipelines[0].check_step()
         if is_victim and phase == "between steps" and index == 1:

@@ -52,7 +52,7 @@ def places_in(store: Any, size: int) -> list[Place]:
 
 
 @contextmanager
-def strangers_at(places: Callable[[], list[Place]], words: Words) -> Iterator[list[int]]:
+def strangers_at(places: Callable[[], list[Place]], words: Callable[[Place], Iterable[bytes]]) -> Iterator[list[int]]:
     """Strangers come while this context lasts. It gives a list whose length is how many have been accepted."""
     stop, accepted, held = threading.Event(), list[int](), list[socket.socket]()
 
@@ -63,7 +63,7 @@ def strangers_at(places: Callable[[], list[Place]], words: Words) -> Iterator[li
                     stranger = socket.create_connection(place, timeout=0.5)
                     held.append(stranger)
                     accepted.append(place[1])
-                    for index, piece in enumerate(words()):
+                    for index, piece in enumerate(words(place)):
                         if index and stop.wait(PAUSE_S):
                             break
                         stranger.sendall(piece)

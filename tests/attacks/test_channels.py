@@ -75,7 +75,7 @@ def open_all(secret: bytes, places: list[Place], first: Sequence[bytes] = ()) ->
 def without_limit(places: list[Place], words: Words) -> Iterator[list[int]]:
     """Strangers who come all the time, from more than one thread."""
     with ExitStack() as stack:
-        accepted = [stack.enter_context(strangers_at(lambda: list(places), words)) for _ in range(2)]
+        accepted = [stack.enter_context(strangers_at(lambda: list(places), lambda _: words())) for _ in range(2)]
         total = list[int]()
         stack.callback(lambda: total.extend(one for each in accepted for one in each))
         yield total

@@ -18,8 +18,10 @@ from bpipe.comm.rendezvous.addresses import Endpoint
 from bpipe.comm.rendezvous.meeting import meet_peers
 from bpipe.comm.rendezvous.peers import Peers, process_name
 from bpipe.comm.wire.codec import decode
-from tests.attacks.strangers import WORDS, hello_of, places_in, seconds, strangers_at
+from tests.attacks.strangers import WORDS, Place, hello_of, places_in, seconds, strangers_at
 from tests.comm.meetings import quietly, together
+
+pytestmark = pytest.mark.alone
 
 SIZE = 3
 MOST_SLOWER_S = 0.1
@@ -47,9 +49,9 @@ def meet(store: Any, secret: bytes) -> None:
             peer.close()
 
 
-def names_in(store: Any) -> list[bytes]:
-    """The random names of ranks, as one reads them who can read the store."""
-    return [decode(Endpoint, store.get(f"key/{rank}"), "endpoint").name for rank in range(SIZE) if store.check([f"key/{rank}"])]
+def endpoints_in(store: Any) -> list[Endpoint]:
+    """The ports and random names of ranks, as one reads them who can read the store."""
+    return [decode(Endpoint, store.get(f"key/{rank}"), "endpoint") for rank in range(SIZE) if store.check([f"key/{rank}"])]
 
 
 def compare(words: Any, secret: bytes, times: int) -> None:
@@ -69,15 +71,23 @@ def compare(words: Any, secret: bytes, times: int) -> None:
 @pytest.mark.parametrize("secret", [b"", SECRET], ids=["no secret", "secret"])
 @pytest.mark.parametrize("kind", WORDS)
 def test_strangers_slow_no_meeting(kind: str, secret: bytes, times: int) -> None:
-    compare(lambda _: WORDS[kind](), secret, times)
+    compare(lambda store, place: WORDS[kind](), secret, times)
 
 
 @pytest.mark.parametrize("times", [5, pytest.param(15, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("has_nonce", [False, True])
 def test_hijackers_without_the_secret_slow_no_meeting(has_nonce: bool, times: int) -> None:
-    """They know the names from the store, and come in the name of every rank."""
+    """They know the names from the store, and come to every port in the name of every rank."""
+    said = set[tuple[int, int]]()
 
-    def words(store: Any) -> list[bytes]:
-        return [b"".join(hello_of(SIZE - 1, name, has_nonce=has_nonce) for name in names_in(store)[:1])]
+    def words(store: Any, place: Place) -> list[bytes]:
+        found = [endpoint for endpoint in endpoints_in(store) if place in endpoint.places]
+        if not found:
+            return []
+        turns[place] = rank = (turns.get(place, -1) + 1) % SIZE
+        said.add((endpoints_in(store).index(found[0]), rank))
+        return [hello_of(rank, found[0].name, has_nonce=has_nonce)]
 
+    turns: dict[Place, int] = {}
     compare(words, SECRET, times)
+    assert {rank for _, rank in said} == {*range(SIZE)} and len({port for port, _ in said}) == SIZE
