@@ -30,7 +30,7 @@ def run(*command: object, cwd: Path = ROOT) -> str:
 MAKES = re.compile("cuda|nccl|xccl|xpu|privateuse", re.IGNORECASE)
 KNOW_MAKES = {
     *("device/__init__.py", "device/handles.py", "comm/transport/communicators.py", "environment.py"),
-    "slices/attention.py",  # torch's kernels have names of their own for each
+    *("slices/by_pieces.py", "slices/flash.py"),  # kernels have names of their own for each
 }
 
 

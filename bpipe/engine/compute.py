@@ -197,7 +197,7 @@ class Compute:
             if inputs.borrowed:
                 inputs.report_changes()
             input_grads, fixed = inputs.input_grads, inputs.fixed
-            borrowed = keys_of(lent for lent, *_ in inputs.borrowed) if inputs.borrowed else set()
+            borrowed = keys_of([*(lent for lent, *_ in inputs.borrowed), *left]) if inputs.borrowed or left else set()
             del inputs  # `after_forward` counts owners: this frame must not own what the stage has received
             loss = self._loss(output, action.microbatch) if is_last else None
         if pieces is not None:
@@ -207,7 +207,7 @@ class Compute:
                 evictions.returned(state, (output, loss))
             made = self._finish_microbatch(output, loss, action.microbatch)
         else:
-            made = self._hand_on(output, state, borrowed | keys_of(left), fixed)
+            made = self._hand_on(output, state, borrowed, fixed)
         del output, loss  # which this frame must not own either when `after_forward` counts owners
         if self._has_backward:
             state.graph = Graph(edges_of([*made, *left]), input_grads, self._hooks.num_common > num_common)

@@ -176,7 +176,7 @@ class MicrobatchState:
     place: str = field(init=False)
 
     def __post_init__(self) -> None:
-        unit = named(self.microbatch, self.slices)
+        unit = named(self.microbatch, self.slices) if self.slices > 1 else f"microbatch {self.microbatch}"
         self.name, self.place = f"{unit} of stage {self.stage}", f"stage {self.stage}, {unit}"
 
     @property
