@@ -97,7 +97,8 @@ class Membership:
     def _next_call(self) -> int:
         self.activity.call += 1
         for number in [number for number in self._parts if number < self.activity.call]:
-            del self._parts[number], self._kept[number]
+            del self._parts[number]
+            self._kept.pop(number, None)
         if self._objections:
             for number in [number for number in self._objections if number < self.activity.call - 1]:  # others may be in that call
                 del self._objections[number]
@@ -221,16 +222,26 @@ class Membership:
         if effects := self._check_ahead(rank, frame):
             return effects
         part = Part.unpack(frame.body, self.size)
+        if (part.entries or not part.is_last) and (effects := self._check_told(rank, frame, part)):
+            return effects
+        parts = self._parts[frame.number]
+        parts[rank] = parts[rank].followed_by(part) if rank in parts else part
+        return [] if call is None else self._go_on(call)
+
+    def _check_told(self, rank: int, frame: Frame, part: Part) -> Effects:
+        """Break the pipeline if a part has more than it can have, else count it.
+
+        Raises:
+            CommError: it tells of a rank that the sender cannot have heard of.
+        """
+        kept = self._kept[frame.number][rank]
         if len(frame.body) > (most := self.most_of_call(rank, frame.number, part.call)):
-            kept = self._kept[frame.number][rank]
             how = f"has sent {kept + len(frame.body)} bytes to call {frame.number}, where {kept + most} are the most allowed: it"
             return self._exceeds(rank, how)
         if strange := part.entries.keys() - told_by(self.rank, rank, self.size):
             raise CommError(f"it tells of rank {min(strange)}, of which it cannot have heard then")
-        self._kept[frame.number][rank] += len(frame.body)
-        parts = self._parts[frame.number]
-        parts[rank] = parts[rank].followed_by(part) if rank in parts else part
-        return [] if call is None else self._go_on(call)
+        self._kept[frame.number][rank] = kept + len(frame.body)
+        return []
 
     def _take_objection(self, rank: int, frame: Frame) -> Effects:
         if frame.number == 0:  # it has not come as far as a first call
