@@ -397,7 +397,12 @@ def claims(rows: Sequence[Row]) -> list[Claim]:
         (f"seconds until the last rank is told of one that was killed, {at}", 1.0, row["killed_told_s"]),
         (f"seconds until the last rank is told of one that has closed the pipeline, {at}", 1.0, row["closed_told_s"]),
     ]
-    return [Claim(what=what, target=target, value=value, low=value, high=value) for what, target, value in bounds]
+    why = "the ranks' and their control threads take turns on few cores, which the next line has not"
+    whys = [why, *[""] * len(bounds)]
+    return [
+        Claim(what=what, target=target, value=value, low=value, high=value, why=why)
+        for (what, target, value), why in zip(bounds, whys)
+    ]
 
 
 def draw(rows: Sequence[Row]) -> Figure:

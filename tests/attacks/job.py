@@ -1,7 +1,7 @@
 """A job that torchrun starts again after a rank was killed in some phase: `torchrun ... -m tests.attacks.job PHASE`.
 
 Rank 1 is killed in the first attempt and rank 0 in the second one. Where activations move, it is the rank that stores them, and
-then the one that evicts them. They may be in another phase than the rest, and have made other numbers of pipelines, all over one store.
+then the one that evicts them. They may be in another phase than the rest, and have made other numbers of pipelines, over one store.
 """
 
 from __future__ import annotations
