@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import bpipe
-from bpipe.errors import AgreementError, ConfigurationError, StageError
+from bpipe.errors import AgreementError, BudgetError, ConfigurationError, StageError
 from bpipe.schedules import Destinations, Op, build, rules
 from tests.ranks import RankError, run_ranks
 from tests.thinned import thinned
@@ -215,6 +215,23 @@ def test_memory_is_as_predicted(cls: type[bpipe.Schedule], budget: str | None) -
         assert [after - before for before, after in zip(peaks[0], peaks[1])] == gradients
 
 
+def test_gradients_that_accumulate_are_within_the_budget_or_refused() -> None:
+    """They are known before the step that sets them aside, as states of optimizers are."""
+    loopback, m = bpipe.Loopback(2), 4
+    stages = [stages_on(bpipe.BitPipe, 2, rank, loopback.rank(rank)) for rank in range(2)]
+    plain = [bpipe.BitPipe(of_rank, m, mse) for of_rank in stages]
+    x, y = batch(m)
+    loopback.step(plain, x, target=y)
+    budget = int(max(schedule.stats["device_peak_bytes"] for schedule in plain))
+    for of_rank in stages:
+        for one in of_rank:
+            one.submod.zero_grad()
+    schedules = [bpipe.Balanced(bpipe.BitPipe(of_rank, m, mse), budget) for of_rank in stages]
+    loopback.step(schedules, x, target=y)
+    with pytest.raises(BudgetError):
+        loopback.step(schedules, x, target=y)
+
+
 def sharded(rank: int, m: int) -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     replica = mesh["dp"].get_local_rank()
@@ -257,14 +274,11 @@ def clipped(rank: int, p: int, m: int, folder: str) -> Any:
     schedule = bpipe.BitPipe(stages, m, mse)
     modules = {one.stage_index: one.submod for one in stages}
     optimizer = optimizer_of(list(modules.values()))
-    copies = [p for one in stages if one.is_copy for p in one.submod.parameters()]
     norms = []
     for step in range(3):
         x, y = batch(m, step)
         schedule.step(x, target=y, return_outputs=False)
-        with pytest.raises(ConfigurationError, match=r"twin|rank . of the group cannot clip"):
-            bpipe.clip_grad_norm_({s: module.parameters() for s, module in modules.items()}, 0.05)
-        norms.append(bpipe.clip_grad_norm_({s: module.parameters() for s, module in modules.items()}, 0.05, copies=copies).item())
+        norms.append(bpipe.clip_grad_norm_({s: module.parameters() for s, module in modules.items()}, 0.05).item())
         optimizer.step()
         optimizer.zero_grad()
     named = [nn.ModuleDict({str(stage % (2 * p)): module}) for stage, module in modules.items()]
@@ -331,6 +345,78 @@ def frozen_later(rank: int) -> None:
 def test_twins_of_which_one_is_frozen_are_refused_on_all_ranks() -> None:
     for error in run_ranks(frozen_later, 2, expect_errors=True):
         assert isinstance(error, AgreementError) and "freeze the same of them" in str(error)
+
+
+class Tied(nn.Module):
+    """The first or the last stage of a model that has one weight twice."""
+
+    def __init__(self, weight: nn.Parameter, *, is_last: bool) -> None:
+        super().__init__()
+        self.weight, self.is_last = weight, is_last
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x) @ self.weight.T if self.is_last else torch.tanh(x @ self.weight)
+
+
+def tied_stages(rank: int, *, shares: bool = True) -> list[bpipe.PipelineStage]:
+    """Chimera's on two ranks: each holds a first or last stage, and the twin of the other one, which share a weight."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.float64))
+    other = weight if shares else nn.Parameter(weight.detach().clone())
+    of_stage = {rank: Tied(weight, is_last=rank == 1), 3 - rank: Tied(other, is_last=rank == 0)}
+    return [bpipe.PipelineStage(module, stage, 4, "cpu", directions=2) for stage, module in of_stage.items()]
+
+
+def tied(rank: int) -> Any:
+    stages, (x, y) = tied_stages(rank), batch(4)
+    bpipe.Chimera(stages, 4, mse).step(x, target=y)
+    norm = bpipe.clip_grad_norm_({one.stage_index: one.submod.parameters() for one in stages}, float("inf"))
+    return stages[0].submod.weight.grad, norm
+
+
+def test_a_weight_that_both_stages_of_a_rank_share_is_exchanged_and_counted_once() -> None:
+    stages, (x, y) = tied_stages(0), batch(4)
+    for xi, yi in zip(x.chunk(4), y.chunk(4)):
+        (mse(torch.tanh(torch.tanh(xi @ stages[0].submod.weight)) @ stages[0].submod.weight.T, yi) / 4).backward()
+    expected = stages[0].submod.weight.grad
+    for gradient, norm in run_ranks(tied, 2):
+        assert torch.allclose(gradient, expected, rtol=0, atol=1e-12)
+        assert norm.item() == pytest.approx(expected.norm().item(), rel=1e-12)
+
+
+def unequally_tied(rank: int) -> None:
+    x, y = batch(4)
+    bpipe.Chimera(tied_stages(rank, shares=rank == 0), 4, mse).step(x, target=y)
+
+
+def test_twins_of_which_one_shares_a_weight_are_refused() -> None:
+    for error in run_ranks(unequally_tied, 2, expect_errors=True):
+        assert isinstance(error, AgreementError) and "are twins" in str(error)
+
+
+def replaced(rank: int) -> None:
+    stages, (x, y) = stages_on(bpipe.Chimera, 2, rank), batch(4)
+    schedule = bpipe.Chimera(stages, 4, mse)
+    schedule.step(x, target=y)
+    torch.manual_seed(rank)
+    stages[0].submod = Block().double()
+    schedule.step(x, target=y)
+    schedule.step(x, target=y)
+
+
+def test_twins_whose_modules_are_replaced_by_different_ones_are_refused_in_the_next_step() -> None:
+    for error in run_ranks(replaced, 2, expect_errors=True):
+        assert isinstance(error, AgreementError) and "are twins, but their weights differ" in str(error)
+
+
+def test_lazy_modules_are_refused() -> None:
+    loopback = bpipe.Loopback(2)
+    ranks = [
+        [bpipe.PipelineStage(nn.LazyLinear(4), s, 4, "cpu", loopback.rank(r), directions=2) for s in (r, 3 - r)] for r in (0, 1)
+    ]
+    schedules = [bpipe.Chimera(of_rank, 2, mse) for of_rank in ranks]
+    with pytest.raises(ConfigurationError, match="lazy module, whose weights its twin cannot have"):
+        loopback.step(schedules, torch.zeros(2, 4), target=torch.zeros(2, 4))
 
 
 def test_wrong_directions_are_refused() -> None:

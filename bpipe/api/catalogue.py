@@ -389,7 +389,7 @@ class BitPipeReordered(_Stages):
 
 
 class BitPipeZB(_Stages):
-    """`BitPipe` with backwards in halves: the weights' half fills what waits are left, within p microbatches on a rank."""
+    """`BitPipe` with backwards in halves: the weights' half fills the waits that are left, within p microbatches on a rank."""
 
     rule = "bitpipe_zb"
 

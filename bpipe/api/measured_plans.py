@@ -265,7 +265,7 @@ class MeasuredPlans(PlanSource):
     def _own_report(self, shapes: Shapes) -> Report:
         measured, context = shapes.measured, self._context
         assert measured is not None, "a plan is made from measurements"
-        states = context.states.of(context.modules)
+        states = context.states.of(context.modules) + context.held_bytes
         shapes.static_bytes = max(shapes.static_bytes, static_bytes(context.modules(), context.transport.device))
         static = shapes.static_bytes + states + measured.held_bytes + measured.returned_bytes
         budget = self._own_budget(measured, states)

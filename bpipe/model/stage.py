@@ -141,11 +141,6 @@ class PipelineStage:
         return (self.stage_index + 1) % self._depth == 0
 
     @property
-    def is_copy(self) -> bool:
-        """Whether a stage of the first direction has the same weights, which `clip_grad_norm_` is to count once."""
-        return self.stage_index >= self._depth
-
-    @property
     def _depth(self) -> int:
         """The number of stages that a microbatch passes."""
         return self.num_stages // self.directions

@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 
 from bpipe.comm.transport.base import Transfer
 from bpipe.engine.traffic import Traffic
-from bpipe.errors import StageError
+from bpipe.errors import ConfigurationError, StageError
 from bpipe.model.stage import ModuleSnapshot
 from bpipe.parallel.fsdp import trained
 from bpipe.plan.plan import Plan
@@ -29,29 +29,47 @@ from bpipe.schedules import Action, Channel, Purpose
 
 __all__: list[str] = []
 
-COPY = "_bpipe_copy"  # the attribute of parameters whose twin in the first direction counts, where gradients are clipped
+COPY = "_bpipe_copy"  # the attribute of a twin: whether another rank counts its gradient when gradients are clipped
 
 
-def weights_of(parts: Mapping[int, ModuleSnapshot], *, with_values: bool) -> tuple[int, ...]:
+def weights_of(parts: Mapping[int, ModuleSnapshot], depth: int, *, with_values: bool) -> tuple[int, ...]:
     """Return a checksum for each stage, in ascending order, by which twins compare what they exchange.
 
     Args:
         parts: a snapshot of each stage's modules and parameters.
-        with_values: whether to count the weights' bits, for which the host waits, or only what they look like.
+        depth: the number of stages in a direction.
+        with_values: whether to count the weights' bits, for which the host waits, or only what they look like, and which stages
+            of the rank share them.
+
+    Raises:
+        ConfigurationError: a lazy module has no weights yet.
     """
-    found = (trained(parts[stage].modules, parts[stage].parameters) for stage in sorted(parts))
-    return tuple(_checksum(parameters, with_values=with_values) for parameters in found)
+    found = {stage: trained(parts[stage].modules, parts[stage].parameters) for stage in sorted(parts)}
+    sharing: dict[int, list[int]] = {}
+    for stage, parameters in found.items():
+        for parameter in parameters:
+            sharing.setdefault(id(parameter), []).append(stage % depth)
+    return tuple(_checksum(stage, parameters, sharing, with_values=with_values) for stage, parameters in found.items())
 
 
-def _checksum(parameters: Sequence[nn.Parameter], *, with_values: bool) -> int:
+def _checksum(stage: int, parameters: Sequence[nn.Parameter], sharing: Mapping[int, list[int]], *, with_values: bool) -> int:
     total = len(parameters)
     for parameter in parameters:
-        looks = str(parameter.requires_grad)
-        if not is_lazy(parameter):
-            looks += f" {parameter.dtype} {list(parameter.shape)}"
-            total += int(sum_of_bits(_local(parameter.detach()))) if with_values else 0
-        total = (31 * total + crc32(looks.encode())) % 2**61
+        if is_lazy(parameter):
+            raise ConfigurationError(
+                f"stage {stage} has a lazy module, whose weights its twin cannot have yet: run it once, and load the same values "
+                "into both, before the first step"
+            )
+        looks = f"{parameter.requires_grad} {parameter.dtype} {list(parameter.shape)} {sorted(sharing[id(parameter)])}"
+        values = int(sum_of_bits(_local(parameter.detach()))) if with_values else 0
+        total = (31 * (total + values) + crc32(looks.encode())) % 2**61
     return total
+
+
+def held_by(parts: Mapping[int, ModuleSnapshot]) -> int:
+    """Return the bytes of the gradients of earlier steps, which a step sets aside."""
+    parameters = {id(p): p for one in parts.values() for p in trained(one.modules, one.parameters) if p.requires_grad}
+    return sum(_local(p.grad).nbytes for p in parameters.values() if p.grad is not None)
 
 
 class _Exchange(NamedTuple):
@@ -87,7 +105,7 @@ class Twins:
 
     @contextmanager
     def in_charge(self) -> Iterator[None]:
-        """Set aside the gradients of earlier steps; if the step fails, give them back as they were.
+        """Set aside the gradients of earlier steps; if the step fails, give those back to which nothing was added yet.
 
         What an exchange still sends or receives stays in `_under_way`: a device may not have come to it.
         """

@@ -93,7 +93,7 @@ def _timed(placement: Placement, p: int, m: int, backward: Op) -> list[tuple[lis
     """Return the forwards and the backwards of each rank, in order.
 
     The j-th microbatch of a direction in a unit would run forward on its s-th stage at 2j + s, and backward at S + 4j + 2(S-1-s),
-    S later than in the unit before. Down and up do not meet at these moments, because p is even.
+    S later than in the unit before. Because p is even, the two directions never want the same rank at one moment.
     """
     ranks = placement.stage_ranks(p, _stages_per_rank(placement))
     depth = len(ranks) // 2

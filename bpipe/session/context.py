@@ -45,6 +45,7 @@ class RankContext:
     memory: Memory = field(default_factory=Memory)  # the sizes and buffers of its microbatches
     # the plain numbers among its inputs, and which of them affect memory or messages
     numbers: CountedNumbers = field(default_factory=CountedNumbers)
+    held_bytes: int = 0  # the most bytes of gradients of earlier steps that a step has set aside, where twins exchange theirs
     lanes: Lanes = field(init=False)  # run its actions
     guard: Guard = field(init=False)  # lets its steps run one at a time, and refuses steps after an error
     states: States = field(init=False)  # counts the bytes of optimizer states

@@ -30,7 +30,7 @@ from bpipe.model import microbatch as mb
 from bpipe.model.call import Call
 from bpipe.model.cut import cut_of
 from bpipe.model.merging import check_merge, merge
-from bpipe.parallel.twins import weights_of
+from bpipe.parallel.twins import held_by, weights_of
 from bpipe.plan.plan import Plan
 from bpipe.session.context import RankContext
 from bpipe.session.plan_source import Gather, PlanSource
@@ -69,6 +69,8 @@ class Session:
         self._preparation = Preparation(context)
         self._learned = Recent[StepKey, MessageSpecs](REMEMBERED_SHAPES)
         self._connected: Plan | None = None
+        self._compares_weights = True  # of twins
+        self._makeups: dict[int, int] | None = None  # of each stage in the latest step
         self._latest: tuple[Sequence[bytes], Sequence[StepRecord]] = (), ()  # that agreed, but for the number of the step
         self._counted = Stats(context.memory)
         self.adopt(source)
@@ -150,17 +152,27 @@ class Session:
             stages=tuple(sorted(stages)),
             cut=next((cut.digest for stage in stages.values() if (cut := cut_of(stage.submod)) is not None), UNKNOWN_CUT),
             form=mb.digest(forms.counted) if forms.numbered else signature,
-            states=states,
+            states=states + self.context.held_bytes,
             peak=peak,
             plain_peak=plain_peak,
             slices=tuple(inputs.step_inputs.lengths or ()),
-            weights=weights_of(inputs.parts, with_values=not self.context.group_ranks) if plan.directions > 1 else (),
+            **self._twins(inputs, plan),
         )
+
+    def _twins(self, inputs: PreparedCall, plan: Plan) -> dict[str, Any]:
+        """Return what twins compare: values in the first step, and in the one after a module of any rank has changed."""
+        if plan.directions == 1:
+            return {}
+        self.context.held_bytes = max(self.context.held_bytes, held_by(inputs.parts))
+        makeups = {stage: one.makeup for stage, one in inputs.parts.items()}
+        is_changed, self._makeups = self._makeups not in (None, makeups), makeups
+        return {"weights": weights_of(inputs.parts, plan.depth, with_values=self._compares_weights), "is_changed": is_changed}
 
     def agree(self, step: PreparedStep, packed: Sequence[bytes], gather: Gather) -> Run:
         """Check that all ranks are about to run the same step, and prepare this rank's first action."""
         context, source = self.context, self.source
         records = self._checked(packed, step.num_calls)
+        self._compares_weights = any(record.is_changed for record in records)
         if not context.group_ranks:
             self._place(records, source.plan)
         if context.plan_rank == 0 and source.fullest.is_open:

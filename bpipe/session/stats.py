@@ -83,7 +83,7 @@ class Stats:
         plan, rank, always, planned = run.plan, run.rank, static_bytes + self._memory.remote_buffer_bytes, self._plan(run)
         always += run.twins.held_bytes
         used = always + self._device.of(plan, rank, run.evictions.ledger.footprints, run.twins.exchanged_bytes)
-        predicted = None if planned.device_bytes is None else planned.device_bytes + run.twins.held_bytes
+        predicted = planned.device_bytes
         if predicted is None:
             predicted = always + self._predicted_device.of(plan, rank, run.evictions.predicted(), run.twins.exchanged_bytes)
         return {

@@ -25,7 +25,7 @@ class Step(NamedTuple):
 
 
 def critical_path(timeline: Timeline) -> list[Step]:
-    """Walk back from the end of the last computation to the event that each action waited for last.
+    """Walk back from the end of the last computation, or exchange of twins, to the event that each action waited for last.
 
     Returns:
         Computations and transfers in time order, each of which began when the one before it ended, or on a busy link
@@ -69,10 +69,8 @@ class _Walk:
 
     def back(self) -> Iterator[Step]:
         """Yield the path from its end."""
-        last = max(self.timeline.computing_ranks(), key=lambda rank: self.timeline.span_s(rank)[1])
-        lane = self.plan.actions[last]
-        end = max(position for position, action in enumerate(lane) if action.op in COMPUTE)
-        place: _Place | None = _Place(last, False, end)
+        last = max(self.timeline.computing_ranks(), key=self.timeline.step_end_s)
+        place: _Place | None = _Place(last, False, self.timeline.last_position(last))
         while place is not None:
             span = self._span(place)
             if span.action.op in COMPUTE:

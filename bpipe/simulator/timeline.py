@@ -115,13 +115,23 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """Seconds from the first computation's start to the last one's end, over all ranks.
+        """Seconds from the first computation's start to the last one's end, or the last exchange's of twins, over all ranks.
 
         Raises:
             ConfigurationError: the times of a rank are missing.
         """
-        spans = [self.span_s(rank) for rank in self.computing_ranks()]
-        return max(end for _, end in spans) - min(begin for begin, _ in spans) if spans else 0.0
+        ranks = self.computing_ranks()
+        return max(map(self.step_end_s, ranks)) - min(self.span_s(rank)[0] for rank in ranks) if ranks else 0.0
+
+    def step_end_s(self, rank: int) -> float:
+        """Return when a rank has computed everything, and added up its gradients and its twins'."""
+        return max(self.span_s(rank)[1], self.actions[rank].end_s[self.last_position(rank)])
+
+    def last_position(self, rank: int) -> int:
+        """Return the place of a rank's last computation, or of the last exchange of gradients with its twins."""
+        lane = self.plan.actions[rank]
+        ends = (i for i in range(len(lane) - 1, -1, -1) if lane[i].op in COMPUTE or lane[i].op is Op.WAIT_REDUCE_GRAD)
+        return next(ends)
 
     def computing_ranks(self) -> list[int]:
         """Return the ranks that compute: all except those that only store remote activations."""

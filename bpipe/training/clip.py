@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from bpipe.errors import AgreementError, ConfigurationError, StageError
+from bpipe.parallel.twins import COPY
 from bpipe.training.gathered import Gathered, has_unreduced
 from bpipe.training.pipeline_ranks import Ranks
 from bpipe.training.sums import problem_with_sums
@@ -53,7 +54,7 @@ def clip_grad_norm_(
         error_if_nonfinite: raise if the total is infinite or NaN, on all ranks, and leave the gradients unchanged then.
         foreach: whether torch's foreach functions run; default: where they can.
         copies: those parameters that another rank counts: they are clipped, but not counted again. `TiedWeights.copies` must be
-            among them.
+            among them; the twins of a schedule of two directions are known.
         group: the process group of the pipeline's ranks, a DeviceMesh of one dimension, or None for the default group.
 
     Returns:
@@ -76,7 +77,7 @@ def clip_grad_norm_(
     gathered = Gathered()
     places = _places(parameters, ranks.rank, gathered)
     everything = [parameter for parameter in places if parameter.grad is not None]
-    elsewhere = {id(gathered.sharded(parameter)) for parameter in copies}
+    elsewhere = {id(gathered.sharded(parameter)) for parameter in copies} | {id(one) for one in places if getattr(one, COPY, False)}
     how, problem = _settings(max_norm, norm_type, error_if_nonfinite)
     problem = problem or _problem(list(places), ranks) or problem_with_sums(everything, elsewhere, ranks)
     counted: dict[int, list[Any]] = {place: [] for place in places.values()}

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from bpipe.parallel.twins import COPY
 from bpipe.training.pipeline_ranks import Ranks
 from bpipe.training.tensors import local
 
@@ -72,11 +71,6 @@ def problem_with_sums(parameters: Sequence[torch.Tensor], elsewhere: set[int], r
         elsewhere: the ids of those that the user says other ranks count.
     """
     for parameter in parameters:
-        if getattr(parameter, COPY, False) and id(parameter) not in elsewhere:
-            return (
-                "another rank counts the gradient of a twin: give copies=[parameter for stage in stages if stage.is_copy for "
-                "parameter in stage.submod.parameters()]"
-            )
         mark = getattr(parameter, MARK, None)
         tie = mark.tie() if isinstance(mark, _Mark) else None
         if tie is None or tie.counted_by not in ranks.global_ranks:

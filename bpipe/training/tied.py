@@ -89,7 +89,8 @@ class TiedWeights:
     def sum_grads(self) -> None:
         """Replace each copy's gradient by the sum of all copies' gradients, with the same bits for all of them.
 
-        Summed in the order of the ranks. A single process adds up microbatch by microbatch what its two uses of a weight give:
+        Summed in the order of the ranks; of more than two, each number in the order of their sizes, so that it does not matter on
+        which ranks they are, as with twins. A single process adds up microbatch by microbatch what its two uses of a weight give:
         the sums differ in the order of their additions alone, by some units in the last place.
 
         Call it once before each of the optimizer's steps, and set the gradients to None after it, as `zero_grad()` does: what a
@@ -132,6 +133,8 @@ class TiedWeights:
             weight.grad = torch.zeros_like(weight)
         own = local(weight.grad)
         first, *others = self._ranks.exchange(own.to(self._ranks.device).contiguous(), holders)
+        if len(others) > 1:
+            first, *others = torch.stack([first, *others]).sort(0).values
         total = first.clone()
         for part in others:
             total += part

@@ -36,6 +36,7 @@ class StepRecord(NamedTuple):
     plain_peak: int = 0  # than this, which it would have held without evictions or recomputation
     inputs: bytes = bytes(16)  # 16 bytes, where replicas compare: what this rank's inputs look like, apart from its modules
     weights: tuple[int, ...] = ()  # where twins compare them: a checksum of the weights of each of its stages, at first with values
+    is_changed: bool = False  # where twins compare their weights: whether a module has changed since the step before
     slices: tuple[int, ...] = ()  # of all slices, in positions: 0 where this rank has nothing of a microbatch, () if it cuts none
 
     def pack(self, num_calls: int = 0) -> bytes:
