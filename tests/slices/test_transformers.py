@@ -13,6 +13,7 @@ import bpipe
 from bpipe import Loopback, PipelineStage, Seq1F1B
 from bpipe.errors import ConfigurationError, StageError
 from bpipe.slices import UpTo, sliced_transformer
+from tests.slices.test_run import furthest, taken
 
 transformers = pytest.importorskip("transformers")
 
@@ -38,6 +39,18 @@ def model_of(name: str, **more: Any) -> Any:
 
 def loss_of(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), words.flatten())
+
+
+def words_of(num_sequences: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sequences of words, and the words to be predicted."""
+    return tuple(torch.randint(0, 37, (2, num_sequences, 12), generator=torch.Generator().manual_seed(1)))  # type: ignore[return-value]
+
+
+def by_itself(model: Any, words: torch.Tensor, target: torch.Tensor, m: int = 2) -> list[torch.Tensor]:
+    """Return the gradients of whole sequences in a single process."""
+    for some, of_some in zip(words.chunk(m), target.chunk(m)):
+        (loss_of(model(input_ids=some).logits, of_some) / m).backward()
+    return taken([model])
 
 
 def stepped(model: Any, words: torch.Tensor, target: torch.Tensor, mask: torch.Tensor, **options: Any) -> None:
@@ -68,6 +81,27 @@ def test_models(name: str, side: str) -> None:
     stepped(model, words, target, mask, slice_lengths=[5, 4, 3])
     for path, parameter in model.named_parameters():
         assert float((parameter.grad - expected[path]).abs().max() / expected[path].abs().max()) < 1e-12, path
+
+
+def test_single_precision() -> None:
+    """Positions, rotary embeddings and the loss are in single precision, too."""
+    model, (words, target) = model_of("Llama").float(), words_of(4)
+    expected = by_itself(model, words, target)
+    stepped(model, words, target, torch.ones_like(words), slice_lengths=[5, 4, 3])
+    assert furthest(taken([model]), expected) < 2e-6
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_one_slice_is_1f1b_to_the_bit() -> None:
+    model, (words, target) = model_of("Llama"), words_of(4)
+    parts = bpipe.split_transformer(model, 2)
+    found = []
+    for rule, modules, options in ((bpipe.OneFOneB, parts, {}), (Seq1F1B, [*map(sliced_transformer, parts)], {"slices": 1})):
+        loopback, losses = Loopback(2), []
+        stages = [PipelineStage(module, i, 2, "cpu", loopback.rank(i)) for i, module in enumerate(modules)]
+        loopback.step([rule(stage, 4, loss_fn=loss_of, **options) for stage in stages], words, target=target, losses=losses)
+        found.append([*losses, *taken([model])])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize(
