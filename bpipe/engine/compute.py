@@ -183,7 +183,7 @@ class Compute:
     def forward(self, action: Action, state: MicrobatchState, evictions: Evictions, pieces: PiecesOf | None) -> None:
         is_last = action.stage in self._last
         if (state.stage, state.microbatch) in self._recomputed:
-            self._first_forward(action, state)
+            self._first_forward(action, state, evictions)
             return
         inputs, num_common = self._inputs(action, state, _input(state)), self._hooks.num_common
         stash = evictions.follow(action, state, inputs.shapes, inputs.received, pieces) if self._has_backward else None
@@ -214,7 +214,7 @@ class Compute:
             del made, left
             evictions.after_forward(state, stash, state.graph.edges)
 
-    def _first_forward(self, action: Action, state: MicrobatchState) -> None:
+    def _first_forward(self, action: Action, state: MicrobatchState, evictions: Evictions) -> None:
         """Run the first of a microbatch's two forwards: its results are sent on, and only its input is kept."""
         stage, message, microbatch = self._stages[action.stage], _input(state), action.microbatch
         inputs = self._inputs(action, state, message)
@@ -228,6 +228,7 @@ class Compute:
         with torch.enable_grad(), rerun.first():
             output, loss, left = self._returned(action, state, inputs, sets_hooks=False)
         rerun.returned(output, loss)
+        evictions.after_first_forward(state, inputs.shapes)
         if stage.is_last:
             self._finish_microbatch(output, loss, microbatch)
         else:

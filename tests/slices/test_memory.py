@@ -52,6 +52,7 @@ def test_plans_say_what_slices_take(kind: str, lengths: str, how: str) -> None:
             assert moment.counted_after == moment.planned_after, moment
         stats = schedule.stats
         assert stats["device_peak_bytes"] == stats["predicted_device_peak_bytes"] == plan.device_peak_bytes[rank]
+        assert stats["peak_bytes"] == stats["predicted_peak_bytes"]
 
 
 def test_sizes_that_were_measured_can_be_given() -> None:
