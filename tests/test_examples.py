@@ -38,6 +38,7 @@ RUNS: dict[str, tuple[int, str]] = {
     "mixed_precision": (4, r"step 60/60  loss [\d.]+  norm [\d.]+  next scale \d+"),
     "mixture_of_experts": (4, r"rank 2: its experts get .+ of the tokens"),
     "own_model": (2, r"rank 1: \d+ layers, at most \d+ KiB of activations"),
+    "recurrent_slices": (4, r"agreement   the gradients of slices are those of whole sequences"),
     "resume": (4, r"step 20 over 4 stages  loss [\d.]+"),
     "split_model": (4, r"rank 0: embedding.weight to blocks\.\d+\.[\w.]+, [\d.]+ MiB of activations"),
     "tensor_parallel": (8, r"stage 0, tensor rank 1: at most \d+ KiB of activations, [1-9]\d* KiB evicted per step"),
