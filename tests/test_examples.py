@@ -45,7 +45,7 @@ RUNS: dict[str, tuple[int, str]] = {
     "tied_embeddings": (4, r"rank 0: the matrix sums to (-?[\d.]+)(?s:.*)rank 3: the matrix sums to \1"),
 }
 # For `make test-all`: what transformers imports in four processes, four schedules in turns, and eight processes.
-COSTLY = {"huggingface", "long_context", "tensor_parallel"}
+COSTLY = {"huggingface", "long_context", "recurrent_slices", "tensor_parallel"}
 ARGUMENTS = {
     "compile": ["--backend", "aot_eager"],  # inductor takes a minute for what it compiles
     "long_context": ["--tokens", "512", "--slices", "4", "--steps", "2"],  # attention to 32,768 tokens takes minutes

@@ -120,13 +120,16 @@ class Evictions:
         account = _account(state)
         found = self._unfollowed(state, account, edges) if stash is None else self._followed_now(state, account, stash, edges)
         self.ledger.forward(account, found)
-        self.ledger.made_again((state.stage, state.microbatch))
+        if state.left_bytes:
+            self.ledger.left(-state.left_bytes)
+            state.left_bytes = 0
 
     def after_first_forward(self, state: MicrobatchState, shapes: str) -> None:
         """Enter the state that a slice has left which will run forward again, with what was measured of slices of its kind."""
         known = self._memory.kinds.get((state.stage, shapes))
         if known is not None:
-            self.ledger.left((state.stage, state.microbatch), known.footprint.sizes().state)
+            state.left_bytes = known.footprint.sizes().state
+            self.ledger.left(state.left_bytes)
 
     def _unfollowed(self, state: MicrobatchState, account: Account, edges: Iterable[GradientEdge]) -> Footprint:
         """Return the footprint of a microbatch that was not followed: that of earlier ones whose graphs have as many nodes.

@@ -130,6 +130,7 @@ class MicrobatchState:
         transfers: the transfers in flight, by operation and part.
         graph: the autograd graph for the backward.
         left: what it has left for later slices of its sequence, if it is a slice.
+        left_bytes: the bytes of that, as far as they are counted after the first of two forwards.
         rerun: the second forward that waits, with its input.
         half: the deferred weight gradient of the backward, if it waits.
         account: its entry in the ledger.
@@ -160,6 +161,7 @@ class MicrobatchState:
     transfers: dict[tuple[Op, int], PostedTransfer] = field(default_factory=dict)
     graph: Graph | None = None
     left: SliceState | None = None
+    left_bytes: int = 0
     rerun: tuple[Rerun, Message | None] | None = None
     half: DeferredWeightGrad | None = None
     account: Account | None = None

@@ -55,7 +55,6 @@ class Ledger:
         self.held: list[Held] = []  # saved and not movable, of the microbatch followed last, with the reason
         self.non_activations: list[Held] = []  # saved, but not activations: parameters, buffers, the user's batch
         self._shared_bytes: dict[Kind, int] = {}
-        self._left: dict[Key, int] = {}  # the states of slices that have run forward once and will again
 
     def open(self, key: Key, kind: Kind) -> Account:
         """Return a new account for a microbatch whose forward begins."""
@@ -83,14 +82,9 @@ class Ledger:
         self._change(footprint.own_bytes - account.in_pieces, 1)
         account.taken_bytes, account.in_pieces = footprint.own_bytes, 0
 
-    def left(self, key: Key, num_bytes: int) -> None:
-        """Count the state that the first forward of a slice has left, until the second one has made it again."""
-        self._left[key] = num_bytes
+    def left(self, num_bytes: int) -> None:
+        """Count the state that a slice has left in the first of two forwards; no longer (negative), once the second has made it."""
         self._change(num_bytes, 0)
-
-    def made_again(self, key: Key) -> None:
-        """Forget the state of a slice's first forward, if it had one."""
-        self._change(-self._left.pop(key, 0), 0)
 
     def piece(self, account: Account, num_bytes: int) -> None:
         """Count the bytes that a piece of a forward took, or that a piece of a backward gave back (negative)."""

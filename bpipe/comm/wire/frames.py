@@ -68,9 +68,7 @@ class FrameReader:
             for any call.
     """
 
-    def __init__(
-        self, max_bodies: Mapping[Kind, int] = MAX_BODIES, most_of_call: Callable[[int, int], int] | None = None
-    ) -> None:
+    def __init__(self, max_bodies: Mapping[Kind, int] = MAX_BODIES, most_of_call: Callable[[int, int], int] | None = None) -> None:
         self._max_bodies, self._most_of_call = max_bodies, most_of_call
         self._data = bytearray()
 
