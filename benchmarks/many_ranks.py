@@ -26,7 +26,6 @@ from statistics import median
 from typing import Any
 
 import torch.distributed as dist
-from bpipe.comm.transport.local_links import open_local_links
 from matplotlib.figure import Figure
 
 from benchmarks.study import Case, Claim, Row, Study
@@ -37,6 +36,7 @@ from bpipe.comm.health.gather import Part
 from bpipe.comm.health.links import links, strides
 from bpipe.comm.health.watchdog import Timeouts
 from bpipe.comm.rendezvous.addresses import Address
+from bpipe.comm.rendezvous.local_door import open_local_links
 from bpipe.comm.rendezvous.meeting import meet_peers
 from bpipe.comm.rendezvous.peers import PeerConnection
 from bpipe.comm.rendezvous.tcp import prepare
@@ -55,6 +55,10 @@ LOOK_S = 0.01  # between two counts of sockets
 MANY = 128  # ranks: with more, fewer samples of failures
 
 Ends = Sequence[tuple[Purpose, tuple[int, int]]]  # of each channel
+
+
+def _refuse(why: str) -> None:
+    raise AssertionError(f"all ranks are on this host, and yet two cannot share memory: {why}")
 
 
 class CountingStore:
@@ -102,7 +106,7 @@ class Rank:
         opened = open_connections(ends, self._rank, HERE, token, self.plane, self._check_time(), self._reached)
         self.plane.channel_sockets += opened.values()
         evictions = [pair for purpose, pair in self._ends if purpose is Purpose.EVICT]
-        local = open_local_links(evictions, self._rank, token, self.plane, can_share=True)
+        local = open_local_links(evictions, self._rank, token, self.plane, _refuse, can_share=True)
         self.plane.channel_sockets += [link.connection for link, _ in local.values()]
 
     @property

@@ -99,7 +99,7 @@ SIZES = st.builds(
 REPORTS = st.builds(
     Report,
     st.integers(0, 64),
-    st.dictionaries(st.integers(0, 64), SIZES, max_size=3),
+    st.dictionaries(st.integers(0, 64), st.lists(SIZES, max_size=3).map(tuple), max_size=3),
     st.integers(0, 2**50),
     st.none() | st.integers(0, 2**50),
     st.text(max_size=20).map(printable),  # as it arrives
