@@ -97,7 +97,7 @@ class Costs:
         for name in _TIMES:
             object.__setattr__(self, name, _checked(name, getattr(self, name), float, levels=2))
         for name in _BYTES:
-            object.__setattr__(self, name, _checked(name, getattr(self, name), int, levels=1 if name in _OF_STAGE else 2))
+            object.__setattr__(self, name, _checked(name, getattr(self, name), int, levels=1 if name in OF_STAGE else 2))
         if not 1 <= self.slowdown <= _MOST_SECONDS:
             raise ConfigurationError(f"slowdown={self.slowdown}: give a factor of at least 1")
 
@@ -175,7 +175,7 @@ class Costs:
         cut: dict[str, Any] = {}
         for name in (*_TIMES, *_BYTES):
             value, of_what = getattr(self, name), "lengths" if name in _BYTES else "seconds"
-            if plan.slices > 1 and value is not None and name not in _OF_STAGE:
+            if plan.slices > 1 and value is not None and name not in OF_STAGE:
                 cut[name] = [_cut(value, stage, shares[of_what], is_whole=name in _BYTES) for stage in range(plan.num_stages)]
         return replace(self, **cut)
 
@@ -206,15 +206,15 @@ class Costs:
 
 
 _TIMES = ("forward_s", "backward_s", "input_s", "weight_s")
-_OF_STAGE = ("static_bytes", "exchanged_bytes")  # not of a microbatch
-_BYTES = ("saved_bytes", "movable_bytes", "output_bytes", "gradient_bytes", *_OF_STAGE)
+OF_STAGE = ("static_bytes", "exchanged_bytes")  # not of a microbatch
+_BYTES = ("saved_bytes", "movable_bytes", "output_bytes", "gradient_bytes", *OF_STAGE)
 _MOST_SECONDS = 1e9
 _MOST_BYTES = 2**56  # sums of some thousands of them stay numbers of 64 bits
 
 
 def _checked(name: str, value: Any, kind: type[int] | type[float], levels: int) -> Any:
     """Return a number, or tuples of numbers nested up to `levels` deep; arrays count as sequences."""
-    if value is None and name not in ("forward_s", "saved_bytes", "output_bytes", *_OF_STAGE):
+    if value is None and name not in ("forward_s", "saved_bytes", "output_bytes", *OF_STAGE):
         return None
     if hasattr(value, "tolist"):
         value = value.tolist()

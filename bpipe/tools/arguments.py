@@ -20,6 +20,7 @@ from bpipe.schedules import Costs, Link, Plan, Rule, Timeline, build, names, sim
 from bpipe.schedules.registry import rule_named
 from bpipe.schedules.rule import Placement
 from bpipe.schedules.torch_csv import from_csv
+from bpipe.simulator.costs import OF_STAGE
 from bpipe.tools.balancing import LOWEST, Budget, balanced
 from bpipe.tools.measured import typical
 from bpipe.tools.quantities import bytes_of, bytes_per_second_of, one_or_each, seconds_of
@@ -343,13 +344,16 @@ def _times(seconds: float | Sequence[float], factor: float) -> float | tuple[flo
 
 
 def shared_out(given: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """Return each stage's costs from those of a rank; what one stage sends to the next does not depend on how many there are."""
-    per_rank = plan.num_stages // plan.num_ranks
+    """Return each stage's costs from those of a rank; what one stage sends to the next does not depend on how many there are.
+
+    Of two directions a microbatch passes the stages of one, but static bytes are those of all.
+    """
     costs = {"forward_s": 1.0, **given}
     for field, value in costs.items():
         if isinstance(value, (list, tuple)):
             raise ConfigurationError(f"{field}: --per-rank takes one number for all ranks; give one for each stage without it")
         if field != "output_bytes":
+            per_rank = (plan.num_stages if field in OF_STAGE else plan.depth) // plan.num_ranks
             costs[field] = value // per_rank if field.endswith("_bytes") else value / per_rank
     return costs
 

@@ -41,14 +41,14 @@ def sizes_of(plan: Plan, costs: Costs, num_parts: int) -> Sizes:
 
 def _sizes_of_slice(plan: Plan, costs: Costs, num_parts: int, slice_: int) -> tuple[StageSizes, ...]:
     """Return the sizes on each stage of a slice of the first microbatch; of the microbatch itself, if it is not cut."""
-    last = plan.num_stages - 1
     movable = Sizes.of((costs.movable(stage, slice_) for stage in range(plan.num_stages)), num_parts=num_parts)
     return tuple(
         StageSizes(
             parts=part.parts,
             fixed=costs.saved(stage, slice_) - costs.movable(stage, slice_),
-            received=costs.carried(Action(Op.SEND_B, stage, slice_)) if stage else 0,
-            sent=costs.carried(Action(Op.SEND_F, stage, slice_)) if stage < last else 0,
+            received=costs.carried(Action(Op.SEND_B, stage, slice_)) if not plan.is_first(stage) else 0,
+            sent=costs.carried(Action(Op.SEND_F, stage, slice_)) if not plan.is_last(stage) else 0,
+            gradients=costs.carried(Action(Op.REDUCE_GRAD, stage, 0)),
         )
         for stage, part in enumerate(movable.stages)
     )

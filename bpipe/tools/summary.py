@@ -34,6 +34,7 @@ def data_of(timeline: Timeline) -> dict[str, Any]:
         "num_ranks": timeline.num_ranks,
         "num_microbatches": timeline.plan.num_microbatches,
         "slices": timeline.plan.slices,
+        "directions": timeline.plan.directions,
         "knows_bytes": knows_bytes(timeline),
         "counts_messages": counts_messages(timeline),
         "makespan_s": makespan,
@@ -131,7 +132,7 @@ def holds_of(rank: dict[str, Any], data: dict[str, Any]) -> tuple[str, str]:
     """
     if data["knows_bytes"]:
         return show_bytes(rank["device_peak_bytes"]), show_bytes(rank["peak_bytes"])
-    of_a_microbatch = data["slices"] * data["num_stages"] / data["num_ranks"]
+    of_a_microbatch = data["slices"] * data["num_stages"] / data["directions"] / data["num_ranks"]
     slots = f"{rank['peak_slots']} {'slices' if data['slices'] > 1 else 'slots'}"
     return "-", slots if of_a_microbatch == 1 else f"{rank['peak_slots'] / of_a_microbatch:.4g} microbatches ({slots})"
 

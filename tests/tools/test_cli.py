@@ -634,3 +634,10 @@ def test_a_plan_cannot_write_markup(capsys, tmp_path):
     path.write_text(build("1f1b", 2, 2).to_text().replace("name=1f1b", "name=[/x][bold]me"))
     code, out, _ = run(capsys, "compare", str(path), "1f1b", "-p2", "-m2")
     assert code == 0 and "[/x][bold]me" in out
+
+
+def test_two_directions_count_a_microbatch_in_the_stages_of_one(capsys):
+    code, out, _ = run(capsys, "simulate", "bitpipe", "-p", "4", "-m", "8")
+    assert code == 0 and "4 microbatches (8 slots)" in out
+    code, out, _ = run(capsys, "compare", "zbv", "bitpipe_zb", "-p", "4", "-m", "8", "--per-rank", "--forward", "1s")
+    assert code == 0 and "25.5 s" in out and "24.5 s" in out  # 3m and 1.5, and 0.5

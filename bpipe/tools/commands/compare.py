@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> Result:
 
 def unlike(timelines: Sequence[Timeline], args: argparse.Namespace) -> list[str]:
     """Return a line that says so if ranks hold more stages of one schedule than of another at the same costs per stage."""
-    per_rank = {timeline.plan.name: timeline.plan.num_stages / timeline.num_ranks for timeline in timelines}
+    per_rank = {timeline.plan.name: timeline.plan.depth / timeline.num_ranks for timeline in timelines}
     few, many = min(per_rank, key=per_rank.__getitem__), max(per_rank, key=per_rank.__getitem__)
     if args.per_rank or args.measured is not None or per_rank[few] == per_rank[many]:
         return []

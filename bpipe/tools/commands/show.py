@@ -72,6 +72,7 @@ def _data(plan: Plan) -> dict[str, object]:
         "num_stages": plan.num_stages,
         "num_microbatches": plan.num_microbatches,
         "slices": plan.slices,
+        "directions": plan.directions,
         "stage_ranks": plan.stage_ranks,
         "slots": plan.slots,
         "peak_slots": plan.peak_slots,
