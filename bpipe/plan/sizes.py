@@ -129,8 +129,15 @@ class Sizes:
 
     @classmethod
     def of_slices(cls, slices: Iterable[tuple[StageSizes, ...]], *, static: tuple[int, ...]) -> Sizes:
-        """Return sizes of slices, given each one's on all stages; if all slices are alike, one stands for them."""
-        first, *later = slices
+        """Return sizes of slices, given each one's on all stages; if all slices are alike, one stands for them.
+
+        Raises:
+            ConfigurationError: there are none, or they have different numbers of stages or parts.
+        """
+        each = list(slices)
+        if not each:
+            raise ConfigurationError("there are no sizes of any slice on all stages")
+        first, *later = each
         return cls(stages=first, static=static, later_slices=tuple(later) if any(one != first for one in later) else ())
 
     @property

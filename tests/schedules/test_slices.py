@@ -383,3 +383,8 @@ def test_units_of_a_microbatch_follow_each_other() -> None:
     units = [list(plan.units_of(i)) for i in range(3)]
     assert units == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]] and plan.num_units == 12
     assert [plan.slice_of(unit) for unit in units[2]] == [(2, 0), (2, 1), (2, 2), (2, 3)]
+
+
+def test_sizes_of_no_slices_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="no sizes of any slice"):
+        Sizes.of_slices([], static=(0,))

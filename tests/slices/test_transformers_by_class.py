@@ -38,7 +38,7 @@ REFUSALS = {
     "GteForMaskedLM": "looks ahead",
     "JetMoeForCausalLM": OTHER_KEYS,
     "JinaEmbeddingsV3ForMaskedLM": "looks ahead",
-    "LayoutLMForMaskedLM": "looks ahead",
+    "LayoutLMForMaskedLM": OTHER_KEYS,
     "MiniCPM3ForCausalLM": OTHER_KEYS,
     "MobileBertForMaskedLM": "looks ahead",
     "MptForCausalLM": "a small model of its kind raises",
