@@ -106,11 +106,15 @@ REFUSED = [
 BOTH = frozenset({0, 1})
 
 
+NOTICES_LATER_S = 0.25  # the other rank has left its call by then, and is in its next one
+
+
 def crossed(scene: Scene, healthy_steps: int) -> None:
     pipelines = [scene.open(), scene.open()]
     for pipeline in pipelines * healthy_steps:
         pipeline.check_step()
     scene.fired()
+    time.sleep(NOTICES_LATER_S * scene.rank)
     pipelines[scene.rank].step()
 
 

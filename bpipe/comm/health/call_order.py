@@ -8,6 +8,8 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Protocol
 
+from bpipe.comm.health.failure import Failure
+
 __all__: list[str] = []
 
 
@@ -26,6 +28,9 @@ class OpenPipeline(Protocol):
 
     def awaited_by(self) -> list[bytes]:
         """Return the processes that wait in a call of this pipeline that the current thread usually makes, and is not making."""
+
+    def fail(self, failure: Failure) -> None:
+        """Break it, on all ranks."""
 
     def abandon(self) -> None:
         """Close its connections without a message to the peers."""
@@ -48,8 +53,8 @@ def _pipelines() -> list[OpenPipeline]:
             return list(_OPEN)
 
 
-def crossed(pipeline: OpenPipeline, missing: Collection[int]) -> set[int]:
-    """Return the missing ranks that wait for this one in a call of another pipeline, which this thread has not made.
+def crossed(pipeline: OpenPipeline, missing: Collection[int]) -> dict[int, OpenPipeline]:
+    """Return the missing ranks that wait for this one in a call of another pipeline, which this thread has not made, and that one.
 
     Both ranks see it where all ranks are linked. Of many ranks it suffices that those see it whose predecessor waits elsewhere:
     if some ranks wait in one pipeline and some in another, and their order is the same in both, there is such a rank.
@@ -58,8 +63,9 @@ def crossed(pipeline: OpenPipeline, missing: Collection[int]) -> set[int]:
         pipeline: the one that this thread calls.
         missing: the ranks that have not come to that call.
     """
-    waiting = {process for other in _pipelines() if other is not pipeline for process in other.awaited_by()}
-    return {rank for rank in missing if pipeline.peers[rank].process in waiting}
+    waiting = {process: other for other in _pipelines() if other is not pipeline for process in other.awaited_by()}
+    processes = {rank: pipeline.peers[rank].process for rank in missing}
+    return {rank: waiting[process] for rank, process in processes.items() if process in waiting}
 
 
 def _close_in_fork() -> None:

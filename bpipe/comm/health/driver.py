@@ -100,7 +100,7 @@ class ConnectedControlPlane(ControlPlane):
 
     def _collected(self, call: Collective) -> list[bytes]:
         """Wait for what the ranks give to this call, and return it by rank."""
-        crossed: set[int] = set()
+        crossed: dict[int, call_order.OpenPipeline] = {}
         looked = time.monotonic()
         with self._changed:
             while (given := self._members.collected(call)) is None:
@@ -108,9 +108,16 @@ class ConnectedControlPlane(ControlPlane):
                 if time.monotonic() - looked >= LOOK_S:
                     looked, before = time.monotonic(), crossed
                     crossed = call_order.crossed(self, self._members.late())
-                    if twice := crossed & before:
+                    if twice := crossed.keys() & before.keys():
                         self._let_in(self._members.crossed(twice, self.name))
+                        self._break_with(crossed[rank] for rank in twice)
             return given
+
+    def _break_with(self, others: Iterable[call_order.OpenPipeline]) -> None:
+        """Break these pipelines as this one broke, because the ranks that wait in them may not have noticed yet."""
+        if (failure := self.failure) is not None:
+            for other in others:
+                other.fail(failure)
 
     def check(self) -> None:
         self._members.check()
