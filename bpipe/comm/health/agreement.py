@@ -124,8 +124,8 @@ def _check_twins(records: Sequence[StepRecord]) -> None:
     """Raise if two stages that are twins do not have the same weights."""
     sums = {stage: (weights, rank) for rank, one in enumerate(records) for stage, weights in zip(one.stages, one.weights)}
     depth = records[0].num_stages // 2
-    for stage in range(depth):
-        if stage in sums and stage + depth in sums and sums[stage][0] != sums[stage + depth][0]:
+    for stage in sorted(sums):
+        if stage + depth in sums and sums[stage][0] != sums[stage + depth][0]:
             raise AgreementError(
                 f"stages {stage} and {stage + depth} are twins, but their weights differ (on ranks {sums[stage][1]} and "
                 f"{sums[stage + depth][1]}): give both the same parameters in the same order, freeze the same of them, and load "
