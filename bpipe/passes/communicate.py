@@ -6,6 +6,9 @@ complete and start evictions and loads; and complete this computation's own rece
 
     SEND_F2  RECV_B1  WAIT_SEND_F1  WAIT_EVICT0 ... EVICT1  WAIT_RECV_B0  B0
 
+A message of skips to a stage that is no neighbour is received as soon as it has been made, so that it waits where it is used, and
+its sender may evict. The gradients that come back for it are received before they are used.
+
 Where a plan has two directions, each stage exchanges gradients with its twin as soon as its last backward has run, and adds them up
 when its rank has computed everything.
 
@@ -17,15 +20,16 @@ projections of that order, so they cannot deadlock; `verify` nevertheless proves
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 from bpipe.errors import PlanError
-from bpipe.plan.action import BACKWARD, COMPUTE, SHARDING, WAIT_OF, Action, Op
-from bpipe.plan.order import UNITS, Moments, clock_by_result
+from bpipe.plan.action import BACKWARD, COMPUTE, SHARDING, WAIT_OF, Action, MicrobatchKey, Op
+from bpipe.plan.order import UNITS, UNKNOWN, Moments, clock_by_result
 from bpipe.plan.plan import Plan
 
 __all__: list[str] = []
@@ -38,22 +42,19 @@ class _Route(NamedTuple):
 
     op: Op  # the transfer
     wait: Op  # its completion
+    part: int  # as in its action: of a message between stages that are no neighbours
     peer: int  # the rank at the other end
-    times: Sequence[int]  # when the computation at the other end begins, by microbatch
+    times: Sequence[int]  # by microbatch, when the computation at its other end begins; of skips, what `_arrived` returns
+    early: Mapping[int, int] | None = None  # of a receive of skips: by microbatch, after how many computations it is waited for
 
 
-# The computation at the other end of a stage's transfer.
-OTHER_END: dict[Op, Callable[[int], tuple[Op, int]]] = {
-    Op.SEND_F: lambda stage: (Op.F, stage + 1),
-    Op.RECV_F: lambda stage: (Op.F, stage - 1),
-    Op.SEND_B: lambda stage: (Op.B, stage - 1),
-    Op.RECV_B: lambda stage: (Op.B, stage + 1),
-}
+# The computation that makes or uses the message of a stage's transfer.
+COMPUTATION = {Op.SEND_F: Op.F, Op.RECV_F: Op.F, Op.SEND_B: Op.B, Op.RECV_B: Op.B}
 
 # Makes an action from its fields in half the time of `Action(...)`, because plans have millions of them.
 _action: Callable[[tuple[Op, int, int, int, int]], Action] = partial(tuple.__new__, Action)
 
-Routes = dict[tuple[Op, int], _Route | None]  # for each computation of each stage
+Routes = dict[tuple[Op, int], tuple[_Route, ...]]  # for each computation of each stage
 
 
 def communicate(plan: Plan, times: tuple[Sequence[array[int]], Moments] | None = None) -> Plan:
@@ -69,7 +70,8 @@ def communicate(plan: Plan, times: tuple[Sequence[array[int]], Moments] | None =
     """
     computed = [plan.compute(rank) for rank in range(plan.num_ranks)]
     starts, begins = times or clock_by_result(computed, plan.num_stages, plan.slices, plan.directions)
-    sent, received = (_routes(plan, begins, find) for find in (sent_by, received_by))
+    arrivals = _arrivals(plan, computed, starts, begins)
+    sent, received = (_routes(plan, begins, find, arrivals, starts) for find in (sent_by, received_by))
     exchanges = _exchanges(plan, computed, starts)
     return replace(
         plan,
@@ -77,37 +79,95 @@ def communicate(plan: Plan, times: tuple[Sequence[array[int]], Moments] | None =
     )
 
 
-def sent_by(plan: Plan, action: Action) -> Action | None:
-    """Return the send that follows a computation if its result goes to another rank, else None."""
+def sent_by(plan: Plan, action: Action) -> list[Action]:
+    """Return the sends that follow a computation whose result goes to other ranks, in their order."""
     if action.op is Op.F:
-        return _remote(plan, action, Op.SEND_F, +1)
-    return _remote(plan, action, Op.SEND_B, -1) if action.op in BACKWARD else None
+        return _remote(plan, action, Op.SEND_F, +1, plan.routes.sent)
+    return _remote(plan, action, Op.SEND_B, -1, plan.routes.received) if action.op in BACKWARD else []
 
 
-def received_by(plan: Plan, action: Action) -> Action | None:
-    """Return the receive that a computation needs if its input comes from another rank, else None."""
+def received_by(plan: Plan, action: Action) -> list[Action]:
+    """Return the receives that a computation needs whose inputs come from other ranks."""
     if action.op is Op.F:
-        return _remote(plan, action, Op.RECV_F, -1)
-    return _remote(plan, action, Op.RECV_B, +1) if action.op in BACKWARD else None
+        return _remote(plan, action, Op.RECV_F, -1, plan.routes.received)
+    return _remote(plan, action, Op.RECV_B, +1, plan.routes.sent) if action.op in BACKWARD else []
 
 
-def _remote(plan: Plan, action: Action, op: Op, offset: int) -> Action | None:
-    other_stage = plan.neighbour(action.stage, offset)
-    peer = None if other_stage is None else plan.stage_ranks[other_stage]
-    return None if peer in (None, plan.stage_ranks[action.stage]) else Action(op, action.stage, action.microbatch, peer=peer)
+def _remote(plan: Plan, action: Action, op: Op, offset: int, skips: Mapping[int, Sequence[int]]) -> list[Action]:
+    stage, ranks, neighbour = action.stage, plan.stage_ranks, plan.neighbour(action.stage, offset)
+    is_remote = neighbour is not None and ranks[neighbour] != ranks[stage]
+    found = [Action(op, stage, action.microbatch, peer=ranks[neighbour])] if neighbour is not None and is_remote else []
+    others = skips.get(stage, ())[:: -1 if action.op in BACKWARD else 1]  # what is used first is sent first
+    return found + [Action(op, stage, action.microbatch, other + 1, ranks[other]) for other in others]
 
 
-def _routes(plan: Plan, begins: Moments, find: Callable[[Plan, Action], Action | None]) -> Routes:
+def _arrivals(
+    plan: Plan, computed: Sequence[Sequence[Action]], starts: Sequence[Sequence[int]], begins: Moments
+) -> dict[tuple[int, int], dict[int, int]]:
+    """Return for each skip's message, by microbatch, after how many computations of its receiver it is waited for.
+
+    It is posted before the first computation that begins after the message has been made, and waited for after that one, or
+    before it, if its sender would wait too long for that to evict the microbatch.
+    """
+    arrivals: dict[tuple[int, int], dict[int, int]] = {}
+    evicted = {sender: _evicted(plan, plan.stage_ranks[sender], starts) for sender in plan.routes.sent}
+    for user, senders in plan.routes.received.items():
+        rank = plan.stage_ranks[user]
+        lane = [(index, action.microbatch) for index, action in enumerate(computed[rank]) if action[:2] == (Op.F, user)]
+        for sender in senders:
+            made, places = begins.of(Op.F, sender), arrivals.setdefault((sender, user), {})
+            for used, unit in lane:
+                following = bisect_right(starts[rank], made[unit])
+                places[unit] = min(following + 1, used)
+                latest = evicted[sender].get((sender, unit))
+                arrived = _arrived(places[unit], starts[rank], made[unit]) - (rank < plan.stage_ranks[sender])
+                if latest is not None and arrived >= latest:
+                    places[unit] = min(following, used)
+    return arrivals
+
+
+def _arrived(place: int, starts: Sequence[int], made: int) -> int:
+    """Return when the computation begins after which a message of skips is waited for; at the earliest its own."""
+    return max(made, starts[place - 1]) if place else made
+
+
+def _evicted(plan: Plan, rank: int, starts: Sequence[Sequence[int]]) -> dict[MicrobatchKey, int]:
+    """Return when the computation begins before which, or inside which, each microbatch has been evicted from a rank."""
+    evicted: dict[MicrobatchKey, int] = {}
+    begun, inside = 0, False
+    for action in plan.actions[rank]:
+        if action.op in COMPUTE:
+            begun += not (action.part and plan.goes_on(action))
+            inside = action.part != 0 and not plan.ends(action)
+        elif action.op is Op.WAIT_EVICT and begun - inside < len(starts[rank]):
+            evicted.setdefault(action.key, starts[rank][begun - inside])
+    return evicted
+
+
+def _routes(
+    plan: Plan,
+    begins: Moments,
+    find: Callable[[Plan, Action], list[Action]],
+    arrivals: Mapping[tuple[int, int], Mapping[int, int]],
+    starts: Sequence[Sequence[int]],
+) -> Routes:
     """Return the routes of the results of all computations, or of their inputs."""
     routes: Routes = {}
     for op in COMPUTE:
         for stage in range(plan.num_stages):
-            transfer = find(plan, Action(op, stage, 0))
-            if transfer is None or transfer.peer is None:
-                routes[op, stage] = None
-            else:
-                times = begins.of(*OTHER_END[transfer.op](stage))
-                routes[op, stage] = _Route(transfer.op, WAIT_OF[transfer.op], transfer.peer, times)
+            found = []
+            for transfer in find(plan, Action(op, stage, 0)):
+                other, peer = transfer.other_end[1], transfer.peer
+                assert peer is not None
+                times: Sequence[int] = begins.of(COMPUTATION[transfer.op], other)
+                if transfer.op is Op.SEND_F and transfer.part:
+                    places, made = arrivals[stage, other], begins.of(Op.F, stage)
+                    times = [UNKNOWN] * plan.num_units
+                    for unit, place in places.items():
+                        times[unit] = _arrived(place, starts[peer], made[unit])
+                early = arrivals[other, stage] if transfer.op is Op.RECV_F and transfer.part else None
+                found.append(_Route(transfer.op, WAIT_OF[transfer.op], transfer.part, peer, times, early))
+            routes[op, stage] = tuple(found)
     return routes
 
 
@@ -159,26 +219,28 @@ class _Lane:
                 self.before.append([])
         self.sends = [sent[step[:2]] for step in self.steps]
         self.receives = [received[step[:2]] for step in self.steps]
+        self.arriving: list[list[Action]] = [[] for _ in self.before]  # at each boundary, completions of receives for the next step
+        self.early: list[list[Action]] = [[] for _ in self.before]  # and of those for a later one
         self.posted = self._posts()
         self.completed = self._completions()
 
     def emit(self) -> tuple[Action, ...]:
-        at_boundary = zip(self.posted, self.completed, self.before)
+        at_boundary = zip(self.posted, self.early, self.completed, self.before)
         lane = [action for actions in next(at_boundary) for action in actions]
         exchanged: list[list[Action]] = [[] for _ in self.steps]
         for after, action in self.exchanges:
             exchanged[after - 1].append(action)
-        for step, inside, receive, send, exchanges, (posted, completed, moves) in zip(
-            self.steps, self.inside, self.receives, self.sends, exchanged, at_boundary
+        for step, inside, arriving, sends, exchanges, (posted, early, completed, moves) in zip(
+            self.steps, self.inside, self.arriving, self.sends, exchanged, at_boundary
         ):
             _, stage, microbatch, _, _ = step
-            if receive is not None:
-                lane.append(_action((receive[1], stage, microbatch, 0, receive[2])))
+            lane += arriving
             lane += inside
-            if send is not None:
-                lane.append(_action((send[0], stage, microbatch, 0, send[2])))
+            for send in sends:
+                lane.append(_action((send[0], stage, microbatch, send[2], send[3])))
             lane += exchanges
             lane += posted
+            lane += early
             lane += completed
             lane += moves
         return (*lane, *(action._replace(op=Op.WAIT_REDUCE_GRAD) for _, action in self.exchanges))
@@ -189,15 +251,18 @@ class _Lane:
         A channel is first in, first out. If several boundaries between stages share one, the message that arrives first may
         be used last; its receive is still posted first.
         """
-        channels: dict[tuple[Op, int], list[tuple[int, int, Action]]] = defaultdict(list)
-        for index, (receive, (_, stage, microbatch, _, _)) in enumerate(zip(self.receives, self.steps)):
-            if receive is not None:
-                op, _, peer, times = receive
-                channels[op, peer].append((times[microbatch], index, _action((op, stage, microbatch, 0, peer))))
+        channels: dict[tuple[Op, int], list[tuple[int, int, int, int, Action]]] = defaultdict(list)
+        for place, (receives, (_, stage, microbatch, _, _)) in enumerate(zip(self.receives, self.steps)):
+            for op, wait, part, peer, times, early in receives:
+                index = place if early is None else early[microbatch]
+                turn = stage if op is Op.RECV_F else -stage  # as `sent_by` orders what one computation sends
+                channels[op, peer].append((times[microbatch], part, turn, index, _action((op, stage, microbatch, part, peer))))
+                waiting = self.arriving if early is None else self.early
+                waiting[index].append(_action((wait, stage, microbatch, part, peer)))
         posted: list[list[Action]] = [[] for _ in self.before]
         for arrivals in channels.values():
             turn = len(self.steps)
-            for _, index, action in sorted(arrivals, reverse=True):
+            for _, _, _, index, action in sorted(arrivals, reverse=True):
                 if index <= turn:
                     turn = max(index - 1, 0)
                 posted[turn].insert(0, action)
@@ -207,17 +272,15 @@ class _Lane:
         """Return the completions of sends by boundary: the first at which they are due and their receives have completed."""
         completed: list[list[Action]] = [[] for _ in self.before]
         begins, end = self.begins, len(self.begins)
-        for (_, stage, microbatch, _, _), (op, wait, peer, times), boundary in self._due():
+        for (_, stage, microbatch, _, _), (op, wait, part, peer, times, _), boundary in self._due():
             received = times[microbatch]
             if received < 0:
-                user = OTHER_END[op](stage)[1]
-                raise PlanError(
-                    f"{Action(op, stage, microbatch).text(self.slices)} sends a message that no computation of stage {user} uses"
-                )
+                send = Action(op, stage, microbatch, part)
+                raise PlanError(f"{send.text(self.slices)} sends a message that no computation of stage {send.other_end[1]} uses")
             received -= peer < self.rank  # of computations at one time, the one of the lower rank comes first
             while boundary < end and begins[boundary] <= received:
                 boundary += 1
-            completed[boundary].append(_action((wait, stage, microbatch, 0, peer)))
+            completed[boundary].append(_action((wait, stage, microbatch, part, peer)))
         return completed
 
     def _due(self) -> Iterator[tuple[Action, _Route, int]]:
@@ -230,9 +293,9 @@ class _Lane:
             if action[0] is evicted:
                 latest[action[1:3]] = min(index, latest.get(action[1:3], end))
         following: dict[tuple[Op, int], int] = {}
-        for index, step, send in zip(range(end, 0, -1), reversed(self.steps), reversed(self.sends)):
-            if send is not None:
-                channel = send[0], send[2]
+        for index, step, sends in zip(range(end, 0, -1), reversed(self.steps), reversed(self.sends)):
+            for send in reversed(sends):
+                channel = send[0], send[3]
                 due = following.get(channel, end)
                 following[channel] = index
                 yield step, send, due if send[0] is backward else min(due, latest.get(step[1:3], end))

@@ -157,7 +157,8 @@ class _Rank:
         self._lane, self._meter = lane, plan.meter()
         self._static = 0 if plan.sizes is None else plan.sizes.static[rank]
         mine = set(plan.stages_of(rank))
-        self.able = {stage for stage in mine if not {plan.neighbour(stage, -1), plan.neighbour(stage, +1)} & mine}
+        alone = {stage for stage in mine if not {plan.neighbour(stage, -1), plan.neighbour(stage, +1)} & mine}
+        self.able = alone - plan.routes.shared
         self._backward = {action.key: index for index, action in enumerate(lane) if action.op in BACKWARD}
 
     def chosen(self, limit: int | None) -> set[Which] | None:

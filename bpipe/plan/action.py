@@ -86,6 +86,11 @@ POSTS = frozenset({*SENDS, *RECEIVES})  # operations that start a transfer, with
 # Each end names a message after its own stage: stage 1 sends `1SEND_F0`, stage 2 receives it as `2RECV_F0`.
 RECEIVER_OF = {Op.SEND_F: (Op.RECV_F, 1), Op.SEND_B: (Op.RECV_B, -1), Op.EVICT: (Op.ACCEPT, 0), Op.RETURN: (Op.LOAD, 0)}
 
+# The other end of each transfer, from either one: its operation, and how many stages further on it lies.
+OTHER_END = {**RECEIVER_OF, **{receive: (send, -offset) for send, (receive, offset) in RECEIVER_OF.items()}}
+BETWEEN_STAGES = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
+MESSAGES = BETWEEN_STAGES | {WAIT_OF[op] for op in BETWEEN_STAGES}
+
 # The acceptor's operation for each operation of the evictor.
 MIRROR = {Op.EVICT: Op.ACCEPT, Op.WAIT_EVICT: Op.WAIT_ACCEPT, Op.LOAD: Op.RETURN, Op.WAIT_LOAD: Op.WAIT_RETURN}
 
@@ -99,6 +104,8 @@ Identity = tuple[Op, int, int, int]  # operation, stage, microbatch, part
 class Action(NamedTuple):
     """An operation on one microbatch of one stage, or on one slice of a microbatch where a plan cuts each into k slices.
 
+    A message of skips, between stages that are no neighbours, names the stage at its other end: `0SEND_F3>5`, `5RECV_F3<0`.
+
     Its first four fields identify it within a plan, except for UNSHARD, RESHARD and REDUCE_GRAD without a peer, which concern a
     whole stage and may occur again.
 
@@ -107,7 +114,8 @@ class Action(NamedTuple):
         stage: the stage's index.
         microbatch: its number; 0 if the operation concerns the whole stage. In a plan with k slices per microbatch it counts units:
             slice s of microbatch i is unit k*i + s (`PlanData.slices` has all that follows).
-        part: for an eviction, the part of the microbatch's saved bytes that moves, from 1 on; 0 for all of them.
+        part: for an eviction, the part of the microbatch's saved bytes that moves, from 1 on; 0 for all of them. For a message
+            between stages that are no neighbours, one more than the stage at its other end.
         peer: the rank at the other end of a transfer, or HOST for this rank's own host memory.
 
     Example:
@@ -130,7 +138,13 @@ class Action(NamedTuple):
         """Write the action without its peer; in a plan with several slices per microbatch, with the slice: `2F0/1`."""
         if self.op in SHARDING:
             return f"{self.stage}{self.op.value}"
-        return f"{self.stage}{self.op.value}{unit_text(self.microbatch, slices)}{f'.{self.part}' if self.part else ''}"
+        return f"{self.stage}{self.op.value}{unit_text(self.microbatch, slices)}{self._part_text if self.part else ''}"
+
+    @property
+    def _part_text(self) -> str:
+        if self.op in MESSAGES:
+            return f"{'>' if START_OF.get(self.op, self.op) in SENDS else '<'}{self.part - 1}"
+        return f".{self.part}"
 
     @classmethod
     def parse(cls, text: str, slices: int = 1) -> Action:
@@ -147,14 +161,18 @@ class Action(NamedTuple):
         if match is None:
             expected = "expected a stage, an operation and a microbatch, such as 2F0 or 2EVICT0@5"
             raise PlanError(f"{text[:MOST_SHOWN]!r} is not an action: {expected}")
-        stage, sharding, twin, op, microbatch, in_slices, part, peer = match.groups()
+        stage, sharding, twin, op, microbatch, in_slices, part, arrow, other, peer = match.groups()
         if sharding is not None:
             return cls(Op(sharding), int(stage), 0, peer=None if twin is None else int(twin))
         if (in_slices is None) is not (slices == 1) or int(in_slices or 0) >= slices:
             expected = f"one of its {slices} slices, such as 2F0/{slices - 1}" if slices > 1 else "a whole microbatch, such as 2F0"
             raise PlanError(f"{text[:MOST_SHOWN]!r} is not an action of a plan with slices={slices}: expected {expected}")
         unit = int(microbatch) * slices + int(in_slices or 0)
-        return cls(Op(op), int(stage), unit, int(part or 0), None if peer is None else HOST if peer == "host" else int(peer))
+        number = int(part or 0) if other is None else int(other) + 1
+        action = cls(Op(op), int(stage), unit, number, None if peer is None else HOST if peer == "host" else int(peer))
+        if (arrow or (part and ".")) not in (None, action._part_text[0]):
+            raise PlanError(f"{text[:MOST_SHOWN]!r} is not an action: expected such as 2EVICT0.1@5, 0SEND_F3>5 or 5RECV_F3<0")
+        return action
 
     @property
     def key(self) -> MicrobatchKey:
@@ -184,6 +202,19 @@ class Action(NamedTuple):
             KeyError: the action does not complete a transfer.
         """
         return (START_OF[self[0]], *self[1:4])
+
+    @property
+    def other_end(self) -> Identity:
+        """The identity of the action at the other end of the transfer that this one starts.
+
+        Raises:
+            KeyError: the action does not start a transfer with another rank or the host.
+        """
+        op, stage, microbatch, part, _ = self
+        other, offset = OTHER_END[op]
+        if part and op in BETWEEN_STAGES:
+            return other, part - 1, microbatch, stage + 1
+        return other, stage + offset, microbatch, part
 
     @property
     def is_post(self) -> bool:
@@ -238,6 +269,6 @@ def _names(ops: Iterable[Op]) -> str:
 _NUMBER = r"\d{1,9}"
 _PATTERN = re.compile(
     rf"({_NUMBER})(?:({_names(SHARDING)})(?:@({_NUMBER}))?|({_names(set(Op) - SHARDING)})({_NUMBER})(?:/({_NUMBER}))?"
-    rf"(?:\.({_NUMBER}))?(?:@({_NUMBER}|host))?)",
+    rf"(?:\.({_NUMBER})|([<>])({_NUMBER}))?(?:@({_NUMBER}|host))?)",
     re.ASCII,
 )

@@ -17,15 +17,14 @@ from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 
 from bpipe.errors import PlanError
-from bpipe.plan.action import COMPUTE, HOST, MIRROR, POSTS, RECEIVER_OF, SHARDING, START_OF, Action, Op
+from bpipe.plan.action import COMPUTE, HOST, MIRROR, POSTS, RECEIVES, SHARDING, START_OF, Action, Identity, Op
 from bpipe.plan.order import UNITS, clock
 from bpipe.plan.plan import Plan
 
 __all__ = ["check_issue_orders", "issue_orders"]
 
-Transfer = tuple[Op, int, int, int]  # the action that its sender starts: operation, stage, microbatch and part
+Transfer = Identity  # of the action that its sender starts
 
-_SENDER_OF = {receive: (send, -offset) for send, (receive, offset) in RECEIVER_OF.items()}
 _WITH_COMPUTATION = COMPUTE | SHARDING | {Op.WAIT_RECV_F, Op.WAIT_RECV_B}
 
 
@@ -195,5 +194,5 @@ def _transfer(plan: Plan, action: Action) -> Transfer | None:
         return (start, action.stage % plan.depth, 0, 0)
     if start not in POSTS:
         return None
-    send, offset = _SENDER_OF.get(start, (start, 0))
-    return (send, action.stage + offset, action.microbatch, action.part)
+    post = action._replace(op=start)
+    return post.other_end if start in RECEIVES else post.identity

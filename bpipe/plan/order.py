@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from bpipe.errors import PlanError
-from bpipe.plan.action import HOST, RECEIVER_OF, WAIT_OF, Action, Op, OpKey
+from bpipe.plan.action import HOST, MESSAGES, RECEIVER_OF, WAIT_OF, Action, Op, OpKey
 from bpipe.plan.plan_data import PlanData
 
 __all__ = ["Moments", "Stuck", "clock", "linearise", "run_greedily"]
@@ -235,7 +235,7 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
     if order is None:  # what stands alone holds nothing up; but for pieces, between which no other lane may compute
         lanes = [(rank, tuple([a for a in lane if a[0] in LINKED or a[3]])) for rank, lane in lanes]
     positions = [0] * len(lanes)
-    width = 1 + max(map(plan.num_parts, range(plan.num_stages)))
+    width = 1 + max([plan.num_stages * bool(plan.skips), *map(plan.num_parts, range(plan.num_stages))])
     num_stages = plan.num_stages
     happened = {op: [bytearray(plan.num_units * width) for _ in plan.stage_ranks] for op in ENABLERS}
     happened[Op.REDUCE_GRAD] *= 2  # a twin lies `depth` stages further on, or as many back
@@ -257,10 +257,13 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
             op, stage, microbatch, part, peer = action = lane[position]
             which = microbatch * width + part
             enabling, offset, happening = kinds[op]
-            if enabling is not None and peer != HOST and enabling[stage + offset][which] != YES:
-                enabling[stage + offset][which] = AWAITED
+            other, there = stage + offset, which
+            if part and op in MESSAGES:  # with a stage that is no neighbour
+                other, there = part - 1, microbatch * width + stage + 1
+            if enabling is not None and peer != HOST and enabling[other][there] != YES:
+                enabling[other][there] = AWAITED
                 enabler = ENABLED_BY[op][0]
-                waiting[enabler, (stage + offset) % num_stages, which].append(index)
+                waiting[enabler, other % num_stages, there].append(index)
                 blocked[index] = action
                 positions[index] = position
                 break
@@ -286,4 +289,6 @@ def _missing(plan: PlanData, action: Action) -> Action:
     """Return what must happen on the other end before an action can go on."""
     enabler, offset = ENABLED_BY[action.op]
     twin = plan.twin(action.stage) if action.op is Op.WAIT_REDUCE_GRAD else None
+    if action.part and action.op in MESSAGES:
+        return action._replace(op=enabler, stage=action.part - 1, part=action.stage + 1, peer=None)
     return action._replace(op=enabler, stage=action.stage + offset if twin is None else twin, peer=None)

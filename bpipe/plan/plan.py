@@ -30,6 +30,9 @@ class Plan(PlanData):
         directions: 2 if the plan has every stage of the model twice, for two streams of microbatches that flow against each other:
             stages 0 to S-1 run even microbatches, stages S to 2S-1 odd ones. Stage s and its twin s + S hold the same weights on
             two ranks, and add up their gradients: `REDUCE_GRAD` with a peer.
+        skips: what stages hand on to later ones than the next: for each stage and each set of users, the stage and its users, as
+            numbers of stages in one direction. Each rank gets such a value once, in the message to the next stage or in one of
+            its own: `0SEND_F3>5`.
 
     Example:
         >>> from bpipe.schedules import build

@@ -11,6 +11,7 @@ from bpipe.plan.action import COMPUTE, HOST, MIRROR, POSTS, Action, Channel, Mic
 from bpipe.plan.meter import SLOTS, Amount, Meter, bytes_meter, occupancy, slot
 from bpipe.plan.reserved import reserve
 from bpipe.plan.sizes import Sizes
+from bpipe.skips.routes import Routes, Skip, routes_of
 
 __all__: list[str] = []
 
@@ -33,6 +34,12 @@ class PlanData:
     has_backward: bool = True
     slices: int = 1
     directions: int = 1
+    skips: tuple[Skip, ...] = ()
+
+    @property
+    def routes(self) -> Routes:
+        """The ways of the plan's skips: which messages carry them."""
+        return routes_of(self.skips, self.stage_ranks, self.directions)
 
     @property
     def num_units(self) -> int:

@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import TypeVar
 
 from bpipe.errors import ConfigurationError, PlanError, is_printable
-from bpipe.plan.action import START_OF, Action, Op
+from bpipe.plan.action import COMPUTE, START_OF, Action, Op
 from bpipe.plan.plan_data import PlanData
 from bpipe.plan.sizes import Sizes, StageSizes
+from bpipe.skips.routes import wrong_with
 
 __all__: list[str] = []
 
@@ -20,7 +21,8 @@ AnyPlan = TypeVar("AnyPlan", bound=PlanData)
 HEADER = re.compile(
     r"bpipe-plan 1 name=(?P<name>\S+) microbatches=(?P<microbatches>\d{1,9}) "
     r"stage_ranks=(?P<stage_ranks>\d{1,9}(?:,\d{1,9})*) slots=(?P<slots>[\d,-]+) backward=(?P<backward>[01])"
-    r"(?: slices=(?P<slices>\d{1,9}))?(?: directions=(?P<directions>\d{1,9}))?",
+    r"(?: slices=(?P<slices>\d{1,9}))?(?: directions=(?P<directions>\d{1,9}))?"
+    r"(?: skips=(?P<skips>\d{1,9}(?:>\d{1,9})+(?:,\d{1,9}(?:>\d{1,9})+)*))?",
     re.ASCII,
 )
 
@@ -48,6 +50,7 @@ def to_text(plan: PlanData) -> str:
         f"stage_ranks={','.join(map(str, plan.stage_ranks))} slots={slots} backward={int(plan.has_backward)}"
         + f" slices={plan.slices}" * (plan.slices > 1)
         + f" directions={plan.directions}" * (plan.directions > 1)
+        + (f" skips={','.join('>'.join(map(str, skip)) for skip in plan.skips)}" if plan.skips else "")
     ]
     if plan.sizes is not None:
         for number, stages in enumerate(plan.sizes.by_slice):
@@ -81,6 +84,9 @@ def from_text(text: str, plan_class: type[AnyPlan]) -> AnyPlan:
     if directions not in (1, 2) or len(stage_ranks) % directions:
         raise PlanError(f"not a plan: {len(stage_ranks)} stages in directions={directions}, expected 1, or 2 with half each")
     depth = len(stage_ranks) // directions
+    skips = tuple(tuple(map(int, skip.split(">"))) for skip in (match["skips"] or "").split(",") if skip)
+    if wrong := wrong_with(skips, depth):
+        raise PlanError(f"not a plan: {wrong}")
     num_sizes = sum(line.startswith(("size ", "static:", "budgets:")) for line in lines)
     sizes, budgets = _read_sizes(lines[:num_sizes], len(stage_ranks))
     lanes: dict[str, list[tuple[Action, ...]]] = {"rank": [], "serve": []}
@@ -104,6 +110,7 @@ def from_text(text: str, plan_class: type[AnyPlan]) -> AnyPlan:
         has_backward=match["backward"] == "1",
         slices=slices,
         directions=directions,
+        skips=skips,
     )
 
 
@@ -187,6 +194,8 @@ _NEIGHBOUR = {Op.SEND_F: 1, Op.RECV_B: 1, Op.RECV_F: -1, Op.SEND_B: -1}
 
 def _implied_peer(action: Action, stage_ranks: tuple[int, ...], depth: int) -> int | None:
     offset = _NEIGHBOUR.get(START_OF.get(action.op, action.op))
+    if offset is not None and action.part:
+        return stage_ranks[action.part - 1] if action.part <= len(stage_ranks) else None
     if offset is None or action.stage >= len(stage_ranks) or not 0 <= action.stage % depth + offset < depth:
         return None
     return stage_ranks[action.stage + offset]
@@ -201,8 +210,9 @@ def to_csv(plan: PlanData) -> str:
     for what, is_so in (
         ("evicts", any(action.op is Op.EVICT for action in actions)),
         ("recomputes", any(action.op is Op.R for action in actions)),
-        ("computes in pieces", any(action.part for action in actions)),
+        ("computes in pieces", any(action.part and action.op in COMPUTE for action in actions)),
         ("has two directions", plan.directions > 1),
+        ("has skips", bool(plan.skips)),
     ):
         if is_so:
             raise PlanError(f"{plan.name} {what}, which torch.distributed.pipelining's CSV cannot express: use to_text()")

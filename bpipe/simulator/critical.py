@@ -7,13 +7,12 @@ from collections.abc import Generator, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from bpipe.plan.action import COMPUTE, HOST, RECEIVER_OF, RECEIVES, SENDS, SERVED, START_OF, Action, Identity, Op
+from bpipe.plan.action import COMPUTE, HOST, RECEIVES, SENDS, SERVED, START_OF, Action, Identity, Op
 from bpipe.simulator.timeline import Lane, Span, Timeline
 
 __all__ = ["Step", "critical_path"]
 
 
-_OTHER_END = {**RECEIVER_OF, **{receive: (send, -offset) for send, (receive, offset) in RECEIVER_OF.items()}}
 _INDEXES_KEPT = 16  # lanes whose index is cached, so that a plan of thousands of ranks need not keep all
 
 
@@ -105,9 +104,9 @@ class _Walk:
         assert action.peer is not None
         if (twin := self.plan.twin(action.stage)) is not None and action.is_exchange:
             return _Place(action.peer, False, self.positions(action.peer, False)[action.op, twin, *action[2:4]])
-        op, offset = _OTHER_END[action.op]
-        served = op in SERVED
-        return _Place(action.peer, served, self.positions(action.peer, served)[op, action.stage + offset, *action[2:4]])
+        other = action.other_end
+        served = other[0] in SERVED
+        return _Place(action.peer, served, self.positions(action.peer, served)[other])
 
     def _through(self, send: _Place, arrival_s: float) -> Generator[Step, None, _Place | None]:
         """Follow transfers back to the lane that posted its end last, or that kept the link busy until then.

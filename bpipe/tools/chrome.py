@@ -30,7 +30,7 @@ from math import isnan
 from typing import Any, NamedTuple
 
 from bpipe._version import __version__
-from bpipe.plan.action import COMPUTE, HOST, POSTS, RECEIVER_OF, SENDS, SERVED, SHARDING, START_OF, Action, Op
+from bpipe.plan.action import COMPUTE, HOST, MESSAGES, POSTS, RECEIVER_OF, SENDS, SERVED, SHARDING, START_OF, Action, Op
 from bpipe.plan.whereabouts import whereabouts
 from bpipe.simulator.timeline import Timeline
 from bpipe.tools.chrome_read import DEVICE, FORMAT
@@ -229,8 +229,7 @@ def _arrows(timeline: Timeline) -> Iterator[_Arrow]:
     for (rank, op, stage, microbatch, part), sent in slices.items():
         heads: list[tuple[str, tuple[int, Op, int, int, int]]] = []
         if op in RECEIVER_OF and sent.action.peer is not None:
-            receive, offset = RECEIVER_OF[op]
-            heads.append((SENDS[op].value, (sent.action.peer, receive, stage + offset, microbatch, part)))
+            heads.append((SENDS[op].value, (sent.action.peer, *sent.action.other_end)))
         if op is Op.EVICT:
             heads.append(("away", (rank, Op.LOAD, stage, microbatch, part)))
         for name, head in heads:
@@ -259,7 +258,7 @@ def _events(
         args = {"action": name, "stage": one.action.stage, "microbatch": microbatch, **known}
         if timeline.plan.slices > 1:
             args["slice"] = slice_
-        if one.action.part:
+        if one.action.part and one.action.op not in MESSAGES:
             args["part"] = one.action.part
         if then := whereabouts(one.action):
             args["then"] = then

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import takewhile
 
-from bpipe.plan.action import BACKWARD, COMPUTE, SHARDING, Action, Op, PartKey
+from bpipe.plan.action import BACKWARD, COMPUTE, MESSAGES, SHARDING, Action, Op, PartKey
 from bpipe.plan.order import previous_unit
 from bpipe.verifier.presence_rules import EVICTION
 from bpipe.verifier.rank_index import BITS, Finding, RankIndex, mask, ops_in
@@ -52,6 +52,7 @@ EARLIER = {op: mask(earlier for earlier, later in PRECEDENCE if later is op) for
 EARLIER_OF_PART = {op: mask(earlier for earlier, later in PRECEDENCE_OF_PARTS if later is op) for op in Op}
 
 # Operations that take a stage's microbatches in the same order: a whole backward counts as I and W. R may take any order.
+COMPUTING, PASSING = mask(COMPUTE), mask(MESSAGES)
 KIN = {Op.F: mask({Op.F}), Op.B: mask({Op.B, Op.I, Op.W}), Op.I: mask({Op.I, Op.B}), Op.W: mask({Op.W, Op.B})}
 BACKWARDS = mask(BACKWARD)
 MOST_TOLD = 8  # pieces, in an error
@@ -65,7 +66,9 @@ def ordered(own: RankIndex) -> Iterator[Finding]:
     """
     seen: defaultdict[PartKey, int] = defaultdict(int)
     in_parts = {stage for _, stage, part in own.at if part}
-    involved = {s for _, s, _ in own.at if s in in_parts or own.plan.num_parts(s) > 1 or _neighbours(own, s)}
+    routes = own.plan.routes
+    skipping = routes.sent.keys() | routes.received.keys()
+    involved = {s for _, s, _ in own.at if s in in_parts | skipping or own.plan.num_parts(s) > 1 or _neighbours(own, s)}
     for stage in {stage for _, stage, _ in own.at} - involved:
         yield from _simply_ordered(own, stage)
     for index, action in enumerate(own.lane if involved else ()):
@@ -113,6 +116,13 @@ def _needs(own: RankIndex, action: Action) -> Iterator[tuple[PartKey, int]]:
     op, stage, microbatch, part, _ = action
     num_parts = own.plan.num_parts(stage)
     has_output = part in (0, num_parts)  # the output lies in the last part
+    if part and op in MESSAGES:
+        yield (stage, microbatch, 0), EARLIER[op] & COMPUTING
+        yield (stage, microbatch, part), EARLIER[op] & PASSING
+        return
+    if op in COMPUTE or (op is Op.WAIT_EVICT and has_output):
+        for other in (*own.plan.routes.sent.get(stage, ()), *own.plan.routes.received.get(stage, ())):
+            yield (stage, microbatch, other + 1), EARLIER[op] & PASSING
     yield (stage, microbatch, 0), EARLIER[op] & ~(0 if has_output else BITS[Op.WAIT_SEND_F] * (op is Op.WAIT_EVICT))
     yield (stage, microbatch, part), EARLIER_OF_PART[op]
     if op in COMPUTE:
@@ -152,7 +162,7 @@ def recomputed(own: RankIndex) -> Iterator[Finding]:
     begun = {own.lane[index][1:3] for index in own.begun}
     for index in sorted(index for kind, found in own.at.items() if kind[0] is Op.R for index in found.values()):
         action = own.lane[index]
-        if _neighbours(own, action.stage):
+        if _neighbours(own, action.stage) or action.stage in own.plan.routes.shared:
             yield own.place(index), f"{own.show(action)} recomputes a stage that shares memory with another one of rank {own.rank}"
         elif action.key in begun:
             yield own.place(index), f"{own.show(action)} recomputes a microbatch that runs in pieces"

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 
-from bpipe.plan.action import HOST, POSTS, RECEIVES, SENDS, SERVED, Action, Channel, Op, Purpose, unit_text
+from bpipe.plan.action import HOST, MESSAGES, POSTS, RECEIVES, SENDS, SERVED, Action, Channel, Op, Purpose, unit_text
 from bpipe.plan.order import run_greedily
 from bpipe.plan.plan import Plan
 from bpipe.plan.sizes import MOST_PARTS
@@ -39,12 +39,20 @@ def _posted(plan: Plan, lane: tuple[Action, ...]) -> dict[tuple[Op, int | None],
     They name the message at the boundary after a stage, or a stage's saved bytes.
     """
     posted: dict[tuple[Op, int | None], array[int]] = defaultdict(lambda: array("q"))
-    m = plan.num_units
+    m, most = plan.num_units, _most(plan)
     for op, stage, microbatch, part, peer in lane:
         before = _STAGES_BEFORE.get(op)
         if before is not None and peer != HOST:
-            posted[op, peer].append(((stage - before) * m + microbatch) * (MOST_PARTS + 1) + part)
+            first, other = stage - before, part
+            if part and before and op in MESSAGES:  # between stages that are no neighbours: the later one names the earlier one
+                first, other = part - 1, stage + 1
+            posted[op, peer].append((first * m + microbatch) * most + other)
     return posted
+
+
+def _most(plan: Plan) -> int:
+    """Return more than any part and any stage of a plan."""
+    return max(MOST_PARTS, plan.num_stages) + 2
 
 
 # How many stages before the one that an action names the boundary lies that its message crosses.
@@ -60,16 +68,19 @@ def _differing(
         yield None, f"{name} sends {len(sent)} messages and receives {len(received)}"
     k = next((k for k, pair in enumerate(zip(sent, received)) if pair[0] != pair[1]), None)
     if k is not None:
-        a, b = (_tell(plan, messages[k]) for messages in (sent, received))
+        a, b = (_tell(plan, messages[k], channel.purpose) for messages in (sent, received))
         served = channel.purpose is Purpose.EVICT
         place = channel.dst, served, receives(channel.dst, served)[channel][k]
         yield place, f"{name}: message {k} is sent as {a} and received as {b}"
 
 
-def _tell(plan: Plan, message: int) -> str:
-    microbatch, part = divmod(message, MOST_PARTS + 1)
+def _tell(plan: Plan, message: int, purpose: Purpose) -> str:
+    microbatch, part = divmod(message, _most(plan))
     stage, unit = divmod(microbatch, plan.num_units)
-    return f"{f'part {part} of ' if part else ''}microbatch {unit_text(unit, plan.slices)} of stage {stage}"
+    name = f"microbatch {unit_text(unit, plan.slices)} of stage {stage}"
+    if purpose in (Purpose.FORWARD, Purpose.BACKWARD):
+        return f"{name} to stage {part - 1}" if part else name
+    return f"part {part} of {name}" if part else name
 
 
 def _receives(plan: Plan, rank: int, served: bool) -> _Receives:

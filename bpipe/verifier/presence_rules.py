@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import filterfalse
 from operator import itemgetter
 
 from bpipe.passes.communicate import received_by, sent_by
-from bpipe.plan.action import COMPUTE, HOST, SERVED, SHARDING, WAIT_OF, Action, Op, PartKey, unit_text
+from bpipe.plan.action import COMPUTE, HOST, MESSAGES, SERVED, SHARDING, WAIT_OF, Action, Op, PartKey, unit_text
 from bpipe.plan.plan import Plan
 from bpipe.verifier.rank_index import Finding, RankIndex, mask, ops_in
 
@@ -33,7 +34,8 @@ def belongs(own: RankIndex) -> Iterator[Finding]:
         peers = {kind: peer for kind, peer in peers.items() if kind[0] is not Op.WAIT_REDUCE_GRAD}
     for index in own.repeated:
         yield own.place(index), f"{own.show(own.lane[index])} stands a second time"
-    computing, serving = (set(map(_WITH_PEER, lanes[own.rank])) for lanes in (plan.actions, plan.served))
+    lanes = (plan.actions[own.rank], plan.served[own.rank])
+    computing, serving = (set(map(_WITH_PEER, filterfalse(_is_of_skips, lane) if plan.skips else lane)) for lane in lanes)
     kinds = computing | serving
     odd = {kind for kind in kinds if kind[2] != peers.get(kind[:2], NOWHERE) and not _moves_as_one(own, kind, kinds)}
     is_mixed = any(op in SERVED for op, _, _ in computing) or any(op not in SERVED for op, _, _ in serving)
@@ -102,7 +104,7 @@ def complete(own: RankIndex) -> Iterator[Finding]:
     for (stage, part), bits in own.present.items():
         for microbatch, found in enumerate(bits) if part or stage not in sets else ():
             if stage in sets:
-                yield from _moves_once(own, (stage, microbatch, part), found & ~mask(COMPUTE))
+                yield from _moves_once(own, (stage, microbatch, part), found & ~mask(COMPUTE | MESSAGES))
             elif found not in (0, mask(SERVED)):
                 yield from _lacking(own, (stage, microbatch, part), [mask(SERVED)])
 
@@ -127,8 +129,35 @@ def _complete_sets(plan: Plan, stage: int) -> list[frozenset[Op]]:
 
 def _required(plan: Plan, stage: int, backward: frozenset[Op]) -> frozenset[Op]:
     computations = [Action(op, stage, 0) for op in (Op.F, *backward)]
-    transfers = [t.op for c in computations for t in (received_by(plan, c), sent_by(plan, c)) if t is not None]
+    transfers = [t.op for c in computations for t in (*received_by(plan, c), *sent_by(plan, c)) if not t.part]
     return frozenset({Op.F, *backward, *transfers, *(WAIT_OF[op] for op in transfers)})
+
+
+def skipping(own: RankIndex) -> Iterator[Finding]:
+    """Check that each microbatch has the messages that the plan's skips ask for, with the right peers, and no others."""
+    plan = own.plan
+    ends = ((plan.routes.sent, (Op.SEND_F, Op.RECV_B)), (plan.routes.received, (Op.RECV_F, Op.SEND_B)))
+    expected = {
+        (stage, other + 1): mask(op for start in starts[: 1 + plan.has_backward] for op in (start, WAIT_OF[start]))
+        for others, starts in ends
+        for stage in own.stages
+        for other in others.get(stage, ())
+    }
+    found = {(stage, part) for op, stage, part in own.at if part and op in MESSAGES and stage in own.stages}
+    for stage, part in sorted(expected.keys() | found):
+        for unit in range(plan.num_units):
+            right = expected.get((stage, part), 0) * plan.passes(stage, unit)
+            if (there := own.there((stage, unit, part))) & mask(MESSAGES) != right:
+                yield from _lacking(own, (stage, unit, part), [right | there & ~mask(MESSAGES)])
+    for index, action in enumerate(own.lane if found else ()):
+        if _is_of_skips(action) and (action.peer != plan.stage_ranks[action.part - 1] or own.is_served(index)):
+            rank = plan.stage_ranks[action.part - 1]
+            yield own.place(index), f"{own.show(action)} with {_named(action.peer)}: stage {action.part - 1} is on rank {rank}"
+
+
+def _is_of_skips(action: Action) -> bool:
+    """Return whether an action is one end of a message between stages that are no neighbours."""
+    return action[3] != 0 and action[0] in MESSAGES
 
 
 def _lacking(own: RankIndex, which: PartKey, complete: list[int]) -> Iterator[Finding]:

@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from bpipe.errors import PlanError
-from bpipe.plan.action import SHARDING
+from bpipe.plan.action import MESSAGES, SHARDING, Op
 from bpipe.plan.grid import excerpt
 from bpipe.plan.meter import SLOTS, Meter, occupancy
 from bpipe.plan.plan import Plan
 from bpipe.plan.text import wrong_with_name
+from bpipe.skips.routes import wrong_with
 from bpipe.verifier.order_rules import in_pieces, ordered, recomputed, sharded, twins
 from bpipe.verifier.plan_rules import RULES_OF_ALL
-from bpipe.verifier.presence_rules import IN_PARTS, belongs, complete
+from bpipe.verifier.presence_rules import IN_PARTS, belongs, complete, skipping
 from bpipe.verifier.rank_index import Finding, Place, RankIndex, Rule
 
 __all__ = ["Violation", "verify"]
@@ -47,6 +48,7 @@ def _within(own: RankIndex, meter: Meter, idle: int, budget: int | None, unit: s
 RULES_OF_A_RANK: dict[str, Rule] = {
     "belongs": belongs,
     "complete": complete,
+    "skipping": skipping,
     "ordered": ordered,
     "in pieces": in_pieces,
     "sharded": sharded,
@@ -103,7 +105,7 @@ def violations_of(plan: Plan) -> Iterator[Violation]:
             return
         violations += (Violation(name, *found) for name, rule in RULES_OF_A_RANK.items() for found in rule(own))
     yield from violations
-    if not any(violation.rule in ("belongs", "complete") for violation in violations):
+    if not any(violation.rule in ("belongs", "complete", "skipping") for violation in violations):
         for name, whole in RULES_OF_ALL.items():
             yield from (Violation(name, place, text) for place, text in whole(plan))
 
@@ -118,6 +120,9 @@ def _shape(plan: Plan) -> Iterator[str]:
         yield wrong
     if plan.directions not in (1, 2) or p % plan.directions:
         yield f"{p} stages in {plan.directions} directions: there are 1 or 2, with equally many stages each"
+        return
+    if wrong := wrong_with(plan.skips, plan.depth):
+        yield wrong
         return
     if p < 1 or plan.num_microbatches < 1 or plan.slices < 1:
         yield f"{p} stages, {plan.num_microbatches} microbatches and {plan.slices} slices: each must be at least 1"
@@ -146,24 +151,29 @@ def _names_others(own: RankIndex) -> bool:
     plan, units = own.plan, set(range(own.plan.num_units))
     return any(
         not (0 <= stage < plan.num_stages and found.keys() <= units)
-        or (part and (op not in IN_PARTS or not 0 < part <= plan.num_parts(stage)))
+        or not 0 <= part <= _most_parts(plan, op, stage)
         or (op in SHARDING and any(found))
         for (op, stage, part), found in own.at.items()
     )
 
 
+def _most_parts(plan: Plan, op: Op, stage: int) -> int:
+    """Return the highest part that an action may name."""
+    return plan.num_stages if op in MESSAGES else plan.num_parts(stage) if op in IN_PARTS else 0
+
+
 def _outside(plan: Plan) -> Iterator[tuple[Place, str]]:
     """Yield actions that name stages, microbatches or parts that do not exist."""
     p, num_units = plan.num_stages, plan.num_units
-    num_parts = [plan.num_parts(stage) for stage in range(p)]
     for served, lanes in ((False, plan.actions), (True, plan.served)):
         for rank, lane in enumerate(lanes):
             for position, (op, stage, microbatch, part, _) in enumerate(lane):
                 if not (0 <= stage < p and 0 <= microbatch < num_units):
                     yield (rank, served, position), f"{plan.show(lane[position])} is outside {p} stages and {_microbatches(plan)}"
-                elif part and (op not in IN_PARTS or not 0 < part <= num_parts[stage]):
-                    parts = f"a microbatch of this stage has {num_parts[stage]}"
-                    yield (rank, served, position), f"{plan.show(lane[position])} names a part that does not exist: {parts}"
+                elif not 0 <= part <= _most_parts(plan, op, stage):
+                    what = f"a part that does not exist: a microbatch of this stage has {plan.num_parts(stage)}"
+                    what = f"a stage that does not exist: there are {p}" if op in MESSAGES else what
+                    yield (rank, served, position), f"{plan.show(lane[position])} names {what}"
                 elif microbatch and op in SHARDING:
                     yield (
                         (rank, served, position),

@@ -204,8 +204,9 @@ def to_host() -> Plan:
 def in_pieces() -> Plan:
     """Return 1F1B with a forward in two pieces, with nothing between them."""
     plan = build("1f1b", 2, 2)
-    first, *rest = plan.actions[1]
-    return replace(plan, actions=(plan.actions[0], (first._replace(part=1), first._replace(part=2), *rest)))
+    first, *rest = plan.actions[0]
+    assert first.op is Op.F
+    return replace(plan, actions=((first._replace(part=1), first._replace(part=2), *rest), plan.actions[1]))
 
 
 @given(plans())
