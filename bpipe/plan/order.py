@@ -199,6 +199,8 @@ ENABLED_BY = _enablers()
 ENABLERS = frozenset(enabler for enabler, _ in ENABLED_BY.values())
 LINKED = ENABLERS | ENABLED_BY.keys()
 YES, AWAITED = 1, 2  # whether something has happened; 0: it has not, and no lane waits for it
+States = list[bytearray] | list[defaultdict[int, int]]  # by stage; then by unit and part, or below 0 by unit and other stage
+Happened = dict[Op, States]
 
 
 class Stuck(NamedTuple):
@@ -235,15 +237,13 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
     if order is None:  # what stands alone holds nothing up; but for pieces, between which no other lane may compute
         lanes = [(rank, tuple([a for a in lane if a[0] in LINKED or a[3]])) for rank, lane in lanes]
     positions = [0] * len(lanes)
-    width = 1 + max([plan.num_stages * bool(plan.skips), *map(plan.num_parts, range(plan.num_stages))])
+    width = 1 + max(map(plan.num_parts, range(plan.num_stages)))
     num_stages = plan.num_stages
-    happened = {op: [bytearray(plan.num_units * width) for _ in plan.stage_ranks] for op in ENABLERS}
+    happened: Happened = {op: [bytearray(plan.num_units * width) for _ in plan.stage_ranks] for op in ENABLERS}
     happened[Op.REDUCE_GRAD] *= 2  # a twin lies `depth` stages further on, or as many back
-    kinds = {}  # of action: the event that must have happened first, and the event that it causes
-    for op in Op:
-        enabler, offset = ENABLED_BY.get(op, (None, 0))
-        offset = plan.depth if op is Op.WAIT_REDUCE_GRAD else offset
-        kinds[op] = (None if enabler is None else happened[enabler], offset, happened.get(op))
+    kinds = _kinds(happened, plan.depth)
+    of_skips: Happened = {op: [defaultdict[int, int](int) for _ in plan.stage_ranks] if plan.skips else [] for op in ENABLERS}
+    kinds_of_skips = _kinds(of_skips, 0)
     waiting: dict[tuple[Op, int, int], list[int]] = defaultdict(list)
     blocked: dict[int, Action] = {}
     runnable = deque(range(num_ranks))
@@ -259,7 +259,8 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
             enabling, offset, happening = kinds[op]
             other, there = stage + offset, which
             if part and op in MESSAGES:  # with a stage that is no neighbour
-                other, there = part - 1, microbatch * width + stage + 1
+                enabling, _, happening = kinds_of_skips[op]
+                other, which, there = part - 1, -(microbatch * num_stages + part), -(microbatch * num_stages + stage + 1)
             if enabling is not None and peer != HOST and enabling[other][there] != YES:
                 enabling[other][there] = AWAITED
                 enabler = ENABLED_BY[op][0]
@@ -283,6 +284,16 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
                         runnable.append(woken)
             happening[stage][which] = YES
     return [Stuck(lanes[index][0], action, _missing(plan, action)) for index, action in blocked.items()]
+
+
+def _kinds(happened: Happened, depth: int) -> dict[Op, tuple[States | None, int, States | None]]:
+    """Return for each kind of action the event that must have happened first, how many stages further on, and what it causes."""
+    kinds = {}
+    for op in Op:
+        enabler, offset = ENABLED_BY.get(op, (None, 0))
+        offset = depth if op is Op.WAIT_REDUCE_GRAD else offset
+        kinds[op] = (None if enabler is None else happened[enabler], offset, happened.get(op))
+    return kinds
 
 
 def _missing(plan: PlanData, action: Action) -> Action:

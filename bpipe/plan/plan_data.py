@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bpipe.errors import PlanError
 from bpipe.plan.action import COMPUTE, HOST, MIRROR, POSTS, Action, Channel, MicrobatchKey, Op, Purpose
@@ -35,11 +35,15 @@ class PlanData:
     slices: int = 1
     directions: int = 1
     skips: tuple[Skip, ...] = ()
+    _routes: Routes | None = field(default=None, init=False, compare=False, repr=False)
 
     @property
     def routes(self) -> Routes:
-        """The ways of the plan's skips: which messages carry them."""
-        return routes_of(self.skips, self.stage_ranks, self.directions)
+        """The ways of the plan's skips: which messages carry them. They are looked up for every action, and found once."""
+        if self._routes is None:
+            object.__setattr__(self, "_routes", routes_of(self.skips, self.stage_ranks, self.directions))
+        assert self._routes is not None
+        return self._routes
 
     @property
     def num_units(self) -> int:

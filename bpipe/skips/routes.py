@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 __all__: list[str] = []
@@ -28,7 +27,6 @@ class Routes(NamedTuple):
     shared: frozenset[int]
 
 
-@lru_cache(maxsize=256)
 def routes_of(skips: tuple[Skip, ...], stage_ranks: tuple[int, ...], directions: int = 1) -> Routes:
     """Return the ways of a plan's skips.
 
@@ -53,8 +51,8 @@ def routes_of(skips: tuple[Skip, ...], stage_ranks: tuple[int, ...], directions:
             for user in sorted(by_rank.values()):
                 ways[first + source, user].append(place)
             involved = [first + stage for stage in (source, *users)]
-            ranks = [stage_ranks[stage] for stage in involved]
-            shared.update(stage for stage in involved if ranks.count(stage_ranks[stage]) > 1)
+            num_involved = Counter(stage_ranks[stage] for stage in involved)
+            shared.update(stage for stage in involved if num_involved[stage_ranks[stage]] > 1)
     sent: dict[int, list[int]] = defaultdict(list)
     received: dict[int, list[int]] = defaultdict(list)
     for source, user in sorted(ways):
