@@ -107,7 +107,9 @@ class Bytes:
     # The life of a microbatch's objects.
 
     def arrive(self, rank: int, action: Action) -> None:
-        """Memory for a message is taken."""
+        """Memory for a message is taken; sizes say nothing of skips."""
+        if action.part:
+            return
         kind, name = ("input", "received") if action.op.value == "RECV_F" else ("gradient", "sent")
         self.stores[rank].hold(((kind, *action[1:3]), self.size(*action[1:3], name)))
 
@@ -210,7 +212,7 @@ class Bytes:
         """A message has left, or saved bytes have."""
         if action.op.value == "WAIT_EVICT":
             self.stores[rank].drop(*(("saved", *action[1:3], k) for k in self.concerned(action)))
-        else:
+        elif not action.part:
             self.stores[rank].drop(("output" if action.op.value == "WAIT_SEND_F" else "result", *action[1:3]))
 
     def back(self, rank: int, action: Action) -> None:

@@ -3,14 +3,17 @@
 Every lane goes on until it must wait. A transfer is an unbuffered rendezvous: its token is read on the sender and lands on
 the receiver while the receiver waits for it, and the sender's wait ends after that. Tokens say whose they are, and whoever
 uses one looks: a plan that mixes up two microbatches computes with the wrong token, however neat its text. A microbatch's saved
-bytes are one token for each part that can move by itself.
+bytes are one token for each part that can move by itself. The value of a skip is one token on each rank that uses it, which its
+first user there gets and its last one uses up; its gradient says which users have given to it.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
 
 from bpipe.schedules import Action, Plan
 from tests.schedules.counted import Bytes, RemoteBuffers
@@ -18,6 +21,8 @@ from tests.schedules.counted import Bytes, RemoteBuffers
 HOST = -1
 MOVES = ("EVICT", "WAIT_EVICT", "LOAD", "WAIT_LOAD")
 SHARDING = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD")
+TO_LATER = ("SEND_F", "RECV_B")  # messages that a stage exchanges with a later one
+MESSAGES = (*TO_LATER, "RECV_F", "SEND_B")
 
 Place = tuple[object, ...]  # (rank, what, stage, microbatch)
 Token = tuple[object, ...]
@@ -50,6 +55,13 @@ def occupied_bytes(plan: Plan) -> tuple[int, ...]:
     return tuple(map(machine.occupied_bytes, range(len(plan.actions))))
 
 
+def crossings(plan: Plan) -> Counter[tuple[object, ...]]:
+    """How often each value of a skip arrives on a rank of a sound plan: by rank, and the value's skip, source and unit."""
+    machine = _Machine(plan)
+    machine.run()
+    return machine.crossings
+
+
 def insist(condition: object, *harm: object) -> None:
     if not condition:
         raise HarmError(" ".join(map(str, harm)))
@@ -62,6 +74,24 @@ class _Message:
     sources: list[Place] = field(default_factory=list)
     targets: list[Place] = field(default_factory=list)
     moved: bool = False
+
+
+class _Way(NamedTuple):
+    """What a skip is to one rank: its place in the plan's skips, the stage that makes it, and the rank's stages that use it."""
+
+    skip: int
+    source: int
+    users: tuple[int, ...]
+
+    def value(self, unit: int) -> Token:
+        return ("skip", self.skip, self.source, unit)
+
+    def gradient(self, unit: int, users: tuple[int, ...]) -> Token:
+        return ("skip gradient", self.skip, self.source, unit, users)
+
+    def at(self, rank: int, what: str, unit: int) -> Place:
+        """A value is held once on a rank; at its source, what goes to and comes from several ranks is told apart."""
+        return (rank, what, self.skip, self.source, unit, *self.users[:1] * (what in ("handed on", "returned")))
 
 
 @dataclass
@@ -102,6 +132,14 @@ class _Machine:
         self.reduced: set[int] = set()
         self.exchanged: set[int] = set()  # stages whose gradients are on their way to their twins
         self.added: set[int] = set()
+        self.crossings: Counter[tuple[object, ...]] = Counter()
+        self.ways = [way for first in ways for skip in range(len(plan.skips)) for way in self.ways_of(skip, first * self.depth)]
+        self.made: dict[int, list[_Way]] = defaultdict(list)  # by source
+        self.used: dict[int, list[_Way]] = defaultdict(list)  # by user
+        for way in self.ways:
+            self.made[way.source].append(way)
+            for user in way.users:
+                self.used[user].append(way)
 
     def run(self) -> None:
         lanes = [(rank, list(lane), self.computing) for rank, lane in enumerate(self.plan.actions)]
@@ -163,7 +201,10 @@ class _Machine:
         insist(known and self.plan.stage_ranks[action.stage] == rank, "misplaced:", action, "on rank", rank)
         passes = action.microbatch // self.plan.slices % self.plan.directions == action.stage // self.depth
         insist(passes or action.op.value in SHARDING, "misplaced:", action, "is of the other direction")
-        self.check_part(action, (*MOVES, "F", "B"))
+        if action.part and action.op.value.removeprefix("WAIT_") in MESSAGES:
+            self.check_way(action)
+        else:
+            self.check_part(action, (*MOVES, "F", "B"))
         due = self.under_way.get(rank)
         insist(due is None or action.op.value in MOVES or action[:4] == due, "cut in two:", due, "is due and not", action)
         return do(self, rank, action) is not False
@@ -194,13 +235,13 @@ class _Machine:
                 near = self.plan.stage_ranks[stage - 1] == rank
                 where = (rank, "output", stage - 1, microbatch) if near else (rank, "input", stage, microbatch)
                 self.use(where, ("output", stage - 1, microbatch), action, keep=near)
+            self.use_skips(rank, action)
             self.occupy(rank, action, "saved")
         self.bytes.before_forward(rank, action)
         for place in self.saved(rank, action):
             self.tokens[place] = place[1:]
         if rank not in self.under_way:
-            self.tokens[rank, "output", stage, microbatch] = ("output", stage, microbatch)
-            self.counts["forward done", stage] += 1
+            self.made_output(rank, action)
             self.bytes.after_forward(rank, action)
 
     def first_forward(self, rank: int, action: Action) -> None:
@@ -208,14 +249,24 @@ class _Machine:
         _, stage, microbatch, *_ = action
         insist(not action.part, "cut in two:", action, "is to run again as a whole")
         insist(not self.near(stage) & self.stages_of(rank), "shared memory:", action, "is next to a stage of its rank")
+        shared = [way for way in self.used[stage] if len(way.users) > 1]
+        shared += [way for way in self.made[stage] + self.used[stage] if self.is_local(way)]
+        insist(not shared, "shared memory:", action, "shares a skip with a stage of its rank")
         self.in_order("forward", action)
         if stage % self.depth:
             self.use((rank, "input", stage, microbatch), ("output", stage - 1, microbatch), action)
+        self.use_skips(rank, action)
         self.tokens[rank, "kept", stage, microbatch] = ("kept", stage, microbatch)
         self.bytes.before_first_forward(rank, action)
-        self.tokens[rank, "output", stage, microbatch] = ("output", stage, microbatch)
-        self.counts["forward done", stage] += 1
+        self.made_output(rank, action)
         self.bytes.after_first_forward(rank, action)
+
+    def made_output(self, rank: int, action: Action) -> None:
+        _, stage, microbatch, *_ = action
+        self.tokens[rank, "output", stage, microbatch] = ("output", stage, microbatch)
+        for way in self.made[stage]:
+            self.tokens[way.at(rank, "held" if self.is_local(way) else "handed on", microbatch)] = way.value(microbatch)
+        self.counts["forward done", stage] += 1
 
     def second_forward(self, rank: int, action: Action) -> None:
         """It uses the kept input up, and saves. Its output goes nowhere."""
@@ -283,6 +334,9 @@ class _Machine:
             near = self.plan.stage_ranks[stage + 1] == rank
             where = (rank, "result", stage + 1, microbatch) if near else (rank, "gradient", stage, microbatch)
             self.use(where, ("gradient", stage + 1, microbatch), action)
+        for way in self.made[stage]:
+            place = way.at(rank, "added up" if self.is_local(way) else "returned", microbatch)
+            self.use(place, way.gradient(microbatch, way.users), action)
         self.bytes.after_backward_input(rank, action)
 
     def state(self, rank: int, action: Action) -> None:
@@ -295,6 +349,7 @@ class _Machine:
 
     def made_gradient(self, rank: int, action: Action) -> None:
         self.tokens[rank, "result", *action[1:3]] = ("gradient", *action[1:3])
+        self.add_to_skips(rank, action)
         self.bytes.after_backward(rank, action)
 
     def backward_weight(self, rank: int, action: Action) -> None:
@@ -314,6 +369,45 @@ class _Machine:
         self.bytes.after_weight_half(rank, action)
         if rank not in self.under_way:
             self.slots[rank].discard((stage, microbatch, "saved"))
+
+    # Skips.
+
+    def ways_of(self, skip: int, first: int) -> list[_Way]:
+        """The ranks that use a skip, in the direction whose first stage is given."""
+        stages, ranks = self.plan.skips[skip], self.plan.stage_ranks
+        is_later = len(stages) > 1 and all(one < other for one, other in pairwise(stages))
+        insist(is_later and stages[0] >= 0 and stages[-1] < self.depth, "no such skip:", stages)
+        source, *users = (first + stage for stage in stages)
+        used_on = {ranks[user] for user in users}
+        return [_Way(skip, source, tuple(user for user in users if ranks[user] == rank)) for rank in sorted(used_on)]
+
+    def is_local(self, way: _Way) -> bool:
+        return self.plan.stage_ranks[way.source] == self.plan.stage_ranks[way.users[0]]
+
+    def between(self, source: int, user: int) -> list[_Way]:
+        """What a message from one stage to another carries: values that its rank uses there first."""
+        return [way for way in self.made.get(source, ()) if way.users[0] == user and not self.is_local(way)]
+
+    def check_way(self, action: Action) -> None:
+        """The message to the next stage carries what that uses first; others have one if they use something first."""
+        other = action.part - 1
+        ends = (action.stage, other) if action.op.value.removeprefix("WAIT_") in TO_LATER else (other, action.stage)
+        insist(ends[1] != ends[0] + 1 and self.between(*ends), "no such message:", action)
+        insist(self.plan.stage_ranks[other] == action.peer, "misplaced:", action, "with rank", action.peer)
+
+    def use_skips(self, rank: int, action: Action) -> None:
+        _, stage, unit, *_ = action
+        for way in self.used[stage]:
+            self.use(way.at(rank, "held", unit), way.value(unit), action, keep=stage != way.users[-1])
+
+    def add_to_skips(self, rank: int, action: Action) -> None:
+        """The first user runs backward last, after which the gradient is complete."""
+        _, stage, unit, *_ = action
+        for way in self.used[stage]:
+            *_, users = self.tokens.pop(way.at(rank, "some", unit), ((),))
+            assert isinstance(users, tuple)
+            what = "added up" if stage == way.users[0] else "some"
+            self.tokens[way.at(rank, what, unit)] = way.gradient(unit, (stage, *users))
 
     # Weights.
 
@@ -415,6 +509,9 @@ class _Machine:
         insist(len(message.sources) == len(message.targets), "wrong token:", action, "gets another number of parts")
         for source, target in zip(message.sources, message.targets):
             insist(source in self.tokens, "missing token:", action, "reads", source, "which is gone")
+            if target[1] == "held":
+                insist(target not in self.tokens, "handed on twice:", target)
+                self.crossings[target[0], *self.tokens[source][1:]] += 1
             self.tokens[target] = self.tokens[source]
         message.moved = True
 
@@ -423,20 +520,28 @@ class _Machine:
         insist(message, "never started:", action)
         return message
 
+    def places(self, rank: int, action: Action, what: str, of_skips: str) -> list[Place]:
+        """What a message carries besides skips, if it is one to the next stage or from it, and its skips."""
+        _, stage, unit, part, _ = action
+        is_to_later = action.op.value in TO_LATER
+        other = part - 1 if part else stage + (1 if is_to_later else -1)
+        carried = self.between(stage, other) if is_to_later else self.between(other, stage)
+        return [(rank, what, stage, unit)] * (not part) + [way.at(rank, of_skips, unit) for way in carried]
+
     def send_forward(self, rank: int, action: Action) -> None:
-        self.start_send("forward", rank, action, (rank, "output", *action[1:3]))
+        self.start_send("forward", rank, action, *self.places(rank, action, "output", "handed on"))
         if action[1:3] not in self.again:  # else it counts once its bytes are there to stay
-            self.occupy(rank, action, "sending")
+            self.occupy(rank, action, f"sending {action.part}")
 
     def sent_forward(self, rank: int, action: Action) -> bool:
         done = self.complete_send(rank, action)
         if done:
-            self.slots[rank].discard((action.stage, action.microbatch, "sending"))
+            self.slots[rank].discard((action.stage, action.microbatch, f"sending {action.part}"))
             self.bytes.gone(rank, action)
         return done
 
     def send_backward(self, rank: int, action: Action) -> None:
-        self.start_send("backward", rank, action, (rank, "result", *action[1:3]))
+        self.start_send("backward", rank, action, *self.places(rank, action, "result", "added up"))
 
     def sent_backward(self, rank: int, action: Action) -> bool:
         done = self.complete_send(rank, action)
@@ -446,11 +551,11 @@ class _Machine:
 
     def receive_forward(self, rank: int, action: Action) -> None:
         self.bytes.arrive(rank, action)
-        self.start_receive("forward", rank, action, (rank, "input", *action[1:3]))
+        self.start_receive("forward", rank, action, *self.places(rank, action, "input", "held"))
 
     def receive_backward(self, rank: int, action: Action) -> None:
         self.bytes.arrive(rank, action)
-        self.start_receive("backward", rank, action, (rank, "gradient", *action[1:3]))
+        self.start_receive("backward", rank, action, *self.places(rank, action, "gradient", "returned"))
 
     # Evictions: the evictor's end, and the acceptor's.
 
@@ -488,6 +593,8 @@ class _Machine:
             insist(microbatch in self.units(stage + 1)[:done], "emptied under its use:", action)
         else:
             self.tokens.pop((rank, "output", stage, microbatch), None)
+        for way in self.made[stage]:
+            self.tokens.pop(way.at(rank, "handed on", microbatch), None)
 
     def load(self, rank: int, action: Action) -> None:
         places = self.saved(rank, action)
