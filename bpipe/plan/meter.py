@@ -146,15 +146,20 @@ def _bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...], depth: int) -> Mete
         table = [[of(s, part, len(stage.parts)) for part in range(len(stage.parts) + 1)] for s, stage in enumerate(sizes.stages)]
         return lambda action: table[action[1]][action[3]]
 
+    def messages_of(of: Callable[[int], int]) -> Amount:
+        """Tabulate the amount of a message with a neighbour, by the stage; sizes say nothing of a message of skips."""
+        table = list(map(of, range(len(sizes.stages))))
+        return lambda action: 0 if action[3] else table[action[1]]
+
     def saved(stage: int, part: int) -> int:
         own = sizes.stages[stage]
         return own.parts[part - 1] + own.fixed * (part == 1) if part else own.saved
 
     own, _ = meter_of(amounts(lambda s, part, n: saved(s, part)), amounts(lambda s, part, n: sizes.stages[s].moved(part)))
     takes: dict[Op, Amount] = {
-        Op.RECV_F: amounts(lambda s, part, n: sizes.stages[s].received),
+        Op.RECV_F: messages_of(lambda s: sizes.stages[s].received),
         Op.F: amounts(lambda s, part, n: saved(s, part) + messages[s].made * (part in (0, n)) - messages[s].kept * (part == 0)),
-        Op.RECV_B: amounts(lambda s, part, n: sizes.stages[s].sent),
+        Op.RECV_B: messages_of(lambda s: sizes.stages[s].sent),
         Op.B: amounts(
             lambda s, part, n: (sizes.stages[s].given + messages[s].result) * (part in (0, 1))
             + messages[s].begun * (part in (0, n))
@@ -166,7 +171,7 @@ def _bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...], depth: int) -> Mete
         Op.F: amounts(
             lambda s, part, n: (messages[s].handed + messages[s].ended) * (part in (0, n)) - messages[s].kept * (part == 0)
         ),
-        Op.WAIT_SEND_F: amounts(lambda s, part, n: messages[s].made),
+        Op.WAIT_SEND_F: messages_of(lambda s: messages[s].made),
         Op.B: amounts(
             lambda s, part, n: saved(s, part) + messages[s].used * (part in (0, n)) + sizes.stages[s].collected * (part in (0, 1))
         ),
@@ -174,7 +179,7 @@ def _bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...], depth: int) -> Mete
             lambda s, part, n: messages[s].used + sizes.stages[s].collected + sizes.stages[s].saved - sizes.stages[s].late
         ),
         Op.W: amounts(lambda s, part, n: sizes.stages[s].late),
-        Op.WAIT_SEND_B: amounts(lambda s, part, n: messages[s].result),
+        Op.WAIT_SEND_B: messages_of(lambda s: messages[s].result),
         Op.WAIT_REDUCE_GRAD: amounts(lambda s, part, n: sizes.stages[s].gradients),
     }
     takes_again = {
@@ -183,7 +188,7 @@ def _bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...], depth: int) -> Mete
     }
     gives_again = {
         Op.F: amounts(lambda s, part, n: sizes.stages[s].sent * ((s + 1) % depth == 0)),
-        Op.WAIT_SEND_F: amounts(lambda s, part, n: sizes.stages[s].sent),
+        Op.WAIT_SEND_F: messages_of(lambda s: sizes.stages[s].sent),
         Op.R: amounts(lambda s, part, n: messages[s].made + messages[s].handed - messages[s].kept + sizes.stages[s].state),
     }
     again = Amounts({**takes, **takes_again}, {**gives, **gives_again})
