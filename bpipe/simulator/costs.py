@@ -180,17 +180,18 @@ class Costs:
         return replace(self, **cut)
 
     def carried(self, action: Action) -> int:
-        """Return the bytes that a transfer carries, on either end.
+        """Return the bytes that a transfer carries, on either end; a message of skips counts like the output of their source.
 
         Raises:
             KeyError: the action posts no transfer.
         """
-        op, stage, microbatch, *_ = action
+        op, stage, microbatch, part, _ = action
+        before = part - 1 if part else stage - 1  # the stage at the other end of a message that comes from there, or goes back
         if op in (Op.SEND_F, Op.RECV_F):
-            return _of_microbatch(self.output_bytes, stage - (op is Op.RECV_F), microbatch)
+            return _of_microbatch(self.output_bytes, before if op is Op.RECV_F else stage, microbatch)
         if op in (Op.SEND_B, Op.RECV_B):
             sizes = self.output_bytes if self.gradient_bytes is None else self.gradient_bytes
-            return _of_microbatch(sizes, stage - (op is Op.SEND_B), microbatch)
+            return _of_microbatch(sizes, before if op is Op.SEND_B else stage, microbatch)
         if op in (Op.EVICT, Op.ACCEPT, Op.LOAD, Op.RETURN):
             return self.movable(stage, microbatch)
         if op is Op.REDUCE_GRAD:
