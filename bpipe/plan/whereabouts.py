@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bpipe.plan.action import HOST, Action, Op
+from bpipe.plan.action import HOST, MESSAGES, Action, Op
 
 __all__: list[str] = []
 
@@ -30,6 +30,17 @@ AFTER = {
     Op.WAIT_SEND_B: "the gradient of its input was sent",
 }
 
+OF_SKIPS = {
+    Op.RECV_F: "skips of stage {other} are on their way here",
+    Op.WAIT_RECV_F: "skips of stage {other} are here",
+    Op.SEND_F: "its skips for stage {other} are being sent",
+    Op.WAIT_SEND_F: "its skips for stage {other} were sent",
+    Op.RECV_B: "the gradients of its skips for stage {other} are on their way here",
+    Op.WAIT_RECV_B: "the gradients of its skips for stage {other} are here",
+    Op.SEND_B: "the gradients of skips of stage {other} are being sent",
+    Op.WAIT_SEND_B: "the gradients of skips of stage {other} were sent",
+}
+
 
 def named(unit: int, slices: int = 1) -> str:
     """Return the name of a unit of a plan: its microbatch, and its slice where each has several.
@@ -50,6 +61,8 @@ def whereabouts(action: Action) -> str:
         >>> whereabouts(Action(Op.WAIT_EVICT, 0, 1, peer=3))
         'its activations are on rank 3'
     """
+    if action.part and action.op in MESSAGES:
+        return OF_SKIPS[action.op].format(other=action.part - 1)
     peer = "the host" if action.peer == HOST else f"rank {action.peer}"
     part = f"part {action.part} of its activations is" if action.part else "its activations are"
     return AFTER.get(action.op, "").format(part=part, peer=peer)
