@@ -71,7 +71,7 @@ def wrong_with(skips: Sequence[Skip], depth: int) -> str:
     """Return why a plan of so many stages cannot have these skips; empty if it can."""
     if list(skips) != sorted(set(skips)):
         return f"skips {skips!r:.200} are not in ascending order, or one is there twice"
-    for source, *users in skips:
-        if not users or users != sorted(set(users)) or not 0 <= source < users[0] or users[-1] >= depth:
-            return f"a skip {(source, *users)!r:.200}: expected a stage, then later ones in ascending order, up to {depth - 1}"
+    for skip in skips:
+        if len(skip) < 2 or list(skip) != sorted(set(skip)) or skip[0] < 0 or skip[-1] >= depth:
+            return f"a skip {skip!r:.200}: expected a stage, then later ones in ascending order, up to {depth - 1}"
     return ""
