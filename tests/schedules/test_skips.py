@@ -1,0 +1,516 @@
+"""Plans with skips: what a small one is, that any is sound for a machine of its own, and that no damage to one goes unnoticed."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bpipe.errors import BudgetError, PlanError
+from bpipe.passes.balance.balance import balance
+from bpipe.passes.communicate import without_transfers
+from bpipe.passes.recompute import recompute
+from bpipe.plan.grid import rows
+from bpipe.plan.issue_order import issue_orders
+from bpipe.plan.order import linearise
+from bpipe.schedules import Action, Costs, Link, Op, Plan, Sizes, StageSizes, build, finish, names, rules, simulate, verify
+from bpipe.schedules.by_name import forward_plan
+from bpipe.simulator.critical import critical_path
+from bpipe.tools.chrome import save_trace
+from bpipe.tools.chrome_read import load_trace
+from tests.schedules.mutations import (
+    ORDERING,
+    STRUCTURAL,
+    assert_caught,
+    at_other_place,
+    damaged,
+    exchanged,
+    lanes,
+    refused,
+    rewritten,
+    with_lanes,
+)
+from tests.schedules.replay import crossings, occupied, replay
+from tests.tools.chrome_schema import violations
+
+Skips = tuple[tuple[int, ...], ...]
+
+FORWARD, BACKWARD = (Op.SEND_F, Op.RECV_F), (Op.SEND_B, Op.RECV_B)
+WAITS = {Op.SEND_F: Op.WAIT_SEND_F, Op.RECV_F: Op.WAIT_RECV_F, Op.SEND_B: Op.WAIT_SEND_B, Op.RECV_B: Op.WAIT_RECV_B}
+
+# A U: stage 0 hands a value to stage 3, and stage 1 hands one to stages 2 and 3. What stage 2 gets is in the message from stage 1.
+U = """\
+bpipe-plan 1 name=1f1b microbatches=2 stage_ranks=0,1,2,3 slots=-,-,-,- backward=1 skips=0>3,1>2>3
+rank 0: \
+0F0 0SEND_F0 0SEND_F0>3 0RECV_B0<3 0RECV_B0 \
+0F1 0SEND_F1 0SEND_F1>3 0RECV_B1<3 0RECV_B1 0WAIT_SEND_F0>3 0WAIT_SEND_F0 0WAIT_RECV_B0 0WAIT_RECV_B0<3 \
+0B0 0WAIT_SEND_F1>3 0WAIT_SEND_F1 0WAIT_RECV_B1 0WAIT_RECV_B1<3 \
+0B1
+rank 1: \
+1RECV_F0 1RECV_F1 1WAIT_RECV_F0 \
+1F0 1SEND_F0 1SEND_F0>3 1RECV_B0<3 1RECV_B0 1WAIT_RECV_F1 \
+1F1 1SEND_F1 1SEND_F1>3 1RECV_B1<3 1RECV_B1 1WAIT_SEND_F0>3 1WAIT_SEND_F0 1WAIT_RECV_B0 1WAIT_RECV_B0<3 \
+1B0 1SEND_B0 1WAIT_SEND_F1>3 1WAIT_SEND_F1 1WAIT_RECV_B1 1WAIT_RECV_B1<3 \
+1B1 1SEND_B1 1WAIT_SEND_B1 1WAIT_SEND_B0
+rank 2: \
+2RECV_F0 2RECV_F1 2WAIT_RECV_F0 \
+2F0 2SEND_F0 2RECV_B0 2WAIT_RECV_F1 \
+2F1 2SEND_F1 2RECV_B1 2WAIT_SEND_F0 2WAIT_RECV_B0 \
+2B0 2SEND_B0 2WAIT_SEND_F1 2WAIT_RECV_B1 \
+2B1 2SEND_B1 2WAIT_SEND_B1 2WAIT_SEND_B0
+rank 3: \
+3RECV_F0<1 3RECV_F1<1 3RECV_F0<0 3RECV_F1<0 3RECV_F0 3WAIT_RECV_F0<0 3WAIT_RECV_F0<1 3WAIT_RECV_F0 \
+3F0 3RECV_F1 3WAIT_RECV_F1<0 3WAIT_RECV_F1<1 \
+3B0 3SEND_B0 3SEND_B0>1 3SEND_B0>0 3WAIT_RECV_F1 \
+3F1 \
+3B1 3SEND_B1 3SEND_B1>1 3SEND_B1>0 3WAIT_SEND_B1>0 3WAIT_SEND_B1>1 3WAIT_SEND_B1 3WAIT_SEND_B0>0 3WAIT_SEND_B0>1 3WAIT_SEND_B0
+serve 0:
+serve 1:
+serve 2:
+serve 3:
+"""
+
+
+def with_skips(plan: Plan, *skips: tuple[int, ...]) -> Plan:
+    """The computations of a plan, with skips; what it evicts stays."""
+    return replace(without_transfers(plan), skips=skips)
+
+
+def passing(plan: Plan, direction: int) -> list[int]:
+    """The units that pass the stages of a direction."""
+    units = range(plan.num_microbatches * plan.slices)
+    return [unit for unit in units if unit // plan.slices % plan.directions == direction]
+
+
+def expected_crossings(plan: Plan) -> Counter[tuple[object, ...]]:
+    """Once to each rank that uses a value, other than the one that makes it."""
+    depth = len(plan.stage_ranks) // plan.directions
+    found: Counter[tuple[object, ...]] = Counter()
+    for direction, (place, skip) in product(range(plan.directions), enumerate(plan.skips)):
+        source, *users = (direction * depth + stage for stage in skip)
+        for rank in {plan.stage_ranks[user] for user in users} - {plan.stage_ranks[source]}:
+            found.update((rank, place, source, unit) for unit in passing(plan, direction))
+    return found
+
+
+# What a plan with skips is.
+
+
+def test_a_small_plan_in_full() -> None:
+    plan = finish(with_skips(build("1f1b", 4, 2), (0, 3), (1, 2, 3)))
+    assert plan.to_text() == U
+    assert Plan.from_text(U) == plan
+    assert replay(plan) is None
+    assert crossings(plan) == Counter({(3, 0, 0, 0): 1, (3, 0, 0, 1): 1} | {(r, 1, 1, u): 1 for r in (2, 3) for u in (0, 1)})
+
+
+def test_a_rank_gets_a_value_once() -> None:
+    """Stages 1 and 4 on rank 1 use what stage 0 makes, and stage 3 on its own rank: one message, which has the output, too."""
+    plan = finish(with_skips(build("interleaved_1f1b", 6, 3, num_ranks=3), (0, 1, 3, 4)))
+    plain = build("interleaved_1f1b", 6, 3, num_ranks=3)
+    assert plan.actions == plain.actions
+    assert replay(plan) is None and set(crossings(plan)) == {(1, 0, 0, unit) for unit in range(3)}
+
+
+# Any plan is sound.
+
+
+@st.composite
+def bases(draw: st.DrawFn) -> Plan:
+    """Computations of any schedule, with any skips."""
+    name = draw(st.sampled_from(names()))
+    rule = next(rule for rule in rules() if rule.name == name)
+    p, m = draw(st.sampled_from((2, 4) if rule.placement.directions == 2 else (2, 3, 4))), draw(st.integers(1, 6))
+    m = next(number for number in (m, p, 2 * p) if rule.allows(p, number))
+    per_rank = rule.default_stages_per_rank
+    slices = draw(st.integers(1, 3)) if name in ("seq_1f1b", "tera_pipe") else 1
+    plan = build(name, p * per_rank, m, num_ranks=p, slices=slices, slots=[None] * p)
+    stages = st.lists(st.integers(0, plan.depth - 1), min_size=2, max_size=5, unique=True).map(sorted).map(tuple)
+    return with_skips(plan, *sorted(draw(st.sets(stages, min_size=1, max_size=5))))
+
+
+def assert_sound(plan: Plan, base: Plan) -> None:
+    """It computes what its base does, in the same order, and each value takes its way once."""
+    verify(plan)
+    assert replay(plan) is None
+    assert Plan.from_text(plan.to_text()) == plan
+    assert crossings(plan) == expected_crossings(plan)
+    assert occupied(plan) == plan.peak_slots
+    for rank in range(plan.num_ranks):
+        assert [action for action in plan.compute(rank) if action.op is not Op.R] == base.compute(rank)
+    assert sum(map(len, issue_orders(plan))) >= sum(map(len, plan.actions))
+    assert len(linearise(plan)) == sum(map(len, lanes(plan)))
+    assert simulate(plan, Costs()).makespan_s > 0
+
+
+def variants(base: Plan) -> Iterator[Plan]:
+    """The plan; one slot less, by evictions and by second forwards; and much less."""
+    plain = finish(base)
+    yield plain
+    highest, lowest = max(plain.peak_slots), min(plain.peak_slots)
+    for slots in {highest - 1, (highest + lowest) // 2 + 1} - {highest}:
+        with suppress(BudgetError):
+            yield finish(balance(base, slots=max(slots, 1)))
+    with suppress(BudgetError):
+        yield finish(recompute(base, slots=max(highest - 1, 1)))
+
+
+def assert_all_sound(base: Plan) -> None:
+    for plan in variants(base):
+        assert_sound(plan, base)
+    forwards = forward_plan(finish(base))
+    assert replay(forwards) is None and crossings(forwards) == expected_crossings(base)
+    assert simulate(finish(base), Costs()).makespan_s >= simulate(finish(replace(base, skips=())), Costs()).makespan_s
+
+
+@given(bases())
+@settings(max_examples=25)
+def test_any_plan_is_sound(base: Plan) -> None:
+    assert_all_sound(base)
+
+
+@pytest.mark.exhaustive
+@given(bases())
+@settings(max_examples=1500)
+def test_very_many_plans_are_sound(base: Plan) -> None:
+    assert_all_sound(base)
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_schedule_takes_skips(name: str) -> None:
+    """From the first stage to the last, by the last but one."""
+    rule = next(rule for rule in rules() if rule.name == name)
+    plain = build(name, 4 * rule.default_stages_per_rank, 8, num_ranks=4, slots=[None] * 4)
+    base = with_skips(plain, (0, plain.depth - 2, plain.depth - 1), (0, plain.depth - 1), (1, plain.depth - 1))
+    assert_sound(finish(base), base)
+
+
+# Damaged plans.
+
+
+SMALL: dict[str, Callable[[], Plan]] = {
+    "a U": lambda: Plan.from_text(U),
+    "two stages on a rank": lambda: finish(with_skips(build("interleaved_1f1b", 6, 3, num_ranks=3), (0, 2, 5), (0, 4), (1, 3))),
+    "halves": lambda: finish(with_skips(build("zb_h1", 4, 3), (0, 2, 3), (1, 3))),
+    "two directions": lambda: finish(with_skips(build("chimera", 8, 4, num_ranks=4), (0, 2), (0, 3), (1, 3))),
+    "slices": lambda: finish(with_skips(build("seq_1f1b", 4, 2, slices=2), (0, 2), (0, 3), (1, 3))),
+    "evictions": lambda: finish(balance(with_skips(build("1f1b", 4, 6), (0, 2), (0, 3), (1, 3)), slots=3)),
+    "second forwards": lambda: finish(recompute(with_skips(build("1f1b", 4, 3), (0, 2, 3), (1, 3)), slots=2)),
+}
+
+
+@cache
+def small(name: str) -> Plan:
+    return SMALL[name]()
+
+
+Place = tuple[int, int, Action]  # a lane, a position, and what stands there
+
+
+def of_skips(plan: Plan, ops: Sequence[Op]) -> list[Place]:
+    """The messages of skips of some kinds, or what waits for them."""
+    return [(i, at, a) for i, lane in enumerate(plan.actions) for at, a in enumerate(lane) if a.part and a.op in ops]
+
+
+def index(plan: Plan, rank: int, ops: Sequence[Op], like: Action) -> int:
+    """Where a computation of an action's microbatch stands on its rank."""
+    return next(at for at, a in enumerate(plan.actions[rank]) if a.op in ops and a[1:3] == like[1:3] and not a.part)
+
+
+def without(plan: Plan, *gone: Place) -> Plan:
+    left = {(rank, at) for rank, at, _ in gone}
+    kept = {i: tuple(a for at, a in enumerate(lane) if (i, at) not in left) for i, lane in enumerate(plan.actions)}
+    return with_lanes(plan, kept)
+
+
+def dropped(plan: Plan) -> Iterator[Plan]:
+    """A message or a wait at one end; a message with its wait; both ends with theirs."""
+    posts = of_skips(plan, [*FORWARD, *BACKWARD])
+    waits = {(rank, a.start_identity): (rank, at, a) for rank, at, a in of_skips(plan, [*WAITS.values()])}
+    ends = {(rank, a.identity): (rank, at, a) for rank, at, a in posts}
+    for rank, at, post in posts:
+        wait = waits[rank, post.identity]
+        yield without(plan, (rank, at, post))
+        yield without(plan, wait)
+        yield without(plan, (rank, at, post), wait)
+        assert post.peer is not None
+        other = post.peer, post.other_end
+        yield without(plan, (rank, at, post), wait, ends[other], waits[other])
+
+
+def repeated(plan: Plan) -> Iterator[Plan]:
+    for rank, at, action in of_skips(plan, [*WAITS, *WAITS.values()]):
+        lane = plan.actions[rank]
+        yield with_lanes(plan, {rank: (*lane[:at], action, *lane[at:])})
+
+
+def out_of_place(plan: Plan) -> Iterator[Plan]:
+    """A message before what makes it, a value after its use, a wait before what it waits for."""
+    for op, ops, is_before in (
+        (Op.SEND_F, [Op.F], True),
+        (Op.WAIT_RECV_F, [Op.F], False),
+        (Op.SEND_B, [Op.B, Op.I], True),
+        (Op.WAIT_RECV_B, [Op.B, Op.I], False),
+    ):
+        for rank, at, action in of_skips(plan, [op]):
+            computation = index(plan, rank, ops, action)
+            assert (at > computation) is is_before
+            yield at_other_place(plan, rank, at, computation)
+    for rank, at, action in of_skips(plan, [*WAITS.values()]):
+        post = next(i for i, a in enumerate(plan.actions[rank]) if a.op is not action.op and a.identity == action.start_identity)
+        yield exchanged(plan, rank, at, post)
+
+
+def under_way(plan: Plan) -> Iterator[Plan]:
+    """A value that is still being sent when its microbatch leaves."""
+    for rank, at, action in of_skips(plan, [Op.WAIT_SEND_F]):
+        for gone, other in enumerate(plan.actions[rank]):
+            if other.op is Op.WAIT_EVICT and other.key == action.key:
+                assert at < gone
+                yield at_other_place(plan, rank, at, gone)
+
+
+def misdirected(plan: Plan) -> Iterator[Plan]:
+    """A message with another rank, or with another stage, or with the next one, or with none."""
+    for rank, at, action in of_skips(plan, [*WAITS, *WAITS.values()]):
+        for peer in {None, *range(-1, plan.num_ranks + 1)} - {action.peer}:
+            yield rewritten(plan, rank, at, action._replace(peer=peer))
+        for part in {*range(plan.num_stages + 2)} - {action.part}:
+            yield rewritten(plan, rank, at, action._replace(part=part))
+            if 0 < part <= plan.num_stages:
+                yield rewritten(plan, rank, at, action._replace(part=part, peer=plan.stage_ranks[part - 1]))
+
+
+def mistaken_for_each_other(plan: Plan) -> Iterator[Plan]:
+    """Two messages of one microbatch change their other stages on one end, and not their peers; or both where that is one rank."""
+    for post, with_waits in product(WAITS, (False, True)):
+        for (rank, at, one), (rank_of_other, at_other, other) in product(of_skips(plan, [post]), repeat=2):
+            if rank == rank_of_other and at < at_other and one.key == other.key:
+                yield renamed(plan, rank, {one: one._replace(part=other.part), other: other._replace(part=one.part)}, with_waits)
+
+
+def renamed(plan: Plan, rank: int, names: dict[Action, Action], with_waits: bool) -> Plan:
+    """Other names of some messages in a rank's lane, also where it waits for them."""
+    if with_waits:
+        names = names | {a._replace(op=WAITS[a.op]): b._replace(op=WAITS[b.op]) for a, b in names.items()}
+    return with_lanes(plan, {rank: tuple(names.get(action, action) for action in plan.actions[rank])})
+
+
+def other_units(plan: Plan) -> Iterator[Plan]:
+    """Messages of two microbatches change places on one end, with what waits for them or without."""
+    for post, with_waits in product(WAITS, (False, True)):
+        units: dict[tuple[int, int, int], list[Action]] = {}
+        for rank, _, action in of_skips(plan, [post]):
+            units.setdefault((rank, action.stage, action.part), []).append(action)
+        for (rank, *_), (one, other, *_) in units.items():
+            yield renamed(plan, rank, {one: other, other: one}, with_waits)
+
+
+HARMS = {f.__name__: f for f in (dropped, repeated, out_of_place, under_way, misdirected, mistaken_for_each_other, other_units)}
+USUAL = {*product(("a U",), HARMS), *product(("halves",), ("dropped", "out_of_place")), ("evictions", "under_way")}
+USUAL |= set(product(SMALL, ("mistaken_for_each_other", "other_units"))) - {("evictions", "other_units")}
+
+
+def agree(mutant: Plan) -> bool:
+    """Whether a mutant does harm: the verifier and the machine say the same."""
+    harm = replay(mutant)
+    assert (harm is not None) is refused(mutant), harm
+    return harm is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [pytest.param(*case, marks=() if case in USUAL else pytest.mark.exhaustive) for case in product(SMALL, HARMS)],
+)
+def test_harm_is_caught(name: str, harm: str) -> None:
+    """By the verifier and by the machine alike, which knows nothing of it."""
+    plan, count = small(name), 0
+    for mutant in HARMS[harm](plan):
+        assert mutant != plan and agree(mutant)
+        count += 1
+    assert count >= (harm != "under_way" or name == "evictions")
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_other_skips_than_those_of_the_messages(name: str) -> None:
+    """One dropped, or one more: harmful where it makes a difference to the messages."""
+    plan, verdicts = small(name), Counter[bool]()
+    for place in range(len(plan.skips)):
+        verdicts[agree(replace(plan, skips=plan.skips[:place] + plan.skips[place + 1 :]))] += 1
+    for source, user in product(range(plan.depth), repeat=2):
+        if source < user and (source, user) not in plan.skips:
+            other = replace(plan, skips=tuple(sorted((*plan.skips, (source, user)))))
+            verdicts[agree(other)] += 1
+    assert verdicts[True] and verdicts[False]
+    assert agree(replace(plan, skips=()))
+
+
+def test_one_of_the_messages_skips_dropped_from_the_header() -> None:
+    plan = Plan.from_text(U)
+    for skips in (((0, 3),), ((1, 2, 3),), ((0, 3), (1, 2))):
+        assert agree(replace(plan, skips=skips))
+    with pytest.raises(PlanError, match="0SEND_F0>3 is not part of this plan"):
+        verify(replace(plan, skips=((1, 2, 3),)))
+    with pytest.raises(PlanError, match="0SEND_F0>2 is missing"):
+        verify(replace(plan, skips=((0, 2), (0, 3), (1, 2, 3))))
+
+
+def test_no_harmful_place_of_a_message_is_missed() -> None:
+    """Each message of skips, and each wait, at each other place of its lane."""
+    plan = finish(with_skips(build("1f1b", 3, 2), (0, 2)))
+    verdicts: Counter[tuple[bool, bool]] = Counter()
+    for rank, at, _ in of_skips(plan, [*WAITS, *WAITS.values()]):
+        for to in range(len(plan.actions[rank])):
+            mutant = at_other_place(plan, rank, at, to)
+            verdicts[replay(mutant) is not None, refused(mutant)] += mutant != plan
+    assert verdicts[True, False] == 0
+    assert verdicts[True, True] > 100 and verdicts[False, False] > 30
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", SMALL)
+def test_no_harmful_place_of_any_action_is_missed(name: str) -> None:
+    plan = small(name)
+    for lane, actions in enumerate(lanes(plan)):
+        for at, to in product(range(len(actions)), repeat=2):
+            assert_caught(at_other_place(plan, lane, at, to))
+
+
+@given(st.sampled_from(sorted(SMALL)), st.sampled_from(STRUCTURAL), st.randoms(use_true_random=False))
+@settings(max_examples=150)
+def test_structural_mutations_are_caught(name: str, mutation: Callable[[Plan, Random], Plan | None], random: Random) -> None:
+    mutant = mutation(small(name), random)
+    assert mutant is None or (replay(mutant) is not None and refused(mutant))
+
+
+@pytest.mark.exhaustive
+@given(bases(), st.lists(st.sampled_from(ORDERING * 3 + STRUCTURAL), min_size=1, max_size=3), st.randoms(use_true_random=False))
+@settings(max_examples=500)
+def test_harmful_mutations_are_caught(base: Plan, chosen: list[Callable[[Plan, Random], Plan | None]], random: Random) -> None:
+    for plan in variants(base):
+        for _ in range(8):
+            assert_caught(damaged(plan, chosen, random))
+
+
+# What is refused as such.
+
+
+@pytest.mark.parametrize(
+    ("skips", "is_ambiguous"),
+    [
+        (((2, 1),), False),
+        (((1, 1),), False),
+        (((0, 3, 2),), False),
+        (((0, 2, 2),), False),
+        (((1, 3), (0, 2)), True),
+        (((0, 2), (0, 2)), True),
+        (((0, 4),), False),
+        (((4, 5),), False),
+        (((0,),), False),
+        (((-1, 2),), False),
+        (((),), False),
+    ],
+)
+def test_bad_skips_are_refused(skips: Skips, is_ambiguous: bool) -> None:
+    """To an earlier stage, to itself, unordered, twice, or of a stage that does not exist; to the machine, an order is no harm."""
+    for base in (build("1f1b", 4, 2), build("chimera", 8, 4, num_ranks=4)):
+        plan = replace(base, skips=skips)
+        with pytest.raises(PlanError, match="not a plan"):
+            Plan.from_text(plan.to_text())
+        with pytest.raises(PlanError, match="skip"):
+            verify(plan)
+        assert is_ambiguous or str(replay(plan)).startswith("no such skip")
+
+
+@pytest.mark.parametrize("unit", ["3", "3/1"])
+@pytest.mark.parametrize("peer", ["", "@7"])
+@pytest.mark.parametrize("op", [*WAITS, *WAITS.values()])
+def test_messages_of_skips_are_read_as_written(op: Op, peer: str, unit: str) -> None:
+    slices = 2 if "/" in unit else 1
+    text = f"4{op}{unit}{'>' if 'SEND' in op else '<'}0{peer}"
+    action = Action.parse(text, slices)
+    assert action == Action(op, 4, 7 if slices == 2 else 3, 1, 7 if peer else None)
+    assert f"{action.text(slices)}{action.at_peer}" == text
+
+
+NO_MESSAGES = """
+    0F3>5 0B3<5 0R3>5 0EVICT3>5 0LOAD3<5 0ACCEPT3<5 0UNSHARD>5 0SEND_F3<5 5RECV_F3>0 5SEND_B3<0 0RECV_B3>5 0WAIT_SEND_F3<5
+    5WAIT_RECV_F3>0 0SEND_F3.6 5RECV_F3.1 0WAIT_RECV_B3.6 0SEND_F3>5.1 0SEND_F3.1>5 0SEND_F3>5>6 0SEND_F3> 0SEND_F3>-1
+    0SEND_F3>1234567890 0SEND_F>5 0SEND_F3@1>5 >5
+"""
+
+
+@pytest.mark.parametrize("text", NO_MESSAGES.split())
+def test_what_is_no_message_of_skips_is_refused(text: str) -> None:
+    with pytest.raises(PlanError, match="is not an action"):
+        Action.parse(text)
+
+
+def test_messages_with_stages_that_do_not_exist_are_refused() -> None:
+    for text in (U.replace("0SEND_F0>3", "0SEND_F0>4"), U.replace("0RECV_B0<3", "0RECV_B0<123456789@3")):
+        with pytest.raises(PlanError, match="names a stage that does not exist: there are 4"):
+            verify(Plan.from_text(text))
+
+
+# What shows and counts plans.
+
+
+def test_the_grid_is_that_of_the_computations() -> None:
+    plan, plain = Plan.from_text(U), build("1f1b", 4, 2)
+    assert rows(plan) == rows(plain) and str(plan) == str(plain)
+
+
+def test_a_csv_has_no_skips() -> None:
+    with pytest.raises(PlanError, match="1f1b has skips, which torch"):
+        Plan.from_text(U).to_csv()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_traces_have_arrows_between_the_ends(name: str, tmp_path: Path) -> None:
+    plan = small(name)
+    timeline = simulate(plan, Costs(forward_s=1.0, backward_s=2.0, output_bytes=8, link=Link(latency_s=0.01, bytes_per_s=80.0)))
+    save_trace(timeline, path := tmp_path / "trace.json")
+    trace = json.loads(path.read_text())
+    assert violations(trace) == [] and load_trace(path)[0].plan == plan
+    messages = [a for lane in plan.actions for a in lane if a.op in (Op.RECV_F, Op.RECV_B)]
+    assert len(of_skips(plan, (Op.RECV_F, Op.RECV_B))) > 0
+    arrows = Counter(event["name"] for event in trace["traceEvents"] if event["ph"] == "s")
+    assert arrows["forward"] + arrows["backward"] == len(messages)
+    events = {event["args"]["action"]: event["args"] for event in trace["traceEvents"] if event["ph"] == "X"}
+    _, _, sent = of_skips(plan, [Op.SEND_F])[0]
+    told = events[plan.show(sent)]
+    assert told["then"] == f"its skips for stage {sent.part - 1} are being sent" and "part" not in told
+    assert sum(1 for _ in critical_path(timeline)) > 0
+
+
+def test_both_ends_of_a_message_carry_the_same_bytes() -> None:
+    plan = Plan.from_text(U)
+    costs = Costs(output_bytes=[1, 10, 100, 1000], gradient_bytes=[2, 20, 200, 2000])
+    carried = {(rank, *a.identity): costs.carried(a) for rank, lane in enumerate(plan.actions) for a in lane if a.op in WAITS}
+    for rank, _, action in of_skips(plan, [*WAITS]):
+        other = (action.peer, *action.other_end)
+        size = 10 ** min(action.stage, action.part - 1) * (2 if action.op in BACKWARD else 1)
+        assert carried[rank, *action.identity] == carried[other] == size
+
+
+@pytest.mark.parametrize("num_parts", [1, 5])
+def test_messages_of_skips_are_no_parts_of_what_is_saved(num_parts: int) -> None:
+    """Sizes say nothing of them: a plan in bytes is verified and balanced as without."""
+    stage = StageSizes(parts=(8,) * num_parts, received=4, sent=4)
+    sizes = Sizes(stages=(replace(stage, received=0), stage, stage, stage), static=(0,) * 4)
+    plan, plain = (replace(one, sizes=sizes) for one in (with_skips(build("1f1b", 4, 6), (0, 2, 3), (1, 3)), build("1f1b", 4, 6)))
+    assert finish(plan).device_peak_bytes == plain.device_peak_bytes
+    budget = max(plain.device_peak_bytes) - 2 * num_parts
+    balanced = finish(balance(plan, sizes=sizes, budgets=budget))
+    assert replay(balanced) is None and max(balanced.device_peak_bytes) <= budget
+    assert any(action.op is Op.EVICT for lane in balanced.actions for action in lane)
