@@ -42,6 +42,7 @@ RUNS: dict[str, tuple[int, str]] = {
     "resume": (4, r"step 20 over 4 stages  loss [\d.]+"),
     "split_model": (4, r"rank 0: embedding.weight to blocks\.\d+\.[\w.]+, [\d.]+ MiB of activations"),
     "tensor_parallel": (8, r"stage 0, tensor rank 1: at most \d+ KiB of activations, [1-9]\d* KiB evicted per step"),
+    "unet": (4, r"rank 0 hands on by 0SEND_F0>3, 0SEND_F1>3"),
     "tied_embeddings": (4, r"rank 0: the matrix sums to (-?[\d.]+)(?s:.*)rank 3: the matrix sums to \1"),
 }
 # For `make test-all`: what transformers imports in four processes, four schedules in turns, and eight processes.

@@ -143,7 +143,8 @@ class _Slices(Schedule):
         super().__init__(stage, n_microbatches, *arguments, timeout_s=timeout_s, slow_s=slow_s, transfers_at_once=transfers_at_once)
 
     def _make_plan(self, num_stages: int, num_ranks: int, n_microbatches: int, slots: int | Sequence[int | None] | None) -> Plan:
-        return build(self.rule, num_stages, n_microbatches, num_ranks=num_ranks, slots=slots, slices=self._slices)
+        counts = num_stages, n_microbatches
+        return build(self.rule, *counts, num_ranks=num_ranks, slots=slots, slices=self._slices, skips=self._skips)
 
 
 class Seq1F1B(_Slices):
@@ -237,6 +238,11 @@ class FromPlan(_Slices):
             raise ConfigurationError(
                 f"plan {plan.name!r} is for {plan.num_stages} stages on {plan.num_ranks} ranks, "
                 f"but these are {num_stages} stages on {num_ranks} ranks"
+            )
+        if plan.skips != self._skips:
+            raise ConfigurationError(
+                f"plan {plan.name!r} has the skips {plan.skips!r:.200}, and its stages have {self._skips!r:.200}: build the plan "
+                "with build(..., skips=stage.skips.values())"
             )
         return plan
 

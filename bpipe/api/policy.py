@@ -58,6 +58,10 @@ class Policy:
         self._check_budget(plan.num_ranks)
         if self.costs is not None:
             self.costs.check(plan)
+        if plan.skips and self.budget is not None:
+            raise ConfigurationError(
+                "Balanced counts no bytes of skips yet: give budget=None to balance microbatches by count, or the schedule slots="
+            )
         self.to.check(plan.num_ranks)
         if self.sizes is not None:
             self._check_sizes(self.sizes, plan)

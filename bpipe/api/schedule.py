@@ -85,6 +85,7 @@ class Schedule:
         stages = stages_of(stage)
         first = next(iter(stages.values()))
         specs = Specs.checked(args_chunk_spec, kwargs_chunk_spec, output_merge_spec)
+        self._skips = tuple(sorted(set(first.skips.values())))
         plan = self._make_plan(first.num_stages, first.num_stages // len(stages), n_microbatches, slots)
         slicing = self._make_slicing(plan, stages)
         self._check_directions(plan, first.directions)
@@ -106,7 +107,7 @@ class Schedule:
 
     def _make_plan(self, num_stages: int, num_ranks: int, n_microbatches: int, slots: int | Sequence[int | None] | None) -> Plan:
         """Build the plan that this schedule trains with."""
-        return build(self.rule, num_stages, n_microbatches, num_ranks=num_ranks, slots=slots)
+        return build(self.rule, num_stages, n_microbatches, num_ranks=num_ranks, slots=slots, skips=self._skips)
 
     def _make_slicing(self, plan: Plan, stages: Mapping[int, PipelineStage]) -> Slicing | None:
         """Return how microbatches are cut into slices; None if stages take them whole."""

@@ -21,11 +21,12 @@ from bpipe.comm.wire.message import MessageSpec, TensorMeta, all_dense, dense, f
 from bpipe.comm.wire.note import may_need_later
 from bpipe.engine.evictions import Evictions
 from bpipe.engine.messages import versions_of
-from bpipe.engine.microbatch_state import Message, MicrobatchState
+from bpipe.engine.microbatch_state import Arrived, Message, MicrobatchState
 from bpipe.engine.piecewise import PiecesOf
 from bpipe.engine.traffic import Traffic
 from bpipe.errors import StageError
 from bpipe.memory.ledger import Key
+from bpipe.memory.saved.stash import Stash
 from bpipe.memory.saved.storages import keys_of, storages_of
 from bpipe.model import microbatch as mb
 from bpipe.model.stage import ModuleSnapshot, PipelineStage
@@ -34,6 +35,8 @@ from bpipe.recomputation.rerun import Rerun, Reruns
 from bpipe.recomputation.restorable import BATCH
 from bpipe.recomputation.state import Learned
 from bpipe.schedules import Action
+from bpipe.skips.carrier import Carrier, Given
+from bpipe.skips.values import OUTPUT, value_of
 from bpipe.slices.loss_check import LossCheck
 from bpipe.slices.states import Sequences, past_of
 
@@ -81,9 +84,10 @@ class _Inputs(NamedTuple):
         input_grads: collects the gradients of what the previous stage has sent, and of what earlier slices have left.
         shapes: a description of the microbatch's inputs.
         received: the inputs that the previous stage has sent: all, or none on the first stage.
-        borrowed: for each input handed over by the previous stage on this rank: its tensor, ours over the same memory, our version.
+        borrowed: for each input that others on this rank may own: their tensor, ours over the same memory, our version.
         fixed: the storages of received inputs that never need a gradient.
         past: the tensors that earlier slices have left.
+        borrowed_skips: the tensors of skips that an earlier stage on this rank has, too.
     """
 
     args: tuple[Any, ...]
@@ -94,6 +98,14 @@ class _Inputs(NamedTuple):
     received: tuple[Any, ...] = ()
     fixed: Collection[int] = ()
     past: Sequence[torch.Tensor] = ()
+    borrowed_skips: Sequence[torch.Tensor] = ()
+
+    def note_owners(self, stash: Stash) -> None:
+        """Tell a stash which inputs belong to others on this rank."""
+        if self.past:
+            stash.go_on_after(self.past)
+        if self.borrowed_skips:
+            stash.borrow(self.borrowed_skips)
 
     def report_changes(self) -> None:
         """Report in-place changes to autograd, so that the previous stage's backward raises if it has saved a changed tensor."""
@@ -117,6 +129,7 @@ class Compute:
         learned: what is known about the stages whose forwards run twice.
         slices: into how many slices each sequence is cut, of which `microbatch` is the number; None if stages take no slices.
         is_learning: whether the step is the first one with its shapes, so that what slices may not do is looked for closely.
+        skips: carries those of the plan; None if it has none.
     """
 
     def __init__(
@@ -133,12 +146,13 @@ class Compute:
         learned: MutableMapping[int, Learned],
         slices: int | None = None,
         is_learning: bool = False,
+        skips: Carrier | None = None,
     ) -> None:
         self.losses: dict[int, torch.Tensor] = {}  # by microbatch, in the order of forwards
         self.outputs: dict[int, Any] = {}
         self.returned: list[torch.Tensor] = []  # the tensors of both, which the step will return to the user
         self.lengths = step_inputs.lengths
-        self._is_learning = is_learning
+        self._is_learning, self._skips = is_learning, skips
         self._stages, self._step_inputs, self._traffic, self._has_backward = stages, step_inputs, traffic, has_backward
         self._last = {index for index, stage in stages.items() if stage.is_last}
         self._first = {index for index, stage in stages.items() if stage.is_first}
@@ -185,10 +199,10 @@ class Compute:
         if (state.stage, state.microbatch) in self._recomputed:
             self._first_forward(action, state, evictions)
             return
-        inputs, num_common = self._inputs(action, state, _input(state)), self._hooks.num_common
+        inputs, num_common = self._inputs(action, state, self._arrived(state)), self._hooks.num_common
         stash = evictions.follow(action, state, inputs.shapes, inputs.received, pieces) if self._has_backward else None
-        if stash is not None and inputs.past:
-            stash.go_on_after(inputs.past)
+        if stash is not None and (inputs.past or inputs.borrowed_skips):
+            inputs.note_owners(stash)
         with torch.set_grad_enabled(self._has_backward), stash.capture() if stash is not None else nullcontext():
             if self._sequences is None:
                 output, left = self._stages[action.stage].submod(*inputs.args, **inputs.kwargs), list[torch.Tensor]()
@@ -216,15 +230,15 @@ class Compute:
 
     def _first_forward(self, action: Action, state: MicrobatchState, evictions: Evictions) -> None:
         """Run the first of a microbatch's two forwards: its results are sent on, and only its input is kept."""
-        stage, message, microbatch = self._stages[action.stage], _input(state), action.microbatch
-        inputs = self._inputs(action, state, message)
+        stage, arrived, microbatch = self._stages[action.stage], self._arrived(state), action.microbatch
+        inputs = self._inputs(action, state, arrived)
         target = self._step_inputs.targets[microbatch] if stage.is_last and self._step_inputs.targets is not None else None
         given = mb.tensors_in([inputs.args, inputs.kwargs, target, dict(self._step_inputs.loss_kwargs)])
         equalise_buffers(self._parts[action.stage].modules)
         running = [stage.submod, *([self._step_inputs.loss_fn] if stage.is_last else ())]
         device, non_activations = self._traffic.transport.device, self.non_activations()
         rerun = Rerun(action.stage, microbatch, given, running, self._known(action.stage), self.reruns, device, non_activations)
-        state.rerun = rerun, message
+        state.rerun = rerun, arrived
         with torch.enable_grad(), rerun.first():
             output, loss, left = self._returned(action, state, inputs, sets_hooks=False)
         rerun.returned(output, loss)
@@ -244,12 +258,12 @@ class Compute:
     def recompute(self, action: Action, state: MicrobatchState, evictions: Evictions) -> None:
         """Run the second of a microbatch's two forwards, which builds the graph and saves what the backward needs."""
         assert state.rerun is not None, "a second forward follows the first one"
-        (rerun, message), state.rerun = state.rerun, None
-        inputs, num_common = self._inputs(action, state, message), self._hooks.num_common
-        del message  # so that `inputs` alone owns what arrived
+        (rerun, arrived), state.rerun = state.rerun, None
+        inputs, num_common = self._inputs(action, state, arrived), self._hooks.num_common
+        del arrived  # so that `inputs` alone owns what arrived
         stash = evictions.follow(action, state, inputs.shapes, inputs.received, None)
-        if stash is not None and inputs.past:
-            stash.go_on_after(inputs.past)
+        if stash is not None and (inputs.past or inputs.borrowed_skips):
+            inputs.note_owners(stash)
         with torch.enable_grad(), rerun.again(), stash.capture() if stash is not None else nullcontext():
             if stash is not None:
                 modules = self._parts[action.stage].modules
@@ -258,7 +272,7 @@ class Compute:
         rerun.returned(output, loss)
         input_grads = inputs.input_grads
         del inputs, rerun  # both own the received tensors, and `after_forward` counts owners
-        made = [loss] if loss is not None else flatten_message(output, state.name)[1]
+        made = [loss] if loss is not None else self._made(output, state)
         if stash is not None:
             evictions.returned(state, (output, loss))
         state.graph = Graph(edges_of([*made, *left]), input_grads, self._hooks.num_common > num_common)
@@ -281,7 +295,13 @@ class Compute:
         output, left = self._run(state, inputs, sets_hooks=sets_hooks)
         return output, self._loss(output, action.microbatch) if action.stage in self._last else None, left
 
-    def _inputs(self, action: Action, state: MicrobatchState, message: Message | None) -> _Inputs:
+    def _arrived(self, state: MicrobatchState) -> Arrived:
+        """Take what other stages have sent for a forward."""
+        message, state.input = state.input, None
+        return Arrived(message, () if self._skips is None else self._skips.arrived(state))
+
+    def _inputs(self, action: Action, state: MicrobatchState, arrived: Arrived) -> _Inputs:
+        message = arrived.message
         shapes, kwargs = self._step_inputs.descriptions[action.microbatch], self._step_inputs.kwargs[action.microbatch]
         if message is None and self._sequences is None:
             return _Inputs(self._step_inputs.args[action.microbatch], kwargs, InputGrads(), shapes)
@@ -293,23 +313,34 @@ class Compute:
         earlier = [] if self._sequences is None else self._sequences.before(state)
         past = [tensor for left in earlier for tensor in left.tensors]
         needed_past = [is_needed and trains for left in earlier for is_needed in left.is_needed]
-        entered, input_grads = enter([*tensors, *past], needed + needed_past)
-        received, again = entered[: len(tensors)], entered[len(tensors) :]
+        given = Given() if self._skips is None else self._skips.given(state, arrived)
+        entered, input_grads = enter([*tensors, *given.tensors, *past], needed + given.needed + needed_past)
+        received, again = entered[: len(tensors)], entered[len(tensors) + len(given.tensors) :]
+        handed = entered[len(tensors) : len(entered) - len(again)]
+        if self._skips is not None:
+            values = given.arguments(received, handed, find_mesh)
+            for name in kwargs.keys() & values.keys():
+                raise StageError(f"step({name}=...): stage {action.stage} gets a skip of this name from the pipeline; rename one")
+            kwargs, shapes = kwargs | values, shapes + given.shapes
         if self._sequences is not None:
             if "past" in kwargs:
                 raise StageError("step(past=...): `past` is what the pipeline gives to stages that take slices; use another name")
             kwargs = {**kwargs, "past": past_of(earlier, again, find_mesh)}
             shapes = f"{shapes} after {len(earlier)} slices, {sum(tensor.nbytes for tensor in past)} bytes"
-        is_next_door = message is not None and action.stage - 1 in self._stages
-        lent = [*(zip(tensors, received) if is_next_door else ()), *zip(past, again)] if trains else []
+        is_shared = given.joined or (message is not None and action.stage - 1 in self._stages)
+        lent = [*(zip(tensors, received) if is_shared else ()), *zip(given.tensors, handed), *zip(past, again)] if trains else []
         borrowed = [(theirs, ours, ours._version) for theirs, ours in lent if theirs is not ours]
         if message is None:
             args = self._step_inputs.args[action.microbatch]
             return _Inputs(args, kwargs, input_grads, shapes, borrowed, past=past)
-        value = unflatten_message(message.spec.tree, received, find_mesh)
+        if given.joined:
+            value = value_of(given.joined[OUTPUT], received, find_mesh)
+        else:
+            value = unflatten_message(message.spec.tree, received, find_mesh)
         args = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+        sent = (*args, *(kwargs[name] for name in given.joined if name != OUTPUT))
         fixed = () if message.spec.is_open else keys_of(tensor for tensor, is_needed in zip(tensors, needed) if not is_needed)
-        return _Inputs(args, kwargs, input_grads, f"{shapes} {message.spec}", borrowed, args, fixed, past)
+        return _Inputs(args, kwargs, input_grads, f"{shapes} {message.spec}", borrowed, sent, fixed, past, given.borrowed)
 
     def _loss(self, output: Any, microbatch: int) -> torch.Tensor | None:
         if self._step_inputs.loss_fn is None or self._step_inputs.targets is None:
@@ -371,22 +402,45 @@ class Compute:
         return [] if loss is None else [loss]
 
     def _hand_on(self, output: Any, state: MicrobatchState, borrowed: set[int], fixed: Collection[int]) -> list[torch.Tensor]:
-        """Flatten a stage's output for the next one; return its tensors, where its backward begins."""
-        stage, microbatch = state.stage, state.microbatch
-        tree, tensors = flatten_message(output, state.place)
+        """Flatten a stage's output for the next one, and what it hands on; return its tensors, where its backward begins."""
+        if self._skips is None:
+            tree, tensors = flatten_message(output, state.place)
+            self._pass_on(self._message(tree, tensors, borrowed, fixed, to=state.stage + 1), state)
+            return tensors
+        flattened = self._skips.flattened(output, state)
+        for user, (tree, tensors) in flattened.items():
+            message = self._message(tree, tensors, borrowed, fixed, to=user)
+            if user == state.stage + 1:
+                self._pass_on(message, state)
+            elif (end := self._skips.hand_on(state, user, message)) is not None:
+                end.output = message
+                self._note_versions(end, message)
+        return self._skips.note(state, flattened)
+
+    def _made(self, output: Any, state: MicrobatchState) -> list[torch.Tensor]:
+        """Return the tensors of a stage's result, where its backward begins."""
+        if self._skips is None:
+            return flatten_message(output, state.name)[1]
+        return self._skips.note(state, self._skips.flattened(output, state))
+
+    def _message(
+        self, tree: str, tensors: Sequence[torch.Tensor], borrowed: set[int], fixed: Collection[int], *, to: int
+    ) -> Message:
+        """Return a message to another stage."""
         non_activations = self.non_activations().keys()  # the stage keeps these, and may change them while they are sent
         sent = all_dense([tensor if non_activations.isdisjoint(keys_of([tensor])) else tensor.clone() for tensor in tensors])
-        if stage + 1 in self._stages:
+        if to in self._stages:
             sent = list(_apart(sent, borrowed))
         metas = metas_of(sent, tensors)
-        spec = MessageSpec(tree, metas, self._may_change(metas, tensors, fixed))
-        message = Message(spec, list[torch.Tensor | None](sent))
-        if stage + 1 in self._stages:
-            self._microbatches[stage + 1, microbatch].input = message
+        return Message(MessageSpec(tree, metas, self._may_change(metas, tensors, fixed)), list[torch.Tensor | None](sent))
+
+    def _pass_on(self, message: Message, state: MicrobatchState) -> None:
+        """Give a message to the next stage, or keep it until it is sent."""
+        if state.stage + 1 in self._stages:
+            self._microbatches[state.stage + 1, state.microbatch].input = message
         else:
             state.output = message
             self._note_versions(state, message)
-        return tensors
 
     def _note_versions(self, state: MicrobatchState, message: Message) -> None:
         """Note the versions of tensors that wait to be sent, if other computations may run before the send."""
@@ -458,6 +512,8 @@ class Compute:
         else:
             assert state.output_gradients is not None, "a backward follows the receipt of its gradients"
             gradients, state.output_gradients = state.output_gradients.tensors, None
+            if self._skips is not None:
+                gradients = self._skips.gradients(state, gradients)
         return graph, gradients if state.left is None else gradients + state.left.summed()
 
     def _hand_back(self, input_grads: InputGrads, state: MicrobatchState) -> None:
@@ -467,24 +523,23 @@ class Compute:
         waiting = set() if state.half is None else keys_of(state.half.gradients())  # these may become a `.grad`, too
         sent = [None if gradient is None else dense(gradient) for gradient in owned(input_grads.gradients, waiting)]
         input_grads.gradients.clear()  # the graph keeps `input_grads` until the weight gradient has been computed
-        spec = MessageSpec("", tuple(None if gradient is None else meta_of(gradient, requires_grad=False) for gradient in sent))
-        message = Message(spec, sent)
-        if stage - 1 in self._stages:
-            self._microbatches[stage - 1, microbatch].output_gradients = message
-        else:
-            state.input_gradients = message
-            self._note_versions(state, message)
+        for source, gradients in ({stage - 1: sent} if self._skips is None else self._skips.hand_back(state, sent)).items():
+            metas = (None if gradient is None else meta_of(gradient, requires_grad=False) for gradient in gradients)
+            message = Message(MessageSpec("", tuple(metas)), gradients)
+            end: MicrobatchState | None = state
+            if source != stage - 1:
+                assert self._skips is not None
+                end = self._skips.return_(state, source, message)
+            elif source in self._stages:
+                self._microbatches[source, microbatch].output_gradients, end = message, None
+            if end is not None:
+                end.input_gradients = message
+                self._note_versions(end, message)
 
 
 def _nothing(tensor: torch.Tensor) -> torch.Tensor:
     """Return 0, from which a backward leads to a tensor; its values may be infinite, so they are no factor."""
     return tensor.masked_fill(torch.ones((), dtype=torch.bool, device=tensor.device), 0).sum()
-
-
-def _input(state: MicrobatchState) -> Message | None:
-    """Take the message that the previous stage has sent for a forward; None on the first stage."""
-    message, state.input = state.input, None
-    return message
 
 
 def modules_of(loss_fn: Any) -> Iterator[torch.nn.Module]:

@@ -120,6 +120,7 @@ class Evictions:
         account = _account(state)
         found = self._unfollowed(state, account, edges) if stash is None else self._followed_now(state, account, stash, edges)
         self.ledger.forward(account, found)
+        state.lent = []
         if state.left_bytes:
             self.ledger.left(-state.left_bytes)
             state.left_bytes = 0
@@ -167,8 +168,11 @@ class Evictions:
                 stash.kept = [*kept_by_functions(nodes, stash.name), *kept]
             shown = shown_by(nodes, self._find_non_activations(), stash.name) if is_watched else None
             del nodes
-        if stage + 1 in self._traffic.stages:
-            stash.lend(self._traffic.result_of(stage, state.microbatch))
+        if stage + 1 in self._traffic.stages or state.lent:
+            behind = self._traffic.result_of(stage, state.microbatch) if stage + 1 in self._traffic.stages else []
+            stash.lend([*behind, *state.lent])
+            del behind
+            state.lent = []
         if state.left is not None:
             stash.leave(state.left.tensors)
         contents = stash.contents(self._returned, self._traffic.microbatches.tensors())

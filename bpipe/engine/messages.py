@@ -16,17 +16,18 @@ from bpipe.engine.microbatch_state import Message, MicrobatchState, PostedTransf
 from bpipe.engine.traffic import Traffic
 from bpipe.errors import CommError, StageError
 from bpipe.plan.action import START_OF, WAIT_OF, channel_of
-from bpipe.schedules import Action, Channel, Op, Purpose
+from bpipe.schedules import Action, Channel, Op, Plan, Purpose
 
 __all__: list[str] = []
 
-BOUNDARY = {  # the purpose of the message, and the distance from the acting stage back to the stage before the boundary
+BOUNDARY = {  # the purpose of the message, and the distance from the acting stage back to the earlier one of both
     Op.SEND_F: (Purpose.FORWARD, 0),
     Op.RECV_F: (Purpose.FORWARD, 1),
     Op.SEND_B: (Purpose.BACKWARD, 1),
     Op.RECV_B: (Purpose.BACKWARD, 0),
 }
-MessageSpecs = MutableMapping[tuple[Purpose, int, int], MessageSpec]  # by purpose, stage before the boundary, microbatch
+Boundary = tuple[Purpose, int, int, int]  # the purpose of a message, the earlier stage, the later one, the microbatch
+MessageSpecs = MutableMapping[Boundary, MessageSpec]
 
 
 def versions_of(tensors: Iterable[torch.Tensor | None]) -> Versions:
@@ -50,20 +51,23 @@ class Messages:
         specs: the agreed message specs, or an empty mapping to be filled when `is_learning`.
         is_learning: whether this step learns the specs.
         trainable: the stages on this rank that have trainable parameters, if there is a backward.
-        depth: how many stages a microbatch passes.
+        plan: whose messages these are.
     """
 
     def __init__(
-        self, traffic: Traffic, specs: MessageSpecs, *, is_learning: bool, trainable: Container[int] = (), depth: int
+        self, traffic: Traffic, specs: MessageSpecs, *, is_learning: bool, trainable: Container[int] = (), plan: Plan
     ) -> None:
         self._traffic, self._specs, self._is_learning, self._trainable = traffic, specs, is_learning, trainable
-        self._depth = depth
+        self._plan, self._depth = plan, plan.depth
         self._unlearned: dict[Channel, deque[Action]] = defaultdict(deque)
 
     def agreed(self, microbatch: int, stages: Iterable[int]) -> list[MessageSpec | None]:
         """Return the agreed specs of a microbatch's messages before and behind some stages, once it has run."""
-        sides = dict.fromkeys(side for stage in stages for side in (stage - 1, stage))
-        return [self._specs.get((purpose, side, microbatch)) for side in sides for purpose in (Purpose.FORWARD, Purpose.BACKWARD)]
+        ends = dict.fromkeys(pair for stage in stages for pair in ((stage - 1, stage), (stage, stage + 1)))
+        if self._plan.skips:
+            ends |= dict.fromkeys(way for way in self._plan.routes.ways if not {*way}.isdisjoint(stages))
+        both = (Purpose.FORWARD, Purpose.BACKWARD)
+        return [self._specs.get((purpose, *pair, microbatch)) for pair in ends for purpose in both]
 
     def send(self, action: Action, state: MicrobatchState) -> None:
         spec, tensors = _taken(state, action.op)
@@ -105,14 +109,17 @@ class Messages:
 
     def _could_need_gradient(self, stage: int, microbatch: int) -> bool:
         """Return whether a stage's output could need a gradient: the stage has trainable parameters, or gets such an input."""
-        first = stage - stage % self._depth
-        while stage >= first:
-            received = self._specs.get((Purpose.FORWARD, stage - 1, microbatch))
-            if stage in self._trainable:
+        if stage in self._trainable:
+            return True
+        sources = self._plan.routes.sources(stage) if self._plan.skips else []
+        for source in dict.fromkeys([*([stage - 1] if stage % self._depth else []), *sources]):
+            received = self._specs.get((Purpose.FORWARD, source, stage, microbatch))
+            if received is None:  # the other stage is on this rank, or another stage of this rank got the message
+                found = source in self._traffic.stages and self._could_need_gradient(source, microbatch)
+            else:
+                found = received.is_open or _needs_gradient(received)
+            if found:
                 return True
-            if received is not None:
-                return received.is_open or _needs_gradient(received)
-            stage -= 1  # the previous stage is on this rank, too
         return False
 
     def _changed_needs(self, action: Action, state: MicrobatchState, agreed: MessageSpec, spec: MessageSpec) -> bytes | None:
@@ -135,9 +142,9 @@ class Messages:
 
     def _agree_on_more(self, action: Action, agreed: MessageSpec, after: MessageSpec) -> None:
         """Expect gradients of more of a stage's outputs from now on."""
-        _, stage, microbatch = boundary = self._boundary(action)
+        _, before, behind, microbatch = boundary = self._boundary(action)
         self._specs[boundary] = after
-        gradients = Purpose.BACKWARD, stage, microbatch
+        gradients = Purpose.BACKWARD, before, behind, microbatch
         self._specs[gradients] = with_more(self._specs[gradients], agreed, after)
 
     def complete_send(self, action: Action, state: MicrobatchState) -> None:
@@ -160,7 +167,7 @@ class Messages:
             unlearned = self._unlearned[channel_of(start.op, self._traffic.rank, start.peer)]
             while start in unlearned:
                 first = unlearned.popleft()
-                self._learn(first, self._traffic.microbatches[first.stage, first.microbatch])
+                self._learn(first, self._traffic.microbatches[first[1:4] if first.part else first[1:3]])
         note = self._traffic.wait(state, action)
         message = state.landing.pop(start.op)
         if start.op is Op.RECV_F:
@@ -184,7 +191,7 @@ class Messages:
     def _needed(self, start: Action, note: bytes) -> MessageSpec:
         """Agree that more of a stage's input needs a gradient, as a note says; return the new spec."""
         agreed = self._specs[self._boundary(start)]
-        after = header.unpack_spec(note, subject := Subject(self._traffic.step, start.stage - 1, start.microbatch))
+        after = header.unpack_spec(note, subject := Subject(self._traffic.step, start.other_end[1], start.microbatch))
         if not _is_alike(agreed, after) or after != needing(agreed, after):
             raise CommError(f"{subject}: a note says that {after} arrived where {agreed} was expected")
         self._agree_on_more(start, agreed, after)
@@ -193,14 +200,17 @@ class Messages:
     def _noted(self, start: Action, message: Message, note: bytes) -> Message:
         """Read the arrived message as its note describes it."""
         agreed, landed = message
-        subject = Subject(self._traffic.step, start.stage + 1, start.microbatch)
+        subject = Subject(self._traffic.step, start.other_end[1], start.microbatch)
         spec, tensors = read_note(subject, agreed, note, landed, self._traffic.transport.device)
         self._specs[self._boundary(start)] = renewed(agreed, spec)
         return Message(spec, tensors)
 
-    def _boundary(self, action: Action) -> tuple[Purpose, int, int]:
+    def _boundary(self, action: Action) -> Boundary:
         purpose, offset = BOUNDARY[action.op]
-        return purpose, action.stage - offset, action.microbatch
+        if not action.part:
+            return purpose, action.stage - offset, action.stage - offset + 1, action.microbatch
+        before, behind = (action.part - 1, action.stage) if offset else (action.stage, action.part - 1)
+        return purpose, before, behind, action.microbatch
 
     def _post(self, action: Action, state: MicrobatchState, spec: MessageSpec) -> None:
         transport = self._traffic.transport
@@ -215,11 +225,11 @@ class Messages:
         """Read the header of the next message, and post its receive."""
         channel = channel_of(start.op, self._traffic.rank, start.peer)
         data = self._traffic.timed(WAIT_OF[start.op], lambda: self._traffic.transport.receive_header(channel))
-        sender = start.stage + (-1 if start.op is Op.RECV_F else 1)
-        subject = Subject(self._traffic.step, sender, start.microbatch)
+        _, before, behind, _ = boundary = self._boundary(start)
+        subject = Subject(self._traffic.step, before if start.op is Op.RECV_F else behind, start.microbatch)
         spec = header.unpack_spec(data, subject)
         check_fits(spec.num_bytes, self._traffic.transport.device, subject)
-        self._specs[self._boundary(start)] = spec
+        self._specs[boundary] = spec
         self._post(start, state, spec)
 
 

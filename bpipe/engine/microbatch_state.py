@@ -20,12 +20,14 @@ from bpipe.memory.saved.storages import MessageBytes
 from bpipe.plan.whereabouts import named, whereabouts
 from bpipe.recomputation.rerun import Rerun
 from bpipe.schedules import Action, Op
+from bpipe.skips.held import Held, Made, Use
 
 __all__: list[str] = []
 
 LAST = frozenset({Op.F, Op.B, Op.W, Op.WAIT_SEND_F, Op.WAIT_SEND_B, Op.WAIT_RETURN})  # possible last actions of a microbatch
 
 HALF = (torch.float16, torch.bfloat16)
+StateKey = tuple[int, int] | tuple[int, int, int]  # stage, microbatch; of a message of skips also the part
 Versions = list[tuple[torch.Tensor, int]]  # tensors that must not change, each with its version at that time
 
 
@@ -34,6 +36,13 @@ class Message(NamedTuple):
 
     spec: MessageSpec
     tensors: list[torch.Tensor | None]
+
+
+class Arrived(NamedTuple):
+    """What a forward gets from other stages: the message from the one before, if there is one, and by source those of skips."""
+
+    message: Message | None
+    skips: Sequence[tuple[int, Message]] = ()
 
 
 class PostedTransfer(NamedTuple):
@@ -110,7 +119,7 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @dataclass(slots=True, eq=False)
 class MicrobatchState:
-    """Everything that a rank has of one microbatch of one of its stages.
+    """Everything that a rank has of one microbatch of one of its stages, or of a message of skips to or from it.
 
     The code that takes a message, a graph or a stash out of here owns it from then on: saved memory can move only while it has
     no other owner, so each action empties the field that it uses.
@@ -118,6 +127,7 @@ class MicrobatchState:
     Args:
         stage: its index in the model.
         microbatch: its number.
+        part: 0, or of a message of skips, one more than the stage at its other end.
         latest: the latest action that was run.
         input: the message from the previous stage, until the forward.
         output: the forward's message for the next stage, until it is sent.
@@ -142,6 +152,10 @@ class MicrobatchState:
         received_bytes: the bytes of its input, if it is followed.
         returned_bytes: the bytes of its result that is not sent.
         kept: its parts that this rank stores for their evictor.
+        held: of a message of skips, what later stages of this rank use of it.
+        uses: the messages of skips that its forward has used.
+        made: the messages that its forward has made, if it hands on skips.
+        lent: the tensors that its forward has got or made and that later stages of this rank get, until they are counted.
         slices: how many slices each sequence has, of which it may be one.
         name: its name in messages.
         place: the same, beginning with the stage.
@@ -149,6 +163,7 @@ class MicrobatchState:
 
     stage: int
     microbatch: int
+    part: int = 0
     latest: Action | None = None
     input: Message | None = None
     output: Message | None = None
@@ -162,7 +177,7 @@ class MicrobatchState:
     graph: Graph | None = None
     left: SliceState | None = None
     left_bytes: int = 0
-    rerun: tuple[Rerun, Message | None] | None = None
+    rerun: tuple[Rerun, Arrived] | None = None
     half: DeferredWeightGrad | None = None
     account: Account | None = None
     num_nodes: int = 0
@@ -173,28 +188,41 @@ class MicrobatchState:
     received_bytes: MessageBytes | None = None
     returned_bytes: MessageBytes | None = None
     kept: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    held: Held | None = None
+    uses: Sequence[Use] = ()
+    made: Sequence[Made] = ()
+    lent: list[torch.Tensor] = field(default_factory=list)
     slices: int = 1
     name: str = field(init=False)
     place: str = field(init=False)
 
     def __post_init__(self) -> None:
         unit = named(self.microbatch, self.slices) if self.slices > 1 else f"microbatch {self.microbatch}"
+        if self.part:
+            unit = f"{unit}, its skips between this stage and stage {self.part - 1}"
         self.name, self.place = f"{unit} of stage {self.stage}", f"stage {self.stage}, {unit}"
+
+    @property
+    def key(self) -> StateKey:
+        """Its key among a rank's states."""
+        return (self.stage, self.microbatch, self.part) if self.part else (self.stage, self.microbatch)
 
     @property
     def is_over(self) -> bool:
         """Whether this rank holds nothing of it any more."""
         messages = self.input or self.output or self.output_gradients or self.input_gradients or self.landing or self.transfers
-        return not (messages or self.graph or self.left or self.rerun or self.half or self.stash or self.evicted or self.kept)
+        of_skips = self.held or (self.part and self.unused_gradients)
+        others = self.graph or self.left or self.rerun or self.half or self.stash or self.evicted or self.kept
+        return not (messages or of_skips or others)
 
     def __str__(self) -> str:
         return f"{self.name}: {'no action has run' if self.latest is None else whereabouts(self.latest)}"
 
 
-class MicrobatchStates(dict[tuple[int, int], MicrobatchState]):
+class MicrobatchStates(dict[StateKey, MicrobatchState]):
     """The states of the microbatches that a rank holds, by stage and microbatch, in the order in which they arrived.
 
-    A state is created when it is first asked for.
+    Messages of skips have states of their own, by stage, microbatch and part. A state is created when it is first asked for.
 
     Args:
         slices: into how many slices each sequence is cut, which its messages name.
@@ -208,8 +236,13 @@ class MicrobatchStates(dict[tuple[int, int], MicrobatchState]):
         """Return the name of a unit in messages."""
         return named(unit, self._slices)
 
-    def __missing__(self, key: tuple[int, int]) -> MicrobatchState:
-        state = self[key] = MicrobatchState(*key, slices=self._slices)
+    def drop(self, state: MicrobatchState) -> None:
+        """Forget a state if this rank holds nothing of it any more."""
+        if state.is_over:
+            self.pop(state.key, None)
+
+    def __missing__(self, key: StateKey) -> MicrobatchState:
+        state = self[key] = MicrobatchState(key[0], key[1], key[2] if len(key) > 2 else 0, slices=self._slices)
         return state
 
     def before(self, state: MicrobatchState, slices: int) -> list[MicrobatchState]:
@@ -221,8 +254,7 @@ class MicrobatchStates(dict[tuple[int, int], MicrobatchState]):
         """Forget what slices have left, once no later one will ask for it, and those slices that are over now."""
         for state in states:
             state.left = None
-            if state.is_over:
-                del self[state.stage, state.microbatch]
+            self.drop(state)
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors between stages that the pipeline itself holds now."""
@@ -233,4 +265,6 @@ class MicrobatchStates(dict[tuple[int, int], MicrobatchState]):
                     found += [tensor for tensor in message.tensors if tensor is not None]
             for _, sent in state.transfers.values():
                 found += sent
+            if state.held is not None:
+                found += state.held.tensors
         return found

@@ -24,8 +24,9 @@ from bpipe.engine.traffic import Traffic
 from bpipe.model.stage import ModuleSnapshot, PipelineStage
 from bpipe.parallel.fsdp import Sharding
 from bpipe.parallel.twins import Twins
-from bpipe.plan.action import COMPUTE, SERVED, SHARDING
+from bpipe.plan.action import COMPUTE, MESSAGES, SERVED, SHARDING
 from bpipe.schedules import Action, Op, Plan
+from bpipe.skips.carrier import Carrier
 
 __all__: list[str] = []
 
@@ -106,12 +107,13 @@ class Run:
             learned=memory.learned,
             slices=plan.slices if takes_slices else None,
             is_learning=is_learning,
+            skips=Carrier(plan, next(iter(stages.values())).skips, self._stages, self.microbatches) if plan.skips else None,
         )
         num_parts = {stage: plan.num_parts(stage) for stage in stages}
         followed = {*plan.evicted(rank), *plan.interrupted(rank)}
         self.evictions = Evictions(self.traffic, followed, memory, self.compute.non_activations, self.compute.returned, num_parts)
         trainable = {i for i, of in parts.items() if any(p.requires_grad for p in of.parameters)} if plan.has_backward else set()
-        self._messages = Messages(self.traffic, specs, is_learning=is_learning, trainable=trainable, depth=plan.depth)
+        self._messages = Messages(self.traffic, specs, is_learning=is_learning, trainable=trainable, plan=plan)
         self._acceptors = {
             peer: Acceptor(Traffic(transport, rank, step, MicrobatchStates(plan.slices)), buffers)
             for peer, buffers in memory.served().items()
@@ -197,7 +199,8 @@ class Run:
         """
         microbatches = self._acceptor(action).microbatches if action.op in SERVED else self.microbatches
         is_sharding = action.op in SHARDING  # which concerns a stage, and no microbatch of it
-        state = MicrobatchState(action.stage, 0) if is_sharding else microbatches[action.stage, action.microbatch]
+        key = action[1:4] if action.part and action.op in MESSAGES else action[1:3]
+        state = MicrobatchState(action.stage, 0) if is_sharding else microbatches[key]
         try:
             if self._observer is None and not profiler._is_profiler_enabled:
                 _METHODS[action.op](self, action, state)
@@ -212,7 +215,7 @@ class Run:
         if not is_sharding:
             state.latest = action
             if action.op in LAST and state.graph is None and state.is_over:
-                del microbatches[action.stage, action.microbatch]
+                del microbatches[key]
 
     def _execute_observed(self, action: Action, state: MicrobatchState) -> None:
         """Run an action under its name in torch.profiler, if that is on, and call the observer before and after."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from bpipe.device import with_index
 from bpipe.errors import ConfigurationError, StageError
 from bpipe.memory.makeup import Makeups
 from bpipe.model.cut import cut_of
+from bpipe.skips.routes import named_skips
 
 __all__ = ["PipelineStage"]
 
@@ -64,10 +65,13 @@ class PipelineStage:
             send, as torch's does (the layout is None here); default: that of the stage's own parameters.
         directions: 2 for a schedule of two directions, such as `BitPipe`: then stages 0 to S-1 are the model, of num_stages = 2S,
             and stages S to 2S-1 are their twins, which start with the same weights.
+        skips: what stages of the model hand on to later ones than the next, the same for all stages: by name, the stage that makes
+            a value and those that use it, such as `{"encoded": (1, 3, 4)}`. The module of the first returns
+            `(output, {"encoded": value})`, those of the others get the value as a keyword argument (docs/skips.md).
 
     Raises:
         ConfigurationError: an index outside the pipeline, an argument that is not a module, a module that `split_model` made for
-            another stage, or a mesh of several dimensions.
+            another stage, a skip to a stage that is not a later one, or a mesh of several dimensions.
 
     Example:
         >>> from torch import nn
@@ -87,6 +91,7 @@ class PipelineStage:
         dw_builder: Callable[[], Callable[..., None]] | None = None,
         get_mesh: Callable[[tuple[str, ...], Any], Any] | None = None,
         directions: int = 1,
+        skips: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         if not isinstance(submod, torch.nn.Module):
             raise ConfigurationError(f"a stage needs an nn.Module, got {type(submod).__qualname__}")
@@ -114,6 +119,7 @@ class PipelineStage:
         self.group = group_of(group)
         self._get_mesh = get_mesh
         self.dw_builder = dw_builder
+        self.skips = named_skips({} if skips is None else skips, depth)
         self._makeups = Makeups()
 
     @classmethod
@@ -195,7 +201,7 @@ def stages_of(given: Any) -> dict[int, PipelineStage]:
     stages = [PipelineStage.adopt(one) for one in (given if isinstance(given, (list, tuple)) else [given])]
     if not stages or len(stages) > MOST_STAGES:
         raise ConfigurationError(f"a rank holds 1 to {MOST_STAGES} stages, got {len(stages)}")
-    for name in ("num_stages", "directions", "device", "group"):
+    for name in ("num_stages", "directions", "device", "group", "skips"):
         values = [getattr(one, name) for one in stages]
         if any(value != values[0] for value in values):
             raise ConfigurationError(f"the stages of a rank must have the same {name}, got {', '.join(map(str, values))}")

@@ -252,13 +252,18 @@ class _Lane:
         be used last; its receive is still posted first.
         """
         channels: dict[tuple[Op, int], list[tuple[int, int, int, int, Action]]] = defaultdict(list)
+        early_by_time: list[list[tuple[int, int, int, Action]]] = [[] for _ in self.before]
         for place, (receives, (_, stage, microbatch, _, _)) in enumerate(zip(self.receives, self.steps)):
             for op, wait, part, peer, times, early in receives:
                 index = place if early is None else early[microbatch]
                 turn = stage if op is Op.RECV_F else -stage  # as `sent_by` orders what one computation sends
                 channels[op, peer].append((times[microbatch], part, turn, index, _action((op, stage, microbatch, part, peer))))
-                waiting = self.arriving if early is None else self.early
-                waiting[index].append(_action((wait, stage, microbatch, part, peer)))
+                completion = _action((wait, stage, microbatch, part, peer))
+                if early is None:
+                    self.arriving[index].append(completion)
+                else:  # what is made first is waited for first, so that its sender need not wait for anything later
+                    early_by_time[index].append((times[microbatch], peer, len(early_by_time[index]), completion))
+        self.early = [[completion for *_, completion in sorted(found)] for found in early_by_time]
         posted: list[list[Action]] = [[] for _ in self.before]
         for arrivals in channels.values():
             turn = len(self.steps)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from bpipe.errors import ConfigurationError, PlanError
 from bpipe.passes.balance.balance import balance
@@ -14,6 +15,7 @@ from bpipe.plan.destinations import Destinations
 from bpipe.plan.plan import Plan
 from bpipe.schedules.registry import rule_named
 from bpipe.schedules.rule import Rule
+from bpipe.skips.routes import wrong_with
 from bpipe.verifier.proof import verify
 
 __all__ = ["build", "finish", "forward_plan"]
@@ -29,6 +31,7 @@ def build(
     pairs: Sequence[int] | None = None,
     rule: Choice = "fewest",
     slices: int = 1,
+    skips: Iterable[Sequence[int]] = (),
 ) -> Plan:
     """Build the finished and verified plan of a schedule.
 
@@ -42,10 +45,12 @@ def build(
         pairs: the rank to which each rank evicts; default p-1-x.
         rule: "fewest" evictions, or "eager" ones.
         slices: k, for "seq_1f1b" and the others that cut each microbatch along its sequence into k slices of about equal cost.
+        skips: what stages hand on to later ones than the next: the stage that makes a value and those that use it, such as
+            (0, 2, 3), as numbers of the model's stages.
 
     Raises:
-        ConfigurationError: an unknown name, numbers that form no pipeline or that the schedule does not take, or several slices
-            for a schedule of whole microbatches.
+        ConfigurationError: an unknown name, numbers that form no pipeline or that the schedule does not take, several slices
+            for a schedule of whole microbatches, or a skip to a stage that is not a later one.
         BudgetError: `slots` cannot be met; the message names the smallest that can.
         PlanError: the order of a rule that you registered breaks a rule of the verifier.
 
@@ -62,9 +67,8 @@ def build(
     """
     to = Destinations(pairs=pairs, others=pairs is None)
     check_counts(slices=slices)
-    return plan_by(
-        rule_named(name).with_slices(slices), num_stages, num_microbatches, num_ranks=num_ranks, slots=slots, to=to, choice=rule
-    )
+    counts = num_stages, num_microbatches
+    return plan_by(rule_named(name).with_slices(slices), *counts, num_ranks=num_ranks, slots=slots, to=to, choice=rule, skips=skips)
 
 
 def plan_by(
@@ -76,10 +80,11 @@ def plan_by(
     slots: int | Sequence[int | None] | None = None,
     to: Destinations | None = None,
     choice: Choice = "fewest",
+    skips: Iterable[Sequence[int]] = (),
 ) -> Plan:
     """Build the finished and verified plan of a rule, whether it is registered or not; `build` explains the arguments."""
     with collector_paused():
-        plan = _computations(rule, num_stages, num_microbatches, num_ranks)
+        plan = _with_skips(_computations(rule, num_stages, num_microbatches, num_ranks), skips)
         if slots is None and rule.slots is not None:
             slots = rule.slots(plan.num_ranks)
         return finish(plan if slots is None else balance(plan, slots=slots, to=to or Destinations(), rule=choice))
@@ -108,6 +113,14 @@ def _computations(rule: Rule, num_stages: int, num_microbatches: int, num_ranks:
         served=((),) * num_ranks,
         slots=(None,) * num_ranks,
     )
+
+
+def _with_skips(plan: Plan, skips: Iterable[Sequence[int]]) -> Plan:
+    """Return a plan without transfers whose stages hand on skips."""
+    found = tuple(sorted({tuple(skip) for skip in skips}))
+    if wrong := wrong_with(found, plan.depth):
+        raise ConfigurationError(wrong)
+    return replace(plan, skips=found) if found else plan
 
 
 def check_counts(**counts: int) -> None:

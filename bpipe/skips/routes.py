@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from keyword import iskeyword
 from typing import NamedTuple
+
+from bpipe.errors import ConfigurationError
 
 __all__: list[str] = []
 
+PAST = "past"  # the argument by which stages get the state of earlier slices
 Skip = tuple[int, ...]  # the stage that makes a value, and the later ones that use it, in ascending order
+Way = tuple[int, int]  # the stage that makes values, and the first one on a rank that uses them
 
 
 class Routes(NamedTuple):
@@ -16,15 +21,21 @@ class Routes(NamedTuple):
 
     Args:
         ways: by the stage that makes values and the first one on a rank that uses them: the places of these in `skips`.
+        behind: by way, the later stages on that rank that use some of these values.
         sent: by stage, the stages to which it sends messages of their own, in the order in which it sends them.
         received: by stage, the stages that send it messages of their own, likewise.
         shared: the stages that share a value with another one on their rank.
     """
 
-    ways: dict[tuple[int, int], tuple[int, ...]]
+    ways: dict[Way, tuple[int, ...]]
+    behind: dict[Way, tuple[int, ...]]
     sent: dict[int, tuple[int, ...]]
     received: dict[int, tuple[int, ...]]
     shared: frozenset[int]
+
+    def sources(self, stage: int) -> list[int]:
+        """Return the stages that give a stage skips: those that made them, or the ones on its rank that used them first."""
+        return [source if first == stage else first for (source, first), behind in self.behind.items() if stage in (first, *behind)]
 
 
 def routes_of(skips: tuple[Skip, ...], stage_ranks: tuple[int, ...], directions: int = 1) -> Routes:
@@ -39,17 +50,21 @@ def routes_of(skips: tuple[Skip, ...], stage_ranks: tuple[int, ...], directions:
 
     Example:
         >>> routes = routes_of(((0, 1, 3), (0, 2)), stage_ranks=(0, 1, 2, 1))
-        >>> routes.ways, routes.sent, routes.received
-        ({(0, 1): (0,), (0, 2): (1,)}, {0: (2,)}, {2: (0,)})
+        >>> routes.ways, routes.behind, routes.sent, routes.received
+        ({(0, 1): (0,), (0, 2): (1,)}, {(0, 1): (3,), (0, 2): ()}, {0: (2,)}, {2: (0,)})
     """
     depth = len(stage_ranks) // directions
-    ways: dict[tuple[int, int], list[int]] = defaultdict(list)
+    ways: dict[Way, list[int]] = defaultdict(list)
+    behind: dict[Way, set[int]] = defaultdict(set)
     shared: set[int] = set()
     for first in range(0, directions * depth, depth):
         for place, (source, *users) in enumerate(skips):
             by_rank = {stage_ranks[first + user]: first + user for user in reversed(users)}
             for user in sorted(by_rank.values()):
                 ways[first + source, user].append(place)
+            for user in users:
+                of_rank = by_rank[stage_ranks[first + user]]
+                behind[first + source, of_rank].update({first + user} - {of_rank})
             involved = [first + stage for stage in (source, *users)]
             num_involved = Counter(stage_ranks[stage] for stage in involved)
             shared.update(stage for stage in involved if num_involved[stage_ranks[stage]] > 1)
@@ -61,10 +76,29 @@ def routes_of(skips: tuple[Skip, ...], stage_ranks: tuple[int, ...], directions:
             received[user].append(source)
     return Routes(
         {way: tuple(ways[way]) for way in sorted(ways)},
+        {way: tuple(sorted(behind[way])) for way in sorted(ways)},
         {stage: tuple(users) for stage, users in sent.items()},
         {stage: tuple(sources) for stage, sources in received.items()},
         frozenset(shared),
     )
+
+
+def named_skips(skips: Mapping[str, Sequence[int]], depth: int) -> dict[str, Skip]:
+    """Return a stage's skips, by name, in the form in which plans have them.
+
+    Raises:
+        ConfigurationError: a name is not one of an argument, or a skip does not lead to later stages.
+    """
+    found: dict[str, Skip] = {}
+    for name, given in skips.items():
+        if not isinstance(name, str) or not name.isidentifier() or iskeyword(name) or name == PAST:
+            raise ConfigurationError(f"skips={{{name!r}: ...}}: the name is that of a keyword argument of the stages that use it")
+        is_whole = isinstance(given, Sequence) and all(type(stage) is int for stage in given)
+        skip = tuple(given) if is_whole else ()
+        found[name] = (*skip[:1], *sorted(set(skip[1:])))
+        if wrong := wrong_with([found[name]], depth) if is_whole else f"{given!r:.200} are no stages":
+            raise ConfigurationError(f"skip {name!r}: {wrong}")
+    return found
 
 
 def wrong_with(skips: Sequence[Skip], depth: int) -> str:

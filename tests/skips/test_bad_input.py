@@ -1,0 +1,146 @@
+"""What is wrong with skips is said where it can be known first, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bpipe
+from bpipe.errors import CommError, ConfigurationError, StageError
+from bpipe.schedules import build
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+WIDTH = 4
+
+
+class Makes(nn.Module):
+    def __init__(self, values: Any) -> None:
+        super().__init__()
+        self.linear, self.values = nn.Linear(WIDTH, WIDTH), values
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.values(self.linear(x))
+
+
+class Takes(nn.Module):
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+        self.linear, self.in_place = nn.Linear(WIDTH, WIDTH), in_place
+
+    def forward(self, x: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Tensor:
+        if kept is not None and self.in_place:
+            kept.mul_(2)
+        y: torch.Tensor = self.linear(x)
+        return y if kept is None else y + kept
+
+
+KEPT = {"kept": (0, 2)}
+
+
+def step(
+    stages: list[nn.Module], skips: Any = None, rule: str = "1f1b", p: int = 3, others: Any = None, **kwargs: Any
+) -> None:
+    loopback, plan, n = bpipe.Loopback(p), build(rule, len(stages), 4, num_ranks=p), len(stages)
+    schedules: list[bpipe.Schedule] = []
+    for rank in range(p):
+        names = others if others is not None and rank == p - 1 else skips or KEPT
+        held = [bpipe.PipelineStage(stages[i], i, n, "cpu", loopback.rank(rank), skips=names) for i in plan.stages_of(rank)]
+        made = build(rule, len(stages), 4, num_ranks=p, skips=names.values())
+        schedules.append(bpipe.FromPlan(held, made, nn.functional.mse_loss))
+    x = torch.randn(8, WIDTH)
+    loopback.step(schedules, x, target=x, **kwargs)
+
+
+def stages_with(values: Any, **how: bool) -> list[nn.Module]:
+    return [Makes(values), Takes(), Takes(**how)]
+
+
+@pytest.mark.parametrize(
+    ("skips", "message"),
+    [
+        ({"kept": (2, 1)}, r"skip 'kept': a skip \(2, 1\): expected a stage, then later ones"),
+        ({"kept": (1, 1)}, "expected a stage, then later ones"),
+        ({"kept": (0, 3)}, "up to 2"),
+        ({"kept": (-1, 2)}, "expected a stage"),
+        ({"kept": (0,)}, "expected a stage"),
+        ({"kept": 3}, "3 are no stages"),
+        ({"kept": (0, 1.5)}, "are no stages"),
+        ({"a b": (0, 2)}, "'a b'.*the name is that of a keyword argument"),
+        ({"past": (0, 2)}, "'past'"),
+        ({"class": (0, 2)}, "'class'"),
+        ({1: (0, 2)}, "the name is that"),
+    ],
+)
+def test_skips_that_no_stage_can_have(skips: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        bpipe.PipelineStage(nn.Linear(1, 1), 0, 3, skips=skips)
+
+
+def test_builds_refuse_them_too() -> None:
+    with pytest.raises(ConfigurationError, match="expected a stage, then later ones"):
+        build("1f1b", 4, 4, skips=[(3, 1)])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (lambda y: y, r"stage 0, microbatch 0: a stage that hands on skips returns \(output, values\).*'kept'.*returned a Tensor"),
+        (lambda y: (y, y), "returned a tuple"),
+        (lambda y: (y, {}), r"returned \(output, a dict of nothing\)"),
+        (lambda y: (y, {"kept": y, "more": y}), "a dict of 'kept', 'more'"),
+        (lambda y: (y, {"kept": object()}), "skip 'kept' returned a builtins.object"),
+    ],
+)
+def test_a_stage_that_does_not_hand_on_what_it_should(values: Any, message: str) -> None:
+    with pytest.raises(StageError, match=message):
+        step(stages_with(values))
+
+
+def test_names_that_ranks_do_not_share() -> None:
+    with pytest.raises(CommError, match="carries the skips 'kept', expected 'other': give all ranks' stages the same skips"):
+        step(stages_with(lambda y: (y, {"kept": y})), others={"other": (0, 2)})
+
+
+def test_stages_of_a_rank_that_do_not_share_them() -> None:
+    loopback = bpipe.Loopback(2)
+    given: list[tuple[int, dict[str, tuple[int, ...]]]] = [(0, {"a": (0, 3)}), (2, {})]
+    stages = [bpipe.PipelineStage(nn.Linear(1, 1), i, 4, "cpu", loopback.rank(0), skips=skips) for i, skips in given]
+    with pytest.raises(ConfigurationError, match="the stages of a rank must have the same skips"):
+        bpipe.Interleaved1F1B(stages, 4)
+
+
+def test_a_plan_with_other_skips() -> None:
+    loopback = bpipe.Loopback(3)
+    stage = bpipe.PipelineStage(nn.Linear(1, 1), 0, 3, "cpu", loopback.rank(0), skips={"a": (0, 2)})
+    with pytest.raises(ConfigurationError, match=r"has the skips \(\), and its stages have \(\(0, 2\),\): build the plan"):
+        bpipe.FromPlan(stage, build("1f1b", 3, 4))
+
+
+def test_an_argument_of_step_with_the_name_of_a_skip() -> None:
+    stages = [Makes(lambda y: (y, {"kept": y})), Takes(), Takes()]
+    stages[0].forward = lambda x, kept=None: (x, {"kept": stages[0].linear(x)})  # type: ignore[method-assign, operator]
+    with pytest.raises(StageError, match=r"step\(kept=...\): stage 2 gets a skip of this name from the pipeline"):
+        step(stages, kept=torch.randn(8, WIDTH))
+
+
+def test_bytes_of_skips_are_not_counted_yet() -> None:
+    loopback = bpipe.Loopback(3)
+    stage = bpipe.PipelineStage(nn.Linear(1, 1), 0, 3, "cpu", loopback.rank(0), skips={"a": (0, 2)})
+    with pytest.raises(ConfigurationError, match="budget=None"):
+        bpipe.Balanced(bpipe.OneFOneB(stage, 4, nn.functional.mse_loss), budget="lowest")
+
+
+def test_a_value_that_an_earlier_user_on_the_rank_changes() -> None:
+    """Stages 1 and 3 are on one rank, which gets the value once."""
+    stages = [Makes(lambda y: (y, {"kept": y.sin()})), Takes(in_place=True), Takes(), Takes()]
+    with pytest.raises(StageError, match="stage 3, microbatch 0: a skip of stage 0 was changed in place by another stage"):
+        step(stages, skips={"kept": (0, 1, 3)}, rule="interleaved_1f1b", p=2)
+
+
+def test_a_value_that_its_only_user_changes() -> None:
+    """It is that stage's own."""
+    step(stages_with(lambda y: (y, {"kept": y.sin()}), in_place=True))
