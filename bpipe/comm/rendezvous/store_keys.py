@@ -55,7 +55,7 @@ class WrittenKeys:
         until = time.monotonic() + most_s
         for thread in self._removing:
             thread.join(max(0.0, until - time.monotonic()))
-        self._removing.clear()
+        self._removing = [thread for thread in self._removing if thread.is_alive()]
 
 
 def _remove(keys: Sequence[tuple[Any, str]]) -> None:
