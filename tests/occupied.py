@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from bpipe.engine.run import Observer
 from bpipe.plan.action import SERVED
 from bpipe.schedules import Action, Plan
+from bpipe.skips.holds import changes
 from tests.storages import StorageCount
 
 
@@ -124,8 +125,9 @@ class Counting(Observer):
 def planned(plan: Plan, rank: int) -> Iterator[tuple[int, int]]:
     """What a plan's list comes to during each action, and behind it."""
     meter, live, twice = plan.meter(), 0, plan.recomputed(rank)
-    for action in plan.actions[rank]:
+    begun, ended = changes(plan.actions[rank], meter.holds) if meter.holds else ({}, {})
+    for index, action in enumerate(plan.actions[rank]):
         takes, gives = meter.recomputed if action[1:3] in twice else meter.usual
-        during = live + (takes[action.op](action) if action.op in takes else 0)
-        live = during - (gives[action.op](action) if action.op in gives else 0)
+        during = live + begun.get(index, 0) + (takes[action.op](action) if action.op in takes else 0)
+        live = during - ended.get(index, 0) - (gives[action.op](action) if action.op in gives else 0)
         yield during, live

@@ -80,7 +80,7 @@ SIGNATURES = {
 OF_TORCH_ALONE = {"backward_requires_autograd", "defer_pp_recv"}
 PURE_CLASSES = [
     *("Action", "Channel", "Costs", "Destinations", "Holding", "Lane", "Link", "Op", "Placement", "Plan", "Purpose", "Rule"),
-    *("Sizes", "Span", "StageSizes", "Timeline"),
+    *("Sizes", "SkipSizes", "Span", "StageSizes", "Timeline"),
 ]
 
 PURE_FUNCTIONS = [

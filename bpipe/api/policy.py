@@ -58,9 +58,9 @@ class Policy:
         self._check_budget(plan.num_ranks)
         if self.costs is not None:
             self.costs.check(plan)
-        if plan.skips and self.budget is not None:
+        if plan.skips and self.budget is not None and self.by != "evict":
             raise ConfigurationError(
-                "Balanced counts no bytes of skips yet: give budget=None to balance microbatches by count, or the schedule slots="
+                f"by={self.by!r} counts no bytes of skips: give budget=None to count microbatches, or by='evict'"
             )
         self.to.check(plan.num_ranks)
         if self.sizes is not None:

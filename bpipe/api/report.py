@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from bpipe.errors import BPipeError, CommError, printable
-from bpipe.schedules import StageSizes
+from bpipe.plan.sizes import SkipSizes, StageSizes
 
 __all__: list[str] = []
 
@@ -33,7 +33,7 @@ class Report(NamedTuple):
         try:
             fields = json.loads(data)
             stages = {
-                int(stage): tuple(StageSizes(**{**numbers, "parts": tuple(numbers["parts"])}) for numbers in slices)
+                int(stage): tuple(_sizes(numbers) for numbers in slices)
                 for stage, slices in fields.pop("stages").items()
             }
             report = cls(stages=stages, **{**fields, "refusal": printable(fields["refusal"])})
@@ -43,3 +43,8 @@ class Report(NamedTuple):
             return report
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, BPipeError) as error:
             raise CommError(f"rank {sender} sent an unreadable report of its sizes: {printable(str(error))[:200]}") from error
+
+
+def _sizes(numbers: Mapping[str, Any]) -> StageSizes:
+    skips = tuple(SkipSizes(*skip) for skip in numbers["skips"])
+    return StageSizes(**{**numbers, "parts": tuple(numbers["parts"]), "skips": skips})

@@ -35,7 +35,7 @@ from bpipe.recomputation.rerun import Rerun, Reruns
 from bpipe.recomputation.restorable import BATCH
 from bpipe.recomputation.state import Learned
 from bpipe.schedules import Action
-from bpipe.skips.carrier import Carrier, Given
+from bpipe.skips.carrier import Carrier, Given, without_inference
 from bpipe.skips.values import OUTPUT, value_of
 from bpipe.slices.loss_check import LossCheck
 from bpipe.slices.states import Sequences, past_of
@@ -43,6 +43,7 @@ from bpipe.slices.states import Sequences, past_of
 __all__: list[str] = []
 
 PARAMETER = "a parameter"
+NOTHING_GIVEN = Given()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,7 @@ class _Inputs(NamedTuple):
         fixed: the storages of received inputs that never need a gradient.
         past: the tensors that earlier slices have left.
         borrowed_skips: the tensors of skips that an earlier stage on this rank has, too.
+        shared_skips: by name, each tensor of skips that an earlier or later stage on this rank has, too, with its version.
     """
 
     args: tuple[Any, ...]
@@ -99,6 +101,7 @@ class _Inputs(NamedTuple):
     fixed: Collection[int] = ()
     past: Sequence[torch.Tensor] = ()
     borrowed_skips: Sequence[torch.Tensor] = ()
+    shared_skips: Sequence[tuple[str, torch.Tensor, int]] = ()
 
     def note_owners(self, stash: Stash) -> None:
         """Tell a stash which inputs belong to others on this rank."""
@@ -107,8 +110,20 @@ class _Inputs(NamedTuple):
         if self.borrowed_skips:
             stash.borrow(self.borrowed_skips)
 
-    def report_changes(self) -> None:
-        """Report in-place changes to autograd, so that the previous stage's backward raises if it has saved a changed tensor."""
+    def report_changes(self, place: str) -> None:
+        """Report in-place changes to autograd, so that the previous stage's backward raises if it has saved a changed tensor.
+
+        Args:
+            place: the stage and microbatch, for messages.
+
+        Raises:
+            StageError: a skip was changed that another stage on this rank has, too, which may have saved it.
+        """
+        for name, tensor, version in self.shared_skips:
+            if tensor._version != version:
+                raise StageError(
+                    f"{place}: the skip {name!r} was changed in place, and another stage on this rank has it, too. Clone it before"
+                )
         for lent, entered, version in self.borrowed:
             if entered._version != version:
                 increment_version(lent)
@@ -208,8 +223,8 @@ class Compute:
                 output, left = self._stages[action.stage].submod(*inputs.args, **inputs.kwargs), list[torch.Tensor]()
             else:
                 output, left = self._run(state, inputs, sets_hooks=stash is None)
-            if inputs.borrowed:
-                inputs.report_changes()
+            if inputs.borrowed or inputs.shared_skips:
+                inputs.report_changes(state.place)
             input_grads, fixed = inputs.input_grads, inputs.fixed
             borrowed = keys_of([*(lent for lent, *_ in inputs.borrowed), *left]) if inputs.borrowed or left else set()
             del inputs  # `after_forward` counts owners: this frame must not own what the stage has received
@@ -313,7 +328,7 @@ class Compute:
         earlier = [] if self._sequences is None else self._sequences.before(state)
         past = [tensor for left in earlier for tensor in left.tensors]
         needed_past = [is_needed and trains for left in earlier for is_needed in left.is_needed]
-        given = Given() if self._skips is None else self._skips.given(state, arrived)
+        given = NOTHING_GIVEN if self._skips is None else self._skips.given(state, arrived)
         entered, input_grads = enter([*tensors, *given.tensors, *past], needed + given.needed + needed_past)
         received, again = entered[: len(tensors)], entered[len(tensors) + len(given.tensors) :]
         handed = entered[len(tensors) : len(entered) - len(again)]
@@ -327,8 +342,10 @@ class Compute:
                 raise StageError("step(past=...): `past` is what the pipeline gives to stages that take slices; use another name")
             kwargs = {**kwargs, "past": past_of(earlier, again, find_mesh)}
             shapes = f"{shapes} after {len(earlier)} slices, {sum(tensor.nbytes for tensor in past)} bytes"
-        is_shared = given.joined or (message is not None and action.stage - 1 in self._stages)
-        lent = [*(zip(tensors, received) if is_shared else ()), *zip(given.tensors, handed), *zip(past, again)] if trains else []
+        is_next_door = message is not None and action.stage - 1 in self._stages
+        of_message = (pair for at, pair in enumerate(zip(tensors, received)) if is_next_door or at in given.joined_held)
+        of_skips = (pair for pair, is_shared in zip(zip(given.tensors, handed), given.shared) if is_shared)
+        lent = [*of_message, *of_skips, *zip(past, again)] if trains else []
         borrowed = [(theirs, ours, ours._version) for theirs, ours in lent if theirs is not ours]
         if message is None:
             args = self._step_inputs.args[action.microbatch]
@@ -338,9 +355,10 @@ class Compute:
         else:
             value = unflatten_message(message.spec.tree, received, find_mesh)
         args = tuple(value) if isinstance(value, (tuple, list)) else (value,)
-        sent = (*args, *(kwargs[name] for name in given.joined if name != OUTPUT))
+        sent = tuple(received) if given.joined else args  # a tensor may be an argument and a skip
         fixed = () if message.spec.is_open else keys_of(tensor for tensor, is_needed in zip(tensors, needed) if not is_needed)
-        return _Inputs(args, kwargs, input_grads, f"{shapes} {message.spec}", borrowed, sent, fixed, past, given.borrowed)
+        others = given.shared_among(received, handed) if self._skips is not None else ()
+        return _Inputs(args, kwargs, input_grads, f"{shapes} {message.spec}", borrowed, sent, fixed, past, given.borrowed, others)
 
     def _loss(self, output: Any, microbatch: int) -> torch.Tensor | None:
         if self._step_inputs.loss_fn is None or self._step_inputs.targets is None:
@@ -408,14 +426,17 @@ class Compute:
             self._pass_on(self._message(tree, tensors, borrowed, fixed, to=state.stage + 1), state)
             return tensors
         flattened = self._skips.flattened(output, state)
+        made = self._skips.note(state, flattened)
+        sendable = dict(zip(map(id, made), self._sendable(made)))  # what several messages carry is copied once
         for user, (tree, tensors) in flattened.items():
-            message = self._message(tree, tensors, borrowed, fixed, to=user)
+            message = self._message(tree, tensors, borrowed, fixed, to=user, sendable=sendable)
+            self._skips.count_made(state, user, message)
             if user == state.stage + 1:
                 self._pass_on(message, state)
             elif (end := self._skips.hand_on(state, user, message)) is not None:
                 end.output = message
                 self._note_versions(end, message)
-        return self._skips.note(state, flattened)
+        return made
 
     def _made(self, output: Any, state: MicrobatchState) -> list[torch.Tensor]:
         """Return the tensors of a stage's result, where its backward begins."""
@@ -423,14 +444,29 @@ class Compute:
             return flatten_message(output, state.name)[1]
         return self._skips.note(state, self._skips.flattened(output, state))
 
-    def _message(
-        self, tree: str, tensors: Sequence[torch.Tensor], borrowed: set[int], fixed: Collection[int], *, to: int
-    ) -> Message:
-        """Return a message to another stage."""
+    def _sendable(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return tensors to send for a stage's results."""
         non_activations = self.non_activations().keys()  # the stage keeps these, and may change them while they are sent
-        sent = all_dense([tensor if non_activations.isdisjoint(keys_of([tensor])) else tensor.clone() for tensor in tensors])
+        return all_dense([tensor if non_activations.isdisjoint(keys_of([tensor])) else tensor.clone() for tensor in tensors])
+
+    def _message(
+        self,
+        tree: str,
+        tensors: Sequence[torch.Tensor],
+        borrowed: set[int],
+        fixed: Collection[int],
+        *,
+        to: int,
+        sendable: Mapping[int, torch.Tensor] | None = None,
+    ) -> Message:
+        """Return the message with a stage's results for another stage.
+
+        Args:
+            sendable: by identity of each tensor, what to send for it, if that is known.
+        """
+        sent = self._sendable(tensors) if sendable is None else [sendable[id(tensor)] for tensor in tensors]
         if to in self._stages:
-            sent = list(_apart(sent, borrowed))
+            sent = list(_apart(sent if sendable is None else without_inference(sent), borrowed))
         metas = metas_of(sent, tensors)
         return Message(MessageSpec(tree, metas, self._may_change(metas, tensors, fixed)), list[torch.Tensor | None](sent))
 

@@ -17,7 +17,7 @@ from bpipe.errors import StageError
 from bpipe.memory.ledger import Account, Key, Kind, Ledger
 from bpipe.memory.saved.attributes import kept_by_functions
 from bpipe.memory.saved.bundle import Bundle
-from bpipe.memory.saved.footprint import Footprint, covering, footprint_of
+from bpipe.memory.saved.footprint import Footprint, covering, footprint_of, skip_sizes
 from bpipe.memory.saved.known import Known
 from bpipe.memory.saved.nodes import nodes_behind
 from bpipe.memory.saved.originals import give_originals
@@ -120,7 +120,7 @@ class Evictions:
         account = _account(state)
         found = self._unfollowed(state, account, edges) if stash is None else self._followed_now(state, account, stash, edges)
         self.ledger.forward(account, found)
-        state.lent = []
+        state.lent, state.skip_bytes = [], {}
         if state.left_bytes:
             self.ledger.left(-state.left_bytes)
             state.left_bytes = 0
@@ -222,7 +222,9 @@ class Evictions:
         sent = sent or MessageBytes.of(self._traffic.result_of(state.stage, state.microbatch))
         state.received_bytes = state.returned_bytes = None
         own = contents.own
+        skips, state.skip_bytes = sorted(state.skip_bytes.items()), {}
         return footprint_of(contents)._replace(
+            skips=tuple([skip_sizes(place, value, gradient, own, sent) for place, (value, gradient) in skips]) if skips else (),
             parts=stash.part_sizes(contents),
             received_bytes=received.num_bytes,
             sent_bytes=sent.num_bytes,

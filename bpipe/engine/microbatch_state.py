@@ -155,6 +155,8 @@ class MicrobatchState:
         held: of a message of skips, what later stages of this rank use of it.
         uses: the messages of skips that its forward has used.
         made: the messages that its forward has made, if it hands on skips.
+        skip_bytes: the bytes of the skips that its forward has used or made, by place, and of their gradients, until they are
+            counted.
         lent: the tensors that its forward has got or made and that later stages of this rank get, until they are counted.
         slices: how many slices each sequence has, of which it may be one.
         name: its name in messages.
@@ -191,6 +193,7 @@ class MicrobatchState:
     held: Held | None = None
     uses: Sequence[Use] = ()
     made: Sequence[Made] = ()
+    skip_bytes: dict[int, tuple[MessageBytes, int]] = field(default_factory=dict)
     lent: list[torch.Tensor] = field(default_factory=list)
     slices: int = 1
     name: str = field(init=False)
@@ -257,7 +260,7 @@ class MicrobatchStates(dict[StateKey, MicrobatchState]):
             self.drop(state)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors between stages that the pipeline itself holds now."""
+        """Return the tensors between stages that the pipeline itself holds now, each once, however many messages carry it."""
         found: list[torch.Tensor] = []
         for state in self.values():
             for message in (state.output, state.input, state.output_gradients, state.input_gradients):
@@ -267,4 +270,4 @@ class MicrobatchStates(dict[StateKey, MicrobatchState]):
                 found += sent
             if state.held is not None:
                 found += state.held.tensors
-        return found
+        return list({id(tensor): tensor for tensor in found}.values())

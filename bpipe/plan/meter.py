@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from bpipe.plan.action import COMPUTE, Action, Op
 from bpipe.plan.sizes import Sizes
+from bpipe.skips.holds import Hold, changes, holds_of
+from bpipe.skips.routes import Skip
 
 __all__: list[str] = []
 
@@ -30,6 +32,7 @@ class Meter(NamedTuple):
 
     usual: Amounts
     recomputed: Amounts
+    holds: tuple[tuple[Hold, ...], ...] = ()  # what skips take beside that, of consecutive units
 
     def taken(self, action: Action) -> int:
         """Return the memory that an action allocates before it runs."""
@@ -58,10 +61,24 @@ SLOTS = meter_of(slot, slot)
 
 def occupancy(actions: Sequence[Action], meter: Meter = SLOTS) -> Iterator[int]:
     """Yield the memory that is occupied while each action runs, in the meter's unit."""
+    return _with_holds(actions, meter) if meter.holds else _occupancy(actions, meter)
+
+
+def _with_holds(actions: Sequence[Action], meter: Meter) -> Iterator[int]:
+    held = 0
+    takes, gives = changes(actions, meter.holds)
+    for index, live in enumerate(_occupancy(actions, meter)):
+        held += takes.get(index, 0)
+        yield live + held
+        held -= gives.get(index, 0)
+
+
+def _occupancy(actions: Sequence[Action], meter: Meter) -> Iterator[int]:
     again = Op.R  # looked up once: a plan has millions of actions
     recomputed = {action.key for action in actions if action[0] is again}
-    changing = {op for amounts in meter for by_op in amounts for op in by_op}
-    usually, when_recomputed = ({op: (takes.get(op), gives.get(op)) for op in changing} for takes, gives in meter)
+    both = meter.usual, meter.recomputed
+    changing = {op for amounts in both for by_op in amounts for op in by_op}
+    usually, when_recomputed = ({op: (takes.get(op), gives.get(op)) for op in changing} for takes, gives in both)
     live = 0
     for action in actions:
         change = usually.get(action[0])
@@ -110,16 +127,19 @@ def _messages(sizes: Sizes, stage_ranks: tuple[int, ...], depth: int, stage: int
 
 
 @lru_cache(maxsize=64)
-def bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...], depth: int) -> Meter:
+def bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...], depth: int, skips: tuple[Skip, ...] = ()) -> Meter:
     """Return a meter of bytes, messages between stages included; a microbatch passes `depth` stages."""
-    if not sizes.later_slices:
-        return _bytes_meter(sizes, stage_ranks, depth)
-    return by_unit([_bytes_meter(Sizes(stages=stages, static=()), stage_ranks, depth) for stages in sizes.by_slice])
+    meters = []
+    for stages in sizes.by_slice:
+        holds = (holds_of(stages, skips, stage_ranks, depth),) if skips else ()
+        meters.append(_bytes_meter(Sizes(stages=stages, static=()), stage_ranks, depth)._replace(holds=holds))
+    return by_unit(meters) if len(meters) > 1 else meters[0]
 
 
 def by_unit(meters: Sequence[Meter]) -> Meter:
     """Combine meters of consecutive units into one, which begins with the first again after the last."""
-    return Meter(_by_unit([meter.usual for meter in meters]), _by_unit([meter.recomputed for meter in meters]))
+    holds = tuple(of_unit for meter in meters for of_unit in meter.holds)
+    return Meter(_by_unit([meter.usual for meter in meters]), _by_unit([meter.recomputed for meter in meters]), holds)
 
 
 def _by_unit(each: Sequence[Amounts]) -> Amounts:
@@ -155,7 +175,7 @@ def _bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...], depth: int) -> Mete
         own = sizes.stages[stage]
         return own.parts[part - 1] + own.fixed * (part == 1) if part else own.saved
 
-    own, _ = meter_of(amounts(lambda s, part, n: saved(s, part)), amounts(lambda s, part, n: sizes.stages[s].moved(part)))
+    own = meter_of(amounts(lambda s, part, n: saved(s, part)), amounts(lambda s, part, n: sizes.stages[s].moved(part))).usual
     takes: dict[Op, Amount] = {
         Op.RECV_F: messages_of(lambda s: sizes.stages[s].received),
         Op.F: amounts(lambda s, part, n: saved(s, part) + messages[s].made * (part in (0, n)) - messages[s].kept * (part == 0)),

@@ -141,7 +141,7 @@ class PlanData:
 
     def meter(self) -> Meter:
         """Return the meter that counts the plan's memory: in bytes where it has sizes, else in slots."""
-        return SLOTS if self.sizes is None else bytes_meter(self.sizes, self.stage_ranks, self.depth)
+        return SLOTS if self.sizes is None else bytes_meter(self.sizes, self.stage_ranks, self.depth, self.skips)
 
     def activations_meter(self) -> Meter:
         """Return the meter that counts only saved bytes, without messages."""

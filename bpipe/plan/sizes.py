@@ -5,14 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from bpipe.errors import ConfigurationError
 from bpipe.plan.action import Action, Op
 
-__all__ = ["Sizes", "StageSizes"]
+__all__ = ["Sizes", "SkipSizes", "StageSizes"]
 
 MOST_PARTS = 1023  # of a microbatch on a stage
 MOST_BYTES = 2**48  # of a stage or a rank: more than there are, and few enough for sums of 64 bits
+
+
+class SkipSizes(NamedTuple):
+    """The bytes of a skip for one microbatch, or one slice, on a stage that makes or uses it.
+
+    Args:
+        place: the skip's in `Plan.skips`.
+        num_bytes: of its value.
+        kept: those of them that are among the stage's saved bytes.
+        joint: on the stage that makes it, those that are not saved, and lie in the message to the next stage as well.
+        gradient: the bytes of its gradients.
+    """
+
+    place: int
+    num_bytes: int
+    kept: int = 0
+    joint: int = 0
+    gradient: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +54,12 @@ class StageSizes:
         collected: of a slice, the bytes of the gradients that later slices have given to its state, which its backward frees.
         gradients: in a plan of two directions, the bytes of the stage's gradients, which its twin sends: they take as many bytes
             until they are added up.
+        skips: the bytes of the skips that the stage makes or uses, in ascending order of places; one that is missing counts as
+            nothing.
 
     Raises:
         ConfigurationError: a negative number, or one of more than 256 TiB; no part, or more than 1023; a kept size larger
-            than its message, or a state larger than `fixed`.
+            than its message, a state larger than `fixed`, or a skip that is there twice or keeps more than it has.
     """
 
     parts: tuple[int, ...]
@@ -52,6 +73,7 @@ class StageSizes:
     given: int = 0
     collected: int = 0
     gradients: int = 0
+    skips: tuple[SkipSizes, ...] = ()
 
     def __post_init__(self) -> None:
         messages = (self.received, self.sent, self.kept_received, self.kept_sent)
@@ -62,6 +84,11 @@ class StageSizes:
             raise ConfigurationError(f"a stage's microbatch has at most {MOST_BYTES} bytes and {MOST_PARTS} parts: {self!s:.200}")
         if self.kept_received > min(self.received, self.saved) or self.kept_sent > min(self.sent, self.saved):
             raise ConfigurationError(f"a stage cannot keep more of a message than it has: {self}")
+        if not all(isinstance(number, int) and 0 <= number <= MOST_BYTES for skip in self.skips for number in skip):
+            raise ConfigurationError(f"the sizes of skips must be whole numbers from 0 to {MOST_BYTES}: {self.skips!s:.200}")
+        places = [skip.place for skip in self.skips]
+        if places != sorted(set(places)) or any(skip.kept + skip.joint > skip.num_bytes for skip in self.skips):
+            raise ConfigurationError(f"each skip has one size, and keeps no more of it than it has: {self.skips!s:.200}")
         if self.state > self.fixed:
             raise ConfigurationError(f"a slice's state is among its fixed bytes, and cannot be more: {self}")
 
@@ -82,7 +109,7 @@ class StageSizes:
 
     def without_messages(self) -> StageSizes:
         """Return these sizes with only the saved bytes."""
-        return replace(self, received=0, sent=0, kept_received=0, kept_sent=0, gradients=0)
+        return replace(self, received=0, sent=0, kept_received=0, kept_sent=0, gradients=0, skips=())
 
     def moved(self, part: int) -> int:
         """Return the bytes that an eviction of a part moves; part 0 stands for all parts."""

@@ -11,7 +11,7 @@ from typing import TypeVar
 from bpipe.errors import ConfigurationError, PlanError, is_printable
 from bpipe.plan.action import COMPUTE, START_OF, Action, Op
 from bpipe.plan.plan_data import PlanData
-from bpipe.plan.sizes import Sizes, StageSizes
+from bpipe.plan.sizes import Sizes, SkipSizes, StageSizes
 from bpipe.skips.routes import wrong_with
 
 __all__: list[str] = []
@@ -128,7 +128,8 @@ def _limit(word: str) -> int | None:
 def _numbers(stage: StageSizes) -> str:
     numbers = [getattr(stage, name) for name in NUMBERS]
     named = [f"{name}={number}" for name in NAMED if (number := getattr(stage, name))]
-    return " ".join([*(str(number) for number in numbers if number is not None), *named])
+    skips = f"skips={','.join(':'.join(map(str, skip)) for skip in stage.skips)}"
+    return " ".join([*(str(number) for number in numbers if number is not None), *named, *([skips] if stage.skips else [])])
 
 
 def _read_sizes(lines: list[str], num_stages: int) -> tuple[Sizes | None, tuple[int | None, ...] | None]:
@@ -168,6 +169,7 @@ def _read_stage(words: list[str]) -> StageSizes:
     """Read the parts of a stage, its numbers in order, and then those of slices by their names."""
     parts, *numbers = words
     named: dict[str, int] = {}
+    skips = tuple(map(_read_skip, numbers.pop()[6:].split(","))) if numbers and numbers[-1].startswith("skips=") else ()
     while numbers and "=" in numbers[-1]:
         name, _, number = numbers.pop().partition("=")
         if name not in NAMED or name in named:
@@ -175,7 +177,14 @@ def _read_stage(words: list[str]) -> StageSizes:
         named[name] = _whole(number)
     if len(numbers) not in (len(NUMBERS) - 1, len(NUMBERS)):
         raise ValueError(f"{len(numbers)} numbers")
-    return StageSizes(parts=tuple(map(_whole, parts.split(","))), **dict(zip(NUMBERS, map(_whole, numbers))), **named)
+    return StageSizes(parts=tuple(map(_whole, parts.split(","))), **dict(zip(NUMBERS, map(_whole, numbers))), **named, skips=skips)
+
+
+def _read_skip(word: str) -> SkipSizes:
+    numbers = list(map(_whole, word.split(":")))
+    if len(numbers) != len(SkipSizes._fields):
+        raise ValueError(f"a skip with {len(numbers)} numbers")
+    return SkipSizes(*numbers)
 
 
 def _write(plan: PlanData, action: Action) -> str:

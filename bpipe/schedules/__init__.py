@@ -10,7 +10,7 @@ Example:
 from bpipe.plan.action import Action, Channel, Op, Purpose
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.plan import Plan
-from bpipe.plan.sizes import Sizes, StageSizes
+from bpipe.plan.sizes import Sizes, SkipSizes, StageSizes
 from bpipe.schedules.by_name import build, finish
 from bpipe.schedules.formulas import check_rule
 from bpipe.schedules.registry import names, register, rules, unregister
@@ -35,6 +35,7 @@ __all__ = [
     "Purpose",
     "Rule",
     "Sizes",
+    "SkipSizes",
     "Span",
     "StageSizes",
     "Timeline",

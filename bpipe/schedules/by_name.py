@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from bpipe.errors import ConfigurationError, PlanError
@@ -117,9 +117,12 @@ def _computations(rule: Rule, num_stages: int, num_microbatches: int, num_ranks:
 
 def _with_skips(plan: Plan, skips: Iterable[Sequence[int]]) -> Plan:
     """Return a plan without transfers whose stages hand on skips."""
-    found = tuple(sorted({tuple(skip) for skip in skips}))
-    if wrong := wrong_with(found, plan.depth):
+    if isinstance(skips, Mapping):
+        raise ConfigurationError("build takes skips without their names: give skips.values()")
+    given = [tuple(skip) if isinstance(skip, Sequence) and not isinstance(skip, str) else (skip,) for skip in skips]
+    if wrong := next(filter(None, (wrong_with([skip], plan.depth) for skip in given)), ""):
         raise ConfigurationError(wrong)
+    found = tuple(sorted(set(given)))
     return replace(plan, skips=found) if found else plan
 
 

@@ -12,6 +12,7 @@ from bpipe.comm.wire.message import MessageSpec, flatten_message
 from bpipe.engine.messages import versions_of
 from bpipe.engine.microbatch_state import Arrived, Message, MicrobatchState, MicrobatchStates
 from bpipe.errors import StageError
+from bpipe.memory.saved.storages import MessageBytes, keys_of, num_tensors
 from bpipe.plan.plan import Plan
 from bpipe.skips.held import Held, Made, Use, added
 from bpipe.skips.routes import Skip
@@ -28,26 +29,54 @@ class Given:
         tensors: of all values.
         needed: for each tensor, whether it needs a gradient.
         borrowed: those of the tensors that an earlier stage on this rank has, too.
+        shared: for each tensor, whether an earlier or a later stage on this rank has it, too.
+        joined_held: the places in the message from the stage before that a later stage on this rank has, too.
         values: by name, the pytree and the places in `tensors`.
         joined: by name, likewise of the message from the stage before, if it carries skips; and of the output in it.
         shapes: a description of all.
+        by_name: the tensors of each value, those in the message from the stage before, too, and whether they need a gradient.
     """
 
     tensors: list[torch.Tensor] = field(default_factory=list)
     needed: list[bool] = field(default_factory=list)
     borrowed: list[torch.Tensor] = field(default_factory=list)
+    shared: list[bool] = field(default_factory=list)
+    joined_held: frozenset[int] = frozenset()
     values: Layout = field(default_factory=dict)
     joined: Layout = field(default_factory=dict)
     shapes: str = ""
+    by_name: dict[str, list[tuple[torch.Tensor, bool]]] = field(default_factory=dict)
 
-    def take(self, layout: Layout, tensors: Sequence[torch.Tensor], needed: Sequence[bool], *, is_borrowed: bool) -> None:
+    def take(
+        self, layout: Layout, tensors: Sequence[torch.Tensor], needed: Sequence[bool], *, is_borrowed: bool, is_shared: bool
+    ) -> None:
         """Add values whose tensors are these."""
         begin = len(self.tensors)
         self.values |= {name: (tree, [begin + place for place in places]) for name, (tree, places) in layout.items()}
+        self.count(layout, tensors, needed)
         self.tensors += tensors
         self.needed += needed
         self.borrowed += tensors if is_borrowed else []
+        self.shared += [is_shared] * len(tensors)
         self.shapes += f" with {', '.join(layout)}: {[list(tensor.shape) for tensor in tensors]}"
+
+    def shared_among(
+        self, received: Sequence[torch.Tensor], entered: Sequence[torch.Tensor]
+    ) -> list[tuple[str, torch.Tensor, int]]:
+        """Return the name, the tensor as the stage gets it, and its version, of all that others on this rank have, too.
+
+        Args:
+            received: the tensors of the message from the stage before, as the stage gets them.
+            entered: likewise `tensors`.
+        """
+        joined = [(name, received[at]) for name, (_, places) in self.joined.items() for at in places if at in self.joined_held]
+        own = [(name, entered[at]) for name, (_, places) in self.values.items() for at in places if self.shared[at]]
+        return [(name, tensor, tensor._version) for name, tensor in (*joined, *own) if not tensor.is_inference()]
+
+    def count(self, layout: Layout, tensors: Sequence[torch.Tensor], needed: Sequence[bool]) -> None:
+        """Note the tensors of each value, and whether they need gradients."""
+        for name, (_, places) in layout.items():
+            self.by_name[name] = [(tensors[place], needed[place]) for place in dict.fromkeys(places)]
 
     def arguments(self, received: Sequence[torch.Tensor], entered: Sequence[torch.Tensor], find_mesh: Any) -> dict[str, Any]:
         """Put all values together again.
@@ -73,6 +102,7 @@ class Carrier:
     def __init__(self, plan: Plan, skips: Mapping[str, Skip], stages: Sequence[int], microbatches: MicrobatchStates) -> None:
         self._microbatches, self._has_backward, self._stages = microbatches, plan.has_backward, frozenset(stages)
         names = [sorted(name for name, of in skips.items() if of == skip) for skip in plan.skips]
+        self._places = {name: place for place, found in enumerate(names) for name in found}
         self._names = {way: [name for place in places for name in names[place]] for way, places in plan.routes.ways.items()}
         self._used = {stage: {name for name, (_, *users) in skips.items() if stage % plan.depth in users} for stage in stages}
         self._made = {stage: {name for name, (source, *_) in skips.items() if stage % plan.depth == source} for stage in stages}
@@ -109,36 +139,65 @@ class Carrier:
         stage, given, uses = state.stage, Given(), []
         if arrived.message is not None and (stage - 1, stage) in self._names:
             given.joined = layout_of(arrived.message.spec, [OUTPUT, *self._names[stage - 1, stage]], self._place(state, stage - 1))
-            self._hold(state, stage - 1, arrived.message, {name: of for name, of in given.joined.items() if name != OUTPUT})
+            joined = {name: of for name, of in given.joined.items() if name != OUTPUT}
+            given.joined_held = frozenset(self._hold(state, stage - 1, arrived.message, joined))
+            given.count(joined, _all(arrived.message), _needed(arrived.message.spec, trains=self._has_backward))
+        if arrived.message is not None and stage - 1 in self._stages and set(self._users[stage - 1]) - {stage}:
+            self._lend(state, _all(arrived.message))  # messages to other stages may carry the same tensors
         for source, message in arrived.skips:
             layout = layout_of(message.spec, self._names[source, stage], self._place(state, source))
             self._hold(state, source, message, layout)
             tensors, needed = _all(message), _needed(message.spec, trains=self._has_backward)
-            given.take(layout, tensors, needed, is_borrowed=source in self._stages)
+            is_local = source in self._stages
+            given.take(layout, tensors, needed, is_borrowed=is_local, is_shared=is_local or bool(self._behind[source, stage]))
+            self._lend_sent(state, source, tensors)
             uses.append(Use(source, stage, list(range(sum(needed)))))
         for (source, first), users in self._behind.items():
             if stage in users:
                 uses.append(self._take_held(given, state, source, first))
         state.uses = uses
+        self._count(state, given.by_name)
+        given.by_name.clear()
         return given
+
+    def _count(self, state: MicrobatchState, by_name: Mapping[str, Sequence[tuple[torch.Tensor, bool]]]) -> None:
+        """Note the bytes of values, by place of their skip."""
+        by_place: dict[int, dict[int, tuple[torch.Tensor, bool]]] = {}
+        for name, found in by_name.items() if self._has_backward else ():
+            by_place.setdefault(self._places[name], {}).update((id(tensor), (tensor, needed)) for tensor, needed in found)
+        for place, tensors in by_place.items():
+            gradient = sum(tensor.nbytes for tensor, needed in tensors.values() if needed)
+            value, known = MessageBytes.of([tensor for tensor, _ in tensors.values()]), state.skip_bytes.get(place)
+            state.skip_bytes[place] = (value, gradient) if known is None else (known[0].with_more(value), known[1])
+
+    def count_made(self, state: MicrobatchState, user: int, message: Message) -> None:
+        """Note the bytes of the values in a message that a forward has made."""
+        names = self._names.get((state.stage, user))
+        if names and self._has_backward:
+            given, is_joined = Given(), user == state.stage + 1
+            layout = layout_of(message.spec, [OUTPUT, *names] if is_joined else names, state.place)
+            layout.pop(OUTPUT, None)
+            given.count(layout, _all(message), _needed(message.spec, trains=True))
+            self._count(state, given.by_name)
 
     def _place(self, state: MicrobatchState, source: int) -> str:
         return f"{state.place}: the message from stage {source}"
 
-    def _hold(self, state: MicrobatchState, source: int, message: Message, layout: Layout) -> None:
-        """Hold what later stages of this rank will use of a message, if there are any."""
+    def _hold(self, state: MicrobatchState, source: int, message: Message, layout: Layout) -> Sequence[int]:
+        """Hold what later stages of this rank will use of a message, if there are any; return the places of its tensors."""
         users = self._behind[source, state.stage]
         if not users:
-            return
+            return ()
         wanted = set[str]().union(*(self._used[stage] for stage in users))
         kept = {name: of for name, of in layout.items() if name in wanted}
         places = sorted({place for _, of in kept.values() for place in of})
-        tensors = _without_inference([_all(message)[place] for place in places])
+        tensors = without_inference([_all(message)[place] for place in places])
         needed = _needed(message.spec, trains=self._has_backward)
         numbers = [sum(needed[:place]) if needed[place] else None for place in places]
         moved = {name: (tree, [places.index(place) for place in of]) for name, (tree, of) in kept.items()}
         self._end(state, source).held = Held(moved, tensors, versions_of(tensors), numbers, sum(needed), len(users))
         self._lend(state, tensors)
+        return places
 
     def _take_held(self, given: Given, state: MicrobatchState, source: int, first: int) -> Use:
         """Give a stage what an earlier one on its rank was the first to use."""
@@ -153,13 +212,14 @@ class Carrier:
         held.num_users -= 1
         if held.num_users:
             self._lend(state, tensors)
-            tensors = _without_inference(tensors)
+            tensors = without_inference(tensors)
         else:
             held.tensors, held.versions = [], []
             if not self._has_backward:
                 end.held = None
                 self._microbatches.drop(end)
-        given.take(moved, tensors, [number is not None for number in numbers], is_borrowed=True)
+        given.take(moved, tensors, [number is not None for number in numbers], is_borrowed=True, is_shared=True)
+        self._lend_sent(state, source, tensors)
         return Use(source, first, [number for number in numbers if number is not None])
 
     # What a stage hands on
@@ -192,11 +252,15 @@ class Carrier:
         """Give a message of skips to a stage of this rank; return the state from which it is sent if it goes to another rank."""
         if user not in self._stages:
             return self._end(state, user)
-        tensors = _without_inference(_all(message))
         end = self._microbatches[user, state.microbatch, state.stage + 1]
-        end.input, end.unsent_versions = Message(message.spec, list[torch.Tensor | None](tensors)), versions_of(tensors)
-        self._lend(state, tensors)
+        end.input, end.unsent_versions = message, versions_of(message.tensors)
+        self._lend(state, _all(message))
         return None
+
+    def _lend_sent(self, state: MicrobatchState, source: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Note tensors of a stage of this rank that are still sent to others: they stay, though this one may be the last here."""
+        if source in self._stages and not self._stages.issuperset(self._users[source]):
+            self._lend(state, tensors)
 
     def _lend(self, state: MicrobatchState, tensors: Sequence[torch.Tensor]) -> None:
         if self._has_backward:
@@ -230,6 +294,8 @@ class Carrier:
         Args:
             gradients: of the message from the stage before, then of the messages of skips.
         """
+        together = num_tensors([gradient for gradient in gradients if gradient is not None])
+        gradients = [gradient if gradient is None else _alone(gradient, together) for gradient in gradients]
         begin = len(gradients) - sum(len(use.numbers) for use in state.uses)
         found = {state.stage - 1: self._with_held(state, state.stage - 1, list(gradients[:begin]))}
         for source, first, numbers in state.uses:
@@ -286,9 +352,15 @@ def _check_unchanged(state: MicrobatchState, source: int, versions: Sequence[tup
         )
 
 
-def _without_inference(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def without_inference(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Copy inference tensors, which do not record that they are changed in place."""
     return [tensor.clone() if tensor.is_inference() else tensor for tensor in tensors]
+
+
+def _alone(gradient: torch.Tensor, together: Mapping[int, int]) -> torch.Tensor:
+    """Copy a gradient that shares memory with others, as those of `torch.stack` do: messages are freed at different times."""
+    is_shared = any(together[key] > 1 for key in keys_of([gradient]))
+    return gradient.clone() if is_shared else gradient
 
 
 def _all(message: Message) -> list[torch.Tensor]:

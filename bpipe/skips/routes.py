@@ -11,7 +11,7 @@ from bpipe.errors import ConfigurationError
 
 __all__: list[str] = []
 
-PAST = "past"  # the argument by which stages get the state of earlier slices
+TAKEN = ("self", "past")  # arguments of a forward, the latter with the state of earlier slices
 Skip = tuple[int, ...]  # the stage that makes a value, and the later ones that use it, in ascending order
 Way = tuple[int, int]  # the stage that makes values, and the first one on a rank that uses them
 
@@ -90,19 +90,22 @@ def named_skips(skips: Mapping[str, Sequence[int]], depth: int) -> dict[str, Ski
         ConfigurationError: a name is not one of an argument, or a skip does not lead to later stages.
     """
     found: dict[str, Skip] = {}
+    if not isinstance(skips, Mapping):
+        raise ConfigurationError(f"skips={skips!r:.200}: give a dict of names, such as {{'encoded': (0, 2, 3)}}")
     for name, given in skips.items():
-        if not isinstance(name, str) or not name.isidentifier() or iskeyword(name) or name == PAST:
+        if not isinstance(name, str) or not name.isidentifier() or iskeyword(name) or name in TAKEN:
             raise ConfigurationError(f"skips={{{name!r}: ...}}: the name is that of a keyword argument of the stages that use it")
-        is_whole = isinstance(given, Sequence) and all(type(stage) is int for stage in given)
-        skip = tuple(given) if is_whole else ()
-        found[name] = (*skip[:1], *sorted(set(skip[1:])))
-        if wrong := wrong_with([found[name]], depth) if is_whole else f"{given!r:.200} are no stages":
+        found[name] = tuple(given) if isinstance(given, Sequence) and not isinstance(given, str) else (given,)
+        if wrong := wrong_with([found[name]], depth):
             raise ConfigurationError(f"skip {name!r}: {wrong}")
     return found
 
 
 def wrong_with(skips: Sequence[Skip], depth: int) -> str:
     """Return why a plan of so many stages cannot have these skips; empty if it can."""
+    for skip in skips:
+        if not isinstance(skip, tuple) or not all(type(stage) is int for stage in skip):
+            return f"a skip {skip!r:.200}: expected a tuple of numbers of stages"
     if list(skips) != sorted(set(skips)):
         return f"skips {skips!r:.200} are not in ascending order, or one is there twice"
     for skip in skips:

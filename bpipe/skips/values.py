@@ -54,8 +54,10 @@ def layout_of(spec: MessageSpec, names: Sequence[str], where: str) -> Layout:
         found = {name: (tree, list(places)) for name, (tree, places) in json.loads(spec.tree).items()}
         is_sound = all(type(at) is int and 0 <= at < len(spec.tensors) for _, places in found.values() for at in places)
     except (ValueError, TypeError, AttributeError):
-        found, is_sound = {}, False
-    if not is_sound or found.keys() != set(names):
+        is_sound = False
+    if not is_sound:
+        raise CommError(f"{where} does not describe the skips that it carries: {spec.tree!r:.200}")
+    if found.keys() != set(names):
         seen = ", ".join(repr(name) for name in found if name != OUTPUT) or "none"
         expected = ", ".join(repr(name) for name in names if name != OUTPUT)
         raise CommError(f"{where} carries the skips {seen:.400}, expected {expected}: give all ranks' stages the same skips")

@@ -10,7 +10,7 @@ from torch import nn
 
 import bpipe
 from bpipe.errors import CommError, ConfigurationError, StageError
-from bpipe.schedules import build
+from bpipe.schedules import Costs, build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -67,10 +67,15 @@ def stages_with(values: Any, **how: bool) -> list[nn.Module]:
         ({"kept": (0, 3)}, "up to 2"),
         ({"kept": (-1, 2)}, "expected a stage"),
         ({"kept": (0,)}, "expected a stage"),
-        ({"kept": 3}, "3 are no stages"),
-        ({"kept": (0, 1.5)}, "are no stages"),
+        ({"kept": 3}, r"a skip \(3,\): expected a stage, then"),
+        ({"kept": "ab"}, "expected a tuple of numbers of stages"),
+        ({"kept": (0, 1.5)}, "expected a tuple of numbers of stages"),
+        ({"kept": (True, 2)}, "expected a tuple of numbers of stages"),
+        ({"kept": (0, 2, 1)}, "in ascending order"),
+        ([(0, 2)], "give a dict of names"),
         ({"a b": (0, 2)}, "'a b'.*the name is that of a keyword argument"),
         ({"past": (0, 2)}, "'past'"),
+        ({"self": (0, 2)}, "'self'"),
         ({"class": (0, 2)}, "'class'"),
         ({1: (0, 2)}, "the name is that"),
     ],
@@ -80,9 +85,18 @@ def test_skips_that_no_stage_can_have(skips: Any, message: str) -> None:
         bpipe.PipelineStage(nn.Linear(1, 1), 0, 3, skips=skips)
 
 
-def test_builds_refuse_them_too() -> None:
-    with pytest.raises(ConfigurationError, match="expected a stage, then later ones"):
-        build("1f1b", 4, 4, skips=[(3, 1)])
+@pytest.mark.parametrize(
+    ("skips", "message"),
+    [
+        ([(3, 1)], "expected a stage, then later ones"),
+        ([("a", 1)], "expected a tuple of numbers"),
+        ([3], "expected a stage, then"),
+        ({"kept": (0, 2)}, r"give skips.values\(\)"),
+    ],
+)
+def test_builds_refuse_them_too(skips: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        build("1f1b", 4, 4, skips=skips)
 
 
 @pytest.mark.parametrize(
@@ -127,18 +141,63 @@ def test_an_argument_of_step_with_the_name_of_a_skip() -> None:
         step(stages, kept=torch.randn(8, WIDTH))
 
 
-def test_bytes_of_skips_are_not_counted_yet() -> None:
+@pytest.mark.parametrize("by", ["recompute", "evict_or_recompute"])
+def test_recomputing_counts_no_bytes_of_skips(by: Any) -> None:
     loopback = bpipe.Loopback(3)
     stage = bpipe.PipelineStage(nn.Linear(1, 1), 0, 3, "cpu", loopback.rank(0), skips={"a": (0, 2)})
-    with pytest.raises(ConfigurationError, match="budget=None"):
-        bpipe.Balanced(bpipe.OneFOneB(stage, 4, nn.functional.mse_loss), budget="lowest")
+    with pytest.raises(ConfigurationError, match="counts no bytes of skips: give budget=None to count microbatches, or by='evict'"):
+        bpipe.Balanced(bpipe.OneFOneB(stage, 4, nn.functional.mse_loss), budget=10**9, by=by, costs=Costs() if "or" in by else None)
 
 
-def test_a_value_that_an_earlier_user_on_the_rank_changes() -> None:
-    """Stages 1 and 3 are on one rank, which gets the value once."""
-    stages = [Makes(lambda y: (y, {"kept": y.sin()})), Takes(in_place=True), Takes(), Takes()]
-    with pytest.raises(StageError, match="stage 3, microbatch 0: a skip of stage 0 was changed in place by another stage"):
-        step(stages, skips={"kept": (0, 1, 3)}, rule="interleaved_1f1b", p=2)
+@pytest.mark.parametrize("changes", [1, 2, 3])
+@pytest.mark.parametrize(
+    "rule, p, users", [("interleaved_1f1b", 2, (1, 3)), ("interleaved_1f1b", 1, (1, 2, 3)), ("zbv", 2, (1, 2, 3))]
+)
+@pytest.mark.parametrize("needs_gradient", [True, False])
+def test_a_value_that_one_of_several_users_on_a_rank_changes(
+    rule: str, p: int, users: tuple[int, ...], changes: int, needs_gradient: bool
+) -> None:
+    """Each of them may have saved it, whether it runs before or after."""
+    makes = Makes(lambda y: (y, {"kept": y.sin() if needs_gradient else y.detach().sin()}))
+    stages: list[nn.Module] = [makes, Takes(), Takes(), Takes()]
+    if changes not in users:
+        return
+    stages[changes] = Takes(in_place=True)
+    ranks = build(rule, 4, 4, num_ranks=p).stage_ranks
+    if [ranks[stage] for stage in (0, *users)].count(ranks[changes]) == 1:  # it is that stage's own
+        step(stages, skips={"kept": (0, *users)}, rule=rule, p=p)
+        return
+    with pytest.raises(StageError, match=f"stage {changes}, microbatch 0: the skip 'kept' was changed in place, and another stage"):
+        step(stages, skips={"kept": (0, *users)}, rule=rule, p=p)
+
+
+class Doubles(nn.Module):
+    def forward(self, x: torch.Tensor, kept: torch.Tensor | None = None) -> torch.Tensor:
+        return x.mul_(2) if kept is None else x + kept.mul_(3)
+
+
+def test_a_value_that_is_the_output_and_is_changed_by_its_only_user() -> None:
+    """The stage between has saved it."""
+    stages: list[nn.Module] = [Makes(lambda y: (y, {"kept": y})), Takes(), Doubles()]
+    with pytest.raises(StageError, match="stage 2, microbatch 0: the skip 'kept' was changed in place"):
+        step(stages, p=1, rule="interleaved_1f1b")
+
+
+def test_an_output_that_the_next_stage_changes_while_it_is_evaluated() -> None:
+    """Stage 2 is on the rank of stage 1, from which the value is still being sent to stage 3."""
+    torch.manual_seed(0)
+    stages: list[nn.Module] = [Takes(), Makes(lambda y: (y, {"kept": y})), Doubles(), Takes()]
+    loopback, skips = bpipe.Loopback(2), {"kept": (1, 3)}
+    plan = build("zbv", 4, 4, num_ranks=2, skips=skips.values())
+    held = [
+        [bpipe.PipelineStage(stages[i], i, 4, "cpu", loopback.rank(r), skips=skips) for i in plan.stages_of(r)] for r in range(2)
+    ]
+    schedules: list[bpipe.Schedule] = [bpipe.FromPlan(of_rank, plan, nn.functional.mse_loss) for of_rank in held]
+    x = torch.randn(8, WIDTH)
+    with torch.inference_mode():
+        output = loopback.eval(schedules, x)
+        kept = stages[1].linear(stages[0](x))  # type: ignore[operator]
+        torch.testing.assert_close(output, stages[3](kept * 2, kept=kept))
 
 
 def test_a_value_that_its_only_user_changes() -> None:

@@ -16,7 +16,18 @@ from tests.skips.test_equality import assert_close
 from tests.thinned import thinned
 
 M = 8
-CLASSES: dict[str, tuple[Any, int]] = {"1f1b": (bpipe.OneFOneB, 1), "balanced": (bpipe.BalancedOneFOneB, 1), "zbv": (bpipe.ZBV, 2)}
+
+
+def in_bytes(*args: Any, **kwargs: Any) -> bpipe.Schedule:
+    return bpipe.Balanced(bpipe.OneFOneB(*args, **kwargs), budget="lowest")
+
+
+CLASSES: dict[str, tuple[Any, int]] = {
+    "1f1b": (bpipe.OneFOneB, 1),
+    "balanced": (bpipe.BalancedOneFOneB, 1),
+    "in bytes": (in_bytes, 1),
+    "zbv": (bpipe.ZBV, 2),
+}
 
 
 def on_rank(rank: int, p: int, kind: str, name: str) -> dict[int, list[torch.Tensor | None]]:
@@ -30,11 +41,13 @@ def on_rank(rank: int, p: int, kind: str, name: str) -> dict[int, list[torch.Ten
         schedule.step(model.x, target=model.target, return_outputs=False, **model.kwargs)
     if name == "balanced" and rank == 0 and p == 4:
         assert schedule.stats["evicted_bytes"] > 0
+    if name == "in bytes":
+        assert schedule.stats["device_peak_bytes"] == schedule.stats["predicted_device_peak_bytes"]
     return {i: [parameter.grad for parameter in model.stages[i].parameters()] for i in held}
 
 
 CASES = list(product((2, 4), KINDS, CLASSES))
-USUAL = {(4, "unet", "balanced"), (2, "residuals", "zbv"), (4, "encoder and decoder", "1f1b")}
+USUAL = {(4, "unet", "balanced"), (4, "residuals", "in bytes"), (2, "residuals", "zbv"), (4, "encoder and decoder", "1f1b")}
 
 
 @pytest.mark.parametrize(("p", "kind", "name"), thinned(CASES, lambda *case: case in USUAL))

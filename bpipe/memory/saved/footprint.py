@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from math import ceil
 from typing import NamedTuple
 
 from bpipe.memory.saved.stash import StashContents
-from bpipe.plan.sizes import StageSizes, gradients_are_collected
+from bpipe.memory.saved.storages import MessageBytes
+from bpipe.plan.sizes import SkipSizes, StageSizes, gradients_are_collected
 
 __all__: list[str] = []
 
@@ -31,6 +32,7 @@ class Footprint(NamedTuple):
     given_bytes: int = 0
     collected_bytes: int = 0
     state_bytes: int = 0  # the own bytes that later slices read
+    skips: tuple[SkipSizes, ...] = ()  # what it hands on to later stages than the next, and gets from earlier ones
 
     def seen_again(self, contents: StashContents, parts: tuple[int, ...]) -> Footprint:
         """Return the same microbatch's footprint, with the bytes that another look found."""
@@ -77,6 +79,7 @@ class Footprint(NamedTuple):
             state=min(self.state_bytes, self.own_bytes - self.movable_bytes),
             given=self.given_bytes,
             collected=self.collected_bytes,
+            skips=self.skips,
         )
 
 
@@ -106,6 +109,30 @@ def spanning(one: Footprint, other: Footprint) -> Footprint:
         given_bytes=max(one.given_bytes, other.given_bytes),
         collected_bytes=max(one.collected_bytes, other.collected_bytes),
         state_bytes=max(one.state_bytes, other.state_bytes),
+        skips=_largest_skips([one.skips, other.skips]),
+    )
+
+
+def skip_sizes(place: int, value: MessageBytes, gradient: int, own: Container[int], sent: MessageBytes) -> SkipSizes:
+    """Return the bytes of a skip on a stage that makes or uses it, given the storages that it has saved, and its output."""
+    joint = sum(size for key, (_, size) in value.storages.items() if key in sent.storages and key not in own)
+    return SkipSizes(place, value.num_bytes, value.among(own), joint, gradient)
+
+
+def _largest_skips(some: Iterable[Sequence[SkipSizes]]) -> tuple[SkipSizes, ...]:
+    """Return sizes of skips that cover all given ones."""
+    by_place: dict[int, list[SkipSizes]] = {}
+    for skip in sorted(skip for skips in some for skip in skips):
+        by_place.setdefault(skip.place, []).append(skip)
+    return tuple(
+        SkipSizes(
+            place=place,
+            num_bytes=max(one.num_bytes for one in found),
+            kept=min(one.kept for one in found),
+            joint=min(one.joint for one in found),
+            gradient=max(one.gradient for one in found),
+        )
+        for place, found in by_place.items()
     )
 
 
@@ -138,6 +165,7 @@ def largest_of(some: Iterable[StageSizes]) -> StageSizes:
         state=max(one.state for one in sizes),
         given=max(one.given for one in sizes),
         collected=max(one.collected for one in sizes),
+        skips=_largest_skips([one.skips for one in sizes]),
     )
 
 

@@ -158,6 +158,12 @@ class MessageBytes(NamedTuple):
         found = {s._cdata: (StorageWeakRef(s), s.nbytes()) for tensor in tensors for s in storages_of(tensor)}
         return cls(max(sum(tensor.nbytes for tensor in tensors), sum(size for _, size in found.values())), found)
 
+    def with_more(self, other: MessageBytes) -> MessageBytes:
+        """Return the bytes of both; what lies in the same storages counts once."""
+        storages = self.storages | other.storages
+        more = sum(size for key, (_, size) in other.storages.items() if key not in self.storages)
+        return MessageBytes(max(self.num_bytes + more, other.num_bytes), storages)
+
     def among(self, keys: Container[int]) -> int:
         """Return how many of its bytes lie in some storages."""
         return sum(size for key, (storage, size) in self.storages.items() if key in keys and not storage.expired())
