@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from bpipe.partition.measure import measure_layers
     from bpipe.partition.model_split import split_model
     from bpipe.partition.split_check import check_split
+    from bpipe.partition.traced import split_traced
     from bpipe.partition.transformers import split_transformer, transformer_layers
     from bpipe.tools.chrome import save_trace
     from bpipe.tools.chrome_read import load_trace
@@ -94,6 +95,7 @@ __all__ = [
     "save_trace",
     "share_loss",
     "split_model",
+    "split_traced",
     "split_transformer",
     "trace",
     "training_state",
@@ -117,6 +119,7 @@ _NAMES = {  # of each module of bpipe
     "partition.measure": "measure_layers",
     "partition.model_split": "split_model",
     "partition.split_check": "check_split",
+    "partition.traced": "split_traced",
     "partition.transformers": "split_transformer transformer_layers",
     "tools.chrome": "save_trace",
     "tools.chrome_read": "load_trace",

@@ -1,0 +1,193 @@
+"""A traced model is cut where it is named, and what passes stages in between is found."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bpipe
+from bpipe.errors import ConfigurationError
+from bpipe.partition.traced import split_traced
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+C, M = 6, 4
+
+
+class UNet(nn.Module):
+    """Sizes on the way down are joined with the same sizes on the way up."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Conv1d(1 if i == 0 else C, C, 3, padding=1) for i in range(depth))
+        self.norm, self.mid = nn.BatchNorm1d(C), nn.Conv1d(C, C, 3, padding=1)
+        self.up = nn.ModuleList(nn.Conv1d(2 * C, C if i else 1, 3, padding=1) for i in reversed(range(depth)))
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = []
+        for down in self.down:
+            x = torch.relu(down(x))
+            kept.append(x)
+            x = nn.functional.avg_pool1d(x, 2)
+        x = torch.tanh(self.mid(self.norm(x))) * self.scale
+        for up in self.up:
+            x = up(torch.cat([nn.functional.interpolate(x, scale_factor=2.0), kept.pop()], 1))
+        return x
+
+
+class Residuals(nn.Module):
+    """Each block attends to the outputs of all earlier ones, and to the input."""
+
+    def __init__(self, num_blocks: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(C, C), nn.Tanh(), nn.Linear(C, C)) for _ in range(num_blocks))
+        self.queries = nn.ParameterList(torch.randn(C) for _ in range(num_blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = [x]
+        for block, query in zip(self.blocks, self.queries):
+            found = torch.stack(kept)
+            x = ((found * query).sum(-1, keepdim=True).softmax(0) * found).sum(0)
+            kept.append(x + block(x))
+        return kept[-1]
+
+
+class Heads(nn.Module):
+    """What the first stage makes is used by the third one alone, so that the second one gets nothing from it but its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(C, C), nn.Linear(C, C), nn.Linear(C, C)
+
+    def forward(self, x: torch.Tensor, words: torch.Tensor) -> dict[str, torch.Tensor]:
+        a = self.a(x)
+        return {"sum": self.c(self.b(words)) + a.cos(), "first": a}
+
+
+class InPlace(nn.Module):
+    """Values that their own stage, or the only one that gets them, changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(C, C), nn.Linear(C, C), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(C, C))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = self.a(x)
+        same = a
+        a += 1
+        b = self.b(a)
+        b *= 2
+        return self.c(b) + same.sin()
+
+
+def total(output: Any, target: torch.Tensor) -> torch.Tensor:
+    values = output.values() if isinstance(output, dict) else [output]
+    return sum((nn.functional.mse_loss(value, target) for value in values), torch.zeros(()))
+
+
+CASES: dict[str, tuple[Any, list[list[str]], tuple[int, ...], dict[str, tuple[int, ...]]]] = {
+    "unet in seven": (
+        UNet,
+        [["down.0"], ["down.1"], ["down.2"], ["norm", "mid", "scale"], ["up.0"], ["up.1"], ["up.2"]],
+        (1, 16),
+        {"skip_relu": (0, 6), "skip_relu_1": (1, 5), "skip_relu_2": (2, 4)},
+    ),
+    "unet in two": (UNet, [["down", "norm", "mid", "scale"], ["up"]], (1, 16), {}),
+    "residuals": (
+        Residuals,
+        [[f"blocks.{i}", f"queries.{i}"] for i in range(4)],
+        (C,),
+        {"skip_x": (0, 1, 2, 3), "skip_add": (0, 1, 2, 3), "skip_add_1": (1, 2, 3)},
+    ),
+    "in place": (InPlace, [["a"], ["b"], ["c"]], (C,), {"skip_sin": (0, 2)}),
+    "heads": (Heads, [["a"], ["b"], ["c"]], (C,), {"skip_a": (0, 2), "skip_cos": (0, 2)}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("schedule", [bpipe.OneFOneB, bpipe.BalancedOneFOneB])
+def test_parts_train_as_the_model(name: str, schedule: Any) -> None:
+    torch.manual_seed(0)
+    make, lists, shape, expected = CASES[name]
+    model = make().double()
+    alone = deepcopy(model)
+    parts, skips = split_traced(model, lists)
+    assert skips == expected
+    assert {path for part in parts for path in part.state_dict()} == {*model.state_dict()}
+    loopback, n = bpipe.Loopback(len(parts)), len(parts)
+    schedules = [
+        schedule(bpipe.PipelineStage(part, i, n, "cpu", loopback.rank(i), skips=skips), M, total) for i, part in enumerate(parts)
+    ]
+    x, words, target = torch.randn(3, 2 * M, *shape, dtype=torch.float64)
+    given = (x, words) if name == "heads" else (x,)
+    output = loopback.step(schedules, *given, target=target)
+    for *one, wanted in zip(*(whole.chunk(M) for whole in (*given, target))):
+        (total(alone(*one), wanted) / M).backward()
+    for path, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, dict(alone.named_parameters())[path].grad, rtol=0, atol=1e-12)
+    for path, buffer in model.named_buffers():
+        torch.testing.assert_close(buffer, dict(alone.named_buffers())[path], rtol=0, atol=1e-12)
+    assert {*output} == {"sum", "first"} if name == "heads" else output.shape == target.shape
+
+
+class Broken(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.a, self.b, self.c = kind, nn.Linear(C, C), nn.Linear(C, C), nn.Linear(C, C)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = self.a(x)
+        if self.kind == "branches" and a.sum() > 0:
+            a = -a
+        if self.kind == "backwards":
+            return self.a(self.c(self.b(a)))
+        if self.kind == "function in place":
+            return self.c(self.b(a) + nn.functional.relu(a, inplace=True))
+        b = self.b(a)
+        if self.kind == "in place":
+            b = b + a.mul_(2)
+        if self.kind == "view":
+            return self.c(b) + b.view(-1).mul_(2).view(b.shape)
+        if self.kind == "operator":
+            kept, b = b, self.c(b)
+            kept += 1
+            return b + kept
+        if self.kind == "weights":
+            return nn.functional.linear(self.c(b), self.a.weight)
+        return self.c(b) + a
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("branches", "torch.fx cannot trace the forward of Broken"),
+        ("backwards", "a of stage 0 uses what stage 2 makes, which runs later"),
+        ("in place", "a may be changed in place by mul_, and stages 0, 1, 2 have it: clone it in the forward"),
+        ("function in place", "a may be changed in place by relu, and stages 0, 1 have it: clone it in the forward"),
+        ("operator", "b may be changed in place by iadd, and stages 1, 2 have it"),
+        ("view", "view may be changed in place by mul_, and stages 1, 2 have it"),
+        ("weights", "a.weight is used by stages 0, 2: cut the model by hand, and tie its weights"),
+    ],
+)
+def test_forwards_that_cannot_be_cut(kind: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        split_traced(Broken(kind), [["a", "relu"], ["b"], ["c"]])
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([["a", "relu"], ["b"]], "no stage has c"),
+        ([["a", "relu"], ["b"], ["c", "d"]], "names 'd'"),
+        ([["a", "b", "relu"], ["b"], ["c"]], "b is in stages 0, 1: name it once"),
+    ],
+)
+def test_lists_that_are_no_split(stages: list[list[str]], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        split_traced(Broken(""), stages)
