@@ -47,6 +47,12 @@ def add_plan(parser: argparse.ArgumentParser, *, num: str | None = None) -> None
         help="slices of each microbatch, for schedules such as seq_1f1b (default: 1)",
     )
     parser.add_argument(
+        "--skips",
+        type=skips,
+        metavar="S:U,...",
+        help="what stages hand on to later ones than the next: the stage that makes a value and those that use it, 0:3,1:2:3",
+    )
+    parser.add_argument(
         "--slots",
         type=slots,
         help="most microbatches (or slices) of a stage on a rank: one number, or one per rank, with commas ('-': no limit)",
@@ -138,6 +144,16 @@ def slots(text: str) -> int | tuple[int | None, ...] | None:
     return one_or_each(text, or_none(whole))
 
 
+def skips(text: str) -> tuple[tuple[int, ...], ...]:
+    """Read `0:3,1:2:3`."""
+    try:
+        return tuple(tuple(map(int, skip.split(":"))) for skip in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} names no skips: give stages, the one that makes a value first, such as 0:3,1:2:3"
+        ) from None
+
+
 def or_none(read: Callable[[str], int]) -> Callable[[str], int | None]:
     """Return a reader that also takes '-', for None."""
     return lambda part: None if part == "-" else read(part)
@@ -178,11 +194,12 @@ def plan_of(schedule: str, args: argparse.Namespace) -> Plan:
         raise ConfigurationError(f"{schedule}: say how large, such as --ranks 4 --microbatches 8")
     with sign_of_life(f"Planning {schedule} for {num_stages} stages and {args.microbatches} microbatches"):
         slices = slices_of(rule, args)
-        return build(schedule, num_stages, args.microbatches, num_ranks=num_ranks, slots=args.slots, slices=slices)
+        counts = num_stages, args.microbatches
+        return build(schedule, *counts, num_ranks=num_ranks, slots=args.slots, slices=slices, skips=args.skips or ())
 
 
 CONTEXT = ("attention_share", "model", "sequence")
-SIZES = ("ranks", "stages", "stages_per_rank", "microbatches", "slices", "slots")
+SIZES = ("ranks", "stages", "stages_per_rank", "microbatches", "slices", "skips", "slots")
 
 
 def slices_of(rule: Rule, args: argparse.Namespace) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from bpipe.errors import ConfigurationError
 from bpipe.passes.balance.by_bytes import by_bytes
 from bpipe.passes.balance.outcome import outcome
 from bpipe.plan.destinations import Host
-from bpipe.schedules import Action, Costs, Destinations, Op, Plan, Sizes, StageSizes, finish
+from bpipe.schedules import Action, Costs, Destinations, Op, Plan, Sizes, SkipSizes, StageSizes, finish
 
 __all__: list[str] = []
 
@@ -49,9 +49,20 @@ def _sizes_of_slice(plan: Plan, costs: Costs, num_parts: int, slice_: int) -> tu
             received=costs.carried(Action(Op.SEND_B, stage, slice_)) if not plan.is_first(stage) else 0,
             sent=costs.carried(Action(Op.SEND_F, stage, slice_)) if not plan.is_last(stage) else 0,
             gradients=costs.carried(Action(Op.REDUCE_GRAD, stage, 0)),
+            skips=tuple(_skips(plan, costs, stage, slice_)),
         )
         for stage, part in enumerate(movable.stages)
     )
+
+
+def _skips(plan: Plan, costs: Costs, stage: int, slice_: int) -> Iterator[SkipSizes]:
+    """Yield the sizes of a stage's skips: each is as large as the output of the stage that makes it, and nobody saves it."""
+    first = stage - stage % plan.depth
+    for place, skip in enumerate(plan.skips):
+        if stage - first in skip:
+            source = first + skip[0]
+            num_bytes, gradient = (costs.carried(Action(op, source, slice_)) for op in (Op.SEND_F, Op.RECV_B))
+            yield SkipSizes(place, num_bytes, gradient=gradient)
 
 
 def balance_notes(plan: Plan) -> list[str]:
