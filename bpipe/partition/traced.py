@@ -37,15 +37,17 @@ def split_traced(model: nn.Module, stages: Sequence[Sequence[str]]) -> tuple[lis
     The first stage takes the model's arguments, the last one returns what the model returns.
 
     Args:
-        model: the whole model; it is not changed. Its forward must not branch on values between the named modules.
+        model: the whole model; it is not changed. Between the named modules, its forward must not branch on values, and numbers
+            and flags of the model are taken as they are now.
         stages: for each stage the names of its modules, which run on it wherever the forward calls them.
 
     Returns:
         The stages, in order, and their skips.
 
     Raises:
-        ConfigurationError: torch.fx cannot trace the forward, the lists do not make up the model, a stage would need what a later
-            one makes, or stages share a parameter or a tensor that is changed in place. The message lists every problem.
+        ConfigurationError: torch.fx cannot trace the forward, or what is between the named modules depends on whether the model
+            trains, or has hooks; the lists do not make up the model; a stage would need what a later one makes; stages share a
+            parameter, or a tensor that is changed in place. The message lists every problem.
 
     Example:
         >>> from torch import nn
@@ -87,6 +89,8 @@ for _name in IN_PLACE:
 class _Tracer(fx.Tracer):
     """Traces down to the named modules, and to those that have none of them inside."""
 
+    proxy_buffer_attributes = True  # what is done with buffers belongs to the forward, too
+
     def __init__(self, names: Names, lists: Sequence[Sequence[str]]) -> None:
         super().__init__()
         self._names, self._named = names, [name for kept in lists for name in kept]
@@ -96,6 +100,43 @@ class _Tracer(fx.Tracer):
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return not self._names.is_above(module_qualified_name, self._named)
+
+
+def _traced(model: nn.Module, names: Names, lists: Sequence[Sequence[str]]) -> fx.Graph:
+    """Trace a model in both modes, which must do the same between the named modules."""
+    named = [name for kept in lists for name in kept]
+    through = {path: module for path, module in names.modules.items() if names.is_above(path, named)}
+    if hooked := [path or "the model" for path, module in through.items() if module._forward_hooks or module._forward_pre_hooks]:
+        raise ConfigurationError(f"{', '.join(hooked)} has hooks, and is cut into stages: put them on the named modules")
+    modes, attributes = [(module, module.training) for module in through.values()], set(vars(model))
+    graphs = []
+    try:
+        for is_other in (True, False):
+            for module, trains in modes:
+                module.training = trains != is_other
+            graphs.append(_Tracer(names, lists).trace(model))
+    except Exception as error:
+        raise ConfigurationError(
+            f"torch.fx cannot trace the forward of {type(model).__name__}: {error}. Name modules further outside, or cut the model "
+            "by hand and give PipelineStage(skips=)"
+        ) from error
+    finally:
+        for module, trains in modes:
+            module.training = trains
+        constants = set(vars(model)) - attributes  # where torch.fx keeps tensors that it met
+        for name in constants:
+            delattr(model, name)
+    if constants:
+        raise ConfigurationError(
+            f"the forward of {type(model).__name__} makes a tensor out of nothing, such as torch.ones(3) or torch.randn(3), "
+            "between the named modules. It would be made once: register it as a buffer, or make it of another (torch.ones_like)"
+        )
+    if str(graphs[0]) != str(graphs[1]):
+        raise ConfigurationError(
+            f"the forward of {type(model).__name__} does something else when it trains, between the named modules: use modules for "
+            "that, such as nn.Dropout, and name them"
+        )
+    return graphs[1]
 
 
 class _Cut:
@@ -110,13 +151,7 @@ class _Cut:
     def __init__(self, model: nn.Module, names: Names, lists: Sequence[Sequence[str]]) -> None:
         self._model, self._num_stages = model, len(lists)
         self._modules, self._tensors = names.modules, names.tensors
-        try:
-            self._graph = _Tracer(names, lists).trace(model)
-        except Exception as error:
-            raise ConfigurationError(
-                f"torch.fx cannot trace the forward of {type(model).__name__}: {error}. Name modules further outside, or cut the "
-                "model by hand and give PipelineStage(skips=)"
-            ) from error
+        self._graph = _traced(model, names, lists)
         self.stage_of: dict[fx.Node, int] = {}
         problems = [*self._assign(names, lists)] or [*self._shared(), *self._changed()]
         if problems:
@@ -154,16 +189,18 @@ class _Cut:
         return [own, *sorted({self.stage_of[user] for user in node.users} - {own})]
 
     def _shared(self) -> Iterable[str]:
-        """Yield a problem for each parameter or buffer that several stages use, under whatever names."""
+        """Yield a problem for each parameter that several stages use, under whatever names, and each buffer that one changes."""
         names: dict[int, str] = {}
         used: dict[int, set[int]] = {}
         for node in self._graph.nodes:
             path = str(node.target)
             if node.op == "call_module":
                 module, stages = self._modules[path], {self.stage_of[node]}
-                found = {f"{path}.{name}": one for name, one in (*module.named_parameters(), *module.named_buffers())}
+                found = {f"{path}.{name}": one for name, one in module.named_parameters()}
             elif node.op == "get_attr":
-                found, stages = {path: self._tensors.get(path)}, {self.stage_of[user] for user in node.users}
+                is_fixed = not isinstance(self._tensors.get(path), nn.Parameter) and not any(map(self._is_in_place, node.users))
+                found = {} if is_fixed else {path: self._tensors.get(path, self._graph)}
+                stages = {self.stage_of[user] for other in self._same(node) for user in other.users}
             else:
                 continue
             for name, tensor in found.items():
@@ -173,6 +210,10 @@ class _Cut:
             if len(stages) > 1:
                 where = ", ".join(map(str, sorted(stages)))
                 yield f"{names[key]} is used by stages {where}: cut the model by hand, and tie its weights"
+
+    def _same(self, node: fx.Node) -> list[fx.Node]:
+        """Return the nodes that stand for the same parameter or buffer."""
+        return [one for one in self._graph.nodes if (one.op, one.target) == (node.op, node.target)]
 
     def _changed(self) -> Iterable[str]:
         """Yield a problem for each value that may be changed in place, where its users would not all see that as in the model.

@@ -140,6 +140,7 @@ class Broken(nn.Module):
         super().__init__()
         self.kind, self.a, self.b, self.c = kind, nn.Linear(C, C), nn.Linear(C, C), nn.Linear(C, C)
         self.relu = nn.ReLU(inplace=True)
+        self.register_buffer("total", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         a = self.a(x)
@@ -158,6 +159,13 @@ class Broken(nn.Module):
             kept, b = b, self.c(b)
             kept += 1
             return b + kept
+        if self.kind == "constant":
+            b = b + torch.randn(C)
+        if self.kind == "mode":
+            b = nn.functional.dropout(b, 0.1, self.training)
+        if self.kind == "buffer":
+            self.total.add_(1)
+            return self.c(b * self.total) + a * self.total
         if self.kind == "weights":
             return nn.functional.linear(self.c(b), self.a.weight)
         return self.c(b) + a
@@ -172,12 +180,40 @@ class Broken(nn.Module):
         ("function in place", "a may be changed in place by relu, and stages 0, 1 have it: clone it in the forward"),
         ("operator", "b may be changed in place by iadd, and stages 1, 2 have it"),
         ("view", "view may be changed in place by mul_, and stages 1, 2 have it"),
+        ("constant", "makes a tensor out of nothing, such as"),
+        ("mode", "the forward of Broken does something else when it trains, between the named modules"),
+        ("buffer", "total is used by stages 0, 1"),
         ("weights", "a.weight is used by stages 0, 2: cut the model by hand, and tie its weights"),
     ],
 )
 def test_forwards_that_cannot_be_cut(kind: str, message: str) -> None:
+    model = Broken(kind)
+    before = {**vars(model)}
     with pytest.raises(ConfigurationError, match=message):
-        split_traced(Broken(kind), [["a", "relu"], ["b"], ["c"]])
+        split_traced(model, [["a", "relu"], ["b"], ["c"]])
+    assert vars(model) == before
+
+
+def test_hooks_of_what_is_cut() -> None:
+    model = Broken("")
+    model.register_forward_hook(lambda module, args, output: None)
+    with pytest.raises(ConfigurationError, match="the model has hooks, and is cut into stages"):
+        split_traced(model, [["a", "relu"], ["b"], ["c"]])
+
+
+def test_a_buffer_that_several_stages_read_is_on_each() -> None:
+    class Masked(InPlace):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.ones(C))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.c(self.b(self.a(x) * self.mask) * self.mask)
+
+    model = Masked().eval()
+    parts, skips = split_traced(model, [["a"], ["b"], ["c"]])
+    assert not skips and not model.training
+    assert [("mask" in part.state_dict()) for part in parts] == [True, True, False]
 
 
 @pytest.mark.parametrize(
