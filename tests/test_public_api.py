@@ -71,7 +71,7 @@ SIGNATURES = {
     "save_trace": "(timelines, path)",
     "share_loss": "(losses, reduction, group)",
     "split_model": "(model, stages, missing, keep_positions)",
-    "split_traced": "(model, stages)",
+    "split_traced": "(model, stages, args, kwargs, prove)",
     "split_transformer": "(model, stages, prove)",
     "trace": "(schedule, path)",
     "training_state": "(modules, optimizer, tied, group)",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import Any, NamedTuple, cast
 
@@ -20,6 +20,9 @@ HINT = (
     "What the model's forward does outside of its modules, every stage does again. Rewrite it so that it goes well with missing "
     "modules, or say with missing= and keep_positions= what shall stand for them"
 )
+
+
+Run = Callable[[Sequence[nn.Module], Any, dict[str, Any]], Any]
 
 
 def check_split(model: nn.Module, parts: Sequence[nn.Module], *args: Any, **kwargs: Any) -> None:
@@ -64,12 +67,19 @@ class Difference(NamedTuple):
 
 
 def difference(
-    model: nn.Module, parts: Sequence[nn.Module], args: Sequence[Any], kwargs: dict[str, Any], *, is_exact: bool = False
+    model: nn.Module,
+    parts: Sequence[nn.Module],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    is_exact: bool = False,
+    run: Run | None = None,
 ) -> Difference | None:
     """Run a model, and its stages one after the other, and return the first difference; raise the errors of the model itself.
 
     Args:
         is_exact: True to compare gradients bit for bit too, which a CPU allows because it sums them in the same order.
+        run: runs the stages on the arguments; default: one after the other, each with all keyword arguments.
     """
     staged = {id(parameter) for part in parts for parameter in part.parameters()}
     shared = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in staged}
@@ -81,14 +91,14 @@ def difference(
             raise ValueError("most of its output is not finite, so the comparison proves nothing")
         with preserved_state([model, *parts]):
             try:
-                found = tree_leaves(_chained(parts, _copied(args), kwargs))
-            except _CannotRunError as error:
+                found = tree_leaves((_chained if run is None else run)(parts, _copied(args), kwargs))
+            except CannotRunError as error:
                 return Difference(str(error), cast(Exception, error.__cause__))
             text = _compare(expected, found, len(parts)) or _compare_gradients(gradients, _gradients(found, shared), is_exact)
     return None if text is None else Difference(text)
 
 
-class _CannotRunError(Exception):
+class CannotRunError(Exception):
     """A stage raised; the cause is its error."""
 
 
@@ -120,7 +130,7 @@ def _chained(parts: Sequence[nn.Module], args: Any, kwargs: dict[str, Any]) -> A
         try:
             value = part(*(value if isinstance(value, (tuple, list)) else (value,)), **_copied(kwargs))
         except Exception as error:
-            raise _CannotRunError(f"stage {index} of {len(parts)} cannot run: {format_error(error)}") from error
+            raise CannotRunError(f"stage {index} of {len(parts)} cannot run: {format_error(error)}") from error
     return value
 
 

@@ -116,7 +116,8 @@ def test_parts_train_as_the_model(name: str, schedule: Any) -> None:
     make, lists, shape, expected = CASES[name]
     model = make().double()
     alone = deepcopy(model)
-    parts, skips = split_traced(model, lists)
+    example = torch.randn(2, 3, *shape, dtype=torch.float64)
+    parts, skips = split_traced(model, lists, tuple(example if name == "heads" else example[:1]))
     assert skips == expected
     assert {path for part in parts for path in part.state_dict()} == {*model.state_dict()}
     loopback, n = bpipe.Loopback(len(parts)), len(parts)
@@ -135,14 +136,27 @@ def test_parts_train_as_the_model(name: str, schedule: Any) -> None:
     assert {*output} == {"sum", "first"} if name == "heads" else output.shape == target.shape
 
 
+class Reversed(torch.autograd.Function):
+    """Reverses gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return -gradient
+
+
 class Broken(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.a, self.b, self.c = kind, nn.Linear(C, C), nn.Linear(C, C), nn.Linear(C, C)
         self.relu = nn.ReLU(inplace=True)
         self.register_buffer("total", torch.zeros(()))
+        self.kept = list[torch.Tensor]()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         a = self.a(x)
         if self.kind == "branches" and a.sum() > 0:
             a = -a
@@ -159,6 +173,21 @@ class Broken(nn.Module):
             kept, b = b, self.c(b)
             kept += 1
             return b + kept
+        if self.kind == "writes":
+            self.total = self.total + 1
+        if self.kind == "lists":
+            self.kept.append(b)
+        if self.kind == "no_grad":
+            with torch.no_grad():
+                b = self.b(a)
+        if self.kind == "function":
+            b = Reversed.apply(b)
+        if self.kind == "shape":
+            return self.c(b).view(x.shape[0], -1).reshape(a.shape)
+        if self.kind == "optional" and mask is None:
+            b = b * 2
+        if self.kind == "tensor" and isinstance(b, torch.Tensor):
+            b = b * 2
         if self.kind == "constant":
             b = b + torch.randn(C)
         if self.kind == "mode":
@@ -180,7 +209,14 @@ class Broken(nn.Module):
         ("function in place", "a may be changed in place by relu, and stages 0, 1 have it: clone it in the forward"),
         ("operator", "b may be changed in place by iadd, and stages 1, 2 have it"),
         ("view", "view may be changed in place by mul_, and stages 1, 2 have it"),
-        ("constant", "makes a tensor out of nothing, such as"),
+        ("constant", "draws random numbers, or makes tensors out of nothing"),
+        ("writes", "the forward of Broken writes total"),
+        ("lists", "the forward of Broken writes kept"),
+        ("no_grad", "the stages do not do what the model does.*gets another gradient"),
+        ("function", "the stages do not do what the model does.*gets another gradient"),
+        ("shape", "a shape, dtype or device of one stage is used by a later one"),
+        ("optional", "the stages do not do what the model does"),
+        ("tensor", "the stages do not do what the model does"),
         ("mode", "the forward of Broken does something else when it trains, between the named modules"),
         ("buffer", "total is used by stages 0, 1"),
         ("weights", "a.weight is used by stages 0, 2: cut the model by hand, and tie its weights"),
@@ -190,15 +226,30 @@ def test_forwards_that_cannot_be_cut(kind: str, message: str) -> None:
     model = Broken(kind)
     before = {**vars(model)}
     with pytest.raises(ConfigurationError, match=message):
-        split_traced(model, [["a", "relu"], ["b"], ["c"]])
+        split_traced(model, [["a", "relu"], ["b"], ["c"]], (torch.randn(3, C),))
     assert vars(model) == before
+
+
+def test_a_statistic_that_a_later_stage_reads() -> None:
+    """Each rank would have its own."""
+
+    class Late(InPlace):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(C)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.c(self.b(self.norm(self.a(x)))) + self.norm.running_mean
+
+    with pytest.raises(ConfigurationError, match="a buffer that several stages use is written by one of them"):
+        split_traced(Late(), [["a", "norm"], ["b"], ["c"]], (torch.randn(3, C),))
 
 
 def test_hooks_of_what_is_cut() -> None:
     model = Broken("")
     model.register_forward_hook(lambda module, args, output: None)
     with pytest.raises(ConfigurationError, match="the model has hooks, and is cut into stages"):
-        split_traced(model, [["a", "relu"], ["b"], ["c"]])
+        split_traced(model, [["a", "relu"], ["b"], ["c"]], (torch.randn(3, C),))
 
 
 def test_a_buffer_that_several_stages_read_is_on_each() -> None:
@@ -211,7 +262,7 @@ def test_a_buffer_that_several_stages_read_is_on_each() -> None:
             return self.c(self.b(self.a(x) * self.mask) * self.mask)
 
     model = Masked().eval()
-    parts, skips = split_traced(model, [["a"], ["b"], ["c"]])
+    parts, skips = split_traced(model, [["a"], ["b"], ["c"]], (torch.randn(3, C),))
     assert not skips and not model.training
     assert [("mask" in part.state_dict()) for part in parts] == [True, True, False]
 

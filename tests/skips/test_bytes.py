@@ -88,9 +88,13 @@ def test_many_random_graphs_of_stages_have_no_more_than_planned() -> None:
 
 
 CASES = list(product(KINDS, (2, 4, 8), SCHEDULES))
+USUAL = {
+    *product(["residuals"], SCHEDULES),
+    *[("unet", "zbv"), ("unet", "balanced_1f1b"), ("encoder and decoder", "interleaved_1f1b")],
+}
 
 
-@pytest.mark.parametrize(("kind", "num_stages", "name"), thinned(CASES, lambda kind, n, name: n == 4))
+@pytest.mark.parametrize(("kind", "num_stages", "name"), thinned(CASES, lambda kind, n, name: n == 4 and (kind, name) in USUAL))
 def test_a_plan_counts_what_a_rank_has(kind: str, num_stages: int, name: str) -> None:
     schedules, counts = counted(kind, num_stages, name)
     for schedule in schedules:

@@ -89,7 +89,7 @@ def crossing(model: Model, plan: Plan) -> Counter[tuple[int, int]]:
 
 
 CASES = [(kind, num_stages, name) for kind, num_stages, name in product(KINDS, (2, 4, 8), SCHEDULES)]
-USUAL = {("unet", 4), ("residuals", 4), ("residuals", 8), ("encoder and decoder", 4)}
+USUAL = {("unet", 4), ("residuals", 8), ("encoder and decoder", 4)}
 
 
 @pytest.mark.parametrize(("kind", "num_stages", "name"), thinned(CASES, lambda kind, num_stages, _: (kind, num_stages) in USUAL))
