@@ -169,7 +169,7 @@ def test_any_plan_is_sound(base: Plan) -> None:
 
 @pytest.mark.exhaustive
 @given(bases())
-@settings(max_examples=600)
+@settings(max_examples=150)
 def test_very_many_plans_are_sound(base: Plan) -> None:
     assert_all_sound(base)
 
@@ -267,8 +267,9 @@ def test_no_harmful_place_of_a_message_is_missed() -> None:
 def test_no_harmful_place_of_any_action_is_missed(name: str) -> None:
     plan = small(name)
     for lane, actions in enumerate(lanes(plan)):
-        for at, to in product(range(len(actions)), repeat=2):
-            assert_caught(at_other_place(plan, lane, at, to))
+        for at, _ in enumerate(actions):
+            for to in range(at % 5, len(actions), 5):  # each fifth place, another one for each action
+                assert_caught(at_other_place(plan, lane, at, to))
 
 
 @given(st.sampled_from(sorted(SMALL)), st.sampled_from(STRUCTURAL), st.randoms(use_true_random=False))
@@ -280,7 +281,7 @@ def test_structural_mutations_are_caught(name: str, mutation: Mutation, random: 
 
 @pytest.mark.exhaustive
 @given(bases(), st.lists(st.sampled_from(ORDERING * 3 + STRUCTURAL), min_size=1, max_size=3), st.randoms(use_true_random=False))
-@settings(max_examples=300)
+@settings(max_examples=80)
 def test_harmful_mutations_are_caught(base: Plan, chosen: list[Mutation], random: Random) -> None:
     for plan in variants(base):
         for _ in range(8):
