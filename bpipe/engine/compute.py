@@ -330,8 +330,9 @@ class Compute:
         needed_past = [is_needed and trains for left in earlier for is_needed in left.is_needed]
         given = NOTHING_GIVEN if self._skips is None else self._skips.given(state, arrived)
         entered, input_grads = enter([*tensors, *given.tensors, *past], needed + given.needed + needed_past)
-        received, again = entered[: len(tensors)], entered[len(tensors) + len(given.tensors) :]
-        handed = entered[len(tensors) : len(entered) - len(again)]
+        begin = len(tensors)
+        end = begin + len(given.tensors)
+        received, handed, again = entered[:begin], entered[begin:end], entered[end:]
         if self._skips is not None:
             values = given.arguments(received, handed, find_mesh)
             for name in kwargs.keys() & values.keys():
@@ -343,9 +344,9 @@ class Compute:
             kwargs = {**kwargs, "past": past_of(earlier, again, find_mesh)}
             shapes = f"{shapes} after {len(earlier)} slices, {sum(tensor.nbytes for tensor in past)} bytes"
         is_next_door = message is not None and action.stage - 1 in self._stages
-        of_message = (pair for at, pair in enumerate(zip(tensors, received)) if is_next_door or at in given.joined_held)
-        of_skips = (pair for pair, is_shared in zip(zip(given.tensors, handed), given.shared) if is_shared)
-        lent = [*of_message, *of_skips, *zip(past, again)] if trains else []
+        lent = [*(zip(tensors, received) if is_next_door else ()), *zip(past, again)] if trains else []
+        if trains and self._skips is not None:
+            lent += given.lent(() if is_next_door else tensors, received, handed)
         borrowed = [(theirs, ours, ours._version) for theirs, ours in lent if theirs is not ours]
         if message is None:
             args = self._step_inputs.args[action.microbatch]

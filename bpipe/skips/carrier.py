@@ -60,6 +60,19 @@ class Given:
         self.shared += [is_shared] * len(tensors)
         self.shapes += f" with {', '.join(layout)}: {[list(tensor.shape) for tensor in tensors]}"
 
+    def lent(
+        self, tensors: Sequence[torch.Tensor], received: Sequence[torch.Tensor], entered: Sequence[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the tensors that others on this rank have, too, each with the one that the stage gets over the same memory.
+
+        Args:
+            tensors: of the message from the stage before.
+            received: likewise, as the stage gets them.
+            entered: likewise of `self.tensors`.
+        """
+        joined = [pair for at, pair in enumerate(zip(tensors, received)) if at in self.joined_held]
+        return joined + [pair for pair, is_shared in zip(zip(self.tensors, entered), self.shared) if is_shared]
+
     def shared_among(
         self, received: Sequence[torch.Tensor], entered: Sequence[torch.Tensor]
     ) -> list[tuple[str, torch.Tensor, int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from bpipe.plan.action import COMPUTE, MESSAGES, Action, Op
@@ -81,10 +80,12 @@ def _made(
     sends, made = [end for end in ends if end[0] is not Op.F], own.num_bytes - own.kept
     yield from _until_kept(made - own.joint, (Op.F, source, 0), local, at, ends or [passed], is_before=True)
     for user in (user for user in local if user in at and sends):  # it may have run backward before all is sent
-        yield Hold(min(made, at[user].kept), (Op.B, user, 0), False, sends)
+        kept = min(made, at[user].kept)
+        yield Hold(kept, (Op.B, user, 0), False, sends)
+        made -= kept
     kept_behind = at[source + 1].kept if source + 1 in local and source + 1 in at else 0
     if is_next_door and source + 1 not in local and behind.kept_received == behind.received:
-        kept_behind = own.joint
+        kept_behind = own.joint  # the next stage saves its whole input, and so counts the value, which is in it
     others = [user for user in local if user != source + 1]
     if ends:
         yield from _until_kept(max(0, own.joint - kept_behind), passed, others, at, ends, is_before=False)
@@ -124,12 +125,10 @@ def _returned(source: int, gradient: int, firsts: Sequence[int]) -> Iterator[Hol
 
 def _gradients(source: int, users: Sequence[int], at: Mapping[int, SkipSizes], *, is_local: bool) -> Iterator[Hold]:
     """Yield the gradients that the users on a rank make: added up until the first one's backward, then on their way back."""
-    for user, following in pairwise([*users, None]):
-        if user is None or user not in at:
-            continue
+    for user in (user for user in users if user in at):
         begin = Op.B, user, 0
-        if user != users[0]:
-            yield Hold(at[user].gradient, begin, True, [(Op.B, users[0], 0) if following is None else begin])
+        if user != users[0]:  # the last one runs backward first; to its gradient the others add theirs
+            yield Hold(at[user].gradient, begin, True, [(Op.B, users[0], 0) if user == users[-1] else begin])
         elif user != source + 1:
             yield Hold(at[user].gradient, begin, True, [(Op.B, source, 0) if is_local else (Op.WAIT_SEND_B, user, source + 1)])
 
