@@ -85,13 +85,13 @@ def difference(
     shared = {name: parameter for name, parameter in model.named_parameters() if id(parameter) in staged}
     with torch.enable_grad():
         with preserved_state([model, *parts]):
-            expected = tree_leaves(_plain(model(*_copied(args), **_copied({**_without_cache(model), **kwargs}))))
+            expected = tree_leaves(_plain(model(*copied(args), **copied({**_without_cache(model), **kwargs}))))
             gradients = _gradients(expected, shared)
         if is_exact and not _is_telling(expected):
             raise ValueError("most of its output is not finite, so the comparison proves nothing")
         with preserved_state([model, *parts]):
             try:
-                found = tree_leaves((_chained if run is None else run)(parts, _copied(args), kwargs))
+                found = tree_leaves((_chained if run is None else run)(parts, copied(args), kwargs))
             except CannotRunError as error:
                 return Difference(str(error), cast(Exception, error.__cause__))
             text = _compare(expected, found, len(parts)) or _compare_gradients(gradients, _gradients(found, shared), is_exact)
@@ -128,7 +128,7 @@ def _chained(parts: Sequence[nn.Module], args: Any, kwargs: dict[str, Any]) -> A
     value = args
     for index, part in enumerate(parts):
         try:
-            value = part(*(value if isinstance(value, (tuple, list)) else (value,)), **_copied(kwargs))
+            value = part(*(value if isinstance(value, (tuple, list)) else (value,)), **copied(kwargs))
         except Exception as error:
             raise CannotRunError(f"stage {index} of {len(parts)} cannot run: {format_error(error)}") from error
     return value
@@ -185,7 +185,8 @@ def _described(value: Any) -> str:
     return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
 
 
-def _copied(tree: Any) -> Any:
+def copied(tree: Any) -> Any:
+    """Return a pytree with copies of its tensors, which lead back to them."""
     return tree_map_only(torch.Tensor, torch.Tensor.clone, tree)
 
 

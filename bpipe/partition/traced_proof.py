@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from bpipe.errors import format_error
 from bpipe.model.preserve_state import preserved_state
-from bpipe.partition.split_check import CannotRunError, Difference, Run, difference
+from bpipe.partition.split_check import CannotRunError, Difference, Run, copied, difference
 from bpipe.skips.routes import Skip
 
 __all__: list[str] = []
@@ -102,10 +101,10 @@ def _running(skips: Mapping[str, Skip]) -> Run:
         shared = _shared_buffers(parts)
         values = [buffer.clone() for buffer in shared]  # batch norms write theirs without a new version
         for index, part in enumerate(parts):
-            used = {name: _copied(kept[name]) for name, (_, *users) in skips.items() if index in users}
+            used = {name: copied(kept[name]) for name, (_, *users) in skips.items() if index in users}
             arguments = result if isinstance(result, tuple) else (result,)
             try:
-                result = part(*_copied(arguments), **used, **(_copied(kwargs) if index == 0 else {}))
+                result = part(*copied(arguments), **used, **(copied(kwargs) if index == 0 else {}))
             except Exception as error:
                 raise CannotRunError(f"stage {index} of {len(parts)} cannot run: {format_error(error)}") from error
             if any(source == index for source, *_ in skips.values()):
@@ -119,10 +118,6 @@ def _running(skips: Mapping[str, Skip]) -> Run:
     return run
 
 
-def _copied(tree: Any) -> Any:
-    return tree_map_only(torch.Tensor, torch.Tensor.clone, tree)
-
-
 def _shared_buffers(parts: Sequence[nn.Module]) -> list[torch.Tensor]:
     found = [{id(buffer): buffer for buffer in part.buffers()} for part in parts]
     return [one for index, of_part in enumerate(found) for key, one in of_part.items() if any(key in o for o in found[:index])]
@@ -134,7 +129,7 @@ def _other_buffers(
     """Return a buffer that has another value after the parts have run than after the model has."""
     with torch.no_grad():
         with preserved_state([model, *parts]):
-            model(*_copied(args), **_copied(kwargs))
+            model(*copied(args), **copied(kwargs))
             expected = {name: buffer.clone() for name, buffer in model.named_buffers()}
         with preserved_state([model, *parts]):
             run(parts, args, kwargs)

@@ -169,7 +169,7 @@ def _read_stage(words: list[str]) -> StageSizes:
     """Read the parts of a stage, its numbers in order, and then those of slices by their names."""
     parts, *numbers = words
     named: dict[str, int] = {}
-    skips = tuple(map(_read_skip, numbers.pop()[6:].split(","))) if numbers and numbers[-1].startswith("skips=") else ()
+    words = numbers.pop().removeprefix("skips=").split(",") if numbers and numbers[-1].startswith("skips=") else []
     while numbers and "=" in numbers[-1]:
         name, _, number = numbers.pop().partition("=")
         if name not in NAMED or name in named:
@@ -177,7 +177,8 @@ def _read_stage(words: list[str]) -> StageSizes:
         named[name] = _whole(number)
     if len(numbers) not in (len(NUMBERS) - 1, len(NUMBERS)):
         raise ValueError(f"{len(numbers)} numbers")
-    return StageSizes(parts=tuple(map(_whole, parts.split(","))), **dict(zip(NUMBERS, map(_whole, numbers))), **named, skips=skips)
+    in_order, skips = dict(zip(NUMBERS, map(_whole, numbers))), tuple(map(_read_skip, words))
+    return StageSizes(parts=tuple(map(_whole, parts.split(","))), **in_order, **named, skips=skips)
 
 
 def _read_skip(word: str) -> SkipSizes:

@@ -207,8 +207,7 @@ class Carrier:
         tensors = without_inference([_all(message)[place] for place in places])
         needed = _needed(message.spec, trains=self._has_backward)
         numbers = [sum(needed[:place]) if needed[place] else None for place in places]
-        moved = {name: (tree, [places.index(place) for place in of]) for name, (tree, of) in kept.items()}
-        self._end(state, source).held = Held(moved, tensors, versions_of(tensors), numbers, sum(needed), len(users))
+        self._end(state, source).held = Held(_among(kept, places), tensors, versions_of(tensors), numbers, sum(needed), len(users))
         self._lend(state, tensors)
         return places
 
@@ -220,7 +219,6 @@ class Carrier:
         _check_unchanged(state, source, held.versions)
         layout = {name: of for name, of in held.layout.items() if name in self._used[state.stage]}
         places = sorted({place for _, of in layout.values() for place in of})
-        moved = {name: (tree, [places.index(place) for place in of]) for name, (tree, of) in layout.items()}
         tensors, numbers = [held.tensors[place] for place in places], [held.numbers[place] for place in places]
         held.num_users -= 1
         if held.num_users:
@@ -231,7 +229,7 @@ class Carrier:
             if not self._has_backward:
                 end.held = None
                 self._microbatches.drop(end)
-        given.take(moved, tensors, [number is not None for number in numbers], is_borrowed=True, is_shared=True)
+        given.take(_among(layout, places), tensors, [number is not None for number in numbers], is_borrowed=True, is_shared=True)
         self._lend_sent(state, source, tensors)
         return Use(source, first, [number for number in numbers if number is not None])
 
@@ -374,6 +372,11 @@ def _alone(gradient: torch.Tensor, together: Mapping[int, int]) -> torch.Tensor:
     """Copy a gradient that shares memory with others, as those of `torch.stack` do: messages are freed at different times."""
     is_shared = any(together[key] > 1 for key in keys_of([gradient]))
     return gradient.clone() if is_shared else gradient
+
+
+def _among(layout: Layout, places: Sequence[int]) -> Layout:
+    """Return a layout whose tensors are those at some places of the old one."""
+    return {name: (tree, [places.index(place) for place in of]) for name, (tree, of) in layout.items()}
 
 
 def _all(message: Message) -> list[torch.Tensor]:
