@@ -9,6 +9,7 @@ allocated on. So torch gets an alias of the memory, in a storage that its alloca
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -20,11 +21,12 @@ from torch.utils.dlpack import to_dlpack
 
 from bpipe.comm.transport.in_flight import InFlight
 from bpipe.device import current, free_bytes, marks_only_its_own
-from bpipe.errors import ConfigurationError
+from bpipe.errors import ConfigurationError, TransferError
 from bpipe.schedules import Channel
 
 __all__: list[str] = []
 
+POST_S = 1.0  # what a post takes at most, unless the device's queue is full of work that waits for the transfers to be aborted
 MOST_BLOCKS = 4  # thread blocks of a transfer, each on a multiprocessor: it may wait there for its other end
 
 Make = Callable[[Any, int, timedelta], Any]
@@ -48,7 +50,8 @@ class Communicators:
         self._made: dict[Channel, Any] = {}
         self._latest: dict[Channel, Any] = {}  # works: those of a channel end in order
         self.bytes_of_one = 0  # of the device beside torch's allocator: what the latest one took, as an estimate for the next
-        self._is_closed = False
+        self._is_over = False
+        self._posting = threading.RLock()  # else a transfer that is posted while all are aborted could wait on the device for ever
 
     def connect(self, channel: Channel, store: Any, end: int, timeout: timedelta) -> None:
         """Make a channel's communicator. Blocks until the channel's other rank does the same, and nothing can interrupt it.
@@ -70,8 +73,8 @@ class Communicators:
             _posted(made, self._lent([torch.zeros(1, device=self._device)]), sends=end == 0).wait()
             self.bytes_of_one = max(0, before - free_bytes(self._device))
             self._made[channel] = made
-            if self._is_closed:  # the caller has given up in the meantime
-                self.abort()
+            if self._is_over:  # the caller has given up in the meantime
+                made.abort()
 
     def __contains__(self, channel: Channel) -> bool:
         return channel in self._made
@@ -87,9 +90,14 @@ class Communicators:
 
         Returns:
             Its work; the caller must keep the tensors until it ends.
+
+        Raises:
+            TransferError: all transfers have been aborted.
         """
         try:
-            with current(self._device), self.in_flight.next(what) as is_posted:
+            with current(self._device), self.in_flight.next(what) as is_posted, self._posting:
+                if self._is_over:
+                    raise TransferError("a transfer was aborted before it began")
                 work = _posted(self._made[channel], self._lent(tensors), sends=sends)
                 is_posted(work)
             self._latest[channel] = work
@@ -110,13 +118,19 @@ class Communicators:
                 work.wait()
 
     def abort(self) -> None:
-        """End all transfers, no matter who waits for them."""
-        for made in list(self._made.values()):
-            made.abort()
+        """End all transfers, no matter who waits for them, and let none begin."""
+        self._is_over = True
+        is_between = self._posting.acquire(timeout=POST_S)
+        try:
+            for made in list(self._made.values()):
+                made.abort()
+        finally:
+            if is_between:
+                self._posting.release()
 
     def close(self, is_whole: bool) -> None:
         """Release the communicators; after a failure they have already been aborted."""
-        self._is_closed = True
+        self._is_over = True
         if is_whole:
             self.abort()
         self._made.clear()
