@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -45,30 +45,45 @@ class Memory:
     device_waits: DeviceWaits | None = None  # set if only the device waits for transfers
     learned: dict[int, Learned] = field(default_factory=dict)  # for the stages whose forwards run twice
     silent: dict[int, frozenset[int]] = field(default_factory=dict)  # hooks on a stage's parameters that queue no callbacks
+    _room: int = 0  # of the memory that was given back
 
-    def reserve(self, plan: Plan, rank: int, transport: Transport) -> None:
+    @property
+    def room(self) -> int:
+        """The bytes of the largest remote activation that this rank has kept in memory of another rank's device."""
+        return max([self._room, *(memory.largest for memory in self._borrowed_on_devices())])
+
+    def _borrowed_on_devices(self) -> list[DevicePeerMemory]:
+        return [memory for memory in self.reached.values() if isinstance(memory, DevicePeerMemory)]
+
+    def reserve(self, plan: Plan, rank: int, transport: Transport, rooms: Sequence[int]) -> None:
         """Prepare the buffers of a plan's remote activations on this rank and its host, in place of another plan's.
 
         Its channels must be open. Collective: acceptors lend memory to those evictors that reach it.
+
+        Args:
+            plan: the plan.
+            rank: this rank in it.
+            transport: its channels.
+            rooms: where the plan counts slots, the bytes that each rank of it wants for one on another rank's device.
         """
         self._give_back()
         self.regain(transport)
         self.clear()
         device, streams = transport.device, transport.streams
         in_bytes = plan.sizes is not None
-        moved = slot if plan.sizes is None else plan.sizes.moved
+        moved = None if plan.sizes is None else plan.sizes.moved
         chains, of_host = plan.chains(rank), plan.host_chain(rank)
         self.remote_buffers = {}
         lent: dict[Channel, Reserved] = {}
         for peer, chain in chains.items():
-            channel, reserved = Channel(Purpose.EVICT, peer, rank), reserve(chain, moved)
+            channel, reserved = Channel(Purpose.EVICT, peer, rank), reserve(chain, moved or _rooms_of(rooms[peer]))
             lendable = _lendable(reserved, channel, transport, in_bytes=in_bytes)
             if isinstance(lendable, SharedBuffers):
                 lent[channel] = reserved
             self.remote_buffers[peer] = lendable or RemoteBuffers(reserved, device, in_bytes=in_bytes)
         for peer in plan.acceptors(rank):
             if transport.reaches(channel := Channel(Purpose.EVICT, rank, peer)):
-                reserved = reserve(plan.chains(peer)[rank], moved)
+                reserved = reserve(plan.chains(peer)[rank], moved or _rooms_of(rooms[rank]))
                 if (borrowed := _borrowed(reserved, channel, transport, in_bytes=in_bytes)) is not None:
                     self.reached[peer] = borrowed
         for channel, reserved in lent.items():  # behind the loop above, in which the other ranks answer
@@ -78,7 +93,7 @@ class Memory:
         self.host_buffers = None
         if of_host:
             stream = streams.of(("host", rank), device)
-            self.reached[HOST] = self.host_buffers = HostBuffers(reserve(of_host, moved), device, stream, in_bytes=in_bytes)
+            self.reached[HOST] = self.host_buffers = HostBuffers(reserve(of_host, moved or slot), device, stream, in_bytes=in_bytes)
         if is_asynchronous(device):
             self._make_buffers(rank, device, streams)
         self.planned = None if plan.sizes is None or self.grows else plan.sizes.moved
@@ -98,6 +113,7 @@ class Memory:
             remote_buffers.clear()
 
     def _give_back(self) -> None:
+        self._room = self.room
         for memory in self.reached.values():
             memory.clear()
         self.reached = {}
@@ -135,7 +151,13 @@ class Memory:
 
     @property
     def host_bytes(self) -> int:
-        return 0 if self.host_buffers is None else self.host_buffers.num_bytes
+        """The bytes of the host's memory that hold activations; what is instead of a device's memory too."""
+        on_host = 0 if self.host_buffers is None else self.host_buffers.num_bytes
+        return on_host + sum(memory.host_bytes for memory in self._borrowed_on_devices())
+
+
+def _rooms_of(num_bytes: int) -> Callable[[Action], int]:
+    return lambda action: num_bytes
 
 
 def _lendable(reserved: Reserved, channel: Channel, transport: Transport, *, in_bytes: bool) -> SharedBuffers | LentBuffers | None:

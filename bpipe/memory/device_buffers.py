@@ -19,9 +19,10 @@ import torch
 
 from bpipe.comm.health.activity import Activity
 from bpipe.device import Stream, check_fits, current
+from bpipe.device.available import available_bytes
 from bpipe.device.handles import OpenedMemory, handle_of
 from bpipe.device.pinned import pinned, return_
-from bpipe.errors import TransferError
+from bpipe.errors import CommError, TransferError
 from bpipe.memory.shared_file import Lent, close_in_children
 from bpipe.memory.side_copies import Copied, copy_beside
 from bpipe.plan.action import PartKey
@@ -41,10 +42,10 @@ def _ends(sizes: Sequence[int]) -> list[int]:
 
 
 class LentBuffers:
-    """The acceptor's end: buffers for one evictor, whose sizes the plan gives, in one block of memory.
+    """The acceptor's end: buffers for one evictor, whose sizes both know, in one block of memory.
 
     Args:
-        reserved: the size of each buffer.
+        reserved: the bytes of each buffer.
         device: where they are.
         activity: has the number of steps that this rank has finished.
     """
@@ -107,11 +108,12 @@ class DevicePeerMemory:
     """The evictor's end: the microbatches that this rank keeps on another rank's device, which does nothing for them.
 
     Which microbatch is in a buffer is noted in this object: no other process writes there, and to read a mark on the device, the
-    host would have to wait for it. A microbatch that takes more than its buffer, because it takes more than planned, stays on the
-    host for once: this rank cannot make another rank's memory larger, and a plan with new sizes comes with the next step.
+    host would have to wait for it. A microbatch that takes more than its buffer, because it takes more than planned, or because the
+    plan counts slots and no step has shown how much they take, stays on the host for once: this rank cannot make another rank's
+    memory larger, and a plan with new sizes, or larger buffers, come with the next step.
 
     Args:
-        reserved: which buffer holds which remote activation, and the size of each buffer.
+        reserved: which buffer holds which remote activation, and the bytes of each buffer.
         lent: the memory.
         device: this rank's.
         stream: on which it copies, and nobody else.
@@ -125,6 +127,7 @@ class DevicePeerMemory:
     def __init__(self, reserved: Reserved, lent: Lent, device: torch.device, stream: Stream, activity: Activity, name: str) -> None:
         self._reserved, self._device, self._stream = reserved, device, stream
         self._activity, self._name = activity, name
+        self.largest = 0  # bytes of a remote activation, of all so far
         with ExitStack() as unless_done:
             self._lease = unless_done.enter_context(socket.socket(fileno=lent.descriptor))
             close_in_children(self._lease)
@@ -139,22 +142,40 @@ class DevicePeerMemory:
         threading.Thread(target=self._give_back, name="bpipe-borrowed", daemon=True).start()
 
     def store(self, remote: PartKey, messages: Sequence[torch.Tensor]) -> Copied:
-        """Copy messages, uint8 [size] each, to the other rank's device."""
+        """Copy messages, uint8 [size] each, to the other rank's device.
+
+        Raises:
+            CommError: they do not fit there, and neither on this host.
+        """
         index, sizes = self._reserved.buffer_of[remote], [message.numel() for message in messages]
+        self.largest = max(self.largest, sum(sizes))
         room = self._room(index, sum(sizes))
         self._holds[index] = remote
         self._kept[remote] = list(room[: sum(sizes)].split(sizes)) if sizes else []
         return copy_beside(messages, self._kept[remote], self._stream, self._device)
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes of the host's memory that is used in place of buffers."""
+        return sum(memory.numel() for memory in self._on_host.values())
 
     def _room(self, index: int, num_bytes: int) -> torch.Tensor:
         """Return a buffer, or if it is too small, memory of the host that takes its place until this object is cleared."""
         if num_bytes <= len(self._buffers[index]):
             return self._buffers[index]
         if index not in self._on_host or num_bytes > len(self._on_host[index]):
+            self._check_host(num_bytes)
             if index in self._on_host:
                 return_([self._on_host.pop(index)], self._stream)
             self._on_host[index] = pinned(num_bytes, self._device)
         return self._on_host[index]
+
+    def _check_host(self, num_bytes: int) -> None:
+        if num_bytes > (free := available_bytes()):  # the kernel would end processes before it says so
+            raise CommError(
+                f"{num_bytes} bytes that {self._name} has lent no room for must stay on this host, which has {free} left: free "
+                "memory on it, or set BPIPE_SHARED_MEMORY=0, so that evictions go over the process group's backend"
+            )
 
     def fetch(self, remote: PartKey, messages: Sequence[torch.Tensor]) -> Copied:
         """Copy what was stored back into messages, uint8 [size] each.

@@ -69,6 +69,7 @@ class Session:
         self._preparation = Preparation(context)
         self._learned = Recent[StepKey, MessageSpecs](REMEMBERED_SHAPES)
         self._connected: Plan | None = None
+        self._rooms: list[int] = []  # for which its buffers are reserved
         self._compares_weights = True  # of twins
         self._makeups: dict[int, int] | None = None  # of each stage in the latest step
         self._latest: tuple[Sequence[bytes], Sequence[StepRecord]] = (), ()  # that agreed, but for the number of the step
@@ -155,6 +156,7 @@ class Session:
             states=states + self.context.held_bytes,
             peak=peak,
             plain_peak=plain_peak,
+            room=0 if plan.sizes is not None else self.context.memory.room,
             slices=tuple(inputs.step_inputs.lengths or ()),
             **self._twins(inputs, plan),
         )
@@ -179,7 +181,7 @@ class Session:
             names = [f"rank {rank}" for rank in context.group_ranks]
             source.fullest.check([records[rank] for rank in context.group_ranks], names, source.rule, context.log().warning)
         plan = source.plan_of(step.inputs, records, gather, is_training=step.is_training)
-        self._connect(plan)
+        self._connect(plan, records)
         key = (step.is_training, tuple(record.signature for record in records))
         is_learning = key not in self._learned
         return Run(
@@ -223,16 +225,19 @@ class Session:
         owner = {stage: rank for rank, record in enumerate(records) for stage in record.stages}
         stage_of = {rank: stage for stage, rank in enumerate(plan.stage_ranks)}
         self.context.group_ranks[:] = [owner[stage_of[rank]] for rank in range(plan.num_ranks)]
-        self._connect(plan)
+        self._connect(plan, records)
 
-    def _connect(self, plan: Plan) -> None:
+    def _connect(self, plan: Plan, records: Sequence[StepRecord]) -> None:
         """Open a plan's channels, and reserve buffers for the activations that it evicts to this rank."""
-        if plan is self._connected or (self._connected is not None and not plan.has_backward):
+        if self._connected is not None and not plan.has_backward:
             return
         context, transport = self.context, self.context.transport
-        transport.connect(plan.channels(), context.group_ranks, in_bytes=plan.sizes is not None)
-        context.memory.reserve(plan, context.plan_rank, transport)
-        self._connected = plan
+        rooms = [records[rank].room for rank in context.group_ranks]
+        if plan is self._connected and rooms == self._rooms:
+            return
+        transport.connect(plan.channels(), context.group_ranks)
+        context.memory.reserve(plan, context.plan_rank, transport, rooms)
+        self._connected, self._rooms = plan, rooms
 
     def result(self, run: Run) -> Any:
         """Return the result of the step: the merged outputs; None if there are none."""

@@ -6,6 +6,7 @@ kernel that blocks until its peer's runs; `wait` makes the current stream wait a
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -154,7 +155,7 @@ class CheckedGloo:
         return getattr(self._gloo, name)
 
 
-def install(*, nccl: bool, most_kernels: int = 0) -> None:
+def install(*, nccl: bool, most_kernels: int = 0, lends: bool = True) -> None:
     """Make this process's pipelines talk over simulated NCCL, or over gloo through pinned memory that is checked.
 
     For a make that torch does not know, the simulated NCCL is what its package would register, of the rank's process group.
@@ -162,7 +163,10 @@ def install(*, nccl: bool, most_kernels: int = 0) -> None:
     Args:
         nccl: which.
         most_kernels: how many of NCCL's kernels fit on the device at a time; 0: any number.
+        lends: whether acceptors may lend memory of their device, so that evictions take neither.
     """
+    if not lends:
+        os.environ["BPIPE_SHARED_MEMORY"] = "0"
     if not nccl:
         dist.ProcessGroupGloo = CheckedGloo  # type: ignore[misc, assignment]
         return

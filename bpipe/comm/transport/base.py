@@ -65,17 +65,16 @@ class Transport(ABC):
         """Tell the other ranks that this one cannot make the call that they make."""
 
     @abstractmethod
-    def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int], *, in_bytes: bool = False) -> None:
+    def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int]) -> None:
         """Open the channels of a plan that are not open yet, in the same order on all ranks. Collective.
 
         Args:
             channels: all of the plan's.
             group_ranks: the group's rank of each of the plan's.
-            in_bytes: whether the plan says how many bytes acceptors reserve: only then can they lend a device's memory.
         """
 
     def reaches(self, channel: Channel) -> bool:
-        """Return whether the evictor of a channel uses the acceptor's memory by itself, under the plan that it is connected for."""
+        """Return whether the evictor of a channel uses the acceptor's memory by itself."""
         return False
 
     def lend(self, channel: Channel, lent: Sequence[Lent]) -> None:

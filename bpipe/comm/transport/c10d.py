@@ -109,7 +109,6 @@ class C10dTransport(Transport):
         self._receivers: dict[Channel, Receiver] = {}
         self._gloo: dict[Channel, Any] = {}  # groups of two ranks, for large tensors between hosts
         self._links: dict[Channel, LocalLink] = {}  # of evictions whose evictor reaches the acceptor's memory
-        self._lends = False
         self.streams = Streams()
         make = maker_of(backends_of(self.group).get(device.type, "gloo")) if is_asynchronous(device) else None
         self.waits_on_device = make is not None
@@ -221,8 +220,8 @@ class C10dTransport(Transport):
             self._communicators.abort()
 
     @transferring
-    def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int], *, in_bytes: bool = False) -> None:
-        self._group_ranks, self._lends = group_ranks, in_bytes or not is_asynchronous(self.device)
+    def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int]) -> None:
+        self._group_ranks = group_ranks
         if self.size == 1:
             return
         if new := [channel for channel in channels if channel not in self._opened]:
@@ -323,7 +322,7 @@ class C10dTransport(Transport):
             self._links.pop(channel).close()
 
     def reaches(self, channel: Channel) -> bool:
-        return self._lends and channel in self._links
+        return channel in self._links
 
     def lend(self, channel: Channel, lent: Sequence[Lent]) -> None:
         self._links[channel].pass_on(lent)

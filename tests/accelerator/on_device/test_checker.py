@@ -13,7 +13,7 @@ SIZE = 1024
 
 
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
+def fresh(one_thread: None) -> Iterator[None]:  # autograd's thread for the device begins here, and keeps the number of threads
     simulator.configure(True, 500, 0.3, 0)
     simulator.synchronize_device(-1)
     simulator.clear_reports()

@@ -48,7 +48,7 @@ def on_device(
     from tests.accelerator import nccl as transports
 
     simulator.set_connections(queues)
-    transports.install(nccl=nccl, most_kernels=kernels)
+    transports.install(nccl=nccl, most_kernels=kernels, lends=name != "balanced_1f1b")
     simulator.configure(True, MOST_DELAY_US, DELAYED, num_ranks * seed + rank)
     if gives_up:  # to show what stands still
         timer = threading.Timer(STUCK_S, os._exit, (1,))

@@ -19,7 +19,7 @@ import bpipe
 from bpipe.comm.health.activity import Activity
 from bpipe.comm.rendezvous.local_links import LocalLink
 from bpipe.device.handles import OpenedMemory
-from bpipe.errors import RankFailedError, RankLostError, TransferError
+from bpipe.errors import CommError, RankFailedError, RankLostError, TransferError
 from bpipe.memory.device_buffers import ALIGNED, DevicePeerMemory, LentBuffers
 from bpipe.plan.reserved import Reserved
 from bpipe.schedules import Purpose
@@ -195,8 +195,49 @@ def test_plans_that_replace_each_other() -> None:
     for rank, (found, ways, reported) in enumerate(run_ranks(of_slots_and_of_bytes, 4, KIND)):
         assert all(map(torch.equal, found, expected[rank][0])) and not reported
         if rank in (0, 3):
-            assert [way["lent"] + way["borrowed"] for way in ways] == [0, 1, 0, 1, 1, 1]
-            assert [way["connected"] for way in ways] == [2] * 6
+            assert [way["lent"] + way["borrowed"] for way in ways] == [1] * 6
+            assert [way["connected"] for way in ways] == [0] * 6
+
+
+WIDE = (1, 1, 1, 2, 2, 1)  # how long the sequences of each step are
+
+
+def counting_slots(rank: int, device: str, num_ranks: int, nccl: bool, variables: dict[str, str]) -> tuple[Any, ...]:
+    """One rank whose plan counts slots: its gradients, buffers and the host's bytes by step, how its evictions travel, reports."""
+    said = begun(rank, nccl, variables) if device != "cpu" else []
+    module = modules_of(num_ranks)[rank].to(device)
+    schedule = schedule_of(RULES["balanced_1f1b"], rank, module, num_ranks, device)
+    buffers, on_host, ways = [], [], []
+    for step, wide in enumerate(WIDE):
+        x = batch_of(step, MICROBATCHES).to(device)[:, : 4 * wide] * 1
+        schedule.step(x, target=x, return_outputs=False)
+        schedule.eval(x)
+        buffers.append(schedule.stats["remote_buffer_bytes"])
+        on_host.append(schedule.stats["host_peak_bytes"])
+        ways.append(travels(schedule))
+    found = results_of([module])
+    schedule.close()
+    return found, buffers, on_host, ways, said, reports()
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "nccl"), [(4, True), *(pytest.param(*one, marks=pytest.mark.exhaustive) for one in ((4, False), (6, True)))]
+)
+def test_a_plan_of_slots_lends_what_the_steps_before_have_taken(num_ranks: int, nccl: bool) -> None:
+    expected = run_ranks(counting_slots, num_ranks, "cpu", num_ranks, nccl, {})
+    without = run_ranks(counting_slots, num_ranks, KIND, num_ranks, nccl, {"BPIPE_SHARED_MEMORY": "0"})
+    ranks = run_ranks(counting_slots, num_ranks, KIND, num_ranks, nccl, {})
+    evictors = acceptors = 0
+    for (found, buffers, on_host, ways, said, reported), (_, served, *_), (same, *_) in zip(ranks, without, expected):
+        assert all(map(torch.equal, found, same)) and not reported and not said
+        assert all((way["served"], way["connected"]) == (0, 0) for way in ways)
+        # Nothing is known before the first step, nor before the one whose sequences are longer.
+        assert buffers == [0, *[served[1]] * 3, *[served[5]] * 2]
+        lends, borrows = {way["lent"] for way in ways}, {way["borrowed"] for way in ways}
+        assert lends == {int(served[1] > 0)} and len(borrows) == 1
+        assert [size > 0 for size in on_host] == [one and borrows == {1} for one in (True, False, False, True, False, False)]
+        evictors, acceptors = evictors + max(borrows), acceptors + max(lends)
+    assert evictors == acceptors > 0
 
 
 class SometimesMore(nn.Module):
@@ -366,6 +407,30 @@ def test_memory_stays_until_it_is_given_back(how: str) -> None:
     acceptor, evictor = run_ranks(given_back, 2, how, expect_errors=how == "ended")
     assert acceptor == ([4000, 4000, 0], [])
     assert "died without a word" in str(evictor) if how == "ended" else evictor == ([], [])
+
+
+def without_room(rank: int) -> bool:
+    """Rank 0 lends less than rank 1 needs, whose host has no memory either."""
+    link, activity, device = linked(rank), Activity(), torch.device(KIND, 0)
+    if rank == 0:
+        buffers = LentBuffers(Reserved((0,), {FIRST: 0}), device, activity)
+        with buffers.offered() as lent:
+            link.pass_on(lent)
+        buffers.wait()
+        return True
+    from bpipe.memory import device_buffers
+
+    device_buffers.available_bytes = lambda: 999
+    peer = DevicePeerMemory(Reserved((0,), {FIRST: 0}), link.take(1)[0], device, MODULE.Stream(), activity, "rank 0")
+    peer.store(FIRST, [torch.zeros(999, dtype=torch.uint8, device=KIND)])
+    with pytest.raises(CommError, match=r"1000 bytes that rank 0 has lent no room for .* has 999 left: .*BPIPE_SHARED_MEMORY=0"):
+        peer.store(FIRST, [torch.zeros(1000, dtype=torch.uint8, device=KIND)])
+    peer.clear()
+    return (peer.largest, peer.host_bytes) == (1000, 0)
+
+
+def test_a_host_without_memory_says_so() -> None:
+    assert run_ranks(without_room, 2) == [True, True]
 
 
 def is_open_in_a_child(descriptor: int) -> bool:

@@ -35,7 +35,7 @@ def watched(rank: int, name: str) -> tuple[int, int, int]:
     """The most bytes that were freed and not yet to be had again, and the peaks without and with them."""
     from tests.accelerator import nccl as transports
 
-    transports.install(nccl=True)
+    transports.install(nccl=True, lends=name != "balanced_1f1b")
     simulator.configure(True, 500, 0.2, rank)
     most = [0]
 
@@ -83,7 +83,7 @@ def waiting(rank: int, name: str, queues: int) -> Any:
     from tests.accelerator import nccl as transports
 
     simulator.set_connections(queues)
-    transports.install(nccl=True, most_kernels=1)
+    transports.install(nccl=True, most_kernels=1, lends=False)
     simulator.configure(True, 100, 0.1, rank)
     before_each_action(MODULE.synchronize)
     return as_rank(rank, name, KIND, num_ranks=RANKS, transfers_at_once=1), reports()
