@@ -367,6 +367,8 @@ class Evictions:
             transfer = traffic.transport.send(channel_of(action.op, traffic.rank, action.peer), messages, data)
         if action.peer == HOST:
             self.ledger.stored(bundle.num_bytes)
+        elif traffic.transport.can_lend(channel_of(action.op, traffic.rank, action.peer)):
+            self._memory.largest_remote_bytes = max(self._memory.largest_remote_bytes, sum(sizes))
         state.transfers[action.op, action.part] = PostedTransfer(transfer)
 
     def _check_planned(self, action: Action, bundle: Bundle, planned: int) -> None:

@@ -45,17 +45,9 @@ class Memory:
     device_waits: DeviceWaits | None = None  # set if only the device waits for transfers
     learned: dict[int, Learned] = field(default_factory=dict)  # for the stages whose forwards run twice
     silent: dict[int, frozenset[int]] = field(default_factory=dict)  # hooks on a stage's parameters that queue no callbacks
-    _room: int = 0  # of the memory that was given back
+    largest_remote_bytes: int = 0  # evicted so far to a rank that can lend memory of its device
 
-    @property
-    def room(self) -> int:
-        """The bytes of the largest remote activation that this rank has kept in memory of another rank's device."""
-        return max([self._room, *(memory.largest for memory in self._borrowed_on_devices())])
-
-    def _borrowed_on_devices(self) -> list[DevicePeerMemory]:
-        return [memory for memory in self.reached.values() if isinstance(memory, DevicePeerMemory)]
-
-    def reserve(self, plan: Plan, rank: int, transport: Transport, rooms: Sequence[int]) -> None:
+    def reserve(self, plan: Plan, rank: int, transport: Transport, largest: Sequence[int]) -> None:
         """Prepare the buffers of a plan's remote activations on this rank and its host, in place of another plan's.
 
         Its channels must be open. Collective: acceptors lend memory to those evictors that reach it.
@@ -64,7 +56,7 @@ class Memory:
             plan: the plan.
             rank: this rank in it.
             transport: its channels.
-            rooms: where the plan counts slots, the bytes that each rank of it wants for one on another rank's device.
+            largest: where the plan counts slots, the bytes of the largest remote activation of each of its ranks so far.
         """
         self._give_back()
         self.regain(transport)
@@ -76,14 +68,14 @@ class Memory:
         self.remote_buffers = {}
         lent: dict[Channel, Reserved] = {}
         for peer, chain in chains.items():
-            channel, reserved = Channel(Purpose.EVICT, peer, rank), reserve(chain, moved or _rooms_of(rooms[peer]))
+            channel, reserved = Channel(Purpose.EVICT, peer, rank), reserve(chain, moved or _always(largest[peer]))
             lendable = _lendable(reserved, channel, transport, in_bytes=in_bytes)
             if isinstance(lendable, SharedBuffers):
                 lent[channel] = reserved
             self.remote_buffers[peer] = lendable or RemoteBuffers(reserved, device, in_bytes=in_bytes)
         for peer in plan.acceptors(rank):
             if transport.reaches(channel := Channel(Purpose.EVICT, rank, peer)):
-                reserved = reserve(plan.chains(peer)[rank], moved or _rooms_of(rooms[rank]))
+                reserved = reserve(plan.chains(peer)[rank], moved or _always(largest[rank]))
                 if (borrowed := _borrowed(reserved, channel, transport, in_bytes=in_bytes)) is not None:
                     self.reached[peer] = borrowed
         for channel, reserved in lent.items():  # behind the loop above, in which the other ranks answer
@@ -113,7 +105,6 @@ class Memory:
             remote_buffers.clear()
 
     def _give_back(self) -> None:
-        self._room = self.room
         for memory in self.reached.values():
             memory.clear()
         self.reached = {}
@@ -151,12 +142,12 @@ class Memory:
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of the host's memory that hold activations; what is instead of a device's memory too."""
+        """The bytes of the host's buffers, and of those that stand in for buffers on another rank's device."""
         on_host = 0 if self.host_buffers is None else self.host_buffers.num_bytes
-        return on_host + sum(memory.host_bytes for memory in self._borrowed_on_devices())
+        return on_host + sum(one.host_bytes for one in self.reached.values() if isinstance(one, DevicePeerMemory))
 
 
-def _rooms_of(num_bytes: int) -> Callable[[Action], int]:
+def _always(num_bytes: int) -> Callable[[Action], int]:
     return lambda action: num_bytes
 
 

@@ -108,9 +108,9 @@ class DevicePeerMemory:
     """The evictor's end: the microbatches that this rank keeps on another rank's device, which does nothing for them.
 
     Which microbatch is in a buffer is noted in this object: no other process writes there, and to read a mark on the device, the
-    host would have to wait for it. A microbatch that takes more than its buffer, because it takes more than planned, or because the
-    plan counts slots and no step has shown how much they take, stays on the host for once: this rank cannot make another rank's
-    memory larger, and a plan with new sizes, or larger buffers, come with the next step.
+    host would have to wait for it. A microbatch that takes more than its buffer, because it takes more than planned, or than any
+    before, stays on the host for once: this rank cannot make another rank's memory larger, and larger buffers come with the next
+    step.
 
     Args:
         reserved: which buffer holds which remote activation, and the bytes of each buffer.
@@ -127,7 +127,6 @@ class DevicePeerMemory:
     def __init__(self, reserved: Reserved, lent: Lent, device: torch.device, stream: Stream, activity: Activity, name: str) -> None:
         self._reserved, self._device, self._stream = reserved, device, stream
         self._activity, self._name = activity, name
-        self.largest = 0  # bytes of a remote activation, of all so far
         with ExitStack() as unless_done:
             self._lease = unless_done.enter_context(socket.socket(fileno=lent.descriptor))
             close_in_children(self._lease)
@@ -148,8 +147,7 @@ class DevicePeerMemory:
             CommError: they do not fit there, and neither on this host.
         """
         index, sizes = self._reserved.buffer_of[remote], [message.numel() for message in messages]
-        self.largest = max(self.largest, sum(sizes))
-        room = self._room(index, sum(sizes))
+        room = self._room(index, sum(sizes), remote)
         self._holds[index] = remote
         self._kept[remote] = list(room[: sum(sizes)].split(sizes)) if sizes else []
         return copy_beside(messages, self._kept[remote], self._stream, self._device)
@@ -159,22 +157,24 @@ class DevicePeerMemory:
         """The bytes of the host's memory that is used in place of buffers."""
         return sum(memory.numel() for memory in self._on_host.values())
 
-    def _room(self, index: int, num_bytes: int) -> torch.Tensor:
+    def _room(self, index: int, num_bytes: int, remote: PartKey) -> torch.Tensor:
         """Return a buffer, or if it is too small, memory of the host that takes its place until this object is cleared."""
         if num_bytes <= len(self._buffers[index]):
             return self._buffers[index]
         if index not in self._on_host or num_bytes > len(self._on_host[index]):
-            self._check_host(num_bytes)
+            self._check_host(num_bytes, remote)
             if index in self._on_host:
                 return_([self._on_host.pop(index)], self._stream)
             self._on_host[index] = pinned(num_bytes, self._device)
         return self._on_host[index]
 
-    def _check_host(self, num_bytes: int) -> None:
+    def _check_host(self, num_bytes: int, remote: PartKey) -> None:
         if num_bytes > (free := available_bytes()):  # the kernel would end processes before it says so
+            stage, microbatch, _ = remote
             raise CommError(
-                f"{num_bytes} bytes that {self._name} has lent no room for must stay on this host, which has {free} left: free "
-                "memory on it, or set BPIPE_SHARED_MEMORY=0, so that evictions go over the process group's backend"
+                f"microbatch {microbatch} of stage {stage}: {num_bytes} bytes are more than {self._name} has lent, and stay on "
+                f"this host, which has {free} left: free memory on it, or set BPIPE_SHARED_MEMORY=0, so that evictions go over "
+                "the process group's backend"
             )
 
     def fetch(self, remote: PartKey, messages: Sequence[torch.Tensor]) -> Copied:

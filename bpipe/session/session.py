@@ -69,7 +69,7 @@ class Session:
         self._preparation = Preparation(context)
         self._learned = Recent[StepKey, MessageSpecs](REMEMBERED_SHAPES)
         self._connected: Plan | None = None
-        self._rooms: list[int] = []  # for which its buffers are reserved
+        self._largest: list[int] = []  # of each rank of a plan that counts slots, for which its buffers are reserved
         self._compares_weights = True  # of twins
         self._makeups: dict[int, int] | None = None  # of each stage in the latest step
         self._latest: tuple[Sequence[bytes], Sequence[StepRecord]] = (), ()  # that agreed, but for the number of the step
@@ -156,7 +156,7 @@ class Session:
             states=states + self.context.held_bytes,
             peak=peak,
             plain_peak=plain_peak,
-            room=0 if plan.sizes is not None else self.context.memory.room,
+            largest_remote_bytes=self.context.memory.largest_remote_bytes,
             slices=tuple(inputs.step_inputs.lengths or ()),
             **self._twins(inputs, plan),
         )
@@ -232,12 +232,12 @@ class Session:
         if self._connected is not None and not plan.has_backward:
             return
         context, transport = self.context, self.context.transport
-        rooms = [records[rank].room for rank in context.group_ranks]
-        if plan is self._connected and rooms == self._rooms:
+        largest = [] if plan.sizes is not None else [records[rank].largest_remote_bytes for rank in context.group_ranks]
+        if plan is self._connected and largest == self._largest:
             return
-        transport.connect(plan.channels(), context.group_ranks)
-        context.memory.reserve(plan, context.plan_rank, transport, rooms)
-        self._connected, self._rooms = plan, rooms
+        transport.connect(plan.channels(), context.group_ranks, are_sized=plan.sizes is not None or any(largest))
+        context.memory.reserve(plan, context.plan_rank, transport, largest)
+        self._connected, self._largest = plan, largest
 
     def result(self, run: Run) -> Any:
         """Return the result of the step: the merged outputs; None if there are none."""

@@ -34,7 +34,7 @@ RECORDS = st.builds(
     states=st.integers(0, 2**64 - 1),
     peak=st.integers(0, 2**64 - 1),
     plain_peak=st.integers(0, 2**64 - 1),
-    room=st.integers(0, 2**62),
+    largest_remote_bytes=st.integers(0, 2**62),
     inputs=st.binary(min_size=16, max_size=16),
 )
 BASE = StepRecord("1.0", "1f1b", "ab" * 16, True, 3, 3, 3, 8, 1, bytes(16), (0,))
@@ -102,7 +102,7 @@ def test_a_record_of_another_version_of_bpipe() -> None:
         StepRecord.unpack(json.dumps(["StepRecord", *fewer], default=bytes.hex).encode())
 
 
-@pytest.mark.parametrize("changes", [{"room": -1}, {"stages": (-1,)}, {"num_stages": 0}])
+@pytest.mark.parametrize("changes", [{"largest_remote_bytes": -1}, {"stages": (-1,)}, {"num_stages": 0}])
 def test_numbers_that_no_rank_has(changes: dict[str, Any]) -> None:
     with pytest.raises(CommError, match="not a valid agreement record"):
         StepRecord.unpack(BASE._replace(**changes).pack())

@@ -74,7 +74,7 @@ def post(ours: Communicators) -> None:
 def test_nothing_is_posted_afterwards(ours: Communicators, made: Made, end: Callable[[Communicators], None]) -> None:
     end(ours)
     before = made.posts
-    with pytest.raises(TransferError, match="before it began"):
+    with pytest.raises(TransferError, match="a message: aborted before it began"):
         post(ours)
     assert made.posts == before
 
@@ -99,9 +99,11 @@ def test_an_abort_ends_a_post_that_does_not_end(ours: Communicators, made: Made,
     def meanwhile() -> None:
         other.start()
         assert made.aborted.wait(5)
+        made.aborted.clear()
 
     made.when_posted = meanwhile
     post(ours)
+    assert made.aborted.is_set()
     other.join(5)
 
 

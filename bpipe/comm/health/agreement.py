@@ -37,7 +37,7 @@ class StepRecord(NamedTuple):
     inputs: bytes = bytes(16)  # 16 bytes, where replicas compare: what this rank's inputs look like, apart from its modules
     weights: tuple[int, ...] = ()  # where twins compare them: a checksum of the weights of each of its stages, at first with values
     is_changed: bool = False  # where twins compare their weights: whether a module has changed since the step before
-    room: int = 0  # bytes that it wants in each buffer on other ranks' devices, where its plan counts slots: 0 before it knows
+    largest_remote_bytes: int = 0  # of what it has evicted to other ranks so far, where buffers have to be as large
     slices: tuple[int, ...] = ()  # of all slices, in positions: 0 where this rank has nothing of a microbatch, () if it cuts none
 
     def pack(self, num_calls: int = 0) -> bytes:
@@ -60,8 +60,8 @@ class StepRecord(NamedTuple):
         record = record._replace(step=record.step + num_calls)
         if len(record.stages) > MOST_STAGES or min(record.stages, default=0) < 0 or record.num_stages < 1:
             raise CommError(f"not a valid agreement record: {record.num_stages} stages, rank with {record.stages[:8]}")
-        if record.room < 0:
-            raise CommError(f"not a valid agreement record: room for {record.room} bytes")
+        if record.largest_remote_bytes < 0:
+            raise CommError(f"not a valid agreement record: evictions of {record.largest_remote_bytes} bytes")
         return record
 
 

@@ -65,16 +65,21 @@ class Transport(ABC):
         """Tell the other ranks that this one cannot make the call that they make."""
 
     @abstractmethod
-    def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int]) -> None:
+    def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int], *, are_sized: bool = False) -> None:
         """Open the channels of a plan that are not open yet, in the same order on all ranks. Collective.
 
         Args:
             channels: all of the plan's.
             group_ranks: the group's rank of each of the plan's.
+            are_sized: whether it is known how many bytes acceptors reserve: only then can they lend a device's memory.
         """
 
+    def can_lend(self, channel: Channel) -> bool:
+        """Return whether the acceptor of a channel can lend memory of its device, once it is known how much."""
+        return False
+
     def reaches(self, channel: Channel) -> bool:
-        """Return whether the evictor of a channel uses the acceptor's memory by itself."""
+        """Return whether the evictor of a channel uses the acceptor's memory by itself, as connected now."""
         return False
 
     def lend(self, channel: Channel, lent: Sequence[Lent]) -> None:

@@ -109,6 +109,7 @@ class C10dTransport(Transport):
         self._receivers: dict[Channel, Receiver] = {}
         self._gloo: dict[Channel, Any] = {}  # groups of two ranks, for large tensors between hosts
         self._links: dict[Channel, LocalLink] = {}  # of evictions whose evictor reaches the acceptor's memory
+        self._lends = False
         self.streams = Streams()
         make = maker_of(backends_of(self.group).get(device.type, "gloo")) if is_asynchronous(device) else None
         self.waits_on_device = make is not None
@@ -220,8 +221,8 @@ class C10dTransport(Transport):
             self._communicators.abort()
 
     @transferring
-    def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int]) -> None:
-        self._group_ranks = group_ranks
+    def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int], *, are_sized: bool = False) -> None:
+        self._group_ranks, self._lends = group_ranks, are_sized or not is_asynchronous(self.device)
         if self.size == 1:
             return
         if new := [channel for channel in channels if channel not in self._opened]:
@@ -321,8 +322,11 @@ class C10dTransport(Transport):
             LOG.warning("rank %d: %s do not go straight to the other device's memory: %s", self.rank, self._named(channel), reason)
             self._links.pop(channel).close()
 
+    def can_lend(self, channel: Channel) -> bool:
+        return is_asynchronous(self.device) and channel in self._links
+
     def reaches(self, channel: Channel) -> bool:
-        return channel in self._links
+        return self._lends and channel in self._links
 
     def lend(self, channel: Channel, lent: Sequence[Lent]) -> None:
         self._links[channel].pass_on(lent)

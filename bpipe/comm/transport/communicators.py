@@ -97,9 +97,11 @@ class Communicators:
         try:
             with current(self._device), self.in_flight.next(what) as is_posted, self._posting:
                 if self._is_over:
-                    raise TransferError("a transfer was aborted before it began")
+                    raise TransferError(f"{what()}: aborted before it began")
                 work = _posted(self._made[channel], self._lent(tensors), sends=sends)
                 is_posted(work)
+                if self._is_over:  # meanwhile, by who did not wait for so long
+                    self._made[channel].abort()
             self._latest[channel] = work
         except Exception:
             raise

@@ -112,7 +112,7 @@ class LoopbackTransport(Transport):
     def enlist(self) -> None:
         """Do nothing, because the caller that drives a loopback names its schedules, so that none can be mistaken for another."""
 
-    def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int]) -> None:
+    def connect(self, channels: Sequence[Channel], group_ranks: Sequence[int], *, are_sized: bool = False) -> None:
         """Do nothing, because there is nothing to open."""
 
     def send(

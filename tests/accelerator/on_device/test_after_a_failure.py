@@ -31,7 +31,7 @@ def test_in_the_loopback(name: str, where: str, one_thread: None) -> None:
 def in_processes(rank: int, name: str, where: str, nccl: bool) -> list[str]:
     from tests.accelerator import nccl as transports
 
-    transports.install(nccl=nccl)
+    transports.install(nccl=nccl, lends=name != "balanced_1f1b")
     simulator.configure(True, 0, 0.0, rank)
     failing_as_rank(rank, name, where, num_ranks=RANKS)
     return unordered()

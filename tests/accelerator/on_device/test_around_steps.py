@@ -79,7 +79,7 @@ def waits(rank: int, name: str) -> list[int]:
     """How often the host waits for its device in each of some steps over NCCL."""
     starts(rank, KIND, nccl=True)
     schedule, found = schedule_of(rank, name, modules_of(RANKS)[rank], KIND), []
-    batches = [batch_of(step, MICROBATCHES).to(KIND) for step in range(6)]
+    batches = [batch_of(step, MICROBATCHES).to(KIND) for step in range(5)]
     for x in batches:
         before = simulator.statistics(0)["host_waits"]
         schedule.step(x, target=x, return_outputs=False)
@@ -93,7 +93,7 @@ def waits(rank: int, name: str) -> list[int]:
 )
 def test_no_host_waits_for_its_device_in_a_step_over_nccl(name: str) -> None:
     for found in run_ranks(waits, RANKS, name):
-        assert found[3:] == [0, 0]  # the first ones measure, and a thread gives back what the host had of the first one
+        assert found[2:] == [0, 0]
 
 
 class Part(nn.Module):

@@ -19,6 +19,7 @@ import bpipe
 from bpipe.comm.health.activity import Activity
 from bpipe.comm.rendezvous.local_links import LocalLink
 from bpipe.device.handles import OpenedMemory
+from bpipe.engine.remembered import Memory
 from bpipe.errors import CommError, RankFailedError, RankLostError, TransferError
 from bpipe.memory.device_buffers import ALIGNED, DevicePeerMemory, LentBuffers
 from bpipe.plan.reserved import Reserved
@@ -195,18 +196,19 @@ def test_plans_that_replace_each_other() -> None:
     for rank, (found, ways, reported) in enumerate(run_ranks(of_slots_and_of_bytes, 4, KIND)):
         assert all(map(torch.equal, found, expected[rank][0])) and not reported
         if rank in (0, 3):
-            assert [way["lent"] + way["borrowed"] for way in ways] == [1] * 6
-            assert [way["connected"] for way in ways] == [0] * 6
+            assert [way["lent"] + way["borrowed"] for way in ways] == [0, *[1] * 5]
+            assert [way["connected"] for way in ways] == [2] * 6
 
 
 WIDE = (1, 1, 1, 2, 2, 1)  # how long the sequences of each step are
 
 
 def counting_slots(rank: int, device: str, num_ranks: int, nccl: bool, variables: dict[str, str]) -> tuple[Any, ...]:
-    """One rank whose plan counts slots: its gradients, buffers and the host's bytes by step, how its evictions travel, reports."""
+    """One rank whose plan counts slots, with stages in another order: its results, bytes and ways by step, and reports."""
     said = begun(rank, nccl, variables) if device != "cpu" else []
-    module = modules_of(num_ranks)[rank].to(device)
-    schedule = schedule_of(RULES["balanced_1f1b"], rank, module, num_ranks, device)
+    index = (rank + 1) % num_ranks
+    module = modules_of(num_ranks)[index].to(device)
+    schedule = schedule_of(RULES["balanced_1f1b"], index, module, num_ranks, device)
     buffers, on_host, ways = [], [], []
     for step, wide in enumerate(WIDE):
         x = batch_of(step, MICROBATCHES).to(device)[:, : 4 * wide] * 1
@@ -228,16 +230,40 @@ def test_a_plan_of_slots_lends_what_the_steps_before_have_taken(num_ranks: int, 
     without = run_ranks(counting_slots, num_ranks, KIND, num_ranks, nccl, {"BPIPE_SHARED_MEMORY": "0"})
     ranks = run_ranks(counting_slots, num_ranks, KIND, num_ranks, nccl, {})
     evictors = acceptors = 0
-    for (found, buffers, on_host, ways, said, reported), (_, served, *_), (same, *_) in zip(ranks, without, expected):
+    for (found, buffers, on_host, ways, said, reported), (_, served, _, as_ever, *_), (same, *_) in zip(ranks, without, expected):
         assert all(map(torch.equal, found, same)) and not reported and not said
-        assert all((way["served"], way["connected"]) == (0, 0) for way in ways)
-        # Nothing is known before the first step, nor before the one whose sequences are longer.
-        assert buffers == [0, *[served[1]] * 3, *[served[5]] * 2]
-        lends, borrows = {way["lent"] for way in ways}, {way["borrowed"] for way in ways}
-        assert lends == {int(served[1] > 0)} and len(borrows) == 1
-        assert [size > 0 for size in on_host] == [one and borrows == {1} for one in (True, False, False, True, False, False)]
-        evictors, acceptors = evictors + max(borrows), acceptors + max(lends)
+        serves, evicts = as_ever[0]["served"], bool(as_ever[0]["connected"]) and not as_ever[0]["served"]
+        assert [(way["lent"], way["borrowed"], way["served"]) for way in ways] == [(0, 0, serves), *[(serves, evicts, 0)] * 5]
+        assert [way["connected"] for way in ways] == [2 * (serves or evicts)] * 6
+        # Before the step whose sequences are longer nothing is known of them, and they stay on the host.
+        assert buffers == [served[0], *[served[1]] * 3, *[served[5]] * 2]
+        assert [size > 0 for size in on_host] == [False, False, False, evicts, False, False]
+        evictors, acceptors = evictors + evicts, acceptors + serves
     assert evictors == acceptors > 0
+
+
+def reserving(rank: int, name: str) -> list[int]:
+    """How often one rank reserves its buffers, by step."""
+    begun(rank, True, {})
+    numbers, reserve = [0], Memory.reserve
+
+    def counted(self: Memory, *what: Any) -> None:
+        numbers[-1] += 1
+        reserve(self, *what)
+
+    Memory.reserve = counted  # type: ignore[method-assign]
+    schedule = schedule_of(RULES[name], rank, modules_of(4)[rank], 4, KIND)
+    for step in range(4):
+        x = batch_of(step, MICROBATCHES).to(KIND)
+        schedule.step(x, target=x, return_outputs=False)
+        numbers.append(0)
+    schedule.close()
+    return numbers[:-1]
+
+
+@pytest.mark.parametrize(("name", "often"), [("balanced_1f1b", [1, 1, 0, 0]), ("bytes", [2, 1, 0, 0])])
+def test_buffers_are_made_anew_only_for_what_has_grown(name: str, often: list[int]) -> None:
+    assert run_ranks(reserving, 4, name) == [often] * 4
 
 
 class SometimesMore(nn.Module):
@@ -423,10 +449,11 @@ def without_room(rank: int) -> bool:
     device_buffers.available_bytes = lambda: 999
     peer = DevicePeerMemory(Reserved((0,), {FIRST: 0}), link.take(1)[0], device, MODULE.Stream(), activity, "rank 0")
     peer.store(FIRST, [torch.zeros(999, dtype=torch.uint8, device=KIND)])
-    with pytest.raises(CommError, match=r"1000 bytes that rank 0 has lent no room for .* has 999 left: .*BPIPE_SHARED_MEMORY=0"):
+    with pytest.raises(CommError, match=r"microbatch 1 of stage 0: 1000 bytes .* has 999 left: .*BPIPE_SHARED_MEMORY=0"):
         peer.store(FIRST, [torch.zeros(1000, dtype=torch.uint8, device=KIND)])
+    held = peer.host_bytes
     peer.clear()
-    return (peer.largest, peer.host_bytes) == (1000, 0)
+    return held == 999
 
 
 def test_a_host_without_memory_says_so() -> None:
