@@ -367,7 +367,7 @@ class Evictions:
             transfer = traffic.transport.send(channel_of(action.op, traffic.rank, action.peer), messages, data)
         if action.peer == HOST:
             self.ledger.stored(bundle.num_bytes)
-        elif traffic.transport.can_lend(channel_of(action.op, traffic.rank, action.peer)):
+        else:
             self._memory.largest_remote_bytes = max(self._memory.largest_remote_bytes, sum(sizes))
         state.transfers[action.op, action.part] = PostedTransfer(transfer)
 

@@ -45,7 +45,7 @@ class Memory:
     device_waits: DeviceWaits | None = None  # set if only the device waits for transfers
     learned: dict[int, Learned] = field(default_factory=dict)  # for the stages whose forwards run twice
     silent: dict[int, frozenset[int]] = field(default_factory=dict)  # hooks on a stage's parameters that queue no callbacks
-    largest_remote_bytes: int = 0  # evicted so far to a rank that can lend memory of its device
+    largest_remote_bytes: int = 0  # evicted so far to another rank
 
     def reserve(self, plan: Plan, rank: int, transport: Transport, largest: Sequence[int]) -> None:
         """Prepare the buffers of a plan's remote activations on this rank and its host, in place of another plan's.

@@ -156,7 +156,7 @@ class Session:
             states=states + self.context.held_bytes,
             peak=peak,
             plain_peak=plain_peak,
-            largest_remote_bytes=self.context.memory.largest_remote_bytes,
+            largest_remote_bytes=self.context.memory.largest_remote_bytes if self.context.transport.can_lend() else 0,
             slices=tuple(inputs.step_inputs.lengths or ()),
             **self._twins(inputs, plan),
         )

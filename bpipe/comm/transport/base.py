@@ -74,8 +74,8 @@ class Transport(ABC):
             are_sized: whether it is known how many bytes acceptors reserve: only then can they lend a device's memory.
         """
 
-    def can_lend(self, channel: Channel) -> bool:
-        """Return whether the acceptor of a channel can lend memory of its device, once it is known how much."""
+    def can_lend(self) -> bool:
+        """Return whether memory of a device can be lent between this rank and another, once it is known how much."""
         return False
 
     def reaches(self, channel: Channel) -> bool:

@@ -322,8 +322,8 @@ class C10dTransport(Transport):
             LOG.warning("rank %d: %s do not go straight to the other device's memory: %s", self.rank, self._named(channel), reason)
             self._links.pop(channel).close()
 
-    def can_lend(self, channel: Channel) -> bool:
-        return is_asynchronous(self.device) and channel in self._links
+    def can_lend(self) -> bool:
+        return is_asynchronous(self.device) and bool(self._links)
 
     def reaches(self, channel: Channel) -> bool:
         return self._lends and channel in self._links
