@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -142,13 +143,15 @@ class Twins:
         flags = torch.tensor([True, *has], dtype=torch.uint8, device=transport.device)  # never empty
         sent = [flags, *(_gradient(parameter, action.stage) for parameter in parameters)]
         received = [torch.empty_like(tensor) for tensor in sent]
-        sending = transport.send(Channel(Purpose.TWIN, rank, action.peer), sent)
-        receiving = transport.receive(Channel(Purpose.TWIN, action.peer, rank), received)
+        send = partial(transport.send, Channel(Purpose.TWIN, rank, action.peer), sent)
+        receive = partial(transport.receive, Channel(Purpose.TWIN, action.peer, rank), received)
+        # One rank sends first, the other receives first: a send on a device may end only with its receive.
+        transfers = [post() for post in ((send, receive) if rank < action.peer else (receive, send))]
         # Zeros take the place of gradients that are still to come, and are counted among the static bytes.
         made = zip(sent[1:], has, parameters)
         copies = [copy for copy, is_there, parameter in made if is_there and copy is not _local(parameter.grad)]
         self.exchanged_bytes[action.stage] = sum(one.nbytes for one in (*received, flags, *copies))
-        self._under_way[action.stage] = _Exchange(sent, received, (sending, receiving))
+        self._under_way[action.stage] = _Exchange(sent, received, transfers)
 
     @torch.no_grad()
     def complete(self, action: Action) -> None:

@@ -22,7 +22,7 @@ from tests.accelerator.device import KIND, MODULE, simulator
 from tests.accelerator.torch_module import Event, Stream
 
 Gloo = dist.ProcessGroupGloo
-TAG, NO_TAG = 7, 8  # of messages, and of none
+TAG, NO_TAG, RECEIVED = 7, 8, 9  # of messages, of none, and of a word that one has been received
 GROUP = threading.local()  # what a thread posts together, whichever the communicator, as NCCL
 
 
@@ -60,6 +60,7 @@ class SimulatedNCCL:
     Options = Options
     supports_coalescing = True
     room: AbstractContextManager[object] = nullcontext()  # on the device, for its kernels
+    awaits_receiver = False  # whether a send ends only with its receive, as NCCL's of more bytes than its buffers have
 
     def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
         self._how, self._peer = (store, rank, size, options._timeout), 1 - rank
@@ -114,6 +115,9 @@ class SimulatedNCCL:
                     works += [gloo.recv([alias], peer, TAG) for alias in aliases[num_given:]]
                     for work in works:
                         work.wait()
+                    if self.awaits_receiver:
+                        word = torch.zeros(1, device="cpu")
+                        (gloo.recv if num_given else gloo.send)([word], peer, RECEIVED).wait()
             except RuntimeError:
                 if not self._is_aborted:
                     raise
@@ -155,7 +159,7 @@ class CheckedGloo:
         return getattr(self._gloo, name)
 
 
-def install(*, nccl: bool, most_kernels: int = 0, lends: bool = True) -> None:
+def install(*, nccl: bool, most_kernels: int = 0, lends: bool = True, awaits_receiver: bool = False) -> None:
     """Make this process's pipelines talk over simulated NCCL, or over gloo through pinned memory that is checked.
 
     For a make that torch does not know, the simulated NCCL is what its package would register, of the rank's process group.
@@ -163,6 +167,7 @@ def install(*, nccl: bool, most_kernels: int = 0, lends: bool = True) -> None:
     Args:
         nccl: which.
         most_kernels: how many of NCCL's kernels fit on the device at a time; 0: any number.
+        awaits_receiver: whether a send of NCCL's ends only with its receive.
         lends: whether acceptors may lend memory of their device, so that evictions take neither.
     """
     if not lends:
@@ -170,6 +175,7 @@ def install(*, nccl: bool, most_kernels: int = 0, lends: bool = True) -> None:
     if not nccl:
         dist.ProcessGroupGloo = CheckedGloo  # type: ignore[misc, assignment]
         return
+    SimulatedNCCL.awaits_receiver = awaits_receiver
     SimulatedNCCL.room = threading.Semaphore(most_kernels) if most_kernels else nullcontext()
     if KIND == "cuda":
         from bpipe.comm.transport import c10d

@@ -85,7 +85,7 @@ def as_rank(
     held = held_by(RULES[name], num_ranks, num_stages)[rank]
     modules = modules_of(num_stages, directions)
     stages = [bpipe.PipelineStage(modules[i].to(device), i, num_stages, device, directions=directions) for i in held]
-    schedule = RULES[name](stages, num_microbatches, loss_fn=nn.functional.mse_loss, timeout_s=60, **how)
+    schedule = RULES[name](stages, num_microbatches, loss_fn=nn.functional.mse_loss, **{"timeout_s": 60, **how})
     for step in range(steps):
         x = batch_of(step, num_microbatches).to(device) * 1  # made on the device, by the caller
         schedule.step(x, target=x, return_outputs=False)

@@ -74,6 +74,30 @@ def test_over_nccl(name: str, num_ranks: int, queues: int, kernels: int, one_thr
         assert not reported
 
 
+def whose_sends_wait(rank: int, name: str, queues: int, at_once: int) -> Any:
+    """One rank, of which a send ends only with its receive."""
+    from tests.accelerator import nccl as transports
+
+    simulator.set_connections(queues)
+    transports.install(nccl=True, awaits_receiver=True, lends=False)
+    simulator.configure(True, 100, 0.1, rank)
+    return as_rank(rank, name, KIND, num_ranks=4, transfers_at_once=at_once), reports()
+
+
+@pytest.mark.parametrize(
+    ("name", "queues", "at_once"),
+    thinned(
+        [(name, *how) for name in ("bitpipe_zb", "chimera", "balanced_1f1b", "zbv") for how in ((1, 8), (8, 1))],
+        lambda *one: one in (("chimera", 1, 8), ("chimera", 8, 1)),
+    ),
+)
+def test_sends_that_end_only_with_their_receives(name: str, queues: int, at_once: int, one_thread: None) -> None:
+    expected = run_ranks(on_cpu, 4, name, 4)
+    for (found, reported), same in zip(run_ranks(whose_sends_wait, 4, name, queues, at_once), expected):
+        assert_same(found, same)
+        assert not reported
+
+
 @pytest.mark.exhaustive
 def test_over_nccl_the_order_of_issue_is_what_it_takes() -> None:
     as_before = partial(on_device, nccl=True, in_turn=False, at_once=ANY)  # which is safe in the order of issue alone
