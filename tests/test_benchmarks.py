@@ -127,10 +127,10 @@ def highest_slots(rank: int, names: list[str]) -> list[int]:
 @pytest.mark.alone
 def test_many_ranks_stay_cheap():
     """What the study claims of hundreds of ranks, of 32; these cores are not always as fast, and get some tries."""
-    late: dict[str, float] = {"not measured": 0.0}
     for _ in range(TRIES):
-        if late:
-            rows = many_ranks.measure(32, num_rounds=2, num_failures=1)
-            late = {claim.what: claim.value for claim in many_ranks.claims(rows) if claim.value > claim.target}
-            assert rows[0]["frames"] == 5 and rows[0]["bytes"] < 500
+        rows = many_ranks.measure(32, num_rounds=2, num_failures=1)
+        assert rows[0]["frames"] == 5 and rows[0]["bytes"] < 500
+        late = {claim.what: claim.value for claim in many_ranks.claims(rows) if claim.value > claim.target}
+        if not late:
+            break
     assert not late

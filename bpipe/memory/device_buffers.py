@@ -2,7 +2,8 @@
 
 No event passes between the processes, because only one of them uses the memory at a time. The acceptor lends it when nothing that
 it has queued uses it any more, and frees it when the evictor has given it back, or has ended. The evictor copies on one stream,
-which is the order of all that it does there, and gives the memory back when that stream is done. In a step neither waits.
+which is the order of all that it does there, and gives the memory back when that stream is done. In a step neither waits for the
+other.
 """
 
 from __future__ import annotations

@@ -60,7 +60,6 @@ class SimulatedNCCL:
     Options = Options
     supports_coalescing = True
     room: AbstractContextManager[object] = nullcontext()  # on the device, for its kernels
-    awaits_receiver = False  # whether a send ends only with its receive, as NCCL's of more bytes than its buffers have
 
     def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
         self._how, self._peer = (store, rank, size, options._timeout), 1 - rank
@@ -107,6 +106,7 @@ class SimulatedNCCL:
             simulator.record_stream(one.tensor, stream.stream_id)
         given, made = ([one for one in posted if one.is_received == is_received] for is_received in (False, True))
         peer, num_given = self._peer, len(given)  # the kernel keeps no tensor: its device has their memory for it
+        assert not (given and made), "a group of bpipe's sends, or receives"
 
         def kernel(aliases: Sequence[torch.Tensor]) -> None:
             try:
@@ -115,9 +115,8 @@ class SimulatedNCCL:
                     works += [gloo.recv([alias], peer, TAG) for alias in aliases[num_given:]]
                     for work in works:
                         work.wait()
-                    if self.awaits_receiver:
-                        word = torch.zeros(1, device="cpu")
-                        (gloo.recv if num_given else gloo.send)([word], peer, RECEIVED).wait()
+                    # A send ends only with its receive, as NCCL's of more bytes than its buffers have.
+                    (gloo.recv if num_given else gloo.send)([torch.zeros(1, device="cpu")], peer, RECEIVED).wait()
             except RuntimeError:
                 if not self._is_aborted:
                     raise
@@ -159,7 +158,7 @@ class CheckedGloo:
         return getattr(self._gloo, name)
 
 
-def install(*, nccl: bool, most_kernels: int = 0, lends: bool = True, awaits_receiver: bool = False) -> None:
+def install(*, nccl: bool, most_kernels: int = 0, lends: bool = True) -> None:
     """Make this process's pipelines talk over simulated NCCL, or over gloo through pinned memory that is checked.
 
     For a make that torch does not know, the simulated NCCL is what its package would register, of the rank's process group.
@@ -167,7 +166,6 @@ def install(*, nccl: bool, most_kernels: int = 0, lends: bool = True, awaits_rec
     Args:
         nccl: which.
         most_kernels: how many of NCCL's kernels fit on the device at a time; 0: any number.
-        awaits_receiver: whether a send of NCCL's ends only with its receive.
         lends: whether acceptors may lend memory of their device, so that evictions take neither.
     """
     if not lends:
@@ -175,7 +173,6 @@ def install(*, nccl: bool, most_kernels: int = 0, lends: bool = True, awaits_rec
     if not nccl:
         dist.ProcessGroupGloo = CheckedGloo  # type: ignore[misc, assignment]
         return
-    SimulatedNCCL.awaits_receiver = awaits_receiver
     SimulatedNCCL.room = threading.Semaphore(most_kernels) if most_kernels else nullcontext()
     if KIND == "cuda":
         from bpipe.comm.transport import c10d

@@ -98,9 +98,11 @@ class Argument(nn.Module):
 
 
 def test_stages_of_whole_microbatches_are_left_alone() -> None:
-    batch = batch_of(2, dtype=torch.float32)
-    looped([Argument(), Argument()], 1, batch, 2)
-    run([Argument()], lambda stage, m, **how: FromPlan(stage, build("1f1b", 1, m), **how), 2, batch)
+    batch, modules = batch_of(2, dtype=torch.float32), [Argument(), Argument()]
+    _, outputs = looped(modules, 1, batch, 2)
+    assert torch.equal(outputs, nn.Sequential(*modules)(batch[0]))
+    _, outputs = run(modules[:1], lambda stage, m, **how: FromPlan(stage, build("1f1b", 1, m), **how), 2, batch)
+    assert torch.equal(outputs, modules[0](batch[0]))
 
 
 @pytest.mark.parametrize("name, slots", [("seq_1f1b", None), ("tera_pipe", None), ("seq_1f1b", 5)])

@@ -100,7 +100,7 @@ class Communicators:
                     raise TransferError(f"{what()}: aborted before it began")
                 work = _posted(self._made[channel], self._lent(tensors), sends=sends)
                 is_posted(work)
-                if self._is_over:  # meanwhile, by who did not wait for so long
+                if self._is_over:  # meanwhile: an abort waits for a post no longer than POST_S
                     self._made[channel].abort()
             self._latest[channel] = work
         except Exception:

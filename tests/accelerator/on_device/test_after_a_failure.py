@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from tests.accelerator.device import simulator, unordered
-from tests.accelerator.work import failing_as_rank, failing_in_loopback
+from tests.accelerator.work import failing_as_rank, failing_in_loopback, lends
 from tests.ranks import run_ranks
 from tests.thinned import thinned
 
@@ -31,7 +31,7 @@ def test_in_the_loopback(name: str, where: str, one_thread: None) -> None:
 def in_processes(rank: int, name: str, where: str, nccl: bool) -> list[str]:
     from tests.accelerator import nccl as transports
 
-    transports.install(nccl=nccl, lends=name != "balanced_1f1b")
+    transports.install(nccl=nccl, lends=lends(name))
     simulator.configure(True, 0, 0.0, rank)
     failing_as_rank(rank, name, where, num_ranks=RANKS)
     return unordered()

@@ -14,7 +14,7 @@ from bpipe.engine.run import Run
 from bpipe.schedules import Action
 from tests.accelerator.device import KIND, MODULE, reports, simulator
 from tests.accelerator.on_device.test_equality import EVICTING, assert_same, on_cpu
-from tests.accelerator.work import as_rank
+from tests.accelerator.work import as_rank, lends
 from tests.ranks import run_ranks
 from tests.thinned import thinned
 
@@ -35,7 +35,7 @@ def watched(rank: int, name: str) -> tuple[int, int, int]:
     """The most bytes that were freed and not yet to be had again, and the peaks without and with them."""
     from tests.accelerator import nccl as transports
 
-    transports.install(nccl=True, lends=name != "balanced_1f1b")
+    transports.install(nccl=True, lends=lends(name))
     simulator.configure(True, 500, 0.2, rank)
     most = [0]
 

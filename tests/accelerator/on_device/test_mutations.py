@@ -31,7 +31,7 @@ def over(rank: int, mutation: Mutation, nccl: bool) -> list[str]:
     from tests.accelerator import nccl as transports
     from tests.accelerator import work
 
-    transports.install(nccl=nccl, lends=mutation.schedule != "balanced_1f1b")
+    transports.install(nccl=nccl, lends=work.lends(mutation.schedule))
     simulator.configure(True, 500, 0.1, rank)
     # Where messages are lost, ranks may fail: what was reported before is what counts.
     with nullcontext() if mutation.harmless else suppress(Exception):
