@@ -53,6 +53,11 @@ def may_share_memory() -> bool:
     return os.environ.get("BPIPE_SHARED_MEMORY", "1") != "0"
 
 
+def copies_messages() -> bool:
+    """Return whether GPUs of one host may copy messages to each other instead of using NCCL: unless BPIPE_COPY_MESSAGES is 0."""
+    return os.environ.get("BPIPE_COPY_MESSAGES", "1") != "0"
+
+
 def ranks_on_this_node() -> int | None:
     """Return how many ranks torchrun has started on this node; None if torchrun did not start this process."""
     given = os.environ.get("LOCAL_WORLD_SIZE", "")

@@ -53,12 +53,12 @@ def handle_of(memory: torch.Tensor) -> bytes:
     Raises:
         CommError: the driver gives none, as for memory of expandable segments.
     """
-    with _in_context(memory.device):
+    with in_context(memory.device):
         current_stream(memory.device).synchronize()
         base, handle = ctypes.c_uint64(), _Handle()
         try:
-            _call("cuMemGetAddressRange_v2", ctypes.byref(base), None, ctypes.c_uint64(memory.data_ptr()))
-            _call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+            call_driver("cuMemGetAddressRange_v2", ctypes.byref(base), None, ctypes.c_uint64(memory.data_ptr()))
+            call_driver("cuIpcGetMemHandle", ctypes.byref(handle), base)
         except CommError as error:
             raise CommError(f"{error} {NO_HANDLE}") from error
     return FORM.pack(bytes(handle), memory.data_ptr() - base.value, memory.numel())
@@ -78,27 +78,27 @@ class OpenedMemory:
     def __init__(self, handle: bytes, device: torch.device) -> None:
         identity, offset, num_bytes = FORM.unpack(handle)
         self._device, self._base = device, ctypes.c_uint64()
-        with _in_context(device):
+        with in_context(device):
             flags = ctypes.c_uint(LAZY_ENABLE_PEER_ACCESS)
-            _call("cuIpcOpenMemHandle_v2", ctypes.byref(self._base), _Handle.from_buffer_copy(identity), flags)
+            call_driver("cuIpcOpenMemHandle_v2", ctypes.byref(self._base), _Handle.from_buffer_copy(identity), flags)
         storage = torch._C._construct_storage_from_data_pointer(self._base.value + offset, device, num_bytes)
         self.memory = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (num_bytes,), (1,))
 
     def close(self) -> None:
         """Unmap it. Nothing that was queued may use it any more, and no tensor after this."""
-        with _in_context(self._device):
-            _call("cuIpcCloseMemHandle", self._base)
+        with in_context(self._device):
+            call_driver("cuIpcCloseMemHandle", self._base)
 
 
 @contextmanager
-def _in_context(device: torch.device) -> Iterator[None]:
+def in_context(device: torch.device) -> Iterator[None]:
     """Make a device's context the calling thread's for the driver, which torch does only where it asks the driver something."""
     with current(device):
         free_bytes(device)
         yield
 
 
-def _call(name: str, *arguments: Any) -> None:
+def call_driver(name: str, *arguments: Any) -> None:
     try:
         code = getattr(ctypes.CDLL(DRIVER), name)(*arguments)
     except (OSError, AttributeError) as error:

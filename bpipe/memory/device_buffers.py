@@ -12,7 +12,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import accumulate
 
@@ -61,6 +61,11 @@ class LentBuffers:
         """The bytes of all buffers."""
         return sum(self._sizes) if self._memory else 0
 
+    @property
+    def memory(self) -> torch.Tensor:
+        """All buffers, uint8 [size]."""
+        return self._memory[0]
+
     @contextmanager
     def offered(self) -> Iterator[list[Lent]]:
         """Take the memory, and open a context to pass it on to the evictor in.
@@ -105,6 +110,61 @@ class LentBuffers:
                 threading.Thread(target=self.wait, name="bpipe-lent", daemon=True).start()
 
 
+class Borrowed:
+    """Memory that another process lends, on this device as far as torch is concerned.
+
+    Args:
+        lent: the memory.
+        device: this rank's.
+        stream: on which it is used, and on no other.
+        activity: has the number of steps that this rank has finished.
+        forget: called before it is unmapped, by a thread: drops all tensors of it.
+
+    Raises:
+        CommError: this device does not reach it.
+    """
+
+    def __init__(
+        self, lent: Lent, device: torch.device, stream: Stream, activity: Activity, forget: Callable[[], None] = lambda: None
+    ) -> None:
+        self._device, self._stream, self._activity, self._forget = device, stream, activity, forget
+        with ExitStack() as unless_done:
+            self.lease = unless_done.enter_context(socket.socket(fileno=lent.descriptor))
+            close_in_children(self.lease)
+            self._opened = OpenedMemory(lent.data, device)
+            unless_done.pop_all()
+        self._is_over = threading.Event()
+        threading.Thread(target=self._give_back, name="bpipe-borrowed", daemon=True).start()
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """All of it, uint8 [size]."""
+        return self._opened.memory
+
+    def give_back(self) -> None:
+        """Give it back, once all that was queued on its stream has ended. Does not block: a thread waits."""
+        self._is_over.set()
+        with suppress(OSError):
+            self.lease.shutdown(socket.SHUT_RD)
+
+    def _give_back(self) -> None:
+        """Wait until the memory is given up, here or by the acceptor, and then for the copies; unmap it, and say so."""
+        asked = b""
+        with suppress(OSError):
+            asked = self.lease.recv(STEPS.size, socket.MSG_WAITALL)
+        if len(asked) < STEPS.size:  # its process has ended, and a step of this rank may not know it yet
+            self._is_over.wait()
+        while not self._is_over.is_set() and self._activity.step < STEPS.unpack(asked)[0]:
+            self._is_over.wait(POLL_S)
+        with current(self._device):
+            self._stream.synchronize()
+            self._forget()
+            self._opened.close()
+        with suppress(OSError), self.lease:
+            self.lease.sendall(b"\1")
+            self.lease.shutdown(socket.SHUT_RDWR)
+
+
 class DevicePeerMemory:
     """The evictor's end: the microbatches that this rank keeps on another rank's device, which does nothing for them.
 
@@ -127,19 +187,13 @@ class DevicePeerMemory:
 
     def __init__(self, reserved: Reserved, lent: Lent, device: torch.device, stream: Stream, activity: Activity, name: str) -> None:
         self._reserved, self._device, self._stream = reserved, device, stream
-        self._activity, self._name = activity, name
-        with ExitStack() as unless_done:
-            self._lease = unless_done.enter_context(socket.socket(fileno=lent.descriptor))
-            close_in_children(self._lease)
-            self._opened = OpenedMemory(lent.data, device)
-            unless_done.pop_all()
+        self._name = name
+        self._borrowed = Borrowed(lent, device, stream, activity, self._forget)
         begins = [0, *_ends(reserved.sizes)]
-        self._buffers = [self._opened.memory[begin : begin + size] for begin, size in zip(begins, reserved.sizes)]
+        self._buffers = [self._borrowed.memory[begin : begin + size] for begin, size in zip(begins, reserved.sizes)]
         self._holds: dict[int, PartKey] = {}  # the latest remote activation of each buffer, by index
         self._on_host: dict[int, torch.Tensor] = {}  # likewise the host's memory in place of a buffer that was too small
         self._kept: dict[PartKey, list[torch.Tensor]] = {}
-        self._is_over = threading.Event()
-        threading.Thread(target=self._give_back, name="bpipe-borrowed", daemon=True).start()
 
     def store(self, remote: PartKey, messages: Sequence[torch.Tensor]) -> Copied:
         """Copy messages, uint8 [size] each, to the other rank's device.
@@ -191,26 +245,10 @@ class DevicePeerMemory:
 
     def clear(self) -> None:
         """Give the memory back, once the copies under way have ended. Does not block: a thread waits."""
-        self._is_over.set()
-        with suppress(OSError):
-            self._lease.shutdown(socket.SHUT_RD)
+        self._borrowed.give_back()
         self._kept.clear()
         return_(list(self._on_host.values()), self._stream)
         self._on_host.clear()
 
-    def _give_back(self) -> None:
-        """Wait until the memory is given up, here or by the acceptor, and then for the copies; unmap it, and say so."""
-        asked = b""
-        with suppress(OSError):
-            asked = self._lease.recv(STEPS.size, socket.MSG_WAITALL)
-        if len(asked) < STEPS.size:  # its process has ended, and a step of this rank may not know it yet
-            self._is_over.wait()
-        while not self._is_over.is_set() and self._activity.step < STEPS.unpack(asked)[0]:
-            self._is_over.wait(POLL_S)
-        with current(self._device):
-            self._stream.synchronize()
-            self._buffers, self._kept = [], {}
-            self._opened.close()
-        with suppress(OSError), self._lease:
-            self._lease.sendall(b"\1")
-            self._lease.shutdown(socket.SHUT_RDWR)
+    def _forget(self) -> None:
+        self._buffers, self._kept = [], {}

@@ -1,7 +1,7 @@
-"""Find out by trying whether an evictor reads and writes the memory of an acceptor's device.
+"""Find out by trying whether a rank reads and writes memory that another rank lends it on its device.
 
 No query says so for sure: it takes a driver that gives handles for this memory, processes that see each other, and a way between
-the devices. So the acceptor lends a few random bytes, and the evictor says what it reads there and writes the complement.
+the devices. So the lender lends a few random bytes, and the user says what it reads there and writes the complement.
 """
 
 from __future__ import annotations
@@ -28,57 +28,62 @@ Wait = Callable[[Callable[[], str]], str]  # makes a call that blocks, and retur
 ABANDONED: list[torch.Tensor] = []
 
 
-def find_reached(links: Mapping[K, tuple[LocalLink, bool]], device: torch.device, wait: Wait) -> dict[K, str]:
-    """Try each link of this rank, and return those over which the evictor does not reach the acceptor's memory, each with why.
+def find_reached(
+    links: Mapping[K, tuple[LocalLink, bool]], device: torch.device, wait: Wait, refused: Mapping[K, str]
+) -> dict[K, str]:
+    """Try each link of this rank, and return those over which the user does not reach the lender's memory, each with why.
 
     Both ends find the same. Blocks until all have answered.
 
     Args:
-        links: each with whether this rank is the evictor.
+        links: each with whether this rank is the user.
         device: this rank's.
         wait: calls what waits for another process.
+        refused: why this end does not want a link; empty, or no entry, if it does.
     """
-    evictors = {key: link for key, (link, is_evictor) in links.items() if is_evictor}
-    trials = {key: _Trial(device) for key in links.keys() - evictors.keys()}
+    users = {key: link for key, (link, is_user) in links.items() if is_user}
+    trials = {key: _Trial(device, refused.get(key, "")) for key in links.keys() - users.keys()}
     try:
         for key, trial in trials.items():
             links[key][0].say(trial.handle)
-        for link in evictors.values():
-            link.say(_read_and_answered(wait(link.hear), device))
+        for key, link in users.items():
+            link.say(_read_and_answered(wait(link.hear), device, refused.get(key, "")))
         found = {key: trial.why_not(wait(links[key][0].hear)) for key, trial in trials.items()}
     except BaseException:
         ABANDONED.extend(trial.memory for trial in trials.values())
         raise
     for key, why in found.items():
         links[key][0].say(why)
-    found |= {key: wait(link.hear) for key, link in evictors.items()}
+    found |= {key: wait(link.hear) for key, link in users.items()}
     return {key: "".join(c if c.isprintable() else "?" for c in why) for key, why in found.items() if why}
 
 
 class _Trial:
-    """The acceptor's end of a trial."""
+    """The lender's end of a trial."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, refused: str) -> None:
         self._bytes = torch.frombuffer(bytearray(os.urandom(NUM_BYTES)), dtype=torch.uint8)
         self.memory = self._bytes.to(device)
         try:
-            self.handle = handle_of(self.memory).hex()
+            self.handle = f"{NOT}{refused}" if refused else handle_of(self.memory).hex()
         except RuntimeError as error:
             self.handle = f"{NOT}{error}"
 
     def why_not(self, answer: str) -> str:
-        """Return why the evictor does not reach the memory; empty if it does."""
+        """Return why the user does not reach the memory; empty if it does."""
         if answer.startswith(NOT):
             return answer.removeprefix(NOT)
         if answer != _hex(self._bytes):
-            return "the evictor reads other bytes than there are"
-        return "" if torch.equal(self.memory.cpu(), 255 - self._bytes) else "the acceptor does not see what the evictor writes"
+            return "the other rank reads other bytes than there are"
+        return "" if torch.equal(self.memory.cpu(), 255 - self._bytes) else "this rank does not see what the other one writes"
 
 
-def _read_and_answered(handle: str, device: torch.device) -> str:
-    """Make the evictor's end of a trial, by the copies that evictions make; return what was read, or why nothing was."""
+def _read_and_answered(handle: str, device: torch.device, refused: str) -> str:
+    """Make the user's end of a trial, by the copies that evictions make; return what was read, or why nothing was."""
     if handle.startswith(NOT):
         return handle
+    if refused:
+        return f"{NOT}{refused}"
     try:
         opened = OpenedMemory(bytes.fromhex(handle), device)
         try:

@@ -38,8 +38,9 @@ class Stats:
             `peak_slots`. Each peak has a second entry with the prefix `predicted_`, computed from the plan: with the plan's sizes,
             or if it has none with the largest memory that microbatches of each shape took before.
 
-            In no peak, because no plan knows of it, as of the buffers of gloo and of the kernel: `shared_message_bytes`, the memory
-            through which this rank sends large messages to ranks of its host, 8 MiB for each channel that had one.
+            In no peak, because no plan knows of it, as of the buffers of NCCL, gloo and the kernel: `shared_message_bytes`, the
+            memory through which messages travel between ranks of a host. On CPU it is the host's, 8 MiB for each channel over which
+            this rank has sent a large message; on GPUs the device's, 16 MiB for each channel over which this rank receives.
 
             Optimizer states count once their optimizer has stepped while a schedule was open, including states that were loaded
             before. Gradients count before they exist, buffers before their first remote activation arrives, and in a step with

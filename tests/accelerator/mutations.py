@@ -198,6 +198,12 @@ INTO_LENT_MEMORY = [
         harmless=A_THREAD_WAITS,
     ),
 ]
+RING = "bpipe.comm.transport.device_ring"
+BY_COPIES = [
+    Mutation("copy a message before it is computed", RING, "self._stream.wait_stream(current_stream(self._device))"),
+    Mutation("use a message before it is copied", RING, "current_stream(self._device).wait_event(self._end)"),
+    Mutation("copy a message on whichever stream is current", RING, "with on_stream(self._stream):", "if True:"),
+]
 IN_FSDP = [
     Mutation(
         "gather into memory that a gathering which was dropped still writes",

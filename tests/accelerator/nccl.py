@@ -158,7 +158,7 @@ class CheckedGloo:
         return getattr(self._gloo, name)
 
 
-def install(*, nccl: bool, most_kernels: int = 0, lends: bool = True) -> None:
+def install(*, nccl: bool, most_kernels: int = 0, lends: bool = True, copies: bool = False) -> None:
     """Make this process's pipelines talk over simulated NCCL, or over gloo through pinned memory that is checked.
 
     For a make that torch does not know, the simulated NCCL is what its package would register, of the rank's process group.
@@ -167,7 +167,9 @@ def install(*, nccl: bool, most_kernels: int = 0, lends: bool = True) -> None:
         nccl: which.
         most_kernels: how many of NCCL's kernels fit on the device at a time; 0: any number.
         lends: whether acceptors may lend memory of their device, so that evictions take neither.
+        copies: whether devices may copy messages between stages to each other, so that these take no NCCL.
     """
+    os.environ["BPIPE_COPY_MESSAGES"] = str(int(copies))
     if not lends:
         os.environ["BPIPE_SHARED_MEMORY"] = "0"
     if not nccl:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Sequence
 from copy import deepcopy
@@ -9,9 +10,11 @@ from itertools import count
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import bpipe
+from bpipe.comm.rendezvous.local_links import LocalLink
 from bpipe.device import POOL, on_stream
 from bpipe.errors import RankFailedError
 from bpipe.schedules import Destinations
@@ -36,6 +39,19 @@ STAGES = dict.fromkeys((*TWO_STAGES, "breadth_first", "v_min", "chimera"), 2) | 
 def lends(name: str) -> bool:
     """Whether tests of transfers let a schedule's evictions go to lent memory: not those of slots, so that both ways are run."""
     return name != "balanced_1f1b"
+
+
+def linked(rank: int) -> LocalLink:
+    """A link between two ranks."""
+    store, connection = dist.distributed_c10d._get_default_store(), socket.socket(socket.AF_UNIX)
+    if rank:
+        connection.connect(store.get("link"))
+        return LocalLink(connection)
+    with connection:
+        connection.bind(b"")  # a name that the kernel chooses
+        connection.listen()
+        store.set("link", connection.getsockname())
+        return LocalLink(connection.accept()[0])
 
 
 class Block(nn.Module):

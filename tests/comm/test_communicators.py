@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -57,13 +56,13 @@ def made() -> Made:
 @pytest.fixture
 def ours(made: Made, monkeypatch: pytest.MonkeyPatch) -> Communicators:
     monkeypatch.setattr(communicators, "free_bytes", lambda device: 0)
-    ours = Communicators(CPU, lambda *how: made, InFlight(CPU, 2, Streams()))
-    connect(ours)
+    ours = Communicators(CPU, InFlight(CPU, 2, Streams()))
+    connect(ours, made)
     return ours
 
 
-def connect(ours: Communicators) -> None:
-    ours.connect(CHANNEL, None, 0, timedelta(seconds=1))
+def connect(ours: Communicators, made: Made) -> None:
+    ours.connect(CHANNEL, 0, lambda: made)
 
 
 def post(ours: Communicators) -> None:
@@ -110,5 +109,5 @@ def test_an_abort_ends_a_post_that_does_not_end(ours: Communicators, made: Made,
 def test_a_connection_that_is_made_too_late_is_aborted(ours: Communicators, made: Made) -> None:
     ours.abort()
     made.aborted.clear()
-    connect(ours)
+    connect(ours, made)
     assert made.aborted.is_set()

@@ -48,15 +48,16 @@ class Company:
     Args:
         size: how many.
         store_on: the rank whose process hosts the store; None: this process.
+        copies: whether simulated devices copy messages between stages to each other, instead of using NCCL.
     """
 
-    def __init__(self, size: int, store_on: int | None = None) -> None:
+    def __init__(self, size: int, store_on: int | None = None, *, copies: bool = False) -> None:
         self.size, self.is_gone = size, False
         context = fork_server()
         pairs = [context.Pipe() for _ in range(size)]
         self._ends: list[Connection] = [ours for ours, _ in pairs]
         self._processes = [
-            context.Process(target=_rank, args=(theirs, rank, size, rank == store_on), daemon=True)
+            context.Process(target=_rank, args=(theirs, rank, size, rank == store_on, copies), daemon=True)
             for rank, (_, theirs) in enumerate(pairs)
         ]
         for process, (_, theirs) in zip(self._processes, pairs):
@@ -126,14 +127,15 @@ class Company:
 class Companies:
     """Processes for the cases that leave them alive, by number of ranks; each other case gets its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, copies: bool = False) -> None:
+        self._copies = copies
         self._started: dict[int, Company] = {}
 
     def play(self, case: Case) -> Outcome:
         if case.is_alone or case.store_on is not None:
-            return Company(case.num_ranks, case.store_on).play(case)
+            return Company(case.num_ranks, case.store_on, copies=self._copies).play(case)
         if case.num_ranks not in self._started or self._started[case.num_ranks].is_gone:
-            self._started[case.num_ranks] = Company(case.num_ranks)
+            self._started[case.num_ranks] = Company(case.num_ranks, copies=self._copies)
         return self._started[case.num_ranks].play(case)
 
     def dismiss(self) -> dict[int, list[int | None]]:
@@ -149,7 +151,7 @@ def _patience(case: Case) -> float:
     return (case.bound_s if case.here or case.there else WORK_S) + PATIENCE_S
 
 
-def _rank(end: Connection, rank: int, size: int, hosts_store: bool) -> None:
+def _rank(end: Connection, rank: int, size: int, hosts_store: bool, copies: bool) -> None:
     """A process that plays cases until it is dismissed."""
     from tests.faults.cases import CASES
     from tests.faults.pipeline import DEVICE
@@ -163,7 +165,7 @@ def _rank(end: Connection, rank: int, size: int, hosts_store: bool) -> None:
     if DEVICE != "cpu":
         from tests.accelerator import nccl
 
-        nccl.install(nccl=True)
+        nccl.install(nccl=True, copies=copies)
     with suppress(Leave):
         while (name := end.recv()) is not None:
             dist.barrier()

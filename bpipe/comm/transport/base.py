@@ -107,7 +107,7 @@ class Transport(ABC):
         return 0
 
     def shared_message_bytes(self) -> int:
-        """Return the bytes of the host's memory through which this rank sends messages, and others receive them."""
+        """Return the bytes of this rank through which messages go to, on GPUs come from, other processes of its host."""
         return 0
 
     @abstractmethod

@@ -35,6 +35,7 @@ from bpipe.comm.rendezvous.store_keys import WrittenKeys
 from bpipe.comm.transport.base import Transfer, Transport
 from bpipe.comm.transport.communicators import Communicators, maker_of
 from bpipe.comm.transport.connect import open_connections
+from bpipe.comm.transport.device_ring import DeviceRing, open_ring, why_no_ring
 from bpipe.comm.transport.device_watchdog import DeviceWatchdog
 from bpipe.comm.transport.in_flight import TRANSFERS_AT_ONCE, InFlight
 from bpipe.comm.transport.process_group import backends_of, count_pipelines
@@ -45,7 +46,7 @@ from bpipe.comm.transport.works import Noted, Works, transferring
 from bpipe.comm.wire.header import MOST_BYTES
 from bpipe.device import Streams, is_asynchronous
 from bpipe.device.handles import why_no_handles
-from bpipe.environment import gloo_connects_late, may_share_memory, shared_secret
+from bpipe.environment import copies_messages, gloo_connects_late, may_share_memory, shared_secret
 from bpipe.errors import AgreementError, ConfigurationError, TransferTimeoutError
 from bpipe.logs import LOG, warn_not_shared
 from bpipe.memory.reach import find_reached
@@ -71,7 +72,8 @@ class C10dTransport(Transport):
 
     Each channel has its own connection for headers, and on CPU for small messages. Large messages travel through memory that both
     processes map, if they are on one host, and else over gloo, in a group of the two ranks. With NCCL each channel has a
-    communicator of two ranks, but for evictions into memory that the evictor reaches. So no order between channels can be wrong.
+    communicator of two ranks, unless one device reaches the other one's memory: then it copies there. So no order between channels
+    can be wrong.
 
     Args:
         group: the pipeline's process group; None for the default one.
@@ -108,14 +110,15 @@ class C10dTransport(Transport):
         self._senders: dict[Channel, Sender] = {}
         self._receivers: dict[Channel, Receiver] = {}
         self._gloo: dict[Channel, Any] = {}  # groups of two ranks, for large tensors between hosts
-        self._links: dict[Channel, LocalLink] = {}  # of evictions whose evictor reaches the acceptor's memory
+        self._links: dict[Channel, LocalLink] = {}  # of channels whose first end reaches memory of the other one
+        self._files: dict[Channel, SharedFile] = {}  # likewise, of messages between stages on devices
         self._lends = False
         self.streams = Streams()
-        make = maker_of(backends_of(self.group).get(device.type, "gloo")) if is_asynchronous(device) else None
-        self.waits_on_device = make is not None
+        self._make = maker_of(backends_of(self.group).get(device.type, "gloo")) if is_asynchronous(device) else None
+        self.waits_on_device = self._make is not None
         in_flight = InFlight(device, transfers_at_once, self.streams)
-        self._communicators = None if make is None else Communicators(device, make, in_flight)
-        self._staging = Staging(device, self.streams) if is_asynchronous(device) and make is None else None
+        self._communicators = None if self._make is None else Communicators(device, in_flight)
+        self._staging = Staging(device, self.streams) if is_asynchronous(device) and self._make is None else None
         self._is_open = False
 
     def enlist(self) -> None:
@@ -238,21 +241,32 @@ class C10dTransport(Transport):
         return 0 if self._communicators is None else self._communicators.bytes_of_one
 
     def shared_message_bytes(self) -> int:
-        return sum(sender.num_bytes for sender in self._senders.values())
+        on_device = 0 if self._communicators is None else self._communicators.shared_bytes()
+        return on_device + sum(sender.num_bytes for sender in self._senders.values())
 
     def _connect_devices(self, communicators: Communicators, channels: Sequence[Channel]) -> None:
         """Make a communicator for each channel."""
+        assert self._make is not None
         timeout = timedelta(seconds=max(DEVICE_MARGIN * self._timeouts.timeout_s, LEAST_DEVICE_S))
         opening = self._interruptible()
         opening.note = "it connects to the process group's store once more"
         store = opening.run(self._store.clone)  # a wait for another rank holds up all other requests on the same connection
         for channel in channels:
             end, opening = self._ends(channel).index(self.rank), self._interruptible()
-            opening.note = f"a communicator for {self._named(channel)} is being made"
-            own = dist.PrefixStore(_place_of(channel), store)
-            if end == 0:
-                self._written.add(own, ID_KEY)
-            opening.run(partial(communicators.connect, channel, own, end, timeout))
+            if channel in self._files:
+                opening.note = f"the other rank does not copy {self._named(channel)} yet"
+                make: Callable[[], Any] = partial(self._ring, channel, sends=end == 0)
+            else:
+                opening.note = f"a communicator for {self._named(channel)} is being made"
+                own = dist.PrefixStore(_place_of(channel), store)
+                if end == 0:
+                    self._written.add(own, ID_KEY)
+                make = partial(self._make, own, end, timeout)
+            opening.run(partial(communicators.connect, channel, end, make))
+
+    def _ring(self, channel: Channel, *, sends: bool) -> DeviceRing:
+        stream, activity = self.streams.of(("ring", channel), self.device), self.control.activity
+        return open_ring(self._links[channel], self._files[channel], self.device, stream, activity, sends=sends)
 
     def _is_local(self, channel: Channel) -> bool:
         """Return whether both ends are on this host, and large tensors pass through memory that they share, if any pass at all."""
@@ -285,8 +299,12 @@ class C10dTransport(Transport):
             else:
                 self._receivers[channel] = Receiver(connection, self._named(channel), rings.get(index))
         self.control.check()  # a failure before this line has not ended these
-        if is_asynchronous(self.device) and (evictions := [one for one in channels if one.purpose is Purpose.EVICT]):
-            self._find_reached(evictions)
+        if is_asynchronous(self.device) and (tried := [one for one in channels if self._may_reach(one)]):
+            self._find_reached(tried)
+
+    def _may_reach(self, channel: Channel) -> bool:
+        """Return whether the first end of a channel would use memory of the other one's device, if it reaches that."""
+        return channel.purpose is Purpose.EVICT or (channel.purpose not in EVICTIONS and self._communicators is not None)
 
     def _share_memory(self, channels: Sequence[Channel], connections: Mapping[int, socket.socket]) -> dict[int, Ring]:
         """Share memory with processes of this host, and return the rings of their channels, by index."""
@@ -297,11 +315,11 @@ class C10dTransport(Transport):
         return {index: Ring(file, connections[index], say_why) for index, file in files.items()}
 
     def _open_links(self, channels: Sequence[Channel], say_why: Callable[[str], None], *, is_able: bool) -> dict[int, SharedFile]:
-        """Open links between processes of one host, keep those of evictions, and return the file of each channel, by index."""
+        """Open links between processes of one host, keep those that will be needed, and return each channel's file, by index."""
         ends, is_able = [self._ends(channel) for channel in channels], is_able and may_share_memory()
         opened = open_local_links(ends, self.rank, self._token, self.control, say_why, can_share=is_able, secret=self._secret)
         for index, (link, _) in opened.items():
-            if channels[index].purpose is Purpose.EVICT:
+            if channels[index].purpose is Purpose.EVICT or is_asynchronous(self.device):
                 self._links[channels[index]] = link
                 self.control.channel_sockets.append(link.connection)
             else:
@@ -309,21 +327,35 @@ class C10dTransport(Transport):
         return {index: file for index, (_, file) in opened.items()}
 
     def _find_reached(self, channels: Sequence[Channel]) -> None:
-        """Open links between processes of one host, and keep those whose evictor reaches the memory of the acceptor's device."""
+        """Open links between processes of one host, and keep those whose first end reaches the memory of the other one's device."""
         if (why := why_no_handles(self.device)) and may_share_memory():
-            LOG.info("rank %d: evictions do not go straight to another device's memory: %s", self.rank, why)
-        say_why = partial(LOG.warning, "rank %d: evictions do not go straight to another device's memory: %s", self.rank)
-        self._open_links(channels, say_why, is_able=not why)
+            LOG.info("rank %d: tensors do not go straight to another device's memory: %s", self.rank, why)
+        say_why = partial(LOG.warning, "rank %d: tensors do not go straight to another device's memory: %s", self.rank)
+        files = self._open_links(channels, say_why, is_able=not why)
+        self._files |= {channels[index]: file for index, file in files.items() if channels[index].purpose not in EVICTIONS}
         self.control.check()  # a failure before this line has not ended them
         links = {one: (self._links[one], self._ends(one)[0] == self.rank) for one in channels if one in self._links}
         opening = self._interruptible()
-        opening.note = "it tries whether evictors reach the memory of acceptors"
-        for channel, reason in find_reached(links, self.device, opening.run).items():
-            LOG.warning("rank %d: %s do not go straight to the other device's memory: %s", self.rank, self._named(channel), reason)
+        opening.note = "it tries whether ranks of this host reach the memory of each other's devices"
+        refused = self._refused([one for one in links if one in self._files])
+        for channel, reason in find_reached(links, self.device, opening.run, refused).items():
+            if channel not in refused:
+                LOG.warning(
+                    "rank %d: %s do not go straight to the other device's memory: %s", self.rank, self._named(channel), reason
+                )
             self._links.pop(channel).close()
+            self._files.pop(channel, None)
+
+    def _refused(self, messages: Sequence[Channel]) -> dict[Channel, str]:
+        """Return the channels of messages that this rank's device does not copy, each with why: all of them or none."""
+        if not messages or not (why := why_no_ring(self.device)):
+            return {}
+        say = LOG.warning if copies_messages() else LOG.info
+        say("rank %d: messages between stages are not copied from device to device: %s", self.rank, why)
+        return dict.fromkeys(messages, why)
 
     def can_lend(self) -> bool:
-        return is_asynchronous(self.device) and bool(self._links)
+        return is_asynchronous(self.device) and any(channel.purpose is Purpose.EVICT for channel in self._links)
 
     def reaches(self, channel: Channel) -> bool:
         return self._lends and channel in self._links

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.dlpack import to_dlpack
 
+from bpipe.comm.transport.device_ring import DeviceRing
 from bpipe.comm.transport.in_flight import InFlight
 from bpipe.device import current, free_bytes, marks_only_its_own
 from bpipe.errors import ConfigurationError, TransferError
@@ -37,47 +38,49 @@ INTERRUPTED: list[Sequence[torch.Tensor]] = []
 
 
 class Communicators:
-    """The communicators of one rank.
+    """The communicators of one rank, and the rings in place of some.
 
     Args:
         device: whose memory they send and receive.
-        make: makes one from a store, this rank's place in it and a timeout.
         in_flight: the transfers of this rank.
     """
 
-    def __init__(self, device: torch.device, make: Make, in_flight: InFlight) -> None:
-        self._device, self._make, self.in_flight = device, make, in_flight
+    def __init__(self, device: torch.device, in_flight: InFlight) -> None:
+        self._device, self.in_flight = device, in_flight
         self._made: dict[Channel, Any] = {}
         self._latest: dict[Channel, Any] = {}  # works: those of a channel end in order
-        self.bytes_of_one = 0  # of the device beside torch's allocator: what the latest one took, as an estimate for the next
+        self.bytes_of_one = 0  # of the device: the most that one took, as an estimate for the next
         self._is_over = False
         self._posting = threading.RLock()  # else a transfer that is posted while all are aborted could wait on the device for ever
 
-    def connect(self, channel: Channel, store: Any, end: int, timeout: timedelta) -> None:
+    def connect(self, channel: Channel, end: int, make: Callable[[], Any]) -> None:
         """Make a channel's communicator. Blocks until the channel's other rank does the same, and nothing can interrupt it.
 
         Args:
             channel: any channel of this rank.
-            store: where its two ranks meet.
             end: 0 on the rank that sends, 1 on the rank that receives.
-            timeout: the timeout of the backend's own watchdog.
+            make: makes it.
         """
         with current(self._device):
             before = free_bytes(self._device)
-            made = self._make(store, end, timeout)
+            made = make()
             if not made.supports_coalescing:
                 raise ConfigurationError(
                     f"bpipe sends tensors of {self._device} in groups of transfers, and the process group's backend "
                     f"{type(made).__name__} has none: take gloo for this device, through the host's memory, or NCCL's rules"
                 )
             _posted(made, self._lent([torch.zeros(1, device=self._device)]), sends=end == 0).wait()
-            self.bytes_of_one = max(0, before - free_bytes(self._device))
+            self.bytes_of_one = max(self.bytes_of_one, before - free_bytes(self._device))
             self._made[channel] = made
             if self._is_over:  # the caller has given up in the meantime
                 made.abort()
 
     def __contains__(self, channel: Channel) -> bool:
         return channel in self._made
+
+    def shared_bytes(self) -> int:
+        """Return the bytes of this rank's device through which other devices copy messages to it."""
+        return sum(made.num_bytes for made in self._made.values() if isinstance(made, DeviceRing))
 
     def post(self, channel: Channel, tensors: Sequence[torch.Tensor], *, sends: bool, what: Callable[[], str]) -> Any:
         """Send contiguous tensors, each of at least one element, or receive into them, as one transfer.

@@ -146,10 +146,10 @@ def look(schedule: bpipe.Schedule, batch: torch.Tensor, outside: int, moment: in
     peak, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     stats = schedule.stats
     others = outside + batch.nbytes
-    beside = between - others - stats["static_bytes"] - stats["remote_buffer_bytes"]
+    beside = between - others - stats["static_bytes"] - stats["remote_buffer_bytes"] - stats["shared_message_bytes"]
     return Seen(
         said_bytes=int(stats["device_peak_bytes"]),
-        allocated_bytes=int(peak - others - max(0, beside)),
+        allocated_bytes=int(peak - others - stats["shared_message_bytes"] - max(0, beside)),
         moment_bytes=moment,
         rounded_bytes=int(peak - torch.cuda.memory_stats(device).get("requested_bytes.all.peak", peak)),
         beside_bytes=int(beside),

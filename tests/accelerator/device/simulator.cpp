@@ -6,6 +6,7 @@
 #include "hooks.h"
 #include "ipc.h"
 #include "peers.h"
+#include "values.h"
 
 namespace sim {
 

@@ -28,10 +28,10 @@ def test_in_the_loopback(name: str, where: str, one_thread: None) -> None:
     assert not unordered()
 
 
-def in_processes(rank: int, name: str, where: str, nccl: bool) -> list[str]:
+def in_processes(rank: int, name: str, where: str, nccl: bool, copies: bool = False) -> list[str]:
     from tests.accelerator import nccl as transports
 
-    transports.install(nccl=nccl, lends=lends(name))
+    transports.install(nccl=nccl, copies=copies, lends=copies or lends(name))
     simulator.configure(True, 0, 0.0, rank)
     failing_as_rank(rank, name, where, num_ranks=RANKS)
     return unordered()
@@ -41,3 +41,8 @@ def in_processes(rank: int, name: str, where: str, nccl: bool) -> list[str]:
 @pytest.mark.parametrize(("name", "where"), thinned(product(NAMES, PLACES), usual))
 def test_in_processes(name: str, where: str, nccl: bool) -> None:
     assert run_ranks(in_processes, RANKS, name, where, nccl) == [[]] * RANKS
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_messages_that_devices_copy(where: str) -> None:
+    assert run_ranks(in_processes, RANKS, "balanced_1f1b", where, True, True) == [[]] * RANKS

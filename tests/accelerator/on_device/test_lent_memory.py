@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from itertools import count
@@ -12,12 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import bpipe
 from bpipe.comm.health.activity import Activity
-from bpipe.comm.rendezvous.local_links import LocalLink
 from bpipe.device.handles import OpenedMemory
 from bpipe.engine.remembered import Memory
 from bpipe.errors import CommError, RankFailedError, RankLostError, TransferError
@@ -25,7 +22,7 @@ from bpipe.memory.device_buffers import ALIGNED, DevicePeerMemory, LentBuffers
 from bpipe.plan.reserved import Reserved
 from bpipe.schedules import Purpose
 from tests.accelerator.device import KIND, MODULE, reports, simulator, unordered
-from tests.accelerator.work import RULES, StruckError, batch_of, modules_of, results_of
+from tests.accelerator.work import RULES, StruckError, batch_of, linked, modules_of, results_of
 from tests.over import Over
 from tests.ranks import run_ranks
 from tests.thinned import thinned
@@ -146,7 +143,7 @@ def tampered(rank: int, where: str) -> tuple[list[str], dict[str, int], list[str
     if where == "writes":
         reach.OpenedMemory = Astray  # type: ignore[misc, assignment]
     else:
-        reach._read_and_answered = lambda handle, device: honest(handle, device)[::-1]
+        reach._read_and_answered = lambda handle, device, refused: honest(handle, device, refused)[::-1]
     schedule = schedule_of(RULES["bytes"], rank, modules_of(4)[rank], 4, KIND)
     for step in range(2):
         x = batch_of(step, MICROBATCHES).to(KIND)
@@ -165,7 +162,7 @@ class Astray(OpenedMemory):
 
 
 @pytest.mark.parametrize(
-    ("where", "why"), [("reads", "reads other bytes than there are"), ("writes", "does not see what the evictor writes")]
+    ("where", "why"), [("reads", "reads other bytes than there are"), ("writes", "does not see what the other one writes")]
 )
 def test_memory_that_is_not_the_same_is_not_used(where: str, why: str) -> None:
     for rank, (said, how, reported) in enumerate(run_ranks(tampered, 4, where)):
@@ -374,19 +371,6 @@ def test_a_trace_shows_the_evictor_s_times_in_the_acceptor_s_lane(tmp_path: Path
     assert len(list(timeline.served_spans(3))) == len(timeline.plan.served[3]) > 0
 
 
-def linked(rank: int) -> LocalLink:
-    """A link between two ranks."""
-    store, connection = dist.distributed_c10d._get_default_store(), socket.socket(socket.AF_UNIX)
-    if rank:
-        connection.connect(store.get("link"))
-        return LocalLink(connection)
-    with connection:
-        connection.bind(b"")  # a name that the kernel chooses
-        connection.listen()
-        store.set("link", connection.getsockname())
-        return LocalLink(connection.accept()[0])
-
-
 def given_back(rank: int, how: str) -> tuple[list[int], list[str]]:
     """Rank 0 lends memory to rank 1, which stores and loads after it was asked for it: the bytes that rank 0 has lent meanwhile."""
     simulator.configure(True, 500, 0.3, rank)
@@ -484,7 +468,7 @@ def leased(rank: int) -> bool:
         buffers.wait()
         return is_open
     peer = DevicePeerMemory(reserved, link.take(1)[0], device, MODULE.Stream(), activity, "rank 0")
-    is_open = is_open_in_a_child(peer._lease.fileno())
+    is_open = is_open_in_a_child(peer._borrowed.lease.fileno())
     link.hear()
     peer.clear()
     return is_open

@@ -10,7 +10,7 @@ import pytest
 
 from tests.accelerator import mutations
 from tests.accelerator.device import KIND, reports, simulator
-from tests.accelerator.mutations import IN_LOOPBACK, INTO_LENT_MEMORY, OVER_GLOO, OVER_NCCL, Mutation
+from tests.accelerator.mutations import BY_COPIES, IN_LOOPBACK, INTO_LENT_MEMORY, OVER_GLOO, OVER_NCCL, Mutation
 from tests.ranks import run_ranks
 
 
@@ -26,12 +26,12 @@ def in_loopback(rank: int, mutation: Mutation) -> list[str]:
     return reports()
 
 
-def over(rank: int, mutation: Mutation, nccl: bool) -> list[str]:
+def over(rank: int, mutation: Mutation, nccl: bool, copies: bool = False) -> list[str]:
     mutations.apply(mutation)
     from tests.accelerator import nccl as transports
     from tests.accelerator import work
 
-    transports.install(nccl=nccl, lends=work.lends(mutation.schedule))
+    transports.install(nccl=nccl, lends=copies or work.lends(mutation.schedule), copies=copies)
     simulator.configure(True, 500, 0.1, rank)
     # Where messages are lost, ranks may fail: what was reported before is what counts.
     with nullcontext() if mutation.harmless else suppress(Exception):
@@ -75,3 +75,9 @@ def test_over_nccl(mutation: Mutation) -> None:
 @pytest.mark.parametrize("mutation", some_of(INTO_LENT_MEMORY))
 def test_into_lent_memory(mutation: Mutation, nccl: bool) -> None:
     check(mutation, run_ranks(over, 4, mutation, nccl))
+
+
+@pytest.mark.skipif(KIND != "cuda", reason="only CUDA's devices copy messages to each other")
+@pytest.mark.parametrize("mutation", some_of(BY_COPIES))
+def test_by_copies(mutation: Mutation) -> None:
+    check(mutation, run_ranks(over, 4, mutation, True, True))
