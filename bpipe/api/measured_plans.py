@@ -284,6 +284,10 @@ class MeasuredPlans(PlanSource):
         reserve = self._reserve_bytes + REMOTE_CHANNELS * context.transport.connection_bytes()
         return used + available_bytes(device, reserve) // num_sharing
 
+    def budget(self, plan_rank: int) -> int | None:
+        budget = self._policy.budget
+        return None if budget is None or isinstance(budget, str) else self._policy.budgets(self._base.num_ranks)[plan_rank]
+
     def _say(self, what: str) -> None:
         if self._context.plan_rank == 0:
             self._context.log().info("%s: %s", self.rule, what)

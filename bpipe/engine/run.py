@@ -48,6 +48,9 @@ class Observer:
     def after(self, run: Run, action: Action) -> None:
         """Follow an action that ran without an error."""
 
+    def filled(self, begin_ns: int, end_ns: int) -> None:
+        """Follow a piece of a fill job, which has run from and until these times of the host's clock."""
+
     def finished(self, run: Run, stats: Mapping[str, float]) -> None:
         """Follow a step whose actions have all run; `stats` are its numbers."""
 

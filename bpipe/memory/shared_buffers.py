@@ -210,6 +210,9 @@ class Copying:
         self._future.result()
         self._tensors = ()
 
+    def has_come(self) -> bool:
+        return self._future.done()
+
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
     """Return the memory of a tensor as an array; `Tensor.numpy` would prevent its storage from being freed."""

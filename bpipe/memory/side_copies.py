@@ -39,3 +39,6 @@ class Copied:
         if self._event is not None:
             current_stream(self._device).wait_event(self._event)
         self._tensors = ()
+
+    def has_come(self) -> bool:
+        return self._event is None or bool(self._event.query())

@@ -84,5 +84,9 @@ class PlanSource:
     def measure_again(self, why: str) -> None:
         """Note that microbatches may take a different amount of memory than before."""
 
+    def budget(self, plan_rank: int) -> int | None:
+        """Return the bytes that a rank may take, if it was given a budget in bytes."""
+        return None
+
     def counted(self, run: Run) -> None:
         """Look at the bytes of a step after they are counted."""

@@ -33,6 +33,7 @@ from bpipe.model.merging import check_merge, merge
 from bpipe.parallel.twins import held_by, weights_of
 from bpipe.plan.plan import Plan
 from bpipe.session.context import RankContext
+from bpipe.session.filler import Both, Filler
 from bpipe.session.plan_source import Gather, PlanSource
 from bpipe.session.prepare import Preparation, PreparedCall
 from bpipe.session.stats import Stats
@@ -64,6 +65,7 @@ class Session:
         self.context, self.source = context, source
         self.guard = context.guard
         self.observer: Observer | None = None
+        self.filler: Filler | None = None
         self.stats: dict[str, float] = {}
         self.ledger = Ledger()
         self._preparation = Preparation(context)
@@ -102,8 +104,9 @@ class Session:
         with guard.entered():
             started = time.perf_counter()
             step = self._begin_or_refuse(begin)
+            meanwhile = None if self.filler is None else self.filler.between_steps
             with guard.failing_together(AgreementError, PlanError):
-                records = transport.exchange(Collective.STEP, step.record)
+                records = transport.exchange(Collective.STEP, step.record, meanwhile)
                 transport.control.activity.state = State.PREPARING
                 run = self.agree(step, records, lambda ask: transport.exchange(Collective.PLAN, ask(self.source)))
             with guard.failing_together():
@@ -197,7 +200,7 @@ class Session:
             memory=context.memory,
             name=f"rank {context.group_rank}",
             takes_slices=context.slicing is not None,
-            observer=source.observer_of(step.inputs, plan, self.observer),
+            observer=_both(source.observer_of(step.inputs, plan, self.observer), self.filler),
         )
 
     def _informed(self, inputs: StepInputs, records: Sequence[StepRecord]) -> StepInputs:
@@ -260,6 +263,9 @@ class Session:
         self.stats = self._counted.of(run, static + states, time.perf_counter() - started)
         if step.is_training and run.plan is not source.fullest.plan and source.compares:
             source.fullest.note(run, self.stats, states, context.once)
+        if self.filler is not None:
+            self.filler.finished(run, self.stats)
+            self.stats |= self.filler.numbers()
         if self.observer is not None:
             self.observer.finished(run, self.stats)
         if run.holds_last_stage and step.inputs.losses is not None:
@@ -275,6 +281,10 @@ class Session:
         if context.static.has_changed(context.modules(), seen):
             context.states.forget()
         return context.static.num_bytes
+
+
+def _both(observer: Observer | None, filler: Filler | None) -> Observer | None:
+    return Both(observer, filler) if observer is not None and filler is not None else observer or filler
 
 
 def _close(transport: Transport, memory: Memory, process: int, opened: object) -> None:

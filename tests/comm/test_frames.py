@@ -27,6 +27,7 @@ STATUSES = st.builds(
     st.floats(0, 1e8),
     SERVING,
     call=st.integers(0, 2**40),
+    filling=TEXTS,
 )
 
 

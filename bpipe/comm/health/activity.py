@@ -38,6 +38,7 @@ class Status(NamedTuple):
         seconds: how long it has been there.
         serving: for each evictor that it serves, the evictor and the position in its chain.
         call: the number of its latest collective call.
+        filling: the name of the fill job that it runs now; empty if it runs none.
     """
 
     state: State
@@ -47,6 +48,7 @@ class Status(NamedTuple):
     seconds: float = 0.0
     serving: tuple[tuple[int, int], ...] = ()
     call: int = 0
+    filling: str = ""
 
     def pack(self) -> bytes:
         return encode(self)
@@ -72,6 +74,7 @@ class Activity:
         position: the position of the action under way in this rank's lane of the plan.
         serving: likewise in the chain of each evictor that this rank serves.
         under_way: the action under way, if one thread issues all actions in a different order from the lane's.
+        filling: the name of the fill job that this rank runs while it waits; empty if it runs none.
     """
 
     def __init__(self) -> None:
@@ -83,6 +86,7 @@ class Activity:
         self.position = 0
         self.serving: dict[int, int] = {}
         self.under_way: Action | None = None
+        self.filling = ""
         self.group_ranks: Sequence[int] = ()
 
     def begin(self, plan: Plan, rank: int, step: int, group_ranks: Sequence[int], evictors: Iterable[int] = ()) -> None:
@@ -108,7 +112,7 @@ class Activity:
 
     def status(self) -> Status:
         serving = tuple(self.serving.items()) if self.state is State.RUNNING else ()
-        return Status(self.state, self.rank, self.step, self.position, 0.0, serving[:MAX_SERVED], self.call)
+        return Status(self.state, self.rank, self.step, self.position, 0.0, serving[:MAX_SERVED], self.call, self.filling)
 
     def action(self) -> Action | None:
         """Return the action under way; None outside a step, or when only the activations of others keep this rank in it."""
@@ -122,10 +126,13 @@ class Activity:
     def place(self) -> str:
         """Describe the stage, microbatch and action under way; empty outside a step."""
         action = self.action()
-        return "" if action is None else place_of(action, self.slices)
+        place = "" if action is None else place_of(action, self.slices)
+        return f"fill job {self.filling}, {place}".removesuffix(", ") if self.filling else place
 
     def is_waiting(self) -> bool:
         """Return whether this rank cannot go on without another one."""
+        if self.filling:
+            return False
         if self.state is not State.RUNNING:
             return self.state is State.MEETING
         action = self.action()

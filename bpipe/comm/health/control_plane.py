@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from bpipe.comm.health.activity import Activity
@@ -12,6 +12,8 @@ from bpipe.comm.health.collective import Collective
 from bpipe.comm.health.failure import Failure
 
 __all__: list[str] = []
+
+Meanwhile = Callable[[Callable[[], bool]], None]  # gets what tells, without waiting, whether all ranks have come
 
 
 class ControlPlane(ABC):
@@ -32,8 +34,13 @@ class ControlPlane(ABC):
         """The first failure that this rank knows of, which breaks the pipeline."""
 
     @abstractmethod
-    def exchange(self, call: Collective, data: bytes) -> list[bytes]:
+    def exchange(self, call: Collective, data: bytes, meanwhile: Meanwhile | None = None) -> list[bytes]:
         """Give every rank's bytes to all ranks. Collective; blocks the host, and can be interrupted.
+
+        Args:
+            call: which call it is.
+            data: this rank's bytes.
+            meanwhile: called once this rank's bytes are on their way; the others' are taken when it returns.
 
         Returns:
             One bytes object per rank, by rank of the group.
@@ -78,7 +85,7 @@ class NullControlPlane(ControlPlane):
 
     failure = None
 
-    def exchange(self, call: Collective, data: bytes) -> list[bytes]:
+    def exchange(self, call: Collective, data: bytes, meanwhile: Meanwhile | None = None) -> list[bytes]:
         return [data]
 
     def refuse(self, why: str) -> None: ...

@@ -19,7 +19,7 @@ from functools import partial
 from bpipe.cleanup import keeping
 from bpipe.comm.health import call_order
 from bpipe.comm.health.collective import Collective
-from bpipe.comm.health.control_plane import ControlPlane
+from bpipe.comm.health.control_plane import ControlPlane, Meanwhile
 from bpipe.comm.health.effects import Effect, Send, Signal, Warn
 from bpipe.comm.health.failure import Failure
 from bpipe.comm.health.membership import Membership
@@ -82,12 +82,14 @@ class ConnectedControlPlane(ControlPlane):
 
     # In the caller's thread
 
-    def exchange(self, call: Collective, data: bytes) -> list[bytes]:
+    def exchange(self, call: Collective, data: bytes, meanwhile: Meanwhile | None = None) -> list[bytes]:
         self._caller, before = threading.get_ident(), self.activity.state
         try:
             with self._changed:
                 effects = self._members.begin_call(call, data)
             self._do(effects)
+            if meanwhile is not None:
+                meanwhile(lambda: self._has_collected(call))
             return self._collected(call)
         finally:
             with self._changed:
@@ -97,6 +99,10 @@ class ConnectedControlPlane(ControlPlane):
         with self._changed:
             effects = self._members.refuse(why)
         self._do(effects)
+
+    def _has_collected(self, call: Collective) -> bool:
+        with self._changed:
+            return self._members.collected(call) is not None
 
     def _collected(self, call: Collective) -> list[bytes]:
         """Wait for what the ranks give to this call, and return it by rank."""

@@ -42,6 +42,8 @@ def _doing(own: Activity, status: Status | None) -> str:
     if status is None:
         return "does not answer"
     since, plan = f"{status.seconds:.1f} s", own.plan
+    if status.filling:
+        return f"has been in its fill job {status.filling} for {since}"
     if status.state is State.OUTSIDE:
         return f"has been in user code for {since}, between steps ({status.step} completed)"
     if status.state is State.PREPARING:

@@ -80,7 +80,7 @@ class Watchdog:
         return [*self._show(status, waiting), *self._give_up(status, waiting, seconds)]
 
     def _place(self) -> tuple[object, ...]:
-        return (*self._activity.status()[:4], self._activity.call, self._activity.under_way)
+        return (*self._activity.status()[:4], self._activity.call, self._activity.under_way, self._activity.filling)
 
     def shows(self) -> bool:
         """Return whether this rank waits now, or what all ranks are doing was already shown in this step."""

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from bpipe.comm.health.collective import Collective
-from bpipe.comm.health.control_plane import ControlPlane
+from bpipe.comm.health.control_plane import ControlPlane, Meanwhile
 from bpipe.device import Streams
 from bpipe.memory.shared_file import Lent
 from bpipe.schedules import Channel
@@ -31,6 +31,12 @@ class Transfer(Protocol):
 
         Raises:
             TransferError: it will not complete.
+        """
+
+    def has_come(self) -> bool | None:
+        """Return whether `wait` would return soon, without waiting; None if that cannot be known.
+
+        On CUDA, whether the device is through with it.
         """
 
 
@@ -57,8 +63,14 @@ class Transport(ABC):
         """Take an identity among the pipelines of the group, as this rank counts them."""
 
     @abstractmethod
-    def exchange(self, call: Collective, data: bytes) -> list[bytes]:
-        """Give every rank's bytes to all ranks, and return them by rank of the group. Collective over the pipeline; blocks."""
+    def exchange(self, call: Collective, data: bytes, meanwhile: Meanwhile | None = None) -> list[bytes]:
+        """Give every rank's bytes to all ranks, and return them by rank of the group. Collective over the pipeline; blocks.
+
+        Args:
+            call: which call it is.
+            data: this rank's bytes.
+            meanwhile: called while the other ranks' bytes are on their way.
+        """
 
     @abstractmethod
     def refuse(self, why: str) -> None:

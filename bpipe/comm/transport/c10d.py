@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from bpipe.comm.health.activity import place_of
 from bpipe.comm.health.collective import Collective
-from bpipe.comm.health.control_plane import ControlPlane, NullControlPlane
+from bpipe.comm.health.control_plane import ControlPlane, Meanwhile, NullControlPlane
 from bpipe.comm.health.driver import ConnectedControlPlane
 from bpipe.comm.health.links import links
 from bpipe.comm.health.watchdog import SLOW_S, Timeouts
@@ -124,9 +124,9 @@ class C10dTransport(Transport):
     def enlist(self) -> None:
         self.identity = count_pipelines(self.group, 1)
 
-    def exchange(self, call: Collective, data: bytes) -> list[bytes]:
+    def exchange(self, call: Collective, data: bytes, meanwhile: Meanwhile | None = None) -> list[bytes]:
         self._open()
-        given = self.control.exchange(call, data)
+        given = self.control.exchange(call, data, meanwhile)
         self._written.remove(REMOVED_S)  # all ranks have come, and so have read them
         return given
 
@@ -436,7 +436,7 @@ class C10dTransport(Transport):
             return f"{self._named(channel)}, step {step}" + ("" if action is None else f", {place_of(action)}")
 
         works = [communicators.post(channel, tensors, sends=sends, what=what)] if tensors else []
-        return Works([*beside, *works], tensors)
+        return Works([*beside, *works], tensors, is_told=True)
 
     def _is_for_socket(self, channel: SocketChannel, tensors: Sequence[torch.Tensor]) -> bool:
         return self.device.type == "cpu" and (channel.has_ring or sum(tensor.nbytes for tensor in tensors) <= SMALL)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from bpipe.comm.health.collective import Collective
-from bpipe.comm.health.control_plane import NullControlPlane
+from bpipe.comm.health.control_plane import Meanwhile, NullControlPlane
 from bpipe.comm.transport.base import Transfer, Transport
 from bpipe.device import Event, Streams, current_stream, is_asynchronous, on_stream, reached
 from bpipe.errors import CommError
@@ -46,6 +46,9 @@ class _Posted:
             current_stream(self._device).wait_event(self.copied)
         self.tensors = ()
         return self.note
+
+    def has_come(self) -> bool:
+        return self.is_done
 
 
 class Wires:
@@ -103,7 +106,7 @@ class LoopbackTransport(Transport):
         self._wires, self.streams = wires, wires.streams
         self._waits_for = device if is_asynchronous(device) else None  # whose streams a copy waits for
 
-    def exchange(self, call: Collective, data: bytes) -> list[bytes]:
+    def exchange(self, call: Collective, data: bytes, meanwhile: Meanwhile | None = None) -> list[bytes]:
         raise CommError("the ranks of a loopback agree inside Loopback.step")
 
     def refuse(self, why: str) -> None:

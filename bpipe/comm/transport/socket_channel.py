@@ -9,6 +9,7 @@ room for is sent by a separate thread, so that no send ever blocks.
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 from collections import deque
@@ -200,6 +201,13 @@ class Receiver(SocketChannel):
                 self._fill([rest])
         return bytes(data)
 
+    def has_begun(self, receipt: _Receipt) -> bool:
+        """Return whether a receive is over, or its message has begun to come."""
+        if receipt.tensors is None or receipt.ahead is not None:
+            return receipt.ahead is None or receipt.ahead.done()
+        is_next = self._posted[0] is receipt and (self._ahead is None or self._ahead.done())
+        return is_next and bool(select.select([self._connection], [], [], 0)[0])
+
     def read_posted(self, last: _Receipt | None = None) -> None:
         """Wait for the receives that were posted: all of them, or those up to `last`."""
         ahead = self._ahead if last is None or last.ahead is None else last.ahead
@@ -271,6 +279,9 @@ class _Receipt:
         self._receiver.read_posted(self)
         return self.note
 
+    def has_come(self) -> bool:
+        return self._receiver.has_begun(self)
+
 
 class _Sent:
     """A send, whose rest a thread may still be sending. It keeps its tensors as long as any other send, as the plan assumes."""
@@ -282,6 +293,9 @@ class _Sent:
         if self._rest is not None:
             self._rest.result()
         self._tensors = None
+
+    def has_come(self) -> bool:
+        return self._rest is None or self._rest.done()
 
 
 def _message(parts: list[memoryview], note: bytes | None = None) -> list[memoryview]:

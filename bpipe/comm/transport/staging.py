@@ -102,3 +102,6 @@ class _Staged:
         copied = self._future.result()
         current_stream(self._device).wait_event(copied)
         self._tensors = ()
+
+    def has_come(self) -> bool:
+        return self._future.done()

@@ -38,10 +38,16 @@ def wait_for(work: Any) -> None:
 
 
 class Works:
-    """Posted works and their tensors, kept until all have been waited for: dropping a gloo work loses its message."""
+    """Posted works and their tensors, kept until all have been waited for: dropping a gloo work loses its message.
 
-    def __init__(self, works: list[Any], tensors: Sequence[torch.Tensor]) -> None:
-        self._works = works
+    Args:
+        works: of torch, or transfers beside them.
+        tensors: what they read or write.
+        is_told: whether works of torch know when they are over; gloo's know it once they were waited for.
+    """
+
+    def __init__(self, works: list[Any], tensors: Sequence[torch.Tensor], *, is_told: bool = False) -> None:
+        self._works, self._is_told = works, is_told
         self._tensors: Sequence[torch.Tensor] = tensors
 
     @transferring
@@ -50,6 +56,14 @@ class Works:
             wait_for(work)
         self._works.clear()
         self._tensors = ()
+
+    def has_come(self) -> bool | None:
+        return all_have_come([self._is_over(work) for work in self._works])
+
+    def _is_over(self, work: Any) -> bool | None:
+        if hasattr(work, "has_come"):
+            return cast("bool | None", work.has_come())
+        return bool(work.is_completed()) if self._is_told else None
 
 
 class Noted:
@@ -67,3 +81,11 @@ class Noted:
         note = self._note.wait()
         self._tensors.wait()
         return note
+
+    def has_come(self) -> bool | None:
+        return all_have_come([self._note.has_come(), self._tensors.has_come()])
+
+
+def all_have_come(each: Sequence[bool | None]) -> bool | None:
+    """Return whether all transfers have come, of which each may be unknown."""
+    return False if False in each else None if None in each else True

@@ -1,0 +1,60 @@
+"""What runs while a rank waits, as a session sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bpipe.engine.run import Observer, Run
+from bpipe.schedules import Action
+
+__all__: list[str] = []
+
+
+class Filler(Observer):
+    """Fills the time in which a rank waits: before an action that waits, and while ranks begin a step.
+
+    Attributes:
+        job: what it runs; None once that was stopped.
+    """
+
+    job: Any
+
+    def between_steps(self, have_come: Callable[[], bool]) -> None:
+        """Fill the time until all ranks have come to a step. The other ranks already know that this one has come.
+
+        Args:
+            have_come: tells, without waiting, whether all have.
+        """
+
+    def numbers(self) -> dict[str, float]:
+        """Return the numbers of the latest step, to be added to its stats."""
+        return {}
+
+
+class Both(Observer):
+    """Two observers of the same step; the first one's actions last longer.
+
+    Args:
+        outer: of the whole action.
+        inner: of what is left of it.
+    """
+
+    def __init__(self, outer: Observer, inner: Observer) -> None:
+        self._outer, self._inner = outer, inner
+
+    def started(self, run: Run) -> None:
+        self._outer.started(run)
+        self._inner.started(run)
+
+    def before(self, run: Run, action: Action) -> None:
+        self._outer.before(run, action)
+        self._inner.before(run, action)
+
+    def after(self, run: Run, action: Action) -> None:
+        self._inner.after(run, action)
+        self._outer.after(run, action)
+
+    def finished(self, run: Run, stats: Mapping[str, float]) -> None:
+        self._inner.finished(run, stats)
+        self._outer.finished(run, stats)
