@@ -80,12 +80,13 @@ SIGNATURES = {
 
 OF_TORCH_ALONE = {"backward_requires_autograd", "defer_pp_recv"}
 PURE_CLASSES = [
-    *("Action", "Channel", "Costs", "Destinations", "Holding", "Lane", "Link", "Op", "Placement", "Plan", "Purpose", "Rule"),
-    *("Sizes", "SkipSizes", "Span", "StageSizes", "Timeline"),
+    *("Action", "Channel", "Costs", "Destinations", "Filling", "Gap", "Holding", "Lane", "Link", "Op", "Placement", "Plan"),
+    *("Purpose", "Rule", "Sizes", "SkipSizes", "Span", "StageSizes", "Timeline"),
 ]
 
 PURE_FUNCTIONS = [
-    *("build", "check_rule", "finish", "from_csv", "names", "register", "rules", "simulate", "unregister", "verify"),
+    *("build", "check_rule", "fill_gaps", "finish", "from_csv", "gaps_of", "names", "register", "rules", "simulate", "unregister"),
+    "verify",
 ]
 
 

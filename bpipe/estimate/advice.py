@@ -43,6 +43,9 @@ class Candidate:
         reason: why it fits or not, with the rank that needs most.
         exposed_s: seconds that the worst rank waits for evictions and loads.
         hides_at_bytes_per_s: the link that moves every evicted microbatch within one forward of its stage; None without evictions.
+        idle_s: seconds in which each rank waits for others.
+        fillable_s: of these, the seconds that a fill job would use whose pieces take a tenth of a forward.
+        idle_free_bytes: for each rank the least that its device has free while it waits, beside what is set aside.
     """
 
     schedule: str
@@ -65,6 +68,9 @@ class Candidate:
     reason: str
     exposed_s: float
     hides_at_bytes_per_s: float | None
+    idle_s: tuple[float, ...]
+    fillable_s: tuple[float, ...]
+    idle_free_bytes: tuple[int, ...]
 
     @property
     def is_balanced(self) -> bool:

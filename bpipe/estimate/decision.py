@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from bpipe.estimate import words
@@ -29,7 +29,15 @@ class Verdict:
 
 
 def verdict_on(candidates: Sequence[Candidate], evaluator: Evaluator) -> Verdict:
-    """Say whether to balance, and why."""
+    """Say whether to balance, and why, and what could be filled."""
+    verdict, best = _decided(candidates, evaluator), best_of(candidates)
+    if best is None or max(best.idle_s) == 0:
+        return verdict
+    others = [one for one in _alike(candidates, best)[1:] if one.fits and one.schedule == best.schedule]
+    return replace(verdict, text=f"{verdict.text}\n{words.idle(best, next(iter(others), None))}")
+
+
+def _decided(candidates: Sequence[Candidate], evaluator: Evaluator) -> Verdict:
     plain, balanced = [[one for one in candidates if one.fits and one.is_balanced is which] for which in (False, True)]
     if not plain and not balanced:
         return Verdict(decision="nothing fits", text=words.nothing_fits(candidates))

@@ -11,6 +11,7 @@ from bpipe.estimate.advice import Candidate, gib
 from bpipe.estimate.candidates import Variant, roomier, variants
 from bpipe.estimate.workload import Load, Workload
 from bpipe.schedules import Costs, Op, Plan, simulate
+from bpipe.simulator.gaps import Filling, fill_gaps
 from bpipe.simulator.simulation import idle_bytes, own_bytes
 from bpipe.simulator.timeline import Timeline
 
@@ -19,6 +20,7 @@ __all__: list[str] = []
 Progress = Callable[[int, int], None]
 Case = tuple[int, int, str]  # stages, microbatch size, recomputation
 RECOMPUTING_STATE = ("full",)  # recomputations that drop the keys and values which the slices behind a slice read
+PIECES = 10  # of a fill job, in a forward
 
 
 @dataclass
@@ -110,6 +112,7 @@ class Evaluator:
         timeline = simulate(plan, costs)
         peaks = tuple(map(timeline.device_peak_bytes, range(plan.num_ranks)))
         fits, reason = self._verdict(peaks, load)
+        idle = [self._idle(timeline, rank, load) for rank in range(plan.num_ranks)]
         return Candidate(
             schedule=variant.schedule,
             destination=variant.destination,
@@ -131,11 +134,20 @@ class Evaluator:
             reason=reason,
             exposed_s=max(_exposed_s(timeline, rank) for rank in range(plan.num_ranks)),
             hides_at_bytes_per_s=_hides_at(plan, costs),
+            idle_s=tuple(one.idle_s for one in idle),
+            fillable_s=tuple(one.used_s for one in idle),
+            idle_free_bytes=tuple(one.least_bytes for one in idle),
         )
 
     def _costs(self, plan: Plan, load: Load) -> Costs:
         """Return the costs of a plan's microbatches, or of their slices."""
         return load.costs.of_slices(plan, lengths=self.workload.slice_shares(plan.slices))
+
+    def _idle(self, timeline: Timeline, rank: int, load: Load) -> Filling:
+        """Return what small pieces make of a rank's gaps."""
+        piece_s = min(span.seconds for span in timeline.computations(rank) if span.action.op is Op.F) / PIECES
+        budget = self.memory_bytes - max(self.reserved_bytes, load.working_bytes)
+        return fill_gaps(timeline, rank, piece_s or timeline.makespan_s or 1.0, budget=budget)
 
     def _verdict(self, peaks: Sequence[int], load: Load) -> tuple[bool, str]:
         aside = max(self.reserved_bytes, load.working_bytes)

@@ -97,6 +97,18 @@ def link(one: Candidate, bytes_per_s: float) -> str:
     return f"{need}{over}{how}"
 
 
+def idle(one: Candidate, other: Candidate | None) -> str:
+    """Say what a fill job could use, and how much memory it would find; `other` runs the same microbatches with other memory."""
+    most, least = one.idle_s.index(max(one.idle_s)), one.idle_free_bytes.index(min(one.idle_free_bytes))
+    free = f"while rank {least} waits, {gib(one.idle_free_bytes[least])} GiB are free at least"
+    if other is not None:
+        free += f" ({gib(min(other.idle_free_bytes))} on the fullest rank of {other.label})"
+    return (
+        f"Idle: with {one.label}, rank {most} waits {one.idle_s[most]:.4g} s of the step's {one.step_s:.4g}; a fill job whose "
+        f"pieces take a tenth of a forward (docs/fill.md) would use {one.fillable_s[most]:.4g} s of them; {free}."
+    )
+
+
 def long_context(attention: float, times: Mapping[str, float], num_stages: int, slices: int) -> str:
     """Say that attention makes backwards for inputs too long for some schedules, and what to take instead.
 

@@ -17,6 +17,7 @@ from bpipe.schedules.registry import names, register, rules, unregister
 from bpipe.schedules.rule import Placement, Rule
 from bpipe.schedules.torch_csv import from_csv
 from bpipe.simulator.costs import Costs, Link
+from bpipe.simulator.gaps import Filling, Gap, fill_gaps, gaps_of
 from bpipe.simulator.simulation import simulate
 from bpipe.simulator.timeline import Holding, Lane, Span, Timeline
 from bpipe.verifier.proof import verify
@@ -26,6 +27,8 @@ __all__ = [
     "Channel",
     "Costs",
     "Destinations",
+    "Filling",
+    "Gap",
     "Holding",
     "Lane",
     "Link",
@@ -41,8 +44,10 @@ __all__ = [
     "Timeline",
     "build",
     "check_rule",
+    "fill_gaps",
     "finish",
     "from_csv",
+    "gaps_of",
     "names",
     "register",
     "rules",

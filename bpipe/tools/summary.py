@@ -10,6 +10,7 @@ from bpipe.plan.amounts import show_bytes, show_each
 from bpipe.plan.grid import head
 from bpipe.schedules import Op, Plan, Timeline
 from bpipe.simulator.critical import critical_path
+from bpipe.simulator.gaps import Filling
 from bpipe.tools.quantities import show_seconds
 from bpipe.tools.scene import counts_messages, knows_bytes
 from bpipe.tools.terminal import table
@@ -118,6 +119,23 @@ def shown_of(timeline: Timeline, data: dict[str, Any]) -> list[Any]:
         rows = [(*row, show_bytes(rank["host_bytes"])) for row, rank in zip(rows, data["ranks"])]
     step = f"step, {timeline.source}: {show_seconds(data['makespan_s'])}"
     return [head(timeline.plan), step, table(columns, rows), f"critical path: {path}"]
+
+
+def fill_shown(filled: Sequence[Filling], data: dict[str, Any]) -> list[Any]:
+    """Return a table of what a fill job's pieces make of each rank's gaps, and what that is of all ranks' work."""
+    rows = [
+        (
+            f"rank {rank}",
+            show_seconds(one.idle_s),
+            f"{show_bytes(one.least_bytes)} to {show_bytes(one.most_bytes)}" if data["knows_bytes"] else "-",
+            str(one.num_pieces),
+            f"{show_seconds(one.used_s)} ({share(one.used_s, one.idle_s):.0%})",
+        )
+        for rank, one in enumerate(filled)
+    ]
+    more = share(sum(one.used_s for one in filled), sum(rank["work_s"] for rank in data["ranks"]))
+    columns = ["", "waits", "free meanwhile", "pieces", "filled"]
+    return [table(columns, rows), f"a fill job adds {more:.1%} to what the ranks compute"]
 
 
 def share(part: float, whole: float) -> float:

@@ -55,6 +55,14 @@ def occupied_bytes(plan: Plan) -> tuple[int, ...]:
     return tuple(map(machine.occupied_bytes, range(len(plan.actions))))
 
 
+def waiting_bytes(plan: Plan) -> dict[tuple[int, tuple[object, ...]], int]:
+    """The bytes that each rank of a sound plan occupies while it waits, by rank and the first four fields of the action."""
+    machine = _Machine(plan)
+    machine.run()
+    always = [machine.occupied_bytes(rank) - machine.bytes.stores[rank].peak for rank in range(len(plan.actions))]
+    return {(rank, action): always[rank] + num_bytes for (rank, action), num_bytes in machine.waiting.items()}
+
+
 def crossings(plan: Plan) -> Counter[tuple[object, ...]]:
     """How often each value of a skip arrives on a rank of a sound plan: by rank, and the value's skip, source and unit."""
     machine = _Machine(plan)
@@ -122,6 +130,7 @@ class _Machine:
         self.slots: list[set[tuple[int, int, str]]] = [set() for _ in plan.actions]  # and why each is occupied
         self.peak = [0 for _ in plan.actions]
         self.bytes = Bytes(plan)
+        self.waiting: dict[tuple[int, tuple[object, ...]], int] = {}  # what a rank's own objects take while it waits
         self.remote_buffers: dict[tuple[int, object], RemoteBuffers] = defaultdict(
             RemoteBuffers
         )  # in bytes, by acceptor and evictor
@@ -195,6 +204,8 @@ class _Machine:
     # The two kinds of lane. Each returns False where it must wait.
 
     def computing(self, rank: int, action: Action) -> bool:
+        if action.op.value.startswith("WAIT_"):
+            self.waiting[rank, action[:4]] = sum(self.bytes.stores[rank].objects.values())
         do = COMPUTING.get(str(action.op.value))
         insist(do, "wrong lane:", action, "among the computations of rank", rank)
         known = 0 <= action.stage < self.p and 0 <= action.microbatch < self.m
