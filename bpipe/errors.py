@@ -10,6 +10,7 @@ __all__ = [
     "BudgetError",
     "CommError",
     "ConfigurationError",
+    "FillError",
     "PipelineBrokenError",
     "PlanError",
     "RankFailedError",
@@ -27,6 +28,10 @@ class BPipeError(Exception):
 
 class ConfigurationError(BPipeError, ValueError):
     """An argument that cannot work: a wrong stage index, a batch that does not divide, a missing target."""
+
+
+class FillError(BPipeError, RuntimeError):
+    """A fill job raised an error, took more time or bytes than it was given, or kept more bytes than it said."""
 
 
 class PlanError(BPipeError, ValueError):

@@ -29,7 +29,7 @@ def run(*command: object, cwd: Path = ROOT) -> str:
 
 MAKES = re.compile("cuda|nccl|xccl|xpu|privateuse", re.IGNORECASE)
 KNOW_MAKES = {
-    *("device/__init__.py", "device/handles.py", "comm/transport/communicators.py", "environment.py"),
+    *("device/__init__.py", "device/counters.py", "device/handles.py", "comm/transport/communicators.py", "environment.py"),
     *("slices/by_pieces.py", "slices/flash.py"),  # kernels have names of their own for each
 }
 

@@ -208,6 +208,22 @@ class Schedule:
             return self.group.loopback.run_alone(session, call, is_training=is_training)
         return session.run(lambda: session.begin(call, is_training=is_training))
 
+    @property
+    def fill(self) -> Any:
+        """The fill job of this rank: work that it does while it waits for others, as docs/fill.md describes; None if it has none.
+
+        Set it between steps, to any object with `step(seconds, num_bytes)`, such as a `bpipe.fill.Job`. Ranks may have different
+        ones. It is None again after an error that has stopped the job.
+        """
+        return None if self.session.filler is None else self.session.filler.job
+
+    @fill.setter
+    def fill(self, job: Any) -> None:
+        from bpipe.fill.job_filler import filler_of
+
+        with self.session.guard.entered():
+            self.session.filler = None if job is None else filler_of(job, self.session)
+
     # The interface for bpipe's other modules
 
     @property

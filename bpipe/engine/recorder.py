@@ -41,6 +41,7 @@ class RecordedStep:
         "begin_ns",
         "device_ns",
         "end_ns",
+        "filled_ns",
         "live_bytes",
         "places",
         "remote_buffer_bytes",
@@ -59,6 +60,7 @@ class RecordedStep:
         self.static_bytes = 0  # bytes that stay: weights, gradients, buffers, optimizer states
         self.remote_buffer_bytes = 0  # reserved for remote activations, or saved by microbatches in common
         self.device_ns = array("q")  # begin and end of each computation, on CUDA
+        self.filled_ns = array("q")  # begin and end of each piece of a fill job, those before the next step included
 
 
 class Recorder(Observer):
@@ -71,6 +73,7 @@ class Recorder(Observer):
     def __init__(self, device_times: DeviceTimes | None) -> None:
         self.records: list[RecordedStep] = []  # complete ones
         self.device_times = device_times
+        self._record: RecordedStep | None = None
         self._places: dict[int, Places] = {}  # by the identity of the plan, which they keep alive
         self._live_bytes = self._num_done = 0  # after the compute lane's last action; and how many actions it has run
         self._scanned: tuple[Plan | None, Mapping[Key, Footprint], array[int]] = (None, {}, array("q"))
@@ -87,11 +90,11 @@ class Recorder(Observer):
     def before(self, run: Run, action: Action) -> None:
         if self.device_times is not None and action.op in COMPUTE:
             self.device_times.mark()
-        self._record.begin_ns[self._index(run, action)] = time.perf_counter_ns()
+        self._under_way.begin_ns[self._index(run, action)] = time.perf_counter_ns()
 
     def after(self, run: Run, action: Action) -> None:
         now = time.perf_counter_ns()
-        record, index = self._record, self._index(run, action)
+        record, index = self._under_way, self._index(run, action)
         record.end_ns[index] = now
         if action.op not in SERVED:
             self._num_done += 1
@@ -102,14 +105,23 @@ class Recorder(Observer):
             if self.device_times is not None and action.op in COMPUTE:
                 self.device_times.mark()
 
+    @property
+    def _under_way(self) -> RecordedStep:
+        assert self._record is not None, "a step has started"
+        return self._record
+
     def _index(self, run: Run, action: Action) -> int:
         """Return an action's place: the compute lane runs in order, unless the run has a position; acceptor lanes run beside it."""
         if action.op in SERVED:
-            return self._record.places.index[action]
+            return self._under_way.places.index[action]
         return self._num_done if run.position is None else run.position
 
+    def filled(self, begin_ns: int, end_ns: int) -> None:
+        if self._record is not None:
+            self._record.filled_ns.extend((begin_ns, end_ns))
+
     def finished(self, run: Run, stats: Mapping[str, float]) -> None:
-        record = self._record
+        record = self._under_way
         record.taken_bytes = self._taken(run)
         record.remote_buffer_bytes = int(stats["remote_buffer_bytes"] + stats["held_bytes"])
         record.static_bytes = int(stats["static_bytes"] - stats["held_bytes"])  # the held bytes are activations

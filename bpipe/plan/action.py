@@ -20,6 +20,7 @@ class Op(StrEnum):
     B = "B"  # full backward
     I = "I"  # noqa: E741  input half of the backward, the field's name for it
     W = "W"  # backward for the weights
+    FILL = "FILL"  # a piece of a fill job, in timelines; no plan has one
     R = "R"  # recomputation: the forward again, because the first one saved no activations
     SEND_F = "SEND_F"
     RECV_F = "RECV_F"

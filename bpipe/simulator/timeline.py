@@ -49,6 +49,7 @@ class Lane:
         static_bytes: the bytes that stay throughout: weights, gradients, buffers, optimizer states.
         remote_buffer_bytes: activations that are counted throughout: the buffers for remote activations, and bytes that
             microbatches share.
+        filled_s: the begin and the end of each piece of a fill job, one after the other; some may lie behind the step's end.
     """
 
     begin_s: array[float]
@@ -57,6 +58,7 @@ class Lane:
     message_bytes: array[int] = field(default_factory=lambda: array("q"))
     static_bytes: int = 0
     remote_buffer_bytes: int = 0
+    filled_s: array[float] = field(default_factory=lambda: array("d"))
 
     @property
     def ends_s(self) -> tuple[float, float] | None:
@@ -160,6 +162,11 @@ class Timeline:
     def waits(self, rank: int) -> Iterator[Span]:
         """Iterate over the waits of a rank's compute lane, for other ranks' results as well as for transfers."""
         return (span for span in self.spans(rank) if span.action.op in START_OF and span.seconds > 0)
+
+    def fills(self, rank: int) -> Iterator[Span]:
+        """Iterate over the pieces of a fill job, numbered in order: stage and microbatch mean nothing there."""
+        filled = self.actions[rank].filled_s
+        return (Span(Action(Op.FILL, 0, i // 2), filled[i], filled[i + 1]) for i in range(0, len(filled), 2))
 
     def span_s(self, rank: int) -> tuple[float, float]:
         """Return when a rank's first computation began and its last one ended.

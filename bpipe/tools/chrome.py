@@ -2,6 +2,7 @@
 
     process "rank 0"   compute      | 0F0 | 0F1 |WAIT_RECV_B| 0B0 | ...
                        device       | 0F0 | 0F1 |           | 0B0 |         on CUDA, when it was measured
+                       fill job     pieces of it, in the time in which the rank waits
                        transfers       | 0SEND_F0 ----+|  ...
                        evictions    ...               | |0EVICT2 --+|   |+-> 0LOAD2 |
                        host         ...               evictions to this rank's own host, and loads from there
@@ -33,7 +34,7 @@ from bpipe._version import __version__
 from bpipe.plan.action import COMPUTE, HOST, MESSAGES, POSTS, RECEIVER_OF, SENDS, SERVED, SHARDING, START_OF, Action, Op
 from bpipe.plan.whereabouts import whereabouts
 from bpipe.simulator.timeline import Timeline
-from bpipe.tools.chrome_read import DEVICE, FORMAT
+from bpipe.tools.chrome_read import DEVICE, FILL_JOB, FORMAT
 from bpipe.tools.measured import Measured, computed
 
 __all__ = ["save_trace"]
@@ -45,9 +46,10 @@ LEAST_NS = 2
 Event = dict[str, Any]
 
 # The lanes of a rank, from top to bottom.
-COMPUTE_LANE, _, TRANSFERS, EVICTIONS, HOST_MOVES, GUESTS, GUEST_WAITS, WEIGHTS, NO_WAITS = LANES = (
+COMPUTE_LANE, _, _, TRANSFERS, EVICTIONS, HOST_MOVES, GUESTS, GUEST_WAITS, WEIGHTS, NO_WAITS = LANES = (
     "compute",
     DEVICE,
+    FILL_JOB,
     "transfers",
     "evictions",
     "host",
@@ -176,6 +178,8 @@ def _slices(timeline: Timeline, rank: int) -> Iterator[_Slice]:
         device = timeline.device[rank]
         for action, begin_s, end_s in zip(computed(plan, rank), device.begin_s, device.end_s):
             yield _Slice(_ns(begin_s), _ns(end_s), DEVICE, action, None, None, _ns(end_s) - _ns(begin_s))
+    for action, begin_s, end_s in timeline.fills(rank):
+        yield _Slice(_ns(begin_s), _ns(end_s), FILL_JOB, action, None, None, _ns(end_s) - _ns(begin_s))
 
 
 def _lane_of(action: Action, takes_time: bool) -> str:
@@ -253,6 +257,11 @@ def _events(
         place = _free_place(tracks.busy_ns[rank, one.lane], begin_ns, end_ns)
         yield from tracks.names(rank, one.lane, place)
         on = {"pid": pid, "tid": tracks.tids[rank, one.lane, place]}
+        times = {"ts": _us(begin_ns), "dur": _us(end_ns - begin_ns)}
+        if one.action.op is Op.FILL:
+            name = f"piece {one.action.microbatch}"
+            yield {"ph": "X", "name": name, "cat": one.lane, **on, **times, "args": {"action": name, **known}}
+            continue
         name = timeline.plan.show(one.action)
         microbatch, slice_ = timeline.plan.slice_of(one.action.microbatch)
         args = {"action": name, "stage": one.action.stage, "microbatch": microbatch, **known}
@@ -266,7 +275,6 @@ def _events(
             args |= {"activation_bytes": one.activation_bytes, "message_bytes": one.message_bytes}
         if one.true_ns != end_ns - begin_ns:
             args["ns"] = one.true_ns
-        times = {"ts": _us(begin_ns), "dur": _us(end_ns - begin_ns)}
         yield {"ph": "X", "name": name, "cat": one.lane, **on, **times, "args": args}
         for phase, identity, name in ends.get((rank, one.action), ()) if one.action.op in POSTS else ():
             binding = {"ts": times["ts"]} if phase == "s" else {"ts": _us(end_ns - 1), "bp": "e"}

@@ -25,6 +25,7 @@ __all__ = ["load_trace"]
 FORMAT = "bpipe-trace 3"
 EARLIER = "bpipe-trace 1"
 DEVICE = "device"
+FILL_JOB = "fill job"
 
 MOST_NUMBER = 2**62  # of nanoseconds or bytes
 MOST_SHOWN = 60  # characters of what is damaged, in an error
@@ -138,13 +139,14 @@ class _Filling:
     def __init__(self) -> None:
         self.times_s: dict[int, tuple[float, float]] = {}
         self.held_bytes: dict[int, tuple[int, int]] = {}  # of activations, and of messages
+        self.filled_s: list[tuple[float, float]] = []  # when pieces of a fill job ran
 
     def enter(self, index: int, begin_ns: int, end_ns: int) -> None:
         if index in self.times_s:
             raise ConfigurationError("a damaged trace: the action is there twice")
         self.times_s[index] = begin_ns / 1e9, end_ns / 1e9
 
-    def finish(self, part: range, static_bytes: int = 0, remote_buffer_bytes: int = 0) -> Lane:
+    def finish(self, part: range, static_bytes: int = 0, remote_buffer_bytes: int = 0, *, is_own: bool = False) -> Lane:
         """Return a part of the lane, in which the times of what a rank did not do are unknown."""
         held = [self.held_bytes[index] for index in part if index in self.held_bytes]
         if held and len(held) != len(part):
@@ -156,6 +158,7 @@ class _Filling:
             message_bytes=array("q", [messages for _, messages in held]),
             static_bytes=static_bytes,
             remote_buffer_bytes=remote_buffer_bytes,
+            filled_s=array("d", [second for piece in sorted(self.filled_s) for second in piece] if is_own else []),
         )
 
 
@@ -187,12 +190,15 @@ class _Draft:
         if rank not in self._lanes:
             raise ConfigurationError(f"a damaged trace: times of rank {rank}, which is not among {list(self._lanes)[:MOST_TOLD]}")
         text, is_device = args["action"], event["cat"] == DEVICE
+        begin_ns = round(_number(event["ts"]) * 1000) - self._start_ns
+        end_ns = begin_ns + (_integer(args["ns"]) if "ns" in args else round(_number(event["dur"]) * 1000))
+        if event["cat"] == FILL_JOB:
+            self._lanes[rank].filled_s.append((begin_ns / 1e9, end_ns / 1e9))
+            return
         if text not in (self._places.of_computations[rank] if is_device else self._places.of_rank[rank]):
             raise ConfigurationError(
                 f"{printable(str(text))[:MOST_SHOWN]} is not an action of rank {rank} in the plan {self._plan.name}"
             )
-        begin_ns = round(_number(event["ts"]) * 1000) - self._start_ns
-        end_ns = begin_ns + (_integer(args["ns"]) if "ns" in args else round(_number(event["dur"]) * 1000))
         if is_device:
             self._device[rank].enter(self._places.of_computations[rank][text], begin_ns, end_ns)
             return
@@ -215,7 +221,7 @@ class _Draft:
         actions, served, device = [], [], []
         for rank, (idle, all_actions) in enumerate(zip(self._idle, self._places.lanes)):
             num_own, lane = len(self._plan.actions[rank]), self._lanes.get(rank)
-            actions.append(empty(*idle) if lane is None else lane.finish(range(num_own), *idle))
+            actions.append(empty(*idle) if lane is None else lane.finish(range(num_own), *idle, is_own=True))
             served.append(empty() if lane is None else lane.finish(range(num_own, len(all_actions))))
             times = self._device[rank].times_s if rank in self._device else ()
             device.append(self._device[rank].finish(range(len(times))) if times else empty())

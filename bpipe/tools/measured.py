@@ -123,4 +123,5 @@ def _later(lane: Lane, seconds: float) -> Lane:
         lane,
         begin_s=array("d", [begin + seconds for begin in lane.begin_s]),
         end_s=array("d", [end + seconds for end in lane.end_s]),
+        filled_s=array("d", [second + seconds for second in lane.filled_s]),
     )

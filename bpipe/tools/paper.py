@@ -20,6 +20,7 @@ WIDTHS, WIDTH_EACH = (10.4, 22.4), 0.19  # of the picture, and of a short comput
 LEFT, RIGHT, ABOVE, BELOW = 1.45, 0.2, 0.05, 0.5
 TITLE, HEAD, PANEL_GAP = 0.4, 0.4, 0.25
 COMPUTATION, MOVES, SENDS, MEMORY, ROW_GAP = 0.3, 0.2, 0.08, 0.4, 0.16
+FILL_SHARE = 0.6  # of a computation's height
 TALLEST_ROWS, TALLEST = 11.0, 190.0  # beyond the first, rows shrink to half at most; beyond the second, without limit
 
 
@@ -34,7 +35,7 @@ class Band(NamedTuple):
 
 
 class Strip(NamedTuple):
-    """Boxes of one kind side by side: "compute", "wait", "move" or "send"."""
+    """Boxes of one kind side by side: "compute", "wait", "fill", "move" or "send"."""
 
     kind: str
     top: float
@@ -52,6 +53,8 @@ def strips(row: Row, band: Band) -> Iterator[Strip]:
         inset = (band.moves - band.top) * (1 - share) / 2
         waits = tuple(span for span in row.waits if (span.action.op in (Op.WAIT_EVICT, Op.WAIT_LOAD)) == is_for_move)
         yield Strip("wait", band.top + inset, band.moves - inset, waits)
+    inset = (band.moves - band.top) * (1 - FILL_SHARE) / 2
+    yield Strip("fill", band.top + inset, band.moves - inset, row.fills)
     step = (band.sends - band.moves) / max(2, len(row.moves))
     for index, track in enumerate(row.moves, start=len(row.moves) == 1 and not row.num_out):
         yield Strip("move", band.moves + step * (index + 0.15), band.moves + step * (index + 1), track)

@@ -227,6 +227,8 @@ def _look(kind: str, span: Span, row: Row) -> _Look:
         return _Look(_fill(span, row), "white")
     if kind == "wait":
         return _Look(wait_colour(role(span.action)), zorder=2)
+    if kind == "fill":
+        return _Look(COLOURS[Op.FILL], "white", zorder=3)
     return _move_look(role(span.action)) if kind == "move" else _Look(COLOURS[span.action.op])
 
 
@@ -241,7 +243,8 @@ def _move_look(role: Role) -> _Look:
 def _legend(scene: Scene) -> list[Patch | Line2D]:
     """Return a legend entry for each thing that can be seen in the picture."""
     rows = [row for panel in scene.panels for row in panel.rows]
-    seen = {role(span.action) for row in rows for spans in (row.computations, row.waits, row.sends, *row.moves) for span in spans}
+    each = (spans for row in rows for spans in (row.computations, row.waits, row.fills, row.sends, *row.moves))
+    seen = {role(span.action) for spans in each for span in spans}
     several = ", lighter on a rank's later stages" if any(len(row.stages) > 1 for row in rows) else ""
     if any(row.slices > 1 for row in rows):
         several += ", 1/2: of slice 2 of microbatch 1"

@@ -41,6 +41,7 @@ class Row:
     slices: int  # of each microbatch; if there are several, boxes are of slices
     computations: tuple[Span, ...]  # F, B, I and W, one after the other; those in pieces as one, from the first to the last
     waits: tuple[Span, ...]  # when its compute lane waited, between pieces too
+    fills: tuple[Span, ...]  # pieces of a fill job meanwhile
     # evictions, loads and their other ends, in tracks without overlaps: those that leave, then those that arrive
     moves: tuple[tuple[Span, ...], ...]
     num_out: int  # how many of the tracks are of those that leave
@@ -59,7 +60,7 @@ class Row:
 
     @property
     def num_boxes(self) -> int:
-        return len(self.computations) + len(self.waits) + len(self.sends) + sum(map(len, self.moves))
+        return len(self.computations) + len(self.fills) + len(self.waits) + len(self.sends) + sum(map(len, self.moves))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +208,7 @@ def _row(timeline: Timeline, rank: int, window: Window, unit: str, slot: int, al
         slices=plan.slices,
         computations=tuple(_within(_whole(plan, timeline.computations(rank)), window, allowance)),
         waits=tuple(_within(timeline.waits(rank), window, allowance)),
+        fills=tuple(_within(timeline.fills(rank), window, allowance)),
         moves=(*leaving, *arriving),
         num_out=len(leaving),
         sends=tuple(span for span in transfers if span.action.op in SENT),
@@ -288,9 +290,12 @@ def _facts(timeline: Timeline, unit: str, slots_each: int) -> str:
     stages = f"p = {plan.num_ranks}" + (f" with {plan.num_stages} stages" if plan.num_ranks != plan.num_stages else "")
     step = "" if timeline.step is None else f" in step {timeline.step}"
     slices = f" of k = {plan.slices} slices" if plan.slices > 1 else ""
+    filled = sum(span.seconds for rank in ranks for span in timeline.fills(rank)) / (makespan * len(ranks) or 1.0)
+    fill = f" (fill job {filled:.1%})" if filled else ""
     return (
         f"{stages}, m = {plan.num_microbatches}{slices}   \N{MIDDLE DOT}   makespan {show_seconds(makespan)}   \N{MIDDLE DOT}   "
-        f"bubble {bubble:.1%}   \N{MIDDLE DOT}   {_fullest(timeline, unit, slots_each)}   \N{MIDDLE DOT}   {timeline.source}{step}"
+        f"bubble {bubble:.1%}{fill}   \N{MIDDLE DOT}   {_fullest(timeline, unit, slots_each)}   \N{MIDDLE DOT}   "
+        f"{timeline.source}{step}"
     )
 
 

@@ -228,6 +228,7 @@ def _timeline(record: RecordedStep, rank: int, zero_ns: int, errors: tuple[float
                 message_bytes=messages,
                 static_bytes=record.static_bytes,
                 remote_buffer_bytes=record.remote_buffer_bytes,
+                filled_s=_seconds(record.filled_ns, began_ns),
             ),
         ),
         served=_only(rank, plan.num_ranks, Lane(begin_s=begin_s[served], end_s=end_s[served])),

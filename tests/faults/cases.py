@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faults import disagreements, misuse, processes, raises, works
+from tests.faults import disagreements, filling, misuse, processes, raises, works
 from tests.faults.case import Case
 
 GROUPS: dict[str, list[Case]] = {
@@ -10,6 +10,7 @@ GROUPS: dict[str, list[Case]] = {
     "Processes that end, stop or are slow": processes.CASES,
     "Ranks that disagree": disagreements.CASES,
     "Calls that do not fit together": misuse.CASES,
+    "In a fill job": filling.CASES,
     "What looks like a fault and works": works.CASES,
 }
 

@@ -1,0 +1,110 @@
+"""Inference of another model, layer by layer, in the time in which a rank waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from bpipe.errors import ConfigurationError
+from bpipe.fill.counted import Counted
+from bpipe.fill.iterated import Pieces
+from bpipe.fill.job import Job, OnError
+
+__all__ = ["Inference"]
+
+
+class Inference(Pieces):
+    """Evaluate a model on batches, or compute embeddings, without gradients; each layer's call on a batch is a piece.
+
+    The first batch runs once when the job is made, which measures the seconds and bytes of each layer: later ones must not take
+    more bytes. The outputs are those of the layers called one after the other, to the bit. Put the modules in eval mode, and on the
+    rank's device, as you would there.
+
+    Args:
+        layers: the model as a chain, such as an `nn.Sequential`: each layer gets what the one before has returned.
+        batches: inputs of the first layer, such as a `DataLoader`; a tuple is passed as several arguments.
+        on_output: called with the output of each batch, in order.
+        kept_bytes: what `on_output` keeps of the device at most.
+        name: `Job.name`.
+        on_error: `Job.on_error`.
+        budget: `Job.budget`.
+        grace_s: `Job.grace_s`.
+
+    Raises:
+        ConfigurationError: there is no layer or no batch.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[nn.Module],
+        batches: Iterable[Any],
+        on_output: Callable[[Any], object],
+        *,
+        kept_bytes: int = 0,
+        name: str = "inference",
+        on_error: OnError = "fail",
+        budget: int | None = None,
+        grace_s: float = Job.grace_s,
+    ) -> None:
+        self._layers, others = list(layers), iter(batches)
+        first = next(others, None)
+        if first is None or not self._layers:
+            raise ConfigurationError("inference takes at least one layer and one batch")
+        tensors = [one for layer in self._layers for one in chain(layer.parameters(), layer.buffers())]
+        device = tensors[0].device if tensors else torch.device("cpu")
+        between, during, seconds = self._measured(first, device)
+        super().__init__(
+            lambda: self._run(chain([first], others), on_output),
+            num_bytes=during - between,
+            name=name,
+            on_error=on_error,
+            budget=budget,
+            held_bytes=_bytes_of(tensors, device) + between + kept_bytes,
+            grace_s=grace_s,
+        )
+        for index, took in enumerate(seconds):
+            self._known.learn(index, took)
+        self._next = 0
+
+    def _measured(self, batch: Any, device: torch.device) -> tuple[int, int, list[float]]:
+        """Return the bytes of a batch between layers at most, those during a layer at most, and the seconds of each layer."""
+        counted, seconds = Counted(device), list[float]()
+        between = during = 0
+        pieces = self._run([batch], lambda output: None)
+        for _ in self._layers:
+            began = time.perf_counter()
+            with counted:
+                counted.begin()
+                next(pieces)
+            seconds.append(time.perf_counter() - began)
+            between, during = max(between, counted.live_bytes()), max(during, counted.peak_bytes)
+        own = _bytes_of(tree_leaves(batch), device)  # later ones are made in a piece
+        return between + own, during + own, seconds
+
+    def _run(self, batches: Iterable[Any], on_output: Callable[[Any], object]) -> Iterator[Hashable]:
+        """Yield behind each layer's call the index of the next one."""
+        for batch in batches:
+            given = batch if isinstance(batch, tuple) else (batch,)
+            del batch
+            for index, layer in enumerate(self._layers, start=1):
+                with torch.no_grad():
+                    made = layer(*given)
+                given = made if isinstance(made, tuple) else (made,)
+                if index < len(self._layers):
+                    del made
+                    yield index
+            on_output(made)
+            del made, given
+            yield 0
+
+
+def _bytes_of(tensors: Iterable[Any], device: torch.device) -> int:
+    """Return the bytes of the storages of tensors on a device, each counted once."""
+    storages = [one.untyped_storage() for one in tensors if isinstance(one, torch.Tensor) and one.device == device]
+    return sum({one._cdata: one.nbytes() for one in storages}.values())

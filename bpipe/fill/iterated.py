@@ -1,0 +1,83 @@
+"""A fill job made of pieces that run one after the other, each of which is measured when it runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Any
+
+from bpipe.fill.job import Job, OnError
+from bpipe.fill.piece_seconds import KnownSeconds
+
+__all__ = ["Pieces"]
+
+UNKNOWN_S = 0.01  # what an unknown piece is taken to need at most
+
+
+class Pieces(Job):
+    """Any callable that yields: what it does between two yields is a piece.
+
+    How long a piece takes is known from earlier ones: what is yielded is the key of the next piece, and those with equal keys take
+    alike. One with a new key runs where at least `unknown_s` is free.
+
+    Args:
+        make: makes the iterator, such as a generator function. It is called when the first piece runs, and again after the last
+            one if `repeats`.
+        num_bytes: what a piece takes of the device at most while it runs.
+        repeats: whether to begin again after the end.
+        unknown_s: see above.
+        name: `Job.name`; default: the callable's.
+        on_error: `Job.on_error`.
+        budget: `Job.budget`.
+        held_bytes: `Job.held_bytes`.
+        grace_s: `Job.grace_s`.
+
+    Attributes:
+        is_over: whether the last piece has run.
+        num_pieces: how many have run.
+
+    Example:
+        >>> def count():
+        ...     for i in range(3):
+        ...         yield
+        >>> job = Pieces(count)
+        >>> [job.step(1.0, 0) is None for _ in range(5)], job.is_over
+        ([False, False, False, False, True], True)
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Iterable[Hashable]],
+        *,
+        num_bytes: int = 0,
+        repeats: bool = False,
+        unknown_s: float = UNKNOWN_S,
+        name: str = "",
+        on_error: OnError = "fail",
+        budget: int | None = None,
+        held_bytes: int | None = 0,
+        grace_s: float = Job.grace_s,
+    ) -> None:
+        self._make, self._num_bytes, self._repeats, self._unknown_s = make, num_bytes, repeats, unknown_s
+        self.name = name or getattr(make, "__name__", "")
+        self.on_error, self.budget, self.held_bytes, self.grace_s = on_error, budget, held_bytes, grace_s
+        self._pieces: Iterator[Any] | None = None
+        self._next: Hashable = None  # the key of the piece that runs next
+        self._known = KnownSeconds()
+        self.is_over, self.num_pieces = False, 0
+
+    def step(self, seconds: float, num_bytes: int) -> float | None:
+        """Run the next piece, if it fits."""
+        if self.is_over or num_bytes < self._num_bytes or not self._known.fits(self._next, seconds, self._unknown_s):
+            return None
+        began, key = time.perf_counter(), self._next
+        if self._pieces is None:
+            self._pieces = iter(self._make())
+        try:
+            self._next = next(self._pieces)
+        except StopIteration:
+            self._pieces, self._next, self.is_over = None, None, not self._repeats
+        self.num_pieces += 1
+        took = time.perf_counter() - began
+        self._known.learn(key, took)
+        return took

@@ -1,0 +1,95 @@
+"""A fill job: work that has nothing to do with a rank's microbatches, and is done while the rank would wait for another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from torch import nn
+
+from bpipe.errors import ConfigurationError, printable
+
+__all__ = ["Job"]
+
+OnError = Literal["fail", "stop"]
+MOST_NAME = 60  # characters
+
+
+class Job:
+    """A fill job, with the settings that any object with a `step` may have as well.
+
+    Attributes:
+        name: names it in errors, logs and traces.
+        on_error: "fail": if `step` raises, takes much longer than it was given, or more bytes, the rank fails, and with it all
+            ranks, by a `FillError`. "stop": the job is stopped with a warning, and training goes on.
+        budget: bytes that the rank's device may hold at most while a piece runs, the rank's own ones included. None: the budget
+            of `Balanced` for the rank, if it has one in bytes, else what the rank takes at its own peak, so that no job raises it.
+        held_bytes: what the job may keep between pieces. It takes its part of the budget at all times. None: it makes nothing that
+            is its own, and no bytes of it are counted.
+        grace_s: seconds by which a piece may take longer than it was given before that is an error. All ranks fail then, even
+            if the piece never returns.
+    """
+
+    name: str = ""
+    on_error: OnError = "fail"
+    budget: int | None = None
+    held_bytes: int | None = 0
+    grace_s: float = 5.0
+
+    def begin(self, stages: Mapping[int, nn.Module]) -> None:
+        """Learn for which stages the rank runs, by index, when it gets the job."""
+
+    def step(self, seconds: float, num_bytes: int) -> float | None:
+        """Do a piece of work that fits, or nothing. Called again and again while the rank waits.
+
+        The thread is the one that called `schedule.step`. torch's random numbers are the job's own. On CUDA the current stream is
+        one of low priority, and the piece has to wait for its end before it returns.
+
+        Args:
+            seconds: until this rank expects to go on.
+            num_bytes: what the piece may take of the device while it runs, beside `held_bytes`.
+
+        Returns:
+            The seconds that it took; None if nothing fits or nothing is left, and then it is not asked again in this wait.
+        """
+        raise NotImplementedError
+
+    def stage_done(self, stage: int) -> None:
+        """Learn that a stage of this rank has its gradients of this step, and is not used again in it."""
+
+    def finish(self) -> None:
+        """Do what must be done before a training step returns."""
+
+
+class Settings(NamedTuple):
+    """The settings of a job, checked."""
+
+    name: str
+    on_error: OnError
+    budget: int | None
+    held_bytes: int | None
+    grace_s: float
+
+    @classmethod
+    def of(cls, job: Any) -> Settings:
+        """Read the settings of any object that can be a job.
+
+        Raises:
+            ConfigurationError: it has no `step`, or a setting is not valid.
+        """
+        if not callable(getattr(job, "step", None)):
+            raise ConfigurationError(f"fill={job!r:.80}: give an object with step(seconds, num_bytes), such as a bpipe.fill.Job")
+        name, on_error, budget, held, grace = (getattr(job, key, getattr(Job, key)) for key in cls._fields)
+        if on_error not in ("fail", "stop"):
+            raise ConfigurationError(f"the fill job's on_error={on_error!r}: choose 'fail' or 'stop'")
+        if budget is not None and not _is_count(budget, 1):
+            raise ConfigurationError(f"the fill job's budget={budget!r}: give a whole number of bytes, at least 1, or None")
+        if held is not None and not _is_count(held, 0):
+            raise ConfigurationError(f"the fill job's held_bytes={held!r}: give a whole number of bytes, or None")
+        if isinstance(grace, bool) or not isinstance(grace, int | float) or not grace > 0:
+            raise ConfigurationError(f"the fill job's grace_s={grace!r}: give a positive number of seconds")
+        return cls(printable(str(name or type(job).__name__))[:MOST_NAME], on_error, budget, held, float(grace))
+
+
+def _is_count(number: object, least: int) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= least

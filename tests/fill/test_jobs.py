@@ -1,0 +1,234 @@
+"""Fill jobs by themselves: their pieces, settings that cannot work, and what stops them."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bpipe
+from bpipe.errors import ConfigurationError, FillError, RankFailedError
+from bpipe.fill import Inference, Job, Pieces
+from bpipe.fill.counted import Counted
+from bpipe.fill.piece_seconds import KnownSeconds
+from bpipe.fill.room import Waits
+from tests.fill.test_filled import BATCH, WIDTH, M, P, stage_of
+from tests.ranks import run_ranks
+
+PLENTY = 2**40
+
+
+def test_pieces_run_in_order_where_they_fit() -> None:
+    ran: list[int] = []
+
+    def work() -> Iterator[str]:
+        for i in range(4):
+            ran.append(i)
+            time.sleep(0.02 * (i % 2))
+            yield "long" if i % 2 == 0 else "short"
+
+    job = Pieces(work, num_bytes=100, unknown_s=0.5)
+    assert job.step(0.4, PLENTY) is None and job.step(0.6, 99) is None and not ran  # unknown, and too large
+    assert job.step(0.6, 100) is not None and job.step(0.6, 100) is not None
+    assert job.step(0.015, 100) is None  # "short" is not known yet
+    assert job.step(0.6, 100) is not None and ran == [0, 1, 2]
+    assert job.step(0.015, 100) is None  # "long" is
+    assert job.step(0.6, 100) is not None
+    assert job.step(0.6, 100) is not None and job.is_over and job.num_pieces == 5  # behind the last yield, too, is a piece
+    assert job.step(0.6, 100) is None and ran == [0, 1, 2, 3]
+
+
+def test_pieces_begin_again() -> None:
+    ran: list[int] = []
+
+    def work() -> Iterator[None]:
+        ran.append(0)
+        yield
+
+    job = Pieces(work, repeats=True)
+    for _ in range(6):
+        job.step(1.0, 0)
+    assert len(ran) == 3 and not job.is_over
+
+
+def test_a_slow_moment_does_not_stay_decisive() -> None:
+    known = KnownSeconds()
+    assert known.fits("x", 0.5, 0.5) and not known.fits("x", 0.49, 0.5)
+    known.learn("x", 1.0)  # the first run is slow
+    assert not known.fits("x", 0.9, 0.0)
+    assert any(known.fits("x", 0.9, 0.0) for _ in range(10))  # it is tried again some time
+    for seconds in (0.1, 0.1, 0.1):
+        known.learn("x", seconds)
+    assert known.fits("x", 0.1, 0.0) and not known.fits("x", 0.09, 0.0)
+    known.learn("x", 0.3)
+    assert not known.fits("x", 0.2, 0.0)  # two of the latest were slow
+    for seconds in (0.1, 0.1, 0.1, 0.1):
+        known.learn("x", seconds)
+    assert known.fits("x", 0.1, 0.0)
+
+
+def test_inference_says_what_it_needs() -> None:
+    layers = [nn.Linear(10, 1000), nn.Linear(1000, 10)]
+    found: list[Any] = []
+    inputs = [torch.ones(4, 10) for _ in range(3)]
+    job = Inference(layers, iter(inputs), found.append, kept_bytes=7)
+    static = sum(p.nbytes for layer in layers for p in layer.parameters())
+    hidden = 4 * 1000 * 4
+    assert job.held_bytes == static + hidden + inputs[0].nbytes + 7
+    assert job._num_bytes == 4 * 10 * 4  # the last output, beside the hidden state
+    while not job.is_over:
+        assert job.step(10.0, PLENTY) is not None
+    expected = [layers[1](layers[0](x)) for x in inputs]
+    assert all(map(torch.equal, found, expected)) and not any(one.requires_grad for one in found)
+
+
+@pytest.mark.parametrize(("layers", "batches"), [([], [torch.ones(1)]), ([nn.ReLU()], [])])
+def test_inference_of_nothing_is_refused(layers: list[nn.Module], batches: list[torch.Tensor]) -> None:
+    with pytest.raises(ConfigurationError, match="at least one layer and one batch"):
+        Inference(layers, batches, print)
+
+
+def test_bytes_are_counted_as_long_as_they_live() -> None:
+    counted, kept = Counted(torch.device("cpu")), []
+    with counted:
+        counted.begin()
+        x = torch.ones(100)
+        (x + 1).mul_(2)
+        kept.append(x[:10])  # all of it
+        del x
+    assert (counted.peak_bytes, counted.live_bytes()) == (800, 400)
+    with counted:
+        counted.begin()
+        kept.clear()
+        torch.ones(10)
+    assert (counted.peak_bytes, counted.live_bytes()) == (400, 0)
+
+
+def test_a_wait_that_was_short_once_is_still_filled() -> None:
+    waits = Waits()
+    assert waits.expected("here") == 0
+    for seconds in (0.5, 0.4, 0.0, 0.6):
+        waits.learn("here", seconds)
+    assert waits.expected("here") == 0.4
+    waits.learn("here", 0.1)
+    assert waits.expected("here") == 0.1
+
+
+def job_with(**settings: Any) -> Job:
+    job = Job()
+    for name, value in settings.items():
+        setattr(job, name, value)
+    return job
+
+
+REFUSED = [
+    (object(), "give an object with step(seconds, num_bytes)"),
+    (job_with(on_error="ignore"), "on_error='ignore': choose 'fail' or 'stop'"),
+    (job_with(budget=0), "budget=0: give a whole number of bytes"),
+    (job_with(held_bytes=-1), "held_bytes=-1: give a whole number of bytes, or None"),
+    (job_with(grace_s=0), "grace_s=0: give a positive number of seconds"),
+]
+
+
+def refused(rank: int) -> None:
+    schedule = bpipe.OneFOneB(stage_of(rank), M, loss_fn=nn.functional.mse_loss)
+    for job, says in REFUSED:
+        with pytest.raises(ConfigurationError, match=re.escape(says)):
+            schedule.fill = job
+    assert schedule.fill is None
+    schedule.close()
+
+
+def test_settings_that_cannot_work_are_refused() -> None:
+    run_ranks(refused, P)
+
+
+def test_a_loopback_has_nothing_to_fill() -> None:
+    stage = bpipe.PipelineStage(nn.Linear(2, 2), 0, 2, "cpu", bpipe.Loopback(2).rank(0))
+    schedule = bpipe.OneFOneB(stage, 2, loss_fn=nn.functional.mse_loss)
+    with pytest.raises(ConfigurationError, match="share a thread and never wait"):
+        schedule.fill = Job()
+
+
+class Endless(Job):
+    """A piece that ends long after it should."""
+
+    name, grace_s = "endless", 0.2
+
+    def step(self, seconds: float, num_bytes: int) -> float | None:
+        time.sleep(3.0)
+        return 3.0
+
+
+def beside_an_endless_one(rank: int) -> tuple[str, float]:
+    schedule, x = bpipe.OneFOneB(stage_of(rank), M, loss_fn=nn.functional.mse_loss), torch.randn(M * BATCH, 16, WIDTH)
+    if rank == 1:
+        schedule.fill = Endless()
+    for _ in range(20):
+        began = time.monotonic()
+        try:
+            schedule.step(x, target=x)
+        except (RankFailedError, FillError) as error:
+            return str(error), time.monotonic() - began
+    raise AssertionError("no piece has run")
+
+
+def test_the_others_do_not_wait_for_a_piece_that_does_not_end() -> None:
+    found = run_ranks(beside_an_endless_one, P)
+    for rank, (text, seconds) in enumerate(found):
+        if rank == 1:
+            assert "fill job endless took 3" in text
+        else:
+            assert "rank 1 failed" in text and "fill job endless does not end" in text and seconds < 1.5
+
+
+class Failing(Job):
+    name, on_error = "failing", "stop"
+
+    def step(self, seconds: float, num_bytes: int) -> float | None:
+        raise ValueError("no more data")
+
+
+def stopped(rank: int) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("bpipe").addHandler(handler)
+    schedule, x = bpipe.OneFOneB(stage_of(rank), M, loss_fn=nn.functional.mse_loss), torch.randn(M * BATCH, 16, WIDTH)
+    schedule.fill = Failing()
+    for _ in range(6):
+        schedule.step(x, target=x)
+    assert schedule.fill is None
+    return said
+
+
+def test_a_job_that_is_stopped_is_named_once() -> None:
+    for rank, said in enumerate(run_ranks(stopped, P)):
+        assert said == [
+            f"rank {rank}: the fill job failing raised ValueError: no more data: it is stopped, and training goes on"
+        ]
+
+
+def starved(rank: int) -> list[str]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("bpipe").addHandler(handler)
+    schedule, x = bpipe.OneFOneB(stage_of(rank), M, loss_fn=nn.functional.mse_loss), torch.randn(M * BATCH, 16, WIDTH)
+    schedule.fill = Pieces(lambda: iter(int, 1), name="large", held_bytes=10**9)
+    for _ in range(12):
+        schedule.step(x, target=x)
+    assert not schedule.stats["fill_pieces"] and not schedule.stats["fill_offered_s"]
+    return said
+
+
+def test_a_job_that_never_has_room_is_told_once_what_it_lacks() -> None:
+    for rank, said in enumerate(run_ranks(starved, P)):
+        assert len(said) == 1 and f"rank {rank}: the fill job large has not run in 5 steps: it keeps 1,000,000,000 bytes" in said[0]
+        assert re.search(r"which are 999,\d{3},\d{3} more than this rank has free", said[0])
