@@ -86,7 +86,7 @@ PURE_CLASSES = [
 
 PURE_FUNCTIONS = [
     *("build", "check_rule", "fill_gaps", "finish", "from_csv", "gaps_of", "names", "register", "rules", "simulate", "unregister"),
-    "verify",
+    *("verify", "with_encoder"),
 ]
 
 

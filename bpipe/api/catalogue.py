@@ -234,10 +234,9 @@ class FromPlan(_Slices):
 
     def _make_plan(self, num_stages: int, num_ranks: int, *_: Any) -> Plan:
         plan = self._given
-        if (plan.num_stages, plan.num_ranks) != (num_stages, num_ranks):
+        if plan.num_stages != num_stages:
             raise ConfigurationError(
-                f"plan {plan.name!r} is for {plan.num_stages} stages on {plan.num_ranks} ranks, "
-                f"but these are {num_stages} stages on {num_ranks} ranks"
+                f"plan {plan.name!r} is for {plan.num_stages} stages on {plan.num_ranks} ranks, but these are {num_stages} stages"
             )
         if plan.skips != self._skips:
             raise ConfigurationError(

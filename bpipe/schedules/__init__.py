@@ -7,6 +7,7 @@ Example:
     ['0F0', '0F1', '0B0', '0B1']
 """
 
+from bpipe.passes.encoder import with_encoder
 from bpipe.plan.action import Action, Channel, Op, Purpose
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.plan import Plan
@@ -54,4 +55,5 @@ __all__ = [
     "simulate",
     "unregister",
     "verify",
+    "with_encoder",
 ]
