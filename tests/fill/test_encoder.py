@@ -14,6 +14,7 @@ from tests.models import WIDTH, Block
 from tests.ranks import run_ranks
 
 P, M, PIECES, BATCH = 4, 8, 2, 2
+pytestmark = pytest.mark.usefixtures("one_thread")
 COSTS = Costs(forward_s=[0.1, 0.2, *[1.0] * P])
 
 

@@ -19,6 +19,8 @@ from tests.ranks import run_ranks
 from tests.sleepers import Sleeper
 from tests.storages import StorageCount
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 P, M, BATCH = 4, 8, 2
 FORWARD_S, NAP_S = 0.02, 0.005
 
