@@ -24,7 +24,8 @@ RULES: dict[str, Callable[..., Any]] = {"1f1b": bpipe.OneFOneB, "interleaved": b
 def stages_of(rank: int, rule: str) -> list[bpipe.PipelineStage]:
     num_stages = P * (1 if rule == "1f1b" else 2)
     torch.manual_seed(0)
-    modules = [nn.Sequential(nn.Linear(WIDTH, 64), Sleeper(0.004, 100), nn.Linear(64, WIDTH)) for _ in range(num_stages)]
+    seconds = [0.01 if i == 1 else 0.003 for i in range(num_stages)]  # rank 0 waits for stage 1 once its later stage is done
+    modules = [nn.Sequential(nn.Linear(WIDTH, 64), Sleeper(s, 100), nn.Linear(64, WIDTH)) for s in seconds]
     return [bpipe.PipelineStage(modules[i], i, num_stages, "cpu") for i in held_by(RULES[rule], P, num_stages)[rank]]
 
 
