@@ -6,12 +6,14 @@ A wait takes no multiprocessor. The memory is the host's, so that a process can 
 from __future__ import annotations
 
 import ctypes
+from contextlib import suppress
 
 import numpy as np
 import torch
 
-from bpipe.device import Stream, pin, unpin
+from bpipe.device import Stream
 from bpipe.device.handles import call_driver, in_context
+from bpipe.errors import CommError
 
 __all__: list[str] = []
 
@@ -20,23 +22,27 @@ PAGE = 4096  # bytes
 
 
 class Counters:
-    """Numbers of 64 bits, which begin as zeros and never become smaller.
+    """Numbers of 64 bits, which begin as zeros.
 
     Args:
         memory: whole pages that each process maps which uses them, uint8.
         device: this process's.
 
     Raises:
-        CommError: the driver has no such functions.
-        ConfigurationError: the host cannot pin the memory.
+        CommError: the driver has no such functions, or the host cannot pin the memory.
     """
 
     def __init__(self, memory: np.ndarray, device: torch.device) -> None:
         self._numbers, self._device = memory.view(np.uint64), device
         host, self._begin = memory.ctypes.data, ctypes.c_uint64()
-        pin(host, memory.nbytes, device)
         with in_context(device):
-            call_driver("cuMemHostGetDevicePointer_v2", ctypes.byref(self._begin), ctypes.c_void_p(host), ctypes.c_uint(0))
+            # Not by the runtime, in which an error would stay and be taken for one of the next kernel's.
+            call_driver("cuMemHostRegister_v2", ctypes.c_void_p(host), ctypes.c_size_t(memory.nbytes), ctypes.c_uint(0))
+            try:
+                call_driver("cuMemHostGetDevicePointer_v2", ctypes.byref(self._begin), ctypes.c_void_p(host), ctypes.c_uint(0))
+            except CommError:
+                self.close()
+                raise
 
     def write(self, index: int, value: int, stream: Stream) -> None:
         """Let a stream write a number, once all that it was given before is done and to be seen by every device."""
@@ -56,4 +62,5 @@ class Counters:
 
     def close(self) -> None:
         """Unpin the memory. No stream may use it any more."""
-        unpin(self._numbers.ctypes.data, self._device)
+        with suppress(Exception), in_context(self._device):  # at the interpreter's end the device may be gone
+            call_driver("cuMemHostUnregister", ctypes.c_void_p(self._numbers.ctypes.data))

@@ -111,3 +111,14 @@ def test_a_connection_that_is_made_too_late_is_aborted(ours: Communicators, made
     made.aborted.clear()
     connect(ours, made)
     assert made.aborted.is_set()
+
+
+def test_a_connection_that_fails_on_its_first_transfer_is_aborted(ours: Communicators, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing(Made):
+        def _end_coalescing(self) -> Any:
+            raise RuntimeError("no memory")
+
+    failing = Failing()
+    with pytest.raises(RuntimeError, match="no memory"):
+        connect(ours, failing)
+    assert failing.aborted.is_set()

@@ -344,11 +344,12 @@ class C10dTransport(Transport):
                     "rank %d: %s do not go straight to the other device's memory: %s", self.rank, self._named(channel), reason
                 )
             self._links.pop(channel).close()
-            self._files.pop(channel, None)
+            if channel in self._files:
+                self._files.pop(channel).close()
 
     def _refused(self, messages: Sequence[Channel]) -> dict[Channel, str]:
         """Return the channels of messages that this rank's device does not copy, each with why: all of them or none."""
-        if not messages or not (why := why_no_ring(self.device)):
+        if not messages or not (why := why_no_ring(self.device, self.streams.of("ring trial", self.device))):
             return {}
         say = LOG.warning if copies_messages() else LOG.info
         say("rank %d: messages between stages are not copied from device to device: %s", self.rank, why)
@@ -462,6 +463,9 @@ class C10dTransport(Transport):
         for link in self._links.values():
             link.close()
         self._links.clear()
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
         self._written.wait(REMOVED_S)
         if not self._is_open and self.identity:  # made and never run: not to be counted
             count_pipelines(self.group, -1)

@@ -49,7 +49,7 @@ class Communicators:
         self._device, self.in_flight = device, in_flight
         self._made: dict[Channel, Any] = {}
         self._latest: dict[Channel, Any] = {}  # works: those of a channel end in order
-        self.bytes_of_one = 0  # of the device: the most that one took, as an estimate for the next
+        self.bytes_of_one = 0  # of the device beside torch's allocator: what the latest one took, as an estimate for the next
         self._is_over = False
         self._posting = threading.RLock()  # else a transfer that is posted while all are aborted could wait on the device for ever
 
@@ -69,8 +69,13 @@ class Communicators:
                     f"bpipe sends tensors of {self._device} in groups of transfers, and the process group's backend "
                     f"{type(made).__name__} has none: take gloo for this device, through the host's memory, or NCCL's rules"
                 )
-            _posted(made, self._lent([torch.zeros(1, device=self._device)]), sends=end == 0).wait()
-            self.bytes_of_one = max(self.bytes_of_one, before - free_bytes(self._device))
+            try:
+                _posted(made, self._lent([torch.zeros(1, device=self._device)]), sends=end == 0).wait()
+            except BaseException:
+                made.abort()
+                raise
+            if not isinstance(made, DeviceRing):
+                self.bytes_of_one = max(0, before - free_bytes(self._device))
             self._made[channel] = made
             if self._is_over:  # the caller has given up in the meantime
                 made.abort()

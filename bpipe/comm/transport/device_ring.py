@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, suppress
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from bpipe.comm.rendezvous.local_links import LocalLink
 from bpipe.device import Event, Stream, current, current_stream, on_stream
 from bpipe.device.counters import PAGE, Counters
 from bpipe.environment import copies_messages
-from bpipe.errors import CommError, ConfigurationError
+from bpipe.errors import CommError
 from bpipe.memory.device_buffers import Borrowed, LentBuffers
 from bpipe.memory.shared_file import SharedFile
 from bpipe.plan.reserved import Reserved
@@ -73,11 +74,11 @@ class DeviceRing:
 
     def send(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> None:
         assert self._group is not None and self._sends
-        self._group += tensors
+        self._group += map(_bytes_of, tensors)
 
     def recv(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> None:
         assert self._group is not None and not self._sends
-        self._group += tensors
+        self._group += map(_bytes_of, tensors)
 
     def _end_coalescing(self) -> Any:
         group, self._group = self._group, None
@@ -108,16 +109,24 @@ class DeviceRing:
         """End all waits of this end's stream, and give the chunks back. Does not block: a thread waits. Any thread may call it."""
         if not self._is_over:
             self._is_over = True
-            threading.Thread(target=self._end, name="bpipe-ring-end", daemon=True).start()
+            with suppress(RuntimeError):  # the interpreter ends, and with it the process
+                threading.Thread(target=self._end, name="bpipe-ring-end", daemon=True).start()
 
     def _end(self) -> None:
-        with current(self._device):
-            while not self._stream.query():  # again and again: the other end's stream may still write smaller numbers
-                self._counters.set(EMPTIED if self._sends else FILLED, END)
-                time.sleep(POLL_S)
-            self._counters.close()
-        self._chunks = []
-        self._give_back()
+        try:
+            with current(self._device):
+                self._end_waits()
+                while not self._stream.query():
+                    time.sleep(POLL_S)
+                    self._end_waits()  # again and again: the other end's stream may still write smaller numbers
+                self._counters.close()
+        finally:
+            self._chunks = []
+            self._give_back()
+
+    def _end_waits(self) -> None:
+        """Write what the stream waits for. First of all, because a question to the device may wait for room in a full queue."""
+        self._counters.set(EMPTIED if self._sends else FILLED, END)
 
 
 class Copies:
@@ -137,7 +146,7 @@ class Copies:
 def open_ring(
     link: LocalLink, file: SharedFile, device: torch.device, stream: Stream, activity: Activity, *, sends: bool
 ) -> DeviceRing:
-    """Make one end of a channel; blocks until the other end is made, too.
+    """Make one end of a channel; the sender's end blocks until the receiver lends the memory.
 
     Args:
         link: to the process at the other end.
@@ -149,7 +158,6 @@ def open_ring(
 
     Raises:
         CommError: the device or the host cannot do this.
-        ConfigurationError: the host cannot pin memory.
     """
     if sends:
         (lent,) = link.take(1)
@@ -168,23 +176,33 @@ def open_ring(
         raise
 
 
-def why_no_ring(device: torch.device) -> str:
-    """Return why this rank does not copy messages, found out by trying as far as one rank can; empty if it does."""
+def why_no_ring(device: torch.device, stream: Stream) -> str:
+    """Return why this rank does not copy messages, found out by trying as far as one rank can; empty if it does.
+
+    Args:
+        device: this rank's.
+        stream: on which to try.
+    """
     if not copies_messages():
         return "BPIPE_COPY_MESSAGES is 0"
     file = SharedFile()
     try:
         file.grow(PAGE)
-        counters, stream = Counters(file.map(0, PAGE), device), current_stream(device)
-        counters.write(FILLED, 1, stream)
-        counters.wait(FILLED, 1, stream)
-        stream.synchronize()
-        counters.close()
-    except (CommError, ConfigurationError) as error:
+        counters = Counters(file.map(0, PAGE), device)
+        with current(device), closing(counters):
+            counters.write(FILLED, 1, stream)
+            counters.wait(FILLED, 1, stream)
+            stream.synchronize()
+    except CommError as error:
         return str(error)
     finally:
         file.close()
     return ""
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor, uint8 [size]."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def _in_chunks(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

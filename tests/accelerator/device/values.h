@@ -28,6 +28,11 @@ int cuStreamWaitValue64_v2(void* stream, uint64_t address, uint64_t value, unsig
     while ((int64_t)(number.load() - value) < 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
   });
 }
+int cuMemHostRegister_v2(void* host, size_t size, unsigned) {
+  constexpr int ALREADY_REGISTERED = 712;
+  return sim::is_pinned(host) ? ALREADY_REGISTERED : sim::pin(reinterpret_cast<size_t>(host), size, 0);
+}
+int cuMemHostUnregister(void* host) { return sim::unpin(reinterpret_cast<size_t>(host)) ? sim::INVALID_VALUE : sim::SUCCESS; }
 int cuMemHostGetDevicePointer_v2(uint64_t* address, void* host, unsigned) {
   auto block = sim::block_at(host);
   if (!block || !block->is_pinned) return sim::INVALID_VALUE;
