@@ -76,7 +76,7 @@ class JobFiller(Filler):
         self.job: Any = job  # None once it was stopped
         self._context, self._budget, self._tell = context, budget, tell
         device = context.transport.device
-        self._waits, self._rooms, self._counted, self._random = Waits(), Rooms(), Counted(device), _OwnNumbers(device)
+        self._waits, self._rooms, self._counted, self._own = Waits(), Rooms(), Counted(device), _OwnState(device)
         self._always = self._own_peak = 0  # bytes of the rank: what stays, and the most at a time
         self._wait: _Wait | None = None
         self._limit_s: float | None = None  # when the piece under way has taken too long, by the control thread's clock
@@ -189,10 +189,15 @@ class JobFiller(Filler):
     def _run_piece(self, seconds: float, num_bytes: int) -> bool:
         """Run a piece, and check what it has taken; return whether there was one."""
         numbers, settings, is_done = self._numbers, self.settings, False
-        began = time.perf_counter_ns()
-        with self._failing(seconds), self._random.active(), self._on_own_stream(), self._counting():
+        began, modes = time.perf_counter_ns(), self._modes()
+        with self._failing(seconds), self._own.active(), self._on_own_stream(), self._counting():
             is_done = self.job.step(seconds, num_bytes) is not None
         ended = time.perf_counter_ns()
+        if modes != self._modes():  # which only the job's own code can undo
+            raise FillError(
+                f"the fill job {settings.name} leaves inference mode or autocast switched behind a piece: open it within a piece, "
+                "not around a yield"
+            )
         took = (ended - began) / 1e9
         if is_done:
             self._tell(began, ended)
@@ -204,6 +209,10 @@ class JobFiller(Filler):
         elif settings.held_bytes is not None:
             self._check_bytes(num_bytes, settings.held_bytes)
         return is_done
+
+    def _modes(self) -> tuple[bool, ...]:
+        kinds = {"cpu", self._context.transport.device.type}
+        return torch.is_inference_mode_enabled(), *(torch.is_autocast_enabled(kind) for kind in sorted(kinds))
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
@@ -288,19 +297,23 @@ def filler_of(job: Any, session: Session) -> JobFiller:
     return JobFiller(job, context, lambda: session.source.budget(context.plan_rank), tell)
 
 
-class _OwnNumbers:
-    """The job's own random state, so that a rank's microbatches draw the same numbers with and without it."""
+class _OwnState:
+    """The job's own random numbers and grad mode, so that a rank's microbatches have the same ones with and without it.
+
+    A generator may yield within `torch.no_grad()`, which holds for its later pieces and for nobody else.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._own = self._states()
 
-    def _states(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return torch.get_rng_state(), random_state(self._device)
+    def _states(self) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
+        return torch.get_rng_state(), random_state(self._device), torch.is_grad_enabled()
 
-    def _set(self, states: tuple[torch.Tensor, torch.Tensor | None]) -> None:
+    def _set(self, states: tuple[torch.Tensor, torch.Tensor | None, bool]) -> None:
         torch.set_rng_state(states[0])
         set_random_state(states[1], self._device)
+        torch.set_grad_enabled(states[2])
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -232,3 +232,51 @@ def test_a_job_that_never_has_room_is_told_once_what_it_lacks() -> None:
     for rank, said in enumerate(run_ranks(starved, P)):
         assert len(said) == 1 and f"rank {rank}: the fill job large has not run in 5 steps: it keeps 1,000,000,000 bytes" in said[0]
         assert re.search(r"which are 999,\d{3},\d{3} more than this rank has free", said[0])
+
+
+def within_no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        while True:
+            assert not torch.ones(1, requires_grad=True).exp().requires_grad
+            yield
+
+
+def within_autocast() -> Iterator[None]:
+    with torch.autocast("cpu", torch.bfloat16):
+        while True:
+            yield
+
+
+def within_inference_mode() -> Iterator[None]:
+    with torch.inference_mode():
+        while True:
+            yield
+
+
+def in_a_mode(rank: int, work: Any) -> tuple[str, list[torch.Tensor], float]:
+    stage = stage_of(rank)
+    schedule, x = bpipe.OneFOneB(stage, M, loss_fn=nn.functional.mse_loss), torch.ones(M * BATCH, 16, WIDTH)
+    torch.manual_seed(0)
+    if work is not None:
+        schedule.fill = Pieces(work, unknown_s=0.0, on_error="stop")
+    pieces, told = 0.0, ""
+    try:
+        for _ in range(6):
+            schedule.step(x, target=x)
+            pieces += schedule.stats.get("fill_pieces", 0.0)
+    except (FillError, RankFailedError) as error:
+        told = str(error)
+    return told, [p.grad for p in stage.submod.parameters() if p.grad is not None], pieces
+
+
+def test_a_generator_may_yield_within_no_grad() -> None:
+    """On each rank the gradients are those of no job."""
+    for (_, expected, _), (told, found, pieces) in zip(run_ranks(in_a_mode, P, None), run_ranks(in_a_mode, P, within_no_grad)):
+        assert not told and pieces > 0 and len(found) == len(expected) > 0 and all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("work", [within_autocast, within_inference_mode])
+def test_other_modes_that_are_left_on_are_refused(work: Any) -> None:
+    """Whatever `on_error` says, because training would go on in that mode."""
+    found = [told for told, _, _ in run_ranks(in_a_mode, P, work)]
+    assert all("leaves inference mode or autocast switched behind a piece" in told for told in found)
