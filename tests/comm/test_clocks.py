@@ -137,8 +137,11 @@ def test_ranks_that_gather_and_trace_at_once_do_not_hang():
 
 
 def exchange_lengths(rank: int) -> list[list[bytes]]:
-    transport = schedule_of(rank, 3).session.context.transport
-    return [transport.exchange(Collective.GATHER, data) for data in (bytes([rank]) * rank * 1000, b"", b"\0" * (3 - rank))]
+    schedule = schedule_of(rank, 3)
+    transport, given = schedule.session.context.transport, (bytes([rank]) * rank * 1000, b"", b"\0" * (3 - rank))
+    found = [transport.exchange(Collective.GATHER, data) for data in given]
+    schedule.close()  # not only at the process's end, which says nothing to a rank that has not read all
+    return found
 
 
 def test_exchange_of_any_length():
