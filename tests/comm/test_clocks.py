@@ -82,10 +82,12 @@ def schedule_of(rank: int, num_ranks: int) -> bpipe.Schedule:
 
 
 def align_shifted(rank: int) -> tuple[Any, Any]:
-    transport = schedule_of(rank, 3).session.context.transport
+    schedule = schedule_of(rank, 3)
+    transport = schedule.session.context.transport
     here = align(transport.exchange, "f" * 32, 2 - rank)
     with pytest.MonkeyPatch.context() as patch:
         shifted = align(Shifted(transport, rank * 10**12, patch).exchange, "f" * 32, 2 - rank)
+    schedule.close()
     return here, shifted
 
 
