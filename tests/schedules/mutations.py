@@ -196,8 +196,8 @@ def part_renumbered(plan: Plan, random: Random) -> Plan | None:
 
 def parts_exchanged_on_both_ends(plan: Plan, random: Random) -> Plan | None:
     """Two parts of one microbatch change places in everything that moves them."""
-    found = [a for lane in lanes(plan) for a in lane if a.op in MOVES and a.part]
-    if not found:
+    found = [a for lane in lanes(plan) for a in lane if a.op in MOVES and a.part and plan.num_parts(a.stage)]
+    if not found:  # an earlier mutation may have made a move of something else, of a stage without parts
         return None
     chosen = random.choice(found)
     other = random.randrange(1, plan.num_parts(chosen.stage) + 1)
