@@ -53,7 +53,7 @@ def _meter(plan: Plan, footprints: Mapping[Key, Footprint], exchanged: Mapping[i
                 sizes[stage] = replace(sizes[stage], gradients=gradients)
             alike[found] = bytes_meter(Sizes(stages=tuple(sizes), static=()), plan.stage_ranks, plan.depth, plan.skips)
         meters.append(alike[found])
-    return by_unit(meters)
+    return by_unit(meters)._replace(overlapped=plan.overlapped)
 
 
 def _sizes(footprint: Footprint, num_parts: int, with_messages: bool) -> StageSizes:

@@ -6,6 +6,8 @@ complete and start evictions and loads; and complete this computation's own rece
 
     SEND_F2  RECV_B1  WAIT_SEND_F1  WAIT_EVICT0 ... EVICT1  WAIT_RECV_B0  B0
 
+A forward and a backward that run side by side get the inputs of both before them, and send the results of both behind them.
+
 A message of skips to a stage that is no neighbour is received as soon as it has been made, so that it waits where it is used, and
 its sender may evict. The gradients that come back for it are received before they are used.
 
@@ -29,7 +31,7 @@ from typing import NamedTuple
 
 from bpipe.errors import PlanError
 from bpipe.plan.action import BACKWARD, COMPUTE, SHARDING, WAIT_OF, Action, MicrobatchKey, Op
-from bpipe.plan.order import UNITS, UNKNOWN, Moments, clock_by_result
+from bpipe.plan.order import UNITS, UNKNOWN, Moments, clock_of
 from bpipe.plan.plan import Plan
 
 __all__: list[str] = []
@@ -63,13 +65,13 @@ def communicate(plan: Plan, times: tuple[Sequence[array[int]], Moments] | None =
     Neighbouring stages on one rank hand their tensors over without a transfer.
 
     Args:
-        times: when the computations start, if known, as `clock_by_result` returns it.
+        times: when the computations start, if known, as `clock_of` returns them.
 
     Raises:
         PlanError: the computations wait for each other in a cycle.
     """
     computed = [plan.compute(rank) for rank in range(plan.num_ranks)]
-    starts, begins = times or clock_by_result(computed, plan.num_stages, plan.slices, plan.directions)
+    starts, begins = times or clock_of(plan, computed)
     arrivals = _arrivals(plan, computed, starts, begins)
     sent, received = (_routes(plan, begins, find, arrivals, starts) for find in (sent_by, received_by))
     exchanges = _exchanges(plan, computed, starts)
@@ -203,7 +205,7 @@ class _Lane:
         received: Routes,
         exchanges: Sequence[tuple[int, Action]] = (),
     ) -> None:
-        self.rank, self.begins, self.slices, self.exchanges = rank, begins, plan.slices, exchanges
+        self.plan, self.rank, self.begins, self.slices, self.exchanges = plan, rank, begins, plan.slices, exchanges
         self.steps: list[Action] = []
         self.before: list[list[Action]] = [[]]  # evictions and loads at each boundary
         self.inside: list[list[Action]] = []  # the first piece of each computation, with the actions between its pieces
@@ -217,6 +219,8 @@ class _Lane:
                 self.steps.append(action._replace(part=0) if action[3] else action)
                 self.inside.append([action])
                 self.before.append([])
+        # The boundary before each computation; of a backward that runs beside a forward, the one before both.
+        self.boundaries = [i - (i > 0 and plan.begins_pair(self.steps[i - 1])) for i in range(len(self.steps))]
         self.sends = [sent[step[:2]] for step in self.steps]
         self.receives = [received[step[:2]] for step in self.steps]
         self.arriving: list[list[Action]] = [[] for _ in self.before]  # at each boundary, completions of receives for the next step
@@ -227,6 +231,7 @@ class _Lane:
     def emit(self) -> tuple[Action, ...]:
         at_boundary = zip(self.posted, self.early, self.completed, self.before)
         lane = [action for actions in next(at_boundary) for action in actions]
+        made: list[Action] = []  # the sends of what both of a pair make follow the pair
         exchanged: list[list[Action]] = [[] for _ in self.steps]
         for after, action in self.exchanges:
             exchanged[after - 1].append(action)
@@ -237,7 +242,10 @@ class _Lane:
             lane += arriving
             lane += inside
             for send in sends:
-                lane.append(_action((send[0], stage, microbatch, send[2], send[3])))
+                made.append(_action((send[0], stage, microbatch, send[2], send[3])))
+            if not self.plan.begins_pair(step):
+                lane += made
+                made = []
             lane += exchanges
             lane += posted
             lane += early
@@ -255,8 +263,8 @@ class _Lane:
         early_by_time: list[list[tuple[int, int, int, Action]]] = [[] for _ in self.before]
         for place, (receives, (_, stage, microbatch, _, _)) in enumerate(zip(self.receives, self.steps)):
             for op, wait, part, peer, times, early in receives:
-                index = place if early is None else early[microbatch]
                 turn = stage if op is Op.RECV_F else -stage  # as `sent_by` orders what one computation sends
+                index = self.boundaries[place] if early is None else early[microbatch]
                 channels[op, peer].append((times[microbatch], part, turn, index, _action((op, stage, microbatch, part, peer))))
                 completion = _action((wait, stage, microbatch, part, peer))
                 if early is None:
@@ -269,7 +277,7 @@ class _Lane:
             turn = len(self.steps)
             for _, _, _, index, action in sorted(arrivals, reverse=True):
                 if index <= turn:
-                    turn = max(index - 1, 0)
+                    turn = self.boundaries[max(index - 1, 0)]
                 posted[turn].insert(0, action)
         return posted
 
@@ -285,6 +293,7 @@ class _Lane:
             received -= peer < self.rank  # of computations at one time, the one of the lower rank comes first
             while boundary < end and begins[boundary] <= received:
                 boundary += 1
+            boundary += boundary < end and self.boundaries[boundary] < boundary  # not inside a pair
             completed[boundary].append(_action((wait, stage, microbatch, part, peer)))
         return completed
 
@@ -293,7 +302,8 @@ class _Lane:
         end, backward, evicted = len(self.steps), Op.SEND_B, Op.WAIT_EVICT
         inside = [(i, a) for i, pieces in enumerate(self.inside) if len(pieces) > 1 for a in pieces]
         moves = [(i, a) for i, before in enumerate(self.before) for a in before]
-        latest = {step[1:3]: i for i, step in enumerate(self.steps) if step[0] in BACKWARD}  # for a forward's result
+        # For a forward's result.
+        latest = {step[1:3]: boundary for step, boundary in zip(self.steps, self.boundaries) if step[0] in BACKWARD}
         for index, action in (*moves, *inside):
             if action[0] is evicted:
                 latest[action[1:3]] = min(index, latest.get(action[1:3], end))
@@ -302,7 +312,7 @@ class _Lane:
             for send in reversed(sends):
                 channel = send[0], send[3]
                 due = following.get(channel, end)
-                following[channel] = index
+                following[channel] = index + self.plan.begins_pair(step)  # what both of a pair make is sent behind the pair
                 yield step, send, due if send[0] is backward else min(due, latest.get(step[1:3], end))
 
 
@@ -326,4 +336,4 @@ def forward_only(plan: Plan) -> Plan:
     """Return the forwards of a plan in their order, for evaluation; `communicate` adds the transfers again."""
     forwards = tuple(tuple(a for a in plan.compute(rank) if a.op is Op.F) for rank in range(plan.num_ranks))
     plain = without_transfers(replace(plan, actions=forwards))
-    return replace(plain, name=f"{plan.name}/forward", sizes=None, has_backward=False)
+    return replace(plain, name=f"{plan.name}/forward", sizes=None, has_backward=False, overlapped=frozenset())

@@ -19,6 +19,8 @@ def in_pieces(plan: Plan) -> Plan:
     """
     if plan.sizes is None:
         raise PlanError(f"plan {plan.name!r} has no sizes: give it sizes, which define the parts of a microbatch")
+    if plan.overlapped:
+        raise PlanError(f"plan {plan.name!r} runs forwards and backwards side by side, which are whole: leave out one of both")
     plan.sizes.check(plan.num_stages, plan.num_ranks, plan.slices)
     return replace(plan, actions=tuple(tuple(piece for a in lane for piece in _pieces(plan, a)) for lane in plan.actions))
 

@@ -15,6 +15,7 @@ from bpipe.errors import ConfigurationError
 from bpipe.passes.balance.balance import balance, by_count, minimize_peak
 from bpipe.passes.communicate import communicate, computations_only, forward_only
 from bpipe.passes.evict_or_recompute import evict_or_recompute
+from bpipe.passes.overlap import overlap
 from bpipe.passes.pieces import in_pieces
 from bpipe.passes.profiling_order import profiling_order
 from bpipe.passes.recompute import recompute, recompute_by_count
@@ -38,6 +39,7 @@ PHASES: Mapping[Callable[..., Plan], Phase] = {
     computations_only: Phase.COMPUTATIONS,
     forward_only: Phase.COMPUTATIONS,
     profiling_order: Phase.COMPUTATIONS,
+    overlap: Phase.COMPUTATIONS,
     in_pieces: Phase.PIECES,
     balance: Phase.BUDGET,
     minimize_peak: Phase.BUDGET,

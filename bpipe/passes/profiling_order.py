@@ -49,6 +49,7 @@ def profiling_order(plan: Plan) -> Plan:
         slots=(None,) * plan.num_ranks,
         sizes=None,
         budgets=None,
+        overlapped=frozenset(),
     )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from heapq import heappop, heappush
+from itertools import pairwise
 
 from bpipe.errors import BudgetError, ConfigurationError
 from bpipe.passes.balance.balance import default_slots
@@ -140,8 +141,14 @@ def _peaks(plan: Plan) -> tuple[int, ...]:
 
 
 def recompute_first(plan: Plan, chosen: Sequence[Collection[Which]]) -> Plan:
-    """Return a plan in which each rank runs the chosen microbatches forward again, ahead of their backward."""
-    return replace(plan, actions=tuple(_running_again(lane, of_rank) for lane, of_rank in zip(plan.actions, chosen)))
+    """Return a plan in which each rank runs the chosen microbatches forward again, ahead of their backward.
+
+    Such a forward, and one in front of such a backward, run side by side with nothing.
+    """
+    actions = tuple(_running_again(lane, of_rank) for lane, of_rank in zip(plan.actions, chosen))
+    pairs = [two for lane in plan.actions for two in pairwise(lane) if plan.begins_pair(two[0])] if plan.overlapped else []
+    whole = {forward.key for forward, backward in pairs if any({forward.key, backward.key} & set(keys) for keys in chosen)}
+    return replace(plan, actions=actions, overlapped=plan.overlapped - whole)
 
 
 def _running_again(lane: Sequence[Action], chosen: Collection[Which]) -> tuple[Action, ...]:

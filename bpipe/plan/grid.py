@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from bpipe.plan.action import COMPUTE, HOST, Action, Op, unit_text
 from bpipe.plan.amounts import show_each
-from bpipe.plan.order import UNITS, clock
+from bpipe.plan.order import UNITS, clock_of
 from bpipe.plan.plan_data import PlanData
 
 __all__: list[str] = []
@@ -26,7 +26,8 @@ Row = tuple[str, list[str]]  # its label and its cells
 def rows(plan: PlanData, columns: slice = slice(None)) -> list[str]:
     """Draw one line per rank, one column per forward's time: `F0`, `B0 b0` for the two units of a backward, `..` for idle.
 
-    With several stages on a rank, the stage is written too (`4F0`), with slices the slice (`F0/1`). Below a rank that
+    With several stages on a rank, the stage is written too (`4F0`), with slices the slice (`F0/1`), and parentheses around a
+    forward and a backward that run side by side (`(0F7 7B3 7b3)`). Below a rank that
     evicts, `>3` stands where the eviction of microbatch 3, or of parts of it, starts and `<3` where its load does; `^3` and `v3` if
     these go to the host.
     """
@@ -86,7 +87,7 @@ class _Clocked(NamedTuple):
 
 def _clocked(plan: PlanData) -> _Clocked:
     lanes = [plan.compute(rank) for rank in range(plan.num_ranks)]
-    starts = clock(lanes, plan.num_stages, plan.slices, plan.directions)
+    starts, _ = clock_of(plan, lanes)
     length = max((times[-1] + UNITS[lane[-1].op] for lane, times in zip(lanes, starts) if lane), default=0)
     return _Clocked(lanes, starts, length)
 
@@ -116,11 +117,16 @@ def _cells(plan: PlanData, lane: Sequence[Action], starts: Sequence[int], window
     """Return the computation of a rank in each column of a window."""
     cells = [".."] * len(window)
     several = plan.num_stages > plan.num_ranks
+    is_beside = False  # whether the computation before this one runs side by side with it
     for action, start in zip(lane, starts):
         name = f"{action.stage if several else ''}{action.op}{unit_text(action.microbatch, plan.slices)}"
-        for unit in range(UNITS[action.op]):
+        units = range(UNITS[action.op])
+        for unit in units:
             if start + unit in window:
-                cells[start + unit - window.start] = name if unit == 0 else name.lower()
+                cell = name if unit == 0 else name.lower()
+                is_end = is_beside and unit == units[-1]
+                cells[start + unit - window.start] = f"({cell}" if plan.begins_pair(action) else f"{cell})" if is_end else cell
+        is_beside = plan.begins_pair(action)
     return cells
 
 

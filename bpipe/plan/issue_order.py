@@ -18,7 +18,7 @@ from heapq import heappop, heappush
 
 from bpipe.errors import PlanError
 from bpipe.plan.action import COMPUTE, HOST, MIRROR, POSTS, RECEIVES, SHARDING, START_OF, Action, Identity, Op
-from bpipe.plan.order import UNITS, clock
+from bpipe.plan.order import UNITS, clock_of
 from bpipe.plan.plan import Plan
 
 __all__ = ["check_issue_orders", "issue_orders"]
@@ -115,9 +115,9 @@ class _Issuing:
         self._plan, self._ranks = plan, range(plan.num_ranks)
         self._orders: list[list[Action]] = [[] for _ in self._ranks]
         computed = [plan.compute(rank) for rank in self._ranks]
-        starts = clock(computed, plan.num_stages, plan.slices, plan.directions)
+        starts, _ = clock_of(plan, computed)
         self._lanes = [
-            _Lane(plan.actions[r], (start + UNITS[one.op] for start, one in zip(starts[r], computed[r]))) for r in self._ranks
+            _Lane(plan.actions[r], (start + _units(plan, one) for start, one in zip(starts[r], computed[r]))) for r in self._ranks
         ]
         self._chains = {(rank, peer): iter(chain) for rank in self._ranks for peer, chain in plan.chains(rank).items()}
         self._reached: dict[Transfer | None, tuple[int, Action]] = {}  # transfers that one end has reached so far
@@ -139,7 +139,7 @@ class _Issuing:
         return self._orders
 
     def _advance(self, rank: int) -> list[int]:
-        """Issue the next action of a rank, or all of a computation in pieces; return the ranks that may go on."""
+        """Issue the next action of a rank, or all of a computation in pieces, or of a pair; return the ranks that may go on."""
         lane, able = self._lanes[rank], [rank]
         while True:
             action = lane.actions[lane.position]
@@ -150,7 +150,7 @@ class _Issuing:
             lane.position += 1
             if action.op in COMPUTE:
                 lane.computed(self._plan.ends(action))
-            if not lane.is_inside:
+            if not lane.is_inside and not self._plan.begins_pair(action):
                 return able
 
     def _issue(self, rank: int, action: Action) -> list[int] | None:
@@ -185,6 +185,11 @@ class _Issuing:
             self._orders[action.peer].append(each)
             if each.identity == served:
                 break
+
+
+def _units(plan: Plan, action: Action) -> int:
+    """Return how long a computation takes, or a pair from its forward on."""
+    return UNITS[action.op] + UNITS[Op.B] * plan.begins_pair(action)
 
 
 def _transfer(plan: Plan, action: Action) -> Transfer | None:

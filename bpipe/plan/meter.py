@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from bpipe.plan.action import COMPUTE, Action, Op
+from bpipe.plan.action import COMPUTE, Action, MicrobatchKey, Op
 from bpipe.plan.sizes import Sizes
 from bpipe.skips.holds import Hold, changes, holds_of
 from bpipe.skips.routes import Skip
@@ -33,6 +33,7 @@ class Meter(NamedTuple):
     usual: Amounts
     recomputed: Amounts
     holds: tuple[tuple[Hold, ...], ...] = ()  # what skips take beside that, of consecutive units
+    overlapped: Collection[MicrobatchKey] = ()  # forwards that run side by side with the next action, a backward
 
     def taken(self, action: Action) -> int:
         """Return the memory that an action allocates before it runs."""
@@ -61,7 +62,20 @@ SLOTS = meter_of(slot, slot)
 
 def occupancy(actions: Sequence[Action], meter: Meter = SLOTS) -> Iterator[int]:
     """Yield the memory that is occupied while each action runs, in the meter's unit."""
-    return _with_holds(actions, meter) if meter.holds else _occupancy(actions, meter)
+    occupied = _with_holds(actions, meter) if meter.holds else _occupancy(actions, meter)
+    return _side_by_side(actions, meter, occupied) if meter.overlapped else occupied
+
+
+def _side_by_side(actions: Sequence[Action], meter: Meter, occupied: Iterator[int]) -> Iterator[int]:
+    """Yield what is occupied if both of a pair allocate their memory when it begins, and free theirs when it has ended."""
+    kept = 0  # what the forward of a pair would have freed by now
+    for index, live in enumerate(occupied):
+        action, live, kept = actions[index], live + kept, 0
+        if action[0] is Op.F and action[1:3] in meter.overlapped:
+            live += meter.taken(actions[index + 1])
+            give = meter.usual.gives.get(Op.F)
+            kept = 0 if give is None else give(action)
+        yield live
 
 
 def _with_holds(actions: Sequence[Action], meter: Meter) -> Iterator[int]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from bpipe.errors import PlanError
-from bpipe.plan.action import HOST, MESSAGES, RECEIVER_OF, WAIT_OF, Action, Op, OpKey
+from bpipe.plan.action import HOST, MESSAGES, RECEIVER_OF, WAIT_OF, Action, MicrobatchKey, Op, OpKey
 from bpipe.plan.plan_data import PlanData
 
 __all__ = ["Moments", "Stuck", "clock", "linearise", "run_greedily"]
@@ -114,6 +114,11 @@ def num_microbatches_of(lanes: Sequence[Sequence[Action]], num_stages: int) -> i
     return highest + 1
 
 
+def clock_of(plan: PlanData, lanes: Sequence[Sequence[Action]]) -> tuple[list[array[int]], Moments]:
+    """Return the `clock` of the computations of a plan, and the same for each result: when the computation starts that makes it."""
+    return clock_by_result(lanes, plan.num_stages, plan.slices, plan.directions, plan.overlapped)
+
+
 def clock(lanes: Sequence[Sequence[Action]], num_stages: int, slices: int = 1, directions: int = 1) -> list[array[int]]:
     """Compute when each computation starts, if F, I and W take one unit each, B takes two, and transfers take none.
 
@@ -133,9 +138,17 @@ def clock(lanes: Sequence[Sequence[Action]], num_stages: int, slices: int = 1, d
 
 
 def clock_by_result(
-    lanes: Sequence[Sequence[Action]], num_stages: int, slices: int = 1, directions: int = 1
+    lanes: Sequence[Sequence[Action]],
+    num_stages: int,
+    slices: int = 1,
+    directions: int = 1,
+    overlapped: Collection[MicrobatchKey] = (),
 ) -> tuple[list[array[int]], Moments]:
-    """Return the start times of `clock`, and the same for each result: when the computation starts that makes it."""
+    """Return the start times of `clock`, and the same for each result: when the computation starts that makes it.
+
+    A forward in `overlapped` begins when the backward behind it can run, too, right after it; what it makes is there when that
+    has ended.
+    """
     num_microbatches = num_microbatches_of(lanes, num_stages)
     begins, ends = Moments(num_stages, num_microbatches), Moments(num_stages, num_microbatches)
     at_once = array("q", [0]) * num_microbatches
@@ -161,6 +174,16 @@ def clock_by_result(
                 waiting[need, microbatch].append(rank)
                 needs_ended[microbatch] = EXPECTED
                 break
+            end = 0
+            if overlapped and op is Op.F and (stage, microbatch) in overlapped:
+                beside = lane[index + 1]
+                need, needs_ended, *_, units_beside = kinds[beside[0], beside[1]]
+                if needs_ended[beside[2]] < 0:
+                    waiting[need, beside[2]].append(rank)
+                    needs_ended[beside[2]] = EXPECTED
+                    break
+                ready = max(ready, needs_ended[beside[2]])
+                end = max(ready, now) + units + units_beside
             if ready > now:
                 now = ready
             start(now)
@@ -168,7 +191,7 @@ def clock_by_result(
             now += units
             if ended[microbatch] == EXPECTED:
                 runnable.extend(waiting.pop((result, microbatch)))
-            ended[microbatch] = now
+            ended[microbatch] = end or now
         free[rank] = now
     stuck = [
         f"rank {rank} before {lane[len(done)].text(slices)}"

@@ -33,6 +33,9 @@ class Plan(PlanData):
         skips: what stages hand on to later ones than the next: for each stage and each set of users, the stage and its users, as
             numbers of stages in one direction. Each rank gets such a value once, in the message to the next stage or in one of
             its own: `0SEND_F3>5`.
+        overlapped: the forwards, by stage and unit, that run side by side with the backward that follows them in their lane, of
+            another microbatch: such a pair gets all its inputs before it begins, and sends its results when both have ended. It
+            is written as torch writes it, `(0F7;7B3)OVERLAP_F_B`.
 
     Example:
         >>> from bpipe.schedules import build

@@ -35,6 +35,7 @@ class PlanData:
     slices: int = 1
     directions: int = 1
     skips: tuple[Skip, ...] = ()
+    overlapped: frozenset[MicrobatchKey] = frozenset()
     _routes: Routes | None = field(default=None, init=False, compare=False, repr=False)
 
     @property
@@ -119,6 +120,10 @@ class PlanData:
         """Return whether a computation is whole or a last piece: a forward ends with the last part, a backward with part 1."""
         return action.part in (0, self.num_parts(action.stage)) if action.op is Op.F else action.part < 2
 
+    def begins_pair(self, action: Action) -> bool:
+        """Return whether an action is a forward that runs side by side with the backward that follows it in its lane."""
+        return action[0] is Op.F and action[1:3] in self.overlapped
+
     def chains(self, rank: int) -> dict[int, tuple[Action, ...]]:
         """Return the acceptor's lane of a rank as one chain for each evictor that it serves."""
         chains: dict[int, list[Action]] = {}
@@ -141,11 +146,14 @@ class PlanData:
 
     def meter(self) -> Meter:
         """Return the meter that counts the plan's memory: in bytes where it has sizes, else in slots."""
-        return SLOTS if self.sizes is None else bytes_meter(self.sizes, self.stage_ranks, self.depth, self.skips)
+        if self.sizes is None:
+            return SLOTS
+        return bytes_meter(self.sizes, self.stage_ranks, self.depth, self.skips)._replace(overlapped=self.overlapped)
 
     def activations_meter(self) -> Meter:
         """Return the meter that counts only saved bytes, without messages."""
-        return bytes_meter(self._sized().without_messages(), self.stage_ranks, self.depth)
+        meter = bytes_meter(self._sized().without_messages(), self.stage_ranks, self.depth)
+        return meter._replace(overlapped=self.overlapped)
 
     @property
     def peak_slots(self) -> tuple[int, ...]:

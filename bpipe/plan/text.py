@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import io
 import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from bpipe.errors import ConfigurationError, PlanError, is_printable
-from bpipe.plan.action import COMPUTE, START_OF, Action, Op
+from bpipe.plan.action import COMPUTE, START_OF, Action, MicrobatchKey, Op
 from bpipe.plan.plan_data import PlanData
 from bpipe.plan.sizes import Sizes, SkipSizes, StageSizes
 from bpipe.skips.routes import wrong_with
@@ -26,6 +28,7 @@ HEADER = re.compile(
     re.ASCII,
 )
 
+PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B", re.ASCII)  # as torch writes it
 MOST_NAME = 256  # characters
 MOST_DIGITS = 18
 MOST_SHOWN = 60  # of what could not be read, in an error
@@ -61,7 +64,7 @@ def to_text(plan: PlanData) -> str:
         lines.append(f"budgets: {' '.join('-' if budget is None else str(budget) for budget in plan.budgets)}")
     for kind, lanes in (("rank", plan.actions), ("serve", plan.served)):
         for rank, lane in enumerate(lanes):
-            lines.append(" ".join([f"{kind} {rank}:", *(_write(plan, action) for action in lane)]))
+            lines.append(" ".join([f"{kind} {rank}:", *_words(plan, lane, partial(_write, plan))]))
     return "\n".join(lines) + "\n"
 
 
@@ -87,6 +90,7 @@ def from_text(text: str, plan_class: type[AnyPlan]) -> AnyPlan:
     skips = tuple(tuple(map(int, skip.split(">"))) for skip in (match["skips"] or "").split(",") if skip)
     if wrong := wrong_with(skips, depth):
         raise PlanError(f"not a plan: {wrong}")
+    overlapped: set[MicrobatchKey] = set()
     num_sizes = sum(line.startswith(("size ", "static:", "budgets:")) for line in lines)
     sizes, budgets = _read_sizes(lines[:num_sizes], len(stage_ranks))
     lanes: dict[str, list[tuple[Action, ...]]] = {"rank": [], "serve": []}
@@ -95,7 +99,8 @@ def from_text(text: str, plan_class: type[AnyPlan]) -> AnyPlan:
         kind, _, rank = start.partition(" ")
         if kind not in lanes or rank != str(len(lanes[kind])):
             raise PlanError(f"not a plan: line {number} starts {line[:40]!r}, expected 'rank N:' or 'serve N:' in ascending order")
-        lanes[kind].append(tuple(_read(word, stage_ranks, slices, depth) for word in words.split()))
+        actions = (action for word in words.split() for action in read_word(word, slices, overlapped))
+        lanes[kind].append(tuple(_with_peer(action, stage_ranks, depth) for action in actions))
     if not lanes["rank"]:
         raise PlanError("not a plan: it has no line that starts 'rank 0:'")
     return plan_class(
@@ -111,6 +116,7 @@ def from_text(text: str, plan_class: type[AnyPlan]) -> AnyPlan:
         slices=slices,
         directions=directions,
         skips=skips,
+        overlapped=frozenset(overlapped),
     )
 
 
@@ -194,8 +200,33 @@ def _write(plan: PlanData, action: Action) -> str:
     return f"{plan.show(action)}{action.at_peer or '@none'}"  # a valid plan never has it, and `parse` refuses it
 
 
-def _read(word: str, stage_ranks: tuple[int, ...], slices: int, depth: int) -> Action:
-    action = Action.parse(word, slices)
+def _words(plan: PlanData, lane: Sequence[Action], write: Callable[[Action], str]) -> Iterator[str]:
+    """Yield the words of a lane: the actions, and a forward and a backward that run side by side as one word."""
+    actions = iter(lane)
+    for action in actions:
+        beside = next(actions, None) if plan.begins_pair(action) else None
+        yield write(action) if beside is None else f"({write(action)};{write(beside)})OVERLAP_F_B"
+
+
+def read_word(word: str, slices: int, overlapped: set[MicrobatchKey]) -> list[Action]:
+    """Read one action, or a forward and a backward that run side by side, and note the forward of such a pair.
+
+    Raises:
+        PlanError: the word is neither.
+    """
+    if not word.startswith("("):
+        return [Action.parse(word, slices)]
+    match = PAIR.fullmatch(word)
+    pair = [Action.parse(one, slices) for one in match.groups()] if match else []
+    if [action.op for action in pair] != [Op.F, Op.B]:
+        raise PlanError(
+            f"{word[:MOST_SHOWN]!r} is not a pair: expected a forward and a whole backward, such as (0F7;7B3)OVERLAP_F_B"
+        )
+    overlapped.add(pair[0].key)
+    return pair
+
+
+def _with_peer(action: Action, stage_ranks: tuple[int, ...], depth: int) -> Action:
     return action if action.peer is not None else action._replace(peer=_implied_peer(action, stage_ranks, depth))
 
 
@@ -226,7 +257,7 @@ def to_csv(plan: PlanData) -> str:
     ):
         if is_so:
             raise PlanError(f"{plan.name} {what}, which torch.distributed.pipelining's CSV cannot express: use to_text()")
-    rows = [[plan.show(action) for action in lane if action.op not in START_OF] for lane in plan.actions]
+    rows = [list(_words(plan, [a for a in lane if a.op not in START_OF], plan.show)) for lane in plan.actions]
     if plan.slices > 1:
         rows[0].insert(0, f"slices={plan.slices}")
     out = io.StringIO()

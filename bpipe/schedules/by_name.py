@@ -32,6 +32,7 @@ def build(
     rule: Choice = "fewest",
     slices: int = 1,
     skips: Iterable[Sequence[int]] = (),
+    overlapped: bool = False,
 ) -> Plan:
     """Build the finished and verified plan of a schedule.
 
@@ -47,10 +48,12 @@ def build(
         slices: k, for "seq_1f1b" and the others that cut each microbatch along its sequence into k slices of about equal cost.
         skips: what stages hand on to later ones than the next: the stage that makes a value and those that use it, such as
             (0, 2, 3), as numbers of the model's stages.
+        overlapped: whether "dualpipe_v" or "interleaved_1f1b" run forwards side by side with backwards in their steady state.
 
     Raises:
         ConfigurationError: an unknown name, numbers that form no pipeline or that the schedule does not take, several slices
-            for a schedule of whole microbatches, or a skip to a stage that is not a later one.
+            for a schedule of whole microbatches, pairs for one that has none or with skips, or a skip to a stage that is not a
+            later one.
         BudgetError: `slots` cannot be met; the message names the smallest that can.
         PlanError: the order of a rule that you registered breaks a rule of the verifier.
 
@@ -68,7 +71,9 @@ def build(
     to = Destinations(pairs=pairs, others=pairs is None)
     check_counts(slices=slices)
     counts = num_stages, num_microbatches
-    return plan_by(rule_named(name).with_slices(slices), *counts, num_ranks=num_ranks, slots=slots, to=to, choice=rule, skips=skips)
+    named = rule_named(name).with_slices(slices)
+    named = named.with_pairs() if overlapped else named
+    return plan_by(named, *counts, num_ranks=num_ranks, slots=slots, to=to, choice=rule, skips=skips)
 
 
 def plan_by(
@@ -112,6 +117,7 @@ def _computations(rule: Rule, num_stages: int, num_microbatches: int, num_ranks:
         actions=tuple(map(tuple, lanes)),
         served=((),) * num_ranks,
         slots=(None,) * num_ranks,
+        overlapped=frozenset() if rule.pairs is None else rule.pairs(num_ranks, num_microbatches, stages_per_rank),
     )
 
 
@@ -123,6 +129,8 @@ def _with_skips(plan: Plan, skips: Iterable[Sequence[int]]) -> Plan:
     if wrong := next(filter(None, (wrong_with([skip], plan.depth) for skip in given)), ""):
         raise ConfigurationError(wrong)
     found = tuple(sorted(set(given)))
+    if found and plan.overlapped:
+        raise ConfigurationError(f"{plan.name} runs no forward beside a backward in a model with skips: leave overlapped out")
     return replace(plan, skips=found) if found else plan
 
 

@@ -1,6 +1,7 @@
 """DualPipeV (DeepSeek's DualPipe, arXiv 2412.19437, cut in half): two stages per rank in a V, forwards paired with backwards.
 
-The original overlaps a forward with a backward of the other stage; this schedule runs them one after the other.
+The original runs a forward side by side with a backward of the other stage: `overlapped=True` makes these pairs, the same as
+torch.distributed.pipelining's; without it they run one after the other.
 
 p = 2 ranks, m = 4 microbatches, one column per forward of a stage; a backward takes two, its passes `I` and `W` one each:
 
@@ -10,10 +11,12 @@ rank 1 | ..  1F0 2F0 1F1 2F1 1F2 2B0 2b0 2F2 1B0 1b0 1F3 2B1 2b1 2F3 1B1 1b1 2B2
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
+from itertools import pairwise
 
 from bpipe.passes.halves import Step, numbered
-from bpipe.plan.action import Action, Op
+from bpipe.plan.action import Action, MicrobatchKey, Op
 from bpipe.schedules.rule import Placement, Rule
 
 __all__: list[str] = []
@@ -36,7 +39,18 @@ def _steps(p: int, m: int, x: int) -> list[Step]:
     return [*filling, *steady, *draining, *[w, i0] * later, *[w] * (x + 1)]
 
 
-RULE = Rule(
+def _pairs(p: int, m: int, v: int) -> frozenset[MicrobatchKey]:
+    """Return the forwards that DualPipe runs beside a backward: those of its steady phases, but for the last rank's first one.
+
+    That one would make the backward behind it, for which all other ranks wait, end later.
+    """
+    lanes = order(p, m)
+    pairs = [two for lane in lanes for two in pairwise(lane) if (two[0].op, two[1].op) == (Op.F, Op.B)]
+    first = next((forward for forward, _ in pairs if forward.stage == p - 1), None)
+    return frozenset(forward.key for forward, _ in pairs if forward is not first)
+
+
+_RULE = Rule(
     name="dualpipe_v",
     runs_as="DualPipeV",
     title="DualPipeV (DeepSeek-AI, arXiv 2412.19437)",
@@ -49,3 +63,5 @@ RULE = Rule(
     allows=lambda p, m: m >= 2 * p,
     allows_text="2p or more",
 )
+
+RULE = replace(_RULE, overlapped=replace(_RULE, pairs=_pairs))

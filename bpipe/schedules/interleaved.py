@@ -9,11 +9,13 @@ rank 2 | ..  ..  2F0 2F1 2F2 5F0 5B0 5b0 5F1 5B1 5b1 5F2 5B2 5b2 2B0 2b0 2B1 2b1
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from math import lcm
 
-from bpipe.plan.action import Action, Op
+from bpipe.passes.overlap import pairs_of
+from bpipe.plan.action import Action, MicrobatchKey, Op
 from bpipe.plan.order import backward_units
 from bpipe.schedules.one_f_one_b import alternate
 from bpipe.schedules.rule import Placement, Rule
@@ -21,29 +23,36 @@ from bpipe.schedules.rule import Placement, Rule
 __all__: list[str] = []
 
 
-def order(num_ranks: int, num_microbatches: int, stages_per_rank: int, slices: int = 1) -> list[list[Action]]:
+def order(num_ranks: int, num_microbatches: int, stages_per_rank: int, slices: int = 1, ahead: int = 0) -> list[list[Action]]:
     """Return each rank's forwards and backwards: p microbatches through each of its stages in turn, then the next p.
 
     Of slices, lcm(p, k) go through a stage in turn: whole microbatches, and a multiple of p.
+
+    Args:
+        ahead: forwards that each rank runs before its first backward besides those that it must.
     """
-    return [_lane(num_ranks, num_microbatches, stages_per_rank, x, slices) for x in range(num_ranks)]
+    return [_lane(num_ranks, num_microbatches, stages_per_rank, x, slices, ahead) for x in range(num_ranks)]
 
 
-def _lane(p: int, m: int, v: int, x: int, k: int) -> list[Action]:
+def _lane(p: int, m: int, v: int, x: int, k: int, ahead: int) -> list[Action]:
     last_first = backward_units(m, k)
     at_once = lcm(p, k)
     turns = [(chunk, first + i) for first in range(0, m * k, at_once) for chunk in range(v) for i in range(at_once)]
     forwards = [Action(Op.F, chunk * p + x, i) for chunk, i in turns]
     backwards = [Action(Op.B, (v - 1 - chunk) * p + x, last_first[i]) for chunk, i in turns]
-    return alternate(forwards, backwards, warmup=2 * (p - 1 - x) + (v - 1) * at_once + k - 1)
+    return alternate(forwards, backwards, warmup=2 * (p - 1 - x) + (v - 1) * at_once + k - 1 + ahead)
 
 
-def _peak(p: int, m: int, v: int, x: int, k: int) -> Fraction:
-    return Fraction(min((v - 1) * lcm(p, k) + 2 * (p - x) - 1 + k - 1, m * v * k), v * k)
+def _peak(p: int, m: int, v: int, x: int, k: int, ahead: int = 0) -> Fraction:
+    return Fraction(min((v - 1) * lcm(p, k) + 2 * (p - x) - 1 + k - 1 + ahead, m * v * k), v * k)
+
+
+def _pairs(p: int, m: int, v: int, k: int) -> frozenset[MicrobatchKey]:
+    return pairs_of(order(p, m, v, slices=k, ahead=1), p * v, k)
 
 
 def _rule(k: int = 1) -> Rule:
-    return Rule(
+    rule = Rule(
         name="interleaved_1f1b",
         runs_as="Interleaved1F1B",
         title="interleaved 1F1B (Narayanan et al., arXiv 2104.04473)",
@@ -57,6 +66,16 @@ def _rule(k: int = 1) -> Rule:
         allows_text="a multiple of p" if k == 1 else "a multiple of p/gcd(p,k)",
         slices=k,
         sliced=_rule,
+    )
+    return replace(
+        rule,
+        overlapped=replace(
+            rule,
+            order=partial(order, slices=k, ahead=1),
+            pairs=partial(_pairs, k=k),
+            peak=partial(_peak, k=k, ahead=1),
+            peak_text="min(p + (p-2x)/v, m)" if k == 1 else "min(lcm(p,k)/k + (2(p-x)-1+k-lcm(p,k))/(k*v), m)",
+        ),
     )
 
 

@@ -9,13 +9,14 @@ from fractions import Fraction
 from itertools import count
 
 from bpipe.errors import ConfigurationError
-from bpipe.plan.action import Action
+from bpipe.plan.action import Action, MicrobatchKey
 
 __all__ = ["Placement", "Rule"]
 
 Order = Callable[[int, int, int], list[list[Action]]]
 Peak = Callable[[int, int, int, int], Fraction | int]
 Bubble = Callable[[int, int, int, float, float, float], float]
+Pairs = Callable[[int, int, int], frozenset[MicrobatchKey]]
 Period = Callable[[int, float, float, float], float]
 
 
@@ -75,6 +76,9 @@ class Rule:
         slots: `slots(p)`: the budget within which it is balanced; default: not balanced.
         slices: k, the slices of each microbatch, which the order counts then (`Plan` says how); peak and bubble count microbatches.
         sliced: `sliced(k)`: the same rule for microbatches of k slices; default: it takes only whole microbatches.
+        overlapped: the same rule for forwards and backwards that run side by side; default: it has no such pairs.
+        pairs: `pairs(p, m, v)`: of such a rule, the forwards, by stage and unit, that run side by side with the backward behind
+            them; default: none.
 
     Example:
         >>> from bpipe.schedules import rules
@@ -98,6 +102,8 @@ class Rule:
     slots: Callable[[int], int] | None = None
     slices: int = 1
     sliced: Callable[[int], Rule] | None = None
+    overlapped: Rule | None = None
+    pairs: Pairs | None = None
 
     def with_slices(self, slices: int) -> Rule:
         """Return the rule for microbatches of k slices.
@@ -113,6 +119,19 @@ class Rule:
                 "seq_1f1b, whose slices of a sequence follow each other"
             )
         return self.sliced(slices)
+
+    def with_pairs(self) -> Rule:
+        """Return the rule for forwards and backwards that run side by side.
+
+        Raises:
+            ConfigurationError: it has no such pairs.
+        """
+        if self.overlapped is None:
+            raise ConfigurationError(
+                f"{self.name} runs no forward side by side with a backward: leave overlapped out, or choose a schedule that does, "
+                "dualpipe_v or interleaved_1f1b"
+            )
+        return self.overlapped
 
     @property
     def default_stages_per_rank(self) -> int:

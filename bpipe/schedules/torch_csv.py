@@ -8,9 +8,9 @@ import re
 
 from bpipe.errors import PlanError
 from bpipe.passes.communicate import communicate
-from bpipe.plan.action import COMPUTE, Action, Op
+from bpipe.plan.action import COMPUTE, MicrobatchKey, Op
 from bpipe.plan.plan import Plan
-from bpipe.plan.text import wrong_with_name
+from bpipe.plan.text import read_word, wrong_with_name
 
 __all__ = ["from_csv"]
 
@@ -38,8 +38,10 @@ def from_csv(text: str, name: str = "csv") -> Plan:
     slices = 1
     if cells and cells[0] and (found := SLICES.fullmatch(cells[0][0].strip())):
         slices, cells[0] = int(found[1]), cells[0][1:]
-    rows = [[Action.parse(cell, slices) for cell in row if cell.strip() and not SHARDING.fullmatch(cell.strip())] for row in cells]
-    lanes = tuple(tuple(action for action in row if action.op in COMPUTE) for row in rows)
+    overlapped: set[MicrobatchKey] = set()
+    rows = [[cell.strip() for cell in row if cell.strip() and not SHARDING.fullmatch(cell.strip())] for row in cells]
+    read = ((action for cell in row for action in read_word(cell, slices, overlapped)) for row in rows)
+    lanes = tuple(tuple(action for action in row if action.op in COMPUTE) for row in read)
     owners = {action.stage: rank for rank, lane in enumerate(lanes) for action in lane}
     if sorted(owners) != list(range(len(owners))) or not owners:
         raise PlanError(f"not a schedule: stages {sorted(owners)} have computations, expected 0 to {max(owners, default=0)}")
@@ -53,5 +55,6 @@ def from_csv(text: str, name: str = "csv") -> Plan:
             slots=(None,) * len(lanes),
             has_backward=any(action.op is not Op.F for lane in lanes for action in lane),
             slices=slices,
+            overlapped=frozenset(overlapped),
         )
     )

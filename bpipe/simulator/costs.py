@@ -67,9 +67,12 @@ class Costs:
         host_link: the link between a rank and its own host's memory, in each direction; default: `link`.
         nodes: the node of each rank; default: all on one.
         slowdown: how many times longer a computation takes while a transfer of its rank is in flight; 1: no slowdown.
+        overlapped_share: the share of F + B that a plan's pairs of a forward and a backward gain by running side by side, such as
+            the share in which each of them only communicates; 0: they run one after the other. A pair lasts as long as the
+            longer of both at least.
 
     Raises:
-        ConfigurationError: a negative number, or a slowdown below 1.
+        ConfigurationError: a negative number, a slowdown below 1, or a share above 1.
 
     Example:
         >>> costs = Costs(forward_s=0.1, saved_bytes=2**30, link=Link(bytes_per_s=20e9))
@@ -92,6 +95,7 @@ class Costs:
     host_link: Link | None = None
     nodes: Sequence[int] | None = None
     slowdown: float = 1.0
+    overlapped_share: float = 0.0
 
     def __post_init__(self) -> None:
         for name in _TIMES:
@@ -100,6 +104,8 @@ class Costs:
             object.__setattr__(self, name, _checked(name, getattr(self, name), int, levels=1 if name in OF_STAGE else 2))
         if not 1 <= self.slowdown <= _MOST_SECONDS:
             raise ConfigurationError(f"slowdown={self.slowdown}: give a factor of at least 1")
+        if not 0 <= self.overlapped_share <= 1:
+            raise ConfigurationError(f"overlapped_share={self.overlapped_share}: give a share of F + B, from 0 to 1")
 
     def check(self, plan: Plan) -> None:
         """Raise unless each series fits a plan.
@@ -140,6 +146,11 @@ class Costs:
         if op is Op.W:
             return max(backward - half, 0.0) if self.weight_s is None else _of_microbatch(self.weight_s, stage, microbatch)
         raise KeyError(op)
+
+    def pair_s(self, forward: Action, backward: Action) -> float:
+        """Return the seconds that a forward and a backward take which run side by side."""
+        both = self.seconds(*forward.op_key), self.seconds(*backward.op_key)
+        return max(*both, (1 - self.overlapped_share) * sum(both))
 
     def saved(self, stage: int, microbatch: int = 0) -> int:
         """Return the bytes that a microbatch keeps on a stage."""

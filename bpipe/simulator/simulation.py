@@ -161,6 +161,9 @@ class _Events:
             lane.has_begun = False
             if action.op in START_OF:
                 del self.arrival_s[action.start_identity]
+            if self._is_side_by_side(action):
+                lane.position += 1
+                lane.begin_s[lane.position], lane.end_s[lane.position] = lane.begin_s[lane.position - 1], now
             lane.position += 1
 
     def _end_s(self, index: int, action: Action) -> float | None:
@@ -170,9 +173,15 @@ class _Events:
             return lane.begin_s[lane.position]
         return self._computed_s(lane, action) if action.op in COMPUTE else self._arrived_s(index, action)
 
+    def _is_side_by_side(self, action: Action) -> bool:
+        """Return whether an action and the next one take their time together, from the begin of both to the end of both."""
+        return self.costs.overlapped_share > 0 and self.plan.begins_pair(action)
+
     def _computed_s(self, lane: _LaneRun, action: Action) -> float:
         """Return when a computation that has begun ends, slowed down by the transfers known so far."""
         begin, work = lane.begin_s[lane.position], self.costs.seconds(*action.op_key)
+        if self._is_side_by_side(action):
+            work = self.costs.pair_s(action, lane.actions[lane.position + 1])
         if action.part:
             work /= self.plan.num_parts(action.stage)
         if self.costs.slowdown == 1:

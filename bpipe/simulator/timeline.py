@@ -6,7 +6,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from math import isnan
+from math import inf, isnan
 from operator import add
 from typing import NamedTuple
 
@@ -184,8 +184,12 @@ class Timeline:
         return lane.begin_s[first], lane.end_s[last]
 
     def work_s(self, rank: int) -> float:
-        """Return the seconds that a rank computed."""
-        return sum(span.seconds for span in self.computations(rank))
+        """Return the seconds that a rank computed; those of a forward and a backward side by side count once."""
+        seconds, until = 0.0, -inf
+        for _, begin, end in self.computations(rank):
+            seconds += end - begin if begin >= until else max(0.0, end - until)
+            until = max(until, end)
+        return seconds
 
     def bubble_s(self, rank: int) -> float:
         """Return the seconds of the makespan in which a rank computed nothing: the cost of a synchronous optimizer step."""

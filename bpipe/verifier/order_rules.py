@@ -152,6 +152,24 @@ def in_pieces(own: RankIndex) -> Iterator[Finding]:
             yield own.place(index), f"{own.show(own.lane[index])} continues a computation that never began"
 
 
+def overlapped(own: RankIndex) -> Iterator[Finding]:
+    """Check that each forward of a pair is whole and directly followed by a whole backward of another microbatch.
+
+    Then both have their inputs before the pair begins, and it does not matter in which order they run.
+    """
+    plan = own.plan
+    for stage, unit in sorted(key for key in plan.overlapped if key[0] in own.stages):
+        index = own.find(Op.F, (stage, unit, 0))
+        forward = Action(Op.F, stage, unit)
+        beside = own.lane[index + 1] if index is not None and index + 1 < own.num_computing else forward
+        if index is None or own.lane[index].part or beside.op is not Op.B or beside.part:
+            yield own.place(index), f"{own.show(forward)} runs side by side with the whole backward that follows it, and none does"
+        elif beside.microbatch // plan.slices == unit // plan.slices:
+            yield own.place(index), f"{own.show(forward)} and {own.show(beside)} cannot run side by side: one needs the other"
+        elif own.find(Op.R, (stage, unit, 0)) is not None:
+            yield own.place(index), f"{own.show(forward)} runs side by side with a backward and is recomputed"
+
+
 def _from(own: RankIndex, index: int) -> Iterator[Action]:
     """Iterate over a rank's actions from one on, without walking through those before it."""
     return (own.lane[i] for i in range(index, len(own.lane)))

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from bpipe.errors import PlanError
-from bpipe.plan.action import MESSAGES, SHARDING, Op
+from bpipe.plan.action import MESSAGES, SHARDING, Action, Op
 from bpipe.plan.grid import excerpt
 from bpipe.plan.meter import SLOTS, Meter, occupancy
 from bpipe.plan.plan import Plan
 from bpipe.plan.text import wrong_with_name
 from bpipe.skips.routes import wrong_with
-from bpipe.verifier.order_rules import in_pieces, ordered, recomputed, sharded, twins
+from bpipe.verifier.order_rules import in_pieces, ordered, overlapped, recomputed, sharded, twins
 from bpipe.verifier.plan_rules import RULES_OF_ALL
 from bpipe.verifier.presence_rules import IN_PARTS, belongs, complete, skipping
 from bpipe.verifier.rank_index import Finding, Place, RankIndex, Rule
@@ -51,6 +51,7 @@ RULES_OF_A_RANK: dict[str, Rule] = {
     "skipping": skipping,
     "ordered": ordered,
     "in pieces": in_pieces,
+    "overlapped": overlapped,
     "sharded": sharded,
     "twins": twins,
     "recomputed": recomputed,
@@ -105,7 +106,7 @@ def violations_of(plan: Plan) -> Iterator[Violation]:
             return
         violations += (Violation(name, *found) for name, rule in RULES_OF_A_RANK.items() for found in rule(own))
     yield from violations
-    if not any(violation.rule in ("belongs", "complete", "skipping") for violation in violations):
+    if not any(violation.rule in ("belongs", "complete", "skipping", "overlapped") for violation in violations):
         for name, whole in RULES_OF_ALL.items():
             yield from (Violation(name, place, text) for place, text in whole(plan))
 
@@ -135,6 +136,11 @@ def _shape(plan: Plan) -> Iterator[str]:
         yield f"sizes of {len(plan.sizes.stages)} stages and {len(plan.sizes.static)} ranks, for {p} and {plan.num_ranks}"
     elif plan.sizes is not None and (wrong := plan.sizes.wrong_with_slices(plan.slices)):
         yield wrong
+    if plan.overlapped and plan.skips:
+        yield "pairs of a forward and a backward in a plan with skips, which are not known to be free of deadlock"
+    for stage, unit in sorted(plan.overlapped):
+        if not (0 <= stage < p and 0 <= unit < plan.num_units):
+            yield f"{plan.show(Action(Op.F, stage, unit))}, a forward of a pair, is outside {p} stages and {_microbatches(plan)}"
     if plan.budgets is not None and (plan.sizes is None or len(plan.budgets) != plan.num_ranks):
         yield f"{len(plan.budgets)} budgets in bytes need sizes, and one for each of {plan.num_ranks} ranks"
     for stage, rank in enumerate(plan.stage_ranks):

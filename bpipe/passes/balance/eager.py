@@ -16,12 +16,12 @@ def evict_eagerly(rank: RankSteps, limit: int, peer: int) -> Decision | Shortage
     evictions: list[Eviction] = []
     forwards: list[Part] = []
     remote: list[tuple[Part, int]] = []
-    for t, action in enumerate(rank.steps):
-        if action is not None and action.op is Op.F:
+    for t, action, *_ in rank.computations:
+        if action.op is Op.F:
             if len(forwards) >= limit - 1 and forwards:
                 remote.append((forwards[-1], t))
             forwards.append(action.part_key)
-        elif action is not None and action.op in BACKWARD and remote:
+        elif action.op in BACKWARD and remote:
             which, start = remote.pop(0)
             evictions.append(Eviction(which, 1, peer, start, _next(rank, start), t, _next(rank, t)))
     if remote:

@@ -19,7 +19,6 @@ from typing import NamedTuple
 from bpipe.passes.balance.rank_steps import Part, RankSteps, Stay, Which
 from bpipe.passes.balance.remote_capacity import Capacity, LinkOccupancy, RemoteCapacity
 from bpipe.passes.balance.step_times import StepTimes
-from bpipe.plan.action import BACKWARD, Op
 
 __all__: list[str] = []
 
@@ -93,17 +92,16 @@ class GreedyEviction:
 
     def run(self) -> Decision | Shortage:
         """Decide all evictions, or return why they cannot keep to the limit."""
-        for t, (action, parts) in enumerate(zip(self.rank.steps, self.rank.parts)):
-            if action is not None and action[0] is Op.F:
+        for t, (action, saved, no_longer) in enumerate(zip(self.rank.steps, self.rank.saved, self.rank.needed)):
+            if action is not None and saved:
                 sizes = self.sizes[action[1], action[2] % self._num_slices]
-                self._live.update((part, size) for part, size in zip(parts, sizes) if size)
+                self._live.update((part, size) for part, size in zip(saved, sizes) if size)
             while self._occupied[t] > self.limit:
                 if not self._evict_before(t):
                     needed = f"{self._occupied[t]} of {self.limit}"
                     return Shortage(f"occupies {needed} at {action} and can evict nothing in time")
-            if action is not None and action[0] in BACKWARD:
-                for part in parts:
-                    self._live.pop(part, None)
+            for part in no_longer:
+                self._live.pop(part, None)
         if not self._is_even:
             self._take_back()
         evictions = tuple(self._loaded_earlier())

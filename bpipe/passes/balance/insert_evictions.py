@@ -32,13 +32,14 @@ def insert_evictions(rank: RankSteps, evictions: Sequence[Eviction]) -> tuple[Ac
         for eviction in evictions:
             moves[step_of(eviction)].append(Action(op, *eviction.which, eviction.peer))
     lane: list[Action] = []
-    step = 0
+    step, is_beside = 0, False
     for action in rank.actions:
-        while action[0] in COMPUTE and step < len(rank.steps):
+        while action[0] in COMPUTE and step < len(rank.steps) and not is_beside:
             lane += moves.get(step, ())
             step += 1
             if rank.steps[step - 1] is not None:
                 break
+        is_beside = step - 1 in rank.beside and action == rank.steps[step - 1]
         lane.append(action)
     return tuple(lane)
 

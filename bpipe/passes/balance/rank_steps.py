@@ -15,7 +15,7 @@ from typing import NamedTuple
 from bpipe.passes.communicate import communicate
 from bpipe.plan.action import BACKWARD, COMPUTE, Action, Op
 from bpipe.plan.meter import Meter, occupancy
-from bpipe.plan.order import Moments, clock_by_result
+from bpipe.plan.order import Moments, clock_of
 from bpipe.plan.plan import Plan
 from bpipe.skips.holds import changes
 
@@ -34,8 +34,17 @@ class Stay(NamedTuple):
     needed: int  # the step before which it must be back
 
 
+class Computation(NamedTuple):
+    """A computation, with the parts that it saves and needs."""
+
+    step: int
+    action: Action
+    saved: list[Part]
+    needed: list[Part]
+
+
 class RankSteps:
-    """The steps of one rank.
+    """The steps of one rank: its computations, of which a forward and a backward that run side by side are one step.
 
     Args:
         static: the amount that the rank always occupies.
@@ -50,9 +59,17 @@ class RankSteps:
         self._plan, self._arrives = plan, arrives
         self._recomputed = plan.recomputed(rank)
         self._boundaries: list[int] = []  # the step at which the boundary before each whole computation begins
-        follows_backward = False
+        self.beside: dict[int, Action] = {}  # the backwards that run side by side with the forward of a step
+        follows_backward = is_beside = False
         for action, bytes_or_slots in zip((action for action in self.actions if action[0] in COMPUTE), occupied):
             is_backward = action[0] in BACKWARD
+            if is_beside:  # with the forward, it is one step
+                self.beside[len(self.steps) - 1] = action
+                self._boundaries.append(len(self.steps))
+                self.occupied[-1] = max(self.occupied[-1], static + bytes_or_slots)
+                follows_backward, is_beside = True, False
+                continue
+            is_beside = plan.begins_pair(action)
             if not (action[3] and plan.goes_on(action)):
                 self._boundaries.append(len(self.steps))
                 if is_backward and follows_backward:
@@ -70,12 +87,11 @@ class RankSteps:
         """The steps between which each part that can move by itself may be away."""
         saved: dict[Which, int] = {}
         stays: dict[Part, Stay] = {}
-        for step, (action, parts) in enumerate(zip(self.steps, self.parts)):
-            if action is not None and action[0] is Op.F:
+        for step, action, _, needed in self.computations:
+            if action[0] is Op.F:
                 saved[action.key] = step
-            elif action is not None and action[0] in BACKWARD:
-                for part in parts:
-                    stays[part] = self._stay(part, saved[action.key], step)
+            for part in needed:
+                stays[part] = self._stay(part, saved[action.key], step)
         return stays
 
     def _stay(self, which: Part, saved: int, needed: int) -> Stay:
@@ -100,9 +116,31 @@ class RankSteps:
         return least[0]
 
     @cached_property
-    def parts(self) -> list[list[Part]]:
-        """The parts that each step saves or needs."""
-        return [[] if action is None else self._parts_of(action) for action in self.steps]
+    def computations(self) -> list[Computation]:
+        """The computations in order, with what they save and need; two of them may be of one step."""
+        return [
+            Computation(step, action, *((parts, []) if action[0] is Op.F else ([], parts if action[0] in BACKWARD else [])))
+            for step, first in enumerate(self.steps)
+            for action in (first, self.beside.get(step))
+            if action is not None
+            for parts in (self._parts_of(action),)
+        ]
+
+    @cached_property
+    def saved(self) -> list[list[Part]]:
+        """The parts that each step saves."""
+        return self._by_step((step, saved) for step, _, saved, _ in self.computations)
+
+    @cached_property
+    def needed(self) -> list[list[Part]]:
+        """The parts that each step needs."""
+        return self._by_step((step, needed) for step, _, _, needed in self.computations)
+
+    def _by_step(self, found: Iterable[tuple[int, list[Part]]]) -> list[list[Part]]:
+        by_step: list[list[Part]] = [[] for _ in self.steps]
+        for step, parts in found:
+            by_step[step] += parts
+        return by_step
 
     def _parts_of(self, action: Action) -> list[Part]:
         """Return the parts that a forward saves (none before its last piece), or that a backward needs (a piece only its own).
@@ -123,7 +161,7 @@ class RankSteps:
 def steps_of(plan: Plan) -> list[RankSteps]:
     """Return the steps of every rank of a plan of computations."""
     computed = [plan.compute(rank) for rank in range(plan.num_ranks)]
-    begins, moments = clock_by_result(computed, plan.num_stages, plan.slices, plan.directions)
+    begins, moments = clock_of(plan, computed)
     static = (0,) * plan.num_ranks if plan.sizes is None else plan.sizes.static
     with_messages = plan if plan.sizes is None else communicate(plan, (begins, moments))
     arrival = partial(_arrival, plan, moments)

@@ -41,10 +41,11 @@ def simulated(plan: Plan, ranks: Sequence[RankSteps], costs: Costs) -> Iterator[
         spans = iter(timeline.computations(rank))
         begins: list[float] = []
         end = 0.0
-        for step in steps.steps:
+        for number, step in enumerate(steps.steps):
             span = None if step is None else next(spans)
             begins.append(end if span is None else span.begin_s)
-            end = end if span is None else span.end_s
+            last = next(spans) if number in steps.beside else span
+            end = end if last is None else last.end_s
         yield StepTimes([*begins, end], _duration(costs, rank), True)
 
 
