@@ -144,7 +144,8 @@ class _Slices(Schedule):
 
     def _make_plan(self, num_stages: int, num_ranks: int, n_microbatches: int, slots: int | Sequence[int | None] | None) -> Plan:
         counts = num_stages, n_microbatches
-        return build(self.rule, *counts, num_ranks=num_ranks, slots=slots, slices=self._slices, skips=self._skips)
+        given: dict[str, Any] = {"num_ranks": num_ranks, "slots": slots, "skips": self._skips, "overlapped": self._overlapped}
+        return build(self.rule, *counts, slices=self._slices, **given)
 
 
 class Seq1F1B(_Slices):
@@ -274,7 +275,9 @@ class Interleaved1F1B(_Slices):
     """Interleaved 1F1B: v >= 2 stages per rank in a loop, stage s on rank s mod p (Narayanan et al., arXiv 2104.04473).
 
     It takes a multiple of p microbatches, and with `slices=k`, which cuts these along their sequences, a multiple of p / gcd(p, k).
-    Arguments are `Seq1F1B`'s, except `stages`, the list of this rank's stages, which take whole microbatches by default.
+    Arguments are `Seq1F1B`'s, except `stages`, the list of this rank's stages, which take whole microbatches by default, and
+    `overlapped`: whether forwards run side by side with backwards in the steady state, with one more forward ahead on each rank;
+    how they do is up to `overlap`.
 
     Example:
         >>> from torch import nn
@@ -305,10 +308,12 @@ class Interleaved1F1B(_Slices):
         kwargs_slice_spec: dict[str, Any] | None = None,
         target_slice_spec: Any = None,
         output_slice_spec: Any = None,
+        overlapped: bool = False,
         timeout_s: float | None = None,
         slow_s: float = SLOW_S,
         transfers_at_once: int = TRANSFERS_AT_ONCE,
     ) -> None:
+        self._overlapped = overlapped
         arguments = (loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads, slots)
         super().__init__(
             stages,
@@ -412,7 +417,30 @@ class Chimera(_Stages):
 class DualPipeV(_Stages):
     """DualPipeV: DeepSeek's DualPipe cut in half, placed as in `ZBV`; it takes at least 2p microbatches (arXiv 2412.19437).
 
-    The original overlaps a forward with a backward; this one runs them one after the other.
+    With `overlapped=True` it runs forwards side by side with backwards in its steady state, the same pairs as torch's; how it does
+    is up to `overlap`. Without, they run one after the other. The other arguments are `Schedule`'s, except `stages`, a list of two.
     """
 
     rule = "dualpipe_v"
+
+    def __init__(
+        self,
+        stages: Sequence[Any],
+        n_microbatches: int,
+        loss_fn: Callable[..., torch.Tensor] | None = None,
+        args_chunk_spec: tuple[Any, ...] | None = None,
+        kwargs_chunk_spec: dict[str, Any] | None = None,
+        output_merge_spec: Any = None,
+        scale_grads: bool = True,
+        slots: int | Sequence[int | None] | None = None,
+        *,
+        overlapped: bool = False,
+        timeout_s: float | None = None,
+        slow_s: float = SLOW_S,
+        transfers_at_once: int = TRANSFERS_AT_ONCE,
+    ) -> None:
+        self._overlapped = overlapped
+        arguments = (loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec, scale_grads, slots)
+        super().__init__(
+            stages, n_microbatches, *arguments, timeout_s=timeout_s, slow_s=slow_s, transfers_at_once=transfers_at_once
+        )

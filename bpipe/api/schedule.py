@@ -21,6 +21,7 @@ from bpipe.schedules.by_name import check_counts
 from bpipe.session.context import RankContext
 from bpipe.session.plan_source import PlanSource
 from bpipe.session.session import Session
+from bpipe.session.side_by_side import Overlap, SideBySide
 from bpipe.slices.protocol import check_takes_slices, takes_past
 from bpipe.slices.slicing import Slicing
 
@@ -60,6 +61,7 @@ class Schedule:
 
     rule: str
     _slicing: tuple[Any, ...] = ()  # how sequences are cut, if they are
+    _overlapped = False  # whether forwards run side by side with backwards
 
     def __init__(
         self,
@@ -107,7 +109,8 @@ class Schedule:
 
     def _make_plan(self, num_stages: int, num_ranks: int, n_microbatches: int, slots: int | Sequence[int | None] | None) -> Plan:
         """Build the plan that this schedule trains with."""
-        return build(self.rule, num_stages, n_microbatches, num_ranks=num_ranks, slots=slots, skips=self._skips)
+        given: dict[str, Any] = {"num_ranks": num_ranks, "slots": slots, "skips": self._skips, "overlapped": self._overlapped}
+        return build(self.rule, num_stages, n_microbatches, **given)
 
     def _make_slicing(self, plan: Plan, stages: Mapping[int, PipelineStage]) -> Slicing | None:
         """Return how microbatches are cut into slices; None if stages take them whole."""
@@ -223,6 +226,33 @@ class Schedule:
 
         with self.session.guard.entered():
             self.session.filler = None if job is None else filler_of(job, self.session)
+
+    @property
+    def overlap(self) -> Overlap | None:
+        """The function that runs each pair of a forward and a backward of this rank side by side, as docs/overlap.md describes.
+
+        It is called as `overlap(forward, backward)`, with two functions without arguments, and has to call each of them once, the
+        first in its own thread; such as `bpipe.overlap.TwoThreads()`. None, the default, runs them one after the other. Set it
+        between steps, on ranks whose plan has pairs; stages under FSDP2 or DDP run one after the other all the same.
+
+        Raises:
+            ConfigurationError: from setting it, if the plan has no pairs, this is no function, or the ranks are a `Loopback`'s.
+        """
+        return None if self.session.overlap is None else self.session.overlap.function
+
+    @overlap.setter
+    def overlap(self, function: Overlap | None) -> None:
+        if function is not None and not callable(function):
+            raise ConfigurationError(f"overlap={function!r}: give a function of a forward and a backward, or None")
+        if function is not None and not self.plan.overlapped:
+            raise ConfigurationError(
+                f"{self.plan.name} runs no forward side by side with a backward: make the schedule with overlapped=True, such as "
+                "DualPipeV or Interleaved1F1B, or give FromPlan a plan with such pairs"
+            )
+        if function is not None and isinstance(self.group, LoopbackGroup):
+            raise ConfigurationError("a Loopback runs one action of all ranks after the other: leave overlap unset there")
+        with self.session.guard.entered():
+            self.session.overlap = None if function is None else SideBySide(function)
 
     # The interface for bpipe's other modules
 

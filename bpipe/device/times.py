@@ -36,6 +36,15 @@ class DeviceTimes:
         """Mark where a computation of the step begins or ends, on the current stream."""
         self._events.append(timed_moment(self._device))
 
+    def moment(self) -> Event:
+        """Record an event on the current stream, to be given to `mark_pair`."""
+        return timed_moment(self._device)
+
+    def mark_pair(self, begin: Event) -> None:
+        """Mark where two computations end that have run side by side since an event."""
+        end = self.moment()
+        self._events += [begin, end, begin, end]
+
     def finish(self, into: array[int]) -> None:
         """End a queued step: its marks go `into` an array, in nanoseconds of the host's clock, once the device has run it."""
         if self._events:

@@ -22,6 +22,8 @@ from bpipe.schedules import Action, Plan
 
 __all__: list[str] = []
 
+Pair = Callable[[Run, Callable[[Action], None], Action, Action], None]
+
 MOST_PLANS = 8  # plans whose issue order is kept
 
 
@@ -37,8 +39,14 @@ class Lanes:
         self._servers: list[AcceptorThread] = []
         self._issued: deque[tuple[Plan, list[tuple[int, Action]]]] = deque(maxlen=MOST_PLANS)
 
-    def drive(self, run: Run, control: ControlPlane, group_ranks: Sequence[int]) -> None:
-        """Run all actions of a step; `group_ranks` are the ranks of the group, by rank of the plan.
+    def drive(self, run: Run, control: ControlPlane, group_ranks: Sequence[int], pair: Pair | None = None) -> None:
+        """Run all actions of a step.
+
+        Args:
+            run: the step.
+            control: of the pipeline.
+            group_ranks: the ranks of the group, by rank of the plan.
+            pair: runs a forward and the backward behind it side by side, where the plan says so; None: one after the other.
 
         Raises:
             BaseException: the error of one of the actions, or the reason why another rank cannot go on.
@@ -64,7 +72,10 @@ class Lanes:
             for activity.position, action in lane:
                 if control.failure is not None:
                     control.check()
-                execute(action)
+                if pair is not None and run.plan.begins_pair(action):
+                    pair(run, execute, action, next(lane)[1])
+                else:
+                    execute(action)
         activity.position, activity.under_way = len(run.plan.actions[run.rank]), None
         self.join()
         control.check()

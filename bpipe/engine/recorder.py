@@ -6,6 +6,7 @@ import time
 from array import array
 from collections.abc import Mapping
 
+from bpipe.device import Event
 from bpipe.device.times import DeviceTimes
 from bpipe.engine.run import Observer, Run
 from bpipe.memory.ledger import Key
@@ -76,6 +77,8 @@ class Recorder(Observer):
         self._record: RecordedStep | None = None
         self._places: dict[int, Places] = {}  # by the identity of the plan, which they keep alive
         self._live_bytes = self._num_done = 0  # after the compute lane's last action; and how many actions it has run
+        self._pair_begin: Event = None  # of a forward and a backward that run side by side; and how many of them have ended
+        self._num_halves = 0
         self._scanned: tuple[Plan | None, Mapping[Key, Footprint], array[int]] = (None, {}, array("q"))
 
     def started(self, run: Run) -> None:
@@ -83,13 +86,17 @@ class Recorder(Observer):
         if places is None:
             places = self._places[id(run.plan)] = Places(run.plan, run.rank)
         self._record = RecordedStep(places, run.step)
-        self._live_bytes = self._num_done = 0
+        self._live_bytes = self._num_done = self._num_halves = 0
+        self._pair_begin = None
         if self.device_times is not None:
             self.device_times.start()
 
     def before(self, run: Run, action: Action) -> None:
         if self.device_times is not None and action.op in COMPUTE:
-            self.device_times.mark()
+            if not run.is_side_by_side:
+                self.device_times.mark()
+            elif self._pair_begin is None:
+                self._pair_begin = self.device_times.moment()
         self._under_way.begin_ns[self._index(run, action)] = time.perf_counter_ns()
 
     def after(self, run: Run, action: Action) -> None:
@@ -103,7 +110,17 @@ class Recorder(Observer):
             record.live_bytes[index] = max(self._live_bytes, live)
             self._live_bytes = live
             if self.device_times is not None and action.op in COMPUTE:
-                self.device_times.mark()
+                self._mark_end(self.device_times, run)
+
+    def _mark_end(self, times: DeviceTimes, run: Run) -> None:
+        """Mark where a computation ends on the device; both of a pair begin with the first one and end with the last one."""
+        if not run.is_side_by_side:
+            times.mark()
+            return
+        self._num_halves += 1
+        if self._num_halves == 2:
+            times.mark_pair(self._pair_begin)
+            self._pair_begin, self._num_halves = None, 0
 
     @property
     def _under_way(self) -> RecordedStep:
@@ -111,8 +128,11 @@ class Recorder(Observer):
         return self._record
 
     def _index(self, run: Run, action: Action) -> int:
-        """Return an action's place: the compute lane runs in order, unless the run has a position; acceptor lanes run beside it."""
-        if action.op in SERVED:
+        """Return an action's place: the compute lane runs in order, unless the run has a position; acceptor lanes run beside it.
+
+        So do the two of a pair.
+        """
+        if action.op in SERVED or run.is_side_by_side:
             return self._under_way.places.index[action]
         return self._num_done if run.position is None else run.position
 

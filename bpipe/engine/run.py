@@ -124,6 +124,7 @@ class Run:
         self._advance: Callable[[Action], None] | None = None
         self._piece: Action | None = None  # the piece that runs now
         self.position: int | None = None  # in the rank's lane, if its actions run in another order
+        self.is_side_by_side = False  # whether a forward and a backward run now, of which either may begin or end first
         self._observer = observer
         if observer is not None:
             observer.started(self)

@@ -36,6 +36,7 @@ from bpipe.session.context import RankContext
 from bpipe.session.filler import Both, Filler
 from bpipe.session.plan_source import Gather, PlanSource
 from bpipe.session.prepare import Preparation, PreparedCall
+from bpipe.session.side_by_side import SideBySide
 from bpipe.session.stats import Stats
 
 __all__: list[str] = []
@@ -66,6 +67,7 @@ class Session:
         self.guard = context.guard
         self.observer: Observer | None = None
         self.filler: Filler | None = None
+        self.overlap: SideBySide | None = None
         self.stats: dict[str, float] = {}
         self.ledger = Ledger()
         self._preparation = Preparation(context)
@@ -111,7 +113,8 @@ class Session:
                 run = self.agree(step, records, lambda ask: transport.exchange(Collective.PLAN, ask(self.source)))
             with guard.failing_together():
                 with run.sharding.in_charge(), run.twins.in_charge(), run.hooks.watched(), transport.control.interruptible():
-                    self.context.lanes.drive(run, transport.control, self.context.group_ranks)
+                    pair = self.overlap if self.overlap is not None and self.overlap.runs(run) else None
+                    self.context.lanes.drive(run, transport.control, self.context.group_ranks, pair)
                 result = self.result(run)
                 self.finish(step, run, started)
             return result

@@ -1,0 +1,83 @@
+"""What torch keeps for each thread and a backward needs as its caller has it: modes, autocast, the device and its stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from bpipe.device import current_stream, is_asynchronous, on_stream
+
+__all__: list[str] = []
+
+
+def devices_in_use() -> list[torch.device]:
+    """Return the calling thread's current device, if there is an asynchronous one that is in use."""
+    found = torch.accelerator.current_accelerator()
+    if found is None or not is_asynchronous(found) or not torch.accelerator.is_available():
+        return []
+    module = torch.get_device_module(found)
+    is_initialized = getattr(module, "is_initialized", lambda: True)
+    return [torch.device(found.type, module.current_device())] if is_initialized() else []
+
+
+def bound_to_thread() -> str:
+    """Return what is active in the calling thread that no other thread can have, too; empty if nothing is."""
+    if _get_current_function_mode_stack():
+        return "a torch function mode, such as a default device"
+    if _get_current_dispatch_mode_stack():
+        return "a torch dispatch mode"
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return "a saved-tensor hook around the step" if hooks is not None else ""
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadState:
+    """The state of the thread that makes it, to be entered in another one."""
+
+    devices: list[torch.device]
+    context: Context = field(default_factory=copy_context)
+    has_gradients: bool = field(default_factory=torch.is_grad_enabled)
+    is_inference: bool = field(default_factory=torch.is_inference_mode_enabled)
+    caches_casts: bool = field(default_factory=torch.is_autocast_cache_enabled)
+    autocasts: dict[str, tuple[bool, torch.dtype]] = field(init=False)
+    streams: list[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "autocasts", _autocasts(self.devices))
+        object.__setattr__(self, "streams", list(map(current_stream, self.devices)))
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Have this state in the calling thread."""
+        with ExitStack() as stack:
+            for stream in self.streams:
+                stack.enter_context(on_stream(stream))
+            stack.enter_context(torch.inference_mode(self.is_inference))
+            stack.enter_context(torch.set_grad_enabled(self.has_gradients))
+            # Not `torch.autocast`: where the outermost one of a thread ends, such as that of a recomputation, it throws away the
+            # casts of all threads, which the forward beside it uses.
+            torch.autocast_increment_nesting()
+            stack.callback(torch.autocast_decrement_nesting)
+            before = _autocasts(self.devices), torch.is_autocast_cache_enabled()
+            _set_autocasts(self.autocasts, self.caches_casts)
+            stack.callback(_set_autocasts, *before)
+            yield
+
+
+def _autocasts(devices: list[torch.device]) -> dict[str, tuple[bool, torch.dtype]]:
+    kinds = ["cpu", *(device.type for device in devices)]
+    return {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
+
+
+def _set_autocasts(autocasts: dict[str, tuple[bool, torch.dtype]], caches_casts: bool) -> None:
+    for kind, (is_enabled, dtype) in autocasts.items():
+        torch.set_autocast_enabled(kind, is_enabled)
+        torch.set_autocast_dtype(kind, dtype)
+    torch.set_autocast_cache_enabled(caches_casts)

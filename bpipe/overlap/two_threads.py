@@ -1,0 +1,126 @@
+"""Run the two halves of a pair in two threads, of which one runs at a time."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from bpipe.logs import LOG
+from bpipe.overlap.thread_state import ThreadState, bound_to_thread, devices_in_use
+from bpipe.overlap.turns import Half, Turns, running
+
+__all__ = ["TwoThreads"]
+
+GRACE_S = 5.0  # seconds that a half gets to reach a point where it stops, after the other one has failed
+
+Work = Callable[[], None]
+
+
+class TwoThreads:
+    """Run a forward and a backward side by side: while one waits for its communication, the other one computes.
+
+    The forward runs in the caller's thread, the backward in a second one, with the caller's device, stream, autocast and grad mode.
+    One of them runs at a time. They change over where a module calls `yield_here` or `all_to_all`, in its forward and at the same
+    points of its backward, always in the same order. Results are those of one after the other to the bit.
+
+    Where a torch function mode, a dispatch mode or a saved-tensor hook is active around the step, which belong to a thread, pairs
+    run one after the other, and the logger "bpipe" says so once.
+
+    Args:
+        grace_s: after one half has failed, seconds that the other one gets to end, or to reach a point where it changes over.
+
+    Raises:
+        StageError: from a call, if a backward draws random numbers; else the error of the half that failed first.
+
+    Example:
+        >>> order = []
+        >>> from bpipe.overlap import TwoThreads, yield_here
+        >>> def half(name):
+        ...     for number in range(2):
+        ...         order.append(f"{name}{number}")
+        ...         yield_here()
+        >>> TwoThreads()(lambda: half("F"), lambda: half("B"))
+        >>> order
+        ['F0', 'B0', 'F1', 'B1']
+    """
+
+    def __init__(self, *, grace_s: float = GRACE_S) -> None:
+        self._grace_s = grace_s
+        self._has_warned = False
+        self._worker: _Worker | None = None
+
+    def __call__(self, forward: Work, backward: Work) -> None:
+        """Run both, and return when both have ended."""
+        if why := bound_to_thread():
+            self._warn(why)
+            forward()
+            backward()
+            return
+        devices = devices_in_use()
+        turns, state = Turns(devices), ThreadState(devices)
+        if self._worker is None:
+            self._worker = _Worker()
+        with running(turns):
+            self._worker.put(lambda: state.context.run(_run_backward, backward, turns, state))
+            try:
+                forward()
+            except BaseException as error:
+                turns.end(Half.FORWARD, error)
+            else:
+                turns.end(Half.FORWARD)
+            has_ended = self._joined(turns)
+        if not has_ended:
+            self._worker = None  # its thread is lost
+            LOG.warning("the backward of a pair has not ended within %g s after its forward failed", self._grace_s)
+        if turns.error is not None:
+            try:
+                raise turns.error
+            finally:
+                turns.error = None  # it would keep this frame alive
+        turns.close()
+
+    def _joined(self, turns: Turns) -> bool:
+        """Wait for the backward, but not for long once something has failed; return whether it has ended."""
+        while turns.error is None:
+            try:
+                if turns.join(Half.BACKWARD):
+                    return True
+            except BaseException as error:  # Ctrl-C
+                turns.end(Half.FORWARD, error)
+        return turns.join(Half.BACKWARD, self._grace_s)
+
+    def _warn(self, why: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            LOG.warning("forwards and backwards run one after the other, because %s is active, which belongs to one thread", why)
+
+
+def _run_backward(backward: Work, turns: Turns, state: ThreadState) -> None:
+    try:
+        with state.entered():
+            turns.begin_backward()
+            backward()
+    except BaseException as error:
+        turns.end(Half.BACKWARD, error)
+    else:
+        turns.end(Half.BACKWARD)
+
+
+class _Worker:
+    """A thread that waits for work. It ends with the process, or when nobody can give it work any more."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Work | None] = SimpleQueue()
+        threading.Thread(target=_serve, args=(self._queue,), name="bpipe-backward", daemon=True).start()
+        weakref.finalize(self, self._queue.put, None)
+
+    def put(self, work: Work) -> None:
+        self._queue.put(work)
+
+
+def _serve(queue: SimpleQueue[Work | None]) -> None:
+    while (work := queue.get()) is not None:
+        work()
+        del work  # which keeps a step's tensors alive

@@ -1,0 +1,278 @@
+"""Pairs of a forward and a backward over gloo: the bits of one after the other, whoever runs them, and in less time."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import bpipe
+from bpipe.errors import ConfigurationError, StageError
+from bpipe.overlap import TwoThreads, yield_here
+from bpipe.overlap.turns import change_over
+from bpipe.schedules import Op
+from tests.ranks import run_ranks
+
+WIDTH = 16
+Half = Callable[[], None]
+
+
+class Block(nn.Module):
+    """A layer with dropout, which changes over twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = yield_here(torch.relu(self.first(x)))
+        return x + yield_here(nn.functional.dropout(self.second(hidden), 0.1))
+
+
+def one_after_the_other(forward: Half, backward: Half) -> None:
+    forward()
+    backward()
+
+
+def backward_first(forward: Half, backward: Half) -> None:
+    backward()
+    forward()
+
+
+def in_a_thread(forward: Half, backward: Half) -> None:
+    """As a user may write it: both at once, without turns."""
+    thread = threading.Thread(target=backward)
+    thread.start()
+    forward()
+    thread.join()
+
+
+def gradients(rank: int, make: Callable[[Any, int, list[nn.Module]], Any], stages: tuple[int, int], overlap: Any) -> Any:
+    """Train two steps; return losses, gradients, the peak of activations, and which computations overlapped."""
+    torch.manual_seed(rank)
+    modules: list[nn.Module] = [nn.Sequential(Block(), Block()) for _ in stages]
+    schedule = make(rank, len(modules), modules)
+    if overlap is not None:
+        schedule.overlap = overlap
+    torch.manual_seed(7)
+    x, target, losses = torch.randn(16, WIDTH), torch.randn(16, WIDTH), list[torch.Tensor]()
+    with bpipe.trace(schedule) as tracing:
+        for _ in range(2):
+            schedule.step(x, target=target, losses=losses)
+    timeline = tracing.gather()[-1]
+    spans = {span.action: span for span in timeline.computations(rank)}
+    lane = timeline.plan.actions[rank]
+    pairs = [(spans[lane[i]], spans[lane[i + 1]]) for i, action in enumerate(lane) if timeline.plan.begins_pair(action)]
+    beside = sum(backward.begin_s < forward.end_s and forward.begin_s < backward.end_s for forward, backward in pairs)
+    found = [p.grad for module in modules for p in module.parameters()]
+    assert timeline.bubble_s(rank) >= 0
+    moved = sum(action.op is Op.EVICT for action in lane)
+    return [loss.item() for loss in losses], found, schedule.stats["peak_bytes"], len(pairs), beside, moved
+
+
+def dualpipe_v(rank: int, overlapped: bool, overlap: Any, is_torchs: bool) -> Any:
+    from torch.distributed.pipelining import PipelineStage as TorchStage
+
+    def make(rank: int, num: int, modules: list[nn.Module]) -> bpipe.DualPipeV:
+        kind = TorchStage if is_torchs else bpipe.PipelineStage
+        stages = [kind(module, stage, 4, torch.device("cpu")) for stage, module in zip((rank, 3 - rank), modules)]
+        return bpipe.DualPipeV(stages, 8, loss_fn=nn.functional.mse_loss, overlapped=overlapped)
+
+    return gradients(rank, make, (rank, 3 - rank), overlap)
+
+
+def all_ways(rank: int) -> list[Any]:
+    """Unpaired and paired, on bpipe's stage and on torch's, by several functions."""
+    ways = [(False, None, False), (True, None, False), (True, TwoThreads(), False), (True, backward_first, False)]
+    ways += [(True, one_after_the_other, True), (True, TwoThreads(), True), (False, None, True)]
+    return [dualpipe_v(rank, *way) for way in ways]
+
+
+def same(one: Any, other: Any) -> bool:
+    return bool(one[0] == other[0] and all(map(torch.equal, one[1], other[1])))
+
+
+def test_dualpipe_v() -> None:
+    for found in run_ranks(all_ways, 2):
+        assert all(same(found[0], other) for other in found)
+        assert [other[3] > 0 for other in found] == [False, True, True, True, True, True, False]
+        for number, (*_, num_pairs, num_beside, _) in enumerate(found):
+            assert num_beside == (num_pairs if number in (2, 5) else 0)
+        assert found[1][2] == found[2][2] >= found[3][2]  # a backward that comes first has freed its activations
+
+
+def interleaved(rank: int, overlap: Any, slots: int | None) -> Any:
+    def make(rank: int, num: int, modules: list[nn.Module]) -> bpipe.Interleaved1F1B:
+        stages = [bpipe.PipelineStage(module, stage, 8, "cpu") for stage, module in zip((rank, rank + 4), modules)]
+        is_paired = overlap is not None
+        return bpipe.Interleaved1F1B(stages, 8, loss_fn=nn.functional.mse_loss, overlapped=is_paired, slots=slots)
+
+    return gradients(rank, make, (rank, rank + 4), overlap)
+
+
+def balanced_ways(rank: int) -> list[Any]:
+    return [interleaved(rank, None, None), interleaved(rank, TwoThreads(), None), interleaved(rank, TwoThreads(), 10)]
+
+
+def test_interleaved_with_evictions() -> None:
+    """The pairs' microbatches are evicted and loaded like others'."""
+    results = run_ranks(balanced_ways, 4)
+    for plain, paired, balanced in results:
+        assert same(plain, paired) and same(plain, balanced)
+        assert paired[3] == paired[4] > 0 and balanced[3] == balanced[4] == paired[3]
+    assert results[0][2][5] > 0
+
+
+# Time.
+
+
+class Communicating(nn.Module):
+    """Layers that compute, and wait for a communication that needs no processor: 30% of the time."""
+
+    def __init__(self, seconds: float, num_layers: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self._seconds, self._num_layers = seconds / num_layers, num_layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        for _ in range(self._num_layers):
+            x = _Layer.apply(x, self._seconds)
+        return x
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        _compute_and_communicate(seconds)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        _compute_and_communicate(2 * ctx.seconds)
+        return gradient, None
+
+
+def _compute_and_communicate(seconds: float) -> None:
+    for _ in range(2):  # dispatch and combine
+        time.sleep(0.35 * seconds)
+        has_come = time.perf_counter() + 0.15 * seconds
+        change_over()
+        time.sleep(max(0.0, has_come - time.perf_counter()))
+
+
+SECONDS, LAYERS = 0.08, 8
+
+
+def timed(rank: int) -> tuple[list[float], list[float]]:
+    """Seconds from the begin of a pair to that of the next one, one after the other and in two threads, in turns."""
+    stages = [bpipe.PipelineStage(Communicating(SECONDS, LAYERS), stage, 4, "cpu") for stage in (rank, 3 - rank)]
+    schedule = bpipe.DualPipeV(stages, 6, loss_fn=nn.functional.mse_loss, overlapped=True)
+    x, found = torch.ones(6, 4), ([], [])
+    threads = TwoThreads()
+    for overlap, periods in zip((one_after_the_other, threads), found):
+        begins: list[float] = []
+
+        def noted(forward: Half, backward: Half, overlap: Any = overlap, begins: list[float] = begins) -> None:
+            begins.append(time.perf_counter())
+            overlap(forward, backward)
+
+        schedule.overlap = noted
+        schedule.step(x, target=x)
+        periods += [end - begin for begin, end in pairwise(begins[1:])]
+    return found
+
+
+@pytest.mark.alone
+def test_steady_state() -> None:
+    """30% of each stage is communication: 0.70 of the time would be ideal."""
+    for apart, beside in run_ranks(timed, 2):
+        assert statistics.median(beside) <= 0.75 * statistics.median(apart), (apart, beside)
+
+
+# What goes wrong.
+
+
+def test_refused() -> None:
+    loopback = bpipe.Loopback(2)
+    stages = [[bpipe.PipelineStage(Block(), s, 4, "cpu", loopback.rank(r)) for s in (r, 3 - r)] for r in range(2)]
+    paired = bpipe.DualPipeV(stages[0], 4, overlapped=True)
+    with pytest.raises(ConfigurationError, match="a Loopback runs one action of all ranks after the other"):
+        paired.overlap = TwoThreads()
+    with pytest.raises(ConfigurationError, match="overlap=3: give a function"):
+        paired.overlap = 3  # type: ignore[assignment]
+    plain = bpipe.DualPipeV(stages[0], 4)
+    with pytest.raises(ConfigurationError, match="dualpipe_v runs no forward side by side with a backward: make the schedule with"):
+        plain.overlap = TwoThreads()
+    assert plain.overlap is None
+
+
+def wrong(rank: int, overlap: Any) -> tuple[str, str]:
+    """The error of a step with a function that does something wrong on rank 0, and of the next step."""
+    stages = [bpipe.PipelineStage(Block(), stage, 4, "cpu") for stage in (rank, 3 - rank)]
+    schedule = bpipe.DualPipeV(stages, 4, loss_fn=nn.functional.mse_loss, overlapped=True, timeout_s=20)
+    schedule.overlap = overlap if not rank else TwoThreads()
+    x = torch.ones(4, WIDTH)
+    errors = []
+    for _ in range(2):
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            schedule.step(x, target=x)
+        errors.append(f"{type(caught.value).__name__}: {caught.value}")
+    return errors[0], errors[1]
+
+
+def forward_alone(forward: Half, backward: Half) -> None:
+    forward()
+
+
+def twice(forward: Half, backward: Half) -> None:
+    forward()
+    backward()
+    backward()
+
+
+def forward_elsewhere(forward: Half, backward: Half) -> None:
+    caught: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            forward()
+        except StageError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    raise caught[0]
+
+
+def not_waiting(forward: Half, backward: Half) -> None:
+    thread = threading.Thread(target=lambda: (time.sleep(0.5), backward()))
+    thread.start()
+    forward()
+
+
+@pytest.mark.parametrize(
+    ("overlap", "text"),
+    [
+        (forward_alone, r"backward\(\) was not called: call both, each once"),
+        (twice, r"given 0F3 and 3B1: backward\(\) was called a second time"),
+        (forward_elsewhere, r"forward\(\) was called in another thread than the function"),
+        (not_waiting, r"backward\(\) was not called"),
+    ],
+)
+def test_functions_that_do_not_run_both(overlap: Any, text: str) -> None:
+    import re
+
+    (here, again), (there, _) = run_ranks(wrong, 2, overlap)
+    assert re.search(rf"^StageError: the overlap function, .*{text}", here), here
+    assert there.startswith("RankFailedError") and "rank 0" in there
+    assert again.startswith("PipelineBrokenError")
