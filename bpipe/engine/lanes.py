@@ -68,12 +68,19 @@ class Lanes:
                 execute(action)
             self._stand(run, activity, piece)
 
+        def half(action: Action) -> None:
+            try:
+                execute(action)
+            except BaseException:
+                activity.under_way = action  # the position is the forward's
+                raise
+
         with run.advancing(advance):
             for activity.position, action in lane:
                 if control.failure is not None:
                     control.check()
                 if pair is not None and run.plan.begins_pair(action):
-                    pair(run, execute, action, next(lane)[1])
+                    pair(run, half, action, next(lane)[1])
                 else:
                     execute(action)
         activity.position, activity.under_way = len(run.plan.actions[run.rank]), None

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from threading import get_ident
 
 from bpipe.cleanup import note
+from bpipe.comm.health.activity import place_of
 from bpipe.engine.run import Run
 from bpipe.errors import StageError
 from bpipe.logs import LOG
@@ -53,7 +54,7 @@ class SideBySide:
             for half in halves:
                 half.check()
         except BaseException as error:
-            note(error, f"bpipe: in {place}, on rank {run.rank} of the plan, step {run.step}")
+            note(error, f"bpipe: in {place}; {place_of(forward, run.plan.slices)}, step {run.step}")
             raise
         finally:
             run.is_side_by_side = False
