@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from bpipe.estimate.profile import profile
     from bpipe.estimate.profile_slices import profile_slices
     from bpipe.model.stage import PipelineStage
+    from bpipe.overlap.points import yield_here
     from bpipe.parallel.placement import pair_adjacent, place
     from bpipe.partition.choose import choose_stages
     from bpipe.partition.measure import measure_layers
@@ -100,6 +101,7 @@ __all__ = [
     "trace",
     "training_state",
     "transformer_layers",
+    "yield_here",
 ]
 
 OLDEST_TORCH = (2, 11)
@@ -114,6 +116,7 @@ _NAMES = {  # of each module of bpipe
     "estimate.profile": "profile",
     "estimate.profile_slices": "profile_slices",
     "model.stage": "PipelineStage",
+    "overlap.points": "yield_here",
     "parallel.placement": "pair_adjacent place",
     "partition.choose": "choose_stages",
     "partition.measure": "measure_layers",

@@ -36,11 +36,11 @@ SIGNATURES = {
     "BitPipeZB": STAGES,
     "BreadthFirst": STAGES,
     "Chimera": STAGES,
-    "DualPipeV": STAGES,
+    "DualPipeV": STAGES.replace("slots,", "slots, overlapped,"),
     "FromPlan": SCHEDULE.replace("n_microbatches", "plan").replace("slots,", SLICE_OPTIONS),
     "GPipe": SCHEDULE,
     "GradScaler": "(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled, group)",
-    "Interleaved1F1B": OF_SLICES.replace("(stage,", "(stages,"),
+    "Interleaved1F1B": OF_SLICES.replace("(stage,", "(stages,").replace("timeout_s", "overlapped, timeout_s"),
     "Loopback": "(num_ranks, own_random_state)",
     "OneFOneB": SCHEDULE,
     "PipelineStage": "(submod, stage_index, num_stages, device, group, dw_builder, get_mesh, directions, skips)",
@@ -76,6 +76,7 @@ SIGNATURES = {
     "trace": "(schedule, path)",
     "training_state": "(modules, optimizer, tied, group)",
     "transformer_layers": "(model)",
+    "yield_here": "(tensors)",
 }
 
 OF_TORCH_ALONE = {"backward_requires_autograd", "defer_pp_recv"}
@@ -85,8 +86,8 @@ PURE_CLASSES = [
 ]
 
 PURE_FUNCTIONS = [
-    *("build", "check_rule", "fill_gaps", "finish", "from_csv", "gaps_of", "names", "register", "rules", "simulate", "unregister"),
-    *("verify", "with_encoder"),
+    *("build", "check_rule", "fill_gaps", "finish", "from_csv", "gaps_of", "names", "overlap", "register", "rules", "simulate"),
+    *("unregister", "verify", "with_encoder"),
 ]
 
 

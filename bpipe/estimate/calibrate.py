@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -80,11 +81,15 @@ def _of_slices(sizes: Sizes, stage: int, number: Callable[[StageSizes], int]) ->
 
 
 def _worked(timeline: Timeline) -> dict[tuple[Op, int, int], float]:
-    """Return the seconds of each computation, with the pieces of one added up."""
+    """Return the seconds of each computation, with the pieces of one added up; but for two side by side, which share their time."""
     seconds: dict[tuple[Op, int, int], float] = defaultdict(float)
     for rank in range(timeline.num_ranks):
-        for action, begin, end in timeline.computations(rank):
-            seconds[action.op_key] += end - begin
+        spans = list(timeline.computations(rank))
+        pairs = ((one, two) for one, two in pairwise(spans) if timeline.plan.begins_pair(one.action) and two.begin_s < one.end_s)
+        beside = {span.action for pair in pairs for span in pair}
+        for action, begin, end in spans:
+            if action not in beside:
+                seconds[action.op_key] += end - begin
     return seconds
 
 
@@ -106,7 +111,9 @@ def _series(taken: Taken, op: Op, stage: int, plan: Plan) -> list[float]:
     """Return the seconds of an operation of a stage, by microbatch, or by slice of all microbatches."""
     by_microbatch = taken.get((op, stage))
     if not by_microbatch:
-        raise ConfigurationError(f"the trace has no {op.value} of stage {stage}: trace a schedule that runs it, on all ranks")
+        raise ConfigurationError(
+            f"the trace has no {op.value} of stage {stage} alone: trace a schedule that runs it, on all ranks, without `overlap`"
+        )
     if by_microbatch.keys() == set(range(plan.num_units)):
         return [median(by_microbatch[unit]) for unit in range(plan.num_units)]
     by_slice: dict[int, list[float]] = defaultdict(list)

@@ -8,6 +8,7 @@ Example:
 """
 
 from bpipe.passes.encoder import with_encoder
+from bpipe.passes.overlap import overlap
 from bpipe.plan.action import Action, Channel, Op, Purpose
 from bpipe.plan.destinations import Destinations
 from bpipe.plan.plan import Plan
@@ -50,6 +51,7 @@ __all__ = [
     "from_csv",
     "gaps_of",
     "names",
+    "overlap",
     "register",
     "rules",
     "simulate",

@@ -29,7 +29,7 @@ def critical_path(timeline: Timeline) -> list[Step]:
     Returns:
         Computations and transfers in time order, each of which began when the one before it ended, or on a busy link
         when it had departed. So a simulated path covers the makespan; gaps in a measured one are the host's work between
-        actions.
+        actions. Of a forward and a backward that ran side by side, it has the backward.
 
     Example:
         >>> from bpipe.schedules import Costs, build, simulate
@@ -72,12 +72,16 @@ class _Walk:
         place: _Place | None = _Place(last, False, self.timeline.last_position(last))
         while place is not None:
             span = self._span(place)
-            if span.action.op in COMPUTE:
+            if span.action.op in COMPUTE and not self._is_beside(place, span):
                 yield Step(place.rank, span)
             if span.action.op in START_OF and span.seconds > 0:
                 place = yield from self._through(self._awaited(place, span.action), span.end_s)
             else:
                 place = self._before(place)
+
+    def _is_beside(self, place: _Place, span: Span) -> bool:
+        """Return whether a computation ran side by side with the one behind it, which stands for both."""
+        return self.plan.begins_pair(span.action) and self._span(place._replace(position=place.position + 1)).begin_s < span.end_s
 
     def _before(self, place: _Place) -> _Place | None:
         """Return the action that had to end before a lane reached a place; posting a transfer does not block."""

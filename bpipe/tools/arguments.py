@@ -47,6 +47,12 @@ def add_plan(parser: argparse.ArgumentParser, *, num: str | None = None) -> None
         help="slices of each microbatch, for schedules such as seq_1f1b (default: 1)",
     )
     parser.add_argument(
+        "--overlapped",
+        action="store_true",
+        default=None,
+        help="let forwards run side by side with backwards: dualpipe_v and interleaved_1f1b",
+    )
+    parser.add_argument(
         "--skips",
         type=skips,
         metavar="S:U,...",
@@ -84,6 +90,7 @@ def _add_costs(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--per-rank", action="store_true", help="costs are of a whole rank: each of its V stages has 1/V of them")
     group.add_argument("--ranks-per-node", type=whole, metavar="N", help="ranks on a node; stages x and p-1-x share one")
     group.add_argument("--slowdown", type=float, metavar="X", help="a running transfer slows computations down by this factor")
+    group.add_argument("--overlapped-share", type=share, metavar="X", help="what a pair of --overlapped gains, such as 30%%")
     group.add_argument("--measured", type=Path, metavar="TRACE", help="take times and bytes from a trace instead")
     group.add_argument("--step", type=int, metavar="N", help="the trace's step to use (default: the step of median length)")
 
@@ -195,11 +202,19 @@ def plan_of(schedule: str, args: argparse.Namespace) -> Plan:
     with sign_of_life(f"Planning {schedule} for {num_stages} stages and {args.microbatches} microbatches"):
         slices = slices_of(rule, args)
         counts = num_stages, args.microbatches
-        return build(schedule, *counts, num_ranks=num_ranks, slots=args.slots, slices=slices, skips=args.skips or ())
+        sizes: dict[str, Any] = {"num_ranks": num_ranks, "slots": args.slots, "slices": slices, "skips": args.skips or ()}
+        return build(schedule, *counts, **sizes, overlapped=pairs_of(rule, args))
 
 
 CONTEXT = ("attention_share", "model", "sequence")
-SIZES = ("ranks", "stages", "stages_per_rank", "microbatches", "slices", "skips", "slots")
+SIZES = ("ranks", "stages", "stages_per_rank", "microbatches", "slices", "skips", "slots", "overlapped")
+
+
+def pairs_of(rule: Rule, args: argparse.Namespace) -> bool:
+    """Return whether a schedule runs pairs of a forward and a backward; among several, --overlapped is for those that have them."""
+    if args.overlapped and isinstance(args.schedule, str):
+        rule.with_pairs()
+    return bool(args.overlapped) and rule.overlapped is not None
 
 
 def slices_of(rule: Rule, args: argparse.Namespace) -> int:
@@ -302,8 +317,9 @@ def chosen_step(timelines: list[Timeline], step: int | None) -> Timeline:
 
 def costs_given(args: argparse.Namespace) -> list[str]:
     """Return the options for costs that were given."""
-    others = ("bandwidth", "cross_bandwidth", "host_bandwidth", "latency", "ranks_per_node", "slowdown", "measured", "step")
-    given = [name for name in (*BY_STAGE, *others, *CONTEXT) if getattr(args, name) is not None] + ["per_rank"] * args.per_rank
+    others = ["bandwidth", "cross_bandwidth", "host_bandwidth", "latency", "ranks_per_node", "slowdown", "overlapped_share"]
+    others += ["measured", "step", *CONTEXT]
+    given = [name for name in (*BY_STAGE, *others) if getattr(args, name) is not None] + ["per_rank"] * args.per_rank
     return [f"--{name.replace('_', '-')}" for name in given]
 
 
@@ -316,6 +332,7 @@ def costs_of(args: argparse.Namespace, plan: Plan) -> Costs:
         "host_link": None if args.host_bandwidth is None else Link(latency_s=latency, bytes_per_s=args.host_bandwidth),
         "nodes": nodes_of(args, plan),
         "slowdown": 1.0 if args.slowdown is None else args.slowdown,
+        "overlapped_share": args.overlapped_share or 0.0,
     }
     given = {field: getattr(args, name) for name, (field, *_) in BY_STAGE.items() if getattr(args, name) is not None}
     attention = attention_of(args)

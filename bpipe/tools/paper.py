@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
 from bpipe.plan.action import unit_text
@@ -21,6 +22,7 @@ LEFT, RIGHT, ABOVE, BELOW = 1.45, 0.2, 0.05, 0.5
 TITLE, HEAD, PANEL_GAP = 0.4, 0.4, 0.25
 COMPUTATION, MOVES, SENDS, MEMORY, ROW_GAP = 0.3, 0.2, 0.08, 0.4, 0.16
 FILL_SHARE = 0.6  # of a computation's height
+ROUNDING = 1e-6  # share of a computation by which the next one may seem to begin before its end
 TALLEST_ROWS, TALLEST = 11.0, 190.0  # beyond the first, rows shrink to half at most; beyond the second, without limit
 
 
@@ -48,7 +50,9 @@ def strips(row: Row, band: Band) -> Iterator[Strip]:
 
     A wait for a transfer is drawn thicker than one for another rank's result.
     """
-    yield Strip("compute", band.top, band.moves, row.computations)
+    for (begin, end), spans in side_by_side(row.computations).items():
+        height = band.moves - band.top
+        yield Strip("compute", band.top + height * begin, band.top + height * end, spans)
     for share, is_for_move in ((0.14, False), (0.34, True)):
         inset = (band.moves - band.top) * (1 - share) / 2
         waits = tuple(span for span in row.waits if (span.action.op in (Op.WAIT_EVICT, Op.WAIT_LOAD)) == is_for_move)
@@ -62,6 +66,18 @@ def strips(row: Row, band: Band) -> Iterator[Strip]:
     for index, op in enumerate((Op.SEND_F, Op.SEND_B), start=1):
         sends = tuple(span for span in row.sends if span.action.op is op)
         yield Strip("send", band.sends + third * index, band.sends + third * (index + 1), sends)
+
+
+def side_by_side(computations: Sequence[Span]) -> dict[tuple[float, float], tuple[Span, ...]]:
+    """Return computations by the share of a row's height that they take: all of it, or half of it where two overlap in time."""
+    found: dict[tuple[float, float], list[Span]] = {(0.0, 1.0): [], (0.0, 0.5): [], (0.5, 1.0): []}
+    share = (0.0, 1.0)
+    for span, following in zip_longest(computations, computations[1:]):
+        is_second = share == (0.0, 0.5)
+        is_first = not is_second and following is not None and following.begin_s < span.end_s - ROUNDING * span.seconds
+        share = (0.5, 1.0) if is_second else (0.0, 0.5) if is_first else (0.0, 1.0)
+        found[share].append(span)
+    return {share: tuple(spans) for share, spans in found.items()}
 
 
 @dataclass(frozen=True, slots=True)

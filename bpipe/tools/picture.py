@@ -212,13 +212,15 @@ class _Sheet:
         """Write the microbatches into the boxes that are wide enough."""
         if self.paper.font < 4:
             return
-        for span in row.computations:
-            text = self.paper.label(span, row)
-            if text and self.labels_left > 0:
-                self.labels_left -= 1
-                x, y = self.paper.x(sum(self.paper.seen(span)) / 2), (band.top + band.moves) / 2
-                style: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": self.paper.font}
-                self.axes.text(x, y, text, color=ink(_fill(span, row)), **style)
+        for strip in (strip for strip in strips(row, band) if strip.kind == "compute"):
+            style: dict[str, Any] = {"ha": "center", "va": "center_baseline"}
+            style["fontsize"] = self.paper.font * min(1.0, 1.5 * (strip.bottom - strip.top) / (band.moves - band.top))
+            for span in strip.spans:
+                text = self.paper.label(span, row)
+                if text and self.labels_left > 0:
+                    self.labels_left -= 1
+                    x, y = self.paper.x(sum(self.paper.seen(span)) / 2), (strip.top + strip.bottom) / 2
+                    self.axes.text(x, y, text, color=ink(_fill(span, row)), **style)
 
 
 def _look(kind: str, span: Span, row: Row) -> _Look:
