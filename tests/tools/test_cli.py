@@ -13,7 +13,7 @@ import pytest
 
 from bpipe.errors import is_printable
 from bpipe.extras import how_to_install
-from bpipe.schedules import Costs, Op, Plan, build, rules
+from bpipe.schedules import Costs, Op, Plan, build, rules, simulate
 from bpipe.schedules.by_name import forward_plan
 from bpipe.tools.balancing import balanced
 from bpipe.tools.chrome import save_trace
@@ -641,3 +641,27 @@ def test_two_directions_count_a_microbatch_in_the_stages_of_one(capsys):
     assert code == 0 and "4 microbatches (8 slots)" in out
     code, out, _ = run(capsys, "compare", "zbv", "bitpipe_zb", "-p", "4", "-m", "8", "--per-rank", "--forward", "1s")
     assert code == 0 and "25.5 s" in out and "24.5 s" in out  # 3m and 1.5, and 0.5
+
+
+def test_pairs(capsys):
+    pairs = ("-p", "4", "-m", "12", "--overlapped")
+    assert run(capsys, "show", "dualpipe_v", *pairs) == (0, str(build("dualpipe_v", 8, 12, overlapped=True)) + "\n", "")
+    seconds = [data(capsys, "simulate", "dualpipe_v", *pairs, "--overlapped-share", share)["makespan_s"] for share in ("0%", "30%")]
+    assert seconds[1] < 0.85 * seconds[0]
+    code, _, err = run(capsys, "simulate", "1f1b", *pairs)
+    assert code == 2 and "1f1b runs no forward side by side with a backward" in err
+    both = data(capsys, "compare", "1f1b", "interleaved_1f1b", *pairs)
+    assert "OVERLAP_F_B" not in json.dumps(both) and run(capsys, "compare", "1f1b", "interleaved_1f1b", *pairs)[0] == 0
+
+
+def test_costs_of_what_ran_alone():
+    """A forward and a backward that ran side by side share their time, which says nothing of either."""
+    from bpipe.errors import ConfigurationError
+    from bpipe.estimate.calibrate import calibrated
+
+    plan = build("interleaved_1f1b", 4, 8, num_ranks=2, overlapped=True)
+    costs = calibrated([simulate(plan, Costs(overlapped_share=0.3))], plan)
+    assert all(costs.seconds(op, stage, 3) == pytest.approx(s) for op, s in ((Op.F, 1), (Op.B, 2)) for stage in range(4))
+    plan = build("dualpipe_v", 8, 12, overlapped=True)
+    with pytest.raises(ConfigurationError, match="the trace has no B of stage 0 alone"):
+        calibrated([simulate(plan, Costs(overlapped_share=0.3))], plan)

@@ -17,7 +17,7 @@ from bpipe.plan.action import COMPUTE
 from bpipe.schedules import Costs, Op, Sizes, Span, StageSizes, Timeline, build, finish, simulate
 from bpipe.simulator.timeline import Holding
 from bpipe.tools import scene as scenes
-from bpipe.tools.paper import Paper, strips
+from bpipe.tools.paper import Paper, side_by_side, strips
 from bpipe.tools.scene import Row, amount_text, compose, time_unit, without_dips
 from tests.tools.timelines import BYTES, SLOW, in_parts, interleaved, timeline, timelines
 
@@ -247,3 +247,16 @@ def test_memory_as_a_person_reads_it() -> None:
     assert amount_text(3 * 2**30 + 2**28, "bytes") == "3.25 GiB"
     assert [amount_text(n, "slots") for n in (0, 1, 2)] == ["0 slots", "1 slot", "2 slots"]
     assert [time_unit(seconds)[0] for seconds in (33.0, 0.0482, 1.5e-6, 0.0)] == ["s", "ms", "µs", "µs"]
+
+
+def test_two_side_by_side_share_the_height_of_a_row() -> None:
+    """Forwards above, the backwards beside them below, and all others in the whole height."""
+    plan = build("dualpipe_v", 8, 12, overlapped=True)
+    for rank, row in enumerate(rows(simulate(plan, Costs(overlapped_share=0.3)))):
+        whole, above, below = side_by_side(row.computations).values()
+        lane = plan.actions[rank]
+        pairs = [(action, lane[place + 1]) for place, action in enumerate(lane) if plan.begins_pair(action)]
+        assert [(one.action, other.action) for one, other in zip(above, below, strict=True)] == pairs
+        assert len(whole) == len(row.computations) - 2 * len(pairs)
+    for row in rows(simulate(plan, Costs())):  # one after the other
+        assert side_by_side(row.computations)[0.0, 1.0] == row.computations
