@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from collections.abc import Sequence
-from importlib.abc import MetaPathFinder, SourceLoader
-from importlib.machinery import ModuleSpec, SourceFileLoader
-from types import ModuleType
-from typing import NamedTuple, cast
+from functools import reduce
+from importlib import import_module
+from inspect import CO_OPTIMIZED, unwrap
+from pathlib import Path
+from types import CodeType
+from typing import Any, NamedTuple
 
 
 class Mutation(NamedTuple):
@@ -214,39 +213,21 @@ IN_FSDP = [
 ]
 
 
-class _Mutating(SourceFileLoader):
-    """Loads a module's source with the change made."""
-
-    def __init__(self, name: str, path: str, mutation: Mutation) -> None:
-        super().__init__(name, path)
-        self._mutation = mutation
-
-    def get_code(self, fullname: str) -> object:  # not from the compiled file beside it
-        return SourceLoader.source_to_code(self, self.get_data(self.path), self.path)
-
-    def get_data(self, path: str) -> bytes:
-        source = super().get_data(path).decode()
-        assert source.count(self._mutation.old) == 1, f"{self._mutation} is not in {path} once"
-        return source.replace(self._mutation.old, self._mutation.new).encode()
-
-
-class _Finder(MetaPathFinder):
-    def __init__(self, mutation: Mutation) -> None:
-        self._mutation = mutation
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != self._mutation.module:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        assert spec is not None and spec.origin is not None
-        return importlib.util.spec_from_file_location(name, spec.origin, loader=_Mutating(name, spec.origin, self._mutation))
-
-
 def apply(mutation: Mutation) -> None:
-    """Let this process import bpipe with the change made, in place of the one that it has."""
-    ours = ("bpipe", *(f"tests.{name}" for name in ("models", "over", "edge_cases")))
-    ours += tuple(f"tests.accelerator.{name}" for name in ("work", "nccl", "composed"))
-    for name in [name for name in sys.modules if name.startswith(ours)]:
-        del sys.modules[name]
-    sys.meta_path.insert(0, cast(MetaPathFinder, _Finder(mutation)))
+    """Let this process run bpipe with the change made, in the function that it has: to import all anew takes a rank 0.5 s."""
+    module: Any = import_module(mutation.module)
+    source = Path(module.__file__).read_text()
+    assert source.count(mutation.old) == 1, f"{mutation} is not in {module.__file__} once"
+    old, new = (_functions(compile(text, module.__file__, "exec")) for text in (source, source.replace(mutation.old, mutation.new)))
+    line = source[: source.index(mutation.old)].count("\n") + 1
+    at = max(index for index, code in enumerate(old) if code.co_firstlineno <= line)
+    assert len(old) == len(new) and old[at] != new[at], f"{mutation} is in no function"
+    function = unwrap(reduce(getattr, old[at].co_qualname.split("."), module))
+    assert function.__code__ == old[at], f"{function} is not what {module.__file__} says"
+    function.__code__ = new[at]
+
+
+def _functions(code: CodeType) -> list[CodeType]:
+    """List the functions and methods that a module's code, or a class's, defines, in their order."""
+    inner = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return [each for one in inner for each in ([one] if one.co_flags & CO_OPTIMIZED else _functions(one))]

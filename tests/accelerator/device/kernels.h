@@ -79,6 +79,52 @@ inline void adapt(const std::string& name, Values& values) {
   for (size_t i : {3, 4}) values[i] = values[i].toTensor().to(type);
 }
 
+// All that the shapes of an operation's results follow from, as a text; none where an argument is of a kind that is rare.
+inline std::optional<std::string> key_of(const c10::OperatorHandle& operation, const Values& arguments) {
+  std::ostringstream key;
+  auto shape = [&](const at::Tensor& tensor) {
+    if (!tensor.defined()) return void(key << 'u');
+    key << tensor.sizes() << tensor.strides() << tensor.scalar_type() << tensor.device().type() << tensor.is_conj() << tensor.is_neg()
+        << tensor.unsafeGetTensorImpl()->is_wrapped_number();
+  };
+  key << &operation.schema() << at::get_default_dtype().name() << at::globalContext().deterministicAlgorithms();
+  for (auto& one : arguments) {
+    key << '|' << one.tagKind() << ' ';
+    if (one.isTensor()) {
+      shape(one.toTensor());
+    } else if (one.isTensorList()) {
+      for (at::Tensor tensor : one.toTensorList()) shape(tensor);
+    } else if (one.isOptionalTensorList()) {
+      for (std::optional<at::Tensor> tensor : one.toOptionalTensorList()) shape(tensor.value_or(at::Tensor()));
+    } else if (one.isInt() || one.isDouble() || one.isBool() || one.isIntList() || one.isDoubleList() || one.isBoolList() ||
+               one.isString() || one.isDevice()) {
+      key << std::hexfloat << one;
+    } else if (!one.isNone() && !one.isGenerator()) {
+      return std::nullopt;
+    }
+  }
+  return key.str();
+}
+
+// The meta kernels of some operations are Python's, as that of a layer's normalisation, and take longer than all else here.
+class KnownShapes {
+ public:
+  std::optional<Values> find(const std::string& key) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = shapes_.find(key);
+    return found == shapes_.end() ? std::nullopt : std::optional<Values>(found->second);
+  }
+  void keep(const std::string& key, const Values& shapes) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    shapes_.emplace(key, shapes);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<std::string, Values> shapes_;
+};
+inline auto& known_shapes = *new KnownShapes;  // never destroyed: threads of streams outlive what is
+
 // One call of an operation, from its arguments on torch's stack to its results there.
 class Call {
  public:
@@ -223,8 +269,12 @@ class Call {
   }
   std::optional<Values> shapes_of_results() const {
     if (!returns_tensors()) return std::nullopt;
+    auto key = key_of(operation_, arguments_);
+    if (auto known = key ? known_shapes.find(*key) : std::nullopt) return known;
     try {
-      return call(operation_, as_meta());
+      auto shapes = call(operation_, as_meta());
+      if (key) known_shapes.keep(*key, shapes);
+      return shapes;
     } catch (const std::exception&) {
       return std::nullopt;  // its shape depends on its data
     }
