@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from bpipe.device import fork_random_states
 from bpipe.errors import ConfigurationError
 from bpipe.fill.counted import Counted
 from bpipe.fill.iterated import Pieces
@@ -52,13 +53,15 @@ class Inference(Pieces):
         budget: int | None = None,
         grace_s: float = Job.grace_s,
     ) -> None:
-        self._layers, others = list(layers), iter(batches)
-        first = next(others, None)
-        if first is None or not self._layers:
-            raise ConfigurationError("inference takes at least one layer and one batch")
+        self._layers = list(layers)
         tensors = [one for layer in self._layers for one in chain(layer.parameters(), layer.buffers())]
         device = tensors[0].device if tensors else torch.device("cpu")
-        between, during, seconds = self._measured(first, device)
+        with fork_random_states([device]):  # a DataLoader draws numbers when it begins, and layers may: training's stay the same
+            others = iter(batches)
+            first = next(others, None)
+            if first is None or not self._layers:
+                raise ConfigurationError("inference takes at least one layer and one batch")
+            between, during, seconds = self._measured(first, device)
         super().__init__(
             lambda: self._run(chain([first], others), on_output),
             num_bytes=during - between,

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import bpipe
 from bpipe.errors import ConfigurationError, FillError, RankFailedError
@@ -86,6 +87,14 @@ def test_inference_says_what_it_needs() -> None:
         assert job.step(10.0, PLENTY) is not None
     expected = [layers[1](layers[0](x)) for x in inputs]
     assert all(map(torch.equal, found, expected)) and not any(one.requires_grad for one in found)
+
+
+def test_making_an_inference_draws_none_of_the_training_s_random_numbers() -> None:
+    batches = DataLoader(torch.ones(8, 10), batch_size=2, shuffle=True)  # which draws its seed when it begins
+    layers = [nn.Linear(10, 10), nn.Dropout()]
+    before = torch.get_rng_state()
+    Inference(layers, batches, print)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(("layers", "batches"), [([], [torch.ones(1)]), ([nn.ReLU()], [])])
