@@ -31,7 +31,8 @@ class Inference(Pieces):
         layers: the model as a chain, such as an `nn.Sequential`: each layer gets what the one before has returned.
         batches: inputs of the first layer, such as a `DataLoader`; a tuple is passed as several arguments.
         on_output: called with the output of each batch, in order.
-        kept_bytes: what `on_output` keeps of the device at most.
+        kept_bytes: what `on_output` keeps of the device at most, of all outputs together. The job takes them from the beginning, so
+            it may need a `budget` with room for them.
         name: `Job.name`.
         on_error: `Job.on_error`.
         budget: `Job.budget`.
@@ -68,7 +69,8 @@ class Inference(Pieces):
             name=name,
             on_error=on_error,
             budget=budget,
-            held_bytes=_bytes_of(tensors, device) + between + kept_bytes,
+            held_bytes=between + kept_bytes,
+            static_bytes=_bytes_of(tensors, device),
             grace_s=grace_s,
         )
         for index, took in enumerate(seconds):
