@@ -222,10 +222,13 @@ class Schedule:
 
     @fill.setter
     def fill(self, job: Any) -> None:
-        from bpipe.fill.job_filler import filler_of
+        from bpipe.fill.job_filler import give_job
 
-        with self.session.guard.entered():
-            self.session.filler = None if job is None else filler_of(job, self.session)
+        if job is not None:
+            with self.session.guard.entered():
+                give_job(job, self.session)
+        elif self.session.filler is not None:  # also of a pipeline that is broken or closed
+            self.session.filler.drop()
 
     @property
     def overlap(self) -> Overlap | None:

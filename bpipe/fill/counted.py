@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from bpipe.fill.live_storages import LiveStorages
 
 __all__: list[str] = []
 
@@ -22,9 +23,7 @@ class Counted(TorchDispatchMode):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._device = device
-        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._counted = 0  # of all in `_made`, of which some may be gone
+        self._device, self._made = device, LiveStorages()
         self.peak_bytes = 0  # the most at a time since `begin`
 
     def begin(self) -> None:
@@ -33,22 +32,16 @@ class Counted(TorchDispatchMode):
 
     def live_bytes(self) -> int:
         """Return the bytes of those that live now."""
-        self._made = {key: one for key, one in self._made.items() if not one[0].expired()}
-        self._counted = sum(num_bytes for _, num_bytes in self._made.values())
-        return self._counted
+        return self._made.num_bytes()
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
         given = {one.untyped_storage()._cdata for one in _tensors((args, kwargs))}
-        for one in _tensors(made):
-            storage = one.untyped_storage()
-            known = self._made.get(storage._cdata)
-            if one.device == self._device and storage._cdata not in given and (known is None or known[0].expired()):
-                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-                self._counted += storage.nbytes()
-        if self._counted > self.peak_bytes:  # else it cannot be a new peak, whatever is gone
+        storages = [one.untyped_storage() for one in _tensors(made) if one.device == self._device]
+        self._made.note(storage for storage in storages if storage._cdata not in given)
+        if self._made.most_bytes > self.peak_bytes:  # else it cannot be a new peak, whatever is gone
             self.peak_bytes = max(self.peak_bytes, self.live_bytes())
         return made
 

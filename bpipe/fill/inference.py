@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from bpipe.device import fork_random_states
 from bpipe.errors import ConfigurationError
 from bpipe.fill.counted import Counted
 from bpipe.fill.iterated import Pieces
@@ -30,7 +31,8 @@ class Inference(Pieces):
         layers: the model as a chain, such as an `nn.Sequential`: each layer gets what the one before has returned.
         batches: inputs of the first layer, such as a `DataLoader`; a tuple is passed as several arguments.
         on_output: called with the output of each batch, in order.
-        kept_bytes: what `on_output` keeps of the device at most.
+        kept_bytes: what `on_output` keeps of the device at most, of all outputs together. The job takes them from the beginning, so
+            it may need a `budget` with room for them.
         name: `Job.name`.
         on_error: `Job.on_error`.
         budget: `Job.budget`.
@@ -52,20 +54,23 @@ class Inference(Pieces):
         budget: int | None = None,
         grace_s: float = Job.grace_s,
     ) -> None:
-        self._layers, others = list(layers), iter(batches)
-        first = next(others, None)
-        if first is None or not self._layers:
-            raise ConfigurationError("inference takes at least one layer and one batch")
+        self._layers = list(layers)
         tensors = [one for layer in self._layers for one in chain(layer.parameters(), layer.buffers())]
         device = tensors[0].device if tensors else torch.device("cpu")
-        between, during, seconds = self._measured(first, device)
+        with fork_random_states([device]):  # a DataLoader draws numbers when it begins, and layers may: training's stay the same
+            others = iter(batches)
+            first = next(others, None)
+            if first is None or not self._layers:
+                raise ConfigurationError("inference takes at least one layer and one batch")
+            between, during, seconds = self._measured(first, device)
         super().__init__(
             lambda: self._run(chain([first], others), on_output),
             num_bytes=during - between,
             name=name,
             on_error=on_error,
             budget=budget,
-            held_bytes=_bytes_of(tensors, device) + between + kept_bytes,
+            held_bytes=between + kept_bytes,
+            static_bytes=_bytes_of(tensors, device),
             grace_s=grace_s,
         )
         for index, took in enumerate(seconds):

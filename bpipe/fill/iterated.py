@@ -30,6 +30,7 @@ class Pieces(Job):
         on_error: `Job.on_error`.
         budget: `Job.budget`.
         held_bytes: `Job.held_bytes`.
+        static_bytes: `Job.static_bytes`.
         grace_s: `Job.grace_s`.
 
     Attributes:
@@ -56,11 +57,13 @@ class Pieces(Job):
         on_error: OnError = "fail",
         budget: int | None = None,
         held_bytes: int | None = 0,
+        static_bytes: int = 0,
         grace_s: float = Job.grace_s,
     ) -> None:
         self._make, self._num_bytes, self._repeats, self._unknown_s = make, num_bytes, repeats, unknown_s
         self.name = name or getattr(make, "__name__", "")
-        self.on_error, self.budget, self.held_bytes, self.grace_s = on_error, budget, held_bytes, grace_s
+        self.on_error, self.budget, self.grace_s = on_error, budget, grace_s
+        self.held_bytes, self.static_bytes = held_bytes, static_bytes
         self._pieces: Iterator[Any] | None = None
         self._next: Hashable = None  # the key of the piece that runs next
         self._known = KnownSeconds()

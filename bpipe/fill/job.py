@@ -24,8 +24,10 @@ class Job:
             ranks, by a `FillError`. "stop": the job is stopped with a warning, and training goes on.
         budget: bytes that the rank's device may hold at most while a piece runs, the rank's own ones included. None: the budget
             of `Balanced` for the rank, if it has one in bytes, else what the rank takes at its own peak, so that no job raises it.
-        held_bytes: what the job may keep between pieces. It takes its part of the budget at all times. None: it makes nothing that
-            is its own, and no bytes of it are counted.
+        held_bytes: what may be left between pieces of what they have made. It takes its part of the budget at all times. None: they
+            make nothing that is the job's own, and no bytes of them are counted.
+        static_bytes: what the job holds beside that on the rank's device, and no piece makes, such as the parameters of its model.
+            They take their part of the budget at all times, too.
         grace_s: seconds by which a piece may take longer than it was given before that is an error. All ranks fail then, even
             if the piece never returns.
     """
@@ -34,6 +36,7 @@ class Job:
     on_error: OnError = "fail"
     budget: int | None = None
     held_bytes: int | None = 0
+    static_bytes: int = 0
     grace_s: float = 5.0
 
     def begin(self, stages: Mapping[int, nn.Module]) -> None:
@@ -42,8 +45,9 @@ class Job:
     def step(self, seconds: float, num_bytes: int) -> float | None:
         """Do a piece of work that fits, or nothing. Called again and again while the rank waits.
 
-        The thread is the one that called `schedule.step`. torch's random numbers are the job's own. On CUDA the current stream is
-        one of low priority, and the piece has to wait for its end before it returns.
+        The thread is the one that called `schedule.step`. torch's random numbers are the job's own; autocast and inference mode are
+        those of when the schedule got the job. On CUDA the current stream is one of low priority, and the piece has to wait for its
+        end before it returns.
 
         Args:
             seconds: until this rank expects to go on.
@@ -68,7 +72,13 @@ class Settings(NamedTuple):
     on_error: OnError
     budget: int | None
     held_bytes: int | None
+    static_bytes: int
     grace_s: float
+
+    @property
+    def always_bytes(self) -> int:
+        """The part of the budget that the job takes at all times."""
+        return self.static_bytes + (self.held_bytes or 0)
 
     @classmethod
     def of(cls, job: Any) -> Settings:
@@ -79,16 +89,18 @@ class Settings(NamedTuple):
         """
         if not callable(getattr(job, "step", None)):
             raise ConfigurationError(f"fill={job!r:.80}: give an object with step(seconds, num_bytes), such as a bpipe.fill.Job")
-        name, on_error, budget, held, grace = (getattr(job, key, getattr(Job, key)) for key in cls._fields)
+        name, on_error, budget, held, static, grace = (getattr(job, key, getattr(Job, key)) for key in cls._fields)
         if on_error not in ("fail", "stop"):
             raise ConfigurationError(f"the fill job's on_error={on_error!r}: choose 'fail' or 'stop'")
         if budget is not None and not _is_count(budget, 1):
             raise ConfigurationError(f"the fill job's budget={budget!r}: give a whole number of bytes, at least 1, or None")
         if held is not None and not _is_count(held, 0):
             raise ConfigurationError(f"the fill job's held_bytes={held!r}: give a whole number of bytes, or None")
+        if not _is_count(static, 0):
+            raise ConfigurationError(f"the fill job's static_bytes={static!r}: give a whole number of bytes")
         if isinstance(grace, bool) or not isinstance(grace, int | float) or not grace > 0:
             raise ConfigurationError(f"the fill job's grace_s={grace!r}: give a positive number of seconds")
-        return cls(printable(str(name or type(job).__name__))[:MOST_NAME], on_error, budget, held, float(grace))
+        return cls(printable(str(name or type(job).__name__))[:MOST_NAME], on_error, budget, held, static, float(grace))
 
 
 def _is_count(number: object, least: int) -> bool:

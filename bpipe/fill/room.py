@@ -8,6 +8,7 @@ from collections.abc import Hashable, Mapping
 
 from bpipe.memory.ledger import Key
 from bpipe.memory.peaks import taken
+from bpipe.memory.recent import Recent
 from bpipe.memory.saved.footprint import Footprint
 from bpipe.schedules import Plan
 
@@ -18,22 +19,22 @@ MOST_PLANS = 8
 
 
 class Waits:
-    """How long a rank waits at each place of each plan, as far as the latest steps show."""
+    """How long a rank waits at each place of each plan, as far as the latest steps show. None as a plan: between steps."""
 
     def __init__(self) -> None:
-        self._latest: dict[Hashable, deque[float]] = {}
+        self._of = Recent[int, tuple[Plan | None, dict[Hashable, deque[float]]]](MOST_PLANS)  # by the identity of the plan
 
-    def expected(self, place: Hashable) -> float:
+    def expected(self, plan: Plan | None, place: Hashable) -> float:
         """Return the seconds that a wait will take at least; 0 if it is not known yet."""
-        latest = sorted(self._latest.get(place, ()))
+        latest = sorted(self._places(plan).get(place, ()))
         return latest[len(latest) > 2] if latest else 0.0
 
-    def learn(self, place: Hashable, seconds: float) -> None:
+    def learn(self, plan: Plan | None, place: Hashable, seconds: float) -> None:
         """Learn what a wait took, or how long at least there was nothing."""
-        self._latest.setdefault(place, deque(maxlen=LATEST)).append(seconds)
+        self._places(plan).setdefault(place, deque(maxlen=LATEST)).append(seconds)
 
-    def clear(self) -> None:
-        self._latest.clear()
+    def _places(self, plan: Plan | None) -> dict[Hashable, deque[float]]:
+        return self._of.use(id(plan), (plan, {}))[1]  # which keeps the plan, so that no other one gets its identity
 
 
 class Rooms:

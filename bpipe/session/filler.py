@@ -12,13 +12,18 @@ __all__: list[str] = []
 
 
 class Filler(Observer):
-    """Fills the time in which a rank waits: before an action that waits, and while ranks begin a step.
+    """Fills the time in which a rank waits: before an action that waits, and while ranks begin a step."""
 
-    Attributes:
-        job: what it runs; None once that was stopped.
-    """
+    @property
+    def job(self) -> Any:
+        """What it runs; None once that was stopped."""
+        return None
 
-    job: Any
+    def drop(self) -> None:
+        """Run nothing any more."""
+
+    def returned(self, result: Any) -> None:
+        """Learn what a step that has finished is about to return, which the user may hold from then on."""
 
     def between_steps(self, have_come: Callable[[], bool]) -> None:
         """Fill the time until all ranks have come to a step. The other ranks already know that this one has come.

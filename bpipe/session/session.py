@@ -117,6 +117,8 @@ class Session:
                     self.context.lanes.drive(run, transport.control, self.context.group_ranks, pair)
                 result = self.result(run)
                 self.finish(step, run, started)
+                if self.filler is not None:
+                    self.filler.returned(result)
             return result
 
     def _begin_or_refuse(self, begin: Callable[[], PreparedStep]) -> PreparedStep:

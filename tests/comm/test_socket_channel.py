@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import resource
 import socket
 import subprocess
 import sys
@@ -261,3 +263,25 @@ def test_a_note_in_pieces_is_whole(pair: Pair, monkeypatch: pytest.MonkeyPatch) 
     note = bytes(range(256))
     pair.sender.send(None, [], note)
     assert pair.receiver.receive([]).wait() == note
+
+
+def test_a_message_is_seen_to_come_though_a_process_has_more_than_1024_files() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 4096), limits[1]))
+    try:
+        ours, theirs = socket.socketpair()
+        with ours, theirs, socket.socket(fileno=fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 2000)) as high:
+            sender, receipt = Sender(ours, NAME), Receiver(high, NAME).receive([torch.empty(1)])
+            assert not receipt.has_come()
+            sender.send(None, [torch.ones(1)])
+            assert receipt.has_come() and receipt.wait() is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_an_end_is_seen_to_have_come(pair: Pair) -> None:
+    receipt = pair.receiver.receive([torch.empty(1)])
+    pair.raw.close()
+    assert receipt.has_come()
+    with pytest.raises(TransferError, match="its other end is gone"):
+        receipt.wait()

@@ -61,8 +61,8 @@ def blocks(num: int, seed: int, dropout: float) -> list[Block]:
     return [Block(dropout=dropout) for _ in range(num)]
 
 
-def stage_of(rank: int) -> bpipe.PipelineStage:
-    return bpipe.PipelineStage(blocks(P, 0, 0.1)[rank], rank, P, "cpu")
+def stage_of(rank: int, num_stages: int = P) -> bpipe.PipelineStage:
+    return bpipe.PipelineStage(blocks(num_stages, 0, 0.1)[rank], rank, num_stages, "cpu")
 
 
 def batches(num: int) -> list[torch.Tensor]:
@@ -141,10 +141,13 @@ def within(rank: int, budgets: list[int]) -> list[tuple[int, int, int, float]]:
         schedule = bpipe.OneFOneB(stage, M, loss_fn=nn.functional.mse_loss)
         x = torch.randn(M * BATCH, 16, WIDTH)
         schedule.fill = job = Watching(count, stage.submod, x, budget)
+        optimizer, kept = torch.optim.Adam(stage.submod.parameters()), []
         with count.mode():
-            for _ in range(7):
-                schedule.step(x, target=x, return_outputs=False)
-                stage.submod.zero_grad(set_to_none=False)
+            for step in range(8):
+                kept.append(schedule.step(x, target=x, return_outputs=step > 5))
+                if step > 3:  # what the optimizer makes then, and what is returned, are not known from the step before
+                    optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
         found.append((budget, job.most, len(job.offers), schedule.stats["predicted_device_peak_bytes"]))
         schedule.close()
     return found

@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import bpipe
 from bpipe.errors import ConfigurationError, FillError, RankFailedError
@@ -20,6 +24,7 @@ from bpipe.fill.piece_seconds import KnownSeconds
 from bpipe.fill.room import Waits
 from tests.fill.test_filled import BATCH, WIDTH, M, P, stage_of
 from tests.ranks import run_ranks
+from tests.storages import StorageCount
 
 PLENTY = 2**40
 
@@ -80,12 +85,20 @@ def test_inference_says_what_it_needs() -> None:
     job = Inference(layers, iter(inputs), found.append, kept_bytes=7)
     static = sum(p.nbytes for layer in layers for p in layer.parameters())
     hidden = 4 * 1000 * 4
-    assert job.held_bytes == static + hidden + inputs[0].nbytes + 7
+    assert (job.static_bytes, job.held_bytes) == (static, hidden + inputs[0].nbytes + 7)
     assert job._num_bytes == 4 * 10 * 4  # the last output, beside the hidden state
     while not job.is_over:
         assert job.step(10.0, PLENTY) is not None
     expected = [layers[1](layers[0](x)) for x in inputs]
     assert all(map(torch.equal, found, expected)) and not any(one.requires_grad for one in found)
+
+
+def test_making_an_inference_draws_none_of_the_training_s_random_numbers() -> None:
+    batches = DataLoader(torch.ones(8, 10), batch_size=2, shuffle=True)  # which draws its seed when it begins
+    layers = [nn.Linear(10, 10), nn.Dropout()]
+    before = torch.get_rng_state()
+    Inference(layers, batches, print)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(("layers", "batches"), [([], [torch.ones(1)]), ([nn.ReLU()], [])])
@@ -112,12 +125,12 @@ def test_bytes_are_counted_as_long_as_they_live() -> None:
 
 def test_a_wait_that_was_short_once_is_still_filled() -> None:
     waits = Waits()
-    assert waits.expected("here") == 0
+    assert waits.expected(None, "here") == 0
     for seconds in (0.5, 0.4, 0.0, 0.6):
-        waits.learn("here", seconds)
-    assert waits.expected("here") == 0.4
-    waits.learn("here", 0.1)
-    assert waits.expected("here") == 0.1
+        waits.learn(None, "here", seconds)
+    assert waits.expected(None, "here") == 0.4
+    waits.learn(None, "here", 0.1)
+    assert waits.expected(None, "here") == 0.1
 
 
 def job_with(**settings: Any) -> Job:
@@ -132,6 +145,7 @@ REFUSED = [
     (job_with(on_error="ignore"), "on_error='ignore': choose 'fail' or 'stop'"),
     (job_with(budget=0), "budget=0: give a whole number of bytes"),
     (job_with(held_bytes=-1), "held_bytes=-1: give a whole number of bytes, or None"),
+    (job_with(static_bytes=-1), "static_bytes=-1: give a whole number of bytes"),
     (job_with(grace_s=0), "grace_s=0: give a positive number of seconds"),
 ]
 
@@ -157,35 +171,43 @@ def test_a_loopback_has_nothing_to_fill() -> None:
 
 
 class Endless(Job):
-    """A piece that ends long after it should."""
+    """A piece that does not end before the others have failed."""
 
     name, grace_s = "endless", 0.2
 
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self.has_seen_all_fail = False
+
     def step(self, seconds: float, num_bytes: int) -> float | None:
-        time.sleep(3.0)
-        return 3.0
-
-
-def beside_an_endless_one(rank: int) -> tuple[str, float]:
-    schedule, x = bpipe.OneFOneB(stage_of(rank), M, loss_fn=nn.functional.mse_loss), torch.randn(M * BATCH, 16, WIDTH)
-    if rank == 1:
-        schedule.fill = Endless()
-    for _ in range(20):
         began = time.monotonic()
-        try:
+        while not self.has_seen_all_fail and time.monotonic() < began + 20.0:
+            time.sleep(0.01)
+            self.has_seen_all_fail = len([*self._folder.iterdir()]) == P - 1
+        return time.monotonic() - began
+
+
+def beside_an_endless_one(rank: int, folder: str) -> tuple[str, bool]:
+    schedule, x = bpipe.OneFOneB(stage_of(rank), M, loss_fn=nn.functional.mse_loss), torch.randn(M * BATCH, 16, WIDTH)
+    job = Endless(folder)
+    if rank == 1:
+        schedule.fill = job
+    try:
+        for _ in range(20):
             schedule.step(x, target=x)
-        except (RankFailedError, FillError) as error:
-            return str(error), time.monotonic() - began
+    except (RankFailedError, FillError) as error:
+        if rank != 1:
+            (Path(folder) / str(rank)).touch()
+        return str(error), job.has_seen_all_fail
     raise AssertionError("no piece has run")
 
 
-def test_the_others_do_not_wait_for_a_piece_that_does_not_end() -> None:
-    found = run_ranks(beside_an_endless_one, P)
-    for rank, (text, seconds) in enumerate(found):
+def test_the_others_do_not_wait_for_a_piece_that_does_not_end(tmp_path: Path) -> None:
+    for rank, (text, has_seen_all_fail) in enumerate(run_ranks(beside_an_endless_one, P, str(tmp_path))):
         if rank == 1:
-            assert "fill job endless took 3" in text
+            assert "fill job endless took" in text and has_seen_all_fail
         else:
-            assert "rank 1 failed" in text and "fill job endless does not end" in text and seconds < 1.5
+            assert "rank 1 failed" in text and "fill job endless does not end" in text
 
 
 class Failing(Job):
@@ -241,20 +263,28 @@ def within_no_grad() -> Iterator[None]:
             yield
 
 
-def within_autocast() -> Iterator[None]:
-    with torch.autocast("cpu", torch.bfloat16):
+def within(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    with context():
         while True:
             yield
 
 
-def within_inference_mode() -> Iterator[None]:
-    with torch.inference_mode():
-        while True:
-            yield
+def with_another_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+
+
+LEFT_ON: dict[str, Callable[[], Iterator[None]]] = {
+    "autocast": partial(within, partial(torch.autocast, "cpu", torch.bfloat16)),
+    "inference mode": partial(within, torch.inference_mode),
+    "the default dtype": with_another_dtype,
+    "the default device or another function mode": partial(within, partial(torch.device, "meta")),
+    "a dispatch mode": partial(within, StorageCount().mode),
+}
 
 
 def in_a_mode(rank: int, work: Any) -> tuple[str, list[torch.Tensor], float]:
-    stage = stage_of(rank)
+    stage = stage_of(rank, 2)
     schedule, x = bpipe.OneFOneB(stage, M, loss_fn=nn.functional.mse_loss), torch.ones(M * BATCH, 16, WIDTH)
     torch.manual_seed(0)
     if work is not None:
@@ -271,12 +301,49 @@ def in_a_mode(rank: int, work: Any) -> tuple[str, list[torch.Tensor], float]:
 
 def test_a_generator_may_yield_within_no_grad() -> None:
     """On each rank the gradients are those of no job."""
-    for (_, expected, _), (told, found, pieces) in zip(run_ranks(in_a_mode, P, None), run_ranks(in_a_mode, P, within_no_grad)):
+    for (_, expected, _), (told, found, pieces) in zip(run_ranks(in_a_mode, 2, None), run_ranks(in_a_mode, 2, within_no_grad)):
         assert not told and pieces > 0 and len(found) == len(expected) > 0 and all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("work", [within_autocast, within_inference_mode])
-def test_other_modes_that_are_left_on_are_refused(work: Any) -> None:
+@pytest.mark.parametrize("name", LEFT_ON)
+def test_other_modes_that_are_left_on_are_refused(name: str) -> None:
     """Whatever `on_error` says, because training would go on in that mode."""
-    found = [told for told, _, _ in run_ranks(in_a_mode, P, work)]
-    assert all("leaves inference mode or autocast switched behind a piece" in told for told in found)
+    for told, _, _ in run_ranks(in_a_mode, 2, LEFT_ON[name]):
+        assert f"leaves {name} changed behind a piece" in told
+
+
+class Noting(Job):
+    """Notes the modes in which its pieces run."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[bool, torch.dtype, bool, bool]] = set()
+
+    def step(self, seconds: float, num_bytes: int) -> float | None:
+        self.seen.add((*autocast_now(), torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+        return None
+
+    stage_done = finish = lambda self, *given: self.step(0.0, 0)
+
+
+def autocast_now() -> tuple[bool, torch.dtype]:
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+
+def in_the_modes_of_when_it_was_set(rank: int) -> None:
+    schedule, x = bpipe.OneFOneB(stage_of(rank, 2), M, loss_fn=nn.functional.mse_loss), torch.ones(M * BATCH, 16, WIDTH)
+    half, plain = torch.autocast("cpu", torch.float16), torch.autocast("cpu", enabled=False)
+    for at, then, is_inference in ((plain, half, False), (half, plain, False), (half, half, True)):
+        with at, torch.inference_mode(is_inference):
+            schedule.fill = job = Noting()
+            expected = autocast_now()
+        with then:
+            now = autocast_now()
+            for _ in range(4):
+                schedule.step(x, target=x)
+            assert autocast_now() == now and torch.is_autocast_cache_enabled() and not torch.is_inference_mode_enabled()
+        assert job.seen == {(*expected, is_inference, not is_inference)}
+    schedule.close()
+
+
+def test_a_job_runs_in_the_modes_of_when_it_was_set() -> None:
+    run_ranks(in_the_modes_of_when_it_was_set, 2)

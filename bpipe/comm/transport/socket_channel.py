@@ -9,7 +9,6 @@ room for is sent by a separate thread, so that no send ever blocks.
 
 from __future__ import annotations
 
-import select
 import socket
 import struct
 from collections import deque
@@ -206,7 +205,17 @@ class Receiver(SocketChannel):
         if receipt.tensors is None or receipt.ahead is not None:
             return receipt.ahead is None or receipt.ahead.done()
         is_next = self._posted[0] is receipt and (self._ahead is None or self._ahead.done())
-        return is_next and bool(select.select([self._connection], [], [], 0)[0])
+        return is_next and self._has_data()
+
+    def _has_data(self) -> bool:
+        """Return whether a read would not wait: there are bytes, or the connection has ended. `select` takes no file over 1023."""
+        try:
+            self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True  # which the read will raise
+        return True
 
     def read_posted(self, last: _Receipt | None = None) -> None:
         """Wait for the receives that were posted: all of them, or those up to `last`."""
