@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import bpipe
+from bpipe.comm.transport.socket_channel import _Receipt
 from bpipe.fill import Inference, Job, Pieces
 from bpipe.schedules import Costs, build, simulate
 from tests.models import WIDTH, Block
@@ -54,6 +55,26 @@ def test_idle_time_is_used_and_steps_take_as_long() -> None:
     for rank, (plain, filled, used) in enumerate(run_ranks(taking_turns, P)):
         assert statistics.median(filled) <= 1.02 * statistics.median(plain), (plain, filled)
         assert statistics.median(used) >= 0.85 * timeline.bubble_s(rank), used
+
+
+def unseen(rank: int) -> list[float]:
+    """The seconds that pieces took in steps of a slow peer, and in later ones of a fast one; nobody sees messages come."""
+    _Receipt.has_come = lambda self: None  # type: ignore[method-assign, assignment, return-value]
+    module = Sleeper(FORWARD_S, 1000)
+    schedule = bpipe.OneFOneB(bpipe.PipelineStage(module, rank, 2, "cpu"), 2, loss_fn=nn.functional.mse_loss)
+    schedule.fill = Pieces(naps) if rank == 0 else None
+    x, used = torch.ones(2, 8), []
+    for step in range(30):
+        module.sleeps = step < 6 or rank == 0
+        schedule.step(x, target=x)
+        used.append(schedule.stats.get("fill_used_s", 0.0))
+    schedule.close()
+    return [max(used[:6]), min(used[-4:])]
+
+
+def test_a_wait_that_nobody_sees_end_is_not_learned_from_its_own_fill() -> None:
+    (slow, fast), _ = run_ranks(unseen, 2)
+    assert slow > 0 and fast < 0.5 * slow
 
 
 def blocks(num: int, seed: int, dropout: float) -> list[Block]:

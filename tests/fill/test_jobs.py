@@ -269,6 +269,10 @@ def within(context: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]
             yield
 
 
+def within_a_dispatch_mode() -> Iterator[None]:
+    return within(StorageCount().mode)
+
+
 def with_another_dtype() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
@@ -279,7 +283,7 @@ LEFT_ON: dict[str, Callable[[], Iterator[None]]] = {
     "inference mode": partial(within, torch.inference_mode),
     "the default dtype": with_another_dtype,
     "the default device or another function mode": partial(within, partial(torch.device, "meta")),
-    "a dispatch mode": partial(within, StorageCount().mode),
+    "a dispatch mode": within_a_dispatch_mode,
 }
 
 
