@@ -22,8 +22,10 @@ from bpipe.fill import Inference, Job, Pieces
 from bpipe.fill.counted import Counted
 from bpipe.fill.piece_seconds import KnownSeconds
 from bpipe.fill.room import Waits
+from bpipe.schedules import build
 from tests.fill.test_filled import BATCH, WIDTH, M, P, stage_of
 from tests.ranks import run_ranks
+from tests.sleepers import Sleeper
 from tests.storages import StorageCount
 
 PLENTY = 2**40
@@ -351,3 +353,53 @@ def in_the_modes_of_when_it_was_set(rank: int) -> None:
 
 def test_a_job_runs_in_the_modes_of_when_it_was_set() -> None:
     run_ranks(in_the_modes_of_when_it_was_set, 2)
+
+
+class Eager(Job):
+    """A job that must not begin where its settings are wrong."""
+
+    budget = 0
+
+    def begin(self, stages: Any) -> None:
+        raise AssertionError("begun before its settings were looked at")
+
+
+def naps() -> Iterator[None]:
+    while True:
+        time.sleep(0.002)
+        yield
+
+
+def set_again(rank: int) -> tuple[float, int, int]:
+    """Pieces of the first step after a job was set anew, and how many looks the control thread has before and after."""
+    schedule = bpipe.OneFOneB(bpipe.PipelineStage(Sleeper(0.02, 1000), rank, 2, "cpu"), 2, loss_fn=nn.functional.mse_loss)
+    x, looks, before = torch.ones(2, 8), list[Any](), 0
+    for _ in range(5):
+        schedule.fill = Pieces(naps)
+        schedule.step(x, target=x)
+        looks = schedule.session.context.transport.control.looks  # type: ignore[attr-defined]
+        before = len(looks)
+    schedule.fill = None
+    schedule.fill = Pieces(naps)
+    schedule.step(x, target=x)
+    found = schedule.stats["fill_pieces"], before, len(looks)
+    with pytest.raises(ConfigurationError, match="budget=0"):
+        schedule.fill = Eager()
+    schedule.close()
+    schedule.fill = None
+    assert schedule.fill is None
+    return found
+
+
+def test_what_is_known_of_a_rank_stays_when_another_job_comes() -> None:
+    results = run_ranks(set_again, 2)
+    assert any(pieces > 0 for pieces, *_ in results)
+    assert all(0 < before == after for _, before, after in results), results
+
+
+def test_only_a_few_plans_are_known() -> None:
+    """And none of them by the identity of one that is gone."""
+    waits, plans = Waits(), [build("1f1b", 2, m) for m in range(1, 12)]
+    for plan in plans:
+        waits.learn(plan, "here", 1.0)
+    assert [waits.expected(plan, "here") for plan in plans] == [0.0] * 3 + [1.0] * 8
