@@ -80,7 +80,9 @@ class Lanes:
                 if control.failure is not None:
                     control.check()
                 if pair is not None and run.plan.begins_pair(action):
-                    pair(run, half, action, next(lane)[1])
+                    activity.beside = next(lane)[1]
+                    pair(run, half, action, activity.beside)
+                    activity.beside = None
                 else:
                     execute(action)
         activity.position, activity.under_way = len(run.plan.actions[run.rank]), None

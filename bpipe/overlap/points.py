@@ -19,11 +19,13 @@ def yield_here(*tensors: torch.Tensor) -> Any:
     Call it between the start of a communication and the wait for it. Outside a pair, and in a region of `torch.compile`, it does
     nothing. The points of both halves should take turns: for as many as one has, the other should have about as many.
 
+    What it returns are views, by which the gradients pass the point: an operation in place on one needs a clone first.
+
     Args:
         tensors: of any shapes and dtypes; without any, only the forward changes over.
 
     Returns:
-        The same values: one tensor, or a tuple of several; None without any.
+        Views of the same values: one tensor, or a tuple of several; None without any.
 
     Raises:
         StageError: the other half has failed.
@@ -34,13 +36,12 @@ def yield_here(*tensors: torch.Tensor) -> Any:
         >>> yield_here(torch.ones(2))
         tensor([1., 1.])
     """
-    if torch.compiler.is_compiling():
-        passed = tensors
-    elif tensors:
-        passed = _Point.apply(*tensors)  # type: ignore[no-untyped-call]
-    else:
-        change_over()
+    is_point = not torch.compiler.is_compiling()
+    if not tensors:
+        if is_point:
+            change_over()
         return None
+    passed = _Point.apply(*tensors) if is_point else tensors  # type: ignore[no-untyped-call]
     return passed[0] if len(passed) == 1 else passed
 
 

@@ -46,6 +46,7 @@ class ThreadState:
     has_gradients: bool = field(default_factory=torch.is_grad_enabled)
     is_inference: bool = field(default_factory=torch.is_inference_mode_enabled)
     caches_casts: bool = field(default_factory=torch.is_autocast_cache_enabled)
+    is_multithreaded: bool = field(default_factory=torch._C._is_multithreading_enabled)
     autocasts: dict[str, tuple[bool, torch.dtype]] = field(init=False)
     streams: list[Any] = field(init=False)
 
@@ -61,6 +62,7 @@ class ThreadState:
                 stack.enter_context(on_stream(stream))
             stack.enter_context(torch.inference_mode(self.is_inference))
             stack.enter_context(torch.set_grad_enabled(self.has_gradients))
+            stack.enter_context(torch.autograd.set_multithreading_enabled(self.is_multithreaded))
             # Not `torch.autocast`: where the outermost one of a thread ends, such as that of a recomputation, it throws away the
             # casts of all threads, which the forward beside it uses.
             torch.autocast_increment_nesting()

@@ -60,26 +60,25 @@ class TwoThreads:
             return
         devices = devices_in_use()
         turns, state = Turns(devices), ThreadState(devices)
-        if self._worker is None:
-            self._worker = _Worker()
-        with running(turns):
-            self._worker.put(lambda: state.context.run(_run_backward, backward, turns, state))
-            try:
-                forward()
-            except BaseException as error:
-                turns.end(Half.FORWARD, error)
-            else:
-                turns.end(Half.FORWARD)
-            has_ended = self._joined(turns)
-        if not has_ended:
-            self._worker = None  # its thread is lost
-            LOG.warning("the backward of a pair has not ended within %g s after its forward failed", self._grace_s)
-        if turns.error is not None:
-            try:
+        worker, self._worker = self._worker or _Worker(), None  # a thread whose work has not ended is lost
+        try:
+            with running(turns):
+                try:
+                    worker.put(lambda: state.context.run(_run_backward, backward, turns, state))
+                    forward()
+                except BaseException as error:
+                    turns.end(Half.FORWARD, error)
+                else:
+                    turns.end(Half.FORWARD)
+                if self._joined(turns):
+                    self._worker = worker
+                else:
+                    LOG.warning("the backward of a pair has not ended within %g s after its forward failed", self._grace_s)
+            if turns.error is not None:
                 raise turns.error
-            finally:
-                turns.error = None  # it would keep this frame alive
-        turns.close()
+            turns.close()
+        finally:
+            turns.error = None  # it would keep this frame alive
 
     def _joined(self, turns: Turns) -> bool:
         """Wait for the backward, but not for long once something has failed; return whether it has ended."""

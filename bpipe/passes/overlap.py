@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from bpipe.errors import PlanError
 from bpipe.passes.communicate import without_transfers
-from bpipe.plan.action import Action, MicrobatchKey, Op, OpKey
+from bpipe.plan.action import COMPUTE, Action, MicrobatchKey, Op, OpKey
 from bpipe.plan.order import RESULT, needs
 from bpipe.plan.plan import Plan
 
@@ -36,7 +36,7 @@ def pairs_of(lanes: Sequence[Sequence[Action]], depth: int, slices: int = 1) -> 
     """Return the forwards, by stage and unit, that can run side by side with the backward behind them.
 
     Args:
-        lanes: the whole computations of each rank.
+        lanes: the whole computations of each rank; among them may be what gathers and frees weights.
         depth: the number of stages that a microbatch passes.
         slices: k, the slices of a microbatch.
 
@@ -48,7 +48,7 @@ def pairs_of(lanes: Sequence[Sequence[Action]], depth: int, slices: int = 1) -> 
     positions = [0] * len(lanes)
 
     def is_ready(action: Action) -> bool:
-        needed = needs(action, depth)
+        needed = needs(action, depth) if action.op in COMPUTE else None  # nothing, where a stage's weights are gathered
         return needed is None or needed in done
 
     def advance(rank: int, *, splits: bool) -> bool:
@@ -64,7 +64,8 @@ def pairs_of(lanes: Sequence[Sequence[Action]], depth: int, slices: int = 1) -> 
                 pairs.add(first.key)
             elif is_pair and not splits:
                 break
-            done.add((RESULT[first.op], first.stage, first.microbatch))
+            if first.op in COMPUTE:
+                done.add((RESULT[first.op], first.stage, first.microbatch))
             positions[rank] += 1
             if splits:
                 break

@@ -176,7 +176,9 @@ def clock_by_result(
                 break
             end = 0
             if overlapped and op is Op.F and (stage, microbatch) in overlapped:
-                beside = lane[index + 1]
+                beside = lane[index + 1] if index + 1 < len(lane) else lane[index]
+                if beside[0] is not Op.B:
+                    raise PlanError(f"{lane[index].text(slices)} runs side by side with the backward behind it, and there is none")
                 need, needs_ended, *_, units_beside = kinds[beside[0], beside[1]]
                 if needs_ended[beside[2]] < 0:
                     waiting[need, beside[2]].append(rank)

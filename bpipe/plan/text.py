@@ -222,6 +222,8 @@ def read_word(word: str, slices: int, overlapped: set[MicrobatchKey]) -> list[Ac
         raise PlanError(
             f"{word[:MOST_SHOWN]!r} is not a pair: expected a forward and a whole backward, such as (0F7;7B3)OVERLAP_F_B"
         )
+    if pair[0].key in overlapped:
+        raise PlanError(f"{word[:MOST_SHOWN]!r}: its forward is in another pair already")
     overlapped.add(pair[0].key)
     return pair
 

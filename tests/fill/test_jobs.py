@@ -402,4 +402,4 @@ def test_only_a_few_plans_are_known() -> None:
     waits, plans = Waits(), [build("1f1b", 2, m) for m in range(1, 12)]
     for plan in plans:
         waits.learn(plan, "here", 1.0)
-    assert [waits.expected(plan, "here") for plan in plans] == [0.0] * 3 + [1.0] * 8
+    assert [waits.expected(plan, "here") for plan in reversed(plans)] == [1.0] * 8 + [0.0] * 3

@@ -22,7 +22,7 @@ from bpipe.passes.recompute import recompute
 from bpipe.plan.issue_order import issue_orders
 from bpipe.plan.meter import occupancy
 from bpipe.plan.order import clock_of
-from bpipe.schedules import Action, Costs, Op, Plan, Sizes, StageSizes, build, finish, from_csv, simulate, verify
+from bpipe.schedules import Action, Costs, Op, Plan, Sizes, StageSizes, build, finish, from_csv, names, simulate, verify
 from bpipe.simulator.critical import critical_path
 from bpipe.simulator.gaps import gaps_of
 from tests.schedules.replay import replay
@@ -186,6 +186,21 @@ def test_pairs_that_would_wait_for_each_other_stay_apart() -> None:
         clock_of(replace(plan, overlapped=frozenset({(0, 1)})), [plan.compute(rank) for rank in range(2)])
     assert overlap(plan).overlapped == {(1, 1)}
     verify(finish(overlap(plan)))
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_schedule_can_be_asked_for_pairs(name: str) -> None:
+    num_stages = 8 if name.startswith(("bitpipe", "chimera", "interleaved", "breadth", "dual", "zbv", "v_")) else 4
+    plan = finish(overlap(build(name, num_stages, 8)))
+    verify(plan)
+    issue_orders(plan)
+
+
+def test_pairs_that_are_none() -> None:
+    with pytest.raises(PlanError, match="0F0 runs side by side with the backward behind it, and there is none"):
+        finish(replace(build("1f1b", 2, 4), overlapped=frozenset({(0, 0)})))
+    with pytest.raises(PlanError, match="its forward is in another pair already"):
+        from_csv("0F0,(0F1;0B0)OVERLAP_F_B,(0F1;0B1)OVERLAP_F_B")
 
 
 def test_refused() -> None:

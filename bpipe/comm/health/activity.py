@@ -74,6 +74,7 @@ class Activity:
         position: the position of the action under way in this rank's lane of the plan.
         serving: likewise in the chain of each evictor that this rank serves.
         under_way: the action under way, if one thread issues all actions in a different order from the lane's.
+        beside: the backward that runs side by side with the forward at the position, if there is one.
         filling: the name of the fill job that this rank runs while it waits; empty if it runs none.
     """
 
@@ -86,6 +87,7 @@ class Activity:
         self.position = 0
         self.serving: dict[int, int] = {}
         self.under_way: Action | None = None
+        self.beside: Action | None = None
         self.filling = ""
         self.group_ranks: Sequence[int] = ()
 
@@ -100,11 +102,12 @@ class Activity:
         """
         self.plan, self.rank, self.step, self.group_ranks = plan, rank, step, group_ranks
         self.position = 0
-        self.serving, self.under_way = dict.fromkeys(evictors, 0), None
+        self.serving, self.under_way, self.beside = dict.fromkeys(evictors, 0), None, None
         self.state = State.RUNNING
 
     def end(self, num_steps: int) -> None:
-        self.state, self.plan, self.step, self.under_way = State.OUTSIDE, None, num_steps, None
+        self.state, self.plan, self.step = State.OUTSIDE, None, num_steps
+        self.under_way = self.beside = None
 
     def group_rank(self, plan_rank: int | None) -> int | None:
         """Convert a rank of the plan to its rank in the group."""
@@ -127,6 +130,8 @@ class Activity:
         """Describe the stage, microbatch and action under way; empty outside a step."""
         action = self.action()
         place = "" if action is None else place_of(action, self.slices)
+        if self.beside is not None and action != self.beside:
+            place += f" beside {self.beside.text(self.slices)}"
         return f"fill job {self.filling}, {place}".removesuffix(", ") if self.filling else place
 
     def is_waiting(self) -> bool:

@@ -16,7 +16,7 @@ def evict_eagerly(rank: RankSteps, limit: int, peer: int) -> Decision | Shortage
     evictions: list[Eviction] = []
     forwards: list[Part] = []
     remote: list[tuple[Part, int]] = []
-    for t, action, *_ in rank.computations:
+    for t, action in rank.computations:
         if action.op is Op.F:
             if len(forwards) >= limit - 1 and forwards:
                 remote.append((forwards[-1], t))

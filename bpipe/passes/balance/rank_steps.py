@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -32,15 +32,6 @@ class Stay(NamedTuple):
     # the first step before which its eviction (one step) may be complete: the output, in the last part, must have arrived
     leaves: int
     needed: int  # the step before which it must be back
-
-
-class Computation(NamedTuple):
-    """A computation, with the parts that it saves and needs."""
-
-    step: int
-    action: Action
-    saved: list[Part]
-    needed: list[Part]
 
 
 class RankSteps:
@@ -87,10 +78,10 @@ class RankSteps:
         """The steps between which each part that can move by itself may be away."""
         saved: dict[Which, int] = {}
         stays: dict[Part, Stay] = {}
-        for step, action, _, needed in self.computations:
+        for step, action in self.computations:
             if action[0] is Op.F:
                 saved[action.key] = step
-            for part in needed:
+            for part in self._parts_of(action) if action[0] in BACKWARD else ():
                 stays[part] = self._stay(part, saved[action.key], step)
         return stays
 
@@ -116,31 +107,27 @@ class RankSteps:
         return least[0]
 
     @cached_property
-    def computations(self) -> list[Computation]:
-        """The computations in order, with what they save and need; two of them may be of one step."""
-        return [
-            Computation(step, action, *((parts, []) if action[0] is Op.F else ([], parts if action[0] in BACKWARD else [])))
-            for step, first in enumerate(self.steps)
-            for action in (first, self.beside.get(step))
-            if action is not None
-            for parts in (self._parts_of(action),)
-        ]
+    def computations(self) -> list[tuple[int, Action]]:
+        """The computations in order, each with its step."""
+        both = ((step, one) for step, first in enumerate(self.steps) for one in (first, self.beside.get(step)))
+        return [(step, action) for step, action in both if action is not None]
 
     @cached_property
     def saved(self) -> list[list[Part]]:
         """The parts that each step saves."""
-        return self._by_step((step, saved) for step, _, saved, _ in self.computations)
+        return self._by_step({Op.F})
 
     @cached_property
     def needed(self) -> list[list[Part]]:
         """The parts that each step needs."""
-        return self._by_step((step, needed) for step, _, _, needed in self.computations)
+        return self._by_step(BACKWARD)
 
-    def _by_step(self, found: Iterable[tuple[int, list[Part]]]) -> list[list[Part]]:
-        by_step: list[list[Part]] = [[] for _ in self.steps]
-        for step, parts in found:
-            by_step[step] += parts
-        return by_step
+    def _by_step(self, ops: Collection[Op]) -> list[list[Part]]:
+        parts: list[list[Part]] = [[] for _ in self.steps]
+        for step, action in self.computations:
+            if action[0] in ops:
+                parts[step] += self._parts_of(action)
+        return parts
 
     def _parts_of(self, action: Action) -> list[Part]:
         """Return the parts that a forward saves (none before its last piece), or that a backward needs (a piece only its own).
