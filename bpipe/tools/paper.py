@@ -50,9 +50,10 @@ def strips(row: Row, band: Band) -> Iterator[Strip]:
 
     A wait for a transfer is drawn thicker than one for another rank's result.
     """
+    height = band.moves - band.top
     for (begin, end), spans in side_by_side(row.computations).items():
-        height = band.moves - band.top
-        yield Strip("compute", band.top + height * begin, band.top + height * end, spans)
+        if spans:
+            yield Strip("compute", band.top + height * begin, band.top + height * end, spans)
     for share, is_for_move in ((0.14, False), (0.34, True)):
         inset = (band.moves - band.top) * (1 - share) / 2
         waits = tuple(span for span in row.waits if (span.action.op in (Op.WAIT_EVICT, Op.WAIT_LOAD)) == is_for_move)
