@@ -11,6 +11,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from bpipe.device import current_index, random_state, set_random_state
+from bpipe.device.autocast import Autocast
 
 __all__: list[str] = []
 
@@ -33,14 +34,14 @@ class OwnState:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._own, self._autocast = self._numbers(), Autocast.now(device)
+        self._own, self._autocast = self._numbers(), Autocast.now([device])
         self._is_inference = torch.is_inference_mode_enabled()
         self.left: list[str] = []
 
     @contextmanager
     def active(self) -> Iterator[None]:
         """Let the job's code run with its own state."""
-        outside, self.left = Autocast.now(self._device), []
+        outside, self.left = Autocast.now([self._device]), []
         self._autocast.apply()
         torch.set_autocast_cache_enabled(False)  # what is cached stays until the end of the user's autocast
         try:
@@ -73,25 +74,6 @@ class OwnState:
         torch.set_grad_enabled(numbers[2])
 
 
-class Autocast(NamedTuple):
-    """Autocast as it is set on this thread: for each kind of device whether it is on, and to what it casts; and its cache."""
-
-    kinds: tuple[tuple[str, bool, torch.dtype], ...]
-    has_cache: bool
-
-    @classmethod
-    def now(cls, device: torch.device) -> Autocast:
-        kinds = sorted({"cpu", device.type})
-        each = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds)
-        return cls(each, torch.is_autocast_cache_enabled())
-
-    def apply(self) -> None:
-        for kind, is_on, dtype in self.kinds:
-            torch.set_autocast_enabled(kind, is_on)
-            torch.set_autocast_dtype(kind, dtype)
-        torch.set_autocast_cache_enabled(self.has_cache)
-
-
 class Left(NamedTuple):
     """What holds on this thread for whatever runs next, training included."""
 
@@ -105,7 +87,7 @@ class Left(NamedTuple):
     @classmethod
     def now(cls, device: torch.device) -> Left:
         return cls(
-            autocast=Autocast.now(device),
+            autocast=Autocast.now([device]),
             inference_mode=torch.is_inference_mode_enabled(),
             default_dtype=torch.get_default_dtype(),
             current_device=current_index(device),

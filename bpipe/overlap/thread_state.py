@@ -13,6 +13,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from bpipe.device import current_stream, is_asynchronous, on_stream
+from bpipe.device.autocast import Autocast
 
 __all__: list[str] = []
 
@@ -45,13 +46,12 @@ class ThreadState:
     context: Context = field(default_factory=copy_context)
     has_gradients: bool = field(default_factory=torch.is_grad_enabled)
     is_inference: bool = field(default_factory=torch.is_inference_mode_enabled)
-    caches_casts: bool = field(default_factory=torch.is_autocast_cache_enabled)
     is_multithreaded: bool = field(default_factory=torch._C._is_multithreading_enabled)
-    autocasts: dict[str, tuple[bool, torch.dtype]] = field(init=False)
+    autocast: Autocast = field(init=False)
     streams: list[Any] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "autocasts", _autocasts(self.devices))
+        object.__setattr__(self, "autocast", Autocast.now(self.devices))
         object.__setattr__(self, "streams", list(map(current_stream, self.devices)))
 
     @contextmanager
@@ -67,19 +67,7 @@ class ThreadState:
             # casts of all threads, which the forward beside it uses.
             torch.autocast_increment_nesting()
             stack.callback(torch.autocast_decrement_nesting)
-            before = _autocasts(self.devices), torch.is_autocast_cache_enabled()
-            _set_autocasts(self.autocasts, self.caches_casts)
-            stack.callback(_set_autocasts, *before)
+            stack.callback(Autocast.now(self.devices).apply)
+            self.autocast.apply()
             yield
 
-
-def _autocasts(devices: list[torch.device]) -> dict[str, tuple[bool, torch.dtype]]:
-    kinds = ["cpu", *(device.type for device in devices)]
-    return {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
-
-
-def _set_autocasts(autocasts: dict[str, tuple[bool, torch.dtype]], caches_casts: bool) -> None:
-    for kind, (is_enabled, dtype) in autocasts.items():
-        torch.set_autocast_enabled(kind, is_enabled)
-        torch.set_autocast_dtype(kind, dtype)
-    torch.set_autocast_cache_enabled(caches_casts)

@@ -64,4 +64,4 @@ _RULE = Rule(
     allows_text="2p or more",
 )
 
-RULE = replace(_RULE, overlapped=replace(_RULE, pairs=_pairs))
+RULE = replace(_RULE, overlapped=replace(_RULE, pairs=_pairs, bubble=None, bubble_text="not given"))

@@ -73,6 +73,8 @@ def _rule(k: int = 1) -> Rule:
             rule,
             order=partial(order, slices=k, ahead=1),
             pairs=partial(_pairs, k=k),
+            bubble=None,
+            bubble_text="not given",
             peak=partial(_peak, k=k, ahead=1),
             peak_text="min(p + (p-2x)/v, m)" if k == 1 else "min(lcm(p,k)/k + (2(p-x)-1+k-lcm(p,k))/(k*v), m)",
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 import threading
 import time
@@ -282,8 +283,6 @@ def not_waiting(forward: Half, backward: Half) -> None:
     ],
 )
 def test_functions_that_do_not_run_both(overlap: Any, text: str) -> None:
-    import re
-
     (here, again), (there, _) = run_ranks(wrong, 2, overlap)
     assert re.search(rf"^StageError: the overlap function, .*{text}", here), here
     assert there.startswith("RankFailedError") and "rank 0" in there

@@ -23,6 +23,7 @@ from bpipe.plan.issue_order import issue_orders
 from bpipe.plan.meter import occupancy
 from bpipe.plan.order import clock_of
 from bpipe.schedules import Action, Costs, Op, Plan, Sizes, StageSizes, build, finish, from_csv, names, simulate, verify
+from bpipe.schedules.registry import rule_named
 from bpipe.simulator.critical import critical_path
 from bpipe.simulator.gaps import gaps_of
 from tests.schedules.replay import replay
@@ -194,6 +195,15 @@ def test_every_schedule_can_be_asked_for_pairs(name: str) -> None:
     plan = finish(overlap(build(name, num_stages, 8)))
     verify(plan)
     issue_orders(plan)
+
+
+@pytest.mark.parametrize(("name", "v", "slices"), [("dualpipe_v", 2, 1), ("interleaved_1f1b", 2, 1), ("interleaved_1f1b", 3, 2)])
+def test_peaks_are_those_of_the_rule(name: str, v: int, slices: int) -> None:
+    rule = rule_named(name).with_slices(slices).with_pairs()
+    plan = build(name, 4 * v, 12, num_ranks=4, slices=slices, overlapped=True)
+    assert rule.peak is not None
+    assert max(plan.peak_slots) == max(rule.peak(4, 12, v, x) * v * slices for x in range(4))
+    assert rule.bubble is None  # what pairs gain is up to `schedule.overlap`
 
 
 def test_pairs_that_are_none() -> None:

@@ -76,14 +76,8 @@ class RankSteps:
     @cached_property
     def stays(self) -> dict[Part, Stay]:
         """The steps between which each part that can move by itself may be away."""
-        saved: dict[Which, int] = {}
-        stays: dict[Part, Stay] = {}
-        for step, action in self.computations:
-            if action[0] is Op.F:
-                saved[action.key] = step
-            for part in self._parts_of(action) if action[0] in BACKWARD else ():
-                stays[part] = self._stay(part, saved[action.key], step)
-        return stays
+        saved = {action.key: step for step, action in self.computations if action[0] is Op.F}
+        return {part: self._stay(part, saved[part[:2]], step) for step, parts in enumerate(self.needed) for part in parts}
 
     def _stay(self, which: Part, saved: int, needed: int) -> Stay:
         stage, microbatch, part = which
