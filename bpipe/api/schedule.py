@@ -236,7 +236,8 @@ class Schedule:
 
         It is called as `overlap(forward, backward)`, with two functions without arguments, and has to call each of them once, the
         first in its own thread; such as `bpipe.overlap.TwoThreads()`. None, the default, runs them one after the other. Set it
-        between steps, on ranks whose plan has pairs; stages under FSDP2 or DDP run one after the other all the same.
+        between steps, on ranks whose plan has pairs; stages under FSDP2 or DDP run one after the other all the same. Ranks that
+        communicate within their stages, such as those of experts, need the same function.
 
         Raises:
             ConfigurationError: from setting it, if the plan has no pairs, this is no function, or the ranks are a `Loopback`'s.

@@ -70,4 +70,3 @@ class ThreadState:
             stack.callback(Autocast.now(self.devices).apply)
             self.autocast.apply()
             yield
-

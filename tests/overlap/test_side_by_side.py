@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.nn.functional import all_to_all_single
 
 import bpipe
 from bpipe.errors import ConfigurationError, StageError
-from bpipe.overlap import TwoThreads, yield_here
+from bpipe.overlap import TwoThreads, all_to_all, yield_here
 from bpipe.overlap.turns import change_over
 from bpipe.schedules import Op
 from tests.ranks import run_ranks
@@ -129,6 +130,28 @@ def test_interleaved_with_evictions() -> None:
         assert same(plain, paired) and same(plain, balanced)
         assert paired[3] == paired[4] > 0 and balanced[3] == balanced[4] == paired[3]
     assert results[0][2][5] > 0
+
+
+def exchanged(rank: int) -> None:
+    """Rows for each rank, as many as they like, and their gradients back: as torch's own function does it."""
+    generator = torch.Generator().manual_seed(rank)
+    for splits in (None, [[1, 4], [2, 3]]):
+        into = None if splits is None else splits[rank]
+        out = None if splits is None else [of_rank[rank] for of_rank in splits]
+        num_rows = 6 if out is None else sum(out)
+        ours, theirs = (torch.randn(6 if into is None else sum(into), 3, generator=generator).requires_grad_() for _ in range(2))
+        with torch.no_grad():
+            theirs.copy_(ours)
+        found, weight = all_to_all(ours * 2, None, out, into), torch.randn(num_rows, 3, generator=generator)
+        expected = all_to_all_single(torch.empty(num_rows, 3), theirs * 2, out, into)
+        (found * weight).sum().backward()
+        (expected * weight).sum().backward()
+        assert torch.equal(found, expected) and ours.grad is not None and theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_all_to_all_is_torchs_own() -> None:
+    run_ranks(exchanged, 2)
 
 
 # Time.
