@@ -18,6 +18,7 @@ from bpipe.comm.wire.codec import decode
 from tests.attacks.strangers import WORDS, Place, Words, strangers_at
 from tests.comm.meetings import quietly, together
 from tests.comm.test_connect import HERE, TOKEN, Line, Together
+from tests.tries import holds_in_one_try
 
 pytestmark = pytest.mark.alone
 
@@ -85,6 +86,10 @@ def without_limit(places: list[Place], words: Words) -> Iterator[list[int]]:
 @pytest.mark.parametrize("times", [5, pytest.param(15, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kind", WORDS)
 def test_strangers_slow_no_opening(kind: str, secret: bytes, times: int) -> None:
+    holds_in_one_try(partial(slower_s, kind, secret, times), lambda slower: slower < MOST_SLOWER_S)
+
+
+def slower_s(kind: str, secret: bytes, times: int) -> float:
     quiet, disturbed, num_strangers = [], [], 0
     for _ in range(times):
         quiet.append(open_all(secret, []))
@@ -94,7 +99,7 @@ def test_strangers_slow_no_opening(kind: str, secret: bytes, times: int) -> None
         num_strangers += len(accepted)
     print(f"{num_strangers} strangers; quiet {median(quiet):.3f} s, disturbed {median(disturbed):.3f} s")
     assert num_strangers >= times
-    assert median(disturbed) - median(quiet) < MOST_SLOWER_S
+    return median(disturbed) - median(quiet)
 
 
 @SECRETS
@@ -102,6 +107,6 @@ def test_strangers_slow_no_opening(kind: str, secret: bytes, times: int) -> None
 def test_hundreds_who_come_first_slow_no_opening(kind: str, secret: bytes) -> None:
     """More than may wait to be accepted, and than are kept; the ranks come behind them."""
     first = [b"".join(WORDS[kind]()) for _ in range(MANY)]
-    took_s = sorted(open_all(secret, [], first) for _ in range(3))
-    print(f"{MANY} strangers first: {took_s}")
-    assert took_s[1] < MOST_SLOWER_S
+    holds_in_one_try(
+        lambda: sorted(open_all(secret, [], first) for _ in range(3)), lambda took_s: took_s[1] < MOST_SLOWER_S
+    )

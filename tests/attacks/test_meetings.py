@@ -20,6 +20,7 @@ from bpipe.comm.rendezvous.peers import Peers, process_name
 from bpipe.comm.wire.codec import decode
 from tests.attacks.strangers import WORDS, Place, hello_of, places_in, seconds, strangers_at
 from tests.comm.meetings import quietly, together
+from tests.tries import holds_in_one_try
 
 pytestmark = pytest.mark.alone
 
@@ -55,6 +56,10 @@ def endpoints_in(store: Any) -> dict[int, Endpoint]:
 
 
 def compare(words: Any, secret: bytes, times: int) -> None:
+    holds_in_one_try(partial(slower_s, words, secret, times), lambda slower: slower < MOST_SLOWER_S)
+
+
+def slower_s(words: Any, secret: bytes, times: int) -> float:
     quiet, disturbed, num_strangers = [], [], 0
     for turn in range(times):
         first = turn % SIZE
@@ -65,7 +70,7 @@ def compare(words: Any, secret: bytes, times: int) -> None:
         num_strangers += len(accepted)
     print(f"{num_strangers} strangers; quiet {median(quiet):.3f} s, disturbed {median(disturbed):.3f} s")
     assert num_strangers >= times
-    assert median(disturbed) - median(quiet) < MOST_SLOWER_S
+    return median(disturbed) - median(quiet)
 
 
 @pytest.mark.parametrize("times", [5, pytest.param(15, marks=pytest.mark.exhaustive)])

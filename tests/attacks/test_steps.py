@@ -16,6 +16,7 @@ from tests.attacks.strangers import WORDS, Place
 from tests.faults.case import Setup
 from tests.faults.pipeline import Pipeline
 from tests.ranks import run_ranks
+from tests.tries import holds_in_one_try
 
 pytestmark = pytest.mark.alone
 
@@ -72,8 +73,13 @@ def timed(pipeline: Pipeline) -> float:
 @pytest.mark.parametrize("shares_memory, secret", [(False, ""), (True, ""), (True, "open sesame"), (False, "open sesame")])
 @pytest.mark.parametrize("kind", ["silent", "garbage", "http", "another frame"])
 def test_strangers_slow_no_step(kind: str, shares_memory: bool, secret: str, num_blocks: int) -> None:
-    for quiet, disturbed, num_ports in run_ranks(steps_among_strangers, 2, kind, num_blocks, shares_memory, secret):
-        print(f"{kind}: {1000 * median(quiet):.2f} ms a step, {1000 * median(disturbed):.2f} ms among strangers")
-        assert num_ports == (0 if shares_memory else 2)  # those of gloo, one for each channel: bpipe's own are closed by then
-        ratios = [median(disturbed[at:][:BLOCK]) / median(quiet[at:][:BLOCK]) for at in range(0, len(quiet), BLOCK)]
-        assert median(ratios) < NOISE, ratios
+    def measure() -> list[float]:
+        slower = []
+        for quiet, disturbed, num_ports in run_ranks(steps_among_strangers, 2, kind, num_blocks, shares_memory, secret):
+            print(f"{kind}: {1000 * median(quiet):.2f} ms a step, {1000 * median(disturbed):.2f} ms among strangers")
+            assert num_ports == (0 if shares_memory else 2)  # those of gloo, one for each channel: bpipe's own are closed by then
+            blocks = range(0, len(quiet), BLOCK)
+            slower.append(median(median(disturbed[at:][:BLOCK]) / median(quiet[at:][:BLOCK]) for at in blocks))
+        return slower
+
+    holds_in_one_try(measure, lambda slower: max(slower) < NOISE)

@@ -19,6 +19,7 @@ from tests.models import WIDTH, Block
 from tests.ranks import run_ranks
 from tests.sleepers import Sleeper
 from tests.storages import StorageCount
+from tests.tries import holds_in_one_try
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -52,9 +53,13 @@ def taking_turns(rank: int) -> tuple[list[float], list[float], list[float]]:
 def test_idle_time_is_used_and_steps_take_as_long() -> None:
     costs = Costs(forward_s=FORWARD_S, backward_s=2 * FORWARD_S)
     timeline = simulate(build("1f1b", P, M), costs)
-    for rank, (plain, filled, used) in enumerate(run_ranks(taking_turns, P)):
-        assert statistics.median(filled) <= 1.02 * statistics.median(plain), (plain, filled)
-        assert statistics.median(used) >= 0.85 * timeline.bubble_s(rank), used
+
+    def measure() -> list[tuple[float, float]]:
+        """Of each rank, a filled step in plain ones, and the share of the idle time that is used."""
+        medians = [map(statistics.median, seconds) for seconds in run_ranks(taking_turns, P)]
+        return [(filled / plain, used / timeline.bubble_s(rank)) for rank, (plain, filled, used) in enumerate(medians)]
+
+    holds_in_one_try(measure, lambda ranks: all(step <= 1.02 and share >= 0.85 for step, share in ranks))
 
 
 def unseen(rank: int) -> list[float]:

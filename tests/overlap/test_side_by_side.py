@@ -21,6 +21,7 @@ from bpipe.overlap import TwoThreads, all_to_all, yield_here
 from bpipe.overlap.turns import change_over
 from bpipe.schedules import Op
 from tests.ranks import run_ranks
+from tests.tries import holds_in_one_try
 
 WIDTH = 16
 Half = Callable[[], None]
@@ -222,8 +223,11 @@ def timed(rank: int) -> tuple[list[float], list[float]]:
 @pytest.mark.alone
 def test_steady_state() -> None:
     """30% of each stage is communication: 0.70 of the time would be ideal."""
-    for apart, beside in run_ranks(timed, 2):
-        assert statistics.median(beside) <= 0.75 * statistics.median(apart), (apart, beside)
+
+    def measure() -> list[float]:
+        return [statistics.median(beside) / statistics.median(apart) for apart, beside in run_ranks(timed, 2)]
+
+    holds_in_one_try(measure, lambda ratios: max(ratios) <= 0.75)
 
 
 # What goes wrong.

@@ -16,6 +16,7 @@ from benchmarks.alternate import timed
 from bpipe.schedules import Costs, build, simulate
 from tests.ranks import run_ranks
 from tests.sleepers import Sleeper, SlicedSleeper
+from tests.tries import holds_in_one_try
 
 pytestmark = pytest.mark.alone
 
@@ -45,6 +46,10 @@ def test_a_step_in_slices_is_as_short_as_its_plan() -> None:
     plan = build("seq_1f1b", p, m, slices=k)
     ideal = simulate(plan, Costs().of_slices(plan)).makespan_s / simulate(build("1f1b", p, m), Costs()).makespan_s
     assert ideal == pytest.approx(14.25 / 21)
-    of_ranks = run_ranks(step_times, p, p, m, k)
-    best = [min(max(of_step) for of_step in zip(*taken)) for taken in zip(*of_ranks)]
-    assert best[1] / best[0] <= MOST_OVER_IDEAL * ideal, of_ranks
+
+    def measure() -> float:
+        of_ranks = run_ranks(step_times, p, p, m, k)
+        whole, sliced = (min(max(of_step) for of_step in zip(*taken)) for taken in zip(*of_ranks))
+        return sliced / whole
+
+    holds_in_one_try(measure, lambda ratio: ratio <= MOST_OVER_IDEAL * ideal)
