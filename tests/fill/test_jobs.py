@@ -29,6 +29,7 @@ from tests.sleepers import Sleeper
 from tests.storages import StorageCount
 
 PLENTY = 2**40
+PAGE = Path(bpipe.__file__).parents[1] / "docs/fill.md"
 
 
 def test_pieces_run_in_order_where_they_fit() -> None:
@@ -403,3 +404,20 @@ def test_only_a_few_plans_are_known() -> None:
     for plan in plans:
         waits.learn(plan, "here", 1.0)
     assert [waits.expected(plan, "here") for plan in reversed(plans)] == [1.0] * 8 + [0.0] * 3
+
+
+def of_the_page(rank: int) -> tuple[int, bool]:
+    """How many batches the first example of the page has evaluated, and whether it found what one process would find."""
+    torch.manual_seed(3)
+    model, batches = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).eval(), torch.randn(20, 4, 8)
+    schedule = bpipe.OneFOneB(bpipe.PipelineStage(Sleeper(0.01, 100_000), rank, 2, "cpu"), 4, loss_fn=nn.functional.mse_loss)
+    names = {"schedule": schedule, "other_model": model, "batches": batches, "loader": [(torch.ones(4, 8), torch.ones(4, 8))] * 6}
+    exec(re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1], names)  # type: ignore[index]
+    schedule.close()
+    scores = names["scores"]
+    return len(scores), scores == [model(batch).mean().item() for batch in batches[: len(scores)]]
+
+
+def test_the_first_example_of_the_page_evaluates_while_ranks_wait() -> None:
+    for num_scores, are_right in run_ranks(of_the_page, 2):
+        assert num_scores > 2 and are_right
