@@ -1,4 +1,4 @@
-"""Hypothesis, set for two busy cores: no deadline for one example, no store of earlier failures. One thread where bits count."""
+"""Hypothesis, set for two busy cores: fewer examples, no deadline for one example, no store of earlier failures. One thread where bits count."""
 
 import fcntl
 import os
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-settings.register_profile("bpipe", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("bpipe", max_examples=50, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("bpipe")
 
 

@@ -47,8 +47,8 @@ RUNS: dict[str, tuple[int, str]] = {
     "unet": (4, r"rank 0 hands on by 0SEND_F0>3, 0SEND_F1>3"),
     "tied_embeddings": (4, r"rank 0: the matrix sums to (-?[\d.]+)(?s:.*)rank 3: the matrix sums to \1"),
 }
-# For `make test-all`: what transformers imports in four processes, four schedules in turns, and eight processes.
-COSTLY = {"huggingface", "long_context", "recurrent_slices", "tensor_parallel"}
+# For `make test-all`: what transformers imports in four processes, many steps or schedules in turns, and eight processes.
+COSTLY = {"compile", "fill", "huggingface", "long_context", "moe_overlap", "recurrent_slices", "tensor_parallel"}
 ARGUMENTS = {
     "compile": ["--backend", "aot_eager"],  # inductor takes a minute for what it compiles
     "long_context": ["--tokens", "512", "--slices", "4", "--steps", "2"],  # attention to 32,768 tokens takes minutes

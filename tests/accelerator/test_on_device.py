@@ -33,10 +33,10 @@ def test_on_device(part: int, marked: str) -> None:
     run("cuda", files("on_device", part, PARTS), marked)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("marked", ["", pytest.param("exhaustive", marks=pytest.mark.exhaustive)])
-def test_on_second_make(marked: str) -> None:
-    run("accel", files("on_second_make"), marked)
+def test_on_second_make() -> None:
+    run("accel", files("on_second_make"), "exhaustive or not exhaustive")
 
 
 def run(make: str, paths: list[str], marked: str) -> None:

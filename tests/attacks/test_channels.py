@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from itertools import product
 from statistics import median
 
 import pytest
@@ -15,18 +16,20 @@ from bpipe.comm.health.collective import Collective
 from bpipe.comm.rendezvous.addresses import Endpoint
 from bpipe.comm.transport.connect import open_connections
 from bpipe.comm.wire.codec import decode
-from tests.attacks.strangers import WORDS, Place, Words, strangers_at
+from tests.attacks.strangers import WORDS, Place, Words, by_turns, strangers_at
 from tests.comm.meetings import quietly, together
 from tests.comm.test_connect import HERE, TOKEN, Line, Together
+from tests.thinned import thinned
 from tests.tries import holds_in_one_try
 
 pytestmark = pytest.mark.alone
 
 SIZE = 3
+TIMES = 5
 ENDS = [(one, other) for one in range(SIZE) for other in range(SIZE) if one != other] * 2
 MOST_SLOWER_S = 0.1
 MANY = 300  # who come before any rank does
-SECRETS = pytest.mark.parametrize("secret", [b"", b"open sesame"], ids=["no secret", "secret"])
+SECRETS = (b"", b"open sesame")
 
 
 class Besieged(Line):
@@ -82,28 +85,31 @@ def without_limit(places: list[Place], words: Words) -> Iterator[list[int]]:
         yield total
 
 
-@SECRETS
-@pytest.mark.parametrize("times", [5, pytest.param(15, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("kind", WORDS)
-def test_strangers_slow_no_opening(kind: str, secret: bytes, times: int) -> None:
-    holds_in_one_try(partial(slower_s, kind, secret, times), lambda slower: slower < MOST_SLOWER_S)
+@pytest.mark.parametrize("kind, secret", thinned(product(WORDS, SECRETS), lambda kind, secret: by_turns(kind) == bool(secret)))
+def test_strangers_slow_no_opening(kind: str, secret: bytes) -> None:
+    holds_in_one_try(partial(slower_s, kind, secret), lambda slower: slower < MOST_SLOWER_S)
 
 
-def slower_s(kind: str, secret: bytes, times: int) -> float:
+def slower_s(kind: str, secret: bytes) -> float:
     quiet, disturbed, num_strangers = [], [], 0
-    for _ in range(times):
+    for _ in range(TIMES):
         quiet.append(open_all(secret, []))
         places: list[Place] = []
         with without_limit(places, WORDS[kind]) as accepted:
             disturbed.append(open_all(secret, places))
         num_strangers += len(accepted)
     print(f"{num_strangers} strangers; quiet {median(quiet):.3f} s, disturbed {median(disturbed):.3f} s")
-    assert num_strangers >= times
+    assert num_strangers >= TIMES
     return median(disturbed) - median(quiet)
 
 
-@SECRETS
-@pytest.mark.parametrize("kind", ["silent", "partial", "garbage", "another meeting's hello"])
+@pytest.mark.parametrize(
+    "kind, secret",
+    thinned(
+        product(["silent", "partial", "garbage", "another meeting's hello"], SECRETS),
+        lambda kind, secret: by_turns(kind) == bool(secret),
+    ),
+)
 def test_hundreds_who_come_first_slow_no_opening(kind: str, secret: bytes) -> None:
     """More than may wait to be accepted, and than are kept; the ranks come behind them."""
     first = [b"".join(WORDS[kind]()) for _ in range(MANY)]

@@ -55,6 +55,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_fixed_list() -> None:
     found = {one.name: one for one in outcomes([*CUT, *REFUSALS])}

@@ -86,7 +86,7 @@ def smallest(error: BudgetError) -> Any:
 
 
 @given(cases())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_a_budget_is_kept_or_the_smallest_that_works_is_named(case):
     plan, sizes, budgets = case
     try:

@@ -91,7 +91,7 @@ def test_one_slice_is_1f1b_to_the_bit(kind: str) -> None:
     assert all(map(torch.equal, taken(modules), gradients))
 
 
-@pytest.mark.parametrize("p", [4, 8])
+@pytest.mark.parametrize("p", [4, pytest.param(8, marks=pytest.mark.exhaustive)])
 def test_balanced_is_plain_to_the_bit(p: int) -> None:
     modules, batch = stages_of("attention", p), batch_of(p)
     plain, expected = run(modules, Seq1F1B, p, batch, steps=2, slices=4)

@@ -21,7 +21,7 @@ from tests.tries import holds_in_one_try
 pytestmark = pytest.mark.alone
 
 FORWARD_S = 0.1  # of a whole microbatch
-PAIRS_OF_STEPS = 2
+PAIRS_OF_STEPS = 3
 MOST_OVER_IDEAL = 1.05
 
 

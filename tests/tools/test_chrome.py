@@ -398,7 +398,7 @@ PLACES = list(places_in(a_trace()))
 
 
 @given(st.sampled_from(PLACES), st.sampled_from([None, "", "x", -1, 10**30, 0.5, math.nan, [], {}, [1], {"a": 1}, True, ...]))
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_damage_ends_in_another_error(path, place, value):
     trace = a_trace()
     holder: Any = trace

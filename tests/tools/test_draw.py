@@ -142,10 +142,10 @@ def test_a_transfer_in_no_time_is_still_seen() -> None:
     "shown",
     [
         (timeline("1f1b", 4, 8, Costs()),),
-        (timeline("balanced_1f1b", 8, 32, SLOW),),
-        (timeline("balanced_1f1b", 16, 16, SLOW),),
+        pytest.param((timeline("balanced_1f1b", 8, 32, SLOW),), marks=pytest.mark.exhaustive),
+        pytest.param((timeline("balanced_1f1b", 16, 16, SLOW),), marks=pytest.mark.exhaustive),
         (timeline("1f1b", 8, 12), timeline("balanced_1f1b", 8, 12)),
-        (interleaved(),),
+        pytest.param((interleaved(),), marks=pytest.mark.exhaustive),
         (timeline("gpipe", 2, 200),),
         (in_parts("last"), timeline("1f1b")),
     ],

@@ -50,6 +50,7 @@ def seen() -> dict[tuple[str, str], Any]:
     return {case: [[of_rank[i] for of_rank in ranks] for ranks in pairs] for i, case in enumerate(CASES)}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_equality(seen: dict[tuple[str, str], Any], case: tuple[str, str]) -> None:
     found, expected = seen[case]

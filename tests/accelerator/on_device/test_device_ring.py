@@ -261,6 +261,7 @@ def refusing(rank: int, variable: str, value: str, missing: str) -> tuple[bool, 
     return all(map(torch.equal, results_of([module]), results_of([whole[rank]]))), kinds, said
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("variable", "value", "missing"), REFUSALS)
 def test_one_rank_that_does_not_copy(variable: str, value: str, missing: str) -> None:
     found = run_ranks(refusing, RANKS, variable, value, missing)

@@ -18,7 +18,7 @@ from tests.thinned import thinned
 # What works on CPU and looks like trouble: its modules are those of tests/models, and test_equality.py is the device's.
 FAULTS = [case for name, group in GROUPS.items() if name != "What looks like a fault and works" for case in group]
 CASES = {case.name: case for case in FAULTS[::3]}  # the others run on CPU alone
-EVERY = 2  # of which one runs in `make test`
+EVERY = 4  # of which one runs in `make test`
 
 
 @pytest.fixture(scope="module")

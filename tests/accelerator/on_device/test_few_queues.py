@@ -99,6 +99,7 @@ def stands_still(ranks: Callable[..., Any], queues: int, kernels: int) -> bool:
     return False
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", thinned(["balanced_1f1b", "parts"], lambda name: name == "parts"))
 def test_over_gloo(name: str, one_thread: None) -> None:
     found = run_ranks(partial(on_device, nccl=False), 4, name, 4, 1, 0)
@@ -114,5 +115,6 @@ def in_loopback_with_one_queue() -> tuple[bool, list[str]]:
     return all(map(torch.equal, found, expected)), reports()
 
 
+@pytest.mark.exhaustive
 def test_in_the_loopback() -> None:
     assert in_own_process(in_loopback_with_one_queue) == (True, [])

@@ -46,6 +46,7 @@ def outcomes(verdicts: Sequence[Verdict]) -> list[str]:
     return [verdict.outcome.value for verdict in verdicts]
 
 
+@pytest.mark.exhaustive
 def test_gradients_are_equal() -> None:
     verdicts = equality.check(SIZE, DEVICE)
     assert outcomes(verdicts) == ["passed", "passed"] and not reports()
@@ -67,6 +68,7 @@ def test_gradients_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> Non
     assert balanced.reason.startswith(f"{SLOTS}: ") and " tensors differ, by up to " in balanced.reason
 
 
+@pytest.mark.exhaustive
 def test_memory_is_the_allocator_s() -> None:
     verdicts = memory.check(SIZE, DEVICE)
     assert outcomes(verdicts) == ["passed", "passed"], [verdict.reason for verdict in verdicts]

@@ -123,6 +123,7 @@ WHY_NOT = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("variable", WHY_NOT)
 def test_what_cannot_be_lent_travels_as_before(variable: str) -> None:
     expected = run_ranks(trained, 4, "bytes", "cpu", 4, True, {})
@@ -161,6 +162,7 @@ class Astray(OpenedMemory):
         self.memory = self.memory.clone()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("where", "why"), [("reads", "reads other bytes than there are"), ("writes", "does not see what the other one writes")]
 )
@@ -188,6 +190,7 @@ def of_slots_and_of_bytes(rank: int, device: str) -> tuple[Any, ...]:
     return found, ways, reports()
 
 
+@pytest.mark.exhaustive
 def test_plans_that_replace_each_other() -> None:
     expected = run_ranks(of_slots_and_of_bytes, 4, "cpu")
     for rank, (found, ways, reported) in enumerate(run_ranks(of_slots_and_of_bytes, 4, KIND)):
@@ -219,6 +222,7 @@ def counting_slots(rank: int, device: str, num_ranks: int, nccl: bool, variables
     return found, buffers, on_host, ways, said, reports()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("num_ranks", "nccl"), [(4, True), *(pytest.param(*one, marks=pytest.mark.exhaustive) for one in ((4, False), (6, True)))]
 )
@@ -258,6 +262,7 @@ def reserving(rank: int, name: str) -> list[int]:
     return numbers[:-1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "often"), [("balanced_1f1b", [1, 1, 0, 0]), ("bytes", [2, 1, 0, 0])])
 def test_buffers_are_made_anew_only_for_what_has_grown(name: str, often: list[int]) -> None:
     assert run_ranks(reserving, 4, name) == [often] * 4
@@ -342,7 +347,7 @@ def raise_() -> None:
     raise StruckError
 
 
-@pytest.mark.parametrize("how", ["ends", "raises"])
+@pytest.mark.parametrize("how", ["ends", pytest.param("raises", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("at", [0, 3], ids=["the evictor", "the acceptor"])
 def test_nothing_is_left_of_a_step_that_failed(at: int, how: str) -> None:
     found = run_ranks(struck, 4, at, how, expect_errors=True)

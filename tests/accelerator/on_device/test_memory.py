@@ -89,6 +89,7 @@ def waiting(rank: int, name: str, queues: int) -> Any:
     return as_rank(rank, name, KIND, num_ranks=RANKS, transfers_at_once=1), reports()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("queues", [1, pytest.param(8, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", ["balanced_1f1b", "host"])
 def test_a_host_may_wait_for_its_device_anywhere(name: str, queues: int) -> None:

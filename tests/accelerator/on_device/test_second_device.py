@@ -31,6 +31,7 @@ def there(rank: int, name: str, nccl: bool) -> Any:
     return as_rank(rank, name, THERE, num_ranks=RANKS), used_on_the_first(), reports()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("nccl", [True, False], ids=["nccl", "gloo through pinned memory"])
 @pytest.mark.parametrize("name", [pytest.param("balanced_1f1b", marks=pytest.mark.exhaustive), "host"])
 def test_in_processes(name: str, nccl: bool) -> None:
