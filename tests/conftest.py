@@ -1,4 +1,4 @@
-"""Hypothesis, set for two busy cores: fewer examples, no deadline for one example, no store of earlier failures. One thread where bits count."""
+"""Hypothesis, set for two busy cores: fewer examples, no deadline for one of them, no store of failures. One thread where bits count."""
 
 import fcntl
 import os
