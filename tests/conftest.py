@@ -1,4 +1,4 @@
-"""Hypothesis, set for two busy cores: fewer examples, no deadline for one of them, no store of failures. One thread where bits count."""
+"""Hypothesis for two busy cores: fewer examples, no deadline for one, no store of failures. One thread where bits count."""
 
 import fcntl
 import os
