@@ -196,7 +196,7 @@ class Stream:
         cut = cut_of(own.submod)
         record = StepRecord(
             version=__version__,
-            schedule=type(self).__name__,
+            schedule=self._plan.name,
             fingerprint=self._plan.fingerprint(),
             is_training=self._learns,
             step=self._guard.num_steps,

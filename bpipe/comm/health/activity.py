@@ -76,7 +76,8 @@ class Activity:
         under_way: the action under way, if one thread issues all actions in a different order from the lane's.
         beside: the backward that runs side by side with the forward at the position, if there is one.
         filling: the name of the fill job that this rank runs while it waits; empty if it runs none.
-        unit: what the actions are about, if not the microbatches of a step, such as "tick 5"; empty if they are.
+        unit: what the actions are about, if not the microbatches of a step, such as "tick 5": then every step runs the same plan,
+            and ranks may be in different ones. Empty if they are about microbatches.
     """
 
     def __init__(self) -> None:
