@@ -23,7 +23,9 @@ from bpipe.comm.transport.base import Transport
 from bpipe.comm.wire.message import MessageSpec, TensorMeta, all_dense, dense, flatten_message, meta_of, metas_of, unflatten_message
 from bpipe.engine.messages import is_alike
 from bpipe.errors import ConfigurationError, StageError
+from bpipe.memory.saved.storages import keys_of
 from bpipe.model import microbatch as mb
+from bpipe.model.pytree import mapped
 from bpipe.model.stage import PipelineStage
 from bpipe.relaxed.tick_messages import Call, Content, Incoming, Outgoing
 from bpipe.schedules import Op, Plan, Purpose
@@ -171,6 +173,8 @@ class StageTicks:
         """Keep the target of a new sample until it is here; return that of the present sample."""
         if call.learns and not call.drains and target is None:
             raise ConfigurationError("push() got no target on the last stage: give target= with each sample, or learn=False")
+        if self._targets:
+            target = mapped(torch.Tensor.clone, target)  # the caller may use its memory for the next one
         self._targets.append(None if call.drains else target)
         return self._targets.popleft()
 
@@ -200,20 +204,24 @@ class StageTicks:
         with torch.set_grad_enabled(call.learns):
             output = self._stage.submod(*args)
             if not self._stage.is_last:
-                return self._sendable(call, output)
+                return self._sendable(call, output, args)
             loss = self._loss(call, output, target)
         self.loss = None if loss is None else loss.detach()
         return _Made(output, [] if loss is None else [loss], None)
 
-    def _sendable(self, call: Call, output: Any) -> _Made:
+    def _sendable(self, call: Call, output: Any, args: tuple[Any, ...]) -> _Made:
         """Take an output apart for its message.
+
+        Args:
+            args: what it was made from; on the first stage they are the caller's, who may use their memory for the next sample.
 
         Raises:
             StageError: it cannot be sent, or it looks different from the samples before.
         """
         place = f"stage {self._stage.stage_index}, tick {call.tick}"
         tree, tensors = flatten_message(output, place)
-        sent = all_dense(tensors)
+        callers = keys_of(mb.tensors_in(args)) if self._stage.is_first else set()
+        sent = all_dense([one if callers.isdisjoint(keys_of([one])) else one.clone() for one in tensors])
         spec = MessageSpec(tree, metas_of(sent, tensors))
         agreed = None if self._ends.outputs is None else self._ends.outputs.spec
         if agreed is not None and not is_alike(agreed, spec):

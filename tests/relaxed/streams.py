@@ -13,18 +13,18 @@ WIDTH, WORDS = 8, 11
 
 
 class Embed(nn.Module):
-    """Takes integers; hands on values, and the integers as a mask, which no gradient comes for."""
+    """Takes integers; hands on values, and the integers, which no gradient comes for."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(WORDS, WIDTH)
 
     def forward(self, words: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return self.table(words), {"mask": words % 2}
+        return self.table(words), {"words": words}
 
 
 class Middle(nn.Module):
-    """Hands on three values: of the last one, the next stage uses nothing in ticks whose mask is full."""
+    """Hands on three values: of the last one, the next stage uses nothing where all words are odd."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Middle(nn.Module):
 
     def forward(self, x: Tensor, marks: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         x = F.relu(self.norm(self.linear(x)), inplace=True)
-        return x, marks["mask"], self.other(x.detach())
+        return x, marks["words"] % 2, self.other(x.detach())
 
 
 class Last(nn.Module):

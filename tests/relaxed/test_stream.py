@@ -99,7 +99,7 @@ def test_the_error_falls_with_the_drift_of_the_input() -> None:
             exact = torch.cat([one.flatten() for one in gradients(stages[0])])
             error.append(float((torch.cat([one.flatten() for one in found]) - exact).norm() / exact.norm()))
         errors.append(statistics.mean(error))
-    for error, most in zip(errors, (0.2, 0.03, 0.003)):
+    for error, most in zip(errors, (0.1, 0.012, 0.0012)):
         assert 0 < error < most, errors
     assert errors[0] > 3 * errors[1] > 9 * errors[2], errors
 
@@ -111,7 +111,7 @@ def program() -> list[Tick]:
     for size, length, learned in ((4, 9, range(9)), (3, 3, range(3)), (5, 8, (0, 1, 2, 4, 6, 7))):
         for tick in range(length):
             words = torch.randint(WORDS, (size,), generator=numbers)
-            words = (words % 4) * 2 + 1 if tick % 3 == 1 else words  # with a full mask
+            words = (words % 4) * 2 + 1 if tick % 3 == 1 else words  # all odd
             ticks.append(Tick(words, torch.randn(size, 2, generator=numbers), tick in learned))
         ticks += [Tick(None, learn=size != 3)] * 2
     return ticks
@@ -130,7 +130,9 @@ def learning(rank: int) -> tuple[list[Any], list[Tensor], list[Tensor | None]]:
     outputs, losses, drained = [], [], 0
     for tick in program():
         if tick.words is not None:
-            outputs.append(stream.push(tick.words, target=tick.target, learn=tick.learn))
+            words, target = tick.words.clone(), tick.target.clone()
+            outputs.append(stream.push(words, target=target, learn=tick.learn))
+            words.zero_(), target.zero_()  # their memory is the caller's
             losses.append(stream.loss)
             drained = 0
         elif (drained := drained + 1) == 1:
