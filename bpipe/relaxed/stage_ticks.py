@@ -1,11 +1,9 @@
 """The ticks of one stage of a stream. The user's code runs here, in the caller's thread.
 
-    tick        0     1     2     3     4     5
-    stage 0     F0    F1    F2    F3    F4    F5 B1         Fk: forward of sample k
-    stage 1           F0    F1    F2    F3 B1 F4 B2         Bk: backward through the graph that the stage has at the time,
-    stage 2                 F0 B0 F1 B1 F2 B2 F3 B3             with the gradient that the next stage made a tick ago,
-                                                                from its sample of then
-
+    tick        0     1     2     3     4      5
+    stage 0     F0    F1    F2    F3    F4 B4  F5 B5        Fk: forward of sample k
+    stage 1           F0    F1    F2 B2 F3 B3  F4 B4        Bk: backward of sample k, with a gradient of sample k-2
+    stage 2                 F0 B0 F1 B1 F2 B2  F3 B3        (the last stage: with its own loss)
 """
 
 from __future__ import annotations
