@@ -141,31 +141,37 @@ class Incoming:
             check_fits(spec.num_bytes, self._transport.device, subject)
             self._posted = self._post(spec)
         (spec, tensors, transfer), self._posted = self._posted, None
-        content = self._content(call, spec, tensors, transfer.wait())
-        if content is not None:
+        marks = marks_of(transfer.wait(), call, self._rank, len(tensors))
+        if marks is not None:
             self._spec = spec
         if is_last:
             self._spec = None
         elif self._spec is not None:
             self._posted = self._post(self._spec)
-        return content
+        return None if marks is None else Content(spec, tensors, marks)
 
     def _post(self, spec: MessageSpec) -> _Posted:
         tensors, views = spec.new(self._transport.device)
         return _Posted(spec, tensors, self._transport.receive(self._channel, views, may_have_note=True))
 
-    def _content(self, call: Call, spec: MessageSpec, tensors: Sequence[torch.Tensor | None], note: bytes | None) -> Content | None:
-        """Read a note.
 
-        Raises:
-            AgreementError, CommError: as `take`.
-        """
-        if note is None or len(note) < NOTE.size:
-            raise CommError(f"rank {self._rank} sent a message without saying what it holds, for tick {call.tick}")
-        *theirs, holds = NOTE.unpack_from(note)
-        if (other := Call(*theirs)) != call:
-            raise AgreementError(f"rank {self._rank} {other} while this one {call}: make the same calls on all ranks")
-        marks = [mark != 0 for mark in note[NOTE.size :]]
-        if len(marks) != (len(tensors) if holds else 0) or None in spec.tensors:
-            raise CommError(f"rank {self._rank} sent {len(marks)} marks for {len(tensors)} tensors, {spec}, in tick {call.tick}")
-        return Content(spec, tensors, marks) if holds else None
+def marks_of(note: bytes | None, call: Call, rank: int, num_tensors: int) -> list[bool] | None:
+    """Read the note of a rank's message: the mark of each tensor, or None if the message holds nothing.
+
+    Args:
+        call: what this rank was called for in the tick of the message.
+        num_tensors: that the message has, if it holds something.
+
+    Raises:
+        AgreementError: the sender was called for something else.
+        CommError: the note is malformed.
+    """
+    if note is None or len(note) < NOTE.size:
+        raise CommError(f"rank {rank} sent a message for tick {call.tick} without saying what it holds")
+    *theirs, holds = NOTE.unpack_from(note)
+    if (other := Call(*theirs)) != call:
+        raise AgreementError(f"rank {rank} {other} while this one {call}: make the same calls on all ranks")
+    marks = [mark != 0 for mark in note[NOTE.size :]]
+    if len(marks) != (num_tensors if holds else 0):
+        raise CommError(f"rank {rank} sent {len(marks)} marks for {num_tensors} tensors in tick {call.tick}")
+    return marks if holds else None
