@@ -49,11 +49,11 @@ class _Ends(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """A sample that another stage has sent, as it enters the stage.
+    """A sample as it enters the stage.
 
     Args:
         args: the module's arguments.
-        metas: of its tensors that can have a gradient.
+        metas: of the tensors that another stage has sent and that can have a gradient.
         needed: which of these need one.
         input_grads: collects the gradients that are needed.
     """
@@ -172,7 +172,7 @@ class StageTicks:
         if call.learns and not call.drains and target is None:
             raise ConfigurationError("push() got no target on the last stage: give target= with each sample, or learn=False")
         if self._targets:
-            target = mapped(torch.Tensor.clone, target)  # the caller may use its memory for the next one
+            target = mapped(lambda one: one.detach().clone(), target)  # the caller may use its memory for the next one
         self._targets.append(None if call.drains else target)
         return self._targets.popleft()
 
@@ -204,7 +204,7 @@ class StageTicks:
             if not self._stage.is_last:
                 return self._sendable(call, output, args)
             loss = self._loss(call, output, target)
-        self.loss = None if loss is None else loss.detach()
+        self.loss = None if loss is None else loss.detach().clone()  # which keeps nothing else alive
         return _Made(output, [] if loss is None else [loss], None)
 
     def _sendable(self, call: Call, output: Any, args: tuple[Any, ...]) -> _Made:

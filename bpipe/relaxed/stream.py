@@ -45,7 +45,7 @@ class Stream:
     is close to backpropagation; with a constant input and constant weights it is equal to it.
 
     `push` and `drain` are collective over the pipeline's ranks, and block the host until this rank's tick is done. A rank may be
-    ahead of its neighbour by what a tick sends, and no further.
+    ahead of the next one by what their channel holds, and in a stream that learns by no more than one tick.
 
     Args:
         stage: this rank's only `PipelineStage`, ours or torch's, over processes (or a single one).

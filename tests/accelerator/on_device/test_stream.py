@@ -26,7 +26,7 @@ def learned(rank: int, device: str, nccl: bool) -> tuple[list[torch.Tensor], lis
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     stream = bpipe.Stream(bpipe.PipelineStage(module, rank, 3, device), F.mse_loss, optimizer, timeout_s=60)
     outputs, drained = [], True
-    for tick in program():
+    for tick in program(0):
         if tick.words is not None and tick.target is not None:
             output = stream.push(tick.words.to(device), target=tick.target.to(device), learn=tick.learn)
             outputs += [] if output is None else [output]
