@@ -218,6 +218,25 @@ def test_large_messages_between_hosts() -> None:
         assert all(torch.equal(one, theirs) for one, theirs in zip(gradients(stage), found, strict=True))
 
 
+def being_ahead(rank: int) -> int:
+    """How many ticks this rank is through with before the other one begins its second one."""
+    stream, (x, *_) = stream_of(layers(2, 512)[rank], rank, 2), samples(300)
+    stream.push(x)
+    if rank:
+        time.sleep(0.6)
+    start, num_early = time.monotonic(), 0
+    for _ in range(10):
+        stream.push(x)
+        num_early += time.monotonic() - start < 0.4
+    stream.close()
+    return num_early
+
+
+def test_messages_do_not_pile_up() -> None:
+    """A rank that gets no messages waits until the next one has room for its own."""
+    assert run_ranks(being_ahead, 2)[0] <= 2
+
+
 # Memory and time.
 
 SAVED = 1000  # bytes
