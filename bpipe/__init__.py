@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from bpipe.partition.split_check import check_split
     from bpipe.partition.traced import split_traced
     from bpipe.partition.transformers import split_transformer, transformer_layers
+    from bpipe.relaxed.stream import Stream
     from bpipe.tools.chrome import save_trace
     from bpipe.tools.chrome_read import load_trace
     from bpipe.tools.draw import draw
@@ -77,6 +78,7 @@ __all__ = [
     "PipelineStage",
     "Schedule",
     "Seq1F1B",
+    "Stream",
     "TeraPipe",
     "TiedWeights",
     "VHalf",
@@ -124,6 +126,7 @@ _NAMES = {  # of each module of bpipe
     "partition.split_check": "check_split",
     "partition.traced": "split_traced",
     "partition.transformers": "split_transformer transformer_layers",
+    "relaxed.stream": "Stream",
     "tools.chrome": "save_trace",
     "tools.chrome_read": "load_trace",
     "tools.draw": "draw",

@@ -43,6 +43,7 @@ RUNS: dict[str, tuple[int, str]] = {
     "recurrent_slices": (4, r"agreement   the gradients of slices are those of whole sequences"),
     "resume": (4, r"step 20 over 4 stages  loss [\d.]+"),
     "split_model": (4, r"rank 0: embedding.weight to blocks\.\d+\.[\w.]+, [\d.]+ MiB of activations"),
+    "stream": (4, r"tick 600: error 0\.0\d+\n50 later outputs without learning: error 0\.[01]\d+"),
     "tensor_parallel": (8, r"stage 0, tensor rank 1: at most \d+ KiB of activations, [1-9]\d* KiB evicted per step"),
     "unet": (4, r"rank 0 hands on by 0SEND_F0>3, 0SEND_F1>3"),
     "tied_embeddings": (4, r"rank 0: the matrix sums to (-?[\d.]+)(?s:.*)rank 3: the matrix sums to \1"),

@@ -46,6 +46,7 @@ SIGNATURES = {
     "PipelineStage": "(submod, stage_index, num_stages, device, group, dw_builder, get_mesh, directions, skips)",
     "Schedule": SCHEDULE,
     "Seq1F1B": OF_SLICES,
+    "Stream": "(stage, loss_fn, optimizer, timeout_s, slow_s)",
     "TeraPipe": OF_SLICES,
     "TiedWeights": "(weights, group)",
     "VHalf": STAGES,

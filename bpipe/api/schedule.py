@@ -80,8 +80,8 @@ class Schedule:
     ) -> None:
         check_counts(transfers_at_once=transfers_at_once)
         settings: dict[str, Any] = {
-            "timeout_s": _positive("timeout_s", timeout_s),
-            "slow_s": _positive("slow_s", slow_s),
+            "timeout_s": positive("timeout_s", timeout_s),
+            "slow_s": positive("slow_s", slow_s),
             "transfers_at_once": transfers_at_once,
         }
         stages = stages_of(stage)
@@ -93,7 +93,7 @@ class Schedule:
         self._check_directions(plan, first.directions)
         self._check_placement(plan, set(stages))
         self._source = PlanSource(plan, self.rule)
-        self.group = group = _group(first.group, plan.num_ranks)
+        self.group = group = group_or_alone(first.group, plan.num_ranks)
         context = RankContext(
             stages=stages,
             loss_fn=loss_fn,
@@ -297,13 +297,14 @@ class Schedule:
         return self.session.ledger
 
 
-def _group(group: Any, num_ranks: int) -> Any:
+def group_or_alone(group: Any, num_ranks: int) -> Any:
     """Return the group of a pipeline; a single rank without torch.distributed gets a loopback."""
     is_alone = group is None and num_ranks == 1 and not torch.distributed.is_initialized()
     return Loopback(1, own_random_state=False).rank(0) if is_alone else group
 
 
-def _positive(name: str, seconds: T) -> T:
+def positive(name: str, seconds: T) -> T:
+    """Return the seconds of a setting, which must be positive if it is given."""
     if seconds is not None and not seconds > 0:
         raise ConfigurationError(f"{name}={seconds!r}: give a positive number of seconds")
     return seconds

@@ -128,7 +128,7 @@ class Messages:
         Raises:
             StageError: the output differs in something else, or no parameter that is known to be trained leads to it.
         """
-        if not _is_alike(agreed, spec):
+        if not is_alike(agreed, spec):
             raise _changed(action, state, agreed, spec)
         note, after = None, needing(agreed, spec)
         if after != agreed:
@@ -192,7 +192,7 @@ class Messages:
         """Agree that more of a stage's input needs a gradient, as a note says; return the new spec."""
         agreed = self._specs[self._boundary(start)]
         after = header.unpack_spec(note, subject := Subject(self._traffic.step, start.other_end[1], start.microbatch))
-        if not _is_alike(agreed, after) or after != needing(agreed, after):
+        if not is_alike(agreed, after) or after != needing(agreed, after):
             raise CommError(f"{subject}: a note says that {after} arrived where {agreed} was expected")
         self._agree_on_more(start, agreed, after)
         return after
@@ -254,7 +254,7 @@ def _needs_gradient(spec: MessageSpec) -> bool:
     return any(meta is not None and meta.requires_grad for meta in spec.tensors)
 
 
-def _is_alike(one: MessageSpec, other: MessageSpec) -> bool:
+def is_alike(one: MessageSpec, other: MessageSpec) -> bool:
     """Return whether two specs of outputs differ at most in which of them need gradients."""
     return one.tree == other.tree and [m and m.extent for m in one.tensors] == [m and m.extent for m in other.tensors]
 

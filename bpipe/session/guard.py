@@ -17,10 +17,16 @@ RELEASED_S = 5.0  # how long to wait for threads to return from a transfer that 
 
 
 class Guard:
-    """Let the steps of one rank run one at a time, and refuse steps after an error."""
+    """Let the steps of one rank run one at a time, and refuse steps after an error.
 
-    def __init__(self, transport: Transport, lanes: Lanes) -> None:
-        self._transport, self._lanes = transport, lanes
+    Args:
+        transport: carries its messages.
+        lanes: run its actions.
+        owner: what users have constructed, for messages.
+    """
+
+    def __init__(self, transport: Transport, lanes: Lanes, *, owner: str = "schedule") -> None:
+        self._transport, self._lanes, self._owner = transport, lanes, owner
         self._running = threading.Lock()
         self.num_steps = 0
         self.broken: BaseException | str | None = None  # why no further step may run
@@ -46,10 +52,11 @@ class Guard:
             cause = self.broken if isinstance(self.broken, BaseException) else None
             raise PipelineBrokenError(
                 f"this pipeline broke in step {self.num_steps} ({self.broken if cause is None else format_error(cause)}). "
-                "Gradients may be incomplete: zero them, close() this schedule and build a new one over the same process group."
+                f"Gradients may be incomplete: zero them, close() this {self._owner} and build a new one over the same process "
+                "group."
             ) from cause
         if self.is_closed:
-            raise PipelineBrokenError("this schedule was closed: build a new one")
+            raise PipelineBrokenError(f"this {self._owner} was closed: build a new one")
         with self.breaking():
             self._transport.control.check()
 
@@ -91,7 +98,9 @@ class Guard:
     def leave(self) -> None:
         """Prevent any further step from starting."""
         if self._running.locked():
-            raise PipelineBrokenError("close() was called inside a step: close the schedule after its step has returned or raised")
+            raise PipelineBrokenError(
+                f"close() was called inside a step: close the {self._owner} after its step has returned or raised"
+            )
         if isinstance(self.broken, BaseException):
             self.broken = format_error(self.broken)  # the error's frames keep the step's tensors alive
         self.is_closed = True

@@ -36,6 +36,8 @@ from bpipe.environment import may_share_memory, port_range, ranks_on_this_node, 
 from bpipe.errors import ConfigurationError
 from bpipe.estimate import Profile
 from bpipe.estimate.measurement import Measurement, costs_of
+from bpipe.relaxed.tick_messages import NOTE as TICK_NOTE
+from bpipe.relaxed.tick_messages import Call, marks_of
 from bpipe.schedules import Costs, Plan, Sizes, StageSizes, Timeline, build, simulate, verify
 from bpipe.schedules.torch_csv import from_csv
 from bpipe.simulator.timeline import Lane
@@ -292,6 +294,8 @@ CSV = [build("1f1b", 4, 4).to_csv().encode(), build("zbv", 4, 4).to_csv().encode
 TRACES = [_trace([simulate(PLANS[0], Costs(saved_bytes=9))]), _trace([_measured(PLANS[2])] * 2)]
 PROFILES = [json.dumps(asdict(PROFILE)).encode()]
 
+TICK = Call(7, drains=False, learns=True)
+
 READERS: dict[str, Reader] = {
     "plan": Reader(TEXTS, read_plan),
     "csv": Reader(CSV, lambda data: verify(from_csv(_text(data)))),
@@ -301,6 +305,7 @@ READERS: dict[str, Reader] = {
     "report": Reader([SIZED.pack()], lambda data: Sizes.of_slices(zip(*Report.unpack(data, 1).stages.values()), static=(0,))),
     "record": Reader([encode(record) for record in RECORDS], read_record),
     "header": Reader([HEADER, EVICTION, NOTE], read_header),
+    "tick": Reader([TICK_NOTE.pack(*TICK, True) + bytes([1, 0])], lambda data: marks_of(data, TICK, 1, 2)),
     "frames": Reader([Frame(Kind.CALL, 3, b"body").pack() + Frame(Kind.ASK, 4).pack()], read_frames),
     "channel": Reader([LENGTH.pack(8 | NOTED) + bytes(8) + LENGTH.pack(5) + b"12345" + LENGTH.pack(3) + b"abc"], read_channel),
     "environment": Reader([b"eth0,eth1", b"8"], read_environment),

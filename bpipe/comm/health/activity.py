@@ -76,6 +76,8 @@ class Activity:
         under_way: the action under way, if one thread issues all actions in a different order from the lane's.
         beside: the backward that runs side by side with the forward at the position, if there is one.
         filling: the name of the fill job that this rank runs while it waits; empty if it runs none.
+        unit: what the actions are about, if not the microbatches of a step, such as "tick 5": then every step runs the same plan,
+            and ranks may be in different ones. Empty if they are about microbatches.
     """
 
     def __init__(self) -> None:
@@ -88,7 +90,7 @@ class Activity:
         self.serving: dict[int, int] = {}
         self.under_way: Action | None = None
         self.beside: Action | None = None
-        self.filling = ""
+        self.filling = self.unit = ""
         self.group_ranks: Sequence[int] = ()
 
     def begin(self, plan: Plan, rank: int, step: int, group_ranks: Sequence[int], evictors: Iterable[int] = ()) -> None:
@@ -108,6 +110,7 @@ class Activity:
     def end(self, num_steps: int) -> None:
         self.state, self.plan, self.step = State.OUTSIDE, None, num_steps
         self.under_way = self.beside = None
+        self.unit = ""
 
     def group_rank(self, plan_rank: int | None) -> int | None:
         """Convert a rank of the plan to its rank in the group."""
@@ -129,10 +132,14 @@ class Activity:
     def place(self) -> str:
         """Describe the stage, microbatch and action under way; empty outside a step."""
         action = self.action()
-        place = "" if action is None else place_of(action, self.slices)
+        place = "" if action is None else self.place_of(action)
         if self.beside is not None and action != self.beside:
             place += f" beside {self.beside.text(self.slices)}"
         return f"fill job {self.filling}, {place}".removesuffix(", ") if self.filling else place
+
+    def place_of(self, action: Action) -> str:
+        """Describe an action of this rank in words."""
+        return f"stage {action.stage}, {self.unit}, action {action}" if self.unit else place_of(action, self.slices)
 
     def is_waiting(self) -> bool:
         """Return whether this rank cannot go on without another one."""

@@ -32,7 +32,7 @@ def report(own: Activity, statuses: Mapping[int, Status], size: int) -> str:
 def _grid(own: Activity, statuses: Mapping[int, Status]) -> list[str]:
     plan = own.plan
     here = {s.rank: s.position for s in statuses.values() if s.state is State.RUNNING and s.step == own.step}
-    if plan is None or not here:
+    if plan is None or not here or own.unit:  # ranks are a tick apart there
         return []
     silent = {rank for rank in own.group_ranks if rank not in statuses}
     return where(plan, here, [f"rank {rank}{' ?' * (rank in silent)}" for rank in own.group_ranks])
@@ -50,11 +50,12 @@ def _doing(own: Activity, status: Status | None) -> str:
         return f"has been preparing step {status.step} for {since}"
     if status.state is State.MEETING:
         return f"has waited {since} for the other ranks to begin step {status.step}"
-    if plan is None or status.step != own.step:
+    if plan is None or (status.step != own.step and not own.unit):
         return f"has been in step {status.step} for {since}"
     served = "".join(_serving(own, plan, status.rank, *one) for one in status.serving)
     action = action_at(plan, status)
-    return (f"has waited {since} for {RELOADS}" if action is None else _at(own, plan, status, action, since)) + served
+    step = f", in step {status.step}" if own.unit else ""
+    return (f"has waited {since} for {RELOADS}" if action is None else _at(own, plan, status, action, since)) + step + served
 
 
 def _at(own: Activity, plan: Plan, status: Status, action: Action, since: str) -> str:

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Collection
 from typing import NamedTuple
 
-from bpipe.comm.health.activity import Activity, State, Status, place_of
+from bpipe.comm.health.activity import Activity, State, Status
 from bpipe.comm.health.effects import Send, Warn
 from bpipe.comm.health.failure import Cause, Failure
 from bpipe.comm.health.status_report import RELOADS, name_ranks, report
@@ -145,9 +145,7 @@ class Watchdog:
         action = self._activity.action()
         if action is None:
             return f"in step {status.step} for {RELOADS}"
-        return (
-            f"in step {status.step}, {place_of(action, self._activity.slices)}, for rank {self._activity.group_rank(action.peer)}"
-        )
+        return f"in step {status.step}, {self._activity.place_of(action)}, for rank {self._activity.group_rank(action.peer)}"
 
     def _report(self) -> str:
         statuses = {**self._answers, self._rank: self._status()}
