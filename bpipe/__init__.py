@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from bpipe.partition.split_check import check_split
     from bpipe.partition.traced import split_traced
     from bpipe.partition.transformers import split_transformer, transformer_layers
+    from bpipe.relaxed.auxiliary_heads import local_heads
     from bpipe.relaxed.local_block import LocalBlock
-    from bpipe.relaxed.local_heads import local_heads
     from bpipe.relaxed.local_learning import LocalLearning
     from bpipe.tools.chrome import save_trace
     from bpipe.tools.chrome_read import load_trace
@@ -130,8 +130,8 @@ _NAMES = {  # of each module of bpipe
     "partition.split_check": "check_split",
     "partition.traced": "split_traced",
     "partition.transformers": "split_transformer transformer_layers",
+    "relaxed.auxiliary_heads": "local_heads",
     "relaxed.local_block": "LocalBlock",
-    "relaxed.local_heads": "local_heads",
     "relaxed.local_learning": "LocalLearning",
     "tools.chrome": "save_trace",
     "tools.chrome_read": "load_trace",

@@ -1,7 +1,7 @@
 """Pipelines that do without something that a synchronous one has: docs/relaxed.md says what each gives up."""
 
+from bpipe.relaxed.auxiliary_heads import local_heads
 from bpipe.relaxed.local_block import LocalBlock
-from bpipe.relaxed.local_heads import local_heads
 from bpipe.relaxed.local_learning import LocalLearning
 
 __all__ = ["LocalBlock", "LocalLearning", "local_heads"]
