@@ -232,7 +232,9 @@ class Compute:
             input_grads, fixed = inputs.input_grads, inputs.fixed
             borrowed = keys_of([*(lent for lent, *_ in inputs.borrowed), *left]) if inputs.borrowed or left else set()
             del inputs  # `after_forward` counts owners: this frame must not own what the stage has received
-            sent, output = (None, output) if is_last else taken_apart(output, state.place) if has_loss else (output, None)
+            sent = output
+            if has_loss and not is_last:
+                sent, output = taken_apart(output, state.place)
             loss = self._loss(output, action.microbatch) if has_loss else None
         if pieces is not None:
             pieces.finish()

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from bpipe.errors import StageError
+from bpipe.model.cut import mark_around
 from bpipe.model.microbatch import tensors_in
 
 __all__ = ["LocalBlock"]
@@ -40,6 +41,7 @@ class LocalBlock(nn.Module):
     def __init__(self, block: nn.Module, head: nn.Module, *, name: int | str = 0) -> None:
         super().__init__()
         self.blocks, self.heads = nn.ModuleDict({str(name): block}), nn.ModuleDict({str(name): head})
+        mark_around(self, block)  # so that a block that was cut for another stage is refused, as it is without a head
 
     @property
     def block(self) -> nn.Module:

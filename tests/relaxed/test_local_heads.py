@@ -50,6 +50,13 @@ def test_names_in_a_checkpoint() -> None:
     assert bpipe.LocalBlock(Pair(), nn.Bilinear(2, 2, 3))(torch.zeros(1, 2))[1].shape == (1, 3)
 
 
+def test_a_block_of_another_stage_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    parts = bpipe.split_model(model, [["0"], ["1"]])
+    with pytest.raises(ConfigurationError, match="the module is stage 1 of 2 of the model that it was cut from"):
+        bpipe.PipelineStage(bpipe.LocalBlock(parts[1], nn.Linear(2, 3)), 0, 2, "cpu")
+
+
 class Pair(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x, x + 1
