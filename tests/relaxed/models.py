@@ -122,9 +122,15 @@ def as_rank(rank: int, kind: str, num_stages: int, m: int, steps: int = 2, shift
 
 
 def loopback_of(modules: list[nn.Module], m: int) -> tuple[bpipe.Loopback, list[bpipe.LocalLearning]]:
-    loopback, num_stages = bpipe.Loopback(len(modules)), len(modules)
-    stages = [bpipe.PipelineStage(one, i, num_stages, "cpu", loopback.rank(i)) for i, one in enumerate(modules)]
-    return loopback, [bpipe.LocalLearning(stage, m, loss_fn=loss_of(stage.stage_index)) for stage in stages]
+    loopback = bpipe.Loopback(len(modules))
+    return loopback, schedules_of(loopback, modules, m)
+
+
+def schedules_of(loopback: bpipe.Loopback, modules: list[nn.Module], m: int) -> list[bpipe.LocalLearning]:
+    """The last stage is on the first rank, and so on."""
+    placed = zip(reversed(range(len(modules))), range(len(modules)))
+    stages = [bpipe.PipelineStage(modules[i], i, len(modules), "cpu", loopback.rank(rank)) for i, rank in placed]
+    return [bpipe.LocalLearning(stage, m, loss_fn=loss_of(stage.stage_index)) for stage in stages]
 
 
 def assert_same(found: Trained, expected: Trained, *, all_losses: bool = True) -> None:

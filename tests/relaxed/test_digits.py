@@ -11,7 +11,7 @@ import torch
 from tests.ranks import run_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-EPOCHS, SEEDS = 12, 3
+EPOCHS, SEEDS = 10, 3
 
 
 def learn(rank: int) -> dict[str, float]:

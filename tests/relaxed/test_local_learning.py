@@ -19,7 +19,18 @@ from bpipe.errors import BPipeError, BudgetError, ConfigurationError, StageError
 from bpipe.fill import OptimizerSteps
 from tests.live import LiveRanks
 from tests.ranks import run_ranks
-from tests.relaxed.models import KINDS, Trained, alone, as_rank, assert_same, batch_of, loopback_of, loss_of, modules_of
+from tests.relaxed.models import (
+    KINDS,
+    Trained,
+    alone,
+    as_rank,
+    assert_same,
+    batch_of,
+    loopback_of,
+    loss_of,
+    modules_of,
+    schedules_of,
+)
 from tests.sleepers import Sleeper
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,6 +42,9 @@ P, M = 4, 8
 def test_each_stage_learns_as_its_block_does_alone(kind: str) -> None:
     """In a loopback; the caller's list has the losses of the last stage."""
     modules, expected = modules_of(kind, P), alone(kind, P, M)
+    needed: list[bool] = []
+    for module in modules:
+        module.register_forward_pre_hook(lambda _, given: needed.append(given[0].requires_grad))
     torch.manual_seed(1)
     loopback, schedules = loopback_of(modules, M)
     losses: list[torch.Tensor] = []
@@ -41,6 +55,7 @@ def test_each_stage_learns_as_its_block_does_alone(kind: str) -> None:
         found = Trained(outputs=outputs if index == P - 1 else None).of(module)
         assert_same(found, one, all_losses=False)
     assert all(map(torch.equal, losses, expected[-1].losses[-M:])) and len(losses) == M
+    assert len(needed) == 2 * P * M and not any(needed)  # nor is a gradient of an input made
 
 
 @pytest.mark.parametrize("kind", ["transformer with dropout", "batch norm"])
@@ -75,10 +90,10 @@ def test_bytes_are_the_plan_s_and_those_that_are_alive(kind: str) -> None:
     for _ in range(2):
         counted = live.step(x, y)
     for rank, ((peak, stats), (least, most)) in enumerate(zip(counted, live.between())):
-        found = schedules[rank].ledger.footprints[rank, 0]
-        under_way = found.kept_sent_bytes * (rank < 2)  # of what is saved, the output is a message until the backward has run
+        is_last, found = rank == 0, schedules[rank].ledger.footprints[2 - rank, 0]
+        under_way = found.kept_sent_bytes * (not is_last)  # of what is saved, the output is a message until the backward has run
         assert peak and least <= stats["peak_bytes"] - under_way <= most
-        assert bool(found.results_bytes) is (rank < 2)
+        assert bool(found.results_bytes) is not is_last
         assert stats["peak_slots"] == stats["predicted_peak_slots"] == 1
         assert stats["device_peak_bytes"] == stats["predicted_device_peak_bytes"]
     assert [stats["microbatches_unknown"] for _, stats in counted] == [0, 0, 0]
@@ -93,21 +108,16 @@ def test_balanced_counts_in_bytes_and_moves_nothing() -> None:
         loopback.step(balanced, x, target=y)
     plan = balanced[0].plan
     assert plan.local and plan.sizes is not None and plan.sizes.stages[0].results and not any(plan.served)
-    assert [schedule.stats["device_peak_bytes"] for schedule in balanced] == list(plan.device_peak_bytes)
+    assert [schedule.stats["device_peak_bytes"] for schedule in reversed(balanced)] == list(plan.device_peak_bytes)
     budget = max(plan.device_peak_bytes) - 1
-    balanced = [bpipe.Balanced(one, budget=budget) for one in schedules_of(loopback, modules)]
+    balanced = [bpipe.Balanced(one, budget=budget) for one in schedules_of(loopback, modules, 4)]
     loopback.step(balanced, x, target=y)
     with pytest.raises(BudgetError, match=str(max(plan.device_peak_bytes))):
         loopback.step(balanced, x, target=y)
     refused: list[dict[str, Any]] = [{"by": "recompute"}, {"inside": True, "parts": 2}]
     for given in refused:
         with pytest.raises(ConfigurationError, match="holds one microbatch at a time on each rank"):
-            bpipe.Balanced(schedules_of(loopback, modules)[0], budget="lowest", **given)
-
-
-def schedules_of(loopback: bpipe.Loopback, modules: list[nn.Module]) -> list[bpipe.LocalLearning]:
-    stages = [bpipe.PipelineStage(one, i, len(modules), "cpu", loopback.rank(i)) for i, one in enumerate(modules)]
-    return [bpipe.LocalLearning(stage, 4, loss_fn=loss_of(stage.stage_index)) for stage in stages]
+            bpipe.Balanced(schedules_of(loopback, modules, 4)[0], budget="lowest", **given)
 
 
 # What is refused
