@@ -26,8 +26,8 @@ def local_heads(
     Args:
         shapes: of the blocks' outputs, with the dimension of samples, such as `block(x).shape`.
         num_classes: the numbers that each prediction has.
-        residual: whether a residual block comes before the linear layer. It lets the features of the stage stay more general than
-            a linear classifier would want them, which helps the stages behind it.
+        residual: whether a residual block comes before the linear layer, so that the features that a stage sends on need not be
+            such as a linear classifier wants.
         per_token: for features of transformers, predict for each token, (N, T, num_classes), as language models do.
 
     Returns:

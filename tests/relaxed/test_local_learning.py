@@ -221,5 +221,5 @@ def test_a_step_takes_as_long_as_the_plan_says_and_early_ranks_are_done_early() 
     p, m, forward_s = 3, 4, 0.1
     ranks: list[Any] = run_ranks(sleeping, p, p, m, forward_s)
     took = [statistics.median(end - begin for begin, end in times) / forward_s for times in ranks]
-    assert 3 * m + p - 1 <= took[-1] < 1.15 * (3 * m + p - 1)
+    assert 0.97 * (3 * m + p - 1) < took[-1] < 1.15 * (3 * m + p - 1), took  # ranks leave the barrier one after the other
     assert took[-1] - took[0] > 0.5 * (p - 1), took

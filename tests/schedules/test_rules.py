@@ -368,6 +368,7 @@ GRIDS = [
     (v_shape, "v_half", 4, 3),
     (v_shape, "v_min", 4, 3),
     (zbv, "zbv", 4, 4),
+    (one_f_one_b, "local_learning", 4, 4),
     (dualpipe_v, "dualpipe_v", 2, 4),
 ]
 SLICED = [(one_f_one_b, "seq_1f1b"), (gpipe, "tera_pipe")]
