@@ -22,7 +22,7 @@ def readme() -> str:
 
 NAMES = said_by("extras.py")
 EXTRAS = NAMES["EXTRAS"]
-EXAMPLES = [*EXTRAS["cli"], *EXTRAS["plot"], "transformers>=5"]
+EXAMPLES = [*EXTRAS["cli"], *EXTRAS["plot"], "scikit-learn>=1.4", "transformers>=5"]
 TEST = [
     *EXAMPLES,
     "build>=1.2",

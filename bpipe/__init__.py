@@ -46,6 +46,9 @@ if TYPE_CHECKING:
     from bpipe.partition.split_check import check_split
     from bpipe.partition.traced import split_traced
     from bpipe.partition.transformers import split_transformer, transformer_layers
+    from bpipe.relaxed.auxiliary_heads import local_heads
+    from bpipe.relaxed.local_block import LocalBlock
+    from bpipe.relaxed.local_learning import LocalLearning
     from bpipe.relaxed.stream import Stream
     from bpipe.tools.chrome import save_trace
     from bpipe.tools.chrome_read import load_trace
@@ -73,6 +76,8 @@ __all__ = [
     "GPipe",
     "GradScaler",
     "Interleaved1F1B",
+    "LocalBlock",
+    "LocalLearning",
     "Loopback",
     "OneFOneB",
     "PipelineStage",
@@ -90,6 +95,7 @@ __all__ = [
     "clip_grad_norm_",
     "draw",
     "load_trace",
+    "local_heads",
     "measure_layers",
     "pair_adjacent",
     "place",
@@ -126,6 +132,9 @@ _NAMES = {  # of each module of bpipe
     "partition.split_check": "check_split",
     "partition.traced": "split_traced",
     "partition.transformers": "split_transformer transformer_layers",
+    "relaxed.auxiliary_heads": "local_heads",
+    "relaxed.local_block": "LocalBlock",
+    "relaxed.local_learning": "LocalLearning",
     "relaxed.stream": "Stream",
     "tools.chrome": "save_trace",
     "tools.chrome_read": "load_trace",

@@ -35,6 +35,7 @@ RUNS: dict[str, tuple[int, str]] = {
     "fill": (4, r"rank 0: \d+ batches embedded in \d+% of the waits, as the model alone does"),
     "fsdp": (4, r"pipeline 1, stage 0: \d+ of \d+ weights here"),
     "huggingface": (4, r"rank 3: \d+ tensors, at most \d+ KiB of activations"),
+    "local_learning": (4, r"mean of 1 seeds  backpropagation [\d.]+, local learning [\d.]+: [-+][\d.]+ points"),
     "long_context": (4, r"agreement   all four compute the same but for rounding"),
     "mixed_precision": (4, r"step 60/60  loss [\d.]+  norm [\d.]+  next scale \d+"),
     "mixture_of_experts": (4, r"rank 2: its experts get .+ of the tokens"),
@@ -52,6 +53,7 @@ RUNS: dict[str, tuple[int, str]] = {
 COSTLY = {"compile", "fill", "huggingface", "long_context", "moe_overlap", "recurrent_slices", "tensor_parallel"}
 ARGUMENTS = {
     "compile": ["--backend", "aot_eager"],  # inductor takes a minute for what it compiles
+    "local_learning": ["--epochs", "1", "--seeds", "1"],
     "long_context": ["--tokens", "512", "--slices", "4", "--steps", "2"],  # attention to 32,768 tokens takes minutes
 }
 ELSEWHERE = {"train_gpt", "two_nodes"}  # the main job, and one that takes agents of torchrun: below

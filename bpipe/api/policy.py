@@ -51,6 +51,11 @@ class Policy:
             raise ConfigurationError(f"measure={self.measure!r}: choose 'auto' or 'in_order'")
         if isinstance(self.margin, bool) or not isinstance(self.margin, (int, float)) or not 0 <= self.margin < math.inf:
             raise ConfigurationError(f"margin={self.margin!r}: give a share of a stage's saved bytes, at least 0, such as 0.1")
+        if plan.local and (self.by != "evict" or self.inside):
+            raise ConfigurationError(
+                f"{plan.name} holds one microbatch at a time on each rank, so none can wait to be recomputed, or move in pieces: "
+                "leave by= and inside= out, and use torch.utils.checkpoint inside a stage to keep less of that one"
+            )
         if self.by == "recompute":
             self._check_recomputing()
         if self.by == "evict_or_recompute":

@@ -91,7 +91,7 @@ class Schedule:
         plan = self._make_plan(first.num_stages, first.num_stages // len(stages), n_microbatches, slots)
         slicing = self._make_slicing(plan, stages)
         self._check_directions(plan, first.directions)
-        self._check_placement(plan, set(stages))
+        self._check_placement(plan, stages)
         self._source = PlanSource(plan, self.rule)
         self.group = group = group_or_alone(first.group, plan.num_ranks)
         context = RankContext(
@@ -131,7 +131,7 @@ class Schedule:
         if plan.directions > 1 and plan.slices > 1:
             raise ConfigurationError(f"{self.rule} has two directions and slices={plan.slices}, which no schedule runs together")
 
-    def _check_placement(self, plan: Plan, stages: set[int]) -> None:
+    def _check_placement(self, plan: Plan, stages: Mapping[int, PipelineStage]) -> None:
         expected = plan.stages_of(plan.stage_ranks[min(stages)])
         if sorted(stages) != expected:
             held = ", ".join(str(plan.stages_of(rank)) for rank in range(plan.num_ranks))

@@ -15,6 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from bpipe.backward.autograd import Graph, InputGrads, edges_of, enter
 from bpipe.backward.divided import Divided
+from bpipe.backward.local_results import taken_apart
 from bpipe.backward.new_gradients import NewGradients, owned
 from bpipe.backward.user_hooks import UserHooks
 from bpipe.comm.wire.message import MessageSpec, TensorMeta, all_dense, dense, flatten_message, meta_of, metas_of, unflatten_message
@@ -55,7 +56,7 @@ class StepInputs:
         kwargs: the keyword arguments of each of this rank's stages, by microbatch.
         targets: by microbatch, or None.
         descriptions: the input shapes of each microbatch, as text.
-        loss_fn: called as `loss_fn(output, target, **loss_kwargs)` on the last stage, or None.
+        loss_fn: called as `loss_fn(output, target, **loss_kwargs)` on stages with a loss, or None.
         loss_scales: the gradient with which the backward of each microbatch's loss starts.
         keeps_outputs: whether the last stage's outputs are returned.
         check_output: raises if outputs like this one of a microbatch cannot be merged.
@@ -145,6 +146,7 @@ class Compute:
         slices: into how many slices each sequence is cut, of which `microbatch` is the number; None if stages take no slices.
         is_learning: whether the step is the first one with its shapes, so that what slices may not do is looked for closely.
         skips: carries those of the plan; None if it has none.
+        local: whether gradients stay in their stage, each of which has a loss.
     """
 
     def __init__(
@@ -162,15 +164,17 @@ class Compute:
         slices: int | None = None,
         is_learning: bool = False,
         skips: Carrier | None = None,
+        local: bool = False,
     ) -> None:
         self.losses: dict[int, torch.Tensor] = {}  # by microbatch, in the order of forwards
         self.outputs: dict[int, Any] = {}
         self.returned: list[torch.Tensor] = []  # the tensors of both, which the step will return to the user
         self.lengths = step_inputs.lengths
-        self._is_learning, self._skips = is_learning, skips
+        self._is_learning, self._skips, self._local = is_learning, skips, local
         self._stages, self._step_inputs, self._traffic, self._has_backward = stages, step_inputs, traffic, has_backward
         self._last = {index for index, stage in stages.items() if stage.is_last}
-        self._first = {index for index, stage in stages.items() if stage.is_first}
+        self._with_loss = {*stages} if local else self._last
+        self._without_input_gradients = {index for index, stage in stages.items() if stage.is_first or local}
         self._parts = parts
         self._recomputed = recomputed
         self._learned = learned
@@ -210,7 +214,7 @@ class Compute:
         return self._non_activations
 
     def forward(self, action: Action, state: MicrobatchState, evictions: Evictions, pieces: PiecesOf | None) -> None:
-        is_last = action.stage in self._last
+        is_last, has_loss = action.stage in self._last, action.stage in self._with_loss
         if (state.stage, state.microbatch) in self._recomputed:
             self._first_forward(action, state, evictions)
             return
@@ -228,16 +232,20 @@ class Compute:
             input_grads, fixed = inputs.input_grads, inputs.fixed
             borrowed = keys_of([*(lent for lent, *_ in inputs.borrowed), *left]) if inputs.borrowed or left else set()
             del inputs  # `after_forward` counts owners: this frame must not own what the stage has received
-            loss = self._loss(output, action.microbatch) if is_last else None
+            sent = output
+            if has_loss and not is_last:
+                sent, output = taken_apart(output, state.place)
+            loss = self._loss(output, action.microbatch) if has_loss else None
         if pieces is not None:
             pieces.finish()
-        if is_last:
+        made = list[torch.Tensor]()
+        if not is_last:
+            made = self._hand_on(sent, state, borrowed, fixed)
+        if has_loss:
             if stash is not None:
                 evictions.returned(state, (output, loss))
             made = self._finish_microbatch(output, loss, action.microbatch)
-        else:
-            made = self._hand_on(output, state, borrowed, fixed)
-        del output, loss  # which this frame must not own either when `after_forward` counts owners
+        del sent, output, loss  # which this frame must not own either when `after_forward` counts owners
         if self._has_backward:
             state.graph = Graph(edges_of([*made, *left]), input_grads, self._hooks.num_common > num_common)
             del made, left
@@ -408,7 +416,7 @@ class Compute:
             )
 
     def _finish_microbatch(self, output: Any, loss: torch.Tensor | None, microbatch: int) -> list[torch.Tensor]:
-        """Store what the last stage returned; return the tensors where its backward begins."""
+        """Store what a stage with a loss returned; return the tensors where its backward begins."""
         if loss is not None:
             is_part = loss.untyped_storage().nbytes() > loss.element_size()  # part of a larger storage, which it would keep alive
             self.losses[microbatch] = loss.detach().clone() if is_part else loss.detach()
@@ -469,7 +477,8 @@ class Compute:
         if to in self._stages:
             sent = list(_apart(sent if sendable is None else without_inference(sent), borrowed))
         metas = metas_of(sent, tensors)
-        return Message(MessageSpec(tree, metas, self._may_change(metas, tensors, fixed)), list[torch.Tensor | None](sent))
+        may_change = not self._local and self._may_change(metas, tensors, fixed)
+        return Message(MessageSpec(tree, metas, may_change), list[torch.Tensor | None](sent))
 
     def _pass_on(self, message: Message, state: MicrobatchState) -> None:
         """Give a message to the next stage, or keep it until it is sent."""
@@ -543,7 +552,7 @@ class Compute:
         """Take the inputs of a backward: the graph of its microbatch, and the gradients of the stage's outputs."""
         assert state.graph is not None, "a backward follows its forward"
         graph, state.graph = state.graph, None
-        if state.stage in self._last:
+        if state.stage in self._with_loss:
             loss, scale = self.losses[state.microbatch], self._step_inputs.loss_scales[state.microbatch]
             gradients: list[torch.Tensor | None] = [torch.full_like(loss, scale)]
         else:
@@ -555,7 +564,7 @@ class Compute:
 
     def _hand_back(self, input_grads: InputGrads, state: MicrobatchState) -> None:
         stage, microbatch = state.stage, state.microbatch
-        if stage in self._first:
+        if stage in self._without_input_gradients:
             return
         waiting = set() if state.half is None else keys_of(state.half.gradients())  # these may become a `.grad`, too
         sent = [None if gradient is None else dense(gradient) for gradient in owned(input_grads.gradients, waiting)]

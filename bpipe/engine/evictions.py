@@ -212,14 +212,18 @@ class Evictions:
         self.ledger.seen_again(_account(state), contents, stash.part_sizes(contents))
 
     def returned(self, state: MicrobatchState, result: object) -> None:
-        """Note the result of a followed microbatch that will not be sent: on the last stage, or from a second forward."""
+        """Note the result of a followed microbatch that will not be sent: of a stage with a loss, or of a second forward."""
         state.returned_bytes = MessageBytes.of(tensors_in(result))
 
     def _footprint(self, state: MicrobatchState, stash: Stash, contents: StashContents) -> Footprint:
         """Return the footprint of a microbatch, including its messages."""
-        received, sent = state.received_bytes, state.returned_bytes
+        received, results = state.received_bytes, state.returned_bytes
         assert received is not None, "its input was counted when it began to be followed"
-        sent = sent or MessageBytes.of(self._traffic.result_of(state.stage, state.microbatch))
+        message = self._traffic.result_of(state.stage, state.microbatch)
+        is_both = bool(message) and results is not None  # its output is sent, and its prediction is not
+        sent = results if results is not None and not is_both else MessageBytes.of(message)
+        del message
+        beside = results if results is not None and is_both else MessageBytes.of([])
         state.received_bytes = state.returned_bytes = None
         own = contents.own
         skips, state.skip_bytes = sorted(state.skip_bytes.items()), {}
@@ -230,6 +234,8 @@ class Evictions:
             sent_bytes=sent.num_bytes,
             kept_received_bytes=received.among(own),
             kept_sent_bytes=sent.among(own),
+            results_bytes=beside.num_bytes,
+            kept_results_bytes=beside.among(own),
         )
 
     def predicted(self) -> dict[Key, Footprint]:

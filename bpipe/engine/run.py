@@ -92,6 +92,7 @@ class Run:
         self.plan, self.rank, self.step, self.device, self._name = plan, rank, step, transport.device, name
         self._stages = tuple(stages)
         self.holds_last_stage = any(stage.is_last for stage in stages.values())
+        self.has_loss = self.holds_last_stage or plan.local
         self.microbatches = MicrobatchStates(plan.slices)
         self.traffic = Traffic(transport, rank, step, self.microbatches, stages, memory.device_waits)
         self.sharding = Sharding(parts, plan.actions[rank])
@@ -111,6 +112,7 @@ class Run:
             slices=plan.slices if takes_slices else None,
             is_learning=is_learning,
             skips=Carrier(plan, next(iter(stages.values())).skips, self._stages, self.microbatches) if plan.skips else None,
+            local=plan.local,
         )
         num_parts = {stage: plan.num_parts(stage) for stage in stages}
         followed = {*plan.evicted(rank), *plan.interrupted(rank)}

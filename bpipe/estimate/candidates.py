@@ -58,12 +58,16 @@ def variants(num_stages: int, num_microbatches: int, slices: int = 1) -> Iterato
 
 
 def added(num_stages: int, num_microbatches: int) -> tuple[str, ...]:
-    """Return the names of registered schedules that can be ranked too, as `SCHEDULES` are: one stage per rank, whole backwards."""
+    """Return the names of registered schedules that can be ranked too, as `SCHEDULES` are: one stage per rank, whole backwards.
+
+    A schedule whose gradients stay in their stage learns something else, and is no choice beside the others.
+    """
     whole = {Op.F, Op.B}
     return tuple(
         rule.name
         for rule in added_rules()
         if rule.placement is Placement.ONE
+        and not rule.local
         and rule.allows(num_stages, num_microbatches)
         and {action.op for lane in rule.order(num_stages, num_microbatches, 1) for action in lane} <= whole
     )

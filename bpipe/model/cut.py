@@ -27,6 +27,12 @@ def mark(parts: Sequence[Any], names: Sequence[Sequence[str]]) -> None:
         setattr(part, MARK, Cut(digest, index, len(parts)))
 
 
+def mark_around(wrapper: Any, module: Any) -> None:
+    """Mark a module around another one as that is marked, if it is."""
+    if (cut := cut_of(module)) is not None:
+        setattr(wrapper, MARK, cut)
+
+
 def cut_of(module: Any) -> Cut | None:
     """Return how a module was cut; None if unknown, as for a module that you wrote, or one inside a wrapper."""
     found = getattr(module, MARK, None)

@@ -15,7 +15,9 @@ Where a plan has two directions, each stage exchanges gradients with its twin as
 when its rank has computed everything.
 
 A send is completed once the next one of its channel has started, before its microbatch has been evicted or runs backward,
-but not before its receive has completed in one global order of the computations (`order.clock`). All lists are
+but not before its receive has completed in one global order of the computations (`order.clock`). If gradients stay in their
+stage, the send is completed behind its microbatch's backward, which need not wait for the next rank: at most two messages are
+under way between two ranks, so that no rank runs further ahead of the next one. All lists are
 projections of that order, so they cannot deadlock; `verify` nevertheless proves it for the result.
 """
 
@@ -85,14 +87,14 @@ def sent_by(plan: Plan, action: Action) -> list[Action]:
     """Return the sends that follow a computation whose result goes to other ranks, in their order."""
     if action.op is Op.F:
         return _remote(plan, action, Op.SEND_F, +1, plan.routes.sent)
-    return _remote(plan, action, Op.SEND_B, -1, plan.routes.received) if action.op in BACKWARD else []
+    return _remote(plan, action, Op.SEND_B, -1, plan.routes.received) if action.op in BACKWARD and not plan.local else []
 
 
 def received_by(plan: Plan, action: Action) -> list[Action]:
     """Return the receives that a computation needs whose inputs come from other ranks."""
     if action.op is Op.F:
         return _remote(plan, action, Op.RECV_F, -1, plan.routes.received)
-    return _remote(plan, action, Op.RECV_B, +1, plan.routes.sent) if action.op in BACKWARD else []
+    return _remote(plan, action, Op.RECV_B, +1, plan.routes.sent) if action.op in BACKWARD and not plan.local else []
 
 
 def _remote(plan: Plan, action: Action, op: Op, offset: int, skips: Mapping[int, Sequence[int]]) -> list[Action]:
@@ -313,7 +315,7 @@ class _Lane:
                 channel = send[0], send[3]
                 due = following.get(channel, end)
                 following[channel] = index + self.plan.begins_pair(step)  # what both of a pair make is sent behind the pair
-                yield step, send, due if send[0] is backward else min(due, latest.get(step[1:3], end))
+                yield step, send, due if send[0] is backward or self.plan.local else min(due, latest.get(step[1:3], end))
 
 
 def without_transfers(plan: Plan, *, keeps_recomputed: bool = False) -> Plan:

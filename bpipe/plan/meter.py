@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from bpipe.plan.action import COMPUTE, Action, MicrobatchKey, Op
-from bpipe.plan.sizes import Sizes
+from bpipe.plan.sizes import Sizes, StageSizes
 from bpipe.skips.holds import Hold, changes, holds_of
 from bpipe.skips.routes import Skip
 
@@ -114,14 +114,18 @@ class _Messages(NamedTuple):
     kept: int  # the part of that which the forward saves, so that it counts once
     made: int  # the part of the output that is not among the saved bytes: it counts until it has arrived where it is used
     result: int  # the gradient for the previous stage
-    used: int  # the gradient of the output, which the backward uses up
-    ended: int  # the part of `made` that is freed when the forward has run: the last stage's output, once the loss exists
+    used: int  # the gradient of the output, or of the results, which the backward uses up
+    ended: int  # the part of `made` that is freed when the forward has run: an output that is not sent, once the loss exists
     begun: int  # the part of `used` that the backward makes itself: the gradient of that output
+    in_flight: int  # what the end of a send frees: of a message that outlives its backward, all of it
+    sending: int  # the saved part of such a message, which the backward does not free
 
 
-def _messages(sizes: Sizes, stage_ranks: tuple[int, ...], depth: int, stage: int) -> _Messages:
+def _messages(sizes: Sizes, stage_ranks: tuple[int, ...], depth: int, stage: int, *, local: bool) -> _Messages:
     """Compute the bytes of a stage's messages; stages of one rank receive nothing: one's output is the other's input."""
     own = sizes.stages[stage]
+    if local and (stage + 1) % depth:
+        return _local_messages(own, is_first=stage % depth == 0)
     is_first, is_last = stage % depth == 0, (stage + 1) % depth == 0
     made = own.sent - own.kept_sent
     handed, used = own.received, own.sent
@@ -133,20 +137,43 @@ def _messages(sizes: Sizes, stage_ranks: tuple[int, ...], depth: int, stage: int
         handed=0 if is_first else handed,
         kept=0 if is_first else min(own.kept_received, handed),
         made=made,
-        result=0 if is_first else own.received,
+        result=0 if is_first or local else own.received,
         used=used,
         ended=made if is_last else 0,
         begun=used if is_last else 0,
+        in_flight=made,
+        sending=0,
+    )
+
+
+def _local_messages(own: StageSizes, *, is_first: bool) -> _Messages:
+    """Compute the bytes of a stage that sends its output on and uses its prediction itself; its send ends behind its backward."""
+    results = own.results - own.kept_results
+    return _Messages(
+        handed=0 if is_first else own.received,
+        kept=0 if is_first else own.kept_received,
+        made=own.sent - own.kept_sent + results,
+        result=0,
+        used=own.results,
+        ended=results,
+        begun=own.results,
+        in_flight=own.sent,
+        sending=own.kept_sent,
     )
 
 
 @lru_cache(maxsize=64)
-def bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...], depth: int, skips: tuple[Skip, ...] = ()) -> Meter:
-    """Return a meter of bytes, messages between stages included; a microbatch passes `depth` stages."""
+def bytes_meter(
+    sizes: Sizes, stage_ranks: tuple[int, ...], depth: int, skips: tuple[Skip, ...] = (), local: bool = False
+) -> Meter:
+    """Return a meter of bytes, messages between stages included; a microbatch passes `depth` stages.
+
+    If plans are `local`, gradients stay in their stage.
+    """
     meters = []
     for stages in sizes.by_slice:
         holds = (holds_of(stages, skips, stage_ranks, depth),) if skips else ()
-        meters.append(_bytes_meter(Sizes(stages=stages, static=()), stage_ranks, depth)._replace(holds=holds))
+        meters.append(_bytes_meter(Sizes(stages=stages, static=()), stage_ranks, depth, local=local)._replace(holds=holds))
     return by_unit(meters) if len(meters) > 1 else meters[0]
 
 
@@ -166,14 +193,14 @@ def _of_unit(amounts: Sequence[Amount]) -> Amount:
     return lambda action: amounts[action[2] % len(amounts)](action)
 
 
-def _bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...], depth: int) -> Meter:
+def _bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...], depth: int, *, local: bool) -> Meter:
     """Return a meter of bytes for units that all have the same sizes.
 
     For a computation in pieces, the input counts until the last piece of the forward has run, and the output from then on; the
     gradient of the output counts during the first piece of the backward, that of the input from its last one on. Gradients of
     the states of slices come and go with the last piece of a backward.
     """
-    messages = [_messages(sizes, stage_ranks, depth, stage) for stage in range(len(stage_ranks))]
+    messages = [_messages(sizes, stage_ranks, depth, stage, local=local) for stage in range(len(stage_ranks))]
 
     def amounts(of: Callable[[int, int, int], int]) -> Amount:
         """Tabulate the amount of an action, by its stage, its part and its stage's number of parts; part 0 stands for all."""
@@ -205,9 +232,10 @@ def _bytes_meter(sizes: Sizes, stage_ranks: tuple[int, ...], depth: int) -> Mete
         Op.F: amounts(
             lambda s, part, n: (messages[s].handed + messages[s].ended) * (part in (0, n)) - messages[s].kept * (part == 0)
         ),
-        Op.WAIT_SEND_F: messages_of(lambda s: messages[s].made),
+        Op.WAIT_SEND_F: messages_of(lambda s: messages[s].in_flight),
         Op.B: amounts(
             lambda s, part, n: saved(s, part) + messages[s].used * (part in (0, n)) + sizes.stages[s].collected * (part in (0, 1))
+            - messages[s].sending * (part in (0, 1))
         ),
         Op.I: amounts(
             lambda s, part, n: messages[s].used + sizes.stages[s].collected + sizes.stages[s].saved - sizes.stages[s].late

@@ -57,7 +57,7 @@ def state_needs(action: Action, slices: int) -> OpKey | None:
     return (RESULT[op], stage, before)
 
 
-def needs(action: Action, depth: int) -> OpKey | None:
+def needs(action: Action, depth: int, *, local: bool = False) -> OpKey | None:
     """Return the computation whose result a computation waits for, besides the earlier ones of its own rank.
 
     A slice also needs the state of its stage: see `state_needs`.
@@ -65,6 +65,7 @@ def needs(action: Action, depth: int) -> OpKey | None:
     Args:
         action: the computation.
         depth: the number of stages that a microbatch passes; a plan of two directions has as many again for the other one.
+        local: whether gradients stay in their stage, so that each backward needs only its own forward.
     """
     op, stage, microbatch, *_ = action
     if op is Op.F:
@@ -73,7 +74,7 @@ def needs(action: Action, depth: int) -> OpKey | None:
         return (Op.F, stage, microbatch)
     if op is Op.W:
         return (Op.B, stage, microbatch)
-    return (Op.B, stage + 1, microbatch) if (stage + 1) % depth else (Op.F, stage, microbatch)
+    return (Op.B, stage + 1, microbatch) if (stage + 1) % depth and not local else (Op.F, stage, microbatch)
 
 
 class Moments:
@@ -116,10 +117,12 @@ def num_microbatches_of(lanes: Sequence[Sequence[Action]], num_stages: int) -> i
 
 def clock_of(plan: PlanData, lanes: Sequence[Sequence[Action]]) -> tuple[list[array[int]], Moments]:
     """Return the `clock` of the computations of a plan, and the same for each result: when the computation starts that makes it."""
-    return clock_by_result(lanes, plan.num_stages, plan.slices, plan.directions, plan.overlapped)
+    return clock_by_result(lanes, plan.num_stages, plan.slices, plan.directions, plan.overlapped, plan.local)
 
 
-def clock(lanes: Sequence[Sequence[Action]], num_stages: int, slices: int = 1, directions: int = 1) -> list[array[int]]:
+def clock(
+    lanes: Sequence[Sequence[Action]], num_stages: int, slices: int = 1, directions: int = 1, *, local: bool = False
+) -> list[array[int]]:
     """Compute when each computation starts, if F, I and W take one unit each, B takes two, and transfers take none.
 
     Args:
@@ -127,6 +130,7 @@ def clock(lanes: Sequence[Sequence[Action]], num_stages: int, slices: int = 1, d
         num_stages: of all ranks together.
         slices: k, the slices of a microbatch, which need the state of each other besides their inputs.
         directions: 2 if stages of the second half run other microbatches than those of the first half.
+        local: whether gradients stay in their stage.
 
     Returns:
         One list of start times per rank, as long as its lane.
@@ -134,7 +138,7 @@ def clock(lanes: Sequence[Sequence[Action]], num_stages: int, slices: int = 1, d
     Raises:
         PlanError: the lanes wait for each other in a cycle, or lack microbatches.
     """
-    return clock_by_result(lanes, num_stages, slices, directions)[0]
+    return clock_by_result(lanes, num_stages, slices, directions, local=local)[0]
 
 
 def clock_by_result(
@@ -143,18 +147,19 @@ def clock_by_result(
     slices: int = 1,
     directions: int = 1,
     overlapped: Collection[MicrobatchKey] = (),
+    local: bool = False,
 ) -> tuple[list[array[int]], Moments]:
     """Return the start times of `clock`, and the same for each result: when the computation starts that makes it.
 
     A forward in `overlapped` begins when the backward behind it can run, too, right after it; what it makes is there when that
-    has ended.
+    has ended. If plans are `local`, gradients stay in their stage.
     """
     num_microbatches = num_microbatches_of(lanes, num_stages)
     begins, ends = Moments(num_stages, num_microbatches), Moments(num_stages, num_microbatches)
     at_once = array("q", [0]) * num_microbatches
     kinds = {}  # of computation: what it needs, when that has ended; its own result, when that begins, and has ended; its duration
     for (op, stage), ended in ends.by_computation().items():
-        needed = needs(Action(op, stage, 0), num_stages // directions)
+        needed = needs(Action(op, stage, 0), num_stages // directions, local=local)
         needs_ended, result = at_once if needed is None else ends.of(*needed[:2]), (RESULT[op], stage)
         kinds[op, stage] = (needed and needed[:2], needs_ended, result, begins.of(*result), ended, UNITS[op])
     starts = [array("q") for _ in lanes]

@@ -36,6 +36,8 @@ class Plan(PlanData):
         overlapped: the forwards, by stage and unit, that run side by side with the backward that follows them in their lane, of
             another microbatch: such a pair gets all its inputs before it begins, and sends its results when both have ended. It
             is written as torch writes it, `(0F7;7B3)OVERLAP_F_B`.
+        local: whether gradients stay in their stage: each stage has a loss of its own, at which its backwards begin, and no stage
+            sends a gradient. Then there is one stage per rank, and each forward is followed by its backward.
 
     Example:
         >>> from bpipe.schedules import build

@@ -36,6 +36,7 @@ class PlanData:
     directions: int = 1
     skips: tuple[Skip, ...] = ()
     overlapped: frozenset[MicrobatchKey] = frozenset()
+    local: bool = False
     _routes: Routes | None = field(default=None, init=False, compare=False, repr=False)
 
     @property
@@ -148,11 +149,12 @@ class PlanData:
         """Return the meter that counts the plan's memory: in bytes where it has sizes, else in slots."""
         if self.sizes is None:
             return SLOTS
-        return bytes_meter(self.sizes, self.stage_ranks, self.depth, self.skips)._replace(overlapped=self.overlapped)
+        meter = bytes_meter(self.sizes, self.stage_ranks, self.depth, self.skips, self.local)
+        return meter._replace(overlapped=self.overlapped)
 
     def activations_meter(self) -> Meter:
         """Return the meter that counts only saved bytes, without messages."""
-        meter = bytes_meter(self._sized().without_messages(), self.stage_ranks, self.depth)
+        meter = bytes_meter(self._sized().without_messages(), self.stage_ranks, self.depth, local=self.local)
         return meter._replace(overlapped=self.overlapped)
 
     @property

@@ -54,6 +54,9 @@ class StageSizes:
         collected: of a slice, the bytes of the gradients that later slices have given to its state, which its backward frees.
         gradients: in a plan of two directions, the bytes of the stage's gradients, which its twin sends: they take as many bytes
             until they are added up.
+        results: in a plan whose gradients stay in their stage, what a stage that is not the last one makes beside its message: its
+            prediction and its loss, whose gradient is as large.
+        kept_results: the bytes of `results` that are among the saved bytes.
         skips: the bytes of the skips that the stage makes or uses, in ascending order of places; one that is missing counts as
             nothing.
 
@@ -73,16 +76,19 @@ class StageSizes:
     given: int = 0
     collected: int = 0
     gradients: int = 0
+    results: int = 0
+    kept_results: int = 0
     skips: tuple[SkipSizes, ...] = ()
 
     def __post_init__(self) -> None:
-        messages = (self.received, self.sent, self.kept_received, self.kept_sent)
+        messages = (self.received, self.sent, self.kept_received, self.kept_sent, self.results, self.kept_results)
         numbers = (*self.parts, self.fixed, self.state, self.given, self.collected, self.gradients, self.between or 0, *messages)
         if not self.parts or not all(isinstance(n, int) and n >= 0 for n in numbers):
             raise ConfigurationError(f"sizes must be whole numbers of at least 0, with at least one part: {self}")
         if max(*numbers, self.saved) > MOST_BYTES or len(self.parts) > MOST_PARTS:
             raise ConfigurationError(f"a stage's microbatch has at most {MOST_BYTES} bytes and {MOST_PARTS} parts: {self!s:.200}")
-        if self.kept_received > min(self.received, self.saved) or self.kept_sent > min(self.sent, self.saved):
+        kept = (self.kept_received, self.received), (self.kept_sent, self.sent), (self.kept_results, self.results)
+        if any(one > min(message, self.saved) for one, message in kept):
             raise ConfigurationError(f"a stage cannot keep more of a message than it has: {self}")
         if not all(isinstance(number, int) and 0 <= number <= MOST_BYTES for skip in self.skips for number in skip):
             raise ConfigurationError(f"the sizes of skips must be whole numbers from 0 to {MOST_BYTES}: {self.skips!s:.200}")
@@ -109,7 +115,8 @@ class StageSizes:
 
     def without_messages(self) -> StageSizes:
         """Return these sizes with only the saved bytes."""
-        return replace(self, received=0, sent=0, kept_received=0, kept_sent=0, gradients=0, skips=())
+        alone = replace(self, received=0, sent=0, kept_received=0, kept_sent=0, gradients=0, skips=())
+        return replace(alone, results=0, kept_results=0)
 
     def moved(self, part: int) -> int:
         """Return the bytes that an eviction of a part moves; part 0 stands for all parts."""

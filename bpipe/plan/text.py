@@ -24,7 +24,7 @@ HEADER = re.compile(
     r"bpipe-plan 1 name=(?P<name>\S+) microbatches=(?P<microbatches>\d{1,9}) "
     r"stage_ranks=(?P<stage_ranks>\d{1,9}(?:,\d{1,9})*) slots=(?P<slots>[\d,-]+) backward=(?P<backward>[01])"
     r"(?: slices=(?P<slices>\d{1,9}))?(?: directions=(?P<directions>\d{1,9}))?"
-    r"(?: skips=(?P<skips>\d{1,9}(?:>\d{1,9})+(?:,\d{1,9}(?:>\d{1,9})+)*))?",
+    r"(?: skips=(?P<skips>\d{1,9}(?:>\d{1,9})+(?:,\d{1,9}(?:>\d{1,9})+)*))?(?P<local> local)?",
     re.ASCII,
 )
 
@@ -33,7 +33,7 @@ MOST_NAME = 256  # characters
 MOST_DIGITS = 18
 MOST_SHOWN = 60  # of what could not be read, in an error
 NUMBERS = ("fixed", "received", "sent", "kept_received", "kept_sent", "between")  # of a stage, the last one if there is one
-NAMED = ("state", "given", "collected", "gradients")  # likewise, by name, where they are not 0
+NAMED = ("state", "given", "collected", "gradients", "results", "kept_results")  # likewise, by name, where they are not 0
 
 
 def wrong_with_name(name: str) -> str:
@@ -54,6 +54,7 @@ def to_text(plan: PlanData) -> str:
         + f" slices={plan.slices}" * (plan.slices > 1)
         + f" directions={plan.directions}" * (plan.directions > 1)
         + (f" skips={','.join('>'.join(map(str, skip)) for skip in plan.skips)}" if plan.skips else "")
+        + " local" * plan.local
     ]
     if plan.sizes is not None:
         for number, stages in enumerate(plan.sizes.by_slice):
@@ -117,6 +118,7 @@ def from_text(text: str, plan_class: type[AnyPlan]) -> AnyPlan:
         directions=directions,
         skips=skips,
         overlapped=frozenset(overlapped),
+        local=match["local"] is not None,
     )
 
 
@@ -256,6 +258,7 @@ def to_csv(plan: PlanData) -> str:
         ("computes in pieces", any(action.part and action.op in COMPUTE for action in actions)),
         ("has two directions", plan.directions > 1),
         ("has skips", bool(plan.skips)),
+        ("keeps gradients in their stages", plan.local),
     ):
         if is_so:
             raise PlanError(f"{plan.name} {what}, which torch.distributed.pipelining's CSV cannot express: use to_text()")

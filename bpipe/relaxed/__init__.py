@@ -1,5 +1,8 @@
-"""Pipelines that do without something that a synchronous one has; the core does not import them."""
+"""Pipelines that do without something that a synchronous one has: docs/relaxed.md says what each gives up."""
 
+from bpipe.relaxed.auxiliary_heads import local_heads
+from bpipe.relaxed.local_block import LocalBlock
+from bpipe.relaxed.local_learning import LocalLearning
 from bpipe.relaxed.stream import Stream
 
-__all__ = ["Stream"]
+__all__ = ["LocalBlock", "LocalLearning", "Stream", "local_heads"]

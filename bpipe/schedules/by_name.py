@@ -118,6 +118,7 @@ def _computations(rule: Rule, num_stages: int, num_microbatches: int, num_ranks:
         served=((),) * num_ranks,
         slots=(None,) * num_ranks,
         overlapped=frozenset() if rule.pairs is None else rule.pairs(num_ranks, num_microbatches, stages_per_rank),
+        local=rule.local,
     )
 
 
@@ -131,6 +132,11 @@ def _with_skips(plan: Plan, skips: Iterable[Sequence[int]]) -> Plan:
     found = tuple(sorted(set(given)))
     if found and plan.overlapped:
         raise ConfigurationError(f"{plan.name} runs no forward beside a backward in a model with skips: leave overlapped out")
+    if found and plan.local:
+        raise ConfigurationError(
+            f"{plan.name} keeps gradients in their stages, and a skip would need one that comes back from a later stage: hand the "
+            "value on with each stage's output instead, detached"
+        )
     return replace(plan, skips=found) if found else plan
 
 

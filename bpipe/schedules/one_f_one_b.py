@@ -14,6 +14,13 @@ rank 0 | F0/0 F0/1 F1/0 F1/1 ..   ..   ..   ..   ..   ..   ..   B0/1 b0/1 ..   B
 rank 1 | ..   F0/0 F0/1 F1/0 F1/1 ..   ..   ..   ..   B0/1 b0/1 ..   B0/0 b0/0 ..   B1/1 b1/1 B1/0 b1/0 ..   ..
 rank 2 | ..   ..   F0/0 F0/1 F1/0 ..   ..   B0/1 b0/1 F1/1 B0/0 b0/0 ..   B1/1 b1/1 B1/0 b1/0 ..   ..   ..   ..
 rank 3 | ..   ..   ..   F0/0 F0/1 B0/1 b0/1 F1/0 B0/0 b0/0 F1/1 B1/1 b1/1 B1/0 b1/0 ..   ..   ..   ..   ..   ..
+
+Local learning (PPLL, arXiv 2411.12780) needs no forwards first, because no gradient comes from the next stage. m = 4:
+
+rank 0 | F0 B0 b0 F1 B1 b1 F2 B2 b2 F3 B3 b3 .. .. ..
+rank 1 | .. F0 B0 b0 F1 B1 b1 F2 B2 b2 F3 B3 b3 .. ..
+rank 2 | .. .. F0 B0 b0 F1 B1 b1 F2 B2 b2 F3 B3 b3 ..
+rank 3 | .. .. .. F0 B0 b0 F1 B1 b1 F2 B2 b2 F3 B3 b3
 """
 
 from __future__ import annotations
@@ -95,3 +102,16 @@ def _seq_1f1b(k: int = 1) -> Rule:
 
 
 SEQ_1F1B = _seq_1f1b()
+
+LOCAL_LEARNING = Rule(
+    name="local_learning",
+    runs_as="LocalLearning",
+    title="local learning (PPLL, arXiv 2411.12780)",
+    placement=Placement.ONE,
+    order=lambda p, m, v: [[Action(op, x, unit) for unit in range(m) for op in (Op.F, Op.B)] for x in range(p)],
+    peak=lambda p, m, v, x: 1,
+    peak_text="1",
+    bubble=lambda p, m, v, f, i, w: (p - 1) * f,
+    bubble_text="(p-1)F",
+    local=True,
+)

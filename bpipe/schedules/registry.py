@@ -30,6 +30,7 @@ OWN_RULES = (
     dualpipe_v.RULE,
     one_f_one_b.SEQ_1F1B,
     gpipe.TERA_PIPE,
+    one_f_one_b.LOCAL_LEARNING,
     bidirectional.CHIMERA,
     bidirectional.BITPIPE,
     bidirectional.BITPIPE_REORDERED,

@@ -79,6 +79,7 @@ class Rule:
         overlapped: the same rule for forwards and backwards that run side by side; default: it has no such pairs.
         pairs: `pairs(p, m, v)`: of such a rule, the forwards, by stage and unit, that run side by side with the backward behind
             them; default: none.
+        local: whether gradients stay in their stage, each of which has a loss of its own; such a rule changes what is learned.
 
     Example:
         >>> from bpipe.schedules import rules
@@ -104,6 +105,7 @@ class Rule:
     sliced: Callable[[int], Rule] | None = None
     overlapped: Rule | None = None
     pairs: Pairs | None = None
+    local: bool = False
 
     def with_slices(self, slices: int) -> Rule:
         """Return the rule for microbatches of k slices.

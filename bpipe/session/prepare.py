@@ -16,6 +16,7 @@ from bpipe.model.call import Call, CutBatch, microbatches_of
 from bpipe.model.merging import check_merge
 from bpipe.model.plain_numbers import InputForms
 from bpipe.model.stage import ModuleSnapshot
+from bpipe.plan.plan import Plan
 from bpipe.session.context import RankContext
 
 __all__: list[str] = []
@@ -38,21 +39,25 @@ class Preparation:
         self._context = context
         self._loss_makeups = Makeups()
 
-    def inputs(self, call: Call, num_microbatches: int, *, is_training: bool) -> PreparedCall:
-        """Cut a call into microbatches, and look at the modules that will run."""
+    def inputs(self, call: Call, plan: Plan, *, is_training: bool) -> PreparedCall:
+        """Cut a call into a plan's microbatches, and look at the modules that will run."""
         self._check_context(is_training=is_training)
         context, holds_last_stage = self._context, any(stage.is_last for stage in self._context.stages.values())
-        given = microbatches_of(call, num_microbatches, context.specs, is_training=is_training)
+        has_loss = holds_last_stage or plan.local
+        given = microbatches_of(call, plan.num_microbatches, context.specs, is_training=is_training)
         if context.slicing is not None:
             given = context.slicing.cut(given)
-        if is_training and holds_last_stage and given.targets is None:
+        if is_training and has_loss and given.targets is None:
             raise ConfigurationError(
-                "the last stage has a loss_fn but step() got no target: pass target= (or target_mbs=) on the last stage's rank"
+                f"stage {next(iter(context.stages))} has a loss of its own but step() got no target: pass target= (or target_mbs=) "
+                "on every rank"
+                if plan.local
+                else "the last stage has a loss_fn but step() got no target: pass target= (or target_mbs=) on the last stage's rank"
             )
         keeps_outputs = call.return_outputs and holds_last_stage
         parts = {index: stage.parts() for index, stage in context.stages.items()}
         modes = [stage.mode(parts[index]) for index, stage in context.stages.items()]
-        if holds_last_stage:
+        if has_loss:
             modes += [ModuleSnapshot.of(loss, self._loss_makeups).mode() for loss in modules_of(context.loss_fn)]
         forms = self._context.numbers.forms(" ".join([*modes, str(keeps_outputs)]), given.descriptions())
         step_inputs = StepInputs(
@@ -62,7 +67,7 @@ class Preparation:
             descriptions=forms.counted,
             loss_fn=context.loss_fn,
             loss_kwargs=call.loss_kwargs or {},
-            loss_scales=self._loss_scales(given, num_microbatches),
+            loss_scales=self._loss_scales(given, plan.num_microbatches),
             keeps_outputs=keeps_outputs,
             check_output=lambda output: check_merge([output], context.specs.output),
             lengths=given.lengths,

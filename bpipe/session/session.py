@@ -137,7 +137,7 @@ class Session:
         plan = self.source.announced(is_training=is_training).plan
         if not is_training:  # `adopt` has prepared the plan of training steps
             self.context.lanes.prepare(plan, self.context.plan_rank)
-        inputs = self._preparation.inputs(call, plan.num_microbatches, is_training=is_training)
+        inputs = self._preparation.inputs(call, plan, is_training=is_training)
         record = self.source.completed(self._record(inputs, is_training=is_training), inputs.forms)
         num_calls = self.context.transport.control.activity.call
         return PreparedStep(inputs, is_training, record.pack(num_calls), num_calls)
@@ -273,7 +273,7 @@ class Session:
             self.stats |= self.filler.numbers()
         if self.observer is not None:
             self.observer.finished(run, self.stats)
-        if run.holds_last_stage and step.inputs.losses is not None:
+        if run.has_loss and step.inputs.losses is not None:
             losses, slicing = list(run.compute.losses.values()), self.context.slicing
             step.inputs.losses[:] = losses if slicing is None else slicing.losses(losses, step.inputs.weights)
         if step.is_training:

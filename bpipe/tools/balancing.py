@@ -30,7 +30,7 @@ def balanced(plan: Plan, costs: Costs, budget: Budget, *, num_parts: int = 1, is
 def sizes_of(plan: Plan, costs: Costs, num_parts: int) -> Sizes:
     """Return the sizes in bytes that costs give, with microbatches cut into parts of about equal size.
 
-    A stage receives as much as it sends back. What the last stage returns is not known here.
+    A stage receives as much as it sends back, if it sends anything back. What a stage with a loss makes for it is not known here.
     """
     static = [0] * plan.num_ranks
     for stage, rank in enumerate(plan.stage_ranks):
@@ -42,11 +42,12 @@ def sizes_of(plan: Plan, costs: Costs, num_parts: int) -> Sizes:
 def _sizes_of_slice(plan: Plan, costs: Costs, num_parts: int, slice_: int) -> tuple[StageSizes, ...]:
     """Return the sizes on each stage of a slice of the first microbatch; of the microbatch itself, if it is not cut."""
     movable = Sizes.of((costs.movable(stage, slice_) for stage in range(plan.num_stages)), num_parts=num_parts)
+    received = Op.RECV_F if plan.local else Op.SEND_B
     return tuple(
         StageSizes(
             parts=part.parts,
             fixed=costs.saved(stage, slice_) - costs.movable(stage, slice_),
-            received=costs.carried(Action(Op.SEND_B, stage, slice_)) if not plan.is_first(stage) else 0,
+            received=costs.carried(Action(received, stage, slice_)) if not plan.is_first(stage) else 0,
             sent=costs.carried(Action(Op.SEND_F, stage, slice_)) if not plan.is_last(stage) else 0,
             gradients=costs.carried(Action(Op.REDUCE_GRAD, stage, 0)),
             skips=tuple(_skips(plan, costs, stage, slice_)),

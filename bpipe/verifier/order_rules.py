@@ -19,9 +19,6 @@ PRECEDENCE = (
     (Op.WAIT_RECV_F, Op.F),
     (Op.F, Op.SEND_F),
     (Op.SEND_F, Op.WAIT_SEND_F),
-    (Op.WAIT_SEND_F, Op.B),  # an output in flight keeps its slot, and its bytes
-    (Op.WAIT_SEND_F, Op.I),
-    (Op.WAIT_SEND_F, Op.W),
     (Op.RECV_B, Op.WAIT_RECV_B),
     (Op.F, Op.B),
     (Op.F, Op.I),
@@ -37,6 +34,11 @@ PRECEDENCE = (
     (Op.F, Op.EVICT),
     (Op.WAIT_SEND_F, Op.WAIT_EVICT),
 )
+# An output in flight keeps its slot, and its bytes. If gradients stay in their stage, it has its own bytes until it has arrived.
+PRECEDENCE_OF_OUTPUTS = {
+    False: ((Op.WAIT_SEND_F, Op.B), (Op.WAIT_SEND_F, Op.I), (Op.WAIT_SEND_F, Op.W)),
+    True: ((Op.B, Op.WAIT_SEND_F),),
+}
 # For one part of it, or for all of it.
 PRECEDENCE_OF_PARTS = (
     (Op.EVICT, Op.WAIT_EVICT),
@@ -48,7 +50,10 @@ PRECEDENCE_OF_PARTS = (
     (Op.WAIT_ACCEPT, Op.RETURN),
     (Op.RETURN, Op.WAIT_RETURN),
 )
-EARLIER = {op: mask(earlier for earlier, later in PRECEDENCE if later is op) for op in Op}
+EARLIER = {
+    local: {op: mask(earlier for earlier, later in (*PRECEDENCE, *of_outputs) if later is op) for op in Op}
+    for local, of_outputs in PRECEDENCE_OF_OUTPUTS.items()
+}
 EARLIER_OF_PART = {op: mask(earlier for earlier, later in PRECEDENCE_OF_PARTS if later is op) for op in Op}
 
 # Operations that take a stage's microbatches in the same order: a whole backward counts as I and W. R may take any order.
@@ -85,7 +90,7 @@ def ordered(own: RankIndex) -> Iterator[Finding]:
 def _simply_ordered(own: RankIndex, stage: int) -> Iterator[Finding]:
     """Check the order of a stage whose microbatches have no parts, and whose neighbours are on other ranks: nearly all stages."""
     slices, directions = own.plan.slices, own.plan.directions
-    for earlier, later in (*PRECEDENCE, *PRECEDENCE_OF_PARTS):
+    for earlier, later in (*PRECEDENCE, *PRECEDENCE_OF_OUTPUTS[own.plan.local], *PRECEDENCE_OF_PARTS):
         first, second = own.at.get((earlier, stage, 0), {}), own.at.get((later, stage, 0), {})
         for unit, index in second.items() if first else ():
             if first.get(unit, -1) > index:
@@ -116,14 +121,15 @@ def _needs(own: RankIndex, action: Action) -> Iterator[tuple[PartKey, int]]:
     op, stage, microbatch, part, _ = action
     num_parts = own.plan.num_parts(stage)
     has_output = part in (0, num_parts)  # the output lies in the last part
+    earlier = EARLIER[own.plan.local][op]
     if part and op in MESSAGES:
-        yield (stage, microbatch, 0), EARLIER[op] & COMPUTING
-        yield (stage, microbatch, part), EARLIER[op] & PASSING
+        yield (stage, microbatch, 0), earlier & COMPUTING
+        yield (stage, microbatch, part), earlier & PASSING
         return
     if op in COMPUTE or (op is Op.WAIT_EVICT and has_output):
         for other in (*own.plan.routes.sent.get(stage, ()), *own.plan.routes.received.get(stage, ())):
-            yield (stage, microbatch, other + 1), EARLIER[op] & PASSING
-    yield (stage, microbatch, 0), EARLIER[op] & ~(0 if has_output else BITS[Op.WAIT_SEND_F] * (op is Op.WAIT_EVICT))
+            yield (stage, microbatch, other + 1), earlier & PASSING
+    yield (stage, microbatch, 0), earlier & ~(0 if has_output else BITS[Op.WAIT_SEND_F] * (op is Op.WAIT_EVICT))
     yield (stage, microbatch, part), EARLIER_OF_PART[op]
     if op in COMPUTE:
         yield (stage, previous_unit(op, microbatch, own.plan.slices, own.plan.directions), 0), KIN.get(op, 0)
@@ -184,6 +190,23 @@ def recomputed(own: RankIndex) -> Iterator[Finding]:
             yield own.place(index), f"{own.show(action)} recomputes a stage that shares memory with another one of rank {own.rank}"
         elif action.key in begun:
             yield own.place(index), f"{own.show(action)} recomputes a microbatch that runs in pieces"
+
+
+def local(own: RankIndex) -> Iterator[Finding]:
+    """Check that a rank whose gradients stay in their stage runs each forward, then its backward, and moves and repeats nothing."""
+    plan = own.plan
+    if not plan.local:
+        return
+    ops = (Op.F, Op.B) if plan.has_backward else (Op.F,)
+    expected = (Action(op, stage, unit) for stage in own.stages for unit in range(plan.num_units) for op in ops)
+    for index, action in enumerate(own.lane):
+        if action.op in MESSAGES or action.op in SHARDING:
+            continue
+        right = next(expected, None)
+        if action != right:
+            instead = "nothing more" if right is None else own.show(right)
+            yield own.place(index), f"{own.show(action)} stands where {instead} is expected, because gradients stay in their stage"
+            return
 
 
 def twins(own: RankIndex) -> Iterator[Finding]:

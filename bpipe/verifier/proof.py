@@ -12,7 +12,7 @@ from bpipe.plan.meter import SLOTS, Meter, occupancy
 from bpipe.plan.plan import Plan
 from bpipe.plan.text import wrong_with_name
 from bpipe.skips.routes import wrong_with
-from bpipe.verifier.order_rules import in_pieces, ordered, overlapped, recomputed, sharded, twins
+from bpipe.verifier.order_rules import in_pieces, local, ordered, overlapped, recomputed, sharded, twins
 from bpipe.verifier.plan_rules import RULES_OF_ALL
 from bpipe.verifier.presence_rules import IN_PARTS, belongs, complete, skipping
 from bpipe.verifier.rank_index import Finding, Place, RankIndex, Rule
@@ -52,6 +52,7 @@ RULES_OF_A_RANK: dict[str, Rule] = {
     "ordered": ordered,
     "in pieces": in_pieces,
     "overlapped": overlapped,
+    "local": local,
     "sharded": sharded,
     "twins": twins,
     "recomputed": recomputed,
@@ -138,6 +139,8 @@ def _shape(plan: Plan) -> Iterator[str]:
         yield wrong
     if plan.overlapped and plan.skips:
         yield "pairs of a forward and a backward in a plan with skips, which are not known to be free of deadlock"
+    if plan.local and (plan.directions > 1 or plan.slices > 1 or plan.skips or plan.overlapped or p > len(set(plan.stage_ranks))):
+        yield "gradients stay in their stage, which takes one stage per rank, and no slices, skips, pairs or second direction"
     for stage, unit in sorted(plan.overlapped):
         if not (0 <= stage < p and 0 <= unit < plan.num_units):
             yield f"{plan.show(Action(Op.F, stage, unit))}, a forward of a pair, is outside {p} stages and {_microbatches(plan)}"

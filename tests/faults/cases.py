@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.faults import disagreements, filling, misuse, pairing, processes, raises, works
+from tests.faults import disagreements, filling, locally, misuse, pairing, processes, raises, works
 from tests.faults.case import Case
 
 GROUPS: dict[str, list[Case]] = {
@@ -12,6 +12,7 @@ GROUPS: dict[str, list[Case]] = {
     "Calls that do not fit together": misuse.CASES,
     "In a fill job": filling.CASES,
     "In a pair of a forward and a backward": pairing.CASES,
+    "In local learning": locally.CASES,
     "What looks like a fault and works": works.CASES,
 }
 

@@ -53,11 +53,14 @@ def batch(m: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @cache
-def expected(num_stages: int, m: int, rows: int) -> list[list[torch.Tensor]]:
-    """The gradients of one process on CPU, by stage."""
+def expected(num_stages: int, m: int, rows: int, *, is_local: bool = False) -> list[list[torch.Tensor]]:
+    """The gradients of one process on CPU, by stage; in local learning, of each stage's own loss."""
     modules = cells(num_stages)
     for x, y in zip(*(part.chunk(m) for part in batch(m, rows))):
-        (mse(nn.Sequential(*modules)(x), y) / m).backward()
+        for module in modules:
+            x = module(x.detach() if is_local else x)
+            if is_local or module is modules[-1]:
+                (mse(x, y) / m).backward()
     return gradients_of(modules)
 
 
@@ -81,7 +84,9 @@ class Pipeline:
         self.held = held_by(setup.schedule, num_ranks, self.num_stages)[rank] if held is None else held
         self.modules = [cells(self.num_stages, struck)[stage].to(DEVICE) for stage in self.held]
         self._struck, self._calls = struck, count()
-        placed = zip(self.held, self.modules)
+        self._is_local, last = setup.schedule is bpipe.LocalLearning, self.num_stages - 1
+        run = [bpipe.LocalBlock(one, nn.Identity()) if self._is_local and one.stage < last else one for one in self.modules]
+        placed = zip(self.held, run)
         stages = [bpipe.PipelineStage(module, stage, self.num_stages, DEVICE, group) for stage, module in placed]
         self.schedule = setup.schedule(stages, setup.m, loss_fn=self._loss, **setup.options)
         if setup.balanced is not None:
@@ -103,5 +108,5 @@ class Pipeline:
             module.zero_grad()
         self.step()
         for stage, found in zip(self.held, gradients_of(self.modules), strict=True):
-            right = expected(self.num_stages, self.m, len(self.batch[0]) // self.m)[stage]
+            right = expected(self.num_stages, self.m, len(self.batch[0]) // self.m, is_local=self._is_local)[stage]
             assert all(map(torch.equal, found, right)) and len(found) == len(right), f"inexact gradients of stage {stage}"

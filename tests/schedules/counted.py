@@ -92,6 +92,10 @@ class Bytes:
         """Whether a stage hands its output to the next one on the same rank, or there is no next one."""
         return self.is_last(stage) or self.plan.stage_ranks[stage] == self.plan.stage_ranks[stage + 1]
 
+    def has_prediction(self, stage: int) -> bool:
+        """Whether a stage sends its output on, and has a loss as well."""
+        return self.plan.local and not self.is_last(stage)
+
     def is_last(self, stage: int) -> bool:
         """Whether a microbatch ends there."""
         return (stage + 1) % self.depth == 0
@@ -122,13 +126,16 @@ class Bytes:
             taken.append((("fixed", stage, microbatch), self.size(stage, microbatch, "fixed")))
         if self.parts(stage)[-1] in parts:
             taken.append((("output", stage, microbatch), self.made(stage, microbatch)))
+            if self.has_prediction(stage):
+                size = self.size(stage, microbatch, "results") - self.size(stage, microbatch, "kept_results")
+                taken.append((("prediction", stage, microbatch), size))
         given = self.input_of(stage, microbatch)
         if not part and given in store.objects:
             taken.append((given, max(0, store.objects[given] - self.size(stage, microbatch, "kept_received"))))
         store.hold(*taken)
 
     def after_forward(self, rank: int, action: Action) -> None:
-        self.stores[rank].drop(self.input_of(action.stage, action.microbatch))
+        self.stores[rank].drop(self.input_of(action.stage, action.microbatch), ("prediction", *action[1:3]))
         if self.is_last(action.stage):  # the loss has been computed
             self.stores[rank].drop(("output", *action[1:3]))
 
@@ -165,7 +172,9 @@ class Bytes:
         taken = []
         if self.is_last(stage) and part in (0, self.parts(stage)[-1]):
             taken.append((("gradient", stage, microbatch), self.size(stage, microbatch, "sent")))
-        if part in (0, 1) and stage % self.depth:
+        if self.has_prediction(stage) and part in (0, self.parts(stage)[-1]):
+            taken.append((("gradient", stage, microbatch), self.size(stage, microbatch, "results")))
+        if part in (0, 1) and stage % self.depth and not self.plan.local:
             taken.append((("result", stage, microbatch), self.size(stage, microbatch, "received")))
         if part in (0, 1):
             given = self.gradients_of_states(stage, microbatch)
@@ -207,6 +216,8 @@ class Bytes:
         self.stores[rank].drop(*(("saved", stage, microbatch, k) for k in parts))
         if 1 in parts:
             self.stores[rank].drop(*((name, stage, microbatch) for name in ("fixed", "between", "state")))
+        if self.has_prediction(stage) and ("output", stage, microbatch) in self.stores[rank].objects:  # still under way
+            self.stores[rank].hold((("output", stage, microbatch), self.size(stage, microbatch, "sent")))
 
     def gone(self, rank: int, action: Action) -> None:
         """A message has left, or saved bytes have."""

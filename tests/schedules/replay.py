@@ -341,7 +341,7 @@ class _Machine:
         self.tokens["done backward", stage, microbatch] = ()
         for place in self.saved(rank, action):
             self.use(place, place[1:], action, keep=True)
-        if (stage + 1) % self.depth:
+        if (stage + 1) % self.depth and not self.plan.local:
             near = self.plan.stage_ranks[stage + 1] == rank
             where = (rank, "result", stage + 1, microbatch) if near else (rank, "gradient", stage, microbatch)
             self.use(where, ("gradient", stage + 1, microbatch), action)
@@ -541,7 +541,7 @@ class _Machine:
 
     def send_forward(self, rank: int, action: Action) -> None:
         self.start_send("forward", rank, action, *self.places(rank, action, "output", "handed on"))
-        if action[1:3] not in self.again:  # else it counts once its bytes are there to stay
+        if action[1:3] not in self.again and not self.plan.local:  # else its bytes count, and no slot that it could keep
             self.occupy(rank, action, f"sending {action.part}")
 
     def sent_forward(self, rank: int, action: Action) -> bool:

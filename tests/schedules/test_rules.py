@@ -60,17 +60,17 @@ def lanes_of(rule: Rule, p: int, m: int, v: int) -> list[list[Action]]:
     return [[action for action in lane if action.op in UNITS] for lane in rule.order(p, m, v)]
 
 
-def spans(lanes: list[list[Action]], directions: int = 1) -> list[tuple[int, int, int]]:
+def spans(lanes: list[list[Action]], directions: int = 1, *, local: bool = False) -> list[tuple[int, int, int]]:
     """Each rank's first start, last end and work, if a forward and each half of a backward take one unit."""
-    starts = clock(lanes, 1 + max(action.stage for lane in lanes for action in lane), directions=directions)
+    starts = clock(lanes, 1 + max(action.stage for lane in lanes for action in lane), directions=directions, local=local)
     return [
         (times[0], times[-1] + UNITS[lane[-1].op], sum(UNITS[action.op] for action in lane)) for lane, times in zip(lanes, starts)
     ]
 
 
-def bubble(lanes: list[list[Action]], directions: int = 1) -> int:
+def bubble(lanes: list[list[Action]], directions: int = 1, *, local: bool = False) -> int:
     """The makespan bubble in units: the same on each rank, because all work alike."""
-    ranks = spans(lanes, directions)
+    ranks = spans(lanes, directions, local=local)
     assert len({work for *_, work in ranks}) == 1
     return max(end for _, end, _ in ranks) - min(begin for begin, *_ in ranks) - ranks[0][2]
 
@@ -230,7 +230,7 @@ def test_plans_are_proven_and_take_as_long_as_their_orders(name: str, p: int) ->
             timeline = simulate(plan, Costs(forward_s=1.0, backward_s=2.0))
             lanes = lanes_of(rule, p, m, v)
             passed = v // directions  # stages that a microbatch passes on a rank
-            assert timeline.makespan_s == bubble(lanes, directions) + 3 * passed * m
+            assert timeline.makespan_s == bubble(lanes, directions, local=rule.local) + 3 * passed * m
             assert max(plan.peak_slots) == max(rule.peak(p, m, v, x) for x in range(p)) * passed
             assert all(slots <= rule.peak(p, m, v, x) * passed for x, slots in enumerate(plan.peak_slots))
 
@@ -368,6 +368,7 @@ GRIDS = [
     (v_shape, "v_half", 4, 3),
     (v_shape, "v_min", 4, 3),
     (zbv, "zbv", 4, 4),
+    (one_f_one_b, "local_learning", 4, 4),
     (dualpipe_v, "dualpipe_v", 2, 4),
 ]
 SLICED = [(one_f_one_b, "seq_1f1b"), (gpipe, "tera_pipe")]

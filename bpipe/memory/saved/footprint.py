@@ -32,6 +32,8 @@ class Footprint(NamedTuple):
     given_bytes: int = 0
     collected_bytes: int = 0
     state_bytes: int = 0  # the own bytes that later slices read
+    results_bytes: int = 0  # what a stage with a loss of its own makes beside its message, and the part that is among the own bytes
+    kept_results_bytes: int = 0
     skips: tuple[SkipSizes, ...] = ()  # what it hands on to later stages than the next, and gets from earlier ones
 
     def seen_again(self, contents: StashContents, parts: tuple[int, ...]) -> Footprint:
@@ -79,6 +81,8 @@ class Footprint(NamedTuple):
             state=min(self.state_bytes, self.own_bytes - self.movable_bytes),
             given=self.given_bytes,
             collected=self.collected_bytes,
+            results=self.results_bytes,
+            kept_results=min(self.kept_results_bytes, self.own_bytes),
             skips=self.skips,
         )
 
@@ -109,6 +113,8 @@ def spanning(one: Footprint, other: Footprint) -> Footprint:
         given_bytes=max(one.given_bytes, other.given_bytes),
         collected_bytes=max(one.collected_bytes, other.collected_bytes),
         state_bytes=max(one.state_bytes, other.state_bytes),
+        results_bytes=max(one.results_bytes, other.results_bytes),
+        kept_results_bytes=min(one.kept_results_bytes, other.kept_results_bytes),
         skips=_largest_skips([one.skips, other.skips]),
     )
 
@@ -165,6 +171,8 @@ def largest_of(some: Iterable[StageSizes]) -> StageSizes:
         state=max(one.state for one in sizes),
         given=max(one.given for one in sizes),
         collected=max(one.collected for one in sizes),
+        results=max(one.results for one in sizes),
+        kept_results=min(one.kept_results for one in sizes),
         skips=_largest_skips([one.skips for one in sizes]),
     )
 

@@ -1,0 +1,30 @@
+"""What a stage with a loss of its own returns, where gradients stay in their stage: an output, and a prediction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bpipe.errors import StageError
+from bpipe.model.microbatch import detached
+
+__all__: list[str] = []
+
+
+def taken_apart(result: Any, place: str) -> tuple[Any, Any]:
+    """Return the output for the next stage, without its graph, and the prediction, at which the stage's backward begins.
+
+    Args:
+        result: what the module returned.
+        place: the stage and microbatch, for messages.
+
+    Raises:
+        StageError: it is no pair of both.
+    """
+    if not isinstance(result, tuple) or len(result) != 2:
+        seen = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__qualname__
+        raise StageError(
+            f"{place}: the module returned {seen}, but in local learning each stage but the last returns (output, prediction): "
+            "give the stage bpipe.LocalBlock(module, head), whose head makes the prediction for the stage's own loss"
+        )
+    output, prediction = result
+    return detached(output), prediction
