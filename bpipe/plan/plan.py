@@ -36,6 +36,8 @@ class Plan(PlanData):
         overlapped: the forwards, by stage and unit, that run side by side with the backward that follows them in their lane, of
             another microbatch: such a pair gets all its inputs before it begins, and sends its results when both have ended. It
             is written as torch writes it, `(0F7;7B3)OVERLAP_F_B`.
+        paths: where the model's S stages have replicas, for each microbatch the stages that it passes, one of each: replica r of
+            stage s is stage r*S + s, on a rank of its own. Empty if all microbatches pass all stages, or those of a direction.
 
     Example:
         >>> from bpipe.schedules import build

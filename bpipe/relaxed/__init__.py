@@ -1,0 +1,6 @@
+"""Pipelines that do without something that a synchronous one has: `Routes`, without ranks that can be relied upon."""
+
+from bpipe.relaxed.dealing import deal
+from bpipe.relaxed.paths import routed_plan
+
+__all__ = ["deal", "routed_plan"]
