@@ -5,8 +5,8 @@ rank runs the next backward if it can, else the next forward, while it has few e
 of stage 0 is twice as fast as all others, it gets two of three microbatches, which go to both replicas of stage 1 in turns:
 
     routes: 4 stages, 6 microbatches, peak slots 2 1 4 1
-    rank 0 | F0 F3 .. .. B0 b0 .. .. B3 b3 .. .. .. .. ..
-    rank 1 | .. F0 B0 b0 F2 B2 b2 F4 B4 b4 .. .. .. .. ..
+    rank 0 | F0 F3 .. .. B0 b0 .. B3 b3 .. .. .. .. ..
+    rank 1 | .. F0 B0 b0 F2 B2 b2 F4 B4 b4 .. .. .. ..
     rank 2 | F1 F2 F4 F5 B1 b1 .. B2 b2 .. B4 b4 B5 b5
     rank 3 | .. F1 B1 b1 F3 B3 b3 F5 B5 b5 .. .. .. ..
 """

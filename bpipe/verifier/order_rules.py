@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import takewhile
 
 from bpipe.plan.action import BACKWARD, COMPUTE, MESSAGES, SHARDING, Action, Op, PartKey
+from bpipe.plan.order import previous_unit
 from bpipe.verifier.presence_rules import EVICTION
 from bpipe.verifier.rank_index import BITS, Finding, RankIndex, mask, ops_in
 
@@ -88,10 +89,12 @@ def _simply_ordered(own: RankIndex, stage: int) -> Iterator[Finding]:
         for unit, index in second.items() if first else ():
             if first.get(unit, -1) > index:
                 yield _before(own, index, Action(earlier, stage, unit))
+    slices, directions, on_path = own.plan.slices, own.plan.directions, own.on_path.get(stage)
     for later, earlier in ((op, kin) for op, kins in KIN.items() for kin in ops_in(kins)):
         first, second = own.at.get((earlier, stage, 0), {}), own.at.get((later, stage, 0), {})
         for unit, index in second.items() if first else ():
-            if first.get(previous := own.previous_unit(later, stage, unit), -1) > index:
+            previous = previous_unit(later, unit, slices, directions) if on_path is None else on_path.get(unit, -1)
+            if first.get(previous, -1) > index:
                 yield _before(own, index, Action(earlier, stage, previous))
 
 
@@ -124,7 +127,9 @@ def _needs(own: RankIndex, action: Action) -> Iterator[tuple[PartKey, int]]:
     yield (stage, microbatch, 0), EARLIER[op] & ~(0 if has_output else BITS[Op.WAIT_SEND_F] * (op is Op.WAIT_EVICT))
     yield (stage, microbatch, part), EARLIER_OF_PART[op]
     if op in COMPUTE:
-        yield (stage, own.previous_unit(op, stage, microbatch), 0), KIN.get(op, 0)
+        slices, directions, on_path = own.plan.slices, own.plan.directions, own.on_path.get(stage)
+        previous = previous_unit(op, microbatch, slices, directions) if on_path is None else on_path.get(microbatch, -1)
+        yield (stage, previous, 0), KIN.get(op, 0)
         for other in (0,) if part else range(1, num_parts + 1):  # moves of the whole, or of the part by itself
             yield (stage, microbatch, other), EARLIER_OF_PART[op]
     for near in _neighbours(own, stage):

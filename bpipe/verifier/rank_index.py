@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 
 from bpipe.plan.action import COMPUTE, SHARDING, Action, Op, OpKey, PartKey
-from bpipe.plan.order import previous_unit
 from bpipe.plan.plan import Plan
 
 __all__: list[str] = []
@@ -73,17 +72,12 @@ class RankIndex:
         stage, microbatch, part = which
         return self.present[stage, part][microbatch] if microbatch >= 0 else 0
 
-    def previous_unit(self, op: Op, stage: int, unit: int) -> int:
-        """Return the unit that a stage takes before another one; negative before the first."""
-        if self.plan.paths:
-            return self._on_path.get(stage, {}).get(unit, -1)  # actions of another rank's stage are misplaced
-        return previous_unit(op, unit, self.plan.slices, self.plan.directions)
-
     @cached_property
-    def _on_path(self) -> dict[int, dict[int, int]]:
-        """For each stage of the rank, by unit that passes it, the one before."""
-        passing = {stage: [unit for unit in range(self.plan.num_units) if self.plan.passes(stage, unit)] for stage in self.stages}
-        return {stage: dict(zip(units[1:], units)) for stage, units in passing.items()}
+    def on_path(self) -> dict[int, dict[int, int]]:
+        """For each stage of the rank, by microbatch that passes it, the one before; empty if microbatches have no paths."""
+        units = range(self.plan.num_units) if self.plan.paths else ()
+        passing = {stage: [unit for unit in units if self.plan.passes(stage, unit)] for stage in self.stages if self.plan.paths}
+        return {stage: dict(zip(own[1:], own)) for stage, own in passing.items()}
 
     def acceptor(self, which: PartKey) -> int | None:
         """Return the peer to which a part is evicted, or None."""
