@@ -2,5 +2,6 @@
 
 from bpipe.relaxed.dealing import deal
 from bpipe.relaxed.paths import routed_plan
+from bpipe.relaxed.routed_training import Routes
 
-__all__ = ["deal", "routed_plan"]
+__all__ = ["Routes", "deal", "routed_plan"]

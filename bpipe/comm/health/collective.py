@@ -25,6 +25,7 @@ class Collective(IntEnum):
     TRACE = 3
     GATHER = 4
     CONNECT = 5
+    RESULT = 6
 
 
 KNOWN = frozenset({REFUSES, HAS_LEFT, *Collective})  # what an objection may tell of: each once, so that they are few
@@ -35,6 +36,7 @@ DOING = {
     Collective.TRACE: "starts a trace",
     Collective.GATHER: "gathers a trace",
     Collective.CONNECT: "opens channels",
+    Collective.RESULT: "ends a step",
 }
 
 CANNOT = {
@@ -43,6 +45,7 @@ CANNOT = {
     Collective.TRACE: "trace",
     Collective.GATHER: "gather a trace",
     Collective.CONNECT: "open channels",
+    Collective.RESULT: "end a step",
 }
 
 
