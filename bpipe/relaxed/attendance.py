@@ -76,7 +76,7 @@ class Attendance:
                 return
             self._announce()
             while self._latest() == number:
-                self._check_time(began, f"{self._list(decided)} to begin their next step")
+                self._check_time(began, f"{self.listed(decided)} to begin their next step")
             number = self._latest()
 
     def has_newcomers(self) -> bool:
@@ -124,7 +124,7 @@ class Attendance:
             missing = (expected | waiting) - come.keys()
             is_late = time.monotonic() - began > self._timeout_s
             if missing and is_late and number == FIRST:
-                raise TransferTimeoutError(f"{self.named} waits for {self._list(missing)} in vain")
+                raise TransferTimeoutError(f"{self.named} waits for {self.listed(missing)} in vain")
             if not missing or is_late:
                 for seat in missing & waiting:
                     self.store.delete_key(f"waiting/{seat}")  # it has ended since; if not, it announces itself again
@@ -174,7 +174,8 @@ class Attendance:
     def _named(self, seat: int) -> str:
         return f"replica {seat // self._depth} of stage {seat % self._depth}"
 
-    def _list(self, seats: Iterable[int]) -> str:
+    def listed(self, seats: Iterable[int]) -> str:
+        """Name seats in words."""
         return ", ".join(self._named(seat) for seat in sorted(seats))
 
     def check_stages(self) -> None:
@@ -186,6 +187,6 @@ class Attendance:
         for stage in range(self._depth):
             if not any(seat % self._depth == stage for seat in self.seats):
                 raise PipelineBrokenError(
-                    f"stage {stage} has lost its last replica, and its weights with it; there are {self._list(self.seats)}. Load a "
-                    "checkpoint in a new run, with a new store"
+                    f"stage {stage} has lost its last replica, and its weights with it; what is left: {self.listed(self.seats)}. "
+                    "Load a checkpoint in a new run, with a new store"
                 )

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from itertools import chain
@@ -16,12 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bpipe.comm.health.collective import Collective
+from bpipe.comm.health.collective import Collective, RankLeftError
 from bpipe.comm.health.watchdog import SLOW_S
 from bpipe.comm.rendezvous.store import using_store
 from bpipe.comm.transport.c10d import C10dTransport
 from bpipe.engine.run import Observer, Run
-from bpipe.errors import AgreementError, CommError, ConfigurationError, PipelineBrokenError, RankFailedError, RankLostError
+from bpipe.errors import (
+    AgreementError,
+    CommError,
+    ConfigurationError,
+    PipelineBrokenError,
+    RankFailedError,
+    RankLostError,
+    format_error,
+)
 from bpipe.logs import LOG
 from bpipe.model.call import Call, Specs
 from bpipe.model.stage import PipelineStage
@@ -40,6 +48,7 @@ __all__ = ["Routes"]
 NEWEST = 0.3  # the weight of the latest step in the moving average of a throughput
 WORTH_IT = 1.05  # deal again if the slowest rank would be done this much earlier: new paths agree on their messages anew
 T = TypeVar("T")
+GONE = (RankLostError, RankLeftError)
 NO_ONE = -1  # the rank of the group of a seat that is not there
 
 
@@ -237,17 +246,23 @@ class Routes:
             except CommError as error:
                 self._leave()
                 is_last = self.stats["attempts"] > self._depth * self._num_replicas
-                if is_last or (isinstance(error, (AgreementError, RankFailedError)) and not isinstance(error, RankLostError)):
+                if is_last or (isinstance(error, (AgreementError, RankFailedError)) and not isinstance(error, GONE)):
                     raise
                 self._note_lost(error)
-                LOG.warning("%s: step %d is run again by those who are left: %s", self._attendance.named, self.num_steps, error)
+                gone = f"{self._attendance.listed(self._lost)} has ended" if self._lost else format_error(error)
+                LOG.warning("%s: step %d is run again by those who are left: %s", self._attendance.named, self.num_steps, gone)
             except BaseException:
                 self._leave()
                 raise
 
     def close(self) -> None:
-        """Release the group, its connections and threads, on all ranks, after their last step."""
+        """Leave: release the group, its connections and threads. The others go on without this rank, if they make another step."""
         self._leave()
+
+    @property
+    def seats(self) -> list[int]:
+        """Who took part in the latest attempt: r*S + s for replica r of stage s."""
+        return list(self._attendance.seats)
 
     @property
     def plan(self) -> Plan | None:
@@ -282,7 +297,8 @@ class Routes:
         self._is_joined = True
 
     def _make_session(self, seats: list[int]) -> tuple[Session, _RoutedPlans]:
-        plans = _RoutedPlans(routed_plan(self._m, self._table(seats), in_flight=self._in_flight), "routes")
+        alike = self._table(seats, {})  # a newcomer does not know the speeds yet
+        plans = _RoutedPlans(routed_plan(self._m, alike, in_flight=self._in_flight), "routes")
         transport = C10dTransport(None, self._stage.device, timeout_s=self._timeout_s, slow_s=self._slow_s)
         context = RankContext(
             stages={self._seat: self._stage},
@@ -339,15 +355,15 @@ class Routes:
             dist.destroy_process_group()
 
     def _note_lost(self, error: CommError) -> None:
-        """Remember which seat has ended, so that nobody waits for it."""
-        if isinstance(error, RankLostError) and 0 <= error.rank < len(self._attendance.seats):
+        """Remember which seat is not there any more, so that nobody waits for it."""
+        if isinstance(error, GONE) and 0 <= error.rank < len(self._attendance.seats):
             self._lost.add(self._attendance.seats[error.rank])
 
     # Steps
 
-    def _table(self, seats: list[int]) -> list[list[float]]:
+    def _table(self, seats: list[int], speeds: Mapping[int, float]) -> list[list[float]]:
         """Return the throughputs of all seats, for each replica: 0 of those that are not there, the mean one of those unknown."""
-        known = {seat: self._speeds[seat] for seat in seats if seat in self._speeds}
+        known = {seat: speeds[seat] for seat in seats if seat in speeds}
         table = [0.0] * (self._depth * self._num_replicas)
         for seat in seats:
             beside = [speed for one, speed in known.items() if one % self._depth == seat % self._depth] or [*known.values(), 1.0]
@@ -356,7 +372,7 @@ class Routes:
 
     def _deal(self, plans: _RoutedPlans) -> None:
         """Deal the microbatches, unless it would hardly differ from the step before."""
-        table = self._table(self._attendance.seats)
+        table = self._table(self._attendance.seats, self._speeds)
         paths = paths_of(self._m, table)
         speeds = [speed for replica in table for speed in replica]
         if _slowest(plans.plan.paths, speeds) > WORTH_IT * _slowest(paths, speeds):

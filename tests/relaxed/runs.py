@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -16,24 +16,26 @@ import bpipe
 from bpipe.relaxed import Routes
 from tests.ranks import fork_server
 
-WIDTH, BATCH = 6, 24
+WIDTH, BATCH, M = 6, 24, 12
 TIMEOUT_S = 20.0
 KILLED = 9  # the exit code of a process that ends itself
 
 
 class Block(nn.Module):
-    """A stage, which does something at a forward of its choice."""
+    """A stage, which calls a function before each forward and in each backward."""
 
     def __init__(self, stage: int) -> None:
         super().__init__()
         torch.manual_seed(stage)
         self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        self.num_forwards, self.before = 0, lambda number: None
+        self.then: Callable[[str], None] = lambda where: None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.before(self.num_forwards)
-        self.num_forwards += 1
-        return torch.tanh(self.linear(x))
+        self.then("forward")
+        output = torch.tanh(self.linear(x))
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self.then("backward"))
+        return output
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,64 +62,66 @@ def alone(num_steps: int, num_stages: int = 2) -> tuple[list[float], list[list[t
     return curve, [[one.grad for one in block.parameters()] for block in model]  # type: ignore[misc]
 
 
-def train(
-    seat: int, store: Any, num_steps: int, before: Callable[[Routes, int], None] = lambda routes, number: None, *, num_replicas: int = 3, m: int = 12
-) -> dict[str, Any]:
-    """Train as one rank, and return what it has seen."""
+Then = Callable[[Routes, str], None]  # what a rank does at some place of a step
+
+
+def train(seat: int, store: Any, num_steps: int, then: Then | None = None, num_replicas: int = 3) -> dict[str, Any]:
+    """Train as one rank of two stages, and return what it has seen."""
     block = Block(seat % 2)
     optimizer = torch.optim.Adam(block.parameters(), lr=0.01)
     stage, how = bpipe.PipelineStage(block, seat % 2, 2), {"timeout_s": TIMEOUT_S, "state": [optimizer]}
-    routes = Routes(stage, m, loss_fn, replica=seat // 2, num_replicas=num_replicas, store=store, **how)
-    block.before = lambda number: before(routes, number)
-    curve, attempts = {}, []
+    routes = Routes(stage, M, loss_fn, replica=seat // 2, num_replicas=num_replicas, store=store, **how)
+    if then is not None:
+        block.then = lambda where: then(routes, where)
+    curve, attempts, seats = {}, {}, {}
     for step in range(first := routes.join(), num_steps):
         losses: list[torch.Tensor] = []
         optimizer.zero_grad()
         inputs, targets = batch(step)
         routes.step(inputs, target=targets, losses=losses)
+        block.then("between steps")
         optimizer.step()
-        curve[step] = sum(map(float, losses)) / m
-        attempts.append(routes.stats["attempts"])
+        curve[step], attempts[step], seats[step] = sum(map(float, losses)) / M, routes.stats["attempts"], routes.seats
     gradients = [one.grad for one in block.parameters()]
     routes.close()
-    return {"first": first, "curve": curve, "gradients": gradients, "attempts": attempts}
+    return {"first": first, "curve": curve, "gradients": gradients, "attempts": attempts, "seats": seats}
 
 
-def _process(end: Any, seat: int, port: int, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _process(end: Any, seat: int, port: int, function: Callable[..., Any]) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    end.send_bytes(pickle.dumps(function(seat, dist.TCPStore("127.0.0.1", port, is_master=False), *args)))
+    end.send_bytes(pickle.dumps(function(seat, dist.TCPStore("127.0.0.1", port, is_master=False))))
 
 
-def run(function: Callable[..., Any], num_seats: int, *args: Any, restarts: bool = False, timeout_s: float = 120.0) -> dict[int, Any]:
-    """Call `function(seat, store, *args)` in a process for each seat; those that kill themselves are started again, or missing."""
+def run(function: Callable[..., Any], num_seats: int, *, restarts: bool = False, timeout_s: float = 120.0) -> dict[int, Any]:
+    """Call `function(seat, store)` in a process for each seat; those that kill themselves are started again, or missing."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context, results = fork_server(), {}
-    running: dict[Any, tuple[int, Any, Any]] = {}
+    running: dict[Any, tuple[int, Any]] = {}
 
-    def start(seat: int, args: tuple[Any, ...]) -> None:
+    def start(seat: int) -> None:
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_process, args=(theirs, seat, store.port, function, args), daemon=True)
+        process = context.Process(target=_process, args=(theirs, seat, store.port, function), daemon=True)
         process.start()
         theirs.close()
-        running[ours] = seat, process, args
+        running[ours] = seat, process
 
     for seat in range(num_seats):
-        start(seat, args)
+        start(seat)
     try:
         while running:
             ready = wait(list(running), timeout_s)
-            assert ready, f"seats {[seat for seat, _, _ in running.values()]} do not end"
+            assert ready, f"seats {[seat for seat, _ in running.values()]} do not end"
             for end in ready:
-                seat, process, given = running.pop(end)
+                seat, process = running.pop(end)
                 try:
                     results[seat] = pickle.loads(end.recv_bytes())
                 except EOFError:
                     process.join()
                     assert process.exitcode == KILLED, f"seat {seat} ended with {process.exitcode}"
                     if restarts:
-                        start(seat, given)
+                        start(seat)
     finally:
-        for _, process, _ in running.values():
+        for _, process in running.values():
             process.kill()
     return results

@@ -49,6 +49,14 @@ CANNOT = {
 }
 
 
+class RankLeftError(AgreementError):
+    """A rank has closed the pipeline, and others have not."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
 class Objection(NamedTuple):
     """Why a call cannot be completed, which every rank that makes it has to know.
 
@@ -90,9 +98,10 @@ class Objection(NamedTuple):
         if self.doing == REFUSES:
             raise AgreementError(f"rank {self.rank} cannot {CANNOT[call]}: {self.text}")
         if self.doing == HAS_LEFT:
-            raise AgreementError(
+            raise RankLeftError(
                 f"rank {self.rank} closed this pipeline after {self.num_steps} steps, but rank {own_rank} makes another call: "
-                "make the same calls on all ranks"
+                "make the same calls on all ranks",
+                self.rank,
             )
         if self.doing != call:
             doing = DOING[Collective(self.doing)]

@@ -1,0 +1,268 @@
+"""Training over replicas that come and go: the gradients of one process, whoever ends in mid-step."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import bpipe
+from bpipe.errors import ConfigurationError, PipelineBrokenError, RankFailedError, StageError, TransferTimeoutError
+from bpipe.relaxed import Routes
+from bpipe.relaxed.attendance import Attendance
+from bpipe.relaxed.replica_sums import Replicas
+from tests.relaxed.runs import KILLED, Block, M, alone, batch, loss_fn, run, train
+
+NUM_STEPS = 5
+
+
+def end_once(store: Any, name: str) -> None:
+    """End this process, but not the one that is started in its place."""
+    if store.add(f"test/{name}", 1) == 1:
+        os._exit(KILLED)
+
+
+def one_ends(seat: int, store: Any) -> dict[str, Any]:
+    """The second replica of stage 0 ends in a forward of step 1; steps take longer until it is back."""
+
+    def then(routes: Routes, where: str) -> None:
+        if where == "forward" and seat == 2 and routes.num_steps == 1:
+            end_once(store, "killed")
+        if where == "between steps" and len(routes.seats) < 6:
+            time.sleep(0.5)
+
+    return train(seat, store, NUM_STEPS, then)
+
+
+def test_a_rank_ends_in_mid_step_and_comes_back() -> None:
+    """The step's gradient is the undisturbed one, within the same call; who comes back goes on where the others are."""
+    results = run(one_ends, 6, restarts=True)
+    curve, gradients = alone(NUM_STEPS)
+    back = results[2]["first"]
+    assert 2 <= back < NUM_STEPS
+    for seat, found in results.items():
+        assert found["first"] == (back if seat == 2 else 0)
+        assert all(abs(loss - curve[step]) < 1e-12 for step, loss in found["curve"].items())
+        for mine, other, expected in zip(found["gradients"], results[seat % 2]["gradients"], gradients[seat % 2]):
+            assert torch.equal(mine, other)  # of another replica
+            assert torch.allclose(mine, expected, rtol=0, atol=1e-12)
+    assert results[0]["attempts"] == {step: 1 + (step == 1) for step in range(NUM_STEPS)}
+    assert results[0]["seats"] == {step: [0, 1, 3, 4, 5] if 1 <= step < back else [*range(6)] for step in range(NUM_STEPS)}
+
+
+def gradient_of_the_lost_step(seat: int, store: Any) -> list[torch.Tensor]:
+    """Two steps are added up, and a rank ends in the backward of the second one."""
+    block = Block(seat % 2)
+    stage = bpipe.PipelineStage(block, seat % 2, 2)
+    routes = Routes(stage, M, loss_fn, replica=seat // 2, num_replicas=2, store=store, timeout_s=20)
+    block.then = lambda where: os._exit(KILLED) if (seat, where, routes.num_steps) == (3, "backward", 1) else None
+    for step in range(2):
+        inputs, targets = batch(step)
+        routes.step(inputs, target=targets)
+    routes.close()
+    return [parameter.grad for parameter in block.parameters()]
+
+
+def test_gradients_of_earlier_steps_outlive_an_attempt() -> None:
+    results = run(gradient_of_the_lost_step, 4)
+    assert sorted(results) == [0, 1, 2]
+    model = nn.Sequential(Block(0), Block(1))
+    for step in range(2):
+        inputs, targets = batch(step)
+        loss_fn(model(inputs), targets).backward()
+    for seat, gradients in results.items():
+        for mine, parameter in zip(gradients, model[seat % 2].parameters()):
+            assert torch.allclose(mine, parameter.grad, rtol=0, atol=1e-12)
+
+
+def left_alone(seat: int, store: Any) -> str:
+    """The only replica of stage 1 ends."""
+
+    def then(routes: Routes, where: str) -> None:
+        if seat == 1 and routes.num_steps == 1:
+            os._exit(KILLED)
+
+    with pytest.raises(PipelineBrokenError) as caught:
+        train(seat, store, 3, then, num_replicas=1)
+    return str(caught.value)
+
+
+def test_the_last_replica_of_a_stage_ends() -> None:
+    (text,) = run(left_alone, 2).values()
+    assert text.startswith("stage 1 has lost its last replica, and its weights with it; what is left: replica 0 of stage 0. Load")
+
+
+def raising(seat: int, store: Any) -> str:
+    def then(routes: Routes, where: str) -> None:
+        if (seat, where, routes.num_steps) == (3, "forward", 1):
+            raise KeyError("mine")
+
+    with pytest.raises((RankFailedError, KeyError)) as caught:
+        train(seat, store, 3, then, num_replicas=2)
+    return type(caught.value).__name__
+
+
+def test_an_error_of_the_user_is_raised_on_all_ranks() -> None:
+    """It would be raised again by whoever gets the microbatch."""
+    assert run(raising, 4) == {0: "RankFailedError", 1: "RankFailedError", 2: "RankFailedError", 3: "KeyError"}
+
+
+def leaving(seat: int, store: Any) -> list[list[int]]:
+    found = train(seat, store, 1 if seat == 3 else 3, num_replicas=2)
+    return list(found["seats"].values())
+
+
+def test_who_leaves_is_done_without() -> None:
+    assert run(leaving, 4)[0] == [[0, 1, 2, 3], [0, 1, 2], [0, 1, 2]]
+
+
+def at_two_speeds(seat: int, store: Any) -> list[int]:
+    class Sleeping(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.01 if seat else 0.03)
+            return super().forward(x)
+
+    stage = bpipe.PipelineStage(Sleeping(2, 2), 0, 1)
+    routes = Routes(stage, 16, loss_fn, replica=seat, num_replicas=2, store=store, timeout_s=20)
+    for _ in range(6):
+        routes.step(torch.ones(16, 2), target=torch.ones(16, 2))
+    assert routes.plan is not None
+    counts = [routes.plan.paths.count((one,)) for one in range(2)]
+    routes.close()
+    return counts
+
+
+@pytest.mark.alone
+def test_a_slow_replica_gets_less() -> None:
+    slow, fast = run(at_two_speeds, 2)[0]
+    assert 2 <= slow <= 6
+    assert slow + fast == 16
+
+
+# Meetings, in threads of one process
+
+
+def attendances(num_seats: int, timeout_s: float, store: Any = None) -> list[Attendance]:
+    store = dist.HashStore() if store is None else store
+    return [Attendance(store, seat, 2, num_seats, timeout_s) for seat in range(num_seats)]
+
+
+def meet(them: list[Attendance], **how: Any) -> None:
+    threads = [threading.Thread(target=one.meet, kwargs=how) for one in them]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_who_does_not_come_to_the_first_meeting_is_named() -> None:
+    with pytest.raises(TransferTimeoutError, match="of stage 0 waits for replica 0 of stage 1, replica 1 of stage 0 in vain"):
+        attendances(3, timeout_s=0.2)[0].meet()
+
+
+def test_others_meet_without_who_is_late() -> None:
+    them = attendances(4, timeout_s=0.3)
+    meet(them)
+    assert [one.seats for one in them] == [[0, 1, 2, 3]] * 4
+    meet(them[:3], lost={3})
+    assert [(one.number, one.seats) for one in them[:3]] == [(2, [0, 1, 2])] * 3
+    begin = time.monotonic()
+    meet(them[:2])  # nobody knows of the third
+    assert [(one.number, one.seats) for one in them[:2]] == [(3, [0, 1])] * 2
+    assert time.monotonic() - begin > 0.25
+    with pytest.raises(TransferTimeoutError, match="for replica 0 of stage 0, replica 0 of stage 1 to begin their next step"):
+        them[2].meet()  # who was left out takes part again when the others meet, and they do not
+
+
+def test_newcomers_take_part_in_the_next_meeting() -> None:
+    store = dist.HashStore()
+    first = attendances(2, 5.0, store)
+    meet(first)
+    assert not first[0].has_newcomers()
+    again = attendances(2, 5.0, store)[1]  # another process of the same seat
+    joining = threading.Thread(target=again.meet)
+    joining.start()
+    while not first[0].has_newcomers():
+        time.sleep(0.01)
+    first[0].meet(lost={1})
+    joining.join()
+    assert first[0].seats == again.seats == [0, 1]
+    assert first[0].number == again.number == 2
+    assert not first[0].has_newcomers()
+    assert not again.has_newcomers()
+
+
+def test_a_step_is_complete_on_all_ranks_or_on_none() -> None:
+    """Who comes first decides, and later steps do not see it."""
+    one, other = attendances(2, timeout_s=5)
+    meet([one, other])
+    assert [one.settle(3, "found"), other.settle(3, "")] == ["found", "found"]
+    assert [other.settle(4, ""), one.settle(4, "found")] == ["", ""]
+    assert [other.settle(5, "more"), one.settle(5, "")] == ["more", "more"]
+
+
+@pytest.mark.parametrize(
+    ("how", "match"),
+    [
+        ({"replica": 2}, "replica=2: with 2 replicas it is 0 to 1"),
+        ({"timeout_s": 0}, "give positive numbers"),
+        ({"n_microbatches": 0}, "n_microbatches=0"),
+        ({"stage": bpipe.PipelineStage(nn.Linear(2, 2), 0, 4, directions=2)}, "without group, directions and skips"),
+        ({"stage": bpipe.PipelineStage(nn.Linear(2, 2), 0, 1, device="meta")}, "runs on CPU, over gloo, so far"),
+    ],
+)
+def test_bad_input(how: dict[str, Any], match: str) -> None:
+    given = {"stage": bpipe.PipelineStage(nn.Linear(2, 2), 0, 1), "n_microbatches": 4, "loss_fn": loss_fn, "replica": 0} | how
+    with pytest.raises(ConfigurationError, match=match):
+        Routes(**given, **{"num_replicas": 2, "store": dist.HashStore()})
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(StageError, match="is sparse"):
+        Replicas(bpipe.Loopback(1).rank(0), 0, [0, 1]).add_up(list(embedding.parameters()))
+
+
+# Ten ends at random
+
+
+def ten_end(seat: int, store: Any) -> dict[str, Any]:
+    """Whoever is next on the list ends at its place, once all are there again."""
+    random = Random(7)
+    where = ["forward", "backward", "between steps"]
+    places = [(random.randrange(6), random.choice(where), random.randrange(4)) for _ in range(10)]
+    seen = dict.fromkeys(where, 0)
+
+    def then(routes: Routes, where: str) -> None:
+        number = store.add("test/ended", 0)
+        seen[where] += 1
+        if where == "between steps" and len(routes.seats) < 6:
+            time.sleep(0.2)  # it takes longer to start a process than to run a step
+        if number < len(places) and len(routes.seats) == 6 and routes.num_steps >= 3 * number:
+            victim, place, passed = places[number]
+            if (seat, where) == (victim, place) and (where == "between steps" or seen[where] % 4 == passed):
+                store.add("test/ended", 1)
+                os._exit(KILLED)
+
+    return {**train(seat, store, 100, then), "ended": store.add("test/ended", 0)}
+
+
+@pytest.mark.exhaustive
+def test_ten_end_at_random_and_come_back() -> None:
+    results = run(ten_end, 6, restarts=True, timeout_s=200)
+    curve, _ = alone(100)
+    found = results[0]["curve"]
+    assert results[0]["ended"] == 10
+    assert len(found) + results[0]["first"] == 100
+    merged: dict[int, float] = {}
+    for one in results.values():
+        merged |= one["curve"]
+    assert max(abs(loss - curve[step]) for step, loss in merged.items()) < 1e-10
