@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
@@ -36,6 +37,7 @@ from bpipe.model.stage import PipelineStage
 from bpipe.plan.action import COMPUTE, Action
 from bpipe.plan.plan import Plan
 from bpipe.relaxed.attendance import Attendance
+from bpipe.relaxed.compression import CompressedTransport
 from bpipe.relaxed.paths import Paths, paths_of, routed_plan
 from bpipe.relaxed.replica_sums import Replicas, channels_between, load_state, packed_state
 from bpipe.schedules.by_name import check_counts
@@ -110,6 +112,8 @@ class Routes:
         state: what a rank that comes back gets besides the weights: objects with `state_dict` and `load_state_dict`, such as the
             optimizer and its scheduler, in the same order on all replicas.
         in_flight: how many microbatches a rank may have in flight, as a multiple of 1F1B's (`bpipe.relaxed.routed_plan` says how).
+        compress: send the floats of messages between stages in 8 bits, with one scale for each block of so many elements, such as
+            64 to 2048: each differs by at most the largest absolute value of its block / 254. Default: exact.
         timeout_s: seconds to wait for other ranks: longer than a step, and than the time in which all ranks start.
         slow_s: seconds in one wait after which the logger "bpipe" shows what every rank is doing.
 
@@ -140,10 +144,11 @@ class Routes:
         store: Any,
         state: Sequence[Any] = (),
         in_flight: float = 2.0,
+        compress: int | None = None,
         timeout_s: float = 300.0,
         slow_s: float = SLOW_S,
     ) -> None:
-        check_counts(n_microbatches=n_microbatches, num_replicas=num_replicas)
+        check_counts(n_microbatches=n_microbatches, num_replicas=num_replicas, compress=1 if compress is None else compress)
         if not 0 <= replica < num_replicas:
             raise ConfigurationError(f"replica={replica!r}: with {num_replicas} replicas it is 0 to {num_replicas - 1}")
         if not timeout_s > 0 or not in_flight > 0:
@@ -155,7 +160,7 @@ class Routes:
         self._stage, self._loss_fn, self._state = given.as_replica(replica, num_replicas), loss_fn, tuple(state)
         self._m, self._depth, self._num_replicas, self._in_flight = n_microbatches, given.num_stages, num_replicas, in_flight
         self._seat = self._stage.stage_index
-        self._timeout_s, self._slow_s = timeout_s, slow_s
+        self._timeout_s, self._slow_s, self._block = timeout_s, slow_s, compress
         self._attendance = Attendance(store, self._seat, self._depth, self._depth * num_replicas, timeout_s)
         self._speeds: dict[int, float] = {}  # of each seat that is known: microbatches per second
         self._watch = _Stopwatch()
@@ -298,8 +303,9 @@ class Routes:
 
     def _make_session(self, seats: list[int]) -> tuple[Session, _RoutedPlans]:
         alike = self._table(seats, {})  # a newcomer does not know the speeds yet
-        plans = _RoutedPlans(routed_plan(self._m, alike, in_flight=self._in_flight), "routes")
-        transport = C10dTransport(None, self._stage.device, timeout_s=self._timeout_s, slow_s=self._slow_s)
+        plans = _RoutedPlans(routed_plan(self._m, alike, in_flight=self._in_flight), f"routes, compress={self._block}")
+        make = C10dTransport if self._block is None else partial(CompressedTransport, block=self._block)
+        transport = make(None, self._stage.device, timeout_s=self._timeout_s, slow_s=self._slow_s)
         context = RankContext(
             stages={self._seat: self._stage},
             loss_fn=self._loss_fn,

@@ -17,6 +17,7 @@ import bpipe
 from bpipe.errors import ConfigurationError, PipelineBrokenError, RankFailedError, StageError, TransferTimeoutError
 from bpipe.relaxed import Routes
 from bpipe.relaxed.attendance import Attendance
+from bpipe.relaxed.compression import decode, encode
 from bpipe.relaxed.replica_sums import Replicas
 from tests.relaxed.runs import KILLED, Block, M, alone, batch, loss_fn, run, train
 
@@ -146,6 +147,51 @@ def test_a_slow_replica_gets_less() -> None:
     assert slow + fast == 16
 
 
+def in_8_bits(seat: int, store: Any) -> tuple[list[float], list[torch.Tensor]]:
+    block = Block(seat)
+    stage = bpipe.PipelineStage(block, seat, 2)
+    routes = Routes(stage, M, loss_fn, replica=0, num_replicas=1, store=store, timeout_s=20, compress=4)
+    found = []
+    for step in range(2):
+        losses: list[torch.Tensor] = []
+        inputs, targets = batch(step)
+        block.zero_grad()
+        routes.step(inputs, target=targets, losses=losses)
+        found.append(sum(map(float, losses)) / M)
+    routes.close()
+    return found, [parameter.grad for parameter in block.parameters()]
+
+
+class Rounded(torch.autograd.Function):
+    """What a message in 8 bits makes of a tensor, and of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        decode(*encode(x, 4), 4, out := torch.empty_like(x))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return Rounded.forward(ctx, gradient.contiguous())
+
+
+def test_messages_in_8_bits_train_as_if_they_were_rounded() -> None:
+    """Both ways, and nothing else is rounded."""
+    results = run(in_8_bits, 2)
+    blocks = [Block(0), Block(1)]
+    for step in range(2):
+        total = torch.zeros((), dtype=torch.float64)
+        [block.zero_grad() for block in blocks]
+        for x, y in zip(*(each.chunk(M) for each in batch(step))):
+            loss = loss_fn(blocks[1](Rounded.apply(blocks[0](x))), y) / M
+            loss.backward()
+            total += loss.detach()
+        assert all(abs(found[step] - float(total)) < 1e-12 for found, _ in results.values())
+    for seat, (_, gradients) in results.items():
+        for mine, parameter in zip(gradients, blocks[seat].parameters()):
+            assert torch.allclose(mine, parameter.grad, rtol=0, atol=1e-12)
+
+
 # Meetings, in threads of one process
 
 
@@ -214,6 +260,7 @@ def test_a_step_is_complete_on_all_ranks_or_on_none() -> None:
         ({"replica": 2}, "replica=2: with 2 replicas it is 0 to 1"),
         ({"timeout_s": 0}, "give positive numbers"),
         ({"n_microbatches": 0}, "n_microbatches=0"),
+        ({"compress": 0}, "compress=0"),
         ({"stage": bpipe.PipelineStage(nn.Linear(2, 2), 0, 4, directions=2)}, "without group, directions and skips"),
         ({"stage": bpipe.PipelineStage(nn.Linear(2, 2), 0, 1, device="meta")}, "runs on CPU, over gloo, so far"),
     ],
