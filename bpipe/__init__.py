@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from bpipe.partition.split_check import check_split
     from bpipe.partition.traced import split_traced
     from bpipe.partition.transformers import split_transformer, transformer_layers
+    from bpipe.relaxed.routed_training import Routes
     from bpipe.tools.chrome import save_trace
     from bpipe.tools.chrome_read import load_trace
     from bpipe.tools.draw import draw
@@ -75,6 +76,7 @@ __all__ = [
     "Loopback",
     "OneFOneB",
     "PipelineStage",
+    "Routes",
     "Schedule",
     "Seq1F1B",
     "TeraPipe",
@@ -124,6 +126,7 @@ _NAMES = {  # of each module of bpipe
     "partition.split_check": "check_split",
     "partition.traced": "split_traced",
     "partition.transformers": "split_transformer transformer_layers",
+    "relaxed.routed_training": "Routes",
     "tools.chrome": "save_trace",
     "tools.chrome_read": "load_trace",
     "tools.draw": "draw",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import combinations
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from bpipe.comm.transport.base import Transport
-from bpipe.errors import StageError
+from bpipe.errors import PipelineBrokenError, StageError
 from bpipe.plan.action import Channel, Purpose
 
 __all__: list[str] = []
@@ -24,6 +24,31 @@ def channels_between(seats: Sequence[int], depth: int) -> list[Channel]:
     """Return the channels between all replicas of each stage, in the same order on all ranks."""
     pairs = [pair for pair in combinations(sorted(seats), 2) if pair[0] % depth == pair[1] % depth]
     return [Channel(Purpose.TWIN, *ends) for one, other in pairs for ends in ((one, other), (other, one))]
+
+
+def givers_of(seats: Sequence[int], able: Collection[int], depth: int, num_steps: int) -> dict[int, int]:
+    """Return for each stage the replica that gives its state to those that have come back: the first one that has it.
+
+    Before the first step nobody has changed anything, so there the first replica has it in any case.
+
+    Args:
+        seats: of all who are there, in ascending order.
+        able: of those who have been there after all steps.
+        num_steps: how many steps are complete.
+
+    Raises:
+        PipelineBrokenError: no replica of a stage has its state.
+    """
+    givers: dict[int, int] = {}
+    for seat in [*(one for one in seats if one in able), *(seats if not num_steps else [])]:
+        givers.setdefault(seat % depth, seat)
+    for stage in range(depth):
+        if stage not in givers:
+            raise PipelineBrokenError(
+                f"no replica of stage {stage} has its weights after step {num_steps}: load a checkpoint in a new run, with a new "
+                "store"
+            )
+    return givers
 
 
 class Replicas:
@@ -105,7 +130,7 @@ def packed_state(module: nn.Module, objects: Sequence[Any]) -> torch.Tensor:
     gradients = [parameter.grad for parameter in module.parameters()]
     buffer = io.BytesIO()
     torch.save({"module": module.state_dict(), "gradients": gradients, "objects": states}, buffer)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
 def load_state(data: torch.Tensor, module: nn.Module, objects: Sequence[Any]) -> None:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -21,7 +17,6 @@ from bpipe.comm.health.collective import Collective, RankLeftError
 from bpipe.comm.health.watchdog import SLOW_S
 from bpipe.comm.rendezvous.store import using_store
 from bpipe.comm.transport.c10d import C10dTransport
-from bpipe.engine.run import Observer, Run
 from bpipe.errors import (
     AgreementError,
     CommError,
@@ -34,12 +29,12 @@ from bpipe.errors import (
 from bpipe.logs import LOG
 from bpipe.model.call import Call, Specs
 from bpipe.model.stage import PipelineStage
-from bpipe.plan.action import COMPUTE, Action
 from bpipe.plan.plan import Plan
 from bpipe.relaxed.attendance import Attendance
 from bpipe.relaxed.compression import CompressedTransport
-from bpipe.relaxed.paths import Paths, paths_of, routed_plan
-from bpipe.relaxed.replica_sums import Replicas, channels_between, load_state, packed_state
+from bpipe.relaxed.paths import routed_plan
+from bpipe.relaxed.replica_sums import Replicas, channels_between, givers_of, load_state, packed_state
+from bpipe.relaxed.throughputs import Stopwatch, Throughputs
 from bpipe.schedules.by_name import check_counts
 from bpipe.session.context import RankContext
 from bpipe.session.plan_source import PlanSource
@@ -47,8 +42,6 @@ from bpipe.session.session import Session
 
 __all__ = ["Routes"]
 
-NEWEST = 0.3  # the weight of the latest step in the moving average of a throughput
-WORTH_IT = 1.05  # deal again if the slowest rank would be done this much earlier: new paths agree on their messages anew
 T = TypeVar("T")
 GONE = (RankLostError, RankLeftError)
 NO_ONE = -1  # the rank of the group of a seat that is not there
@@ -71,23 +64,6 @@ class _RoutedPlans(PlanSource):
         """Run this plan from the next step on."""
         self.plan = plan
         self._announced = {True: self._proven(plan)}
-
-
-class _Stopwatch(Observer):
-    """Measures how long the computations of a step take on this rank."""
-
-    def __init__(self) -> None:
-        self._begin = self.seconds = 0.0
-
-    def started(self, run: Run) -> None:
-        self.seconds = 0.0
-
-    def before(self, run: Run, action: Action) -> None:
-        self._begin = time.perf_counter()
-
-    def after(self, run: Run, action: Action) -> None:
-        if action.op in COMPUTE:
-            self.seconds += time.perf_counter() - self._begin
 
 
 class Routes:
@@ -158,12 +134,11 @@ class Routes:
         self.num_steps = 0  # that are complete
         self.stats: dict[str, float] = {}
         self._stage, self._loss_fn, self._state = given.as_replica(replica, num_replicas), loss_fn, tuple(state)
-        self._m, self._depth, self._num_replicas, self._in_flight = n_microbatches, given.num_stages, num_replicas, in_flight
-        self._seat = self._stage.stage_index
+        self._m, self._depth, self._in_flight = n_microbatches, given.num_stages, in_flight
+        self._seat, self._num_seats = self._stage.stage_index, self._stage.num_stages
         self._timeout_s, self._slow_s, self._block = timeout_s, slow_s, compress
-        self._attendance = Attendance(store, self._seat, self._depth, self._depth * num_replicas, timeout_s)
-        self._speeds: dict[int, float] = {}  # of each seat that is known: microbatches per second
-        self._watch = _Stopwatch()
+        self._attendance = Attendance(store, self._seat, self._depth, self._num_seats, timeout_s)
+        self._speeds, self._watch = Throughputs(self._depth, self._num_seats), Stopwatch()
         self._session: Session | None = None
         self._plans: _RoutedPlans | None = None  # of the session
         self._is_joined = self._wants_meeting = False
@@ -250,7 +225,7 @@ class Routes:
                 return work()
             except CommError as error:
                 self._leave()
-                is_last = self.stats["attempts"] > self._depth * self._num_replicas
+                is_last = self.stats["attempts"] > self._num_seats
                 if is_last or (isinstance(error, (AgreementError, RankFailedError)) and not isinstance(error, GONE)):
                     raise
                 self._note_lost(error)
@@ -302,7 +277,7 @@ class Routes:
         self._is_joined = True
 
     def _make_session(self, seats: list[int]) -> tuple[Session, _RoutedPlans]:
-        alike = self._table(seats, {})  # a newcomer does not know the speeds yet
+        alike = Throughputs(self._depth, self._num_seats).table(seats)  # a newcomer does not know the speeds yet
         plans = _RoutedPlans(routed_plan(self._m, alike, in_flight=self._in_flight), f"routes, compress={self._block}")
         make = C10dTransport if self._block is None else partial(CompressedTransport, block=self._block)
         transport = make(None, self._stage.device, timeout_s=self._timeout_s, slow_s=self._slow_s)
@@ -316,7 +291,7 @@ class Routes:
             transport=transport,
             plan_rank=self._seat,
             once=lambda asked, make: make(),
-            group_ranks=[seats.index(seat) if seat in seats else NO_ONE for seat in range(self._depth * self._num_replicas)],
+            group_ranks=[seats.index(seat) if seat in seats else NO_ONE for seat in range(self._num_seats)],
         )
         session = Session(context, plans)
         session.observer = self._watch
@@ -325,22 +300,13 @@ class Routes:
     def _agree(self, context: RankContext, seats: list[int]) -> None:
         """Agree on the number of the step and on speeds, and let ranks that are behind get their state from a replica."""
         transport = context.transport
-        own = json.dumps([self.num_steps, self._is_joined, self._speeds.get(self._seat)]).encode()
+        own = json.dumps([self.num_steps, self._is_joined, self._speeds.known.get(self._seat)]).encode()
         told = dict(zip(seats, map(json.loads, transport.exchange(Collective.CONNECT, own))))
-        self._speeds = {seat: speed for seat, (_, _, speed) in told.items() if speed is not None}
+        self._speeds.known = {seat: speed for seat, (_, _, speed) in told.items() if speed is not None}
         steps = max(number for number, _, _ in told.values())
         able = {seat for seat, (number, is_joined, _) in told.items() if is_joined and number == steps}
-        givers = {seat % self._depth: seat for seat in sorted(able, reverse=True)}
-        if not able:  # the beginning: the first replica of each stage has its weights
-            givers = {seat % self._depth: seat for seat in reversed(seats)}
-            able = set(givers.values())
-        for stage in range(self._depth):
-            if stage not in givers:
-                raise PipelineBrokenError(
-                    f"no replica of stage {stage} has its weights after step {steps}: load a checkpoint in a new run, with a new "
-                    "store"
-                )
-        takers = [seat for seat in seats if seat not in able]
+        givers = givers_of(seats, able, self._depth, steps)
+        takers = [seat for seat in seats if seat not in able | {*givers.values()}]
         transport.connect(channels_between(seats, self._depth), context.group_ranks)
         replicas = Replicas(transport, self._seat, [seat for seat in seats if seat % self._depth == self._seat % self._depth])
         mine = [seat for seat in takers if givers[seat % self._depth] == self._seat]
@@ -367,22 +333,11 @@ class Routes:
 
     # Steps
 
-    def _table(self, seats: list[int], speeds: Mapping[int, float]) -> list[list[float]]:
-        """Return the throughputs of all seats, for each replica: 0 of those that are not there, the mean one of those unknown."""
-        known = {seat: speeds[seat] for seat in seats if seat in speeds}
-        table = [0.0] * (self._depth * self._num_replicas)
-        for seat in seats:
-            beside = [speed for one, speed in known.items() if one % self._depth == seat % self._depth] or [*known.values(), 1.0]
-            table[seat] = known.get(seat, sum(beside) / len(beside))
-        return [table[first : first + self._depth] for first in range(0, len(table), self._depth)]
-
     def _deal(self, plans: _RoutedPlans) -> None:
         """Deal the microbatches, unless it would hardly differ from the step before."""
-        table = self._table(self._attendance.seats, self._speeds)
-        paths = paths_of(self._m, table)
-        speeds = [speed for replica in table for speed in replica]
-        if _slowest(plans.plan.paths, speeds) > WORTH_IT * _slowest(paths, speeds):
-            plans.take(routed_plan(self._m, table, paths, in_flight=self._in_flight))
+        seats = self._attendance.seats
+        if (paths := self._speeds.better_paths(plans.plan.paths, seats)) is not None:
+            plans.take(routed_plan(self._m, self._speeds.table(seats), paths, in_flight=self._in_flight))
 
     def _attempt(self, call: Call) -> _Found:
         """Run the step once, and return what all ranks have found in it."""
@@ -428,18 +383,10 @@ class Routes:
     def _finish(self, found: _Found, losses: list[torch.Tensor] | None) -> None:
         """Learn from a step, and hand out its losses."""
         self.num_steps += 1
-        for seat, speed in found.speeds.items():
-            before = self._speeds.get(int(seat), speed)
-            self._speeds[int(seat)] = before + NEWEST * (speed - before)
+        self._speeds.learn({int(seat): speed for seat, speed in found.speeds.items()})
         self._wants_meeting = found.has_newcomers
         if losses is not None:
             losses[:] = [torch.tensor(loss, dtype=torch.float64) for loss in found.losses]
-
-
-def _slowest(paths: Paths, speeds: Sequence[float]) -> float:
-    """Return how long the rank takes that is done last with its microbatches; endless if one is dealt to who is not there."""
-    counts = Counter(chain.from_iterable(paths))
-    return max(count / speeds[seat] if speeds[seat] else math.inf for seat, count in counts.items())
 
 
 @contextmanager

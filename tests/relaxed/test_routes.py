@@ -18,7 +18,9 @@ from bpipe.errors import ConfigurationError, PipelineBrokenError, RankFailedErro
 from bpipe.relaxed import Routes
 from bpipe.relaxed.attendance import Attendance
 from bpipe.relaxed.compression import decode, encode
-from bpipe.relaxed.replica_sums import Replicas
+from bpipe.relaxed.paths import paths_of
+from bpipe.relaxed.replica_sums import Replicas, givers_of
+from bpipe.relaxed.throughputs import Throughputs
 from tests.relaxed.runs import KILLED, Block, M, alone, batch, loss_fn, run, train
 
 NUM_STEPS = 5
@@ -269,6 +271,28 @@ def test_bad_input(how: dict[str, Any], match: str) -> None:
     given = {"stage": bpipe.PipelineStage(nn.Linear(2, 2), 0, 1), "n_microbatches": 4, "loss_fn": loss_fn, "replica": 0} | how
     with pytest.raises(ConfigurationError, match=match):
         Routes(**given, **{"num_replicas": 2, "store": dist.HashStore()})
+
+
+def test_who_gives_its_state() -> None:
+    assert givers_of([0, 1, 2, 3], {2, 3}, 2, 7) == {0: 2, 1: 3}
+    assert givers_of([0, 1, 2, 3], {1}, 2, 0) == {0: 0, 1: 1}, "before the first step those of the first replicas do"
+    with pytest.raises(PipelineBrokenError, match="no replica of stage 1 has its weights after step 7"):
+        givers_of([0, 1, 2], {0, 2}, 2, 7)
+
+
+def test_throughputs() -> None:
+    speeds = Throughputs(2, 6)
+    assert speeds.table([0, 1, 2, 3]) == [[1, 1], [1, 1], [0, 0]]
+    speeds.learn({0: 2.0, 2: 4.0})
+    assert speeds.table(range(6)) == [[2, 3], [4, 3], [3, 3]]
+    speeds.learn({0: 4.0})
+    assert speeds.known[0] == 2.6
+    alike = paths_of(12, [[1, 1]] * 3)
+    assert Throughputs(2, 6).better_paths(alike, range(6)) is None
+    better = speeds.better_paths(alike, range(6))
+    assert better is not None
+    assert [sum(path[0] == seat for path in better) for seat in (0, 2, 4)] == [3, 5, 4]
+    assert {path[0] for path in speeds.better_paths(alike, [0, 1, 3, 4]) or ()} == {0, 4}, "nothing is dealt to who is not there"
 
 
 def test_a_sparse_gradient_is_refused() -> None:
