@@ -126,27 +126,48 @@ def test_who_leaves_is_done_without() -> None:
     assert run(leaving, 4)[0] == [[0, 1, 2, 3], [0, 1, 2], [0, 1, 2]]
 
 
-def at_two_speeds(seat: int, store: Any) -> list[int]:
-    class Sleeping(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            time.sleep(0.01 if seat else 0.03)
-            return super().forward(x)
+class Sleeping(nn.Linear):
+    """A stage that takes its time, and whose parameters play no part at first."""
 
-    stage = bpipe.PipelineStage(Sleeping(2, 2), 0, 1)
-    routes = Routes(stage, 16, loss_fn, replica=seat, num_replicas=2, store=store, timeout_s=20)
-    for _ in range(6):
-        routes.step(torch.ones(16, 2), target=torch.ones(16, 2))
+    def __init__(self, seconds: float) -> None:
+        super().__init__(2, 2, dtype=torch.float64)
+        self.seconds, self.is_used = seconds, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return super().forward(x) if self.is_used else super().forward(x).detach()
+
+
+def at_two_speeds(seat: int, store: Any) -> dict[str, Any]:
+    """The first replica of stage 0 is three times as slow as all others."""
+    module = Sleeping(0.01 if seat else 0.03)
+    stage = bpipe.PipelineStage(module, seat % 2, 2)
+    routes = Routes(stage, 16, loss_fn, replica=seat // 2, num_replicas=2, store=store, timeout_s=20)
+    for step in range(7):
+        module.zero_grad()
+        module.is_used = seat % 2 == 1 or step == 6
+        routes.step(torch.arange(32, dtype=torch.float64).view(16, 2), target=torch.ones(16, 2, dtype=torch.float64))
     assert routes.plan is not None
-    counts = [routes.plan.paths.count((one,)) for one in range(2)]
+    paths = routes.plan.paths
     routes.close()
-    return counts
+    return {"paths": paths, "weights": module.state_dict(), "gradients": [one.grad for one in module.parameters()]}
 
 
 @pytest.mark.alone
 def test_a_slow_replica_gets_less() -> None:
-    slow, fast = run(at_two_speeds, 2)[0]
-    assert 2 <= slow <= 6
-    assert slow + fast == 16
+    """Paths then cross replicas, and messages are learned anew; also later, where an output needs a gradient for the first time."""
+    results = run(at_two_speeds, 4)
+    paths = results[0]["paths"]
+    assert 2 <= sum(path[0] == 0 for path in paths) <= 6
+    assert len(set(paths)) > 2
+    model = nn.Sequential(Sleeping(0), Sleeping(0))
+    for seat, block in enumerate(model):
+        block.load_state_dict(results[seat]["weights"])
+        block.is_used = True
+    loss_fn(model(torch.arange(32, dtype=torch.float64).view(16, 2)), torch.ones(16, 2, dtype=torch.float64)).backward()
+    for seat, found in results.items():
+        for mine, parameter in zip(found["gradients"], model[seat % 2].parameters()):
+            assert torch.allclose(mine, parameter.grad, rtol=1e-12, atol=1e-12)
 
 
 def in_8_bits(seat: int, store: Any) -> tuple[list[float], list[torch.Tensor]]:
