@@ -8,13 +8,16 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+import bpipe
 import bpipe.relaxed.paths as module
 from bpipe.errors import ConfigurationError, PlanError
 from bpipe.plan.issue_order import issue_orders
 from bpipe.relaxed import deal, routed_plan
 from bpipe.relaxed.paths import most_in_flight
 from bpipe.schedules import Action, Costs, Op, Plan, build, simulate, verify
+from bpipe.schedules.by_name import forward_plan
 from tests.schedules.mutations import ORDERING, STRUCTURAL, Mutation, assert_caught, refused
 from tests.schedules.replay import replay
 
@@ -96,6 +99,21 @@ def test_harmful_mutations_are_caught(plan: Plan, chosen: list[Mutation], random
 def test_wrong_paths_are_refused(change: object, match: str) -> None:
     with pytest.raises(PlanError, match=match):
         verify(change(routed_plan(6, [[1, 1], [2, 1]])))  # type: ignore[operator]
+
+
+def test_who_does_not_run_paths_says_so() -> None:
+    plan = routed_plan(4, [[1], [1]])
+    loopback = bpipe.Loopback(2)
+    with pytest.raises(ConfigurationError, match=r"paths through replicas, which bpipe\.Routes runs"):
+        bpipe.FromPlan(bpipe.PipelineStage(nn.Linear(2, 2), 0, 2, group=loopback.rank(0)), plan)
+    with pytest.raises(PlanError, match="has paths, which torch"):
+        plan.to_csv()
+
+
+def test_forwards_alone() -> None:
+    plan = forward_plan(routed_plan(5, [[1, 1], [2, 1]]))
+    assert plan.paths
+    assert replay(plan) is None
 
 
 def test_a_stage_takes_its_microbatches_in_order_with_gaps() -> None:
