@@ -92,9 +92,9 @@ class Attendance:
         """
         with using_store():
             settled: bytes = self.store.compare_set(self._step_key(step), "", f"={result}")
-            if self.seat == self.seats[0]:
+            if result and self.seat == self.seats[0]:  # all have come to the end of this step, and so know of the one before
                 with suppress(RuntimeError):  # a store that cannot delete keeps a key for each step
-                    self.store.delete_key(self._step_key(step - 1))  # all have begun this one
+                    self.store.delete_key(self._step_key(step - 1))
             return settled.decode().removeprefix("=")
 
     def _step_key(self, step: int) -> str:

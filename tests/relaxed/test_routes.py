@@ -275,6 +275,7 @@ def test_a_step_is_complete_on_all_ranks_or_on_none() -> None:
     assert [one.settle(3, "found"), other.settle(3, "")] == ["found", "found"]
     assert [other.settle(4, ""), one.settle(4, "found")] == ["", ""]
     assert [other.settle(5, "more"), one.settle(5, "")] == ["more", "more"]
+    assert [one.settle(6, "last"), one.settle(7, ""), other.settle(6, "")] == ["last", "", "last"], "it is not forgotten too early"
 
 
 @pytest.mark.parametrize(
