@@ -182,6 +182,7 @@ def _kinds(plan: Plan) -> Iterator[Action]:
 
 
 def _kind(plan: Plan, action: Action) -> tuple[object, ...]:
+    """Return what computations have in common whose messages have the same ends."""
     return action[:3] if plan.paths else action[:2]
 
 
