@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from bpipe.relaxed.auxiliary_heads import local_heads
     from bpipe.relaxed.local_block import LocalBlock
     from bpipe.relaxed.local_learning import LocalLearning
+    from bpipe.relaxed.routed_training import Routes
     from bpipe.relaxed.stream import Stream
     from bpipe.tools.chrome import save_trace
     from bpipe.tools.chrome_read import load_trace
@@ -81,6 +82,7 @@ __all__ = [
     "Loopback",
     "OneFOneB",
     "PipelineStage",
+    "Routes",
     "Schedule",
     "Seq1F1B",
     "Stream",
@@ -135,6 +137,7 @@ _NAMES = {  # of each module of bpipe
     "relaxed.auxiliary_heads": "local_heads",
     "relaxed.local_block": "LocalBlock",
     "relaxed.local_learning": "LocalLearning",
+    "relaxed.routed_training": "Routes",
     "relaxed.stream": "Stream",
     "tools.chrome": "save_trace",
     "tools.chrome_read": "load_trace",

@@ -46,6 +46,9 @@ SIGNATURES = {
     "Loopback": "(num_ranks, own_random_state)",
     "OneFOneB": SCHEDULE,
     "PipelineStage": "(submod, stage_index, num_stages, device, group, dw_builder, get_mesh, directions, skips)",
+    "Routes": (
+        "(stage, n_microbatches, loss_fn, replica, num_replicas, store, state, in_flight, compress, timeout_s, slow_s)"
+    ),
     "Schedule": SCHEDULE,
     "Seq1F1B": OF_SLICES,
     "Stream": "(stage, loss_fn, optimizer, timeout_s, slow_s)",

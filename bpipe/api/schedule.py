@@ -128,6 +128,8 @@ class Schedule:
                 f"{self.rule} has {plan.directions} direction{'s' * (plan.directions > 1)}, and its stages were made for "
                 f"{directions}: give PipelineStage(directions={plan.directions})"
             )
+        if plan.paths:
+            raise ConfigurationError(f"{self.rule}: microbatches of this plan have paths through replicas, which bpipe.Routes runs")
         if plan.directions > 1 and plan.slices > 1:
             raise ConfigurationError(f"{self.rule} has two directions and slices={plan.slices}, which no schedule runs together")
 

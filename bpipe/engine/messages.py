@@ -63,11 +63,19 @@ class Messages:
 
     def agreed(self, microbatch: int, stages: Iterable[int]) -> list[MessageSpec | None]:
         """Return the agreed specs of a microbatch's messages before and behind some stages, once it has run."""
-        ends = dict.fromkeys(pair for stage in stages for pair in ((stage - 1, stage), (stage, stage + 1)))
+        near = {stage: [self._beside(stage, offset, microbatch) for offset in (-1, 1)] for stage in stages}
+        ends = dict.fromkeys(pair for stage, (before, behind) in near.items() for pair in ((before, stage), (stage, behind)))
         if self._plan.skips:
             ends |= dict.fromkeys(way for way in self._plan.routes.ways if not {*way}.isdisjoint(stages))
         both = (Purpose.FORWARD, Purpose.BACKWARD)
         return [self._specs.get((purpose, *pair, microbatch)) for pair in ends for purpose in both]
+
+    def _beside(self, stage: int, offset: int, microbatch: int) -> int:
+        """Return the stage before or behind another one, which need not exist if microbatches have no paths."""
+        if not self._plan.paths:
+            return stage + offset
+        found = self._plan.neighbour(stage, offset, microbatch)
+        return -1 if found is None else found
 
     def send(self, action: Action, state: MicrobatchState) -> None:
         spec, tensors = _taken(state, action.op)
@@ -112,7 +120,7 @@ class Messages:
         if stage in self._trainable:
             return True
         sources = self._plan.routes.sources(stage) if self._plan.skips else []
-        for source in dict.fromkeys([*([stage - 1] if stage % self._depth else []), *sources]):
+        for source in dict.fromkeys([*([self._beside(stage, -1, microbatch)] if stage % self._depth else []), *sources]):
             received = self._specs.get((Purpose.FORWARD, source, stage, microbatch))
             if received is None:  # the other stage is on this rank, or another stage of this rank got the message
                 found = source in self._traffic.stages and self._could_need_gradient(source, microbatch)
@@ -191,7 +199,7 @@ class Messages:
     def _needed(self, start: Action, note: bytes) -> MessageSpec:
         """Agree that more of a stage's input needs a gradient, as a note says; return the new spec."""
         agreed = self._specs[self._boundary(start)]
-        after = header.unpack_spec(note, subject := Subject(self._traffic.step, start.other_end[1], start.microbatch))
+        after = header.unpack_spec(note, subject := Subject(self._traffic.step, self._plan.other_end(start)[1], start.microbatch))
         if not is_alike(agreed, after) or after != needing(agreed, after):
             raise CommError(f"{subject}: a note says that {after} arrived where {agreed} was expected")
         self._agree_on_more(start, agreed, after)
@@ -200,7 +208,7 @@ class Messages:
     def _noted(self, start: Action, message: Message, note: bytes) -> Message:
         """Read the arrived message as its note describes it."""
         agreed, landed = message
-        subject = Subject(self._traffic.step, start.other_end[1], start.microbatch)
+        subject = Subject(self._traffic.step, self._plan.other_end(start)[1], start.microbatch)
         spec, tensors = read_note(subject, agreed, note, landed, self._traffic.transport.device)
         self._specs[self._boundary(start)] = renewed(agreed, spec)
         return Message(spec, tensors)
@@ -208,7 +216,8 @@ class Messages:
     def _boundary(self, action: Action) -> Boundary:
         purpose, offset = BOUNDARY[action.op]
         if not action.part:
-            return purpose, action.stage - offset, action.stage - offset + 1, action.microbatch
+            other = self._beside(action.stage, -1 if offset else 1, action.microbatch)
+            return purpose, *((other, action.stage) if offset else (action.stage, other)), action.microbatch
         before, behind = (action.part - 1, action.stage) if offset else (action.stage, action.part - 1)
         return purpose, before, behind, action.microbatch
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import isfinite
 
 from bpipe.errors import ConfigurationError
 from bpipe.estimate import advise_inputs, huang, words
@@ -16,6 +17,8 @@ from bpipe.estimate.evaluate import Evaluator, Progress, finite
 from bpipe.estimate.execution import RECOMPUTATIONS, Execution
 from bpipe.estimate.long_contexts import NOTICED, V_SHAPES, slowed, too_long
 from bpipe.estimate.measurement import Profile
+from bpipe.estimate.square_cube import say_from_where
+from bpipe.estimate.stages import split_layers
 from bpipe.estimate.state_bytes import DEFAULT_BYTES_PER_PARAMETER
 from bpipe.estimate.transformer import Transformer
 from bpipe.estimate.workload import MeasuredWorkload, ModelWorkload, Workload
@@ -89,7 +92,8 @@ def advise(
         bytes_per_parameter: see `bpipe.estimate.state_bytes`; default: 18, or what was measured and Adam's states.
         layers: layers of each stage; default: as even as possible.
         slices: k; if more than 1, Seq1F1B is ranked too, with each microbatch cut into k slices of equal cost along its sequence.
-        link: between ranks of a node, a name ("nvlink3", "pcie4") or bytes per second and direction; default: the device's.
+        link: between ranks of a node, a name ("nvlink3", "pcie4") or bytes per second and direction; default: the device's. If it
+            is given, the verdict says from which width of a model messages between stages hide.
         cross_link: between nodes, which needs `nodes`; default: `link`.
         nodes: the node of each rank, for one number of stages; default: all on one.
         progress: called as `progress(done, total)`.
@@ -143,17 +147,18 @@ def advise(
     )
     many = MOST_MICROBATCHES if microbatch_sizes is None and workload.microbatch_sizes is None else batch
     evaluator = Evaluator(workload, batch, batches, memory, reserved, many, slices)
-    return _advice(title, evaluator, evaluator.ranked(sizes, progress))
+    return _advice(title, evaluator, evaluator.ranked(sizes, progress), says_messages=link is not None)
 
 
-def _advice(title: str, evaluator: Evaluator, candidates: tuple[Candidate, ...]) -> Advice:
+def _advice(title: str, evaluator: Evaluator, candidates: tuple[Candidate, ...], *, says_messages: bool) -> Advice:
     """Judge the ranked candidates, and put the advice together."""
+    messages = _messages(evaluator) if says_messages else []
     workload, verdict = evaluator.workload, verdict_on(candidates, evaluator)
     caveat = "" if verdict.decision == "nothing fits" else workload.caveat
     return Advice(
         title=title,
         decision=verdict.decision,
-        verdict="\n".join(text for text in (verdict.text, caveat, _long_context(evaluator)) if text),
+        verdict="\n".join(text for text in (verdict.text, caveat, _long_context(evaluator), *messages) if text),
         breaks_even_bytes_per_s=verdict.breaks_even_bytes_per_s,
         candidates=candidates,
         estimate=verdict.estimate,
@@ -180,6 +185,18 @@ def _sliced(candidates: Sequence[Candidate]) -> list[str]:
         "as on a whole sequence, and whose keys and values to move with the rest; not with full recomputation, as later slices "
         "read them.",
     ]
+
+
+def _messages(evaluator: Evaluator) -> list[str]:
+    """Return a line for each number of stages on the width from which messages hide over the link that was given."""
+    workload = evaluator.workload
+    if not isinstance(workload, ModelWorkload) or not isfinite(workload.links.link.bytes_per_s):
+        return []
+    model, execution = workload.model, workload.execution
+    reached = execution.tensor_parallel * workload.device.flops_per_s * workload.share(min(workload.microbatch_sizes or (1,)))
+    rates = {"flops_per_s": reached, "bytes_per_s": workload.links.link.bytes_per_s}
+    least = {p: min(split_layers(model.num_layers, p, workload.layers)) for p in evaluator.batches}
+    return [say_from_where(model, execution, num_stages=p, layers=n, **rates) for p, n in least.items() if n]
 
 
 def _long_context(evaluator: Evaluator) -> str:

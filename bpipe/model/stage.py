@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -120,6 +121,7 @@ class PipelineStage:
         self._get_mesh = get_mesh
         self.dw_builder = dw_builder
         self.skips = named_skips({} if skips is None else skips, depth)
+        self._depth = depth  # the number of stages that a microbatch passes
         self._makeups = Makeups()
 
     @classmethod
@@ -146,10 +148,11 @@ class PipelineStage:
         """Whether this stage returns the pipeline's outputs."""
         return (self.stage_index + 1) % self._depth == 0
 
-    @property
-    def _depth(self) -> int:
-        """The number of stages that a microbatch passes."""
-        return self.num_stages // self.directions
+    def as_replica(self, replica: int, num_replicas: int) -> PipelineStage:
+        """Return the stage as the one of a plan with paths, which counts the stages of all replicas; both have the same module."""
+        stage = copy(self)
+        stage.stage_index, stage.num_stages = replica * self.num_stages + self.stage_index, num_replicas * self.num_stages
+        return stage
 
     def find_mesh(self, names: tuple[str, ...] | None, shape: tuple[int, ...]) -> Any:
         """Return the mesh for this stage's shards of DTensors that come from a device mesh with these names and this shape.

@@ -58,7 +58,7 @@ COMPUTATION = {Op.SEND_F: Op.F, Op.RECV_F: Op.F, Op.SEND_B: Op.B, Op.RECV_B: Op.
 # Makes an action from its fields in half the time of `Action(...)`, because plans have millions of them.
 _action: Callable[[tuple[Op, int, int, int, int]], Action] = partial(tuple.__new__, Action)
 
-Routes = dict[tuple[Op, int], tuple[_Route, ...]]  # for each computation of each stage
+Routes = dict[tuple[object, ...], tuple[_Route, ...]]  # for each computation of each stage; if there are paths, of each microbatch
 
 
 def communicate(plan: Plan, times: tuple[Sequence[array[int]], Moments] | None = None) -> Plan:
@@ -98,7 +98,7 @@ def received_by(plan: Plan, action: Action) -> list[Action]:
 
 
 def _remote(plan: Plan, action: Action, op: Op, offset: int, skips: Mapping[int, Sequence[int]]) -> list[Action]:
-    stage, ranks, neighbour = action.stage, plan.stage_ranks, plan.neighbour(action.stage, offset)
+    stage, ranks, neighbour = action.stage, plan.stage_ranks, plan.neighbour(action.stage, offset, action.microbatch)
     is_remote = neighbour is not None and ranks[neighbour] != ranks[stage]
     found = [Action(op, stage, action.microbatch, peer=ranks[neighbour])] if neighbour is not None and is_remote else []
     others = skips.get(stage, ())[:: -1 if action.op in BACKWARD else 1]  # what is used first is sent first
@@ -157,22 +157,35 @@ def _routes(
 ) -> Routes:
     """Return the routes of the results of all computations, or of their inputs."""
     routes: Routes = {}
+    for action in _kinds(plan):
+        found = []
+        for transfer in find(plan, action):
+            stage, other, peer = action.stage, transfer.other_end[1], transfer.peer
+            assert peer is not None
+            times: Sequence[int] = begins.of(COMPUTATION[transfer.op], other)
+            if transfer.op is Op.SEND_F and transfer.part:
+                places, made = arrivals[stage, other], begins.of(Op.F, stage)
+                times = [UNKNOWN] * plan.num_units
+                for unit, place in places.items():
+                    times[unit] = _arrived(place, starts[peer], made[unit])
+            early = arrivals[other, stage] if transfer.op is Op.RECV_F and transfer.part else None
+            found.append(_Route(transfer.op, WAIT_OF[transfer.op], transfer.part, peer, times, early))
+        routes[_kind(plan, action)] = tuple(found)
+    return routes
+
+
+def _kinds(plan: Plan) -> Iterator[Action]:
+    """Yield a computation for each set of those that have the same ends of their messages."""
     for op in COMPUTE:
         for stage in range(plan.num_stages):
-            found = []
-            for transfer in find(plan, Action(op, stage, 0)):
-                other, peer = transfer.other_end[1], transfer.peer
-                assert peer is not None
-                times: Sequence[int] = begins.of(COMPUTATION[transfer.op], other)
-                if transfer.op is Op.SEND_F and transfer.part:
-                    places, made = arrivals[stage, other], begins.of(Op.F, stage)
-                    times = [UNKNOWN] * plan.num_units
-                    for unit, place in places.items():
-                        times[unit] = _arrived(place, starts[peer], made[unit])
-                early = arrivals[other, stage] if transfer.op is Op.RECV_F and transfer.part else None
-                found.append(_Route(transfer.op, WAIT_OF[transfer.op], transfer.part, peer, times, early))
-            routes[op, stage] = tuple(found)
-    return routes
+            for unit in range(plan.num_units) if plan.paths else [0]:
+                if plan.passes(stage, unit) or not plan.paths:
+                    yield Action(op, stage, unit)
+
+
+def _kind(plan: Plan, action: Action) -> tuple[object, ...]:
+    """Return what computations have in common whose messages have the same ends."""
+    return action[:3] if plan.paths else action[:2]
 
 
 def _exchanges(plan: Plan, computed: Sequence[Sequence[Action]], starts: Sequence[Sequence[int]]) -> list[list[tuple[int, Action]]]:
@@ -223,8 +236,8 @@ class _Lane:
                 self.before.append([])
         # The boundary before each computation; of a backward that runs beside a forward, the one before both.
         self.boundaries = [i - (i > 0 and plan.begins_pair(self.steps[i - 1])) for i in range(len(self.steps))]
-        self.sends = [sent[step[:2]] for step in self.steps]
-        self.receives = [received[step[:2]] for step in self.steps]
+        self.sends = [sent[_kind(plan, step)] for step in self.steps]
+        self.receives = [received[_kind(plan, step)] for step in self.steps]
         self.arriving: list[list[Action]] = [[] for _ in self.before]  # at each boundary, completions of receives for the next step
         self.early: list[list[Action]] = [[] for _ in self.before]  # and of those for a later one
         self.posted = self._posts()

@@ -47,7 +47,7 @@ def with_encoder(plan: Plan, pieces: int, costs: Costs, *, rank: int = 0, most: 
         ConfigurationError: the plan has slices, two directions or skips, `pieces` or `rank` is not valid, the costs do not fit, or
             with `most` microbatches the model's first stage would wait for ever.
     """
-    if plan.slices > 1 or plan.directions > 1 or plan.skips or plan.overlapped or not plan.has_backward:
+    if plan.slices > 1 or plan.directions > 1 or plan.skips or plan.overlapped or plan.paths or not plan.has_backward:
         raise ConfigurationError("an encoder takes a training plan of whole microbatches, in one direction, without skips or pairs")
     if isinstance(pieces, bool) or not isinstance(pieces, int) or pieces < 1 or not 0 <= rank < plan.num_ranks:
         raise ConfigurationError(

@@ -200,4 +200,4 @@ def _transfer(plan: Plan, action: Action) -> Transfer | None:
     if start not in POSTS:
         return None
     post = action._replace(op=start)
-    return post.other_end if start in RECEIVES else post.identity
+    return plan.other_end(post) if start in RECEIVES else post.identity

@@ -78,17 +78,21 @@ def needs(action: Action, depth: int, *, local: bool = False) -> OpKey | None:
 
 
 class Moments:
-    """A moment for each result: 8 bytes each, so that the plans of thousands of ranks fit into memory."""
+    """A moment for each result: 8 bytes each, so that the plans of thousands of ranks fit into memory.
 
-    def __init__(self, num_stages: int, num_microbatches: int) -> None:
+    Args:
+        depth: how many stages have moments of their own. The replicas of a stage share theirs, because each microbatch passes one.
+    """
+
+    def __init__(self, num_stages: int, num_microbatches: int, depth: int) -> None:
         self._unknown = array("q", [UNKNOWN]) * num_microbatches
-        self._num_stages = num_stages
+        self._num_stages, self._depth = num_stages, depth
         self._tables: dict[Op, list[array[int]]] = {}
 
     def of(self, result: Op, stage: int) -> array[int]:
         """Return the moments of a stage's results, by microbatch; those that are not known are negative."""
         if result not in self._tables:
-            self._tables[result] = [self._unknown[:] for _ in range(self._num_stages)]
+            self._tables[result] = [self._unknown[:] for _ in range(self._depth)] * (self._num_stages // self._depth)
         return self._tables[result][stage]
 
     def by_computation(self) -> dict[tuple[Op, int], array[int]]:
@@ -96,8 +100,11 @@ class Moments:
         return {(op, stage): self.of(result, stage) for op, result in RESULT.items() for stage in range(self._num_stages)}
 
 
-def num_microbatches_of(lanes: Sequence[Sequence[Action]], num_stages: int) -> int:
+def num_microbatches_of(lanes: Sequence[Sequence[Action]], num_stages: int, depth: int) -> int:
     """Return one more than the highest microbatch of some lanes of computations.
+
+    Args:
+        depth: the number of stages that have a computation of each microbatch, at least.
 
     Raises:
         PlanError: a stage does not exist, or a microbatch is so high that most of the others must be missing.
@@ -110,14 +117,15 @@ def num_microbatches_of(lanes: Sequence[Sequence[Action]], num_stages: int) -> i
             raise PlanError(f"{wrong} is outside a plan of stages 0 to {num_stages - 1} and microbatches from 0 on")
         highest = max(highest, *microbatches)
     count = sum(map(len, lanes))
-    if 2 * count < num_stages * (highest + 1):
+    if 2 * count < depth * (highest + 1):
         raise PlanError(f"microbatch {highest} of {num_stages} stages in a plan of {count} computations: most are missing")
     return highest + 1
 
 
 def clock_of(plan: PlanData, lanes: Sequence[Sequence[Action]]) -> tuple[list[array[int]], Moments]:
     """Return the `clock` of the computations of a plan, and the same for each result: when the computation starts that makes it."""
-    return clock_by_result(lanes, plan.num_stages, plan.slices, plan.directions, plan.overlapped, plan.local)
+    replicas = plan.num_stages // plan.depth if plan.paths else 1
+    return clock_by_result(lanes, plan.num_stages, plan.slices, plan.directions, plan.overlapped, plan.local, replicas)
 
 
 def clock(
@@ -148,19 +156,24 @@ def clock_by_result(
     directions: int = 1,
     overlapped: Collection[MicrobatchKey] = (),
     local: bool = False,
+    replicas: int = 1,
 ) -> tuple[list[array[int]], Moments]:
     """Return the start times of `clock`, and the same for each result: when the computation starts that makes it.
+
+    Of the `replicas` of a stage, each microbatch passes one; so these share their results, and those of the neighbour are there
+    whichever of its replicas made them.
 
     A forward in `overlapped` begins when the backward behind it can run, too, right after it; what it makes is there when that
     has ended. If plans are `local`, gradients stay in their stage.
     """
-    num_microbatches = num_microbatches_of(lanes, num_stages)
-    begins, ends = Moments(num_stages, num_microbatches), Moments(num_stages, num_microbatches)
+    num_own = num_stages // replicas
+    num_microbatches = num_microbatches_of(lanes, num_stages, num_own)
+    begins, ends = (Moments(num_stages, num_microbatches, num_own) for _ in range(2))
     at_once = array("q", [0]) * num_microbatches
     kinds = {}  # of computation: what it needs, when that has ended; its own result, when that begins, and has ended; its duration
     for (op, stage), ended in ends.by_computation().items():
-        needed = needs(Action(op, stage, 0), num_stages // directions, local=local)
-        needs_ended, result = at_once if needed is None else ends.of(*needed[:2]), (RESULT[op], stage)
+        needed = needs(Action(op, stage % num_own, 0), num_own // directions, local=local)
+        needs_ended, result = at_once if needed is None else ends.of(*needed[:2]), (RESULT[op], stage % num_own)
         kinds[op, stage] = (needed and needed[:2], needs_ended, result, begins.of(*result), ended, UNITS[op])
     starts = [array("q") for _ in lanes]
     free = [0] * len(lanes)
@@ -268,8 +281,11 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
         lanes = [(rank, tuple([a for a in lane if a[0] in LINKED or a[3]])) for rank, lane in lanes]
     positions = [0] * len(lanes)
     width = 1 + max(map(plan.num_parts, range(plan.num_stages)))
-    num_stages = plan.num_stages
-    happened: Happened = {op: [bytearray(plan.num_units * width) for _ in plan.stage_ranks] for op in ENABLERS}
+    num_stages, num_own = plan.num_stages, plan.depth if plan.paths else plan.num_stages
+    # A microbatch passes one replica of a stage: what has happened there has happened for all of them, wherever its neighbours are.
+    happened: Happened = {
+        op: [bytearray(plan.num_units * width) for _ in range(num_own)] * (num_stages // num_own) for op in ENABLERS
+    }
     happened[Op.REDUCE_GRAD] *= 2  # a twin lies `depth` stages further on, or as many back
     kinds = _kinds(happened, plan.depth)
     of_skips: Happened = {op: [defaultdict[int, int](int) for _ in plan.stage_ranks] if plan.skips else [] for op in ENABLERS}
@@ -294,7 +310,7 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
             if enabling is not None and peer != HOST and enabling[other][there] != YES:
                 enabling[other][there] = AWAITED
                 enabler = ENABLED_BY[op][0]
-                waiting[enabler, other % num_stages, there].append(index)
+                waiting[enabler, other % num_own, there].append(index)
                 blocked[index] = action
                 positions[index] = position
                 break
@@ -305,7 +321,7 @@ def run_greedily(plan: PlanData, order: list[tuple[int, Action]] | None = None) 
             if happening is None:
                 continue
             if happening[stage][which] == AWAITED:
-                for woken in waiting.pop((op, stage, which)):
+                for woken in waiting.pop((op, stage % num_own, which)):
                     if woken >= num_ranks:
                         acceptors.append(woken)
                     elif woken == inside:
@@ -332,4 +348,5 @@ def _missing(plan: PlanData, action: Action) -> Action:
     twin = plan.twin(action.stage) if action.op is Op.WAIT_REDUCE_GRAD else None
     if action.part and action.op in MESSAGES:
         return action._replace(op=enabler, stage=action.part - 1, part=action.stage + 1, peer=None)
-    return action._replace(op=enabler, stage=action.stage + offset if twin is None else twin, peer=None)
+    there = plan.neighbour(action.stage, offset, action.microbatch) if plan.paths and offset else twin
+    return action._replace(op=enabler, stage=action.stage + offset if there is None else there, peer=None)

@@ -38,6 +38,8 @@ class Plan(PlanData):
             is written as torch writes it, `(0F7;7B3)OVERLAP_F_B`.
         local: whether gradients stay in their stage: each stage has a loss of its own, at which its backwards begin, and no stage
             sends a gradient. Then there is one stage per rank, and each forward is followed by its backward.
+        paths: where the model's S stages have replicas, for each microbatch the stages that it passes, one of each: replica r of
+            stage s is stage r*S + s, on a rank of its own. Empty if all microbatches pass all stages, or those of a direction.
 
     Example:
         >>> from bpipe.schedules import build

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from bpipe.errors import PlanError
-from bpipe.plan.action import COMPUTE, HOST, MIRROR, POSTS, Action, Channel, MicrobatchKey, Op, Purpose
+from bpipe.plan.action import COMPUTE, HOST, MIRROR, POSTS, Action, Channel, Identity, MicrobatchKey, Op, Purpose
 from bpipe.plan.meter import SLOTS, Amount, Meter, bytes_meter, occupancy, slot
 from bpipe.plan.reserved import reserve
 from bpipe.plan.sizes import Sizes
@@ -37,6 +37,7 @@ class PlanData:
     skips: tuple[Skip, ...] = ()
     overlapped: frozenset[MicrobatchKey] = frozenset()
     local: bool = False
+    paths: tuple[tuple[int, ...], ...] = ()
     _routes: Routes | None = field(default=None, init=False, compare=False, repr=False)
 
     @property
@@ -62,8 +63,8 @@ class PlanData:
 
     @property
     def depth(self) -> int:
-        """The number of stages that a microbatch passes: those of one direction."""
-        return len(self.stage_ranks) // self.directions
+        """The number of stages that a microbatch passes: those of one direction, or of its path."""
+        return len(self.paths[0]) if self.paths else len(self.stage_ranks) // self.directions
 
     def is_last(self, stage: int) -> bool:
         """Return whether a stage is the last one that its microbatches pass."""
@@ -73,14 +74,25 @@ class PlanData:
         """Return whether a stage is the first one that its microbatches pass."""
         return stage % self.depth == 0
 
-    def neighbour(self, stage: int, offset: int) -> int | None:
-        """Return the stage before (-1) or behind (+1) a stage, in its direction; None if there is none."""
+    def neighbour(self, stage: int, offset: int, unit: int = 0) -> int | None:
+        """Return the stage before (-1) or behind (+1) a stage, in its direction or on a unit's path; None if there is none."""
         ends = self.is_last(stage) if offset > 0 else self.is_first(stage)
-        return None if ends else stage + offset
+        if ends:
+            return None
+        return self.paths[unit][stage % self.depth + offset] if self.paths else stage + offset
 
     def passes(self, stage: int, unit: int) -> bool:
-        """Return whether a unit passes a stage: microbatches take the directions in turns."""
+        """Return whether a unit passes a stage: microbatches take the directions in turns, or have paths."""
+        if self.paths:
+            return self.paths[unit][stage % self.depth] == stage
         return unit // self.slices % self.directions == stage // self.depth
+
+    def other_end(self, action: Action) -> Identity:
+        """Return the identity of the action at the other end of the transfer that an action starts, as `Action.other_end`."""
+        op, stage, unit, part = action.other_end
+        there = self.neighbour(action.stage, stage - action.stage, unit) if self.paths and stage != action.stage else stage
+        assert there is not None, "a message leads to a stage"
+        return op, there, unit, part
 
     def twin(self, stage: int) -> int | None:
         """Return the stage of the other direction that holds the same weights; None in a plan of one direction."""

@@ -24,7 +24,8 @@ HEADER = re.compile(
     r"bpipe-plan 1 name=(?P<name>\S+) microbatches=(?P<microbatches>\d{1,9}) "
     r"stage_ranks=(?P<stage_ranks>\d{1,9}(?:,\d{1,9})*) slots=(?P<slots>[\d,-]+) backward=(?P<backward>[01])"
     r"(?: slices=(?P<slices>\d{1,9}))?(?: directions=(?P<directions>\d{1,9}))?"
-    r"(?: skips=(?P<skips>\d{1,9}(?:>\d{1,9})+(?:,\d{1,9}(?:>\d{1,9})+)*))?(?P<local> local)?",
+    r"(?: skips=(?P<skips>\d{1,9}(?:>\d{1,9})+(?:,\d{1,9}(?:>\d{1,9})+)*))?"
+    r"(?: paths=(?P<paths>\d{1,9}(?:-\d{1,9})*(?:,\d{1,9}(?:-\d{1,9})*)*))?(?P<local> local)?",
     re.ASCII,
 )
 
@@ -46,7 +47,10 @@ def wrong_with_name(name: str) -> str:
 
 
 def to_text(plan: PlanData) -> str:
-    """Write a header, then one line per rank and lane; a peer is written unless it is the neighbour that the placement implies."""
+    """Write a header, then one line per rank and lane; a peer is written unless it is the neighbour that the placement implies.
+
+    Where microbatches have paths, every message says where it goes.
+    """
     slots = ",".join("-" if k is None else str(k) for k in plan.slots)
     lines = [
         f"bpipe-plan 1 name={plan.name} microbatches={plan.num_microbatches} "
@@ -54,6 +58,7 @@ def to_text(plan: PlanData) -> str:
         + f" slices={plan.slices}" * (plan.slices > 1)
         + f" directions={plan.directions}" * (plan.directions > 1)
         + (f" skips={','.join('>'.join(map(str, skip)) for skip in plan.skips)}" if plan.skips else "")
+        + (f" paths={','.join('-'.join(map(str, path)) for path in plan.paths)}" if plan.paths else "")
         + " local" * plan.local
     ]
     if plan.sizes is not None:
@@ -87,7 +92,8 @@ def from_text(text: str, plan_class: type[AnyPlan]) -> AnyPlan:
         raise PlanError("not a plan: slices=0, expected at least 1")
     if directions not in (1, 2) or len(stage_ranks) % directions:
         raise PlanError(f"not a plan: {len(stage_ranks)} stages in directions={directions}, expected 1, or 2 with half each")
-    depth = len(stage_ranks) // directions
+    paths = tuple(tuple(map(int, path.split("-"))) for path in (match["paths"] or "").split(",") if path)
+    depth = len(paths[0]) if paths else len(stage_ranks) // directions
     skips = tuple(tuple(map(int, skip.split(">"))) for skip in (match["skips"] or "").split(",") if skip)
     if wrong := wrong_with(skips, depth):
         raise PlanError(f"not a plan: {wrong}")
@@ -101,7 +107,8 @@ def from_text(text: str, plan_class: type[AnyPlan]) -> AnyPlan:
         if kind not in lanes or rank != str(len(lanes[kind])):
             raise PlanError(f"not a plan: line {number} starts {line[:40]!r}, expected 'rank N:' or 'serve N:' in ascending order")
         actions = (action for word in words.split() for action in read_word(word, slices, overlapped))
-        lanes[kind].append(tuple(_with_peer(action, stage_ranks, depth) for action in actions))
+        implied = partial(_with_peer, stage_ranks=stage_ranks, depth=depth)
+        lanes[kind].append(tuple(actions) if paths else tuple(map(implied, actions)))
     if not lanes["rank"]:
         raise PlanError("not a plan: it has no line that starts 'rank 0:'")
     return plan_class(
@@ -119,6 +126,7 @@ def from_text(text: str, plan_class: type[AnyPlan]) -> AnyPlan:
         skips=skips,
         overlapped=frozenset(overlapped),
         local=match["local"] is not None,
+        paths=paths,
     )
 
 
@@ -197,7 +205,7 @@ def _read_skip(word: str) -> SkipSizes:
 
 
 def _write(plan: PlanData, action: Action) -> str:
-    if action.peer == _implied_peer(action, plan.stage_ranks, plan.depth):
+    if action.peer == (None if plan.paths else _implied_peer(action, plan.stage_ranks, plan.depth)):
         return plan.show(action)
     return f"{plan.show(action)}{action.at_peer or '@none'}"  # a valid plan never has it, and `parse` refuses it
 
@@ -259,6 +267,7 @@ def to_csv(plan: PlanData) -> str:
         ("has two directions", plan.directions > 1),
         ("has skips", bool(plan.skips)),
         ("keeps gradients in their stages", plan.local),
+        ("has paths", bool(plan.paths)),
     ):
         if is_so:
             raise PlanError(f"{plan.name} {what}, which torch.distributed.pipelining's CSV cannot express: use to_text()")

@@ -44,6 +44,7 @@ __all__: list[str] = []
 REMEMBERED_SHAPES = 64  # combinations of input shapes whose message specs are kept
 
 StepKey = tuple[bool, tuple[bytes, ...]]  # whether it trains, and a description of each rank's inputs
+SpecsKey = tuple[StepKey, tuple[tuple[int, ...], ...]]  # messages go elsewhere where microbatches take other paths
 
 
 class PreparedStep(NamedTuple):
@@ -71,7 +72,7 @@ class Session:
         self.stats: dict[str, float] = {}
         self.ledger = Ledger()
         self._preparation = Preparation(context)
-        self._learned = Recent[StepKey, MessageSpecs](REMEMBERED_SHAPES)
+        self._learned = Recent[SpecsKey, MessageSpecs](REMEMBERED_SHAPES)
         self._connected: Plan | None = None
         self._largest: list[int] = []  # of each rank of a plan that counts slots, for which its buffers are reserved
         self._compares_weights = True  # of twins
@@ -166,6 +167,7 @@ class Session:
             plain_peak=plain_peak,
             largest_remote_bytes=self.context.memory.largest_remote_bytes if self.context.transport.can_lend() else 0,
             slices=tuple(inputs.step_inputs.lengths or ()),
+            idle=tuple(stage for stage, rank in enumerate(plan.stage_ranks) if not plan.actions[rank]) if plan.paths else (),
             **self._twins(inputs, plan),
         )
 
@@ -190,7 +192,7 @@ class Session:
             source.fullest.check([records[rank] for rank in context.group_ranks], names, source.rule, context.log().warning)
         plan = source.plan_of(step.inputs, records, gather, is_training=step.is_training)
         self._connect(plan, records)
-        key = (step.is_training, tuple(record.signature for record in records))
+        key = (step.is_training, tuple(record.signature for record in records)), plan.paths
         is_learning = key not in self._learned
         return Run(
             plan=plan,

@@ -108,7 +108,7 @@ class _Walk:
         assert action.peer is not None
         if (twin := self.plan.twin(action.stage)) is not None and action.is_exchange:
             return _Place(action.peer, False, self.positions(action.peer, False)[action.op, twin, *action[2:4]])
-        other = action.other_end
+        other = self.plan.other_end(action)
         served = other[0] in SERVED
         return _Place(action.peer, served, self.positions(action.peer, served)[other])
 

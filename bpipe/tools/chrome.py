@@ -233,7 +233,7 @@ def _arrows(timeline: Timeline) -> Iterator[_Arrow]:
     for (rank, op, stage, microbatch, part), sent in slices.items():
         heads: list[tuple[str, tuple[int, Op, int, int, int]]] = []
         if op in RECEIVER_OF and sent.action.peer is not None:
-            heads.append((SENDS[op].value, (sent.action.peer, *sent.action.other_end)))
+            heads.append((SENDS[op].value, (sent.action.peer, *timeline.plan.other_end(sent.action))))
         if op is Op.EVICT:
             heads.append(("away", (rank, Op.LOAD, stage, microbatch, part)))
         for name, head in heads:

@@ -15,6 +15,7 @@ __all__ = ["bytes_of", "bytes_per_second_of", "one_or_each", "seconds_of", "show
 T = TypeVar("T")
 
 BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+BITS = {"bit": 1 / 8, "kbit": 125, "mbit": 125 * 10**3, "gbit": 125 * 10**6}
 SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 
 _QUANTITY = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-zµ]*)(?:/s)?", re.IGNORECASE)
@@ -34,8 +35,13 @@ def bytes_of(text: str) -> int:
 
 
 def bytes_per_second_of(text: str) -> float:
-    """Read a bandwidth: `25GB/s`, or `25GB`."""
-    return _read(text, BYTES, "bytes per second, such as 25GB/s")
+    """Read a bandwidth: `25GB/s`, `25GB`, or `200Mbit/s`.
+
+    Example:
+        >>> bytes_per_second_of("25GB/s"), bytes_per_second_of("200Mbit/s")
+        (25000000000.0, 25000000.0)
+    """
+    return _read(text, {**BYTES, **BITS}, "bytes per second, such as 25GB/s or 200Mbit/s")
 
 
 def seconds_of(text: str) -> float:

@@ -89,17 +89,18 @@ def ordered(own: RankIndex) -> Iterator[Finding]:
 
 def _simply_ordered(own: RankIndex, stage: int) -> Iterator[Finding]:
     """Check the order of a stage whose microbatches have no parts, and whose neighbours are on other ranks: nearly all stages."""
-    slices, directions = own.plan.slices, own.plan.directions
     for earlier, later in (*PRECEDENCE, *PRECEDENCE_OF_OUTPUTS[own.plan.local], *PRECEDENCE_OF_PARTS):
         first, second = own.at.get((earlier, stage, 0), {}), own.at.get((later, stage, 0), {})
         for unit, index in second.items() if first else ():
             if first.get(unit, -1) > index:
                 yield _before(own, index, Action(earlier, stage, unit))
+    slices, directions, on_path = own.plan.slices, own.plan.directions, own.on_path.get(stage)
     for later, earlier in ((op, kin) for op, kins in KIN.items() for kin in ops_in(kins)):
         first, second = own.at.get((earlier, stage, 0), {}), own.at.get((later, stage, 0), {})
         for unit, index in second.items() if first else ():
-            if first.get(previous_unit(later, unit, slices, directions), -1) > index:
-                yield _before(own, index, Action(earlier, stage, previous_unit(later, unit, slices, directions)))
+            previous = previous_unit(later, unit, slices, directions) if on_path is None else on_path.get(unit, -1)
+            if first.get(previous, -1) > index:
+                yield _before(own, index, Action(earlier, stage, previous))
 
 
 def _before(own: RankIndex, index: int, other: Action) -> Finding:
@@ -132,7 +133,9 @@ def _needs(own: RankIndex, action: Action) -> Iterator[tuple[PartKey, int]]:
     yield (stage, microbatch, 0), earlier & ~(0 if has_output else BITS[Op.WAIT_SEND_F] * (op is Op.WAIT_EVICT))
     yield (stage, microbatch, part), EARLIER_OF_PART[op]
     if op in COMPUTE:
-        yield (stage, previous_unit(op, microbatch, own.plan.slices, own.plan.directions), 0), KIN.get(op, 0)
+        slices, directions, on_path = own.plan.slices, own.plan.directions, own.on_path.get(stage)
+        previous = previous_unit(op, microbatch, slices, directions) if on_path is None else on_path.get(microbatch, -1)
+        yield (stage, previous, 0), KIN.get(op, 0)
         for other in (0,) if part else range(1, num_parts + 1):  # moves of the whole, or of the part by itself
             yield (stage, microbatch, other), EARLIER_OF_PART[op]
     for near in _neighbours(own, stage):

@@ -39,11 +39,11 @@ def _posted(plan: Plan, lane: tuple[Action, ...]) -> dict[tuple[Op, int | None],
     They name the message at the boundary after a stage, or a stage's saved bytes.
     """
     posted: dict[tuple[Op, int | None], array[int]] = defaultdict(lambda: array("q"))
-    m, most = plan.num_units, _most(plan)
+    m, most, num_own = plan.num_units, _most(plan), plan.depth if plan.paths else plan.num_stages  # replicas have one name
     for op, stage, microbatch, part, peer in lane:
         before = _STAGES_BEFORE.get(op)
         if before is not None and peer != HOST:
-            first, other = stage - before, part
+            first, other = stage % num_own - before, part
             if part and before and op in MESSAGES:  # between stages that are no neighbours: the later one names the earlier one
                 first, other = part - 1, stage + 1
             posted[op, peer].append((first * m + microbatch) * most + other)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import filterfalse
 from operator import itemgetter
 
@@ -34,8 +34,10 @@ def belongs(own: RankIndex) -> Iterator[Finding]:
         peers = {kind: peer for kind, peer in peers.items() if kind[0] is not Op.WAIT_REDUCE_GRAD}
     for index in own.repeated:
         yield own.place(index), f"{own.show(own.lane[index])} stands a second time"
-    lanes = (plan.actions[own.rank], plan.served[own.rank])
-    computing, serving = (set(map(_WITH_PEER, filterfalse(_is_of_skips, lane) if plan.skips else lane)) for lane in lanes)
+    lanes: list[Iterable[Action]] = [plan.actions[own.rank], plan.served[own.rank]]
+    if plan.skips or plan.paths:  # these messages have rules of their own
+        lanes = [filterfalse(_is_routed if plan.paths else _is_of_skips, lane) for lane in lanes]
+    computing, serving = (set(map(_WITH_PEER, lane)) for lane in lanes)
     kinds = computing | serving
     odd = {kind for kind in kinds if kind[2] != peers.get(kind[:2], NOWHERE) and not _moves_as_one(own, kind, kinds)}
     is_mixed = any(op in SERVED for op, _, _ in computing) or any(op not in SERVED for op, _, _ in serving)
@@ -153,6 +155,23 @@ def skipping(own: RankIndex) -> Iterator[Finding]:
         if _is_of_skips(action) and (action.peer != plan.stage_ranks[action.part - 1] or own.is_served(index)):
             rank = plan.stage_ranks[action.part - 1]
             yield own.place(index), f"{own.show(action)} with {_named(action.peer)}: stage {action.part - 1} is on rank {rank}"
+
+
+def routed(own: RankIndex) -> Iterator[Finding]:
+    """Check that each message goes to, and comes from, the stage before or behind on the path of its microbatch."""
+    plan = own.plan
+    for index, action in enumerate(own.lane if plan.paths else ()):
+        if not _is_routed(action):
+            continue
+        expected = plan.neighbour(action.stage, NEIGHBOURS[action.op], action.microbatch)
+        if own.is_served(index) or action.stage not in own.stages or expected is None or action.peer != plan.stage_ranks[expected]:
+            where = "nowhere" if expected is None else f"to stage {expected} on rank {plan.stage_ranks[expected]}"
+            yield own.place(index), f"{own.show(action)} on rank {own.rank} with {_named(action.peer)}: the path leads {where}"
+
+
+def _is_routed(action: Action) -> bool:
+    """Return whether an action is one end of a message between stages."""
+    return action[0] in MESSAGES
 
 
 def _is_of_skips(action: Action) -> bool:

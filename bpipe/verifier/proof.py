@@ -14,7 +14,7 @@ from bpipe.plan.text import wrong_with_name
 from bpipe.skips.routes import wrong_with
 from bpipe.verifier.order_rules import in_pieces, local, ordered, overlapped, recomputed, sharded, twins
 from bpipe.verifier.plan_rules import RULES_OF_ALL
-from bpipe.verifier.presence_rules import IN_PARTS, belongs, complete, skipping
+from bpipe.verifier.presence_rules import IN_PARTS, belongs, complete, routed, skipping
 from bpipe.verifier.rank_index import Finding, Place, RankIndex, Rule
 
 __all__ = ["Violation", "verify"]
@@ -49,6 +49,7 @@ RULES_OF_A_RANK: dict[str, Rule] = {
     "belongs": belongs,
     "complete": complete,
     "skipping": skipping,
+    "routed": routed,
     "ordered": ordered,
     "in pieces": in_pieces,
     "overlapped": overlapped,
@@ -107,7 +108,7 @@ def violations_of(plan: Plan) -> Iterator[Violation]:
             return
         violations += (Violation(name, *found) for name, rule in RULES_OF_A_RANK.items() for found in rule(own))
     yield from violations
-    if not any(violation.rule in ("belongs", "complete", "skipping", "overlapped") for violation in violations):
+    if not any(violation.rule in ("belongs", "complete", "skipping", "routed", "overlapped") for violation in violations):
         for name, whole in RULES_OF_ALL.items():
             yield from (Violation(name, place, text) for place, text in whole(plan))
 
@@ -123,13 +124,17 @@ def _shape(plan: Plan) -> Iterator[str]:
     if plan.directions not in (1, 2) or p % plan.directions:
         yield f"{p} stages in {plan.directions} directions: there are 1 or 2, with equally many stages each"
         return
+    if wrong := _wrong_with_paths(plan):
+        yield wrong
+        return
     if wrong := wrong_with(plan.skips, plan.depth):
         yield wrong
         return
     if p < 1 or plan.num_microbatches < 1 or plan.slices < 1:
         yield f"{p} stages, {plan.num_microbatches} microbatches and {plan.slices} slices: each must be at least 1"
     count = sum(map(len, plan.actions))
-    if 2 * count < p * plan.num_units:  # far from complete: the rules need not list what is missing, one by one
+    passed = plan.depth if plan.paths else p
+    if 2 * count < passed * plan.num_units:  # far from complete: the rules need not list what is missing, one by one
         yield f"{count} actions cannot run {p} stages and {_microbatches(plan)}"
     if len(plan.served) != plan.num_ranks or len(plan.slots) != plan.num_ranks:
         yield f"{plan.num_ranks} compute lanes, {len(plan.served)} served, {len(plan.slots)} budgets"
@@ -149,6 +154,23 @@ def _shape(plan: Plan) -> Iterator[str]:
     for stage, rank in enumerate(plan.stage_ranks):
         if rank not in ranks:
             yield f"stage {stage} is on rank {rank}, but the ranks are 0 to {plan.num_ranks - 1}"
+
+
+def _wrong_with_paths(plan: Plan) -> str:
+    """Return why the paths of a plan's microbatches cannot be; empty if they can, or if there are none."""
+    if not plan.paths:
+        return ""
+    if plan.directions > 1 or plan.slices > 1 or plan.skips or plan.overlapped or plan.local:
+        return "paths in a plan with two directions, slices, skips, pairs or local gradients, which are not known to work together"
+    depth, p = plan.depth, plan.num_stages
+    if depth < 1 or p % depth or len(set(plan.stage_ranks)) < p:
+        return f"paths of {depth} stages, on {p} stages: each of the model's needs equally many replicas, each on a rank of its own"
+    if len(plan.paths) != plan.num_microbatches:
+        return f"{len(plan.paths)} paths of {plan.num_microbatches} microbatches"
+    for unit, path in enumerate(plan.paths):
+        if len(path) != depth or any(not 0 <= stage < p or stage % depth != place for place, stage in enumerate(path)):
+            return f"microbatch {unit} takes stages {path}: expected a replica of each stage 0 to {depth - 1}, s + r*{depth}"
+    return ""
 
 
 def _microbatches(plan: Plan) -> str:

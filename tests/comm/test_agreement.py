@@ -26,6 +26,7 @@ RECORDS = st.builds(
     pipeline=st.integers(0, 2**32 - 1),
     signature=st.binary(min_size=16, max_size=16),
     stages=st.lists(st.integers(0, 2**32 - 1), max_size=MOST_STAGES).map(tuple),
+    idle=st.lists(st.integers(0, 2**32 - 1), max_size=9).map(tuple),
     slices=st.lists(st.integers(0, 2**32 - 1), max_size=9).map(tuple),
     weights=st.lists(st.integers(0, 2**61 - 1), max_size=9).map(tuple),
     revision=st.integers(0, 2**32 - 1),
@@ -163,6 +164,12 @@ def test_missing_stage() -> None:
     message = r"^no rank holds stage 2 of 3 \(rank 0: \[0\], rank 1: \[1\], rank 2: \[\]\)$"
     with pytest.raises(AgreementError, match=message):
         check(ranks(stages=()))
+
+
+def test_a_stage_that_no_microbatch_passes_need_not_be_there() -> None:
+    check([record._replace(idle=(2,)) for record in ranks()[:2]])
+    with pytest.raises(AgreementError, match="no rank holds stage 2 of 3"):
+        check([record._replace(idle=(1,)) for record in ranks()[:2]])
 
 
 def test_a_record_of_four_billion_stages_costs_nothing() -> None:

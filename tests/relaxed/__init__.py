@@ -1,0 +1,1 @@
+"""Tests of pipelines that do without something that a synchronous one has."""

@@ -50,7 +50,7 @@ class Bytes:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.depth = len(plan.stage_ranks) // plan.directions
+        self.depth = len(plan.paths[0]) if plan.paths else len(plan.stage_ranks) // plan.directions
         self.stores = [Store() for _ in plan.actions]
 
     def parts(self, stage: int) -> range:

@@ -119,7 +119,7 @@ class _Machine:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.p, self.m = len(plan.stage_ranks), plan.num_microbatches * plan.slices
-        self.depth = self.p // plan.directions  # stages that a microbatch passes
+        self.depth = len(plan.paths[0]) if plan.paths else self.p // plan.directions  # stages that a microbatch passes
         ways, units = range(plan.directions), range(self.m)
         self.passing = [[unit for unit in units if unit // plan.slices % plan.directions == way] for way in ways]
         self.tokens: dict[Place, Token] = {}
@@ -210,8 +210,8 @@ class _Machine:
         insist(do, "wrong lane:", action, "among the computations of rank", rank)
         known = 0 <= action.stage < self.p and 0 <= action.microbatch < self.m
         insist(known and self.plan.stage_ranks[action.stage] == rank, "misplaced:", action, "on rank", rank)
-        passes = action.microbatch // self.plan.slices % self.plan.directions == action.stage // self.depth
-        insist(passes or action.op.value in SHARDING, "misplaced:", action, "is of the other direction")
+        passes = action.microbatch in self.units(action.stage)
+        insist(passes or action.op.value in SHARDING, "misplaced:", action, "is of the other direction, or another replica's")
         if action.part and action.op.value.removeprefix("WAIT_") in MESSAGES:
             self.check_way(action)
         else:
@@ -243,9 +243,10 @@ class _Machine:
         if self.begins(rank, action, first=1, last=self.bytes.parts(stage)[-1]):
             self.in_order("forward", action)
             if stage % self.depth:
-                near = self.plan.stage_ranks[stage - 1] == rank
-                where = (rank, "output", stage - 1, microbatch) if near else (rank, "input", stage, microbatch)
-                self.use(where, ("output", stage - 1, microbatch), action, keep=near)
+                before = self.beside(stage, -1, microbatch)
+                near = self.plan.stage_ranks[before] == rank
+                where = (rank, "output", before, microbatch) if near else (rank, "input", stage, microbatch)
+                self.use(where, ("output", before, microbatch), action, keep=near)
             self.use_skips(rank, action)
             self.occupy(rank, action, "saved")
         self.bytes.before_forward(rank, action)
@@ -296,8 +297,14 @@ class _Machine:
         return {other for other in (stage - 1, stage + 1) if other // self.depth == stage // self.depth}
 
     def units(self, stage: int) -> list[int]:
-        """What passes a stage, in the order of forwards: every microbatch, or every other one."""
+        """What passes a stage, in the order of forwards: every microbatch, every other one, or those whose path leads there."""
+        if self.plan.paths:
+            return [unit for unit, path in enumerate(self.plan.paths) if stage in path]
         return self.passing[stage // self.depth]
+
+    def beside(self, stage: int, offset: int, unit: int) -> int:
+        """The stage before or behind one, on a unit's path if it has one."""
+        return self.plan.paths[unit][stage % self.depth + offset] if self.plan.paths else stage + offset
 
     def stages_of(self, rank: int) -> set[int]:
         return {stage for stage, owner in enumerate(self.plan.stage_ranks) if owner == rank}
@@ -342,9 +349,10 @@ class _Machine:
         for place in self.saved(rank, action):
             self.use(place, place[1:], action, keep=True)
         if (stage + 1) % self.depth and not self.plan.local:
-            near = self.plan.stage_ranks[stage + 1] == rank
-            where = (rank, "result", stage + 1, microbatch) if near else (rank, "gradient", stage, microbatch)
-            self.use(where, ("gradient", stage + 1, microbatch), action)
+            behind = self.beside(stage, 1, microbatch)
+            near = self.plan.stage_ranks[behind] == rank
+            where = (rank, "result", behind, microbatch) if near else (rank, "gradient", stage, microbatch)
+            self.use(where, ("gradient", behind, microbatch), action)
         for way in self.made[stage]:
             place = way.at(rank, "added up" if self.is_local(way) else "returned", microbatch)
             self.use(place, way.gradient(microbatch, way.users), action)

@@ -38,6 +38,7 @@ class StepRecord(NamedTuple):
     weights: tuple[int, ...] = ()  # where twins compare them: a checksum of the weights of each of its stages, at first with values
     is_changed: bool = False  # where twins compare their weights: whether a module has changed since the step before
     largest_remote_bytes: int = 0  # of what it has evicted to other ranks so far, where buffers have to be as large
+    idle: tuple[int, ...] = ()  # the stages that no microbatch of this step passes, and that need not be on a rank
     slices: tuple[int, ...] = ()  # of all slices, in positions: 0 where this rank has nothing of a microbatch, () if it cuts none
 
     def pack(self, num_calls: int = 0) -> bytes:
@@ -84,7 +85,7 @@ COMPARED: dict[str, Callable[[StepRecord], object]] = {
 
 
 def check(records: Sequence[StepRecord]) -> None:
-    """Raise unless all ranks are about to run the same step, and together hold each stage exactly once.
+    """Raise unless all ranks are about to run the same step, and together hold each stage that they need exactly once.
 
     Raises:
         AgreementError: they differ; it names what differs, both values and both ranks, and all ranks raise the same.
@@ -106,7 +107,8 @@ def check(records: Sequence[StepRecord]) -> None:
                 raise AgreementError(f"stage {stage} is on two ranks, {owner[stage]} and {rank}: give each its own stage_index")
             owner[stage] = rank
     _check_twins(records)
-    missing = next((stage for stage in range(records[0].num_stages) if stage not in owner), None)
+    idle = set(records[0].idle)
+    missing = next((stage for stage in range(records[0].num_stages) if stage not in owner and stage not in idle), None)
     if missing is not None:
         held = ", ".join(f"rank {rank}: {list(record.stages)}" for rank, record in enumerate(records))
         raise AgreementError(f"no rank holds stage {missing} of {records[0].num_stages} ({held})")

@@ -25,6 +25,7 @@ class Collective(IntEnum):
     TRACE = 3
     GATHER = 4
     CONNECT = 5
+    RESULT = 6
 
 
 KNOWN = frozenset({REFUSES, HAS_LEFT, *Collective})  # what an objection may tell of: each once, so that they are few
@@ -35,6 +36,7 @@ DOING = {
     Collective.TRACE: "starts a trace",
     Collective.GATHER: "gathers a trace",
     Collective.CONNECT: "opens channels",
+    Collective.RESULT: "ends a step",
 }
 
 CANNOT = {
@@ -43,7 +45,16 @@ CANNOT = {
     Collective.TRACE: "trace",
     Collective.GATHER: "gather a trace",
     Collective.CONNECT: "open channels",
+    Collective.RESULT: "end a step",
 }
+
+
+class RankLeftError(AgreementError):
+    """A rank has closed the pipeline, and others have not."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class Objection(NamedTuple):
@@ -87,9 +98,10 @@ class Objection(NamedTuple):
         if self.doing == REFUSES:
             raise AgreementError(f"rank {self.rank} cannot {CANNOT[call]}: {self.text}")
         if self.doing == HAS_LEFT:
-            raise AgreementError(
+            raise RankLeftError(
                 f"rank {self.rank} closed this pipeline after {self.num_steps} steps, but rank {own_rank} makes another call: "
-                "make the same calls on all ranks"
+                "make the same calls on all ranks",
+                self.rank,
             )
         if self.doing != call:
             doing = DOING[Collective(self.doing)]

@@ -34,6 +34,7 @@ MAX_GIVEN: dict[int, int] = {
     Collective.TRACE: MAX_BYTES,
     Collective.GATHER: MOST_TOGETHER,
     Collective.CONNECT: MAX_BYTES,
+    Collective.RESULT: 2**24,
 }
 
 

@@ -26,6 +26,7 @@ EXAMPLES = """examples:
   bpipe advise llama2-70b --device a100-80gb --stages 8 --tensor-parallel 8 --batch 128
   bpipe advise gpt3-96b --device a100-80gb --stages 8 --tensor-parallel 4 --batch 128 --efficiency 1=0.33,2=0.47
   bpipe advise --layers 32 --hidden 4096 --heads 32 --sequence 4096 --vocabulary 50257 --device h100 --stages 4,8 --batch 64
+  bpipe advise gpt3-13b --device v100-32gb --stages 8 --batch 64 --link 200Mbit/s
   bpipe advise stage0.json stage1.json --memory 40GiB --batch 64
 Exit code 1: nothing fits."""
 
@@ -50,7 +51,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--device", help="a100-80gb, h100, ...: memory, speed and links")
     machine.add_argument("--memory", type=single(bytes_of), metavar="BYTES", help="of a device (default: that of --device)")
     machine.add_argument("--reserved", type=single(bytes_of), metavar="BYTES", help="memory to set aside of that (default: 5%%)")
-    machine.add_argument("--link", type=link, metavar="RATE", help="link within a node: nvlink3, pcie4 or such as 25GB/s")
+    machine.add_argument("--link", type=link, metavar="RATE", help="link within a node: nvlink3, pcie4, 25GB/s or 200Mbit/s")
     machine.add_argument("--cross-link", type=link, metavar="RATE", help="link between nodes")
     machine.add_argument("--ranks-per-node", type=whole, metavar="N", help="stages on a node; stages x and p-1-x share one")
     machine.add_argument("--num-devices", type=whole, metavar="N", help="devices of all pipelines together")
