@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from bpipe.errors import StageError
-from bpipe.model.microbatch import detached
+from bpipe.model.microbatch import detached, tensors_in
 
 __all__: list[str] = []
 
@@ -28,3 +30,23 @@ def taken_apart(result: Any, place: str) -> tuple[Any, Any]:
         )
     output, prediction = result
     return detached(output), prediction
+
+
+@contextmanager
+def left_as_it_is(output: Any, place: str) -> Iterator[None]:
+    """Raise if a stage's loss, which is made inside, changes the output for the next stage.
+
+    Args:
+        output: without its graph; a prediction may share its memory.
+        place: the stage and microbatch, for messages.
+
+    Raises:
+        StageError: it was changed in place.
+    """
+    before = [(tensor, tensor._version) for tensor in tensors_in(output) if not tensor.is_inference()]
+    yield
+    if any(tensor._version != version for tensor, version in before):
+        raise StageError(
+            f"{place}: loss_fn changed the prediction in place, which shares its memory with the output that the next stage gets: "
+            "use a loss_fn that does not, or a head that returns a clone"
+        )

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from bpipe.backward.autograd import Graph, InputGrads, edges_of, enter
 from bpipe.backward.divided import Divided
-from bpipe.backward.local_results import taken_apart
+from bpipe.backward.local_results import left_as_it_is, taken_apart
 from bpipe.backward.new_gradients import NewGradients, owned
 from bpipe.backward.user_hooks import UserHooks
 from bpipe.comm.wire.message import MessageSpec, TensorMeta, all_dense, dense, flatten_message, meta_of, metas_of, unflatten_message
@@ -232,10 +232,12 @@ class Compute:
             input_grads, fixed = inputs.input_grads, inputs.fixed
             borrowed = keys_of([*(lent for lent, *_ in inputs.borrowed), *left]) if inputs.borrowed or left else set()
             del inputs  # `after_forward` counts owners: this frame must not own what the stage has received
-            sent = output
+            sent, keeps = output, None
             if has_loss and not is_last:
                 sent, output = taken_apart(output, state.place)
-            loss = self._loss(output, action.microbatch) if has_loss else None
+                keeps = left_as_it_is(sent, state.place)
+            with keeps or nullcontext():
+                loss = self._loss(output, action.microbatch) if has_loss else None
         if pieces is not None:
             pieces.finish()
         made = list[torch.Tensor]()

@@ -24,7 +24,7 @@ def local_heads(
     size of a microbatch. Parameters are on the CPU, in torch's default dtype.
 
     Args:
-        shapes: of the blocks' outputs, with the dimension of samples, such as `block(x).shape`.
+        shapes: of the blocks' outputs, with the dimension of samples, such as `[block(x).shape]`.
         num_classes: the numbers that each prediction has.
         residual: whether a residual block comes before the linear layer, so that the features that a stage sends on need not be
             such as a linear classifier wants.
@@ -44,6 +44,9 @@ def local_heads(
     """
     if not isinstance(num_classes, int) or isinstance(num_classes, bool) or num_classes < 1:
         raise ConfigurationError(f"num_classes={num_classes!r}: give a whole number of at least 1")
+    shapes = list(shapes)
+    if any(isinstance(shape, int) for shape in shapes):
+        raise ConfigurationError(f"shapes={shapes}: give a list with a shape for each head, such as [block(x).shape]")
     return [_head(tuple(shape), num_classes, residual=residual, per_token=per_token) for shape in shapes]
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from bpipe.errors import StageError
 from bpipe.model.cut import mark_around
 from bpipe.model.microbatch import tensors_in
+from bpipe.model.pytree import mapped
 
 __all__ = ["LocalBlock"]
 
@@ -23,7 +24,8 @@ class LocalBlock(nn.Module):
     Args:
         block: takes and returns what the stage would without local learning.
         head: takes what the next stage takes: the block's output, or several arguments if that is a tuple or a list. It must not
-            change it in place, because the next stage gets it.
+            change it in place, because the next stage gets it. (It gets a copy where nobody could tell: in a compiled block, and
+            in inference mode.)
         name: the parameters' names are `blocks.<name>.` and those in the block, and `heads.<name>.` and those in the head, so that
             stages with different names can be saved in one checkpoint; the stage's index, for example.
 
@@ -59,8 +61,9 @@ class LocalBlock(nn.Module):
         """Return the block's output, and the head's prediction."""
         head, output = self.head, self.block(*args, **kwargs)
         before = _versions(output)
-        prediction = head(*output) if isinstance(output, (tuple, list)) else head(output)
-        if _versions(output) != before:
+        given = mapped(torch.clone, output) if before is None else output
+        prediction = head(*given) if isinstance(given, (tuple, list)) else head(given)
+        if before is not None and _versions(output) != before:
             raise StageError(
                 "the head of a LocalBlock changed the block's output in place, which the next stage gets: use a head that does "
                 "not, such as nn.ReLU(inplace=False), or one that begins with a clone"
@@ -68,8 +71,8 @@ class LocalBlock(nn.Module):
         return output, prediction
 
 
-def _versions(output: Any) -> list[int]:
-    """Return how often each tensor was changed in place; nothing where that is not counted."""
-    if torch.compiler.is_compiling():
-        return []
-    return [tensor._version for tensor in tensors_in(output) if not tensor.is_inference()]
+def _versions(output: Any) -> list[int] | None:
+    """Return how often each tensor was changed in place; None where that is not counted."""
+    if torch.compiler.is_compiling() or any(tensor.is_inference() for tensor in tensors_in(output)):
+        return None
+    return [tensor._version for tensor in tensors_in(output)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
 
 import bpipe
-from bpipe.errors import ConfigurationError
+from bpipe.errors import ConfigurationError, StageError
 
 SHAPES = {"mlp": (3, 8), "transformer": (3, 5, 8), "convolutional": (3, 8, 4, 4)}
 
@@ -38,6 +40,8 @@ def test_features_that_are_not_known() -> None:
             bpipe.local_heads([shape], 10)
     with pytest.raises(ConfigurationError, match="predicts for each token"):
         bpipe.local_heads([SHAPES["mlp"]], 10, per_token=True)
+    with pytest.raises(ConfigurationError, match=re.escape("shapes=[32, 64]: give a list with a shape for each head")):
+        bpipe.local_heads((32, 64), 10)
     with pytest.raises(ConfigurationError, match="num_classes=0"):
         bpipe.local_heads([SHAPES["mlp"]], 0)
 
@@ -60,3 +64,34 @@ def test_a_block_of_another_stage_is_refused() -> None:
 class Pair(nn.Module):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x, x + 1
+
+
+class Overwriting(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.relu_().sum(1)
+
+
+def test_a_head_that_changes_the_output_is_refused_or_gets_a_copy(one_thread: None) -> None:
+    block, x = bpipe.LocalBlock(nn.Linear(3, 3), Overwriting()), torch.randn(5, 3)
+    with pytest.raises(StageError, match="changed the block's output in place"):
+        block(x)
+    expected = block.block(x)
+    with torch.inference_mode():
+        assert torch.equal(block(x)[0], expected)
+    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x)[0], expected)
+    assert torch.equal(compiled(x)[1], expected.relu().sum(1))
+
+
+def test_a_loss_that_changes_the_output_is_refused() -> None:
+    """A prediction may share the memory of the output that the next stage gets."""
+    loopback = bpipe.Loopback(2)
+    modules = [bpipe.LocalBlock(nn.Linear(3, 3), nn.Flatten()), nn.Linear(3, 3)]
+
+    def loss_fn(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (prediction.sub_(target) ** 2).mean()
+
+    stages = [bpipe.PipelineStage(module, rank, 2, "cpu", loopback.rank(rank)) for rank, module in enumerate(modules)]
+    schedules = [bpipe.LocalLearning(stage, 2, loss_fn=loss_fn) for stage in stages]
+    with pytest.raises(StageError, match="loss_fn changed the prediction in place"):
+        loopback.step(schedules, torch.randn(4, 3), target=torch.ones(4, 3))

@@ -194,7 +194,7 @@ def train(rank: int, folder: str, how: str) -> list[torch.Tensor]:
 
 
 def test_optimizers_step_a_stage_at_a_time_and_stages_are_saved_and_traced(tmp_path: Path) -> None:
-    """Behind `step`, or in the waits as a fill job does it: the same parameters."""
+    """Behind `step`, or as a fill job at its end: the same parameters."""
     looped, filled = (run_ranks(train, 3, str(tmp_path), how) for how in ("loop", "fill"))
     for one, other in zip(looped, filled, strict=True):
         assert one and all(map(torch.equal, one, other))
