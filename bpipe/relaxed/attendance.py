@@ -127,7 +127,7 @@ class Attendance:
                 raise TransferTimeoutError(f"{self.named} waits for {self.listed(missing)} in vain")
             if not missing or is_late:
                 for seat in missing & waiting:
-                    self.store.delete_key(f"waiting/{seat}")  # it has ended since; if not, it announces itself again
+                    self.store.set(f"waiting/{seat}", "")  # it has ended since; if not, it announces itself again
                 self.store.compare_set(f"{number}/decided", "", json.dumps({"announced": announced, "seats": come}))
             else:
                 time.sleep(POLL_S)
@@ -144,7 +144,7 @@ class Attendance:
         self.number, self.seats = number, sorted(decided)
         self._num_known = json.loads(self._read(f"{number}/decided") or "{}")["announced"]
         if self._read(f"waiting/{self.seat}") is not None:
-            self.store.delete_key(f"waiting/{self.seat}")
+            self.store.set(f"waiting/{self.seat}", "")  # not deleted: another rank may be about to read it, and would wait for it
         return True
 
     def _decided(self, number: int) -> dict[int, str] | None:
@@ -156,7 +156,8 @@ class Attendance:
         return {seat: process for seat, process in found.items() if process is not None}
 
     def _read(self, key: str) -> str | None:
-        return self.store.get(key).decode() if self.store.check([key]) else None
+        """Return a text that processes have left in the store, and that nobody deletes; None if it is not there, or empty."""
+        return self.store.get(key).decode() or None if self.store.check([key]) else None
 
     def _check_time(self, began: float, whom: str) -> None:
         if time.monotonic() - began > self._timeout_s:

@@ -33,13 +33,14 @@ def encode(tensor: torch.Tensor, block: int) -> list[torch.Tensor]:
     rows = _padded(tensor.detach().reshape(-1).to(scales.dtype), block)
     torch.div(rows.abs().amax(1), STEPS, out=scales)
     steps = rows / torch.where(scales == 0, 1, scales)[:, None]
-    codes.copy_(steps.nan_to_num(0).round().reshape(-1)[: len(codes)])
+    codes.copy_(steps.nan_to_num(0).round().clamp_(-STEPS, STEPS).reshape(-1)[: len(codes)])
     return [codes, scales]
 
 
 def decode(codes: torch.Tensor, scales: torch.Tensor, block: int, out: torch.Tensor) -> None:
     """Write what `encode` made of a tensor into one of its shape."""
-    rows = _padded(codes.to(scales.dtype), block) * scales[:, None]
+    most = torch.finfo(scales.dtype).max  # which STEPS * scale may exceed by its rounding
+    rows = (_padded(codes.to(scales.dtype), block) * scales[:, None]).clamp_(-most, most)
     out.copy_(rows.reshape(-1)[: len(codes)].view(out.shape))
 
 

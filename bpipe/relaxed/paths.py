@@ -43,13 +43,13 @@ def paths_of(num_microbatches: int, throughputs: Sequence[Sequence[float]]) -> P
 
 
 def routed_plan(
-    num_microbatches: int, throughputs: Sequence[Sequence[float]], paths: Paths | None = None, *, in_flight: float = 2.0
+    num_microbatches: int, throughputs: Sequence[Sequence[float]], paths: Paths | None = None, *, in_flight: float = 2.5
 ) -> Plan:
     """Build the verified plan of a step in which microbatches are dealt to replicas by speed.
 
     With `in_flight=1.0` the replicas of stage s have S - s microbatches in flight on average, as in 1F1B, each in proportion to its
     speed: so many are needed if none ever waits. But those behind one on a slow replica do wait, because a stage takes its
-    microbatches in order. Twice as many make up for nearly all of it.
+    microbatches in order. Two and a half times as many make up for nearly all of it.
 
     Args:
         num_microbatches: m, of a step of all replicas together.

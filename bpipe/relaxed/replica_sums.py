@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import reduce
 from itertools import combinations
@@ -134,8 +135,18 @@ def packed_state(module: nn.Module, objects: Sequence[Any]) -> torch.Tensor:
 
 
 def load_state(data: torch.Tensor, module: nn.Module, objects: Sequence[Any]) -> None:
-    """Load what `packed_state` has made. It reads tensors and plain values, and nothing that could run code."""
-    state = torch.load(io.BytesIO(data.cpu().numpy().tobytes()), weights_only=True)
+    """Load what `packed_state` has made. It reads tensors and plain values, and nothing that could run code.
+
+    Raises:
+        StageError: there is something else in it.
+    """
+    try:
+        state = torch.load(io.BytesIO(data.cpu().numpy().tobytes()), weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise StageError(
+            "the state of a replica has more than tensors and plain values, which is not read from another process: let the "
+            "state_dict of what is in state= and of the module return only these, without NumPy arrays or objects of your own"
+        ) from error
     module.load_state_dict(state["module"])
     for parameter, gradient in zip(module.parameters(), state["gradients"], strict=True):
         parameter.grad = None if gradient is None else gradient.to(parameter.device)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bpipe.comm.health.activity import State
 from bpipe.comm.health.collective import Collective, RankLeftError
 from bpipe.comm.health.watchdog import SLOW_S
 from bpipe.comm.rendezvous.store import using_store
@@ -86,7 +87,7 @@ class Routes:
         store: a store of torch.distributed, such as a `TCPStore`, whose host outlives the ranks. Each run needs a new one, or a
             `PrefixStore` of its own.
         state: what a rank that comes back gets besides the weights: objects with `state_dict` and `load_state_dict`, such as the
-            optimizer and its scheduler, in the same order on all replicas.
+            optimizer and its scheduler, in the same order on all replicas. Their states hold tensors and plain values.
         in_flight: how many microbatches a rank may have in flight, as a multiple of 1F1B's (`bpipe.relaxed.routed_plan` says how).
         compress: send the floats of messages between stages in 8 bits, with one scale for each block of so many elements, such as
             64 to 2048: each differs by at most the largest absolute value of its block / 254. Default: exact.
@@ -119,7 +120,7 @@ class Routes:
         num_replicas: int,
         store: Any,
         state: Sequence[Any] = (),
-        in_flight: float = 2.0,
+        in_flight: float = 2.5,
         compress: int | None = None,
         timeout_s: float = 300.0,
         slow_s: float = SLOW_S,
@@ -278,7 +279,8 @@ class Routes:
 
     def _make_session(self, seats: list[int]) -> tuple[Session, _RoutedPlans]:
         alike = Throughputs(self._depth, self._num_seats).table(seats)  # a newcomer does not know the speeds yet
-        plans = _RoutedPlans(routed_plan(self._m, alike, in_flight=self._in_flight), f"routes, compress={self._block}")
+        name = f"routes, compress={self._block}, in_flight={self._in_flight:g}"
+        plans = _RoutedPlans(routed_plan(self._m, alike, in_flight=self._in_flight), name)
         make = C10dTransport if self._block is None else partial(CompressedTransport, block=self._block)
         transport = make(None, self._stage.device, timeout_s=self._timeout_s, slow_s=self._slow_s)
         context = RankContext(
@@ -312,6 +314,7 @@ class Routes:
         mine = [seat for seat in takers if givers[seat % self._depth] == self._seat]
         state = packed_state(self._stage.submod, self._state) if mine else torch.empty(0, dtype=torch.uint8)
         sizes = dict(zip(seats, map(json.loads, transport.exchange(Collective.CONNECT, json.dumps(state.nbytes).encode()))))
+        transport.control.activity.state = State.SHARING
         replicas.give(state, mine)
         if self._seat in takers:
             giver = givers[self._seat % self._depth]
@@ -350,6 +353,7 @@ class Routes:
             try:
                 session.run(lambda: session.begin(call._replace(losses=own), is_training=True))
                 with session.guard.failing_together():
+                    session.context.transport.control.activity.state = State.SHARING
                     self._replicas.add_up(parameters)
                     told = session.context.transport.exchange(Collective.RESULT, self._told(plans.plan, own))
                 settled = self._attendance.settle(self.num_steps, self._gathered(told))
@@ -370,7 +374,11 @@ class Routes:
         """Return what this rank tells the others of the step: its losses, its speed, and whether it has seen newcomers."""
         mine = [unit for unit, path in enumerate(plan.paths) if self._seat in path]
         speed = len(mine) / self._watch.seconds if mine and self._watch.seconds else None
-        return json.dumps([dict(zip(mine, map(float, losses))), speed, self._attendance.has_newcomers()]).encode()
+        try:
+            has_newcomers = self._attendance.has_newcomers()
+        except CommError:  # perhaps of this rank alone: then `settle` raises it here, and the others go on
+            has_newcomers = False
+        return json.dumps([dict(zip(mine, map(float, losses))), speed, has_newcomers]).encode()
 
     def _gathered(self, told: Sequence[bytes]) -> str:
         """Return what all ranks have told, the same on all of them."""

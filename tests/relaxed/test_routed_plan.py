@@ -156,6 +156,9 @@ def test_a_fast_rank_has_more_in_flight() -> None:
     assert plan.peak_slots == (1, 1, 3, 1)
 
 
+HARD = [[2.374, 1.084, 1.689], [1.532, 2.753, 3.583], [3.395, 3.391, 3.449]]
+
+
 def step_by_work(plan: Plan, speeds: list[list[float]]) -> float:
     """The simulated step, by that of a stage that never waits: its work by the speed of all its replicas."""
     each = tuple(1 / (3 * speed) for replica in speeds for speed in replica)
@@ -165,8 +168,8 @@ def step_by_work(plan: Plan, speeds: list[list[float]]) -> float:
 
 @pytest.mark.parametrize(("depth", "replicas"), [(2, 3), (4, 2), (3, 3)])
 def test_a_step_takes_at_most_a_tenth_longer_than_work_by_speed(depth: int, replicas: int) -> None:
-    """From m = 32 microbatches a rank on, with speeds of 1 to 4."""
+    """From m = 32 microbatches a rank on, with speeds of 1 to 4. The hard ones take 1.14 with `in_flight=2.0`."""
     random = Random(depth)
-    for _ in range(3):
-        speeds = [[random.uniform(1, 4) for _ in range(depth)] for _ in range(replicas)]
+    drawn = [[[random.uniform(1, 4) for _ in range(depth)] for _ in range(replicas)] for _ in range(3)]
+    for speeds in [HARD, *drawn] if (depth, replicas) == (3, 3) else drawn:
         assert step_by_work(routed_plan(32 * depth * replicas, speeds), speeds) <= 1.1

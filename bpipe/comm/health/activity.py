@@ -26,6 +26,7 @@ class State(IntEnum):
     MEETING = 1  # it waits for the others in a collective call
     PREPARING = 2  # it makes the plan of a step
     RUNNING = 3  # a step
+    SHARING = 4  # it exchanges gradients or states with other replicas of its stage
 
 
 class Status(NamedTuple):
@@ -146,7 +147,7 @@ class Activity:
         if self.filling:
             return False
         if self.state is not State.RUNNING:
-            return self.state is State.MEETING
+            return self.state in (State.MEETING, State.SHARING)
         action = self.action()
         return action is None or (action.op in HOLDING_UP and action.peer != HOST)
 

@@ -50,6 +50,8 @@ def _doing(own: Activity, status: Status | None) -> str:
         return f"has been preparing step {status.step} for {since}"
     if status.state is State.MEETING:
         return f"has waited {since} for the other ranks to begin step {status.step}"
+    if status.state is State.SHARING:
+        return f"has waited {since} for other replicas of its stage, in step {status.step}"
     if plan is None or (status.step != own.step and not own.unit):
         return f"has been in step {status.step} for {since}"
     served = "".join(_serving(own, plan, status.rank, *one) for one in status.serving)

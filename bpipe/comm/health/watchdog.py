@@ -142,6 +142,8 @@ class Watchdog:
         if status.state is State.MEETING:
             late = [rank for rank in missing if rank not in self._answers or self._answers[rank].call < status.call]
             return f"for {name_ranks(late or missing or {self._rank})} to begin step {status.step}"
+        if status.state is State.SHARING:
+            return f"for other replicas of its stage, in step {status.step}"
         action = self._activity.action()
         if action is None:
             return f"in step {status.step} for {RELOADS}"
