@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
+from datetime import timedelta
 from random import Random
 from typing import Any
 
@@ -14,7 +16,15 @@ import torch.distributed as dist
 from torch import nn
 
 import bpipe
-from bpipe.errors import ConfigurationError, PipelineBrokenError, RankFailedError, StageError, TransferTimeoutError
+from bpipe.errors import (
+    BPipeError,
+    CommError,
+    ConfigurationError,
+    PipelineBrokenError,
+    RankFailedError,
+    StageError,
+    TransferTimeoutError,
+)
 from bpipe.relaxed import Routes
 from bpipe.relaxed.attendance import Attendance
 from bpipe.relaxed.compression import decode, encode
@@ -266,6 +276,87 @@ def test_newcomers_take_part_in_the_next_meeting() -> None:
     assert first[0].number == again.number == 2
     assert not first[0].has_newcomers()
     assert not again.has_newcomers()
+
+
+class LateReads:
+    """A store whose answers take a while, as over a slow link."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def get(self, key: str) -> Any:
+        time.sleep(0.2)
+        return self._store.get(key)
+
+
+def test_a_slow_answer_of_the_store_holds_nobody_up() -> None:
+    """What one process reads is not deleted by another one meanwhile: a store waits for keys that are not there."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=3))
+    first = attendances(3, 5.0, store)
+    meet(first)
+    again = attendances(3, 5.0, store)[2]
+    first[1].store = LateReads(first[1].store)
+    joining = threading.Thread(target=again.meet)
+    joining.start()
+    while not first[0].has_newcomers():
+        time.sleep(0.01)
+    meet(first[:2], lost={2})
+    joining.join()
+    assert [one.seats for one in (*first[:2], again)] == [[0, 1, 2]] * 3
+
+
+def request_fails(seat: int, store: Any) -> dict[str, Any]:
+    """One request of the last rank to the store fails, in step 1."""
+    look = Attendance.has_newcomers
+
+    def looks(self: Attendance) -> bool:
+        if seat == 3 and store.add("test/looks", 1) == 2:
+            raise CommError("the store does not answer")
+        return look(self)
+
+    Attendance.has_newcomers = looks  # type: ignore[method-assign]
+    return train(seat, store, 3, num_replicas=2)
+
+
+def test_a_request_to_the_store_that_fails_on_one_rank_ends_no_run() -> None:
+    curve, _ = alone(3)
+    for one in run(request_fails, 4).values():
+        assert list(one["curve"].values()) == pytest.approx(curve, rel=1e-10)
+
+
+def is_late_in_the_sum(seat: int, store: Any) -> list[tuple[list[int], float]]:
+    """Who took part in each of three steps of a single stage, and its seconds; a replica is late when gradients are added up."""
+    add_up = Replicas.add_up
+
+    def adds_up(self: Replicas, parameters: Any) -> None:
+        if seat == 1 and store.add("test/sums", 1) == 2:
+            time.sleep(6)
+        add_up(self, parameters)
+
+    Replicas.add_up = adds_up  # type: ignore[method-assign]
+    block, seen = Block(0), []
+    routes = Routes(bpipe.PipelineStage(block, 0, 1), M, loss_fn, replica=seat, num_replicas=2, store=store, timeout_s=2.0)
+    for step in range(routes.join(), 3 - seat):
+        inputs, targets = batch(step)
+        began = time.monotonic()
+        routes.step(inputs, target=targets)
+        seen.append((routes.seats, time.monotonic() - began))
+        if seat == 1 and step == 0:
+            with suppress(BPipeError):  # the other one goes on without this one
+                routes.step(inputs, target=targets)
+            break
+    routes.close()
+    return seen
+
+
+def test_a_replica_that_is_late_in_the_sum_is_not_waited_for_without_limit() -> None:
+    (_, late, last) = run(is_late_in_the_sum, 2)[0]
+    assert late[0] == last[0] == [0]
+    assert 1 < late[1] < 5.5
 
 
 def test_a_step_is_complete_on_all_ranks_or_on_none() -> None:
