@@ -10,17 +10,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from bpipe.backward.autograd import Graph, InputGrads, edges_of, enter
-from bpipe.backward.new_gradients import owned
+from bpipe.backward.new_gradients import apart, owned
 from bpipe.comm.transport.base import Transport
 from bpipe.comm.wire.message import MessageSpec, TensorMeta, all_dense, dense, flatten_message, meta_of, metas_of, unflatten_message
 from bpipe.engine.messages import is_alike
-from bpipe.errors import ConfigurationError, StageError
+from bpipe.errors import AgreementError, CommError, ConfigurationError, StageError
 from bpipe.memory.saved.storages import keys_of
 from bpipe.model import microbatch as mb
 from bpipe.model.pytree import mapped
@@ -140,7 +141,20 @@ class StageTicks:
 
         Returns:
             The output that comes out, as the only entry; nothing elsewhere than on the last stage, or if no sample is there yet.
+
+        Raises:
+            ConfigurationError: what the tick needs is missing.
         """
+        self._at(Op.F)  # for errors
+        if call.learns and not torch.is_grad_enabled():
+            raise ConfigurationError(
+                f"{'drain' if call.drains else 'push'}() learns, but gradients are disabled here (torch.no_grad or "
+                "torch.inference_mode): give learn=False"
+            )
+        with torch.inference_mode(False):  # messages' memory is used in later ticks, which may learn
+            return self._run(call, args, target)
+
+    def _run(self, call: Call, args: tuple[Any, ...], target: Any) -> list[Any]:
         if self._stage.is_last:
             target = self._target_of_present(call, target)
         self.loss = None
@@ -157,15 +171,33 @@ class StageTicks:
         return [mb.detached(made.output)] if made is not None and self._stage.is_last else []
 
     def finish(self) -> None:
-        """End the stream: take what was sent in the latest tick, so that no message is left. Blocks until neighbours are there."""
-        for end, op in ((self._ends.inputs, Op.WAIT_RECV_F), (self._ends.gradients, Op.WAIT_RECV_B)):
-            self._take(end, op, is_last=True)
-        for sent, op in ((self._ends.outputs, Op.WAIT_SEND_F), (self._ends.input_gradients, Op.WAIT_SEND_B)):
-            if sent is not None:
+        """End the stream: take what was sent in the latest tick, so that no message is left. Blocks until neighbours are there.
+
+        Raises:
+            AgreementError: the ranks made different calls. The other messages are waited for first, so that all ranks see it.
+        """
+        waits: list[tuple[Op, Callable[[], object]]] = [
+            (Op.WAIT_RECV_F, partial(self._take, self._ends.inputs, Op.WAIT_RECV_F, is_last=True)),
+            (Op.WAIT_RECV_B, partial(self._take, self._ends.gradients, Op.WAIT_RECV_B, is_last=True)),
+        ]
+        sends = (self._ends.outputs, Op.WAIT_SEND_F), (self._ends.input_gradients, Op.WAIT_SEND_B)
+        waits += [(op, sent.finish) for sent, op in sends if sent is not None]
+        differs: tuple[Op, AgreementError] | None = None
+        for op, wait in waits:
+            if op in self._places:
                 self._at(op)
-                sent.complete()
-                sent.forget()
+            try:
+                with torch.inference_mode(False):
+                    wait()
+            except (CommError, StageError) as error:
+                if isinstance(error, AgreementError):
+                    differs = differs or (op, error)
+                elif differs is None:
+                    raise
         self._before = None
+        if differs is not None:
+            self._at(differs[0])
+            raise differs[1]
 
     def _target_of_present(self, call: Call, target: Any) -> Any:
         """Keep the target of a new sample until it is here; return that of the present sample."""
@@ -181,6 +213,8 @@ class StageTicks:
         if self._stage.is_first:
             if not args and not call.drains:
                 raise ConfigurationError("push() got no input on the first stage: give one, or drain() the stream")
+            if any(one.is_inference() for one in mb.tensors_in(args)):  # which could neither be saved nor changed here
+                args = mapped(lambda one: one.clone() if one.is_inference() else one, args)
             return None if call.drains else _Sample(args, (), (), InputGrads())
         arrived = self._take(self._ends.inputs, Op.WAIT_RECV_F)
         if arrived is None:
@@ -223,9 +257,13 @@ class StageTicks:
         spec = MessageSpec(tree, metas_of(sent, tensors))
         agreed = None if self._ends.outputs is None else self._ends.outputs.spec
         if agreed is not None and not is_alike(agreed, spec):
+            texts = [str(agreed), str(spec)]
+            if texts[0] == texts[1]:
+                texts = [f"{one}, strides {[meta.stride for meta in one.tensors if meta]}" for one in (agreed, spec)]
             raise StageError(
-                f"{place}: the output changed within a stream: it was {agreed}, and is {spec}. drain() the stream before samples "
-                "of another shape, or send data of varying size as a tensor of fixed shape with a mask or a length."
+                f"{place}: the output changed within a stream: it was {texts[0]}, and is {texts[1]}. drain() the stream before "
+                "samples of another shape, send data of varying size as a tensor of fixed shape with a mask or a length, or return "
+                ".contiguous() if strides vary."
             )
         content = Content(spec, sent, [tensor.requires_grad for tensor in tensors])
         return _Made(output, [tensor for tensor, meta in zip(tensors, spec.tensors) if meta and meta.is_differentiable], content)
@@ -266,8 +304,10 @@ class StageTicks:
         self._at(Op.B)
         if self._optimizer is not None:
             self._optimizer.zero_grad()
+        without = [one for one in self._stage.submod.parameters() if one.requires_grad and one.grad is None]
         arriving = [gradient for gradient, tensor in zip(gradients, made.tensors) if tensor.requires_grad]
         Graph(edges_of(made.tensors), sample.input_grads, has_common_hooks=True).run_backward(arriving)
+        apart([parameter for parameter in without if parameter.grad is not None])
         return True
 
     def _input_gradients(self, sample: _Sample | None) -> Content | None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing import util
 from typing import Any
@@ -54,6 +53,7 @@ class Stream:
             before the backward and steps behind it, in ticks in which the stage has a gradient. None: gradients are added to
             `.grad`, as in `schedule.step`, for you to use between two ticks.
         timeout_s: seconds that a rank waits for another one before the stream fails on all ranks; default: the process group's.
+            Give more than the longest pause between two samples, because other ranks wait in `push` meanwhile.
         slow_s: seconds in one wait after which the logger "bpipe" shows what every rank is doing.
 
     Raises:
@@ -104,7 +104,10 @@ class Stream:
 
     @property
     def loss(self) -> torch.Tensor | None:
-        """The loss of the output that came out in the latest tick, on the last rank, without graph; None where there is none."""
+        """The loss of the output that came out in the latest tick, on the last rank, without graph; None where there is none.
+
+        Behind `drain` it is that of its last tick.
+        """
         return self._ticks.loss
 
     @property
@@ -119,7 +122,8 @@ class Stream:
 
         Args:
             args: the first stage's positional arguments, one sample or a batch of them; used on its rank, allowed on all.
-            target: of the same sample; the rank of the last stage keeps it for p-1 ticks. Used there, allowed on all ranks.
+            target: of the same sample; the rank of the last stage keeps it for p-1 ticks, with copies of its tensors. Used there,
+                allowed on all ranks. Other values in it, such as NumPy arrays, are not copied: do not reuse their memory.
             learn: False: nothing learns in this tick, so no stage builds a graph; give the same on all ranks.
 
         Returns:
@@ -127,7 +131,8 @@ class Stream:
             ago, or None if there is none yet. None elsewhere.
 
         Raises:
-            ConfigurationError: there is no input on the first rank, or no target on the last one.
+            ConfigurationError: there is no input on the first rank, no target on the last one, or gradients are disabled and
+                this learns.
             AgreementError: the ranks make different calls.
             StageError: the module or the loss returned a value that cannot be used, an output's shape differs from that of the
                 sample before, or one was changed in place while it was being sent.
@@ -165,11 +170,15 @@ class Stream:
     def close(self) -> None:
         """Release groups and threads, once the neighbours' latest tick is done; this also happens when the stream is collected.
 
+        Call it on all ranks, as `push`: it waits for the neighbours' latest tick, but no longer than `timeout_s`.
+
         Raises:
+            AgreementError: the ranks made different calls in the latest tick. All is released then, too.
             PipelineBrokenError: a tick of it is running.
         """
         self._guard.leave()
-        self._finalizer()
+        if (error := self._finalizer()) is not None:
+            raise error
 
     def _tick(
         self, args: tuple[Any, ...] = (), target: Any = None, *, learns: bool, drains: bool = False, is_last: bool = False
@@ -179,7 +188,7 @@ class Stream:
         with guard.failing_together(), control.interruptible():
             self._ticks.begin(guard.num_steps)
             try:
-                results = self._ticks.run(Call(guard.num_steps, drains, learns and self._learns), args, target)
+                results = self._ticks.run(Call(guard.num_steps, drains, bool(learns) and self._learns), args, target)
                 if is_last:
                     self._ticks.finish()
             except BaseException as error:
@@ -212,6 +221,7 @@ class Stream:
             given = [record] if own.num_stages == 1 else transport.exchange(Collective.STEP, record)
             transport.control.activity.state = State.PREPARING
             records = [StepRecord.unpack(one) for one in given]
+            _check_losses(records)
             check(records)
             self._ticks.connect([rank for _, rank in sorted((one.stages[0], rank) for rank, one in enumerate(records))])
 
@@ -229,13 +239,31 @@ def _check(stage: PipelineStage, loss_fn: object, optimizer: object) -> None:
         raise ConfigurationError(f"optimizer={optimizer!r}: give an object with step() and zero_grad(), or None")
 
 
-def _close(ticks: StageTicks, guard: Guard, transport: Transport, process: int) -> None:
+def _check_losses(records: Sequence[StepRecord]) -> None:
+    """Raise if only some ranks of a stream have a loss function."""
+    learn = [one.is_training for one in records]
+    if len(set(learn)) > 1 and {one.schedule for one in records} == {"stream"}:
+        raise AgreementError(
+            f"rank {learn.index(True)} has a loss_fn, and rank {learn.index(False)} has none: give the Stream one on all ranks, or "
+            "on none"
+        )
+
+
+def _close(ticks: StageTicks, guard: Guard, transport: Transport, process: int) -> AgreementError | None:
+    """Release what a stream has; return the error if the ranks made different calls in the latest tick."""
     if os.getpid() != process:  # a forked child must not release its parent's resources
-        return
-    control = transport.control
+        return None
+    control, found = transport.control, None
     if control.failure is None and guard.broken is None and guard.num_steps:
-        with suppress(CommError, StageError), control.interruptible():
-            ticks.begin(guard.num_steps - 1)
-            ticks.finish()
+        try:
+            with control.interruptible():
+                ticks.begin(guard.num_steps - 1)
+                ticks.finish()
+        except AgreementError as error:
+            note(error, f"bpipe: {control.activity.place()}")
+            found = error
+        except (CommError, StageError):
+            pass  # what the other ranks do by now does not matter
         control.activity.end(guard.num_steps)
     transport.close()
+    return found

@@ -100,8 +100,9 @@ class Outgoing:
                         "sent. Return a clone of a buffer, parameter or other tensor that the stage or its optimizer changes later."
                     )
 
-    def forget(self) -> None:
-        """Send a header again, because the stream has ended."""
+    def finish(self) -> None:
+        """Wait until the latest message is sent; the next one has a header again, because the stream has ended."""
+        self.complete()
         self.spec = None
 
 

@@ -41,7 +41,11 @@ class Guard:
             PipelineBrokenError: a step is running, an earlier one failed, or the pipeline is closed.
         """
         if self._running.locked():
-            raise PipelineBrokenError("step() was called inside another step, or from a second thread: run one step at a time")
+            if self._owner == "schedule":
+                raise PipelineBrokenError("step() was called inside another step, or from a second thread: run one step at a time")
+            raise PipelineBrokenError(
+                f"this {self._owner} was called inside another call of it, or from a second thread: make one call at a time"
+            )
         with self._running:
             self._check_whole()
             yield

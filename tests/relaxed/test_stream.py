@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -164,6 +165,68 @@ def test_learning_is_what_the_definition_says(seed: int) -> None:
     assert not any(one is not None for one in (*results[0][0], *results[1][0]))
 
 
+class Biases(nn.Module):
+    """Autograd gives both parameters the same memory as their first gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.one.unsqueeze(0) + self.other.unsqueeze(0)
+
+
+def adding(rank: int) -> list[list[float]]:
+    module, x = Biases(), torch.ones(1, 4)
+    stream = stream_of(module, rank, 2, loss_fn=lambda output, target: (output * target).sum())
+    for _ in range(6):
+        stream.push(x, target=x)
+    stream.close()
+    return [one.tolist() for one in gradients(module)]
+
+
+def test_gradients_that_add_up_do_not_share_memory() -> None:
+    assert run_ranks(adding, 2) == [[[4.0] * 4] * 2, [[5.0] * 4] * 2]
+
+
+class Turns(nn.Linear):
+    """In every other forward, the gradient of its input has other strides."""
+
+    num_forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_forwards += 1
+        return super().forward(x) if self.num_forwards % 2 else super().forward(x.t().contiguous()).t()
+
+
+def turning() -> tuple[list[nn.Linear], Tensor, Tensor]:
+    torch.manual_seed(0)
+    return [nn.Linear(4, 4), Turns(4, 4)], *torch.randn(2, 4, 4)
+
+
+def pushing_to_turns(rank: int) -> list[Tensor]:
+    stages, x, y = turning()
+    stream = stream_of(stages[rank], rank, 2, loss_fn=F.mse_loss)
+    found = []
+    for _ in range(6):
+        stages[rank].zero_grad()
+        stream.push(x, target=y)
+        found += [one.clone() for one in gradients(stages[rank])[:1]]
+    stream.close()
+    return found
+
+
+def test_gradients_of_other_strides() -> None:
+    stages, x, y = turning()
+    found, exact = run_ranks(pushing_to_turns, 2)[0], []
+    for _ in found:
+        stages[0].zero_grad()
+        F.mse_loss(nn.Sequential(*stages)(x), y).backward()
+        exact += gradients(stages[0])[:1]
+    assert len(found) == 4 and all(torch.allclose(one, other) for one, other in zip(found, exact, strict=True))
+    assert not torch.allclose(exact[0], exact[1])
+
+
 # Inference.
 
 
@@ -197,6 +260,29 @@ def test_inference_is_that_of_one_process(rows: int) -> None:
         assert all(torch.equal(output, model(x)) for output, x in zip(last[0][p - 1 :], samples(rows), strict=True))
     assert last[0][: p - 1] == [None] * (p - 1) and last[1:] == (6 + p - 1 + 1, False)
     assert all(one == ([None] * 6, 9, False) for one in others)
+
+
+def pausing(rank: int) -> list[list[Tensor]]:
+    """The weights behind some ticks with a pause in learning, within inference mode and without."""
+    found = []
+    for mode in (torch.inference_mode, nullcontext):
+        module = layers(2)[rank]
+        whole = nn.Sequential(nn.ReLU(inplace=True), module)  # changes its input
+        stream = stream_of(whole, rank, 2, loss_fn=F.mse_loss, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+        for tick, x in enumerate(torch.randn(9, 3, 16)):
+            is_pause = tick in (3, 4)
+            with mode() if is_pause else nullcontext():
+                stream.push(x.clone(), target=x.clone(), learn=not is_pause)
+        stream.close()
+        found.append([one.detach() for one in module.parameters()])
+    return found
+
+
+def test_a_pause_in_inference_mode() -> None:
+    """What is received there is used by the ticks that learn again."""
+    for stage, (within, without) in zip(layers(2), run_ranks(pausing, 2), strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(within, without, strict=True))
+        assert not torch.equal(within[0], next(stage.parameters()))
 
 
 def unshared(rank: int) -> list[Tensor]:
@@ -337,6 +423,16 @@ def test_what_a_stream_does_not_take() -> None:
     ):
         with pytest.raises(ConfigurationError, match=words):
             bpipe.Stream(given, **options)
+
+
+def test_a_call_inside_another() -> None:
+    module, x = nn.Linear(2, 2), torch.ones(1, 2)
+    stream = bpipe.Stream(bpipe.PipelineStage(module, 0, 1, "cpu"), F.mse_loss)
+    handle = module.register_forward_hook(lambda *_: stream.push(x, target=x))
+    with pytest.raises(PipelineBrokenError, match="this stream was called inside another call of it"):
+        stream.push(x, target=x)
+    handle.remove()
+    stream.close()
 
 
 def test_a_stream_of_one_stage() -> None:

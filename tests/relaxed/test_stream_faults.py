@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -150,6 +151,28 @@ def gives_no_input(rank: int) -> Seen | None:
     return caught(lambda: stream.push(target=X)) if rank == 0 else pushing(stream)
 
 
+def learns_without_gradients(rank: int) -> Seen | None:
+    with torch.no_grad() if rank == 1 else nullcontext():
+        return pushing(new(rank)[1])
+
+
+def drains_without_gradients(rank: int) -> Seen | None:
+    stream = new(rank)[1]
+    with torch.inference_mode() if rank == 0 else nullcontext():
+        return caught(stream.drain)
+
+
+def returns_other_strides(rank: int) -> Seen | None:
+    module, stream = new(rank, 1)
+    module.forward_fault = lambda output: output.t().contiguous().t()
+    return pushing(stream)
+
+
+def differs_in_the_last_tick(rank: int) -> Seen | None:
+    stream = new(rank)[1]
+    return pushing(stream, WHEN) or caught(lambda: stream.push(X, target=X, learn=rank == 0)) or caught(stream.close)
+
+
 def pushes_while_another_drains(rank: int) -> Seen | None:
     stream = new(rank)[1]
     return pushing(stream, WHEN) or (pushing(stream, 4) if rank == 0 else caught(stream.drain))
@@ -235,15 +258,23 @@ FAULTS: dict[Callable[[int], Seen | None], Outcome] = {
     ),
     has_a_loss_that_is_no_number: Outcome(2, StageError, ("a tensor of shape [2, 4] in tick 2",), ("rank 2", "tick 2, action 2F0")),
     has_a_loss_without_a_gradient: Outcome(2, StageError, ("the loss in tick 2 needs no gradient",), ("rank 2", "tick 2, action")),
-    gives_no_target: Outcome(2, ConfigurationError, ("push() got no target on the last stage",), ("rank 2 failed", "tick 5")),
-    gives_no_input: Outcome(0, ConfigurationError, ("push() got no input on the first stage",), ("rank 0 failed", "tick 0")),
+    gives_no_target: Outcome(2, ConfigurationError, ("push() got no target on the last stage",), ("rank 2", "tick 5, action 2F0")),
+    gives_no_input: Outcome(0, ConfigurationError, ("push() got no input on the first stage",), ("rank 0", "tick 0, action 0F0")),
+    learns_without_gradients: Outcome(
+        1, ConfigurationError, ("push() learns, but gradients are disabled here",), ("rank 1 failed", "tick 0, action 1F0")
+    ),
+    drains_without_gradients: Outcome(0, ConfigurationError, ("drain() learns, but gradients",), ("tick 0, action 0F0",)),
+    returns_other_strides: Outcome(
+        1, StageError, ("strides [(4, 1)], and is", "strides [(1, 2)]", "return .contiguous()"), ("tick 5, action 1F0",)
+    ),
+    differs_in_the_last_tick: Outcome(2, None, (), (" learning in tick 5 while this one pushes", "WAIT_RECV_"), AgreementError),
     pushes_while_another_drains: alike(
         CommError, "drains with learning in tick 5", "pushes with learning in tick 5", "make the same calls on all ranks"
     ),
     drains_while_another_pushes: alike(CommError, "rank 0 drains without learning in tick 0 while this one pushes without"),
     learns_while_another_does_not: alike(CommError, "without learning in tick 0", "with learning in tick 0", "make the same calls"),
     closes_while_others_push: Outcome(1, None, (), ("rank 1 closed this pipeline in the middle of step ",), RankLostError),
-    differs_from_the_others: alike(AgreementError, "the ranks disagree on train or eval: rank 0 has train, rank 1 has eval"),
+    differs_from_the_others: alike(AgreementError, "rank 0 has a loss_fn, and rank 1 has none: give the Stream one on all ranks"),
     is_beside_a_schedule: alike(AgreementError, "the ranks disagree on the schedule: rank 0 has 1f1b, rank 1 has stream"),
     hangs: alike(
         *(TransferTimeoutError, "in step 6, stage ", "tick 6, action ", "for rank 1: longer than timeout_s=1.5"),
