@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -450,3 +453,24 @@ def test_ten_end_at_random_and_come_back() -> None:
     for one in results.values():
         merged |= one["curve"]
     assert max(abs(loss - curve[step]) for step, loss in merged.items()) < 1e-10
+
+
+@pytest.mark.exhaustive
+def test_a_torchrun_for_each_rank_starts_it_again() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    how = ("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "1", "--max-restarts", "1", "-m", "tests.relaxed.job")
+    environment = {**os.environ, "PORT": str(store.port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", *how]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    ranks = [subprocess.Popen(command, env={**environment, "SEAT": str(seat)}, text=True, **output) for seat in range(4)]
+    printed = []
+    for one in ranks:
+        with one:
+            try:
+                printed.append(one.communicate(timeout=150)[0])
+            finally:
+                one.terminate()
+    assert [one.returncode for one in ranks] == [0] * 4, printed
+    found = [re.search(r"restarted (\d) times, (\d) steps: exact", text) for text in printed]
+    assert all(found) and [one[1] for one in found if one] == ["0", "0", "1", "0"], printed
+    assert found[0] and found[2] and found[0][2] == "8" and int(found[2][2]) < 6
