@@ -1,7 +1,7 @@
 """A job that torchrun starts again after a rank was killed in some phase: `torchrun ... -m tests.attacks.job PHASE`.
 
-Rank 1 is killed in the first attempt and rank 0 in the second one. Where activations move, it is the rank that stores them, and
-then the one that evicts them. They may be in another phase than the rest, and have made other numbers of pipelines, over one store.
+Rank 1 or rank 0 is killed in the first attempt. Where activations move, it is the rank that stores them, and in the second attempt
+the one that evicts them. They may be in another phase than the rest, and have made other numbers of pipelines, over one store.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from bpipe.session.session import Session
 from tests.faults.case import Setup, Where
 from tests.faults.pipeline import Pipeline
 
-VICTIMS = [1, 0]  # by attempt
-LENT = {  # likewise what a victim is killed in place of where activations move, if not in a backward while another rank's are here
+LENT = {  # by attempt, what a victim is killed in place of where activations move; None: a backward while another rank's are here
     "lending": [(c10d.C10dTransport, "lend"), (c10d.C10dTransport, "borrow")],
     "lent": [None, (Evictions, "load")],
 }
@@ -36,6 +35,11 @@ PLACES: dict[str, tuple[Any, str]] = {  # what a victim is killed in place of
     "connected": (c10d.C10dTransport, "receive"),
 }
 PHASES = ["making", *PLACES, *LENT, "forward", "backward", "between steps", "closing"]
+
+
+def victims_of(phase: str, size: int) -> list[int]:
+    """The rank that is killed, by attempt."""
+    return [size - 1, 0] if phase in LENT else [PHASES.index(phase) % 2]
 
 
 def kill(*_: Any, **__: Any) -> None:
@@ -58,7 +62,7 @@ def join(rank: int, size: int, attempt: int) -> None:
 
 def main(phase: str) -> None:
     rank, size, attempt = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
-    victims = [size - 1, 0] if phase in LENT else VICTIMS
+    victims = victims_of(phase, size)
     is_victim = attempt < len(victims) and victims[attempt] == rank
     join(rank, size, attempt)
 
@@ -71,7 +75,7 @@ def main(phase: str) -> None:
     schedule = bpipe.BalancedOneFOneB if phase in LENT else bpipe.OneFOneB
     pipelines = [Pipeline(rank, size, Setup(schedule=schedule, rows=1000, options={"timeout_s": 20.0}), struck)]
     if is_victim and phase == "making":
-        pipelines += [Pipeline(rank, size, Setup()) for _ in range(2 - attempt)]
+        pipelines += [Pipeline(rank, size, Setup()) for _ in range(2)]
         kill()
     if is_victim and phase in PLACES:
         setattr(*PLACES[phase], kill)

@@ -340,7 +340,7 @@ def test_random_modules_are_counted(loop: Loop) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
-@many(150)
+@many(100)
 @given(loop=COUNTED)
 def test_many_random_modules_are_counted(loop: Loop) -> None:
     assert_random_loop_is_counted(loop)

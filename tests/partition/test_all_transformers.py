@@ -1,4 +1,4 @@
-"""Every class of the installed Transformers is cut right or refused at the split: 30 of them here, a third in `make test-all`.
+"""Every class of the installed Transformers is cut right or refused at the split: 30 of them here, an eighth in `make test-all`.
 
 `--write-transformers -m exhaustive` runs all.
 """
@@ -75,7 +75,7 @@ def test_classes(request: pytest.FixtureRequest) -> None:
     with ProcessPoolExecutor(NUM_PROCESSES, mp_context=context) as pool:
         found = [one for group in pool.map(outcomes, groups(names, are_all=are_all)) for one in group]
     assert [one for one in found if one.kind == WRONG] == []
-    assert len(found) > (0.99 if are_all else 0.25) * len(names)
+    assert len(found) > (0.99 if are_all else 0.08) * len(names)
     assert sum(one.kind == NOT_BUILT for one in found) < 0.1 * len(found)
     if are_all:
         text = page(found, len(known) - len(names), transformers.__version__)

@@ -1,4 +1,4 @@
-"""Every class of Transformers that predicts words is right in slices, or refused by name: some here, a third in `make test-all`.
+"""Every class of Transformers that predicts words is right in slices, or refused by name: some here, an eighth in `make test-all`.
 
 `--write-transformers -m exhaustive` runs all.
 """
@@ -69,7 +69,7 @@ def test_classes(request: pytest.FixtureRequest) -> None:
         found = [one for group in pool.map(in_slices, groups(causal_names(), are_all=are_all)) for one in group]
     assert [one for one in found if one.kind == WRONG] == []
     assert [one for one in found if one.name in (*TAKEN, *REFUSALS) and not is_as_listed(one)] == []
-    assert sum(one.kind == RIGHT for one in found) > (80 if are_all else 20)
+    assert sum(one.kind == RIGHT for one in found) > (80 if are_all else 4)
     before, _, section = PATH.read_text().partition(IN_SLICES)
     if are_all:
         PATH.write_text(before + slices_section(found))
