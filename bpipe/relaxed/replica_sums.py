@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import reduce
 from itertools import combinations
 from typing import Any
@@ -152,3 +153,26 @@ def load_state(data: torch.Tensor, module: nn.Module, objects: Sequence[Any]) ->
         parameter.grad = None if gradient is None else gradient.to(parameter.device)
     for one, own in zip(objects, state["objects"], strict=True):
         one.load_state_dict(own)
+
+
+@contextmanager
+def set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[Callable[[], None]]:
+    """Set the gradients of earlier steps aside; what is found inside is added to them if the given function is called."""
+    before = [parameter.grad for parameter in parameters]
+    is_kept = False
+
+    def keep() -> None:
+        nonlocal is_kept
+        is_kept = True
+
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield keep
+    finally:
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, before):
+                if is_kept and gradient is not None and parameter.grad is not None:
+                    gradient += parameter.grad
+                if not is_kept or gradient is not None:
+                    parameter.grad = gradient

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from bpipe.comm.health.activity import State
 from bpipe.comm.health.collective import Collective, RankLeftError
@@ -34,7 +32,7 @@ from bpipe.plan.plan import Plan
 from bpipe.relaxed.attendance import Attendance
 from bpipe.relaxed.compression import CompressedTransport
 from bpipe.relaxed.paths import routed_plan
-from bpipe.relaxed.replica_sums import Replicas, channels_between, givers_of, load_state, packed_state
+from bpipe.relaxed.replica_sums import Replicas, channels_between, givers_of, load_state, packed_state, set_aside
 from bpipe.relaxed.throughputs import Stopwatch, Throughputs
 from bpipe.schedules.by_name import check_counts
 from bpipe.session.context import RankContext
@@ -349,7 +347,7 @@ class Routes:
         self._deal(plans)
         own: list[torch.Tensor] = []
         parameters = [one for one in self._stage.parts().parameters if one.requires_grad]
-        with _set_aside(parameters) as keep:
+        with set_aside(parameters) as keep:
             try:
                 session.run(lambda: session.begin(call._replace(losses=own), is_training=True))
                 with session.guard.failing_together():
@@ -395,26 +393,3 @@ class Routes:
         self._wants_meeting = found.has_newcomers
         if losses is not None:
             losses[:] = [torch.tensor(loss, dtype=torch.float64) for loss in found.losses]
-
-
-@contextmanager
-def _set_aside(parameters: Sequence[nn.Parameter]) -> Iterator[Callable[[], None]]:
-    """Set the gradients of earlier steps aside; what is found inside is added to them if the given function is called."""
-    before = [parameter.grad for parameter in parameters]
-    is_kept = False
-
-    def keep() -> None:
-        nonlocal is_kept
-        is_kept = True
-
-    for parameter in parameters:
-        parameter.grad = None
-    try:
-        yield keep
-    finally:
-        with torch.no_grad():
-            for parameter, gradient in zip(parameters, before):
-                if is_kept and gradient is not None and parameter.grad is not None:
-                    gradient += parameter.grad
-                if not is_kept or gradient is not None:
-                    parameter.grad = gradient

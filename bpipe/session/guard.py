@@ -41,8 +41,6 @@ class Guard:
             PipelineBrokenError: a step is running, an earlier one failed, or the pipeline is closed.
         """
         if self._running.locked():
-            if self._owner == "schedule":
-                raise PipelineBrokenError("step() was called inside another step, or from a second thread: run one step at a time")
             raise PipelineBrokenError(
                 f"this {self._owner} was called inside another call of it, or from a second thread: make one call at a time"
             )

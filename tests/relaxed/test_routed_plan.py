@@ -166,10 +166,16 @@ def step_by_work(plan: Plan, speeds: list[list[float]]) -> float:
     return simulate(plan, Costs(forward_s=each)).makespan_s / work
 
 
+@pytest.mark.parametrize("count", [2, pytest.param(10, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(("depth", "replicas"), [(2, 3), (4, 2), (3, 3)])
-def test_a_step_takes_at_most_a_tenth_longer_than_work_by_speed(depth: int, replicas: int) -> None:
-    """From m = 32 microbatches a rank on, with speeds of 1 to 4. The hard ones take 1.14 with `in_flight=2.0`."""
+def test_a_step_takes_hardly_longer_than_work_by_speed(depth: int, replicas: int, count: int) -> None:
+    """With m = 32 microbatches a rank and speeds of 1 to 4: a tenth is what is asked for."""
     random = Random(depth)
-    drawn = [[[random.uniform(1, 4) for _ in range(depth)] for _ in range(replicas)] for _ in range(3)]
-    for speeds in [HARD, *drawn] if (depth, replicas) == (3, 3) else drawn:
-        assert step_by_work(routed_plan(32 * depth * replicas, speeds), speeds) <= 1.1
+    for _ in range(count):
+        speeds = [[random.uniform(1, 4) for _ in range(depth)] for _ in range(replicas)]
+        assert step_by_work(routed_plan(32 * depth * replicas, speeds), speeds) <= 1.06
+
+
+def test_more_in_flight_makes_up_for_waits_behind_slow_ranks() -> None:
+    found = [step_by_work(routed_plan(32 * 9, HARD, in_flight=most), HARD) for most in (1.0, 2.0, 2.5)]
+    assert found == pytest.approx([1.444, 1.142, 1.058], abs=0.002)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import runpy
 import statistics
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,8 @@ from tests.sleepers import Sleeper
 from tests.thinned import thinned
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+EXAMPLE = Path(bpipe.__file__).parents[1] / "examples/stream.py"
 
 
 def layers(p: int, width: int = 16) -> list[nn.Module]:
@@ -450,3 +454,45 @@ def test_a_stream_of_one_stage() -> None:
     stream.close()
     with pytest.raises(PipelineBrokenError, match="this pipeline broke"):
         stream.drain()
+
+
+def last_loss(rates: list[float], *, is_one_process: bool, is_single: bool) -> float:
+    """The mean of the last losses of the example's stages, with independent samples."""
+    torch.manual_seed(0)
+    module = runpy.run_path(str(EXAMPLE))
+    stages = [module["Block"]() for _ in rates]
+    axes, speeds = torch.randn(2, module["BATCH"], module["WIDTH"]), (1 + torch.rand(module["BATCH"])) / 100
+    optimizers = [torch.optim.SGD(stage.parameters(), lr=rate) for stage, rate in zip(stages, rates)]
+    numbers = torch.Generator().manual_seed(1)
+    ticks = []
+    for _ in range(module["NUM_TICKS"]):
+        when, which = (int(torch.randint(most, (), generator=numbers)) for most in (100_000, module["BATCH"]))
+        x, y = module["sample"](when, axes, speeds)
+        ticks.append(Tick(*(one[which : which + 1] if is_single else one for one in (x, y))))
+    if is_one_process:
+        model, losses = nn.Sequential(*stages), list[float]()
+        for tick in ticks:
+            model.zero_grad()
+            loss = F.mse_loss(model(tick.words), tick.target)
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            losses.append(loss.item())
+    else:
+        in_tuples = [nn.Sequential(stage, InTuple()) for stage in stages[:-1]]
+        losses = [float(loss) for _, loss in alone([*in_tuples, stages[-1]], optimizers, F.mse_loss, ticks) if loss is not None]
+    return sum(losses[-100:]) / 100
+
+
+class InTuple(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor]:
+        return (x,)
+
+
+@pytest.mark.exhaustive
+def test_independent_samples_teach_the_last_stage_only() -> None:
+    stream, frozen = (last_loss(rates, is_one_process=False, is_single=False) for rates in ([0.1] * 4, [0.0, 0.0, 0.0, 0.1]))
+    assert stream > 0.9 * frozen  # what the others learn is of no use
+    assert stream > 8 * last_loss([0.1] * 4, is_one_process=True, is_single=False)
+    diverged = last_loss([0.1] * 4, is_one_process=False, is_single=True)
+    assert diverged > 10 and last_loss([0.1] * 4, is_one_process=True, is_single=True) < 0.1
