@@ -107,7 +107,7 @@ def test_the_error_falls_with_the_drift_of_the_input() -> None:
         errors.append(statistics.mean(error))
     for error, most in zip(errors, (0.1, 0.012, 0.0012)):
         assert 0 < error < most, errors
-    assert errors[0] > 3 * errors[1] > 9 * errors[2], errors
+    assert errors[0] > 6 * errors[1] and errors[1] > 9 * errors[2], errors  # 7 and 10 times, says the page
 
 
 def program(seed: int) -> list[Tick]:
