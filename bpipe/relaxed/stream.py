@@ -95,7 +95,7 @@ class Stream:
         self._transport = transport_for(
             group, own.device, own.num_stages, timeout_s=timeout_s, slow_s=slow_s, transfers_at_once=TRANSFERS_AT_ONCE
         )
-        self._guard = Guard(self._transport, Lanes(self._transport), owner="stream")
+        self._guard = Guard(self._transport, Lanes(self._transport), owner="stream", call="push() or drain()", unit="tick")
         self._ticks = StageTicks(own, loss_fn, optimizer, self._plan, self._transport)
         self._learns = loss_fn is not None
         self._finalizer = weakref.finalize(self, _close, self._ticks, self._guard, self._transport, os.getpid())

@@ -23,10 +23,14 @@ class Guard:
         transport: carries its messages.
         lanes: run its actions.
         owner: what users have constructed, for messages.
+        call: what they call for a step of it, likewise.
+        unit: what they call a step.
     """
 
-    def __init__(self, transport: Transport, lanes: Lanes, *, owner: str = "schedule") -> None:
-        self._transport, self._lanes, self._owner = transport, lanes, owner
+    def __init__(
+        self, transport: Transport, lanes: Lanes, *, owner: str = "schedule", call: str = "step()", unit: str = "step"
+    ) -> None:
+        self._transport, self._lanes, self._owner, self._call, self._unit = transport, lanes, owner, call, unit
         self._running = threading.Lock()
         self.num_steps = 0
         self.broken: BaseException | str | None = None  # why no further step may run
@@ -42,7 +46,7 @@ class Guard:
         """
         if self._running.locked():
             raise PipelineBrokenError(
-                f"this {self._owner} was called inside another call of it, or from a second thread: make one call at a time"
+                f"{self._call} was called inside another {self._unit}, or from a second thread: run one {self._unit} at a time"
             )
         with self._running:
             self._check_whole()
@@ -53,7 +57,7 @@ class Guard:
         if self.broken is not None:
             cause = self.broken if isinstance(self.broken, BaseException) else None
             raise PipelineBrokenError(
-                f"this pipeline broke in step {self.num_steps} ({self.broken if cause is None else format_error(cause)}). "
+                f"this pipeline broke in {self._unit} {self.num_steps} ({self.broken if cause is None else format_error(cause)}). "
                 f"Gradients may be incomplete: zero them, close() this {self._owner} and build a new one over the same process "
                 "group."
             ) from cause
@@ -101,7 +105,7 @@ class Guard:
         """Prevent any further step from starting."""
         if self._running.locked():
             raise PipelineBrokenError(
-                f"close() was called inside a step: close the {self._owner} after its step has returned or raised"
+                f"close() was called inside a {self._unit}: close the {self._owner} after its {self._unit} has returned or raised"
             )
         if isinstance(self.broken, BaseException):
             self.broken = format_error(self.broken)  # the error's frames keep the step's tensors alive

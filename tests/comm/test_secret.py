@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from bpipe.comm.health.collective import Collective
+from bpipe.comm.rendezvous import meeting, outgoing
 from bpipe.comm.rendezvous.addresses import Endpoint
 from bpipe.comm.rendezvous.meeting import Hello, meet_peers
 from bpipe.comm.rendezvous.peers import Peers, process_name
@@ -60,6 +61,42 @@ def test_ranks_whose_secrets_differ_all_say_so(store: Any, odd: int, right: byte
         assert "BPIPE_SECRET to the same text on all ranks" in str(error) and f"{odd}" in str(error)
         assert ("different secrets" if right and wrong else "has none") in str(error)
         assert OURS.decode() not in str(error)
+
+
+class Slow:
+    """A store that takes longer to answer a rank than another one stays that has found a difference."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(0.15)
+        is_there: bool = self._store.check(keys)
+        return is_there
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("secrets", [(OURS, THEIRS), (OURS, b""), (b"", OURS)], ids=["differs", "lacks it", "has it"])
+def test_a_busy_rank_sees_the_difference_though_the_other_one_has_left(
+    store: Any, secrets: tuple[bytes, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meeting, "GRACE_S", 0.05)
+    monkeypatch.setattr(outgoing, "LOOK_S", 5.0)  # the one who leaves does not call again before it is answered
+    until = time.monotonic() + 5
+
+    def in_time(what: str) -> None:
+        assert time.monotonic() < until, what
+
+    def leaves() -> Peers:
+        try:
+            return meet_peers(store, "key", 1, 2, in_time, secret=secrets[1])
+        finally:
+            store.delete_key("key/1")
+
+    found = together([lambda: meet_peers(Slow(store), "key", 0, 2, in_time, secret=secrets[0]), leaves])
+    assert all(isinstance(error, AgreementError) for error in found), found
 
 
 def test_what_a_rank_publishes_tells_which_of_the_two_differs() -> None:

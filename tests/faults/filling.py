@@ -88,7 +88,7 @@ CASES = [
     in_a_job(
         "a fill job calls step() of its schedule",
         calling(lambda scene: scene.pipelines[-1].step()),
-        "raised PipelineBrokenError: this schedule was called inside another call of it",
+        "raised PipelineBrokenError: step() was called inside another step",
     ),
     in_a_job(
         "a fill job frees nothing",

@@ -433,7 +433,7 @@ def test_a_call_inside_another() -> None:
     module, x = nn.Linear(2, 2), torch.ones(1, 2)
     stream = bpipe.Stream(bpipe.PipelineStage(module, 0, 1, "cpu"), F.mse_loss)
     handle = module.register_forward_hook(lambda *_: stream.push(x, target=x))
-    with pytest.raises(PipelineBrokenError, match="this stream was called inside another call of it"):
+    with pytest.raises(PipelineBrokenError, match=r"push\(\) or drain\(\) was called inside another tick"):
         stream.push(x, target=x)
     handle.remove()
     stream.close()
@@ -449,7 +449,7 @@ def test_a_stream_of_one_stage() -> None:
     assert all(torch.equal(one, 2 * once) for one, once in zip(gradients(module), found)) and stream.num_ticks == 2
     with pytest.raises(ConfigurationError, match="no target on the last stage"):
         stream.push(x)
-    with pytest.raises(PipelineBrokenError, match=r"step 2 \(ConfigurationError: .*close\(\) this stream and build a new one"):
+    with pytest.raises(PipelineBrokenError, match=r"tick 2 \(ConfigurationError: .*close\(\) this stream and build a new one"):
         stream.push(x, target=x)
     stream.close()
     with pytest.raises(PipelineBrokenError, match="this pipeline broke"):

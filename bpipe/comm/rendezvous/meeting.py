@@ -213,24 +213,28 @@ class _Meeting:
                 hello = decode(Hello, frame.body, "hello")
                 if hello.to != self._own.name or hello.rank not in self._links or hello.rank < self._rank:
                     return
+                # Before the answer: a rank that finds its secret to differ leaves, and removes what it has published.
+                published = self._find(hello.rank) if self._secret or hello.nonce else None
                 answer = self._hello(hello.name)
                 said = frame.body, encode(answer)
                 connection.sendall(Frame(Kind.HELLO, 0, encode(answer._replace(proof=proof(self._secret, "answer", *said)))).pack())
             except (OSError, CommError):
                 return
             if bool(hello.nonce) != bool(self._secret):
-                self._check_secret(hello.rank, hello.name, self._find(hello.rank))
+                self._check_secret(hello.rank, hello.name, published)
                 return
             unless_done.pop_all()
         # Its proof, empty without a secret, also says that it has this answer, and calls at no other place any more.
-        self._incoming.expect_proof(connection, partial(self._on_proof, hello, proof(self._secret, "call", *said)))
+        self._incoming.expect_proof(connection, partial(self._on_proof, hello, published, proof(self._secret, "call", *said)))
 
-    def _on_proof(self, hello: Hello, expected: bytes, connection: socket.socket, frame: Frame) -> None:
+    def _on_proof(
+        self, hello: Hello, published: Endpoint | None, expected: bytes, connection: socket.socket, frame: Frame
+    ) -> None:
         if is_same(frame.body, expected):
             self._admit(hello, connection)
         else:
             connection.close()
-            self._check_secret(hello.rank, hello.name, self._find(hello.rank))
+            self._check_secret(hello.rank, hello.name, published)
 
     def _on_answer(self, connection: socket.socket, other: int, to: Endpoint, said: bytes, frame: Frame) -> None:
         with ExitStack() as unless_done:
