@@ -8,11 +8,21 @@ from functools import cache
 from typing import NamedTuple
 
 from benchmarks.published.claim import Claim, Shown
-from benchmarks.published.scenarios import A100, A800, BALANCED, GPT3_96B, PLAIN, SCENARIOS, Outcome, Scenario, outcome
+from benchmarks.published.scenarios import (
+    A100,
+    BALANCED,
+    GPT3_96B,
+    PLAIN,
+    RECOMPUTING,
+    SCENARIOS,
+    SLOW,
+    Outcome,
+    Scenario,
+    outcome,
+)
 from bpipe.estimate.devices import link_named
 from bpipe.estimate.workload import DEFAULT_EFFICIENCY
 from bpipe.passes.balance.balance import balance, default_slots
-from bpipe.passes.recompute import recompute
 from bpipe.schedules import Costs, Destinations, Link, Op, build, finish, simulate
 
 MOST_EFFICIENT = 0.52  # of the peak: the most that Megatron-LM reports (Narayanan et al., arXiv 2104.04473, abstract)
@@ -28,7 +38,7 @@ ON_48 = tuple(
         model=model,
         num_ranks=12,
         tensor_parallel=4,
-        batch=128,
+        batch=96,
         device=A100,
         attention="materialised",
         recomputations=("none", "selective", "full"),
@@ -106,7 +116,7 @@ def show_bpipe() -> Shown:
             "is plausible (see the next claim). The high end is not reached by what is known: full recomputation and a ratio of "
             f"{HUANG_RATIO} give {together:.2f}x together. For {high}x the plain stage would have to be at most as efficient as "
             f"the last column says, because {MOST_EFFICIENT:.0%} is the most that Megatron-LM reports (arXiv 2104.04473). Kernels "
-            "that are not fused at microbatch 1 would explain it; the paper's own efficiencies would decide it."
+            "that are not fused at microbatch 1 might explain it; the paper's own efficiencies would decide it."
         ),
     )
 
@@ -119,7 +129,7 @@ BPIPE = Claim(
     reach="simulated, solved for the stage ratio; the kernels' times are out of reach without the GPUs",
     assumed=(
         "12 stages x tensor parallel 4 on A100 with 80 GiB, of which 4 are set aside, attention materialised, sequence parallel, "
-        "18 bytes per parameter, 128 sequences per step. 134B are taken as 84 layers of h = 11,520. The plain plan is the fastest "
+        "18 bytes per parameter, 96 sequences per step. 134B are taken as 84 layers of h = 11,520. The plain plan is the fastest "
         "of 1F1B that fits with that recomputation."
     ),
     show=show_bpipe,
@@ -169,7 +179,7 @@ def show_huang() -> Shown:
     gpt, _, llama = gains
     return Shown(
         brief=(
-            f"{HUANG_GAIN}x where a stage is {HUANG_GAIN / gpt.gain:.2f} times as efficient at microbatch 2; nothing at "
+            f"{HUANG_GAIN}x where a stage is {HUANG_GAIN / gpt.gain:.2f} times as efficient at microbatch 2, no gain at "
             f"{1 / gpt.gain:.2f}; LLaMA 65B loses below {1 / llama.gain:.2f}"
         ),
         columns=(
@@ -196,7 +206,7 @@ HUANG = Claim(
     name="huang",
     title="BPipe re-evaluated",
     published="1.35x for GPT-3 96B, next to nothing with flash attention, a loss for LLaMA 65B",
-    source="Huang et al., arXiv 2401.02088 (abstract read, which has the last two in words; 1.35x as quoted in our notes)",
+    source="Huang et al., arXiv 2401.02088 (abstract read: the last two in words; 1.35x is quoted from this project's notes)",
     reach="simulated, solved for the stage ratio",
     assumed=(
         "8 stages x tensor parallel 4 on A100 with 80 GiB, 128 sequences per step, NVLink, 18 bytes per parameter; microbatches "
@@ -204,9 +214,6 @@ HUANG = Claim(
     ),
     show=show_huang,
 )
-
-SLOW = next(scenario for scenario in SCENARIOS if scenario.device is A800)
-
 
 def over(bytes_per_s: float) -> Outcome:
     """Return the balanced step of GPT-3 13B on 4 A800 over a link."""
@@ -223,13 +230,6 @@ def loses_at(loss: float) -> float:
     return high
 
 
-def recomputed_step_s() -> float:
-    """Return the step that recomputes the microbatches over the cap instead of moving them."""
-    case = SLOW.case(1, "none")
-    plan = recompute(build("1f1b", 4, case.num_microbatches), slots=default_slots(4))
-    return simulate(finish(plan), case.costs).makespan_s
-
-
 @cache
 def show_slow_links() -> Shown:
     plain_s = outcome(SLOW, PLAIN, 1).step_s
@@ -238,10 +238,10 @@ def show_slow_links() -> Shown:
     links = [("NVLink of an A800", link_named("nvlink-a800")), ("PCIe 4 x16", link_named("pcie4"))]
     slow = [loses_at(loss) for loss in LOSSES]
     rows = [
-        [name, f"{speed / 1e9:.0f}", f"{saved / speed / forward_s:.2f}", f"{over(speed).step_s / plain_s:.3f}"]
+        [name, f"{speed / 1e9:.0f}", f"{saved / speed / forward_s:.2f}", f"{over(speed).step_s / plain_s:.2f}"]
         for name, speed in [*links, *((f"that which loses {loss:.0%}", speed) for loss, speed in zip(LOSSES, slow))]
     ]
-    again = recomputed_step_s() / plain_s
+    again = outcome(SLOW, RECOMPUTING, 1).step_s / plain_s
     return Shown(
         brief=(
             f"{LOSSES[0]:.0%} and {LOSSES[1]:.0%} are what links of {slow[0] / 1e9:.0f} and {slow[1] / 1e9:.0f} GB/s cost; "
@@ -250,10 +250,10 @@ def show_slow_links() -> Shown:
         columns=("link", "GB/s and direction", "an eviction, in forwards", "balanced step over plain"),
         rows=rows,
         text=(
-            f"A link of {slow[0] / 1e9:.0f} to {slow[1] / 1e9:.0f} GB/s is what copies between GPUs reach that pass a host's "
-            "memory or share a PCIe switch. The published losses are then those of evictions that forwards do not hide. Where the "
-            f"plain plan fits, it is the choice; where it does not, recomputing takes {again:.2f} of its step at the same "
-            f"{default_slots(4)} slots, less than evictions over such a link."
+            f"The published losses are those of evictions that forwards do not hide, over links of {slow[0] / 1e9:.0f} and "
+            f"{slow[1] / 1e9:.0f} GB/s. Such a bandwidth is plausible for copies that pass a host's memory or share a PCIe switch, "
+            f"and was not read. Where the plain plan fits, it is the choice; where it does not, recomputing takes {again:.2f} of "
+            f"its step at the same {default_slots(4)} slots, which is less than evictions over such a link."
         ),
     )
 
@@ -262,7 +262,7 @@ SLOW_LINKS = Claim(
     name="slow-links",
     title="BPipe over slow links",
     published="11% and 17% slower than 1F1B on 4 A800 without NVLink",
-    source="Huang et al., Obscura, USENIX ATC 2025 (abstract read; the figures as quoted in our notes)",
+    source="Huang et al., Obscura, USENIX ATC 2025 (abstract read; the figures are quoted from this project's notes)",
     reach="simulated, solved for the link",
     assumed=(
         f"GPT-3 13B on 4 stages, 16 microbatches of one sequence, {DEFAULT_EFFICIENCY:.0%} of the peak. The paper's models and "
@@ -290,6 +290,22 @@ def show_pipeoffload() -> Shown:
         )
     )
 
+
+@cache
+def show_memory() -> Shown:
+    plans = {p: build("balanced_1f1b", p, 4 * p) for p in (4, 8, 16)}
+    peaks = ", ".join(f"{max(plan.peak_slots)} on {p} ranks" for p, plan in plans.items())
+    return Shown(brief=f"a rank holds at most {peaks}, transfers in flight counted at both ends")
+
+
+MEMORY = Claim(
+    name="memory",
+    title="BPipe's memory",
+    published="at most ceil((p+2)/2) microbatches on any rank",
+    source="Kim et al., ICML 2023 (as later papers quote it)",
+    reach="measured: `tests/test_memory_use.py` counts what plans predict, to the byte",
+    show=show_memory,
+)
 
 PIPEOFFLOAD = Claim(
     name="pipeoffload",

@@ -14,31 +14,49 @@ from typing import Any, NamedTuple
 from bpipe.estimate import Advice, Transformer
 from bpipe.estimate.advise_inputs import RESERVED_SHARE
 from bpipe.estimate.advisor import advise
-from bpipe.estimate.devices import Device, device_named
+from bpipe.estimate.devices import GIB, Device, device_named
 from bpipe.estimate.even_slices import even_shares
 from bpipe.estimate.execution import Execution
 from bpipe.estimate.long_contexts import attention_share, halves
 from bpipe.estimate.models import model_named
 from bpipe.estimate.workload import DEFAULT_EFFICIENCY, Links, ModelWorkload
-from bpipe.schedules import Action, Costs, Link, Op, Plan, Sizes, StageSizes, build, simulate
+from bpipe.passes.balance.balance import default_slots
+from bpipe.passes.recompute import recompute
+from bpipe.schedules import Action, Costs, Link, Op, Plan, Sizes, StageSizes, build, finish, simulate
 
 BYTES_PER_PARAMETER = 18.0
 
 
 class Way(NamedTuple):
-    """A plan to choose: a schedule, its stages per rank, its slices, and the layers of each stage (None: as even as possible)."""
+    """A plan to choose.
+
+    Args:
+        schedule: its name for `build`.
+        stages_per_rank: v.
+        slices: of each microbatch.
+        layers: of each stage; None for as even as possible.
+        recomputes: whether it keeps to ceil((p+2)/2) microbatches by running as few as that takes forward twice.
+    """
 
     schedule: str
     stages_per_rank: int = 1
     slices: int = 1
     layers: tuple[int, ...] | None = None
+    recomputes: bool = False
 
     def __str__(self) -> str:
         several = f", v = {self.stages_per_rank}" * (self.stages_per_rank > 1) + f", {self.slices} slices" * (self.slices > 1)
-        return f"{self.schedule}{several}" + f", layers {' '.join(map(str, self.layers or ()))}" * (self.layers is not None)
+        again = " that recomputes over the cap" * self.recomputes
+        return f"{self.schedule}{again}{several}" + f", layers {' '.join(map(str, self.layers or ()))}" * (self.layers is not None)
+
+    def plan(self, num_ranks: int, num_microbatches: int) -> Plan:
+        """Build the plan."""
+        num_stages = num_ranks * self.stages_per_rank
+        plan = build(self.schedule, num_stages, num_microbatches, num_ranks=num_ranks, slices=self.slices)
+        return finish(recompute(plan, slots=default_slots(num_ranks))) if self.recomputes else plan
 
 
-PLAIN, BALANCED = Way("1f1b"), Way("balanced_1f1b")
+PLAIN, BALANCED, RECOMPUTING = Way("1f1b"), Way("balanced_1f1b"), Way("1f1b", recomputes=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -171,20 +189,32 @@ class Scenario:
 def outcome(scenario: Scenario, way: Way, microbatch_size: int, recomputation: str = "none") -> Outcome:
     """Build a plan, simulate it, and compare its peaks with the budget."""
     case = scenario.case(microbatch_size, recomputation, way)
-    p, v = scenario.num_ranks, way.stages_per_rank
-    plan = build(way.schedule, p * v, case.num_microbatches, num_ranks=p, slices=way.slices)
+    plan = way.plan(scenario.num_ranks, case.num_microbatches)
     timeline = simulate(plan, case.costs_of(plan))
-    return Outcome(timeline.makespan_s, max(map(timeline.device_peak_bytes, range(p))) <= case.budget)
+    return Outcome(timeline.makespan_s, max(map(timeline.device_peak_bytes, range(plan.num_ranks))) <= case.budget)
 
 
 A100, A800, V100 = (device_named(name) for name in ("a100-80gb", "a800-80gb", "v100-32gb"))
 GPT3_96B = model_named("gpt3-96b")
 SELECTIVE = {"attention": "materialised", "recomputations": ("selective",)}
-SLICED, V_SHAPED = Way("seq_1f1b", 1, 4), (Way("zbv", 2), Way("v_half", 2), Way("v_min", 2))
-LONG: dict[str, Any] = {"num_ranks": 8, "batch": 32, "device": A100, "efficiency": {1: DEFAULT_EFFICIENCY}}
 SMALL = Transformer(num_layers=32, hidden=3072, num_heads=24, sequence=2048, vocabulary=256_000, is_tied=False, name="5B")
 MODEL_52B = Transformer(num_layers=64, hidden=8192, num_heads=64, sequence=1024, vocabulary=51_200, name="52B")
 PCIE_BYTES_PER_S = 15e9  # with 16 microbatches, at which balanced 1F1B loses as much as was published
+
+
+def _llama2_7b(tokens: int, source: str) -> Scenario:
+    """Make a scenario of a long context."""
+    model = replace(model_named("llama2-7b"), sequence=tokens)
+    return Scenario(
+        name=f"Llama 2 7B, {tokens:,} tokens (attention is {attention_share(model):.2f} of a forward)",
+        source=source,
+        model=model,
+        num_ranks=8,
+        batch=32,
+        device=A100,
+        efficiency={1: DEFAULT_EFFICIENCY},
+        ways=(Way("zbv", 2), Way("v_half", 2), Way("v_min", 2), Way("seq_1f1b", 1, 4)),
+    )
 
 
 def _gpt3_96b(name: str, source: str, **options: Any) -> Scenario:
@@ -193,13 +223,26 @@ def _gpt3_96b(name: str, source: str, **options: Any) -> Scenario:
     return Scenario(name=name, source=source, model=GPT3_96B, **sizes | options)
 
 
+SLOW = Scenario(
+    name="GPT-3 13B on 4 A800 without NVLink, 15 GB/s",
+    source="Huang et al., Obscura, USENIX ATC 2025: balanced 11% and 17% slower",
+    model=model_named("gpt3-13b"),
+    num_ranks=4,
+    batch=16,
+    device=A800,
+    efficiency={1: DEFAULT_EFFICIENCY},
+    bytes_per_s=PCIE_BYTES_PER_S,
+    ways=(RECOMPUTING,),
+)
+
 SCENARIOS = (
     _gpt3_96b(
         "GPT-3 96B on 48 A100, attention materialised",
         "Kim et al., ICML 2023: balance paid",
         num_ranks=12,
+        batch=96,
         attention="materialised",
-        recomputations=("none", "selective", "full"),
+        recomputations=("none", "selective"),
         efficiency={1: DEFAULT_EFFICIENCY},
     ),
     _gpt3_96b(
@@ -223,20 +266,8 @@ SCENARIOS = (
         device=A100,
         efficiency=dict.fromkeys((2, 4), DEFAULT_EFFICIENCY),
     ),
-    Scenario(
-        name="Llama 2 7B, 8,192 tokens",
-        source="Qi et al., arXiv 2405.15362: V-Half needs W + 2F >= 2I",
-        model=replace(model_named("llama2-7b"), sequence=8192),
-        ways=(*V_SHAPED, SLICED),
-        **LONG,
-    ),
-    Scenario(
-        name="Llama 2 7B, 32,768 tokens",
-        source="the same",
-        model=replace(model_named("llama2-7b"), sequence=32_768),
-        ways=(*V_SHAPED, SLICED),
-        **LONG,
-    ),
+    _llama2_7b(8192, "Qi et al., arXiv 2405.15362: V-Half needs W + 2F >= 2I"),
+    _llama2_7b(32_768, "the same"),
     Scenario(
         name="5B with a vocabulary of 256,000 words",
         source="Yeung et al., arXiv 2411.05288: 5% to 51% over an even cut",
@@ -247,15 +278,12 @@ SCENARIOS = (
         efficiency={1: DEFAULT_EFFICIENCY},
         ways=(Way("1f1b", layers=(5, 5, 5, 5, 4, 4, 4, 0)),),
     ),
-    Scenario(
-        name="GPT-3 13B on 4 A800 without NVLink, 15 GB/s",
-        source="Huang et al., Obscura, USENIX ATC 2025: balanced 11% and 17% slower",
-        model=model_named("gpt3-13b"),
-        num_ranks=4,
-        batch=16,
-        device=A800,
-        efficiency={1: DEFAULT_EFFICIENCY},
-        bytes_per_s=PCIE_BYTES_PER_S,
+    SLOW,
+    replace(
+        SLOW,
+        name="the same with 72 GiB",
+        device=replace(A800, name="A800 with 72 GiB", memory_bytes=72 * GIB),
+        source="1F1B does not fit there",
     ),
     Scenario(
         name="52B on 64 V100, 8 microbatches",
