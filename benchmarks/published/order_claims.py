@@ -198,12 +198,12 @@ ZERO_BUBBLE = Claim(
 
 @cache
 def show_v_shapes() -> Shown:
-    peaks = {name: [max(build(name, 2 * p, 2 * p).peak_slots) / 2 / p for p in (8, 32)] for name in ("v_half", "v_min")}
+    peaks = {name: [max(build(name, 2 * p, 2 * p).peak_slots) / 2 / p for p in (8, 16)] for name in ("v_half", "v_min")}
     gains = [step("1f1b", 8, 16) / step(name, 8, 16, 2) for name in peaks]
     half, third = ([f"{share:.3f}" for share in shares] for shares in peaks.values())
     return Shown(
         brief=(
-            f"V-Half holds {half[0]} of 1F1B's on 8 ranks and {half[1]} on 32, V-Min {third[0]} and {third[1]}; steps on 8 ranks, "
+            f"V-Half holds {half[0]} of 1F1B's on 8 ranks and {half[1]} on 16, V-Min {third[0]} and {third[1]}; steps on 8 ranks, "
             f"16 microbatches: {gains[0]:.2f}x and {gains[1]:.2f}x"
         )
     )

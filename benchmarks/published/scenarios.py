@@ -240,7 +240,7 @@ SCENARIOS = (
         "GPT-3 96B on 48 A100, attention materialised",
         "Kim et al., ICML 2023: balance paid",
         num_ranks=12,
-        batch=96,
+        batch=48,
         attention="materialised",
         recomputations=("none", "selective"),
         efficiency={1: DEFAULT_EFFICIENCY},
