@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from benchmarks.published.claim import Claim, Shown
-from benchmarks.published.scenarios import Way
+from benchmarks.published.scenarios import Way, plan_of
 from bpipe.estimate.long_contexts import halves
 from bpipe.schedules import Costs, Plan, Timeline, build, simulate
 
@@ -233,7 +233,7 @@ def over_work(plan: Plan, attention: float) -> float:
 @cache
 def show_long_context() -> Shown:
     shares = (0.0, 0.2, 0.4)
-    plans = {way: way.plan(8, 32) for way in LONG}
+    plans = {way: plan_of(way, 8, 32) for way in LONG}
     found = {way: [over_work(plan, share) for share in shares] for way, plan in plans.items()}
     peaks = {way: max(plan.peak_slots) / way.stages_per_rank / way.slices for way, plan in plans.items()}
     half, balanced, slices = (found[way] for way in (LONG[3], LONG[1], LONG[5]))

@@ -49,11 +49,12 @@ class Way(NamedTuple):
         again = " that recomputes over the cap" * self.recomputes
         return f"{self.schedule}{again}{several}" + f", layers {' '.join(map(str, self.layers or ()))}" * (self.layers is not None)
 
-    def plan(self, num_ranks: int, num_microbatches: int) -> Plan:
-        """Build the plan."""
-        num_stages = num_ranks * self.stages_per_rank
-        plan = build(self.schedule, num_stages, num_microbatches, num_ranks=num_ranks, slices=self.slices)
-        return finish(recompute(plan, slots=default_slots(num_ranks))) if self.recomputes else plan
+
+@cache
+def plan_of(way: Way, num_ranks: int, num_microbatches: int) -> Plan:
+    """Build the plan, once."""
+    plan = build(way.schedule, num_ranks * way.stages_per_rank, num_microbatches, num_ranks=num_ranks, slices=way.slices)
+    return finish(recompute(plan, slots=default_slots(num_ranks))) if way.recomputes else plan
 
 
 PLAIN, BALANCED, RECOMPUTING = Way("1f1b"), Way("balanced_1f1b"), Way("1f1b", recomputes=True)
@@ -189,7 +190,7 @@ class Scenario:
 def outcome(scenario: Scenario, way: Way, microbatch_size: int, recomputation: str = "none") -> Outcome:
     """Build a plan, simulate it, and compare its peaks with the budget."""
     case = scenario.case(microbatch_size, recomputation, way)
-    plan = way.plan(scenario.num_ranks, case.num_microbatches)
+    plan = plan_of(way, scenario.num_ranks, case.num_microbatches)
     timeline = simulate(plan, case.costs_of(plan))
     return Outcome(timeline.makespan_s, max(map(timeline.device_peak_bytes, range(plan.num_ranks))) <= case.budget)
 
