@@ -11,7 +11,19 @@ import pytest
 from benchmarks.published import balance_claims, breadth_first, order_claims, other_claims
 from benchmarks.published.choices import advice_on, ranked
 from benchmarks.published.page import CLAIMS, PAGE, page, section_of
-from benchmarks.published.scenarios import BALANCED, GPT3_96B, PLAIN, RECOMPUTING, SCENARIOS, SLOW, Way, outcome
+from benchmarks.published.scenarios import (
+    BALANCED,
+    GPT3_96B,
+    LOST,
+    PAID,
+    PAID_NOT,
+    PLAIN,
+    RECOMPUTING,
+    SCENARIOS,
+    SLOW,
+    Way,
+    outcome,
+)
 from bpipe.errors import BudgetError
 from bpipe.estimate.huang import bubble_factor
 from bpipe.passes.balance.balance import balance
@@ -123,7 +135,7 @@ def test_bitpipe_by_its_formula() -> None:
 
 
 def test_the_overhead_of_slices_makes_the_published_gain() -> None:
-    p, m, k, gain = order_claims.TERAPIPE[0]
+    p, m, k, gain = order_claims.TERAPIPE_SETTINGS[0]
     overhead = order_claims.overhead_for(gain, order_claims.sliced_gain(p, m, k), k)
     plan = build("tera_pipe", p, m, slices=k)
     sliced = simulate(plan, replace(order_claims.UNITS, forward_s=1 / k + overhead, backward_s=2 * (1 / k + overhead)))
@@ -160,7 +172,7 @@ def test_the_fastest_that_fit_are_those_that_paid() -> None:
 
 
 def test_advice_agrees_where_it_knows_the_plans() -> None:
-    assert [advice_on(scenario).decision for scenario in SCENARIOS[1:4]] == ["balance", "don't", "don't"]
+    assert [advice_on(scenario).decision for scenario in (PAID, PAID_NOT, LOST)] == ["balance", "don't", "don't"]
     assert advice_on(SLOW).decision == "no need"
 
 

@@ -12,9 +12,11 @@ from benchmarks.published.scenarios import (
     A100,
     BALANCED,
     GPT3_96B,
+    LOST,
+    PAID,
+    PAID_NOT,
     PLAIN,
     RECOMPUTING,
-    SCENARIOS,
     SLOW,
     Outcome,
     Scenario,
@@ -156,7 +158,7 @@ class Larger(NamedTuple):
 
 def huang_gains() -> Iterator[Larger]:
     """Yield the larger microbatches of the re-evaluation's models, as they would gain if stages were equally efficient."""
-    for scenario in SCENARIOS[1:4]:
+    for scenario in (PAID, PAID_NOT, LOST):
         before, after = scenario.efficiency
         (how,) = scenario.recomputations
         plain, only = outcome(scenario, PLAIN, before, how), outcome(scenario, BALANCED, after, how)
@@ -278,7 +280,7 @@ SLOW_LINKS = Claim(
 
 def offloaded_step(slots: int, bytes_per_s: float) -> float:
     """Return the step of GPT-3 96B on 8 stages over the plain one, if ranks offload to their hosts what is over some slots."""
-    costs: Costs = replace(SCENARIOS[2].case(1, "none").costs, host_link=Link(bytes_per_s=bytes_per_s))
+    costs: Costs = replace(PAID_NOT.case(1, "none").costs, host_link=Link(bytes_per_s=bytes_per_s))
     plain = build("1f1b", 8, 32)
     plan = finish(balance(plain, slots=slots, to=Destinations(host="only")))
     return simulate(plan, costs).makespan_s / simulate(plain, costs).makespan_s

@@ -9,7 +9,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from benchmarks.published.claim import Claim, Shown
-from benchmarks.published.scenarios import SCENARIOS, Scenario, Way
+from benchmarks.published.scenarios import SMALL_BATCH, Scenario, Way
 from bpipe.estimate.stages import stages_of
 from bpipe.estimate.workload import DEFAULT_EFFICIENCY
 from bpipe.schedules import Action, Costs, Op, Plan, build, simulate
@@ -67,7 +67,7 @@ def with_network(plan: Plan, costs: Costs, seconds: Sequence[float]) -> Costs:
 
 def cluster(num_ranks: int, batch: int) -> Scenario:
     """Return the 52B model on some stages of 8 V100 each."""
-    return replace(SCENARIOS[-1], num_ranks=num_ranks, batch=batch)
+    return replace(SMALL_BATCH, num_ranks=num_ranks, batch=batch)
 
 
 def looped_step(schedule: str, p: int, m: int, stages_per_rank: int) -> float:

@@ -36,7 +36,7 @@ def cells(scenario: Scenario) -> list[str]:
     """Return a scenario's row."""
     outcomes, (fitting, others) = scenario.outcomes(), ranked(scenario)
     best = outcomes[fitting[0]].step_s
-    slower = [f"{told(scenario, key)} ({outcomes[key].step_s / best:.2f})" for key in fitting[1:]]
+    slower = [f"{outcomes[key].step_s / best:.2f}x over {told(scenario, key)}" for key in fitting[1:]]
     missing = "; ".join(told(scenario, key) for key in others)
     advised = advice_on(scenario).verdict.partition("\n")[0]
     return [scenario.name, scenario.source, told(scenario, fitting[0]), "; ".join(slower), missing, advised]
@@ -50,7 +50,7 @@ def show_choices() -> Shown:
             "scenario",
             "source and outcome there",
             "fastest that fits",
-            "the others that fit (step over it)",
+            "what it gains over the others that fit",
             "do not fit",
             "`bpipe advise` today",
         ),

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from functools import cache
 
+from benchmarks.published import scenarios
 from benchmarks.published.claim import Claim, Shown
 from benchmarks.published.order_claims import step, timeline
-from benchmarks.published.scenarios import PLAIN, SCENARIOS, SMALL, outcome
+from benchmarks.published.scenarios import PLAIN, outcome
 from bpipe.estimate.execution import Execution
 from bpipe.estimate.models import model_named
 from bpipe.estimate.square_cube import IN_8_BITS, hides_from
 from bpipe.estimate.workload import DEFAULT_EFFICIENCY
-from bpipe.schedules import Timeline, fill_gaps
+from bpipe.schedules import Op, Timeline, fill_gaps
 
 GPUS, WORTH = 8.0, 2.6  # thousands: those of the job, and what was filled
 FILLED = 0.63  # of the main job's work
@@ -135,10 +136,10 @@ LOCAL_LEARNING = Claim(
 
 @cache
 def show_vocabulary() -> Shown:
-    scenario = next(one for one in SCENARIOS if one.model is SMALL)
-    even, moved = (outcome(scenario, way, 1).step_s for way in (PLAIN, *scenario.ways))
-    costs = scenario.case(1, "none").costs
-    least = scenario.batch * sum(3 * costs.forward_s[x] for x in range(8)) / 8
+    even, moved = (outcome(scenarios.VOCABULARY, way, 1).step_s for way in (PLAIN, *scenarios.VOCABULARY.ways))
+    costs, p = scenarios.VOCABULARY.case(1, "none").costs, scenarios.VOCABULARY.num_ranks
+    microbatch_s = sum(costs.seconds(op, stage, 0) for op in (Op.F, Op.B) for stage in range(p))
+    least = scenarios.VOCABULARY.batch * microbatch_s / p
     return Shown(
         brief=(
             f"5B, 8 stages: moving all layers off the last one gains {even / moved:.2f}x; a cut that were even to the last "

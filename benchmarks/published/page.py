@@ -19,7 +19,7 @@ CLAIMS = (
     balance_claims.PIPEOFFLOAD,
     BREADTH_FIRST,
     order_claims.BITPIPE,
-    order_claims.TERAPIPE_CLAIM,
+    order_claims.TERAPIPE,
     order_claims.SEQ_1F1B,
     order_claims.ZERO_BUBBLE,
     order_claims.V_SHAPES,

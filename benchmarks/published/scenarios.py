@@ -197,10 +197,6 @@ def outcome(scenario: Scenario, way: Way, microbatch_size: int, recomputation: s
 
 A100, A800, V100 = (device_named(name) for name in ("a100-80gb", "a800-80gb", "v100-32gb"))
 GPT3_96B = model_named("gpt3-96b")
-SELECTIVE = {"attention": "materialised", "recomputations": ("selective",)}
-SMALL = Transformer(num_layers=32, hidden=3072, num_heads=24, sequence=2048, vocabulary=256_000, is_tied=False, name="5B")
-MODEL_52B = Transformer(num_layers=64, hidden=8192, num_heads=64, sequence=1024, vocabulary=51_200, name="52B")
-PCIE_BYTES_PER_S = 15e9  # with 16 microbatches, at which balanced 1F1B loses as much as was published
 
 
 def _llama2_7b(tokens: int, source: str) -> Scenario:
@@ -224,6 +220,45 @@ def _gpt3_96b(name: str, source: str, **options: Any) -> Scenario:
     return Scenario(name=name, source=source, model=GPT3_96B, **sizes | options)
 
 
+PAID_ON_48 = _gpt3_96b(
+    "GPT-3 96B on 48 A100, attention materialised",
+    "Kim et al., ICML 2023: balance paid",
+    num_ranks=12,
+    batch=48,
+    attention="materialised",
+    recomputations=("none", "selective"),
+    efficiency={1: DEFAULT_EFFICIENCY},
+)
+PAID = _gpt3_96b(
+    "GPT-3 96B, attention recomputed, a stage 1.42 times as efficient at microbatch 2",
+    "Huang et al., arXiv 2401.02088: 1.35x",
+    attention="materialised",
+    recomputations=("selective",),
+    efficiency={1: 0.33, 2: 0.33 * 1.42},
+)
+PAID_NOT = _gpt3_96b(
+    "GPT-3 96B, flash attention, a stage 1.04 times as efficient at microbatch 2",
+    "Huang et al.: next to nothing",
+    efficiency={1: DEFAULT_EFFICIENCY, 2: DEFAULT_EFFICIENCY * 1.04},
+)
+LOST = replace(
+    PAID_NOT,
+    name="LLaMA 65B, flash attention, every microbatch as efficient",
+    source="Huang et al.: a loss",
+    model=model_named("llama-65b"),
+    efficiency=dict.fromkeys((2, 4), DEFAULT_EFFICIENCY),
+)
+LONG, LONGER = (_llama2_7b(tokens, "Qi et al., arXiv 2405.15362: V-Half needs W + 2F >= 2I") for tokens in (8192, 32_768))
+VOCABULARY = Scenario(
+    name="5B with a vocabulary of 256,000 words",
+    source="Yeung et al., arXiv 2411.05288: 5% to 51% over an even cut",
+    model=Transformer(num_layers=32, hidden=3072, num_heads=24, sequence=2048, vocabulary=256_000, is_tied=False, name="5B"),
+    num_ranks=8,
+    batch=128,
+    device=A100,
+    efficiency={1: DEFAULT_EFFICIENCY},
+    ways=(Way("1f1b", layers=(5, 5, 5, 5, 4, 4, 4, 0)),),
+)
 SLOW = Scenario(
     name="GPT-3 13B on 4 A800 without NVLink, 15 GB/s",
     source="Huang et al., Obscura, USENIX ATC 2025: balanced 11% and 17% slower",
@@ -232,71 +267,26 @@ SLOW = Scenario(
     batch=16,
     device=A800,
     efficiency={1: DEFAULT_EFFICIENCY},
-    bytes_per_s=PCIE_BYTES_PER_S,
+    bytes_per_s=15e9,  # there balanced 1F1B loses about as much as was published
     ways=(RECOMPUTING,),
 )
-
-SCENARIOS = (
-    _gpt3_96b(
-        "GPT-3 96B on 48 A100, attention materialised",
-        "Kim et al., ICML 2023: balance paid",
-        num_ranks=12,
-        batch=48,
-        attention="materialised",
-        recomputations=("none", "selective"),
-        efficiency={1: DEFAULT_EFFICIENCY},
-    ),
-    _gpt3_96b(
-        "GPT-3 96B, attention recomputed, a stage 1.42 times as efficient at microbatch 2",
-        "Huang et al., arXiv 2401.02088: 1.35x",
-        efficiency={1: 0.33, 2: 0.33 * 1.42},
-        **SELECTIVE,
-    ),
-    _gpt3_96b(
-        "GPT-3 96B, flash attention, a stage 1.04 times as efficient at microbatch 2",
-        "Huang et al.: next to nothing",
-        efficiency={1: DEFAULT_EFFICIENCY, 2: DEFAULT_EFFICIENCY * 1.04},
-    ),
-    Scenario(
-        name="LLaMA 65B, flash attention, every microbatch as efficient",
-        source="Huang et al.: a loss",
-        model=model_named("llama-65b"),
-        num_ranks=8,
-        tensor_parallel=4,
-        batch=128,
-        device=A100,
-        efficiency=dict.fromkeys((2, 4), DEFAULT_EFFICIENCY),
-    ),
-    _llama2_7b(8192, "Qi et al., arXiv 2405.15362: V-Half needs W + 2F >= 2I"),
-    _llama2_7b(32_768, "the same"),
-    Scenario(
-        name="5B with a vocabulary of 256,000 words",
-        source="Yeung et al., arXiv 2411.05288: 5% to 51% over an even cut",
-        model=SMALL,
-        num_ranks=8,
-        batch=128,
-        device=A100,
-        efficiency={1: DEFAULT_EFFICIENCY},
-        ways=(Way("1f1b", layers=(5, 5, 5, 5, 4, 4, 4, 0)),),
-    ),
+SLOW_AND_FULL = replace(
     SLOW,
-    replace(
-        SLOW,
-        name="the same with 72 GiB",
-        device=replace(A800, name="A800 with 72 GiB", memory_bytes=72 * GIB),
-        source="1F1B does not fit there",
-    ),
-    Scenario(
-        name="52B on 64 V100, 8 microbatches",
-        source="Lamy-Poirier, arXiv 2211.05953: breadth-first, up to 43%",
-        model=MODEL_52B,
-        num_ranks=8,
-        tensor_parallel=8,
-        batch=8,
-        device=V100,
-        attention="materialised",
-        efficiency={1: DEFAULT_EFFICIENCY},
-        bytes_per_s=6.25e9,
-        ways=(Way("interleaved_1f1b", 4), Way("breadth_first", 4)),
-    ),
+    name="the same with 72 GiB",
+    source="1F1B does not fit there",
+    device=replace(A800, name="A800 with 72 GiB", memory_bytes=72 * GIB),
 )
+SMALL_BATCH = Scenario(
+    name="52B on 64 V100, 8 microbatches",
+    source="Lamy-Poirier, arXiv 2211.05953: breadth-first, up to 43%",
+    model=Transformer(num_layers=64, hidden=8192, num_heads=64, sequence=1024, vocabulary=51_200, name="52B"),
+    num_ranks=8,
+    tensor_parallel=8,
+    batch=8,
+    device=V100,
+    attention="materialised",
+    efficiency={1: DEFAULT_EFFICIENCY},
+    bytes_per_s=6.25e9,
+    ways=(Way("interleaved_1f1b", 4), Way("breadth_first", 4)),
+)
+SCENARIOS = (PAID_ON_48, PAID, PAID_NOT, LOST, LONG, LONGER, VOCABULARY, SLOW, SLOW_AND_FULL, SMALL_BATCH)
