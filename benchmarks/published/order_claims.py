@@ -258,7 +258,7 @@ def show_long_context() -> Shown:
 LONG_CONTEXT = Claim(
     name="long-context",
     title="V-Half in long contexts",
-    published="it keeps its pace where W + 2F >= 2I and W + 2I >= 2F",
+    published="half of the memory without bubbles takes W + 2F >= 2I and W + 2I >= 2F",
     source="Qi et al., arXiv 2405.15362 (the authors' page read)",
     reach="simulated",
     assumed="8 ranks, 32 microbatches; F = 1, I = 1 + 1.5a and W = 1 - a for a share a of attention.",
