@@ -37,14 +37,14 @@ COLUMNS = ("claim", "source", "how bpipe shows it", "what bpipe shows", "command
 HEAD = f"""# What is published, and what bpipe's plans show of it
 
 Written by `{COMMAND} --write`; no figure of bpipe's in here was typed by hand, and
-`tests/test_published_page.py` compares the page with the functions that it comes from. Each command prints its part of this page, in
-seconds and without torch.
+`tests/test_published_page.py` compares the page with the functions that it comes from. Each command prints its part of this page,
+in seconds and without torch.
 
 The figures of others were measured on GPUs that are not here. bpipe simulates its own plans of the same schedules: the plan that is
-verified and runs, on a cost model of computations, bytes and links. Where a claim needs a number that its source does not give, such
-as a stage's efficiency, the simulation is solved for it: the page says which number would make the claim true. Steps are given as
-ratios. The second column says what was read of each source; where only an abstract could be read, the setting is an assumption that
-the section states.
+verified and runs, on a cost model of computations, bytes and links. Where a claim needs a number that its source does not give,
+such as a stage's efficiency, the simulation is solved for it: the page says which number would make the claim true. Steps are
+given as ratios. The second column says what was read of each source; where only an abstract could be read, the setting is an
+assumption that the section states.
 """
 
 
