@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -23,8 +24,11 @@ def main() -> None:
         if where == "forward" and seat == 2 and routes.num_steps == 2 and store.add("test/killed", 1) == 1:
             os._exit(KILLED)
         if where == "between steps" and len(routes.seats) < 2 * NUM_REPLICAS:
-            time.sleep(1.0)  # until torchrun has started it again
+            store.wait(["test/again"], timedelta(seconds=100))  # until torchrun has started it again
+            time.sleep(1.0)  # and it joins
 
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        store.set("test/again", "")
     found = train(seat, store, NUM_STEPS, then, NUM_REPLICAS)["curve"]
     curve, _ = alone(NUM_STEPS)
     assert list(found.values()) == pytest.approx(curve[min(found) :], rel=1e-10)

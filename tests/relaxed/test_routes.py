@@ -427,12 +427,15 @@ def ten_end(seat: int, store: Any) -> dict[str, Any]:
     where = ["forward", "backward", "between steps"]
     places = [(random.randrange(6), random.choice(where), random.randrange(4)) for _ in range(10)]
     seen = dict.fromkeys(where, 0)
+    store.add("test/began", 1)
 
     def then(routes: Routes, where: str) -> None:
         number = store.add("test/ended", 0)
         seen[where] += 1
         if where == "between steps" and len(routes.seats) < 6:
-            time.sleep(0.2)  # it takes longer to start a process than to run a step
+            while store.add("test/began", 0) < 6 + store.add("test/ended", 0):  # however long it takes to start a process
+                time.sleep(0.02)
+            time.sleep(0.2)  # it joins
         if number < len(places) and len(routes.seats) == 6 and routes.num_steps >= 3 * number:
             victim, place, passed = places[number]
             if (seat, where) == (victim, place) and (where == "between steps" or seen[where] % 4 == passed):

@@ -1,0 +1,197 @@
+"""docs/published.md is what its functions say, and these agree with plans, with formulas, and with the published figures."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.published import balance_claims, breadth_first, order_claims, other_claims
+from benchmarks.published.choices import advice_on, ranked
+from benchmarks.published.page import CLAIMS, PAGE, page, section_of
+from benchmarks.published.scenarios import (
+    BALANCED,
+    GPT3_96B,
+    LOST,
+    PAID,
+    PAID_NOT,
+    PLAIN,
+    RECOMPUTING,
+    SCENARIOS,
+    SLOW,
+    Way,
+    outcome,
+)
+from bpipe.errors import BudgetError
+from bpipe.estimate.huang import bubble_factor
+from bpipe.passes.balance.balance import balance
+from bpipe.schedules import Op, build, finish, simulate, verify
+
+WITHOUT_TORCH = "import sys; import benchmarks.published.page; assert not {'torch', 'numpy'} & set(sys.modules)"
+
+
+def test_the_page_is_what_the_functions_say() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page()
+
+
+def test_every_claim_of_the_issue_is_there() -> None:
+    text = page()
+    for figure in ("1.25x to 2.17x", "1.35x", "43%", "1.05x to 1.28x", "5.0x", "63%", "11% and 17%"):
+        assert figure in text
+    assert len({claim.name for claim in CLAIMS}) == len(CLAIMS)
+
+
+@pytest.mark.parametrize("name", ["swarm", "slow-links"])
+def test_a_command_prints_its_part_of_the_page(name: str) -> None:
+    claim = next(claim for claim in CLAIMS if claim.name == name)
+    done = subprocess.run([sys.executable, "-m", "benchmarks.published", claim.name], capture_output=True, text=True, check=True)
+    assert done.stdout == section_of(claim) + "\n"
+    assert all(line in page().splitlines() for line in done.stdout.splitlines())
+
+
+def test_it_needs_no_torch() -> None:
+    subprocess.run([sys.executable, "-c", WITHOUT_TORCH], check=True)
+
+
+# Balance.
+
+
+@pytest.mark.parametrize("target", balance_claims.BPIPE_GAINS)
+def test_the_solved_stage_ratio_makes_the_published_gain(target: float) -> None:
+    """GPT-3 96B, full recomputation against none at microbatch 1; links keep their speed, so that within 1%."""
+    gain = next(one for one in balance_claims.bpipe_gains() if one.before[0] == "full" and one.after[0] == "none")
+    base = balance_claims.ON_48[0]
+    faster = replace(base, efficiency={1: base.efficiency[1] * gain.ratio_for(target)})
+    ratio = outcome(base, PLAIN, 1, "full").step_s / outcome(faster, BALANCED, 1, "none").step_s
+    assert ratio == pytest.approx(target, rel=0.01)
+    assert gain.gain == pytest.approx(4 / 3, rel=0.01)  # F + 2F against F + F + 2F
+
+
+def test_134b_are_134b() -> None:
+    assert balance_claims.ON_48[1].model.num_parameters == pytest.approx(134e9, rel=0.01)
+    assert breadth_first.cluster(8, 8).model.num_parameters == pytest.approx(52e9, rel=0.01)
+
+
+def test_a_larger_microbatch_breaks_even_where_huangs_estimate_says() -> None:
+    """E4 takes all stages to be equal; the last one has the head besides."""
+    for one in balance_claims.huang_gains():
+        assert one.gain == pytest.approx(bubble_factor(128, 8, *one.sizes), rel=0.005)
+
+
+def test_only_gpt3_turns_into_a_multiple_of_four() -> None:
+    """Megatron-LM's fused softmax: a multiple of 4 of the microbatch times the heads of a device."""
+    products = [[int(part) for part in one.softmaxes.split(" -> ")] for one in balance_claims.huang_gains()]
+    assert [[product % 4 == 0 for product in pair] for pair in products] == [[False, True], [False, True], [True, True]]
+    assert GPT3_96B.num_heads == 104
+
+
+@pytest.mark.parametrize("loss", balance_claims.LOSSES)
+def test_the_solved_link_makes_the_published_loss(loss: float) -> None:
+    plain_s = outcome(SLOW, PLAIN, 1).step_s
+    assert balance_claims.over(balance_claims.loses_at(loss)).step_s / plain_s - 1 == pytest.approx(loss, abs=0.005)
+
+
+# Breadth-first.
+
+
+@pytest.mark.parametrize("m", [1, 4, 8])
+def test_gathers_and_reductions_are_those_of_the_plan(m: int) -> None:
+    """The breadth-first rule has them among its actions: 2v-1 gathers, v reductions."""
+    p, v = 4, 4
+    plan = build("breadth_first", p * v, m, num_ranks=p)
+    for rank in range(p):
+        ops = [action.op for action in plan.actions[rank]]
+        network = breadth_first.network_of(plan, rank, [1.0] * (p * v))
+        assert (network.gathers, network.reductions) == (ops.count(Op.UNSHARD), ops.count(Op.REDUCE_GRAD)) == (2 * v - 1, v)
+        assert network.seconds == network.gathers + network.reductions
+
+
+def test_waiting_for_the_network_lengthens_the_work_by_just_that() -> None:
+    plan = build("interleaved_1f1b", 8, 8, num_ranks=4)
+    seconds = [0.25] * 8
+    longer = simulate(plan, breadth_first.with_network(plan, order_claims.UNITS, seconds))
+    for rank in range(4):
+        work_s = simulate(plan, order_claims.UNITS).work_s(rank)
+        assert longer.work_s(rank) == pytest.approx(work_s + breadth_first.network_of(plan, rank, seconds).seconds)
+
+
+def test_43_percent_lie_between_two_and_four_stages_per_rank() -> None:
+    (two, _), (four, _), (late, _) = (breadth_first.bubble_gains(*sizes) for sizes in ((8, 2), (8, 4), (16, 8)))
+    assert two < 1.43 < four and late < 1.43
+    assert breadth_first.sharded_gains(4) == pytest.approx([1, 1], rel=0.01)
+    assert all(gain > 2 for gain in breadth_first.sharded_gains(8))
+
+
+# Other orders, and idle time.
+
+
+def test_bitpipe_by_its_formula() -> None:
+    """A bubble of p-2 forwards at m = p = 8, against (p-1)(F+B) of 1F1B and half of that, interleaved: README.md's table."""
+    assert order_claims.bitpipe_gain("1F1B", 8) == (24 + 21) / (24 + 6)
+    assert order_claims.bitpipe_gain("interleaved 1F1B, v = 2", 8) == (24 + 10.5) / (24 + 6)
+    assert order_claims.bitpipe_gain("ZB-V", 8) < 1
+
+
+def test_the_overhead_of_slices_makes_the_published_gain() -> None:
+    p, m, k, gain = order_claims.TERAPIPE_SETTINGS[0]
+    overhead = order_claims.overhead_for(gain, order_claims.sliced_gain(p, m, k), k)
+    plan = build("tera_pipe", p, m, slices=k)
+    sliced = simulate(plan, replace(order_claims.UNITS, forward_s=1 / k + overhead, backward_s=2 * (1 / k + overhead)))
+    assert order_claims.step("gpipe", p, m) / sliced.makespan_s == pytest.approx(gain)
+
+
+@pytest.mark.parametrize("share, both", [(0.0, 3), (1 / 3, 2)])
+def test_dualpipe_has_the_bubble_of_its_table(share: float, both: int) -> None:
+    """(PP/2 - 1)(F&B + B - 3W) with PP = 16, B = 2 and W = 1."""
+    assert order_claims.dualpipe_bubble(share) == pytest.approx((16 / 2 - 1) * (both + 2 - 3))
+
+
+def test_pipefills_two_figures_fit_together() -> None:
+    """63% of the work that is left beside the idle time are 2.6K of 8K GPUs; 16 stages and microbatches are idle as long."""
+    idle, share = other_claims.published_idle()
+    assert share * idle / (1 - idle) == pytest.approx(0.63)
+    assert idle == pytest.approx(15 / 31, abs=0.001)
+    assert other_claims.filled_gain(order_claims.timeline("1f1b", 16, 16), 1.0) == pytest.approx(15 / 16)
+
+
+# Choices.
+
+
+def test_the_fastest_that_fit_are_those_that_paid() -> None:
+    chosen = [ranked(scenario)[0][0] for scenario in SCENARIOS]
+    assert [way for way, _, _ in chosen] == [
+        *(BALANCED, BALANCED, PLAIN, PLAIN),
+        *(Way("zbv", 2), Way("seq_1f1b", 1, 4)),
+        Way("1f1b", layers=(5, 5, 5, 5, 4, 4, 4, 0)),
+        *(PLAIN, RECOMPUTING),
+        Way("interleaved_1f1b", 4),
+    ]
+    assert [size for _, size, _ in chosen[1:4]] == [2, 1, 2]
+
+
+def test_advice_agrees_where_it_knows_the_plans() -> None:
+    assert [advice_on(scenario).decision for scenario in (PAID, PAID_NOT, LOST)] == ["balance", "don't", "don't"]
+    assert advice_on(SLOW).decision == "no need"
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.name)
+def test_a_case_has_all_that_a_chooser_needs(scenario) -> None:
+    """Its sizes and budget balance the plan in bytes, or the pass says that they cannot."""
+    cases = list(scenario.cases())
+    assert len(cases) == len(scenario.efficiency) * len(scenario.recomputations)
+    case = cases[0]
+    plain = build("1f1b", scenario.num_ranks, min(case.num_microbatches, 16))
+    sizes = case.sizes(plain).without_messages()
+    fits = outcome(scenario, PLAIN, case.microbatch_size, case.recomputation).fits
+    try:
+        balanced = finish(balance(plain, sizes=sizes, budgets=case.budget))
+    except BudgetError:
+        assert not fits
+        return
+    verify(balanced)
+    assert any(balanced.served) is not fits
+    assert max(balanced.device_peak_bytes) <= case.budget
+    seconds = [case.costs.seconds(op, 0, 0) for op in (Op.I, Op.W, Op.B)]
+    assert seconds[0] + seconds[1] == pytest.approx(seconds[2]) and seconds[0] > seconds[1]
