@@ -15,10 +15,9 @@ __all__: list[str] = []
 def lower_bound_s(shop: JobShop, limits: Sequence[int | None]) -> float:
     """Return the seconds that every order takes at least.
 
-    For each rank alone, it is what its computations take if they may be interrupted, each begins at the earliest when those before
-    it can have ended on ranks that do nothing else, and is followed by what comes behind it (Jackson's preemptive schedule; Carlier,
-    1982). For a rank with a limit of memory, it is also the least time in which it can hold all that microbatches keep, if each is
-    kept as briefly as can be.
+    For each rank alone, it is what its computations take if they may be interrupted: each begins when those before it can have
+    ended, and is followed by those behind it (Jackson's preemptive schedule; Carlier, 1982). For a rank with a limit of memory, it
+    is also the least time in which it can hold all that microbatches keep, if each is kept as briefly as can be.
 
     Args:
         shop: the computations.

@@ -42,7 +42,7 @@ def exact(shop: JobShop, limits: Sequence[int | None], first: Lanes, *, seconds:
     try:
         from ortools.sat.python import cp_model
     except ImportError:
-        raise ConfigurationError(f"the fastest order is found by OR-tools, which is not installed: {how_to_install('search')}") from None
+        raise ConfigurationError(f"exact orders need OR-tools: {how_to_install('search')}") from None
     times = shop.run(first)
     assert times is not None, "the first order ends"
     model, tick_s = cp_model.CpModel(), times.step_s / TICKS

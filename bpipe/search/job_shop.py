@@ -65,7 +65,7 @@ class JobShop:
         costs: how long computations and transfers take.
 
     Attributes:
-        actions: the items: computations, and where evictions and loads start and are waited for. An item's number is its place here.
+        actions: the items: computations, and where evictions and loads start and are waited for. An item's number is its place.
         lanes: the order of the plan.
         rank: of each item.
         seconds: that each item takes.

@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
-from bpipe.plan.action import Op
+from bpipe.plan.action import BACKWARD, Op
 from bpipe.search.job_shop import JobShop, Lanes
 
 __all__: list[str] = []
@@ -23,6 +23,7 @@ class Rule(NamedTuple):
     forwards_first: bool = False  # whether forwards come before backwards, as long as they fit
     deepest_first: bool = True  # whether the later of a rank's stages come first, else the earlier ones
     patience: float = 1.0  # the share of a W that must fit before the next other computation is known to be ready
+    most: Sequence[int] | None = None  # microbatches that each stage has between forward and backward at once; default: any number
     like: Sequence[float] | None = None  # when each item begins in another order, by number: what begins first there comes first
 
 
@@ -56,6 +57,7 @@ class _Listing:
         self._free_s = [0.0] * shop.num_links
         self._done = bytearray(len(shop.actions))
         self._held = [0] * len(shop.lanes)
+        self._begun = [0] * shop.plan.num_stages  # microbatches between forward and backward
         self._agenda: list[tuple[float, int]] = [(0.0, rank) for rank in range(len(shop.lanes))]
         self._idle = [False] * len(shop.lanes)
         self._lanes: Lanes = [[] for _ in shop.lanes]
@@ -83,9 +85,10 @@ class _Listing:
             key = self._key(number)
             if key < best_key:
                 best, best_key = queue, key
-        if best is not None and self._rule.like is None and best_key[0] == DEFERRED and later_s - now < self._rule.patience * self._shop.seconds[best[-1]]:
-            return None, later_s
-        return best, later_s
+        if best is None or self._rule.like is not None or best_key[0] != DEFERRED:
+            return best, later_s
+        is_short = later_s - now < self._rule.patience * self._shop.seconds[best[-1]]
+        return (None if is_short else best), later_s
 
     def _able(self, rank: int) -> Iterator[list[int]]:
         """Yield the queues whose next computation has, or will have, what it needs, and fits."""
@@ -94,9 +97,11 @@ class _Listing:
             if queue and not self._missing[queue[-1]] and all(self._done[other] for other in shop.earlier[queue[-1]]):
                 number = queue[-1]
                 more = self._held[rank] + shop.takes[number]
-                if shop.actions[number].op is Op.F and self._held[rank]:
-                    more += self._reserved(rank, shop.actions[number].stage)
-                if more <= self._limits[rank]:
+                op, stage, *_ = shop.actions[number]
+                if op is Op.F and self._held[rank]:
+                    more += self._reserved(rank, stage)
+                is_most = op is Op.F and self._rule.most is not None and self._begun[stage] >= self._rule.most[stage]
+                if more <= self._limits[rank] and not is_most:
                     yield queue
 
     def _reserved(self, rank: int, stage: int) -> int:
@@ -119,6 +124,8 @@ class _Listing:
         self._lanes[rank].append(number)
         self._done[number] = 1
         self._held[rank] += shop.takes[number] - shop.gives[number]
+        op, stage, *_ = shop.actions[number]
+        self._begun[stage] += (op is Op.F) - (op in BACKWARD)
         end = now + shop.seconds[number]
         for consumer, link, takes_s, latency_s in shop.consumers[number]:
             arrived = end
@@ -132,3 +139,14 @@ class _Listing:
                 self._idle[other] = False
                 heappush(self._agenda, (max(now, self._ready_s[consumer]), other))
         heappush(self._agenda, (end, rank))
+
+
+def most_begun(shop: JobShop, lanes: Lanes) -> list[int]:
+    """Return how many microbatches each stage has between forward and backward at once, in an order."""
+    most, begun = [0] * shop.plan.num_stages, [0] * shop.plan.num_stages
+    for lane in lanes:
+        for number in lane:
+            op, stage, *_ = shop.actions[number]
+            begun[stage] += (op is Op.F) - (op in BACKWARD)
+            most[stage] = max(most[stage], begun[stage])
+    return most

@@ -1,8 +1,8 @@
-"""The fastest plan within budgets: named schedules, and orders made to measure, each kept within the budgets as it best can be.
+"""The fastest plan within budgets: named schedules, and orders made to measure, each kept within the budgets as well as is found.
 
-List scheduling makes orders by some rules; annealing improves them and those of named schedules. An order may take more memory than
-there is, and then evictions and recomputations keep it within the budgets. The best plans are annealed once more with all of that:
-forwards, backwards, evictions and loads may change places.
+List scheduling makes orders by some rules. These and the orders of named schedules are annealed, as patterns and then move by move.
+An order may at first take more memory than there is: then evictions and recomputations keep it within the budgets. The best plans
+are annealed once more with all of that, so that evictions, loads and recomputations change places, too.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from bpipe.passes.communicate import communicate
 from bpipe.passes.fit import Budgets
 from bpipe.plan.plan import Plan
 from bpipe.search.anneal import ROUNDING, annealed
-from bpipe.search.bounds import lower_bound_s
 from bpipe.search.job_shop import JobShop, Lanes
-from bpipe.search.list_schedule import RULES, Rule, listed
+from bpipe.search.list_schedule import RULES, Rule, listed, most_begun
+from bpipe.search.periodic import annealed_pattern
 from bpipe.search.setting import Setting
 from bpipe.search.within import Kept, kept_within
 
@@ -30,8 +30,9 @@ FIRST = 0.4  # of the effort: for orders before they are kept within the budgets
 MOST_IMPROVED = 3  # plans that are annealed once more
 MORE = (0, 1, 2, 4)  # microbatches of the largest stage that an order may at first take beyond the budgets
 TIGHTENED = 3  # times that limits are lowered by what messages take beyond what was expected
-MOST_RULES = 3  # of list scheduling, which are tried again with more memory: those that were the fastest
-MADE = "made to measure"
+PATTERNS = 4  # orders that are annealed as patterns first, with half of the tries
+MOST_RULES = 4  # of list scheduling, which are tried again with more memory: those that were the fastest
+MADE = "made_to_measure"  # the name of such a plan
 
 Told = Callable[[float], None]
 
@@ -84,7 +85,7 @@ def searched(
     least = inf
     for done, (order_s, name, index, lanes) in enumerate(orders):
         is_wanted = order_s < least * (1 - ROUNDING) or (all_named and name != MADE)
-        kept = works[index].kept(lanes) if is_wanted else None
+        kept = works[index].kept(lanes, name) if is_wanted else None
         found.append(Found(name, index, order_s, kept))
         least = min(least, found[-1].step_s)
         told(FIRST / 2 + FIRST / 2 * (done + 1) / len(orders))
@@ -118,30 +119,42 @@ class _Work:
         times = self._shop.run(lanes)
         return inf if times is None else times.step_s
 
-    def least_s(self) -> float:
-        """Return a lower bound of the step of all orders that neither evict nor recompute."""
-        return lower_bound_s(self._shop, self._limits)
-
     def made(self, effort: int) -> Iterator[Lanes]:
         """Yield an order for each amount of memory that an order may at first take beyond the budgets."""
         levels = list(self._levels())
         tries = effort // (len(levels) * max(1, len(self._shop.actions)))
-        rules = [*RULES, *(Rule(like=times.begin_s) for lanes in self.starts if (times := self._shop.run(lanes)))]
+        rules = list(self._rules())
         for more, limits in zip(MORE, levels):
             for _ in range(TIGHTENED):
-                orders = [(self.order_s(lanes), rule, lanes) for rule in rules if (lanes := listed(self._shop, limits, rule))]
-                orders += [(self.order_s(lanes), None, lanes) for lanes in self.starts if all(map(self._shop.fits, lanes, limits))]
-                if not orders:
-                    break
-                orders.sort(key=lambda one: one[0])
-                over = self._over(orders[0][2]) if not more else ()
+                ruled = [(self.order_s(lanes), rule, lanes) for rule in rules if (lanes := listed(self._shop, limits, rule))]
+                ruled.sort(key=lambda one: one[0])
+                orders = [lanes for _, _, lanes in ruled]
+                orders += [lanes for lanes in self.starts if all(map(self._shop.fits, lanes, limits))]
+                orders.sort(key=self.order_s)
+                over = self._over(orders[0]) if orders and not more else ()
                 if not any(over):
                     break
                 limits = tuple(None if limit is None else limit - much for limit, much in zip(limits, over))
-            if orders:
-                found = annealed(self._shop, orders[0][2], limits, tries, self._random)
-                yield found[-1] if more else self._fitting(found)
-                rules = [rule for _, rule, _ in orders if rule is not None][:MOST_RULES] or rules
+            if not orders:
+                continue
+            rules = [rule for _, rule, _ in ruled][:MOST_RULES] or rules
+            of_each, least = tries // (2 * PATTERNS), self.order_s(orders[0])
+            first = orders[0]
+            for lanes in orders[:: max(1, len(orders) // PATTERNS)]:  # of all kinds, because a pattern seldom leads to another one
+                alike = annealed_pattern(self._shop, lanes, limits, of_each, self._random)
+                if alike is not None and self.order_s(alike) < least:
+                    first, least = alike, self.order_s(alike)
+            found = annealed(self._shop, first, limits, tries // 2, self._random)
+            yield found[-1] if more else self._fitting(found)
+
+    def _rules(self) -> Iterator[Rule]:
+        """Yield rules of list scheduling: general ones, and such as follow a named schedule in some way."""
+        yield from RULES
+        for lanes in self.starts:
+            if (times := self._shop.run(lanes)) is not None:
+                yield Rule(like=times.begin_s)
+            most = most_begun(self._shop, lanes)
+            yield from (rule._replace(most=most) for rule in RULES)
 
     def _over(self, lanes: Lanes) -> list[int]:
         """Return by how many bytes an order exceeds each rank's budget."""
@@ -158,9 +171,9 @@ class _Work:
         for more in MORE if able else MORE[:1]:
             yield tuple(None if limit is None else limit + more * largest for limit in self._limits)
 
-    def kept(self, lanes: Lanes) -> Kept | None:
+    def kept(self, lanes: Lanes, name: str) -> Kept | None:
         """Return the fastest plan that is found for an order within the budgets."""
-        return kept_within(self._shop.plan_of(lanes), self._setting)
+        return kept_within(replace(self._shop.plan_of(lanes), name=name), self._setting)
 
     def improved(self, kept: Kept, effort: int) -> Kept | None:
         """Return a faster plan with the same evictions and recomputations in other places; None if none is found."""
@@ -170,6 +183,6 @@ class _Work:
         for lanes in reversed(orders[1:]):
             plan = communicate(shop.plan_of(lanes))
             if self._setting.fits(plan):
-                better = Kept.of(replace(plan, budgets=self._setting.budgets), self._setting.costs)
+                better = Kept.of(replace(plan, budgets=self._setting.budgets, name=MADE), self._setting.costs)
                 return better if better.step_s < kept.step_s else None
         return None
