@@ -25,6 +25,7 @@ EXTRAS = NAMES["EXTRAS"]
 EXAMPLES = [*EXTRAS["cli"], *EXTRAS["plot"], "scikit-learn>=1.4", "transformers>=5"]
 TEST = [
     *EXAMPLES,
+    *EXTRAS["search"],
     "build>=1.2",
     "hypothesis>=6.100",
     "mypy>=1.15",

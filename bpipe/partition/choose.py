@@ -13,9 +13,9 @@ from typing import Literal, get_args
 from bpipe.errors import BudgetError, ConfigurationError
 from bpipe.estimate.checks import check_count
 from bpipe.partition.choice import StageChoice
+from bpipe.partition.cut_search import Ends, best_of_all, even, improved, narrowest, pieces
 from bpipe.partition.holdings import Holdings
 from bpipe.partition.layers import Chain, LayerCost
-from bpipe.partition.search import Ends, best_of_all, even, improved, narrowest, pieces
 from bpipe.schedules import Link, Plan, build, simulate
 from bpipe.schedules.registry import rule_named
 

@@ -15,7 +15,7 @@ from math import inf
 from typing import Literal, get_args
 
 from bpipe.errors import ConfigurationError
-from bpipe.partition.search import Ends, narrowest
+from bpipe.partition.cut_search import Ends, narrowest
 
 __all__ = ["slice_lengths"]
 

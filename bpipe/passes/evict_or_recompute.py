@@ -78,6 +78,12 @@ def evict_or_recompute(
     return found.plan
 
 
+def attempt(plan: Plan, sizes: Sizes, budgets: Budgets, costs: Costs, to: Destinations) -> Plan | None:
+    """Do what `evict_or_recompute` does, and return None if the budgets cannot be met, without looking for those that can."""
+    found = _Search(replace(computations_only(plan), sizes=sizes), to, costs).within(budgets)
+    return None if found is None else found.plan
+
+
 class _Search:
     """The plans that evict and recompute within some budgets."""
 

@@ -27,6 +27,7 @@ COMMANDS = {
     "plot": "draw a timeline, predicted or measured, as PNG, SVG or HTML",
     "compare": "compare schedules on the same costs",
     "trace": "merge the ranks' files of a trace, and show what was measured",
+    "search": "find the fastest plan within a budget, or make an order to measure",
     "advise": "say whether balancing will help a model on a machine",
     "env": "show what bpipe finds on this machine",
     "gpu": "run on this machine's GPUs what takes one, and write a page of verdicts",

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from bpipe.errors import BudgetError, ConfigurationError
 from bpipe.partition import LayerCost, choose_stages
 from bpipe.partition.choose import Task
+from bpipe.partition.cut_search import every_cut, improved
 from bpipe.partition.holdings import Holdings
 from bpipe.partition.layers import Chain
-from bpipe.partition.search import every_cut, improved
 from bpipe.schedules import Costs, Link, build, simulate
 from bpipe.simulator.simulation import idle_bytes, own_bytes
 

@@ -1,0 +1,247 @@
+"""A step as a job shop: its work as numbers, how long an order of it takes, and whether it fits into memory.
+
+Each rank is a machine that runs one computation at a time, and each microbatch a job that passes the machines. A message starts
+when its computation has ended and its link is free; evictions and loads start where they stand in a lane, and end where they are
+waited for. This is nearly the simulator's model, in a fraction of its time, so that a search can try thousands of orders.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from bpipe.errors import ConfigurationError
+from bpipe.passes.balance.insert_evictions import mirrored
+from bpipe.passes.communicate import received_by
+from bpipe.plan.action import COMPUTE, HOST, Action, Identity, Op, OpKey
+from bpipe.plan.order import needs
+from bpipe.plan.plan import Plan
+from bpipe.simulator.costs import Costs
+
+__all__: list[str] = []
+
+Lanes = list[list[int]]  # for each rank the numbers of its computations, in the order in which it runs them
+SAME_RANK = -1  # the link of a result that stays on its rank
+
+MOVES = frozenset({Op.EVICT, Op.WAIT_EVICT, Op.LOAD, Op.WAIT_LOAD})
+
+# The orders in which a stage takes its microbatches, by what is among them: a whole backward counts as I and W.
+SERIES = {Op.F: (Op.F,), Op.B: (Op.I, Op.W), Op.I: (Op.I,), Op.W: (Op.W,), Op.R: (Op.R,)}
+# What comes before on the same stage, for one microbatch, or for one part of it.
+BEFORE = {
+    **{Op.F: (), Op.R: (Op.F,), Op.B: (Op.F, Op.R, Op.WAIT_LOAD), Op.I: (Op.F, Op.R, Op.WAIT_LOAD), Op.W: (Op.I,)},
+    **{Op.EVICT: (Op.F,), Op.WAIT_EVICT: (Op.EVICT,), Op.LOAD: (Op.WAIT_EVICT,), Op.WAIT_LOAD: (Op.LOAD,)},
+}
+
+
+class Consumer(NamedTuple):
+    """A computation that waits for a result, and the message that brings it."""
+
+    number: int
+    link: int  # its place among the links, on each of which messages take turns, or SAME_RANK
+    seconds: float  # that the message takes up the link
+    latency_s: float  # from then on until it has arrived
+
+
+class Times(NamedTuple):
+    """When the computations of an order run."""
+
+    begin_s: list[float]  # by number
+    rank_s: list[float]  # when each rank has computed everything
+
+    @property
+    def step_s(self) -> float:
+        """When all ranks have computed everything."""
+        return max(self.rank_s)
+
+
+class JobShop:
+    """The work of a plan: what each item of it needs, how long it takes, and what it allocates and frees.
+
+    Args:
+        plan: a plan of whole computations, with or without evictions and recomputations; its messages and pairs are left out.
+        costs: how long computations and transfers take.
+
+    Attributes:
+        actions: the items: computations, and where evictions and loads start and are waited for. An item's number is its place.
+        lanes: the order of the plan.
+        rank: of each item.
+        seconds: that each item takes.
+        consumers: of the result of each item.
+        makers: the items whose results each item waits for.
+        earlier: the items of the same stage that each one comes after.
+        takes: what each item allocates before it runs, in the plan's unit of memory.
+        gives: what it frees after it has run.
+
+    Raises:
+        ConfigurationError: each microbatch of the plan has a path of its own, or its gradients stay in their stages.
+    """
+
+    def __init__(self, plan: Plan, costs: Costs) -> None:
+        if plan.paths or plan.local:
+            raise ConfigurationError(f"{plan.name}: orders are searched for plans whose microbatches pass all stages and come back")
+        self.plan = plan
+        lanes = [self._items(plan, rank) for rank in range(plan.num_ranks)]
+        self.actions = [action for lane in lanes for action in lane]
+        self.rank = [rank for rank, lane in enumerate(lanes) for _ in lane]
+        numbers = iter(range(len(self.actions)))
+        self.lanes: Lanes = [[next(numbers) for _ in lane] for lane in lanes]
+        self.seconds = [costs.seconds(*action.op_key) if action.op in COMPUTE else 0.0 for action in self.actions]
+        self._number: dict[Identity, int] = {action.identity: number for number, action in enumerate(self.actions)}
+        self.consumers, self.num_links = self._consumers(costs)
+        self.makers: list[list[int]] = [[] for _ in self.actions]
+        for number, consumers in enumerate(self.consumers):
+            for consumer in consumers:
+                self.makers[consumer.number].append(number)
+        self._num_results = list(map(len, self.makers))
+        self.earlier = list(self._earlier())
+        self.takes, self.gives = self._memory()
+
+    @staticmethod
+    def _items(plan: Plan, rank: int) -> list[Action]:
+        """Return a rank's lane without messages."""
+        return [action for action in plan.actions[rank] if action.op in COMPUTE or action.op in MOVES]
+
+    def _consumers(self, costs: Costs) -> tuple[list[list[Consumer]], int]:
+        plan, carried = self.plan, costs.carried if self.plan.sizes is None else self.plan.sizes.carried
+        consumers: list[list[Consumer]] = [[] for _ in self.actions]
+        links: dict[tuple[int, int, bool], int] = {}
+
+        def add(source: int, number: int, transfer: Action, src: int, dst: int) -> None:
+            # Loads are posted at their other end, so that they have turns of their own here.
+            place = links.setdefault((src, dst, transfer.op is Op.LOAD), len(links))
+            link = costs.link_between(src, dst)
+            consumers[source].append(Consumer(number, place, carried(transfer) / link.bytes_per_s, link.latency_s))
+
+        for number, action in enumerate(self.actions):
+            here = self.rank[number]
+            if action.op in (Op.WAIT_EVICT, Op.WAIT_LOAD):
+                source = self._number[action.start_identity]
+                peer = self.actions[source].peer
+                assert peer is not None
+                ends = (here, peer) if action.op is Op.WAIT_EVICT else (peer, here)
+                add(source, number, self.actions[source], *ends)
+            if action.op not in (Op.F, Op.B, Op.I):
+                continue
+            needed = needs(action, plan.depth)
+            if needed is not None and plan.stage_ranks[needed[1]] == here:
+                consumers[self._made_by(needed)].append(Consumer(number, SAME_RANK, 0.0, 0.0))
+            for receive in received_by(plan, action):
+                assert receive.peer is not None
+                source = self._made_by((Op.F if action.op is Op.F else Op.B, receive.other_end[1], action.microbatch))
+                add(source, number, receive, receive.peer, here)
+        return consumers, len(links)
+
+    def backward_of(self, stage: int, unit: int) -> int:
+        """Return the computation that makes the gradient of a stage's input."""
+        return self._made_by((Op.B, stage, unit))
+
+    def _made_by(self, result: OpKey) -> int:
+        """Return the computation that makes a result; I makes that of a whole backward."""
+        whole = self._number.get((*result, 0))
+        return self._number[Op.I, *result[1:], 0] if whole is None else whole
+
+    def _earlier(self) -> Iterator[list[int]]:
+        of_unit: dict[OpKey, list[int]] = defaultdict(list)
+        for number, action in enumerate(self.actions):
+            of_unit[action.op_key].append(number)
+        latest: dict[tuple[Op, int], int] = {}
+        for number, (op, stage, unit, part, _) in enumerate(self.actions):
+            found = [
+                other
+                for before in BEFORE[op]
+                for other in of_unit.get((before, stage, unit), ())
+                if op in COMPUTE or before is Op.F or self.actions[other].part == part
+            ]
+            for series in SERIES.get(op, ()):
+                if (series, stage) in latest:
+                    found.append(latest[series, stage])
+                latest[series, stage] = number
+            yield found
+
+    def _memory(self) -> tuple[list[int], list[int]]:
+        meter = self.plan.meter() if self.plan.sizes is None else self.plan.activations_meter()
+        again = {action.key for action in self.actions if action.op is Op.R}
+        takes, gives = [0] * len(self.actions), [0] * len(self.actions)
+        for number, action in enumerate(self.actions):
+            amounts = meter.recomputed if action.key in again else meter.usual
+            for by_op, found in ((amounts.takes, takes), (amounts.gives, gives)):
+                if (amount := by_op.get(action.op)) is not None:
+                    found[number] = amount(action)
+        return takes, gives
+
+    def run(self, lanes: Lanes) -> Times | None:
+        """Return when everything runs in an order; None if it never ends, because ranks wait for each other in a cycle."""
+        seconds, consumers, rank_of = self.seconds, self.consumers, self.rank
+        missing, ready_s, begin_s = self._num_results.copy(), [0.0] * len(rank_of), [0.0] * len(rank_of)
+        free_s, now_s = [0.0] * self.num_links, [0.0] * len(lanes)
+        positions, awaited = [0] * len(lanes), [-1] * len(lanes)
+        runnable = list(range(len(lanes)))
+        while runnable:
+            rank = runnable.pop()
+            lane, now, position = lanes[rank], now_s[rank], positions[rank]
+            for number in lane[position:]:
+                if missing[number]:
+                    awaited[rank] = number
+                    break
+                if ready_s[number] > now:
+                    now = ready_s[number]
+                begin_s[number] = now
+                now += seconds[number]
+                position += 1
+                for consumer, link, takes_s, latency_s in consumers[number]:
+                    arrived = now
+                    if link >= 0:
+                        if free_s[link] > now:
+                            arrived = free_s[link]
+                        arrived += takes_s
+                        free_s[link] = arrived
+                        arrived += latency_s
+                    if arrived > ready_s[consumer]:
+                        ready_s[consumer] = arrived
+                    missing[consumer] -= 1
+                    if not missing[consumer] and awaited[rank_of[consumer]] == consumer:
+                        awaited[rank_of[consumer]] = -1
+                        runnable.append(rank_of[consumer])
+            positions[rank], now_s[rank] = position, now
+        return Times(begin_s, now_s) if all(map(int.__eq__, positions, map(len, lanes))) else None
+
+    def fits(self, lane: Sequence[int], limit: int | None) -> bool:
+        """Return whether a rank may run its computations in an order, and needs no more memory than a limit."""
+        done, held, earlier, takes, gives = set[int](), 0, self.earlier, self.takes, self.gives
+        for number in lane:
+            for other in earlier[number]:
+                if other not in done:
+                    return False
+            done.add(number)
+            held += takes[number]
+            if limit is not None and held > limit:
+                return False
+            held -= gives[number]
+        return True
+
+    def peaks(self, lanes: Lanes) -> list[int]:
+        """Return the most memory that each rank's own microbatches take, in the plan's unit."""
+        return [max(self._held(lane), default=0) for lane in lanes]
+
+    def _held(self, lane: Sequence[int]) -> Iterator[int]:
+        held = 0
+        for number in lane:
+            held += self.takes[number]
+            yield held
+            held -= self.gives[number]
+
+    def numbered(self, plan: Plan) -> Lanes:
+        """Return the order of another plan of the same items."""
+        return [[self._number[action.identity] for action in self._items(plan, rank)] for rank in range(plan.num_ranks)]
+
+    def plan_of(self, lanes: Lanes) -> Plan:
+        """Return the plan of an order, without messages."""
+        actions = [tuple(self.actions[number] for number in lane) for lane in lanes]
+        served: list[list[Action]] = [[] for _ in lanes]
+        for rank, lane in enumerate(actions):
+            for peer in sorted({action.peer for action in lane if action.peer is not None and action.peer != HOST}):
+                served[peer] += mirrored(lane, rank, peer)
+        return replace(self.plan, actions=tuple(actions), served=tuple(map(tuple, served)), overlapped=frozenset())

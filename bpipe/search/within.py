@@ -1,0 +1,69 @@
+"""Keep an order of computations within budgets: as it is, by evictions, by recomputation, or by both."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from bpipe.passes.balance.problem import Problem, Solution
+from bpipe.passes.communicate import communicate
+from bpipe.passes.evict_or_recompute import attempt
+from bpipe.passes.recompute import RecomputeSearch
+from bpipe.plan.plan import Plan
+from bpipe.search.setting import Setting
+from bpipe.simulator.costs import Costs
+from bpipe.simulator.simulation import simulate
+
+__all__: list[str] = []
+
+
+class Kept(NamedTuple):
+    """A plan that keeps the budgets, with its transfers, but not verified yet."""
+
+    plan: Plan
+    step_s: float  # simulated
+
+    @classmethod
+    def of(cls, plan: Plan, costs: Costs) -> Kept:
+        """Simulate a plan."""
+        return cls(plan, simulate(plan, costs).makespan_s)
+
+    @property
+    def evicts(self) -> bool:
+        """Whether it moves activations."""
+        return any(self.plan.evicted(rank) for rank in range(self.plan.num_ranks))
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether it runs forwards twice."""
+        return any(self.plan.recomputed(rank) for rank in range(self.plan.num_ranks))
+
+
+def kept_within(order: Plan, setting: Setting) -> Kept | None:
+    """Return the fastest way that is found to keep an order of computations within budgets, or None if there is none.
+
+    Args:
+        order: of whole computations, without transfers, with the setting's sizes.
+        setting: the budgets, the costs, and what may be done.
+    """
+    plain = communicate(order)
+    if setting.fits(plain):
+        return Kept.of(replace(plain, budgets=setting.budgets), setting.costs)
+    found: Plan | None = None
+    if setting.evicts and setting.recomputes:
+        found = attempt(order, setting.sizes, setting.budgets, setting.costs, setting.to)
+    elif setting.evicts:
+        found = _evicting(order, setting)
+    elif setting.recomputes:
+        found = RecomputeSearch(order).within(setting.budgets)
+    if found is None:
+        return None
+    finished = communicate(found)
+    return Kept.of(finished, setting.costs) if setting.fits(finished) else None
+
+
+def _evicting(order: Plan, setting: Setting) -> Plan | None:
+    problem = Problem(order, setting.sizes, setting.to, setting.costs, "fewest")
+    solution = problem.solve(setting.budgets, thorough=False)
+    return problem.balanced(solution, setting.budgets) if isinstance(solution, Solution) else None
+

@@ -1,0 +1,80 @@
+"""List scheduling and annealing: orders that end, fit, and are never slower than what they begin with."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from bpipe.schedules import Costs, build
+from bpipe.search.anneal import annealed, critical_path
+from bpipe.search.bounds import lower_bound_s
+from bpipe.search.job_shop import JobShop
+from bpipe.search.list_schedule import RULES, Rule, listed, most_begun
+from bpipe.search.periodic import annealed_pattern
+from tests.search.tables import Table
+
+TABLES = [Table.random(Random(seed), (2, 3, 4, 6)) for seed in range(12)]
+
+
+def shops(table: Table) -> list[tuple[JobShop, list[int]]]:
+    """Return the work of each family, and limits of memory in which a microbatch and its neighbours fit."""
+    found = []
+    for family in table.families():
+        shop = JobShop(family.setting.order_of(family.starts[0]), family.setting.costs)
+        found.append((shop, [table.budget * 1000 + 500] * table.num_ranks))
+    return found
+
+
+@pytest.mark.parametrize("table", TABLES, ids=range(len(TABLES)))
+def test_orders_end_and_fit(table: Table) -> None:
+    for shop, limits in shops(table):
+        orders = [lanes for rule in RULES if (lanes := listed(shop, limits, rule)) is not None]
+        assert orders
+        for lanes in orders:
+            assert all(map(shop.fits, lanes, limits)) and shop.run(lanes) is not None
+        least_s = lower_bound_s(shop, limits)
+        first = min(orders, key=lambda lanes: shop.run(lanes).step_s)  # type: ignore[union-attr]
+        found = annealed(shop, first, limits, 200, Random(1))
+        steps = [shop.run(lanes).step_s for lanes in found]  # type: ignore[union-attr]
+        assert steps == sorted(steps, reverse=True) and steps[-1] >= least_s * (1 - 1e-9)
+        assert all(all(map(shop.fits, lanes, limits)) for lanes in found)
+        assert found == annealed(shop, first, limits, 200, Random(1))
+        alike = annealed_pattern(shop, first, limits, 50, Random(1))
+        assert alike is None or (all(map(shop.fits, alike, limits)) and shop.run(alike) is not None)
+
+
+def test_a_list_in_the_order_of_1f1b_is_1f1b() -> None:
+    shop = JobShop(build("1f1b", 4, 8), Costs())
+    times = shop.run(shop.lanes)
+    assert times is not None
+    assert listed(shop, [4, 3, 2, 1], Rule(like=times.begin_s)) == shop.lanes
+
+
+def test_what_cannot_fit_is_no_order() -> None:
+    shop = JobShop(build("1f1b", 4, 8), Costs())
+    assert listed(shop, [0] * 4, RULES[0]) is None
+
+
+def test_the_critical_path_of_1f1b() -> None:
+    shop = JobShop(build("1f1b", 2, 3), Costs())
+    times = shop.run(shop.lanes)
+    assert times is not None
+    path = critical_path(shop, shop.lanes, times)
+    assert [str(shop.actions[shop.lanes[rank][place]]) for rank, place in reversed(path)] == [
+        *("0F0", "1F0", "1B0", "1F1", "1B1", "1F2", "1B2", "0B2"),
+    ]
+    assert sum(shop.seconds[shop.lanes[rank][place]] for rank, place in path) == times.step_s == 12
+
+
+def test_uneven_halves_are_ordered_better_than_by_name() -> None:
+    """Where I takes 1.4 and W 0.6, V-Half's order waits for 13.1 of a rank's forwards in the same memory; half of that will do."""
+    shop = JobShop(build("v_half", 8, 16), Costs(forward_s=1.0, backward_s=2.0, input_s=1.4))
+    named = shop.run(shop.lanes)
+    rules = [*RULES, *(rule._replace(most=most_begun(shop, shop.lanes)) for rule in RULES)]
+    orders = sorted((lanes for rule in rules if (lanes := listed(shop, [6] * 4, rule))), key=lambda lanes: shop.run(lanes).step_s)  # type: ignore[union-attr]
+    alike = [annealed_pattern(shop, lanes, [6] * 4, 4000, Random(0)) for lanes in orders[2:3]]
+    assert named is not None and alike[0] is not None
+    best = shop.run(alike[0])
+    assert best is not None
+    assert (named.step_s - 96) / 2 == pytest.approx(13.1) and (best.step_s - 96) / 2 <= 7.0
