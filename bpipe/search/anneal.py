@@ -1,7 +1,7 @@
 """Make an order of computations faster by simulated annealing (Kirkpatrick et al., 1983) from any order that fits.
 
 A move takes one computation, or it and all later ones of its kind and stage, some places forwards or backwards in its lane. Most
-moves take a computation of the critical path: only those can shorten the step.
+moves take a computation of the critical path.
 """
 
 from __future__ import annotations

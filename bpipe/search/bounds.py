@@ -29,7 +29,7 @@ def lower_bound_s(shop: JobShop, limits: Sequence[int | None]) -> float:
     for lane, limit in zip(shop.lanes, limits):
         if lane:
             bound_s = max(bound_s, _preemptive_s(lane, heads_s, shop.seconds, tails_s))
-            if limit:
+            if limit is not None and limit > 0:
                 first_s = min(heads_s[one] for one in lane)
                 last_s = min((tails_s[one] for one in lane if shop.gives[one]), default=0.0)
                 bound_s = max(bound_s, first_s + _kept_s(shop, lane) / limit + last_s)

@@ -1,6 +1,6 @@
 """The fastest order of a small problem, and a bound that proves it, by constraint programming (OR-tools' CP-SAT).
 
-It needs the extra `search`. Some hundred computations take seconds; for more, `made_to_measure` finds good orders without proof.
+It needs the extra `search`. Some hundred computations take seconds or minutes; for more, `bpipe search` finds orders without proof.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def exact(shop: JobShop, limits: Sequence[int | None], first: Lanes, *, seconds:
     model, tick_s = cp_model.CpModel(), times.step_s / TICKS
     begins = _modelled(model, shop, limits, tick_s, round(1.01 * TICKS))
     for number, begin_s in enumerate(times.begin_s):
-        model.add_hint(begins[number], round(begin_s / tick_s))
+        model.add_hint(begins[number], int(begin_s / tick_s))
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds, solver.parameters.num_workers = seconds, workers
     solver.parameters.random_seed = 0
@@ -58,14 +58,17 @@ def exact(shop: JobShop, limits: Sequence[int | None], first: Lanes, *, seconds:
     places = {number: place for lane in first for place, number in enumerate(lane)}
     lanes = [sorted(lane, key=lambda number: (solver.value(begins[number]), places[number])) for lane in shop.lanes]
     found = shop.run(lanes)
-    if found is None or found.step_s > times.step_s:
+    if found is None or found.step_s > times.step_s or not all(map(shop.fits, lanes, limits)):
         lanes, found = first, times
     return Proven(lanes, found.step_s, min(found.step_s, solver.best_objective_bound * tick_s))
 
 
 def _modelled(model: Any, shop: JobShop, limits: Sequence[int | None], tick_s: float, horizon: int) -> list[Any]:
-    """Add the work to a model that makes the step short, and return when each item begins, in ticks."""
-    ticks = [round(seconds / tick_s) for seconds in shop.seconds]
+    """Add the work to a model that makes the step short, and return when each item begins, in ticks.
+
+    Times are rounded down, so that a bound of the model is a bound of the step.
+    """
+    ticks = [int(seconds / tick_s) for seconds in shop.seconds]
     begins = [model.new_int_var(0, horizon, "") for _ in ticks]
     step = model.new_int_var(0, horizon, "")
     on_link: dict[int, list[Any]] = defaultdict(list)
@@ -75,7 +78,7 @@ def _modelled(model: Any, shop: JobShop, limits: Sequence[int | None], tick_s: f
         for other in shop.earlier[number]:
             model.add(begins[number] >= begins[other] + ticks[other])
         for consumer, link, seconds, latency_s in consumers:
-            takes, latency = round(seconds / tick_s), round(latency_s / tick_s)
+            takes, latency = int(seconds / tick_s), int(latency_s / tick_s)
             if link == SAME_RANK or not takes:
                 model.add(begins[consumer] >= ended + takes + latency)
                 continue

@@ -13,15 +13,18 @@ from math import inf
 from random import Random
 from typing import NamedTuple
 
+from bpipe.errors import PlanError
 from bpipe.passes.communicate import communicate
 from bpipe.passes.fit import Budgets
 from bpipe.plan.plan import Plan
 from bpipe.search.anneal import ROUNDING, annealed
+from bpipe.search.bounds import lower_bound_s
 from bpipe.search.job_shop import JobShop, Lanes
 from bpipe.search.list_schedule import RULES, Rule, listed, most_begun
 from bpipe.search.periodic import annealed_pattern
 from bpipe.search.setting import Setting
 from bpipe.search.within import Kept, kept_within
+from bpipe.verifier.proof import verify
 
 __all__: list[str] = []
 
@@ -46,12 +49,13 @@ class Family:
 
 
 class Found(NamedTuple):
-    """An order of computations and the best plan that it makes within the budgets."""
+    """An order of computations and the best plan that was found for it within the budgets."""
 
-    name: str
+    name: str  # of the named schedule, or MADE
+    is_made: bool  # whether the order was made to measure
     family: int
     order_s: float  # the simulated step of the order if memory were no matter: no plan of this order is faster
-    kept: Kept | None  # None if no plan of this order keeps the budgets, or none can be faster than the best
+    kept: Kept | None  # None if none was found, or none of this order can be faster than the best
 
     @property
     def step_s(self) -> float:
@@ -75,28 +79,27 @@ def searched(
     """
     random = Random(seed)
     works = [_Work(family, random) for family in families]
-    orders: list[tuple[float, str, int, Lanes]] = []
+    orders: list[tuple[float, str, bool, int, Lanes]] = []
     for index, work in enumerate(works):
-        orders += [(work.order_s(lanes), plan.name, index, lanes) for plan, lanes in zip(work.family.starts, work.starts)]
-        orders += [(work.order_s(lanes), MADE, index, lanes) for lanes in work.made(int(FIRST * effort / len(works)))]
+        orders += [(work.order_s(lanes), plan.name, False, index, lanes) for plan, lanes in zip(work.family.starts, work.starts)]
+        orders += [(work.order_s(lanes), MADE, True, index, lanes) for lanes in work.made(int(FIRST * effort / len(works)))]
         told(FIRST / 2 * (index + 1) / len(works))
     orders.sort(key=lambda one: one[0])
     found: list[Found] = []
     least = inf
-    for done, (order_s, name, index, lanes) in enumerate(orders):
-        is_wanted = order_s < least * (1 - ROUNDING) or (all_named and name != MADE)
+    for done, (order_s, name, is_made, index, lanes) in enumerate(orders):
+        is_wanted = order_s < least * (1 - ROUNDING) or (all_named and not is_made)
         kept = works[index].kept(lanes, name) if is_wanted else None
-        found.append(Found(name, index, order_s, kept))
+        found.append(Found(name, is_made, index, order_s, kept))
         least = min(least, found[-1].step_s)
         told(FIRST / 2 + FIRST / 2 * (done + 1) / len(orders))
     found.sort(key=lambda one: (one.step_s, one.order_s))
     for number, one in enumerate([one for one in found if one.kept is not None][:MOST_IMPROVED]):
-        assert one.kept is not None
-        better = works[one.family].improved(one.kept, int((1 - FIRST) * effort / MOST_IMPROVED))
+        better = works[one.family].improved(one, int((1 - FIRST) * effort / MOST_IMPROVED))
         if better is not None:
-            found.append(Found(MADE, one.family, one.order_s, better))
+            found.append(better)
         told(FIRST + (1 - FIRST) * (number + 1) / MOST_IMPROVED)
-    return sorted(found, key=lambda one: (one.step_s, one.name == MADE, one.order_s))
+    return sorted(found, key=lambda one: (one.step_s, one.is_made, one.order_s))
 
 
 class _Work:
@@ -140,11 +143,12 @@ class _Work:
             rules = [rule for _, rule, _ in ruled][:MOST_RULES] or rules
             of_each, least = tries // (2 * PATTERNS), self.order_s(orders[0])
             first = orders[0]
-            for lanes in orders[:: max(1, len(orders) // PATTERNS)]:  # of all kinds, because a pattern seldom leads to another one
+            for lanes in orders[:: -(-len(orders) // PATTERNS)]:  # of all kinds, because a pattern seldom leads to another one
                 alike = annealed_pattern(self._shop, lanes, limits, of_each, self._random)
                 if alike is not None and self.order_s(alike) < least:
                     first, least = alike, self.order_s(alike)
-            found = annealed(self._shop, first, limits, tries // 2, self._random)
+            least_s = lower_bound_s(self._shop, limits)
+            found = annealed(self._shop, first, limits, tries // 2, self._random, least_s=least_s)
             yield found[-1] if more else self._fitting(found)
 
     def _rules(self) -> Iterator[Rule]:
@@ -175,14 +179,26 @@ class _Work:
         """Return the fastest plan that is found for an order within the budgets."""
         return kept_within(replace(self._shop.plan_of(lanes), name=name), self._setting)
 
-    def improved(self, kept: Kept, effort: int) -> Kept | None:
+    def improved(self, found: Found, effort: int) -> Found | None:
         """Return a faster plan with the same evictions and recomputations in other places; None if none is found."""
-        shop = JobShop(kept.plan, self._setting.costs)
-        limits = self._limits_of(kept.plan, shop)
+        assert found.kept is not None, "what is improved keeps the budgets"
+        shop = JobShop(found.kept.plan, self._setting.costs)
+        limits = self._limits_of(found.kept.plan, shop)
         orders = annealed(shop, shop.lanes, limits, effort // max(1, len(shop.actions)), self._random)
         for lanes in reversed(orders[1:]):
-            plan = communicate(shop.plan_of(lanes))
-            if self._setting.fits(plan):
-                better = Kept.of(replace(plan, budgets=self._setting.budgets, name=MADE), self._setting.costs)
-                return better if better.step_s < kept.step_s else None
+            plan = communicate(replace(shop.plan_of(lanes), name=MADE, budgets=self._setting.budgets))
+            better = Kept.of(plan, self._setting.costs)
+            if better.step_s < found.step_s and self._setting.fits(plan) and _is_sound(plan):
+                times = shop.run(lanes)
+                assert times is not None, "what was annealed ends"
+                return Found(MADE, True, found.family, times.step_s, better)
         return None
+
+
+def _is_sound(plan: Plan) -> bool:
+    """Return whether a plan can be proven: an eviction that has moved may end before a message that it needs has left."""
+    try:
+        verify(plan)
+    except PlanError:
+        return False
+    return True

@@ -18,7 +18,7 @@ CLASS = {Op.B: 0, Op.I: 0, Op.R: 0, Op.F: 1, Op.W: DEFERRED}
 
 
 class Rule(NamedTuple):
-    """What comes first."""
+    """A rule that says what comes first."""
 
     forwards_first: bool = False  # whether forwards come before backwards, as long as they fit
     deepest_first: bool = True  # whether the later of a rank's stages come first, else the earlier ones

@@ -18,7 +18,7 @@ __all__: list[str] = []
 
 FIRST_TEMPERATURE = 0.02  # of the step
 SHIFT = 0.3  # of a period: the standard deviation of a move
-TOGETHER = 0.5  # of all moves: those that take all that is later in the pattern
+REST = 0.5  # of all moves: those that take all that is later in the pattern
 
 
 class Pattern:
@@ -67,7 +67,8 @@ def annealed_pattern(shop: JobShop, lanes: Lanes, limits: Sequence[int | None], 
         order = pattern.lanes(moved)
         if not all(shop.fits(lane, None) for lane in order) or (times := shop.run(order)) is None:
             continue
-        over = max((peak / limit - 1 for peak, limit in zip(shop.peaks(order), limits) if limit), default=0.0)
+        peaks = zip(shop.peaks(order), limits)
+        over = max(((peak - limit) / max(1, peak) for peak, limit in peaks if limit is not None), default=0.0)
         score = times.step_s * (1 + max(0.0, over))
         if temperature is None:
             temperature = FIRST_TEMPERATURE * score
@@ -82,7 +83,7 @@ def annealed_pattern(shop: JobShop, lanes: Lanes, limits: Sequence[int | None], 
 def _moved(offsets: Sequence[float], period_s: float, random: Random) -> list[float]:
     chosen = random.randrange(len(offsets))
     by = random.gauss(0.0, SHIFT * period_s)
-    if random.random() < TOGETHER:
+    if random.random() < REST:
         first = offsets[chosen]
         return [one + by if one >= first else one for one in offsets]
     return [one + by if kind == chosen else one for kind, one in enumerate(offsets)]

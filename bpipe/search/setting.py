@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from bpipe.passes.communicate import computations_only
@@ -43,7 +42,3 @@ class Setting:
         """Return whether a plan with transfers keeps every rank within its budget."""
         return all(budget is None or peak <= budget for peak, budget in zip(plan.device_peak_bytes, self.budgets))
 
-
-def over(peaks: Sequence[int], budgets: Budgets) -> int:
-    """Return by how many bytes the fullest rank exceeds its budget; 0 if none does."""
-    return max((peak - budget for peak, budget in zip(peaks, budgets) if budget is not None), default=0)

@@ -40,7 +40,7 @@ class Kept(NamedTuple):
 
 
 def kept_within(order: Plan, setting: Setting) -> Kept | None:
-    """Return the fastest way that is found to keep an order of computations within budgets, or None if there is none.
+    """Return the fastest plan that is found for an order of computations within budgets, or None if none is found.
 
     Args:
         order: of whole computations, without transfers, with the setting's sizes.

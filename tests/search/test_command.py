@@ -48,15 +48,16 @@ def test_what_scripts_get(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_budget_that_nothing_keeps(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["search", "1f1b", *UNEVEN, "--budget", "1000", *FEW]) == 1
     out = capsys.readouterr().out
-    assert "1f1b" in out and " no " in out and "made_to_measure" not in out
+    assert "1f1b" in out and "none found" in out and "made_to_measure" not in out
 
 
 @pytest.mark.parametrize(
     "more, says",
     [
         (["--budget", "lowest"], "give --budget in bytes"),
-        (["--slots", "3"], "leave --slots and --inside out"),
+        (["--slots", "3"], "leave --slots, --inside and --overlapped out"),
         (["--budget", "1,2,3"], "--budget has 3 entries: give one number, or one for each of 4 ranks"),
+        (["--overlapped"], "leave --slots, --inside and --overlapped out"),
         (["--effort", "0"], "'0' is not a whole number of at least 1"),
     ],
 )

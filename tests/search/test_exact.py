@@ -45,3 +45,30 @@ def test_the_search_is_near_the_fastest(seed: int) -> None:
         assert times is not None and all(map(shop.fits, proven.lanes, limits))
         assert lower_bound_s(shop, limits) <= proven.step_s * (1 + 1e-5)
         assert times.step_s <= 1.05 * proven.least_s
+
+
+@pytest.mark.parametrize(
+    "name, limits, least",
+    [
+        ("1f1b", [None] * 4, 33),  # the last rank begins after 3, works 24, and its last backward has 6 behind it
+        ("1f1b", [1] * 4, 96),  # each microbatch alone takes 12
+        ("1f1b", [2] * 4, 48),  # two at a time
+        ("zb_h1", [4] * 4, 27),  # the last rank begins after 3 and works 24, the last of it W
+    ],
+)
+def test_bounds_that_are_reached(name: str, limits: list[int | None], least: float) -> None:
+    assert lower_bound_s(JobShop(build(name, 4, 8), Costs()), limits) == pytest.approx(least)
+
+
+def test_a_rank_may_be_bound_by_what_comes_late() -> None:
+    """The first rank's last backward comes late, and has its W behind it: without interruptions in mind the bound were lower."""
+    shop = JobShop(build("1f1b", 3, 1), Costs(forward_s=[1.0, 5.0, 1.0]))
+    assert lower_bound_s(shop, [None] * 3) == 21.0
+
+
+def test_an_order_that_the_solver_cannot_time_is_left() -> None:
+    """Where a computation takes no time, the solver does not know in which order the memory of others comes and goes."""
+    shop = JobShop(build("zbv", 4, 4), Costs(forward_s=1.0, backward_s=1.0, input_s=1.0))
+    first = shop.lanes
+    limits = shop.peaks(first)
+    assert all(map(shop.fits, exact(shop, limits, first, seconds=5).lanes, limits))

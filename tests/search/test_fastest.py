@@ -2,41 +2,100 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import inf
 from random import Random
 
 import pytest
 
-from bpipe.schedules import Plan, simulate, verify
-from bpipe.search.fastest import MADE, searched
+from bpipe.passes.communicate import computations_only
+from bpipe.passes.evict_or_recompute import attempt
+from bpipe.schedules import Costs, Destinations, Link, Plan, build, finish, simulate, verify
+from bpipe.search.fastest import MADE, Family, Found, searched
+from bpipe.search.setting import Setting
+from bpipe.search.within import kept_within
+from bpipe.tools.balancing import sizes_of
 from tests.schedules.replay import occupied_bytes, replay
 from tests.search.tables import Table
 
 TABLES = [Table.random(Random(seed), (2, 3, 4, 6)) for seed in range(100, 108)]
 
 
-def check(table: Table, effort: int) -> float | None:
-    """Check what is found for a table, and return how much faster it is than the best named schedule; None if none is within."""
-    families = table.families()
+def named_by_the_passes(table: Table) -> float:
+    """Return the fastest step of the named schedules as they are, or kept within the budgets by the pass that does both."""
+    steps = [inf]
+    for family in table.families():
+        setting = family.setting
+        for plan in family.starts:
+            order = replace(computations_only(plan), sizes=setting.sizes)
+            finished = finish(order)
+            if any(budget is not None and peak > budget for peak, budget in zip(finished.device_peak_bytes, setting.budgets)):
+                kept = attempt(order, setting.sizes, setting.budgets, setting.costs, Destinations())
+                if kept is None:
+                    continue
+                finished = finish(kept)
+            steps.append(simulate(finished, setting.costs).makespan_s)
+    return min(steps)
+
+
+def check(table: Table, effort: int, *, by: str = "both") -> list[Found]:
+    """Check all plans that are found for a table."""
+    families = [replace(one, setting=replace(one.setting, recomputes=by == "both")) for one in table.families()]
     found = searched(families, effort=effort, all_named=True)
-    named = [one.step_s for one in found if one.name != MADE and one.kept is not None]
-    best = found[0]
-    if best.kept is None:
-        assert not named
-        return None
-    setting = families[best.family].setting
-    assert best.kept.plan == Plan.from_text(best.kept.plan.to_text())
-    verify(best.kept.plan)
-    assert simulate(best.kept.plan, setting.costs).makespan_s == best.step_s == min(one.step_s for one in found)
-    assert best.step_s <= min(named, default=best.step_s)
-    assert replay(best.kept.plan) is None
-    assert occupied_bytes(best.kept.plan) == best.kept.plan.device_peak_bytes
-    assert all(peak <= (budget or peak) for peak, budget in zip(best.kept.plan.device_peak_bytes, setting.budgets))
-    return min(named) / best.step_s if named else None
+    for one in found:
+        if one.kept is None:
+            continue
+        plan, setting = one.kept.plan, families[one.family].setting
+        verify(plan)
+        assert plan == Plan.from_text(plan.to_text())
+        assert simulate(plan, setting.costs).makespan_s == one.step_s >= one.order_s * (1 - 1e-9)
+        assert replay(plan) is None and occupied_bytes(plan) == plan.device_peak_bytes
+        assert all(peak <= (budget or peak) for peak, budget in zip(plan.device_peak_bytes, setting.budgets))
+    return found
 
 
 @pytest.mark.parametrize("table", TABLES, ids=range(len(TABLES)))
 def test_random_tables(table: Table) -> None:
-    check(table, 300_000)
+    assert check(table, 300_000)[0].step_s <= named_by_the_passes(table) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_plans_that_evict_over_slow_links(seed: int) -> None:
+    """What is annealed with its evictions is proven, too: some of what it comes to is not sound, and is left."""
+    table = replace(Table.random(Random(seed), (4,)), num_microbatches=8, budget=3, eviction_s=1.0, message_s=0.2)
+    found = check(table, 300_000, by="evict")
+    assert any(one.kept is not None and one.kept.evicts for one in found)
+
+
+def test_evictions_change_places() -> None:
+    costs = Costs(
+        forward_s=[2.5, 1, 2.5, 2.5], saved_bytes=1000, output_bytes=100, link=Link(latency_s=0.3, bytes_per_s=1000)
+    )
+    plan = build("1f1b", 4, 8)
+    setting = Setting(costs=costs, sizes=sizes_of(plan, costs, 1), budgets=(4200,) * 4, recomputes=False)
+    found = searched([Family(starts=(plan,), setting=setting)], effort=400_000)[0]
+    assert found.is_made and found.kept is not None and found.kept.evicts
+    assert found.step_s < kept_step(setting, plan)
+    for seed in range(8):  # some of what is tried ends an eviction before the message that it waits for has left
+        for one in searched([Family(starts=(plan,), setting=setting)], effort=60_000, seed=seed):
+            assert one.kept is not None or one.is_made
+            if one.kept is not None:
+                verify(one.kept.plan)
+
+
+def kept_step(setting: Setting, plan: Plan) -> float:
+    kept = kept_within(setting.order_of(plan), setting)
+    assert kept is not None
+    return kept.step_s
+
+
+def test_a_made_plan_may_be_searched_from_again() -> None:
+    families = TABLES[0].families()
+    best = next(one for one in searched(families, effort=100_000) if one.is_made and one.kept is not None)
+    assert best.kept is not None
+    family = replace(families[best.family], starts=(best.kept.plan,))
+    again = searched([family], effort=1000, all_named=True)
+    assert [one.name for one in again if not one.is_made] == [MADE]
 
 
 def test_the_same_arguments_find_the_same_plan() -> None:
@@ -53,6 +112,11 @@ def test_progress_goes_from_nothing_to_all() -> None:
 
 @pytest.mark.exhaustive
 def test_many_random_tables() -> None:
-    tables = [Table.random(Random(seed), (2, 4, 8)) for seed in range(1000, 1016)]
-    gains = [gain for table in tables if (gain := check(table, 500_000)) is not None]
-    assert len(gains) > 8 and min(gains) >= 1 and max(gains) > 1.03
+    gains = []
+    for seed in range(1000, 1016):
+        table = Table.random(Random(seed), (2, 4, 8))
+        named_s, best_s = named_by_the_passes(table), check(table, 500_000)[0].step_s
+        assert best_s <= named_s * (1 + 1e-9)
+        if named_s < inf:
+            gains.append(named_s / best_s)
+    assert len(gains) > 8 and max(gains) > 1.03

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -16,7 +15,7 @@ from bpipe.api.policy import Way
 from bpipe.errors import ConfigurationError
 from bpipe.plan.amounts import show_bytes
 from bpipe.schedules import Destinations, Plan, verify
-from bpipe.search.fastest import EFFORT, MADE, Family, Found, searched
+from bpipe.search.fastest import EFFORT, Family, Found, searched
 from bpipe.search.setting import Setting
 from bpipe.tools.arguments import add_plan, costs_of, plan_of, whole
 from bpipe.tools.balancing import LOWEST, sizes_of
@@ -31,16 +30,16 @@ __all__: list[str] = []
 EXAMPLES = """examples:
   bpipe search 1f1b zb_h1 zbv -p 8 -m 32 --per-rank --forward 20ms --saved 2GiB --budget 12GiB --bandwidth 20GB/s
   bpipe search 1f1b -p 4 -m 16 --forward 20ms,20ms,20ms,35ms --out plan.txt
-Exit code 1: no plan keeps the budget."""
+Exit code 1: no plan was found that keeps the budget."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_plan(parser, num="+")
     parser.add_argument("--by", choices=get_args(Way), default="evict_or_recompute", help="how to keep the budget (default: both)")
     parser.add_argument(
-        "--effort", type=whole, default=EFFORT, metavar="N", help=f"actions to try out while searching (default: {EFFORT:,})"
+        "--effort", type=whole, default=EFFORT, metavar="N", help=f"actions that may run while annealing (default: {EFFORT:,})"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the search (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random moves (default: 0)")
     parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="write the fastest plan's text")
 
 
@@ -61,8 +60,10 @@ def run(args: argparse.Namespace) -> Result:
 
 
 def _refuse(args: argparse.Namespace) -> None:
-    if args.slots is not None or args.inside:
-        raise ConfigurationError("search keeps a budget in bytes, of whole computations: leave --slots and --inside out")
+    if args.slots is not None or args.inside or args.overlapped:
+        raise ConfigurationError(
+            "search keeps a budget in bytes, of whole computations one by one: leave --slots, --inside and --overlapped out"
+        )
     if args.budget == LOWEST:
         raise ConfigurationError("search keeps a budget and makes the step short: give --budget in bytes")
 
@@ -97,7 +98,7 @@ def _data(found: Found, families: Sequence[Family]) -> dict[str, Any]:
     kept = found.kept
     return {
         "name": found.name,
-        "made_from": [plan.name for plan in families[found.family].starts] if found.name == MADE else [],
+        "made_from": [plan.name for plan in families[found.family].starts] if found.is_made else [],
         "step_s": None if kept is None else kept.step_s,
         "order_s": found.order_s,
         "evicts": kept is not None and kept.evicts,
@@ -108,20 +109,20 @@ def _data(found: Found, families: Sequence[Family]) -> dict[str, Any]:
 
 def _worth_showing(found: Sequence[Found]) -> list[Found]:
     """Return the named schedules, and of the orders made from the same ones the fastest that keeps the budget."""
-    kept = {one.family: one for one in reversed(found) if one.name == MADE and one.kept is not None}
-    return [one for one in found if one.name != MADE or one is kept.get(one.family)]
+    kept = {one.family: one for one in reversed(found) if one.is_made and one.kept is not None}
+    return [one for one in found if not one.is_made or one is kept.get(one.family)]
 
 
 def _shown(data: Sequence[dict[str, Any]]) -> Table:
-    best_s = data[0]["step_s"] or inf
+    best_s = data[0]["step_s"]
     return table(["", "step", "of the fastest", "keeps the budget", "fullest device"], [_row(one, best_s) for one in data])
 
 
-def _row(one: dict[str, Any], best_s: float) -> tuple[str, ...]:
+def _row(one: dict[str, Any], best_s: float | None) -> tuple[str, ...]:
     name = f"{one['name']} from {', '.join(one['made_from'])}" if one["made_from"] else one["name"]
     if one["step_s"] is None:
-        order = f"over {show_seconds(one['order_s'])}"
-        return name, order, "", "not tried: too slow" if one["order_s"] >= best_s else "no", ""
+        return name, f"over {show_seconds(one['order_s'])}", "", "none found", ""
     how = [what for what, does in (("evictions", one["evicts"]), ("recomputation", one["recomputes"])) if does]
     kept = f"by {' and '.join(how)}" if how else "as it is"
-    return name, show_seconds(one["step_s"]), f"{one['step_s'] / best_s:.3f}", kept, show_bytes(max(one["device_peak_bytes"]))
+    times = one["step_s"] / best_s if best_s else 1.0
+    return name, show_seconds(one["step_s"]), f"{times:.3f}", kept, show_bytes(max(one["device_peak_bytes"]))
