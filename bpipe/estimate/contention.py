@@ -14,7 +14,7 @@ from bpipe.simulator.costs import Link
 __all__: list[str] = []
 
 LEAST_DIFFERENCE = 0.1  # of a computation: two whose transfers differ by less are not compared
-MOST_SHARE = 0.9  # of the time beside transfers that can be lost to them
+LEAST_SHARE, MOST_SHARE = 0.01, 0.9  # of the time beside transfers that can be lost to them
 
 Times = list[tuple[float, float]]  # from when to when, in order, without overlaps
 
@@ -81,4 +81,4 @@ def lost_share(alike: Iterable[Sequence[Worked]]) -> float:
             difference = more.beside_s - less.beside_s
             if difference > LEAST_DIFFERENCE * less.seconds:
                 slopes.append(((more.seconds - less.seconds) / difference, difference))
-    return min(MOST_SHARE, weighted_median(slopes)) if weighted_median(slopes, 0.25) > 0 else 0.0
+    return min(MOST_SHARE, weighted_median(slopes)) if weighted_median(slopes, 0.25) >= LEAST_SHARE else 0.0

@@ -16,7 +16,7 @@ from bpipe.tools.measured import Measured
 
 __all__: list[str] = []
 
-LEAST_WAIT_S = 1e-3  # a wait of less may be that of a lane which finds its transfer complete
+LEAST_WAIT_S, LEAST_WAIT_SHARE = 1e-3, 0.1  # of a transfer's time: a lane that waits less may have found it complete
 
 Carried = Callable[[Action], int]
 Way = tuple[int, int]  # from one rank to another, or to or from its host
@@ -43,12 +43,15 @@ class Flight(NamedTuple):
 def flights(timeline: Timeline, carried: Carried) -> dict[Way, list[Flight]]:
     """Return the transfers of each direction of each link, in the order in which both of their ends were posted.
 
-    On an asynchronous device, hosts do not wait for transfers, so that their ends are not known there: they are left out.
+    On an asynchronous device, hosts do not wait for transfers, so that their ends are not known there: they are left out. So are
+    those of a loopback, whose ranks take turns: its clocks are one, without an error.
 
     Args:
         timeline: a step of all ranks.
         carried: the bytes of a transfer, given the action that posts its end.
     """
+    if isinstance(timeline, Measured) and not any(timeline.clock_error_s):
+        return {}
     ends = {
         (rank, span.action.identity): span
         for rank in timeline.ranks
@@ -84,7 +87,7 @@ def _flight(
     src, dst = way
     rank = src if dst == HOST else dst
     wait = ends[rank, (WAIT_OF[received.action.op], *received.action.identity[1:])]
-    is_seen = end > begin and (wait.begin_s <= begin or wait.seconds >= LEAST_WAIT_S)
+    is_seen = wait.begin_s <= begin < end or wait.seconds >= max(LEAST_WAIT_S, LEAST_WAIT_SHARE * (end - begin))
     crosses = isinstance(timeline, Measured) and HOST not in way and sent.begin_s > received.begin_s
     error_s = timeline.clock_error_s[src] + timeline.clock_error_s[dst] if crosses and isinstance(timeline, Measured) else 0.0
     return Flight(num_bytes, begin, end, is_seen, error_s)
