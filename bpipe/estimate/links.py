@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import combinations
+from itertools import combinations, takewhile
 from math import inf
 from statistics import median
 from typing import NamedTuple
@@ -133,11 +133,11 @@ def _busy(flights: Iterable[Flight]) -> Iterator[_Busy]:
 
 
 def _as_one(together: Sequence[Flight]) -> Iterator[_Busy]:
-    """Yield transfers as one, if it is known when each of them was complete, and so that there was no pause."""
-    if together and all(flight.is_seen for flight in together):
-        last = max(together, key=lambda flight: flight.end_s)
-        error_s = max(flight.error_s for flight in together)
-        yield _Busy(sum(flight.num_bytes for flight in together), last.end_s - together[0].begin_s, error_s)
+    """Yield transfers as one, up to the first of which it is not known when it was complete: behind it there may be a pause."""
+    seen = list(takewhile(lambda flight: flight.is_seen, together))
+    if seen:
+        seconds = max(flight.end_s for flight in seen) - seen[0].begin_s
+        yield _Busy(sum(flight.num_bytes for flight in seen), seconds, max(flight.error_s for flight in seen))
 
 
 def _line(points: Sequence[tuple[int, float, int]]) -> Link | None:
