@@ -111,7 +111,7 @@ class Bench:
         return middle - start, self.now() - middle if self.has_backward else 0.0
 
     def timed_halves(self, size: int) -> tuple[float, float]:
-        """Return the seconds of both halves of a split backward; as in a step, the first one of a stage with hooks runs as a whole."""
+        """Return the seconds of both halves of a split backward; the first one of a stage with hooks is not split, as in a step."""
         args, target, box = self._inputs(size)
         non_activations = self._non_activations((), None)
         hooks = UserHooks({0: ModuleSnapshot(list(self.module.modules()), list(self.module.parameters()), 0)}, self.silent)
