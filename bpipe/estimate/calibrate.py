@@ -12,7 +12,7 @@ from typing import Any
 
 from bpipe.errors import ConfigurationError
 from bpipe.estimate.contention import Times, Worked, beside_s, busy_times, lost_share
-from bpipe.estimate.links import Flight, Way, fitted, flights
+from bpipe.estimate.measured_links import Flight, Way, fitted, flights
 from bpipe.plan.action import HOST
 from bpipe.plan.meter import occupancy
 from bpipe.schedules import Costs, Link, Op, Plan, Sizes, StageSizes, Timeline

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from bpipe.estimate.links import Flight, Way, weighted_median
+from bpipe.estimate.measured_links import Flight, Way, weighted_median
 from bpipe.plan.action import HOST
 from bpipe.simulator.costs import Link
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import bpipe
 from bpipe.errors import ConfigurationError
-from bpipe.estimate import links
+from bpipe.estimate import measured_links as links
 from bpipe.estimate.calibrate import calibrated
 from bpipe.estimate.contention import Worked, lost_share
 from bpipe.passes.balance.balance import balance
