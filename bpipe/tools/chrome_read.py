@@ -179,6 +179,9 @@ class _Draft:
         self._errors_s = None if errors_s is None else tuple(float(_number(error)) for error in errors_s)
         texts = header.get("stage_sizes", {})  # which files of earlier versions lack
         self._sizes = {int(stage): tuple(read_stage(text.split()) for text in of_stage) for stage, of_stage in texts.items()}
+        alike = {places.plan.slices}.issuperset(map(len, self._sizes.values()))
+        if not alike or not self._sizes.keys() <= set(range(places.plan.num_stages)):
+            raise ConfigurationError("a damaged trace: its sizes are of other stages or slices than its plan's")
         if not len(self._idle) == num_ranks == len(self._idle if self._errors_s is None else self._errors_s):
             raise ConfigurationError(
                 f"a damaged trace: a timeline of a plan of {num_ranks} ranks describes another number of ranks"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -206,6 +207,17 @@ def test_clocks_that_may_be_wrong_by_more_than_a_transfer_takes() -> None:
     assert calibrated([traced(plan, SHOWN, [0.006] * P)], plan).link == Link()
 
 
+def test_transfers_that_wait_for_their_link_take_no_longer() -> None:
+    """Both ranks post twice as fast as the link carries: most of what a transfer seems to take is that of the ones before it."""
+    plan, costs = build("gpipe", 2, M), Costs(forward_s=0.1, backward_s=0.1, output_bytes=2 * 10**8, link=Link(bytes_per_s=1e9))
+    assert calibrated([traced(plan, costs, [0.0, 1e-6])], plan).link.bytes_per_s == pytest.approx(1e9)
+
+
+def test_ranks_that_take_turns_say_nothing() -> None:
+    """One clock without any error is that of a loopback, where a lane waits while others compute."""
+    assert calibrated([traced(PLANS["1f1b"], SHOWN, [0.0] * P)], PLANS["1f1b"]).link == Link()
+
+
 def test_what_only_a_device_waits_for_says_nothing() -> None:
     plan, timeline = PLANS["1f1b"], traced(PLANS["1f1b"], SHOWN)
     spans = [list(timeline.computations(rank)) for rank in range(P)]
@@ -283,4 +295,22 @@ def test_bytes_of_a_plan_that_counts_slots_are_those_that_its_steps_measured(tmp
     for rank in range(P):
         assert simulated.peak_bytes(rank) == read[1].peak_bytes(rank)
         assert simulated.actions[rank].static_bytes == read[1].actions[rank].static_bytes
-    assert (costs.link, costs.host_link, costs.slowdown) == (Link(), None, 1.0)  # ranks of a loopback take turns
+    assert (costs.link, costs.host_link, costs.slowdown) == (Link(), None, 1.0)
+
+
+def test_traces_without_sizes_and_with_wrong_ones(tmp_path) -> None:
+    """Earlier versions wrote none: then bytes are what a rank's memory grows by, and messages and links are not known."""
+    schedules, _ = stepped(str(tmp_path))
+    for changed, match in ((None, ""), ({"0": ["1 2"]}, "a damaged trace"), ({"9": ["1 0 0 0 0 0"]}, "of other stages or slices")):
+        for file in tmp_path.iterdir():
+            trace = json.loads(file.read_text())
+            for timeline in trace["otherData"]["timelines"]:
+                timeline.pop("stage_sizes", None)
+                timeline |= {} if changed is None else {"stage_sizes": changed}
+            file.write_text(json.dumps(trace))
+        if changed is None:
+            costs = calibrated(bpipe.load_trace(tmp_path), schedules[0].plan)
+            assert costs.saved(0) > 0 and costs.gradient_bytes is None and costs.link == Link()
+        else:
+            with pytest.raises(ConfigurationError, match=match):
+                bpipe.load_trace(tmp_path)
