@@ -44,7 +44,8 @@ def flights(timeline: Timeline, carried: Carried) -> dict[Way, list[Flight]]:
     """Return the transfers of each direction of each link, in the order in which both of their ends were posted.
 
     On an asynchronous device, hosts do not wait for transfers, so that their ends are not known there: they are left out. So are
-    those of a loopback, whose ranks take turns: its clocks are one, without an error.
+    those of a loopback, whose ranks take turns: its clocks are one, without an error. Exchanges of twins, which go both ways at
+    once, are not counted.
 
     Args:
         timeline: a step of all ranks.
